@@ -1,0 +1,112 @@
+"""The only file that asks which JAX this is: probes, not version numbers.
+
+Everything here is built on public JAX. Two facts move between releases and are
+pinned down in this room so that no other room has to know them: where a type
+keeps the mesh axes it varies over, and how a type is told that it varies no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+try:
+    # Since 0.4.36: the names bound by vmap, pmap and shard_map, for error messages only.
+    from jax.extend.core import unsafe_get_axis_names_DO_NOT_USE as _axis_names
+except ImportError:  # pragma: no cover - a JAX that has removed the debugging aid
+
+    def _axis_names() -> list[Any]:
+        return []
+
+
+def axes_in_scope() -> tuple[str, ...]:
+    """Names of the mapped axes at this point of the trace, outermost first."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(dict.fromkeys([*manual, *(a for a in _axis_names() if isinstance(a, str))]))
+
+
+def _manual(x: Any) -> Any:
+    """The part of `x`'s type that says how it relates to manual mesh axes (None: nothing)."""
+    return getattr(jax.typeof(x), "manual_axis_type", None)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Axes over which `x` is typed as varying; empty wherever types are not tracked."""
+    manual = _manual(x)
+    return frozenset() if manual is None else frozenset(manual.varying)
+
+
+def tracks_variance(axis: str) -> bool:
+    """Whether types tell replicas apart along `axis` (a checked `shard_map` binds it).
+
+    `pmap`, `vmap` and `shard_map(check_vma=False)` leave every type without marks, so an
+    empty set of varying axes means "the same everywhere" only where this is true.
+    """
+    return axis in varying_axes(lax.axis_index(axis))
+
+
+def as_varying(x: Any, axes: Sequence[str]) -> Any:
+    """`x` typed as varying over `axes`: no data moves. Axes without tracked types are left out."""
+    missing = tuple(a for a in axes if a not in varying_axes(x) and tracks_variance(a))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False) -> Any:
+    """`x` typed as equal on every replica along `axes`: no data moves, nothing is checked.
+
+    The caller vouches for the equality. JAX itself offers this step only together with a
+    collective (`psum`, or `all_gather(to="invarying")`), which an axis of size one, an empty
+    leaf, or an algorithm that ends with the same bits everywhere does not need.
+
+    Args:
+      x: an array.
+      axes: mapped axes; those without tracked types are left out.
+      summed: `x` is the end of a hand-written sum over replicas. JAX hands back the cotangent
+        of an invariant value already totalled, so only the first replica sends it back through
+        the sum; otherwise each replica keeps it.
+    """
+    known = tuple(a for a in axes if a in varying_axes(x))
+    return _as_invariant_p.bind(x, axes=known, summed=summed) if known else x
+
+
+def _as_invariant_aval(aval: Any, *, axes: tuple[str, ...], summed: bool) -> Any:
+    manual = aval.manual_axis_type
+    kept = {k: getattr(manual, k) for k in ("unreduced", "reduced")}
+    settled = type(manual)(varying=frozenset(manual.varying) - set(axes), **kept)
+    return aval.update(manual_axis_type=settled)
+
+
+def _as_invariant_transpose(cotangent: Any, *, axes: tuple[str, ...], summed: bool) -> list[Any]:
+    cotangent = as_varying(cotangent, axes)
+    if summed:
+        cotangent = lax.select(
+            lax.broadcast(lax.axis_index(axes) == 0, cotangent.shape),
+            cotangent,
+            lax.full_like(cotangent, 0),
+        )
+    return [cotangent]
+
+
+_as_invariant_p = Primitive("as_invariant")
+_as_invariant_p.def_impl(lambda x, **_: x)
+_as_invariant_p.def_abstract_eval(_as_invariant_aval)
+mlir.register_lowering(_as_invariant_p, lambda ctx, x, **_: [x])
+batching.defvectorized(_as_invariant_p)
+ad.deflinear(_as_invariant_p, _as_invariant_transpose)
+
+
+def is_variance_mismatch(error: TypeError) -> bool:
+    """Whether `error` is JAX's refusal of a loop or branch whose types vary differently."""
+    return "manual axis types" in str(error)
+
+
+def is_partially_sharded(x: Any) -> bool:
+    """Whether `x` is sharded, by its type, over a mesh axis that is not mapped here."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    spec = getattr(sharding, "spec", ()) if sharding is not None else ()
+    return any(part is not None for part in spec)

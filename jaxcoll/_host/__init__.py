@@ -1,0 +1,1 @@
+"""Devices, meshes, processes, compilation. Never spells a collective."""

@@ -1,0 +1,241 @@
+"""Wraps a train step: places its arguments, compiles it once a shape, keeps all checks on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxcoll import _compat
+from jaxcoll._host.deadline import finished
+from jaxcoll._host.mesh import checked_mesh
+from jaxcoll._host.placement import check_rows, place
+from jaxcoll._host.world import mesh_scope
+from jaxcoll._plan.options import CommunicationOptions, checked
+from jaxcoll._plan.plan import Plan
+from jaxcoll._spmd.scope import entered
+
+VaryingOutputs = Literal["error", "concatenate"]
+
+
+def data_parallel(
+    step: Callable[..., Any] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    axis_name: str | tuple[str, ...] = "data",
+    batch_argnums: int | Sequence[int] = -1,
+    donate_argnums: int | Sequence[int] = (),
+    options: CommunicationOptions | None = None,
+    varying_outputs: VaryingOutputs = "error",
+) -> Any:
+    """Run an ordinary step on every replica, each with its share of the batch.
+
+    Law: the step sees its replica's rows of the batch and whole copies of everything else;
+    what it returns must be the same on every replica, and JAX's own `shard_map` checks, which
+    stay on, prove it. Can be used as a decorator, with or without arguments.
+
+    Args:
+      step: a function of positional and keyword arguments, pytrees of arrays all; it reduces
+        with `jc.value_and_grad`, `jc.all_reduce` or `jax.lax` over `axis_name`.
+      mesh: devices and axes, Auto or Explicit; None: all devices on one axis.
+      axis_name: the mesh axis, or axes from outer to inner, that the batch is split over.
+        Other axes of the mesh hold copies.
+      batch_argnums: positions of the arguments split along their leading dimension; the rest,
+        and keyword arguments, are replicated. Default: the last positional argument.
+      donate_argnums: positions of the arguments whose memory may be reused for the results.
+      options: defaults for the reductions inside; `timeout_seconds` bounds each call.
+      varying_outputs: what to do with an output that differs between replicas. "error": refuse
+        it and name it. "concatenate": join it along its leading dimension, in replica order,
+        as for the predictions of a batch.
+
+    Returns:
+      A `DataParallel`: call it with host numpy arrays or global `jax.Array`s; it places them
+      (without a copy where they are in place), compiles once for each shape and dtype, and
+      returns global arrays, replicated. Cost: that of the reductions inside.
+
+    Raises:
+      ValueError: an argument is invalid, the mesh is empty, lists a device twice or lacks the
+        axis; on a call, a batch that does not divide, or an output that varies.
+      DeadlineExceededError: on a call, `timeout_seconds` passed.
+
+    Example:
+      >>> import numpy as np
+      >>> step = data_parallel(lambda w, x: all_reduce("sum", (w * x).sum(), "data"))
+      >>> float(step(2.0, np.arange(8.0)))
+      56.0
+    """
+    settings = dict(
+        mesh=mesh,
+        axis_name=axis_name,
+        batch_argnums=_positions("batch_argnums", batch_argnums),
+        donate_argnums=_positions("donate_argnums", donate_argnums),
+        options=checked(options),
+        varying_outputs=varying_outputs,
+    )
+    if varying_outputs not in get_args(VaryingOutputs):
+        raise ValueError(
+            "`data_parallel` expects `varying_outputs` to be 'error' or 'concatenate'; "
+            f"got {varying_outputs!r}."
+        )
+    if mesh is not None:
+        checked_mesh(mesh, axis_name, "data_parallel")
+    if step is None:
+        return lambda decorated: DataParallel(decorated, **settings)
+    if not callable(step):
+        raise ValueError(f"`data_parallel` expects a function; got {type(step).__name__}.")
+    return DataParallel(step, **settings)
+
+
+def _positions(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    positions = (value,) if isinstance(value, int) else tuple(value)
+    if not all(isinstance(p, int) and not isinstance(p, bool) for p in positions):
+        raise ValueError(f"`{argument}` must be an int or a sequence of ints; got {value!r}.")
+    return positions
+
+
+class DataParallel:
+    """A step that runs on every replica; made by `data_parallel`, called like the step."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *,
+        mesh: Mesh | None,
+        axis_name: str | tuple[str, ...],
+        batch_argnums: tuple[int, ...],
+        donate_argnums: tuple[int, ...],
+        options: CommunicationOptions,
+        varying_outputs: VaryingOutputs,
+    ) -> None:
+        functools.update_wrapper(self, step, updated=())
+        self._step = step
+        self._mesh = mesh
+        self._axis_name = axis_name
+        self._axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        self._batch_argnums = batch_argnums
+        self._donate_argnums = donate_argnums
+        self._options = options
+        self._varying_outputs = varying_outputs
+        self._calls = 0
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The mesh it runs on; without one given, all devices at the time of the first use."""
+        return checked_mesh(self._mesh, self._axis_name, "data_parallel")
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that share a batch."""
+        return math.prod(self.mesh.shape[a] for a in self._axes)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The step's result on the whole batch; see `data_parallel`."""
+        self._calls += 1
+        call = functools.partial(self._compiled, *self._placed(args), **self._replicate(kwargs))
+        if not self._options.timeout_seconds:
+            return call()
+        # A deadline waits in a thread, and traces belong to the thread that asked for them.
+        jax.eval_shape(call)
+        name = getattr(self._step, "__name__", "step")
+        return finished(call, self._options.timeout_seconds, f"Call {self._calls} of `{name}`")
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The program for these arguments, lowered: `.as_text()` shows what is requested.
+
+        Args:
+          *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+          **kwargs: likewise.
+
+        Returns:
+          What `jax.jit(...).lower` returns; `.compile().as_text()` shows what was compiled.
+        """
+        return self._compiled.lower(*self._placed(args), **self._replicate(kwargs))
+
+    def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
+        """The plan of every reduction that the step makes with these arguments, in order.
+
+        Args:
+          *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+          **kwargs: likewise.
+
+        Returns:
+          The plans that are carried out, from a trace made for the purpose; nothing runs.
+        """
+        plans: list[Plan] = []
+        program = functools.partial(self._program, plans.append)
+        jax.eval_shape(program, *self._placed(args), **self._replicate(kwargs))
+        return tuple(plans)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        program = functools.partial(self._program, lambda plan: None)
+        functools.update_wrapper(program, self._step, updated=())
+        return jax.jit(program, donate_argnums=self._donate_argnums)
+
+    def _program(self, record: Callable[[Plan], None], *args: Any, **kwargs: Any) -> Any:
+        """What is traced: the step inside a checked `shard_map` over the whole mesh."""
+        batch = PartitionSpec(self._axis_name)
+        split = {i % len(args) for i in self._batch_argnums} if args else set()
+        specs = tuple(batch if i in split else PartitionSpec() for i in range(len(args)))
+        mapped = functools.partial(
+            jax.shard_map, mesh=self.mesh, in_specs=(specs, PartitionSpec()), check_vma=True
+        )
+        scope = dataclasses.replace(
+            mesh_scope(self.mesh), options=self._options, record=record
+        )
+        # One trace of the step serves both passes: the first only asks how its outputs vary.
+        step = jax.jit(self._step, inline=True)
+        found: list[Any] = []
+
+        def ask(args: Any, kwargs: Any) -> None:
+            found.append(jax.tree_util.tree_map_with_path(self._out_spec, step(*args, **kwargs)))
+
+        with entered(scope):
+            jax.eval_shape(mapped(ask, out_specs=None), args, kwargs)
+            run = mapped(lambda args, kwargs: step(*args, **kwargs), out_specs=found[0])
+            return run(args, kwargs)
+
+    def _out_spec(self, path: Any, output: Any) -> PartitionSpec:
+        varying = [a for a in self.mesh.axis_names if a in _compat.varying_axes(output)]
+        if not varying:
+            return PartitionSpec()
+        name = f"output {jax.tree_util.keystr(path)}" if path else "the output"
+        if self._varying_outputs == "error":
+            raise ValueError(
+                f"`data_parallel`: {name} of the step differs between replicas (it varies over "
+                f"{', '.join(map(repr, varying))}), so there is no one value to return. Reduce "
+                'it with `jc.all_reduce("mean", ...)`, or pass varying_outputs="concatenate" to '
+                "get every replica's rows."
+            )
+        if not output.ndim:
+            raise ValueError(
+                f"`data_parallel`: {name} of the step differs between replicas and is a scalar, "
+                'which cannot be concatenated. Reduce it with `jc.all_reduce("mean", ...)`, or '
+                "return it with a leading dimension, as in `x[None]`."
+            )
+        return PartitionSpec(tuple(varying))
+
+    def _placed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        for i in (*self._batch_argnums, *self._donate_argnums):
+            if not -len(args) <= i < len(args):
+                raise ValueError(
+                    f"`data_parallel`: argument {i} is named in `batch_argnums` or "
+                    f"`donate_argnums`, but the step was called with {len(args)} positional "
+                    "arguments."
+                )
+        split = {i % len(args) for i in self._batch_argnums}
+        processes = len({d.process_index for d in self.mesh.devices.flat})
+        for i in sorted(split):
+            check_rows(args[i], f"args[{i}]", self.num_replicas, processes, self._axis_name)
+        rows = NamedSharding(self.mesh, PartitionSpec(self._axis_name))
+        return tuple(
+            place(arg, rows) if i in split else self._replicate(arg) for i, arg in enumerate(args)
+        )
+
+    def _replicate(self, tree: Any) -> Any:
+        return place(tree, NamedSharding(self.mesh, PartitionSpec()))

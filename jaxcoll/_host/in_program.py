@@ -1,0 +1,159 @@
+"""The calls a user makes inside a mapped program: read the scope, then hand down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxcoll._host.world import scope_here
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._spmd import gradient, reduce
+
+
+def all_reduce(
+    reduce_op: ReduceOp | str,
+    value: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    options: CommunicationOptions | None = None,
+    invariant: reduce.Invariant = "error",
+) -> Any:
+    """Reduce every leaf of a pytree over the replicas along one or several mapped axes.
+
+    Law: the result equals the float64 reference within n·eps of the sum of magnitudes, keeps
+    the tree's order and structure, and, for n replicas on one axis of size 1, is the value
+    itself without a collective. The cotangent of `all_reduce` is the `all_reduce` of the
+    cotangents with the same op.
+
+    Args:
+      reduce_op: `ReduceOp.SUM`, `ReduceOp.MEAN`, or their names in any case. A MEAN is one sum
+        and one division; of integers it has JAX's default float type; of float16 it does not
+        overflow where the mean itself fits.
+      value: any pytree of numeric arrays, of any shapes and dtypes, equal on all replicas in
+        structure and shape. Empty arrays and None pass through.
+      axis_name: the axis that `jax.shard_map`, `jax.pmap` or `jax.vmap` maps; or a tuple of
+        mesh axes, outer (between hosts) to inner (within a host).
+      options: how to pack and what carries it; unset ones come from the enclosing
+        `data_parallel` or strategy, then from the automatic choice.
+      invariant: what to do with a leaf that a checked `shard_map` knows to be the same on every
+        replica. "error": refuse it. "summed": it is the sum over replicas already (as autodiff
+        makes of a replicated parameter's gradient); SUM leaves it, MEAN divides. "replicated":
+        every replica holds this value; SUM multiplies it, MEAN leaves it.
+
+    Returns:
+      A pytree like `value`, *invariant* over the axes, so that `out_specs=P()` type-checks.
+      Cost: 2(n-1)/n of the bytes leave each device, one collective a pack before the
+      compiler combines them; see `jc.plan` for steps and bytes.
+
+    Raises:
+      NameError: an axis is not mapped here; the message lists those that are.
+      ValueError: a leaf cannot be reduced (its path is named), or an argument is invalid.
+      AlreadyReducedError: a leaf is invariant and `invariant` was not given.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
+      >>> jax.vmap(lambda v: all_reduce("sum", v, "data"), axis_name="data")(x)[0].tolist()
+      [16.0, 20.0]
+      >>> jax.vmap(lambda v: all_reduce("mean", v, "data"), axis_name="data")(x)[3].tolist()
+      [4.0, 5.0]
+    """
+    scope = scope_here().merged(checked(options))
+    return reduce.all_reduce(
+        ReduceOp.of(reduce_op), value, axis_name, scope=scope, invariant=invariant
+    )
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    axis_name: str | tuple[str, ...],
+    *,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    options: CommunicationOptions | None = None,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` of the loss over all replicas, from the loss of each one's share.
+
+    Law: n devices equal one device. The value and the gradient are those that `fun` would
+    have on the whole batch, to rounding, under `pmap` and under `shard_map` with checks on or
+    off: for MEAN with equal shares, for SUM with any, and for a mean weighted by tokens or by
+    real examples when `fun` returns a `WeightedLoss`.
+
+    Args:
+      fun: the loss of one replica's share of the batch, a scalar or a `WeightedLoss`. It must
+        not reduce the loss over `axis_name` itself.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner.
+      reduce_op: MEAN or SUM, or their names in any case.
+      argnums: positions of the arguments to differentiate, as in `jax.value_and_grad`.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      options: as in `all_reduce`.
+
+    Returns:
+      A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux),
+      grads)`. Value and gradients are *invariant* over the axes; `aux` is this replica's own
+      (*varying*). Cost: one `all_reduce` of the gradients with the loss among them.
+
+    Raises:
+      NameError: an axis is not mapped here.
+      ValueError: a WeightedLoss meets SUM, or an argument is invalid.
+      TypeError: the loss returns a tuple without `has_aux`.
+      AlreadyReducedError: the loss was reduced inside `fun`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> step = value_and_grad(lambda w, x: jnp.mean(w * x), "data")
+      >>> shares = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> value, grad = jax.vmap(step, in_axes=(None, 0), axis_name="data")(2.0, shares)
+      >>> value.tolist(), grad.tolist()
+      ([5.0, 5.0], [2.5, 2.5])
+    """
+    return _gradient(fun, axis_name, reduce_op, argnums, has_aux, options, with_value=True)
+
+
+def grad(
+    fun: Callable[..., Any],
+    axis_name: str | tuple[str, ...],
+    *,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    options: CommunicationOptions | None = None,
+) -> Callable[..., Any]:
+    """`value_and_grad` without the value, which is then not reduced either.
+
+    Args:
+      fun: the loss of one replica's share of the batch.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner.
+      reduce_op: MEAN or SUM, or their names in any case.
+      argnums: positions of the arguments to differentiate.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      options: as in `all_reduce`.
+
+    Returns:
+      A function with `fun`'s arguments that returns `grads`, or `(grads, aux)`; the gradients
+      are *invariant* over the axes, `aux` *varying*.
+    """
+    return _gradient(fun, axis_name, reduce_op, argnums, has_aux, options, with_value=False)
+
+
+def _gradient(
+    fun: Callable[..., Any],
+    axis_name: str | tuple[str, ...],
+    reduce_op: ReduceOp | str,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    options: CommunicationOptions | None,
+    *,
+    with_value: bool,
+) -> Callable[..., Any]:
+    said = checked(options)
+    return gradient.reduced_gradient(
+        fun,
+        axis_name,
+        reduce_op=ReduceOp.of(reduce_op),
+        argnums=argnums,
+        has_aux=has_aux,
+        with_value=with_value,
+        scope=lambda: scope_here().merged(said),
+    )

@@ -1,0 +1,67 @@
+"""Puts values where a compiled program wants them; what is there already is not copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+
+def place(tree: Any, sharding: NamedSharding) -> Any:
+    """Every leaf of `tree` as a global array with `sharding`.
+
+    With several processes, a host array is this process's share: its rows of a batch where the
+    sharding splits rows, the whole value where it replicates.
+
+    Args:
+      tree: a pytree of numpy arrays, numbers, `jax.Array`s, or `jax.ShapeDtypeStruct`s.
+      sharding: where they belong.
+
+    Returns:
+      The same tree of `jax.Array`s (or `ShapeDtypeStruct`s).
+    """
+    return jax.tree.map(lambda x: _place(x, sharding), tree)
+
+
+def _place(x: Any, sharding: NamedSharding) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    if isinstance(x, jax.Array):
+        if x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        if x.is_fully_addressable and not sharding.is_fully_addressable:
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+    elif not sharding.is_fully_addressable:
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+    return jax.device_put(x, sharding)
+
+
+def check_rows(tree: Any, argument: str, replicas: int, processes: int, axis: Any) -> None:
+    """Refuse a batch whose rows do not divide over the replicas.
+
+    Raises:
+      ValueError: a leaf has no rows, or a number of them that does not divide; the message
+        names the leaf and the sizes.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = argument + jax.tree_util.keystr(path)
+        shape = np.shape(leaf)
+        if not shape:
+            raise ValueError(
+                f"`data_parallel`: {name} is a scalar and cannot be split over {replicas} "
+                f"replicas along {axis!r}; leave its argument out of `batch_argnums` to give "
+                "every replica the same value."
+            )
+        is_local = not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or (
+            isinstance(leaf, jax.Array) and leaf.is_fully_addressable
+        )
+        rows = shape[0] * (processes if is_local else 1)
+        if rows % replicas:
+            raise ValueError(
+                f"`data_parallel`: {name} has {rows} rows, which do not divide over {replicas} "
+                f"replicas along {axis!r} ({rows} = {replicas} × {rows // replicas} + "
+                f"{rows % replicas}). Drop the remainder, or pad the batch and give the "
+                "padding weight 0 with `jc.WeightedLoss`."
+            )

@@ -1,0 +1,1 @@
+"""Reads text and numbers that others produced. Changes nothing, runs nothing."""

@@ -1,0 +1,1 @@
+"""Shapes, sizes, integers. No arrays, no axis, no device, no clock."""

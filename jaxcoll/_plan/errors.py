@@ -1,0 +1,15 @@
+"""The errors a user may want to catch by name."""
+
+from __future__ import annotations
+
+
+class AlreadyReducedError(ValueError):
+    """A leaf handed to a reduction is already the same on every replica.
+
+    Reducing it again would multiply a SUM by the number of replicas, silently. The message
+    names the leaf, says what probably happened, and the two arguments that settle it.
+    """
+
+
+class DeadlineExceededError(TimeoutError):
+    """A host-level call or a wrapped step took longer than its `timeout_seconds`."""

@@ -1,0 +1,91 @@
+"""What a plan knows of a leaf: where it stands in its tree, its shape, what it travels as."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable
+
+import jax
+import numpy as np
+
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of a tree, by its shape.
+
+    Attributes:
+      path: where it stands, as `jax.tree_util.keystr` writes it ("" for a bare array).
+      shape: its shape on one replica.
+      dtype: the type it has in the tree.
+      wire: the type it travels and is summed in.
+      kind: whatever else must agree before two leaves may share a pack.
+      solid: it must keep its shape, so it shares no pack at all.
+      stays: it is summed over no axis, so no pack carries it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    wire: np.dtype
+    kind: Hashable = ()
+    solid: bool = False
+    stays: bool = False
+
+    @property
+    def size(self) -> int:
+        """Elements on one replica."""
+        return math.prod(self.shape)
+
+    @property
+    def travels(self) -> bool:
+        """Whether any pack carries it."""
+        return self.size > 0 and not self.stays
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it puts into a pack."""
+        return self.size * self.wire.itemsize
+
+
+def wire_dtype(dtype: np.dtype, reduce_op: ReduceOp, world: World) -> np.dtype:
+    """The type in which a leaf of `dtype` travels and is summed.
+
+    Its own, with three exceptions, each of them wider:
+    - 8-bit floats travel as float32: they cannot hold a sum, and few backends add them.
+    - the MEAN of 8- and 16-bit integers travels as 32-bit integers, where the sum is exact.
+    - bfloat16 on a CPU whose mesh is only partly mapped travels as float32: XLA's CPU
+      compiler aborts the process on the narrow one (and would widen it by itself elsewhere).
+    """
+    if jax.dtypes.issubdtype(dtype, np.floating):
+        aborts = world.platform == "cpu" and world.partly_mapped and dtype.name == "bfloat16"
+        return np.dtype(np.float32) if dtype.itemsize == 1 or aborts else dtype
+    if reduce_op is ReduceOp.MEAN and dtype.itemsize < 4:
+        if jax.dtypes.issubdtype(dtype, np.unsignedinteger):
+            return np.dtype(np.uint32)
+        if jax.dtypes.issubdtype(dtype, np.signedinteger):
+            return np.dtype(np.int32)
+    return dtype
+
+
+def mean_dtype(dtype: np.dtype) -> np.dtype:
+    """The type of a mean: `dtype`, or JAX's default float for integers (as `lax.pmean`)."""
+    if jax.dtypes.issubdtype(dtype, np.integer):
+        return np.dtype(jax.dtypes.canonicalize_dtype(float))
+    return dtype
+
+
+def why_not_reducible(dtype: np.dtype) -> str | None:
+    """Why an array of `dtype` cannot be summed over replicas, and what to do; None if it can."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return "a typed PRNG key has no sum; leave keys out of the tree (`jax.tree.map` or None)"
+    if dtype == jax.dtypes.float0:
+        return "float0 is the gradient of an integer input; leave that input out of `argnums`"
+    if dtype == np.dtype(bool):
+        return "booleans have no sum of their own type; say which you mean with `.astype(...)`"
+    if not jax.dtypes.issubdtype(dtype, np.number):
+        return f"{dtype} is not a number"
+    return None

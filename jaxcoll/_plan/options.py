@@ -1,0 +1,256 @@
+"""How replicas are asked to communicate: frozen values, validated once, merged explicitly."""
+
+from __future__ import annotations
+
+import enum
+import math
+import numbers
+import warnings
+from typing import Any, final
+
+import jax
+
+
+class ReduceOp(enum.Enum):
+    """How the replicas' values are combined. Strings in any case are taken wherever one is.
+
+    Example:
+      >>> ReduceOp.of("Mean") is ReduceOp.MEAN
+      True
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def of(cls, value: ReduceOp | str) -> ReduceOp:
+        """`value` itself, or the member a string names, in any case.
+
+        Raises:
+          ValueError: for anything else; the message names the value.
+        """
+        return _member(cls, "reduce_op", value)
+
+
+class CommunicationImplementation(enum.Enum):
+    """Which implementation carries the reduction.
+
+    AUTO leaves it to jaxcoll and the compiler. RING asks for a ring of neighbour exchanges
+    written out in the program. NCCL asks for the backend's own all-reduce, which is NCCL on
+    NVIDIA GPUs; a plan made for another backend says what carries it there.
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+CollectiveCommunication = CommunicationImplementation
+
+
+def _member(kind: type[enum.Enum], argument: str, value: Any) -> Any:
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
+    known = ", ".join(kind.__members__)
+    raise ValueError(
+        f"`{argument}` must be a {kind.__name__} or one of the strings {known} (in any case); "
+        f"got {_shown(value)}."
+    )
+
+
+def _shown(value: Any) -> str:
+    """`repr(value)`, with the advice a tracer calls for."""
+    if isinstance(value, jax.core.Tracer):
+        return f"the traced value {value}, which is not known here: make this argument static"
+    return repr(value)
+
+
+@final
+class _Unset:
+    """The one value that means "not said", so that saying the default can override."""
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+    def __reduce__(self) -> str:
+        return "UNSET"
+
+
+UNSET = _Unset()
+
+_DEFAULTS: dict[str, Any] = {
+    "bytes_per_pack": 0,
+    "timeout_seconds": None,
+    "implementation": CommunicationImplementation.AUTO,
+}
+
+
+def _bytes_per_pack(value: Any) -> int:
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 0:
+        return int(value)
+    raise ValueError(
+        "`bytes_per_pack` must be a non-negative integer number of bytes "
+        f"(0: decided automatically); got {_shown(value)}."
+    )
+
+
+def _timeout_seconds(value: Any) -> float | None:
+    if value is None:
+        return None
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if number and math.isfinite(value) and value >= 0:
+        return float(value)
+    raise ValueError(
+        "`timeout_seconds` must be None or a finite, non-negative number of seconds "
+        f"(None and 0: no deadline); got {_shown(value)}."
+    )
+
+
+_CHECKS: dict[str, Any] = {
+    "bytes_per_pack": _bytes_per_pack,
+    "timeout_seconds": _timeout_seconds,
+    "implementation": lambda v: _member(CommunicationImplementation, "implementation", v),
+}
+
+
+@final
+@jax.tree_util.register_static
+class CommunicationOptions:
+    """How replicas exchange tensors: a frozen, hashable value.
+
+    Law: options are honoured or refused. What they ask is visible in the plan and in the
+    compiled program; where a backend cannot do it the plan says what happens instead.
+
+    An option that is not given is *unset*: it reads as its default, and in `merge` it yields to
+    the other side. An option given as its default overrides, which `CommunicationOptions()`
+    and `CommunicationOptions(bytes_per_pack=0)` show by being different values.
+
+    Args:
+      bytes_per_pack: a pack is closed before it would exceed this many bytes; a larger leaf
+        travels alone, unsplit. 0: the planner decides.
+      timeout_seconds: seconds after which a host-level call or a wrapped step gives up. None
+        and 0: no deadline.
+      implementation: a `CommunicationImplementation`, or its name in any case.
+
+    Raises:
+      ValueError: an argument has an impossible value; the message names both.
+
+    Example:
+      >>> strategy = CommunicationOptions(bytes_per_pack=4 << 20, implementation="ring")
+      >>> strategy.merge(CommunicationOptions(bytes_per_pack=0))
+      CommunicationOptions(bytes_per_pack=0, implementation=RING)
+      >>> strategy.timeout_seconds is None
+      True
+    """
+
+    __slots__ = ("_given",)
+    _given: tuple[tuple[str, Any], ...]
+
+    def __init__(
+        self,
+        bytes_per_pack: int | _Unset = UNSET,
+        timeout_seconds: float | None | _Unset = UNSET,
+        implementation: CommunicationImplementation | str | _Unset = UNSET,
+    ) -> None:
+        said = (bytes_per_pack, timeout_seconds, implementation)
+        given = tuple(
+            (name, _CHECKS[name](value))
+            for name, value in zip(_DEFAULTS, said, strict=True)
+            if value is not UNSET
+        )
+        object.__setattr__(self, "_given", given)
+
+    @property
+    def bytes_per_pack(self) -> int:
+        """Largest pack in bytes; 0 when the planner decides."""
+        return self._read("bytes_per_pack")
+
+    @property
+    def timeout_seconds(self) -> float | None:
+        """Deadline in seconds; None or 0 when there is none."""
+        return self._read("timeout_seconds")
+
+    @property
+    def implementation(self) -> CommunicationImplementation:
+        """What carries the reduction."""
+        return self._read("implementation")
+
+    def replace(self, **changes: Any) -> CommunicationOptions:
+        """These options with some changed; `UNSET` takes an option back to "not said"."""
+        unknown = sorted(set(changes) - set(_DEFAULTS))
+        if unknown:
+            raise ValueError(
+                f"`replace` got {', '.join(unknown)}; the options are {', '.join(_DEFAULTS)}."
+            )
+        return CommunicationOptions(**{**dict(self._given), **changes})
+
+    def merge(self, override: CommunicationOptions | None) -> CommunicationOptions:
+        """These options, with everything `override` has set taken from it."""
+        return self if override is None else self.replace(**dict(override._given))
+
+    def _read(self, name: str) -> Any:
+        return dict(self._given).get(name, _DEFAULTS[name])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"CommunicationOptions is frozen; use options.replace({name}={value!r})."
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(
+            f"CommunicationOptions is frozen; use options.replace({name}=jc.UNSET)."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CommunicationOptions):
+            return NotImplemented
+        return self._given == other._given
+
+    def __hash__(self) -> int:
+        return hash(self._given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_restore, (dict(self._given),))
+
+    def __repr__(self) -> str:
+        said = (f"{k}={v.name if isinstance(v, enum.Enum) else v}" for k, v in self._given)
+        return f"CommunicationOptions({', '.join(said)})"
+
+
+def _restore(given: dict[str, Any]) -> CommunicationOptions:
+    return CommunicationOptions(**given)
+
+
+def checked(options: Any) -> CommunicationOptions:
+    """`options`, or none said for None.
+
+    Raises:
+      ValueError: `options` is something else; the message says what came.
+    """
+    if options is None:
+        return CommunicationOptions()
+    if isinstance(options, CommunicationOptions):
+        return options
+    raise ValueError(f"`options` must be a CommunicationOptions or None; got {_shown(options)}.")
+
+
+def CollectiveHints(  # noqa: N802 - the deprecated spelling of a class
+    bytes_per_pack: int = 0, timeout_seconds: float | None = None
+) -> CommunicationOptions:
+    """Deprecated spelling of `CommunicationOptions`, without `implementation`.
+
+    Args:
+      bytes_per_pack: as in `CommunicationOptions`.
+      timeout_seconds: as in `CommunicationOptions`.
+
+    Returns:
+      A `CommunicationOptions` with both options set.
+    """
+    warnings.warn(
+        "CollectiveHints is deprecated; use CommunicationOptions, which takes the same arguments.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return CommunicationOptions(bytes_per_pack, timeout_seconds)

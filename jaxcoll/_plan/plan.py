@@ -1,0 +1,133 @@
+"""The plan of one reduction: a frozen value that is shown, saved, and then carried out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jaxcoll._plan.choose import choose
+from jaxcoll._plan.leaves import Leaf
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packing import Pack, PackingRule, plan_packs
+from jaxcoll._plan.world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one `all_reduce` will send, decided from shapes alone.
+
+    `str(plan)` is a table; `plan.to_json()` the same for machines.
+
+    Attributes:
+      reduce_op: SUM or MEAN.
+      leaves: the leaves of the tree, in its order.
+      packs: the arrays that travel; see `jaxcoll._plan.packing`.
+      algorithm: the name of the algorithm that sums them.
+      world: where it runs.
+      reasons: one sentence for each decision, what was asked and not done included.
+    """
+
+    reduce_op: ReduceOp
+    leaves: tuple[Leaf, ...]
+    packs: tuple[Pack, ...]
+    algorithm: str
+    world: World
+    reasons: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one replica puts into all packs together."""
+        return sum(pack.nbytes for pack in self.packs)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that leave one device: 2(n-1)/n of each pack, rounded up to whole elements."""
+        n = self.world.replicas
+        return sum(2 * (n - 1) * -(-pack.size // n) * pack.dtype.itemsize for pack in self.packs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in plain numbers and strings, bytes and elements counted on one replica."""
+        return {
+            "reduce_op": self.reduce_op.name,
+            "algorithm": self.algorithm,
+            "platform": self.world.platform,
+            "replicas": self.world.replicas,
+            "processes": self.world.processes,
+            "leaves": len(self.leaves),
+            "bytes": self.nbytes,
+            "wire_bytes_per_device": self.wire_bytes,
+            "reasons": list(self.reasons),
+            "packs": [
+                {
+                    "dtype": pack.dtype.name,
+                    "elements": pack.size,
+                    "bytes": pack.nbytes,
+                    "leaves": [
+                        {"path": self.leaves[s.leaf].path, "start": s.start, "elements": s.size}
+                        for s in pack.segments
+                    ],
+                }
+                for pack in self.packs
+            ],
+        }
+
+    def to_json(self) -> str:
+        """`to_dict()` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def rows(self) -> list[tuple[str, str, str, str, str]]:
+        """The table's cells: pack, dtype on the wire, leaves, bytes, what it carries."""
+        return [
+            (
+                str(k),
+                pack.dtype.name,
+                str(len(pack.segments)),
+                f"{pack.nbytes:,}",
+                _carried(self.leaves, pack),
+            )
+            for k, pack in enumerate(self.packs)
+        ]
+
+    def __str__(self) -> str:
+        head = (
+            f"all_reduce {self.reduce_op.name} of {len(self.leaves)} leaves, {self.nbytes:,} bytes "
+            f"a replica, over {self.world}: {len(self.packs)} arrays, "
+            f"{self.wire_bytes:,} wire bytes a device"
+        )
+        table = [("pack", "dtype", "leaves", "bytes", "carries"), *self.rows()]
+        widths = [max(len(row[c]) for row in table) for c in range(4)]
+        lines = [
+            "  ".join([*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[4]])
+            for row in table
+        ]
+        return "\n".join([head, *lines, *self.reasons])
+
+
+def _carried(leaves: Sequence[Leaf], pack: Pack) -> str:
+    """The first and the last leaf of a pack, with the part of it where it is cut."""
+
+    def name(segment: Any) -> str:
+        leaf = leaves[segment.leaf]
+        cut = segment.size < leaf.size
+        part = f" elements {segment.start}:{segment.start + segment.size}" if cut else ""
+        return (leaf.path or "(the value)") + part
+
+    first, last = name(pack.segments[0]), name(pack.segments[-1])
+    return first if len(pack.segments) == 1 else f"{first} … {last}"
+
+
+def make_plan(
+    reduce_op: ReduceOp,
+    leaves: Sequence[Leaf],
+    options: CommunicationOptions,
+    world: World,
+    packing: PackingRule | None = None,
+) -> Plan:
+    """Decide everything about one reduction from shapes, options and the world."""
+    choice = choose(options, world, packing)
+    packs = plan_packs(leaves, choice.packing) if world.replicas > 1 else ()
+    widened = sorted({f"{x.dtype.name} as {x.wire.name}" for x in leaves if x.wire != x.dtype})
+    reasons = choice.reasons + ((f"dtypes: {', '.join(widened)}",) if widened else ())
+    return Plan(reduce_op, tuple(leaves), packs, choice.algorithm, world, reasons)

@@ -1,0 +1,1 @@
+"""Tracers and axis names. Never a device, a mesh, or a compilation."""

@@ -1,0 +1,54 @@
+"""Which axes a reduction is over: names checked before anything is reduced."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxcoll import _compat
+
+
+def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:
+    """The named axes and their sizes, outer first.
+
+    Args:
+      axis_name: one name, or a non-empty tuple of different ones.
+      caller: the function to name in a message.
+
+    Raises:
+      ValueError: `axis_name` is neither.
+      NameError: no enclosing `shard_map`, `pmap` or `vmap` binds a name.
+    """
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    if any(isinstance(name, jax.core.Tracer) for name in names):
+        raise ValueError(
+            f"`{caller}` got a traced value for `axis_name`; an axis is known by its name: "
+            "pass the string itself, and make the argument static if a jitted function takes it."
+        )
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"`{caller}` expects `axis_name` to be a string or a non-empty tuple of strings; "
+            f"got {axis_name!r}."
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"`{caller}` got an axis twice in `axis_name`: {axis_name!r}.")
+    return {name: _size(name, caller) for name in names}
+
+
+def _size(name: str, caller: str) -> int:
+    try:
+        return lax.axis_size(name)
+    except NameError:
+        scope = ", ".join(repr(a) for a in _compat.axes_in_scope()) or "none"
+        raise NameError(
+            f"`{caller}` over axis {name!r}: no such axis here. Axes in scope: {scope}. "
+            f"Call it inside `jax.shard_map`, `jax.pmap` or `jc.data_parallel` that maps {name!r}."
+        ) from None
+
+
+def count(axes: dict[str, int]) -> int:
+    """Replicas along all of `axes` together."""
+    return math.prod(axes.values())

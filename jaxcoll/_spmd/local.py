@@ -1,0 +1,82 @@
+"""Differentiate a loss on each replica by itself, whatever the replicas' types.
+
+Under a checked `shard_map` autodiff sums the gradient of a replicated parameter over the
+replicas by itself, one `psum` a leaf, before anybody can pack or choose anything. Marking the
+parameters as varying first keeps each replica's gradient its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxcoll import _compat
+from jaxcoll._spmd.scope import Scope, entered, untyped
+
+Differentiated = tuple[tuple[Any, Any], Any]
+
+
+def value_and_local_grad(
+    loss: Callable[..., tuple[Any, Any]],
+    argnums: int | Sequence[int],
+    axes: Sequence[str],
+    scope: Scope,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Differentiated:
+    """`jax.value_and_grad(loss, argnums, has_aux=True)` of this replica's loss alone.
+
+    A loop whose carry starts from a constant (`lax.scan(f, 0.0, batch)`) type-checks on one
+    device but not under a checked `shard_map`, where the constant is invariant and the batch
+    varies. Such a loss is traced a second time with every argument typed invariant, which is
+    sound because it is local; only then is the result marked as varying again.
+
+    Returns:
+      `((value, aux), grads)`, *varying* over `axes` where types tell replicas apart.
+    """
+    differentiate = jax.value_and_grad(loss, argnums, has_aux=True)
+    try:
+        chosen = {argnums} if isinstance(argnums, int) else set(argnums)
+        chosen = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
+        marked = [_vary(a, axes) if i in chosen else a for i, a in enumerate(args)]
+        return differentiate(*marked, **kwargs)
+    except TypeError as error:
+        if not _compat.is_variance_mismatch(error):
+            raise
+        result = _differentiate_untyped(differentiate, axes, scope, args, kwargs)
+        if result is None:
+            raise
+        return result
+
+
+def _differentiate_untyped(
+    differentiate: Callable[..., Differentiated],
+    axes: Sequence[str],
+    scope: Scope,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Differentiated | None:
+    """The second try; None if the loss also captures values that vary, which are beyond reach.
+
+    With such a capture autodiff would sum over the replicas after all. It shows in the type of
+    the loss, which is invariant exactly when everything that entered it was.
+    """
+    settled_args, settled_kwargs = jax.tree.map(
+        lambda x: _compat.as_invariant(x, axes) if isinstance(x, jax.Array) else x, (args, kwargs)
+    )
+    try:
+        with entered(untyped(scope, axes)):
+            result = differentiate(*settled_args, **settled_kwargs)
+    except TypeError:
+        return None
+    if _compat.varying_axes(result[0][0]) & set(axes):
+        return None
+    return _vary(result, axes)
+
+
+def _vary(tree: Any, axes: Sequence[str]) -> Any:
+    return jax.tree.map(
+        lambda x: _compat.as_varying(x, axes) if isinstance(x, jax.Array) else x, tree
+    )

@@ -1,0 +1,59 @@
+"""What a reduction is told by whoever stands above the traced program.
+
+The scope is part of JAX's trace-cache key: a function that was traced under one scope is
+traced anew under another, so an inner `jax.jit` cannot carry options from one program to the
+next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from jaxcoll._plan.options import CommunicationOptions
+from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.world import World
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scope:
+    """A frozen value, equal only to itself.
+
+    Attributes:
+      world: from the axes of a reduction and their sizes to where it runs.
+      options: defaults under the options of each call.
+      record: told each plan as it is carried out.
+      untyped: axes along which types say "invariant" of values that are not (see `local.py`).
+    """
+
+    world: Callable[[dict[str, int]], World]
+    options: CommunicationOptions = CommunicationOptions()
+    record: Callable[[Plan], None] = lambda plan: None
+    untyped: frozenset[str] = frozenset()
+
+    def merged(self, options: CommunicationOptions | None) -> Scope:
+        """This scope with a call's own options over its defaults."""
+        return dataclasses.replace(self, options=self.options.merge(options))
+
+
+_current = jax.make_user_context(default_value=None)
+
+
+def current() -> Scope | None:
+    """The scope of this point of the trace; None outside every jaxcoll program."""
+    return _current.value
+
+
+@contextlib.contextmanager
+def entered(scope: Scope) -> Iterator[None]:
+    """Trace what follows under `scope`."""
+    with _current(scope):
+        yield
+
+
+def untyped(scope: Scope, axes: Sequence[str]) -> Scope:
+    """`scope` for a stretch of the program whose types do not track `axes`."""
+    return dataclasses.replace(scope, untyped=scope.untyped | frozenset(axes))
