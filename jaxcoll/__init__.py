@@ -5,6 +5,7 @@ from jaxcoll._host.data_parallel import data_parallel as data_parallel
 from jaxcoll._host.in_program import all_reduce as all_reduce
 from jaxcoll._host.in_program import grad as grad
 from jaxcoll._host.in_program import value_and_grad as value_and_grad
+from jaxcoll._host.plan import plan as plan
 from jaxcoll._plan.errors import AlreadyReducedError as AlreadyReducedError
 from jaxcoll._plan.errors import DeadlineExceededError as DeadlineExceededError
 from jaxcoll._plan.options import UNSET as UNSET
@@ -13,6 +14,7 @@ from jaxcoll._plan.options import CollectiveHints as CollectiveHints
 from jaxcoll._plan.options import CommunicationImplementation as CommunicationImplementation
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
 from jaxcoll._plan.options import ReduceOp as ReduceOp
+from jaxcoll._plan.plan import Plan as Plan
 from jaxcoll._spmd.gradient import WeightedLoss as WeightedLoss
 
 __version__ = "0.1.0"

@@ -30,6 +30,15 @@ def axes_in_scope() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*manual, *(a for a in _axis_names() if isinstance(a, str))]))
 
 
+def is_unreachable(axis: str) -> bool:
+    """Whether `axis` belongs to a `vmap` inside a checked `shard_map`.
+
+    JAX 0.10 and 0.12 fail there on every collective, with an assertion that has no words.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return axis not in manual and any(tracks_variance(a) for a in manual)
+
+
 def _manual(x: Any) -> Any:
     """The part of `x`'s type that says how it relates to manual mesh axes (None: nothing)."""
     return getattr(jax.typeof(x), "manual_axis_type", None)

@@ -71,21 +71,29 @@ def wire_dtype(dtype: np.dtype, reduce_op: ReduceOp, world: World) -> np.dtype:
     return dtype
 
 
-def mean_dtype(dtype: np.dtype) -> np.dtype:
-    """The type of a mean: `dtype`, or JAX's default float for integers (as `lax.pmean`)."""
-    if jax.dtypes.issubdtype(dtype, np.integer):
-        return np.dtype(jax.dtypes.canonicalize_dtype(float))
-    return dtype
+def check_reducible(path: str, dtype: np.dtype) -> None:
+    """Refuse what has no sum over replicas.
+
+    Raises:
+      ValueError: names the leaf, why it cannot be reduced, and what to do.
+    """
+    reason = _why_not_reducible(dtype)
+    if reason:
+        raise ValueError(f"`all_reduce` cannot reduce {where(path)}: {reason}.")
 
 
-def why_not_reducible(dtype: np.dtype) -> str | None:
-    """Why an array of `dtype` cannot be summed over replicas, and what to do; None if it can."""
+def where(path: str) -> str:
+    """How a message speaks of the leaf at `path`."""
+    return f"leaf {path}" if path else "the value"
+
+
+def _why_not_reducible(dtype: np.dtype) -> str | None:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return "a typed PRNG key has no sum; leave keys out of the tree (`jax.tree.map` or None)"
+        return "a typed PRNG key has no sum; leave keys out of the tree (None in their place)"
     if dtype == jax.dtypes.float0:
         return "float0 is the gradient of an integer input; leave that input out of `argnums`"
     if dtype == np.dtype(bool):
         return "booleans have no sum of their own type; say which you mean with `.astype(...)`"
     if not jax.dtypes.issubdtype(dtype, np.number):
-        return f"{dtype} is not a number"
+        return f"an array of {dtype} holds no numbers"
     return None

@@ -19,7 +19,7 @@ def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:
       caller: the function to name in a message.
 
     Raises:
-      ValueError: `axis_name` is neither.
+      ValueError: `axis_name` is neither, or names an axis that JAX cannot reach here.
       NameError: no enclosing `shard_map`, `pmap` or `vmap` binds a name.
     """
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
@@ -35,7 +35,15 @@ def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:
         )
     if len(set(names)) < len(names):
         raise ValueError(f"`{caller}` got an axis twice in `axis_name`: {axis_name!r}.")
-    return {name: _size(name, caller) for name in names}
+    axes = {name: _size(name, caller) for name in names}
+    for name in axes:
+        if _compat.is_unreachable(name):
+            raise ValueError(
+                f"`{caller}` over axis {name!r}: JAX cannot communicate over the axis of a `vmap` "
+                "inside a `shard_map` that checks types. Leave the mapped dimension in place and "
+                "sum over it with `jnp.sum`, before or after."
+            )
+    return axes
 
 
 def _size(name: str, caller: str) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxcoll import _compat
 from jaxcoll._spmd.scope import Scope, entered, untyped
@@ -40,7 +41,10 @@ def value_and_local_grad(
     try:
         chosen = {argnums} if isinstance(argnums, int) else set(argnums)
         chosen = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
-        marked = [_vary(a, axes) if i in chosen else a for i, a in enumerate(args)]
+        marked = [
+            _vary(jax.tree.map(jnp.asarray, a), axes) if i in chosen else a
+            for i, a in enumerate(args)
+        ]
         return differentiate(*marked, **kwargs)
     except TypeError as error:
         if not _compat.is_variance_mismatch(error):

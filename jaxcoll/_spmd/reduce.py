@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
-from jaxcoll._plan.leaves import Leaf, mean_dtype, why_not_reducible, wire_dtype
+from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packing import PackingRule
 from jaxcoll._plan.plan import make_plan
@@ -114,7 +114,7 @@ def _item(
     if missing and invariant == "error":
         raise AlreadyReducedError(
             _ALREADY_REDUCED.format(
-                axes=_named(axes), leaf=_where(path), missing=_named(missing), n=count(missing)
+                axes=_named(axes), leaf=where(path), missing=_named(missing), n=count(missing)
             )
         )
     over = tuple(a for a, n in axes.items() if n > 1 and a not in missing)
@@ -138,12 +138,10 @@ def _as_array(path: str, value: Any) -> jax.Array:
     dtype = getattr(value, "dtype", None)
     if dtype is None and not isinstance(value, bool | int | float | complex):
         raise ValueError(
-            f"`all_reduce` cannot reduce {_where(path)}: expected an array or a number, "
+            f"`all_reduce` cannot reduce {where(path)}: expected an array or a number, "
             f"got {type(value).__name__}."
         )
-    reason = why_not_reducible(np.result_type(value) if dtype is None else dtype)
-    if reason:
-        raise ValueError(f"`all_reduce` cannot reduce {_where(path)}: {reason}.")
+    check_reducible(path, np.result_type(value) if dtype is None else dtype)
     return jnp.asarray(value)
 
 
@@ -187,11 +185,8 @@ def _finish(
     k = _halvings(reduce_op, item)
     if k:
         return (total.astype(np.float32) * np.float32(2.0**k / item.divisor)).astype(dtype)
-    return jnp.true_divide(total, item.divisor).astype(mean_dtype(dtype))
-
-
-def _where(path: str) -> str:
-    return f"leaf {path}" if path else "the value"
+    mean = jnp.true_divide(total, item.divisor)  # a float, of JAX's choice, for integers
+    return mean if jnp.issubdtype(dtype, jnp.integer) else mean.astype(dtype)
 
 
 def _named(axes: dict[str, int]) -> str:

@@ -1,0 +1,82 @@
+# Needs python3 >= 3.11 (with venv), make and a package index; everything else goes into .venv.
+# Other Pythons: make PYTHON=python3.12 ...   Other tests: make test PYTEST_ARGS="-k packing -x"
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+UV := uv==0.13.8
+# Neither a newer pyright nor a newer site generator is news to somebody who runs what is locked.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+export NO_MKDOCS_2_WARNING := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test test-fast test-newest lint format docs bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+venv: .venv/.synced ## prepare .venv from uv.lock, and nothing else
+
+demo: venv ## train on real data over 8 simulated devices and show what was sent
+	.venv/bin/jaxcoll demo $(DEMO_ARGS)
+
+test: venv ## the whole test suite
+	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+test-fast: venv ## an answer in under two minutes: neither slow nor multi-process tests
+	.venv/bin/python -m pytest -n 2 -m "not slow and not processes" $(PYTEST_ARGS)
+
+test-newest: ## the whole suite on the newest JAX, which needs Python >= 3.12
+	@newest=$$($(find-newest)); \
+	if [ -z "$$newest" ]; then \
+	  echo "test-newest: no Python 3.12 or newer (with venv) on this machine, so the newest JAX was not tested."; \
+	else \
+	  $(MAKE) --no-print-directory PYTHON="$$newest" .venv-newest/.synced && \
+	  .venv-newest/bin/python -c 'import sys, jax; print("test-newest: JAX", jax.__version__, "on Python", sys.version.split()[0])' && \
+	  .venv-newest/bin/python -m pytest $(PYTEST_ARGS); \
+	fi
+
+lint: venv ## ruff, pyright and import-linter
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/pyright
+	.venv/bin/lint-imports --no-logo
+
+format: venv ## let ruff put the code in order
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+
+docs: venv ## build the site into site/, warnings are errors
+	.venv/bin/mkdocs build --strict
+
+bench: venv ## the figures of docs/performance.md
+	.venv/bin/jaxcoll bench $(BENCH_ARGS)
+
+clean: ## remove everything that make has made
+	rm -rf .venv .venv-newest site dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip installs what uv.lock pins, so this machine's own pip settings (index, mirror,
+# certificates) are respected. A stamp makes the second time free. `ensurepip` is for an
+# environment that `uv run` made, which has no pip.
+.venv/.synced .venv-newest/.synced: %/.synced: pyproject.toml uv.lock | %/bin/python
+	@$*/bin/python -m pip --version >/dev/null 2>&1 || $*/bin/python -m ensurepip
+	$*/bin/python -m pip install --quiet $(UV)
+	$*/bin/uv export --quiet --frozen --all-extras --no-default-groups --no-emit-project \
+	  --python $*/bin/python --output-file $*/requirements.txt
+	$*/bin/python -m pip install --quiet --no-deps --requirement $*/requirements.txt
+	$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.venv/bin/python .venv-newest/bin/python: %/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "jaxcoll needs Python 3.11 or newer, and '$(PYTHON)' is not; name one: make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv --clear $*
+
+# Prints the first usable Python >= 3.12, newest first: on PATH, then pyenv's, then $(PYTHON).
+find-newest = for python in python3.15 python3.14 python3.13 python3.12 \
+	  $$(ls -d "$$(pyenv root 2>/dev/null)"/versions/3.1[2-9].*/bin/python3 2>/dev/null | sort -r) $(PYTHON); do \
+	    "$$python" -c 'import sys, venv, ensurepip; sys.version_info < (3, 12) and sys.exit(1); print(sys.executable)' 2>/dev/null && break; \
+	done

@@ -1,0 +1,73 @@
+"""The plan of a reduction, made from shapes on the host, before anything is traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxcoll._host.mesh import checked_mesh
+from jaxcoll._host.world import mesh_world
+from jaxcoll._plan.leaves import Leaf, check_reducible, wire_dtype
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.plan import Plan, make_plan
+from jaxcoll._plan.world import World
+
+
+def plan(
+    value: Any,
+    *,
+    axis_size: int | None = None,
+    mesh: Mesh | None = None,
+    axis_name: str | tuple[str, ...] = "data",
+    options: CommunicationOptions | None = None,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+) -> Plan:
+    """What `all_reduce` will send for a tree of these shapes, and why.
+
+    Law: it is the plan that `all_reduce` carries out with the same options on the same world.
+
+    Args:
+      value: a pytree of arrays or `jax.ShapeDtypeStruct`s, as on one replica.
+      axis_size: replicas, on devices of this process; or
+      mesh: devices and axes. Neither: all devices.
+      axis_name: the axis of `mesh`, or axes from outer to inner, that is reduced over.
+      options: how to pack and what carries it.
+      reduce_op: SUM or MEAN.
+
+    Returns:
+      A `Plan`: print it for a table; `to_json()` for machines. Cost: nothing is compiled.
+
+    Raises:
+      ValueError: an argument is invalid, or a leaf cannot be reduced.
+
+    Example:
+      >>> import numpy as np
+      >>> grads = {"b": np.zeros(3, "f"), "w": np.zeros((2, 3), "f")}
+      >>> plan(grads, axis_size=4, options=CommunicationOptions(bytes_per_pack=64)).wire_bytes
+      72
+    """
+    op = ReduceOp.of(reduce_op)
+    world = _world(axis_size, mesh, axis_name)
+    leaves = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+        name = jax.tree_util.keystr(path)
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
+        check_reducible(name, dtype)
+        dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+        leaves.append(Leaf(name, tuple(np.shape(leaf)), dtype, wire_dtype(dtype, op, world)))
+    return make_plan(op, leaves, checked(options), world)
+
+
+def _world(axis_size: int | None, mesh: Mesh | None, axis_name: str | tuple[str, ...]) -> World:
+    if axis_size is None:
+        mesh = checked_mesh(mesh, axis_name, "plan")
+        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        return mesh_world(mesh, {name: mesh.shape[name] for name in names})
+    if mesh is not None:
+        raise ValueError("`plan` takes `axis_size` or `mesh`, not both.")
+    if not isinstance(axis_size, int) or isinstance(axis_size, bool) or axis_size < 1:
+        raise ValueError(f"`axis_size` must be a positive integer; got {axis_size!r}.")
+    return World(jax.default_backend(), axis_size)

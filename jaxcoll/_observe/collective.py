@@ -1,0 +1,173 @@
+"""What a collective is, wherever it was read: what it sends, among whom, and how often."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+Groups = tuple[tuple[int, ...], ...]
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+_BITS = re.compile(r"(?:bf|[sufc])(\d+)(?:e\d+m\d+\w*)?")
+
+
+class Operand(NamedTuple):
+    """An array that one device hands to a collective.
+
+    Example:
+      >>> Operand("bf16", (3, 5)).nbytes, Operand("s4", (7,)).nbytes
+      (30, 4)
+    """
+
+    dtype: str
+    """Element type, spelled as in HLO: f32, bf16, f8e4m3fn, s4, pred, c64."""
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements on one device."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on one device; types narrower than a byte are packed."""
+        return bytes_of(self.dtype, self.size)
+
+
+def bytes_of(dtype: str, size: int) -> int:
+    """Bytes of `size` elements of an HLO type, rounded up to whole bytes.
+
+    Raises:
+      ValueError: the type is not known here.
+    """
+    if dtype == "pred":
+        return size
+    found = _BITS.fullmatch(dtype)
+    if found is None:
+        raise ValueError(
+            f"expected an element type of HLO (f32, bf16, s8, pred, ...), got {dtype!r}: it is "
+            "newer than this reader, or the text is damaged."
+        )
+    return -(-size * int(found[1]) // 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program, as its text has it. An asynchronous pair is one.
+
+    Attributes:
+      kind: one of `KINDS`.
+      name: the instruction's name.
+      operands: every array that it sends, with the type and shape they have on one device.
+      group_size: devices that exchange with one another (the largest group); for a
+        collective-permute, the devices that take part.
+      groups: the devices' numbers, group by group; for a collective-permute its pairs of
+        source and target.
+      computation: the computation, function or region that it stands in.
+      trips: how often one run of the program carries it out; None when a loop around it does
+        not say how often it turns.
+      is_async: other work may run between its start and its end.
+      op_name: the path of Python scopes that the compiler kept, "" if it kept none.
+      branches: the conditionals around it, outer first, and which branch of each it is in.
+    """
+
+    kind: str
+    name: str
+    operands: tuple[Operand, ...]
+    group_size: int
+    groups: Groups
+    computation: str
+    trips: int | None = 1
+    is_async: bool = False
+    op_name: str = ""
+    branches: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all operands on one device."""
+        return sum(operand.nbytes for operand in self.operands)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that leave one device each time; see `wire_bytes`."""
+        return sum(_leaving(self.kind, operand, self.group_size) for operand in self.operands)
+
+
+def _leaving(kind: str, operand: Operand, n: int) -> int:
+    """Bytes of one operand that leave the device of a group of `n` that sends most."""
+    if n <= 1:
+        return 0
+    share = bytes_of(operand.dtype, -(-operand.size // n))
+    match kind:
+        case "all-reduce":
+            return 2 * (n - 1) * share
+        case "reduce-scatter" | "all-to-all":
+            return (n - 1) * share
+        case "all-gather":
+            return (n - 1) * operand.nbytes
+        case _:
+            return operand.nbytes
+
+
+def wire_bytes(collectives: Iterable[Collective], *, unknown_trips: int | None = None) -> int:
+    """Bytes that leave one device when the program runs once.
+
+    Law: with n devices in a group and S bytes in an operand, an all-reduce sends 2(n-1)/n·S,
+    a reduce-scatter and an all-to-all (n-1)/n·S, an all-gather (n-1)·S, a collective-permute
+    and a collective-broadcast S, all of them what a byte-optimal implementation sends; a
+    ragged all-to-all at most S, its sizes being known only when it runs. A group of one sends
+    nothing. S/n is rounded up to whole elements, operand by operand, as the devices' shares
+    are. Where devices differ, the one that sends most counts; of the branches of a
+    conditional, the one that sends most.
+
+    Args:
+      collectives: what `read_hlo` returned.
+      unknown_trips: how often to count a loop that does not say how often it turns.
+
+    Returns:
+      Bytes per device. What a kernel (a custom call) sends by itself is not seen.
+
+    Raises:
+      ValueError: a loop does not say how often it turns, and `unknown_trips` was not given.
+
+    Example:
+      >>> eight = tuple(range(8))
+      >>> gradient = Operand("f32", (100,))
+      >>> wire_bytes([Collective("all-reduce", "ar", (gradient,), 8, (eight,), "main", trips=5)])
+      3640
+    """
+    sent = []
+    for c in collectives:
+        trips = unknown_trips if c.trips is None else c.trips
+        if trips is None:
+            raise ValueError(
+                f"{c.kind} {c.name!r} in {c.computation!r} is in a loop that does not say how "
+                "often it turns, so its bytes cannot be counted. Pass `unknown_trips` to say how "
+                "often such loops turn."
+            )
+        sent.append((c.branches, trips * c.wire_bytes))
+    return _dearest(sent)
+
+
+def _dearest(sent: list[tuple[tuple[tuple[str, int], ...], int]]) -> int:
+    """The sum over everything sent, with the dearest branch of each conditional."""
+    total = sum(nbytes for branches, nbytes in sent if not branches)
+    conditionals: dict[str, dict[int, list]] = {}
+    for branches, nbytes in sent:
+        if branches:
+            (conditional, branch), *inner = branches
+            within = conditionals.setdefault(conditional, {}).setdefault(branch, [])
+            within.append((tuple(inner), nbytes))
+    return total + sum(max(map(_dearest, c.values())) for c in conditionals.values())

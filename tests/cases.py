@@ -1,0 +1,126 @@
+"""Runners, trees and references that the suites share."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import jaxcoll as jc
+
+RUNNERS = ("vmap", "pmap", "checked", "unchecked")
+
+OPTIONS = {
+    "auto": jc.CommunicationOptions(),
+    "packed": jc.CommunicationOptions(bytes_per_pack=40),
+    "ring": jc.CommunicationOptions(implementation="ring"),
+    "ring-packed": jc.CommunicationOptions(implementation="ring", bytes_per_pack=40),
+}
+
+
+def mesh_of(n, axis="data", kind=AxisType.Auto):
+    return Mesh(np.array(jax.devices()[:n]), (axis,), axis_types=(kind,))
+
+
+def run(runner, f, n, *stacked, jit=True):
+    """Call `f` on n replicas; each takes row i of every leaf. Returns the replicas' results, stacked.
+
+    Under the checked runner the result must be invariant: `out_specs=P()` is the proof.
+    """
+    if runner == "vmap":
+        return jax.vmap(f, axis_name="data")(*stacked)
+    if runner == "pmap":
+        return jax.pmap(f, axis_name="data", devices=jax.devices()[:n])(*stacked)
+    checked = runner == "checked"
+
+    def body(*blocks):
+        out = f(*jax.tree.map(lambda x: x[0], blocks))
+        return out if checked else jax.tree.map(lambda x: x[None], out)
+
+    spec = PartitionSpec("data")
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh_of(n),
+        in_specs=spec,
+        out_specs=PartitionSpec() if checked else spec,
+        check_vma=checked,
+    )
+    out = (jax.jit(mapped) if jit else mapped)(*stacked)
+    if checked:
+        return jax.tree.map(lambda x: jnp.stack([s.data for s in x.addressable_shards[:1]] * n), out)
+    return out
+
+
+def per_replica(runner, f, n, *stacked):
+    """As `run`, for an `f` whose result varies: every replica's own comes back, stacked."""
+    if runner != "checked":
+        return run(runner, f, n, *stacked)
+    spec = PartitionSpec("data")
+
+    def body(*blocks):
+        return jax.tree.map(lambda x: x[None], f(*jax.tree.map(lambda x: x[0], blocks)))
+
+    return jax.jit(jax.shard_map(body, mesh=mesh_of(n), in_specs=spec, out_specs=spec))(*stacked)
+
+
+def rows(n, *shape, dtype=np.float32, seed=0):
+    """n replicas' values of one leaf: small integers and halves, so that sums can be exact."""
+    rng = np.random.default_rng([seed, n, *shape])
+    x = rng.integers(-8, 8, (n, *shape))
+    return jnp.asarray(x, dtype) if np.issubdtype(np.dtype(dtype), np.number) else jnp.asarray(
+        x.astype(np.float32)
+    ).astype(dtype)
+
+
+def noise(n, *shape, seed=0):
+    """n replicas' values of one leaf: normal numbers of very different sizes."""
+    rng = np.random.default_rng([seed, n, *shape])
+    return jnp.asarray(
+        (rng.standard_normal((n, *shape)) * 10.0 ** rng.integers(-3, 4, (n, *shape))).astype("f")
+    )
+
+
+def tree(n):
+    """A tree with everything that trips packers up."""
+    return {
+        "scalar": rows(n),
+        "odd": (rows(n, 7), [rows(n, 3, 5), None]),
+        "empty": rows(n, 0, 4),
+        "half": rows(n, 11, dtype=np.float16),
+        "int": rows(n, 5, dtype=np.int32),
+        "last": rows(n, 2, 2, 2),
+    }
+
+
+def assert_trees_equal(got, want):
+    """Same structure, dtypes, shapes and bits."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.asarray(g).dtype == np.asarray(w).dtype
+        assert np.shape(g) == np.shape(w)
+        assert np.asarray(g).tobytes() == np.asarray(w).tobytes()
+
+
+def lowered(f, n, *stacked):
+    spec = PartitionSpec("data")
+    body = functools.partial(lambda *b: f(*jax.tree.map(lambda x: x[0], b)))
+    mapped = jax.shard_map(body, mesh=mesh_of(n), in_specs=spec, out_specs=PartitionSpec())
+    return jax.jit(mapped).lower(*stacked)
+
+
+class CompileCounter:
+    """Counts backend compilations while it is entered."""
+
+    def __enter__(self):
+        self.count = 0
+        self._open = True
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        return self
+
+    def _heard(self, event, duration, **kwargs):
+        if self._open and "backend_compile" in event:
+            self.count += 1
+
+    def __exit__(self, *exc):
+        self._open = False

@@ -1,0 +1,153 @@
+"""CommunicationOptions: a value that is validated once and merged explicitly."""
+
+import copy
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcoll as jc
+from jaxcoll import CommunicationImplementation as Implementation
+from jaxcoll import CommunicationOptions as Options
+
+
+def test_defaults_are_those_of_the_reference_page():
+    options = Options()
+    assert options.bytes_per_pack == 0
+    assert options.timeout_seconds is None
+    assert options.implementation is Implementation.AUTO
+    assert jc.CollectiveCommunication is Implementation
+
+
+def test_A1_reads_back_what_was_given():
+    assert isinstance(Options(bytes_per_pack=1), Options)
+    assert Options(bytes_per_pack=1).bytes_per_pack == 1
+    assert Options(np.int64(5)).bytes_per_pack == 5
+    assert Options(timeout_seconds=2).timeout_seconds == 2.0
+    assert Options(implementation="Ring").implementation is Implementation.RING
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, 4.0, True, "4", None, math.nan, [1]])
+def test_A2_a_bad_bytes_per_pack_is_named(bad):
+    with pytest.raises(ValueError, match="`bytes_per_pack` must be a non-negative integer"):
+        Options(bytes_per_pack=bad)
+    with pytest.raises(ValueError, match="got "):
+        Options(bytes_per_pack=bad)
+
+
+@pytest.mark.parametrize("bad", [-3, math.nan, math.inf, True, "1", [1.0]])
+def test_a_bad_timeout_is_named(bad):
+    with pytest.raises(ValueError, match="`timeout_seconds` must be None or a finite, non-neg"):
+        Options(timeout_seconds=bad)
+
+
+@pytest.mark.parametrize("bad", [3, None, "mpi", Implementation])
+def test_an_unknown_implementation_is_named_with_those_there_are(bad):
+    with pytest.raises(ValueError, match="`implementation` must be .* AUTO, RING, NCCL"):
+        Options(implementation=bad)
+
+
+@pytest.mark.parametrize("bad", ["max", 1, None, Implementation.RING])
+def test_an_unknown_reduce_op_is_named(bad):
+    with pytest.raises(ValueError, match="`reduce_op` must be a ReduceOp or one of .* SUM, MEAN"):
+        jc.ReduceOp.of(bad)
+
+
+def test_H7_strings_name_reduce_ops_in_any_case():
+    assert {jc.ReduceOp.of(s) for s in ("mean", "MEAN", "Mean")} == {jc.ReduceOp.MEAN}
+    assert jc.ReduceOp.of(jc.ReduceOp.SUM) is jc.ReduceOp.SUM
+
+
+def test_a_traced_value_is_told_to_be_static():
+    with pytest.raises(ValueError, match="make this argument static"):
+        jax.jit(lambda b: Options(bytes_per_pack=b).bytes_per_pack)(4)
+
+
+def test_equal_by_value_and_usable_as_a_key():
+    a, b = Options(4, 1.0, "ring"), Options(4, 1, Implementation.RING)
+    assert a == b
+    assert hash(a) == hash(b)
+    assert {a: 1}[b] == 1
+    assert a != Options(5, 1.0, "ring")
+    assert a != "options"
+
+
+def test_usable_as_a_static_argument_and_inside_a_pytree():
+    traces = []
+
+    def f(x, options):
+        traces.append(options)
+        return x * options.bytes_per_pack
+
+    g = jax.jit(f, static_argnums=1)
+    x = jnp.ones((), jnp.int32)
+    assert g(x, Options(4)) == 4
+    assert g(x, Options(4)) == 4
+    assert len(traces) == 1
+    assert jax.jit(lambda tree: tree["x"] * tree["o"].bytes_per_pack)({"x": x, "o": Options(3)}) == 3
+
+
+def test_frozen():
+    options = Options(4)
+    with pytest.raises(AttributeError, match=r"frozen; use options.replace\(bytes_per_pack=5\)"):
+        options.bytes_per_pack = 5
+    with pytest.raises(AttributeError, match="frozen"):
+        options.other = 5
+    with pytest.raises(AttributeError, match="frozen"):
+        del options.bytes_per_pack
+
+
+def test_merge_takes_what_the_override_has_set_defaults_included():
+    strategy = Options(bytes_per_pack=7, timeout_seconds=9, implementation="ring")
+    assert strategy.merge(None) == strategy
+    assert strategy.merge(Options()) == strategy
+    assert strategy.merge(Options(bytes_per_pack=0)).bytes_per_pack == 0
+    assert strategy.merge(Options(timeout_seconds=None)).timeout_seconds is None
+    assert strategy.merge(Options(implementation="auto")).implementation is Implementation.AUTO
+    assert strategy.merge(Options(bytes_per_pack=0)).implementation is Implementation.RING
+
+
+def test_unset_differs_from_its_default_because_it_merges_differently():
+    assert Options() != Options(bytes_per_pack=0)
+    assert Options(bytes_per_pack=jc.UNSET) == Options()
+
+
+def test_replace_changes_and_unsets():
+    assert Options(4).replace(timeout_seconds=1) == Options(4, 1)
+    assert Options(4, 1).replace(bytes_per_pack=jc.UNSET) == Options(timeout_seconds=1)
+    with pytest.raises(ValueError, match="`replace` got packs; the options are bytes_per_pack"):
+        Options().replace(packs=3)
+    with pytest.raises(ValueError, match="`bytes_per_pack`"):
+        Options().replace(bytes_per_pack=-3)
+
+
+def test_repr_shows_what_was_said_and_reads_back():
+    assert repr(Options()) == "CommunicationOptions()"
+    text = repr(Options(4, 1.5, "nccl"))
+    assert text == "CommunicationOptions(bytes_per_pack=4, timeout_seconds=1.5, implementation=NCCL)"
+    assert repr(jc.UNSET) == "UNSET"
+
+
+def test_survives_pickling_and_copying():
+    options = Options(4, implementation="ring")
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert copy.deepcopy(options) == options
+    assert pickle.loads(pickle.dumps(jc.UNSET)) is jc.UNSET
+
+
+def test_collective_hints_warn_and_give_options():
+    with pytest.warns(DeprecationWarning, match="use CommunicationOptions"):
+        hints = jc.CollectiveHints(bytes_per_pack=50, timeout_seconds=1.0)
+    assert hints == Options(bytes_per_pack=50, timeout_seconds=1.0)
+    with pytest.raises(TypeError):
+        jc.CollectiveHints(1, 2.0, "ring")
+
+
+def test_options_of_another_type_are_refused():
+    x = jnp.ones((2, 3))
+    for bad in ({"bytes_per_pack": 3}, 5, "ring"):
+        with pytest.raises(ValueError, match="`options` must be a CommunicationOptions or None"):
+            jax.vmap(lambda v, bad=bad: jc.all_reduce("sum", v, "d", options=bad), axis_name="d")(x)

@@ -1,0 +1,163 @@
+"""The packing laws, over random trees, and what random trees do not reach."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxcoll._plan.leaves import Leaf
+from jaxcoll._plan.packing import BytesPerPack, NumPacks, Unpacked, plan_packs
+from jaxcoll._spmd.pack import pack, unpack
+
+DTYPES = [
+    np.dtype(d)
+    for d in (
+        np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint16, np.int32,
+        np.int64, np.complex64, np.complex128, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2,
+    )
+]  # fmt: skip
+SHAPES = [(), (0,), (1,), (3,), (5, 3), (2, 0, 3), (7,), (4, 4), (13,)]
+
+
+def leaf(shape, dtype=np.float32, **more):
+    return Leaf("", tuple(shape), np.dtype(dtype), np.dtype(dtype), **more)
+
+
+leaves = st.lists(
+    st.builds(leaf, st.sampled_from(SHAPES), st.sampled_from(DTYPES), kind=st.sampled_from("ab"),
+              solid=st.booleans(), stays=st.booleans()),
+    max_size=12,
+)  # fmt: skip
+rules = st.one_of(
+    st.builds(BytesPerPack, st.integers(1, 200)),
+    st.builds(NumPacks, st.integers(1, 9)),
+    st.just(Unpacked()),
+)
+
+
+@given(leaves, rules)
+def test_every_element_is_in_exactly_one_pack_in_order(leaves, rule):
+    covered = {i: 0 for i, x in enumerate(leaves) if x.travels}
+    starts = []
+    for p in plan_packs(leaves, rule):
+        starts.append((p.segments[0].leaf, p.segments[0].start))
+        assert p.size > 0
+        for s in p.segments:
+            assert s.start == covered[s.leaf]
+            assert s.size > 0
+            covered[s.leaf] += s.size
+        assert [s.leaf for s in p.segments] == sorted(s.leaf for s in p.segments)
+    assert covered == {i: leaves[i].size for i in covered}
+    assert starts == sorted(starts)
+
+
+@given(leaves, rules)
+def test_a_pack_holds_one_dtype_and_one_kind(leaves, rule):
+    for p in plan_packs(leaves, rule):
+        assert {(leaves[s.leaf].wire, leaves[s.leaf].kind) for s in p.segments} == {
+            (p.dtype, p.kind)
+        }
+
+
+@given(leaves, rules)
+def test_a_solid_leaf_travels_alone_and_whole(leaves, rule):
+    for p in plan_packs(leaves, rule):
+        if any(leaves[s.leaf].solid for s in p.segments):
+            (s,) = p.segments
+            assert s.size == leaves[s.leaf].size
+
+
+@given(leaves, st.integers(1, 200))
+def test_a_pack_closes_before_it_would_exceed_its_bytes(leaves, limit):
+    packs = plan_packs(leaves, BytesPerPack(limit))
+    for p in packs:
+        assert p.nbytes <= limit or len(p.segments) == 1
+        assert all(s.size == leaves[s.leaf].size for s in p.segments), "a leaf is never split"
+    open_packs = {}
+    for p in packs:
+        if leaves[p.segments[0].leaf].solid:
+            continue
+        before = open_packs.get((p.dtype, p.kind))
+        if before is not None:
+            first = leaves[p.segments[0].leaf].nbytes
+            assert before.nbytes + first > limit, "a pack that had room was closed"
+        open_packs[p.dtype, p.kind] = p
+
+
+@given(leaves, st.integers(1, 20))
+def test_num_packs_gives_that_many_of_near_equal_size(leaves, count):
+    members = [x for x in leaves if x.travels and not x.solid]
+    packs = [p for p in plan_packs(leaves, NumPacks(count)) if not leaves[p.segments[0].leaf].solid]
+    groups = {(x.wire, x.kind) for x in members}
+    elements = sum(x.size for x in members)
+    assert len(packs) == min(max(count, len(groups)), elements)
+    for group in groups:
+        sizes = [p.size for p in packs if (p.dtype, p.kind) == group]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(leaves, rules)
+def test_a_plan_is_a_frozen_value(leaves, rule):
+    first, second = plan_packs(leaves, rule), plan_packs(tuple(leaves), rule)
+    assert first == second
+    assert hash(first) == hash(second)
+
+
+@settings(max_examples=60, deadline=None)
+@given(leaves, rules, st.integers(0, 2**32 - 1))
+def test_unpack_after_pack_is_the_identity_to_the_bit(leaves, rule, seed):
+    """NaN payloads, negative zeros and subnormals included: the bytes are random."""
+    rng = np.random.default_rng(seed)
+    with jax.enable_x64(True):
+        arrays = [
+            jnp.asarray(np.frombuffer(rng.bytes(x.size * x.dtype.itemsize), x.dtype).reshape(x.shape))
+            for x in leaves
+        ]
+        packs = plan_packs(leaves, rule)
+        packed = pack(arrays, packs)
+        back = unpack(packed, packs, leaves)
+    for array, plan in zip(packed, packs, strict=True):
+        assert array.dtype == plan.dtype
+        assert array.size == plan.size
+    for x, array, again in zip(leaves, arrays, back, strict=True):
+        if not x.travels:
+            assert again is None
+            continue
+        assert again.shape == x.shape
+        assert again.dtype == x.dtype
+        assert np.asarray(again).tobytes() == np.asarray(array).tobytes()
+
+
+def test_a_pack_of_one_whole_leaf_is_that_leaf():
+    x = jnp.ones((3, 4))
+    packs = plan_packs([leaf((3, 4))], BytesPerPack(1))
+    (packed,) = pack([x], packs)
+    assert packed is x
+    assert unpack([packed], packs, [leaf((3, 4))])[0] is x
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes"), [(100, [1, 1, 1]), (200, [2, 1]), (299, [2, 1]), (300, [3]), (99, [1, 1, 1])]
+)
+def test_L20_the_limit_is_in_bytes_and_inclusive(limit, sizes):
+    packs = plan_packs([leaf((25,))] * 3, BytesPerPack(limit))
+    assert [len(p.segments) for p in packs] == sizes
+
+
+@pytest.mark.parametrize(
+    ("shapes", "count", "sizes"),
+    [([5, 3, 2], 3, [4, 3, 3]), ([5, 3, 3], 4, [3, 3, 3, 2]), ([2], 8, [1, 1])],
+)
+def test_L19_packs_are_cut_evenly_not_with_a_long_last_one(shapes, count, sizes):
+    packs = plan_packs([leaf((s,)) for s in shapes], NumPacks(count))
+    assert [p.size for p in packs] == sizes
+
+
+def test_dtypes_share_num_packs_by_their_bytes():
+    packs = plan_packs([leaf((100,)), leaf((10,), np.int32)], NumPacks(4))
+    assert [(p.dtype.name, p.size) for p in packs] == [
+        ("float32", 34), ("float32", 33), ("float32", 33), ("int32", 10),
+    ]  # fmt: skip

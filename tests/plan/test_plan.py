@@ -1,0 +1,91 @@
+"""jc.plan: what will be sent, said before anything is compiled."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcoll as jc
+from jaxcoll._plan.choose import GLOO_PACK, choose
+from jaxcoll._plan.packing import BytesPerPack, Unpacked
+from jaxcoll._plan.world import World
+
+TREE = {"w": jax.ShapeDtypeStruct((10, 10), jnp.float32), "b": np.zeros(10, np.float32), "s": 1.0}
+
+
+def test_counts_packs_and_wire_bytes():
+    plan = jc.plan(TREE, axis_size=8, options=jc.CommunicationOptions(bytes_per_pack=100))
+    assert [(p.nbytes, len(p.segments)) for p in plan.packs] == [(44, 2), (400, 1)]
+    assert plan.nbytes == 444
+    assert plan.wire_bytes == 2 * 7 * (2 + 13) * 4
+    assert [x.path for x in plan.leaves] == ["['b']", "['s']", "['w']"]
+
+
+def test_one_replica_sends_nothing():
+    plan = jc.plan(TREE, axis_size=1)
+    assert plan.packs == ()
+    assert plan.wire_bytes == 0
+
+
+def test_shows_itself_as_a_table_and_as_json():
+    plan = jc.plan(TREE, axis_size=4, options=jc.CommunicationOptions(bytes_per_pack=100))
+    text = str(plan)
+    assert "all_reduce MEAN of 3 leaves, 444 bytes a replica, over 4 × cpu, one process" in text
+    assert "['b'] … ['s']" in text
+    assert "at most 100 bytes, as asked" in text
+    data = json.loads(plan.to_json())
+    assert data["packs"][0]["leaves"][1] == {"path": "['s']", "start": 0, "elements": 1}
+    assert data["wire_bytes_per_device"] == plan.wire_bytes
+
+
+def test_is_the_plan_that_a_step_carries_out():
+    options = jc.CommunicationOptions(bytes_per_pack=64, implementation="ring")
+    step = jc.data_parallel(lambda t, x: jc.all_reduce("sum", {**t, "w": x.sum() * t["w"]}, "data",
+                            invariant="replicated"), options=options)  # fmt: skip
+    tree = {"w": np.ones((3, 3), "f"), "b": np.ones(5, np.int32), "h": np.ones(2, np.float16)}
+    (made,) = step.plans(tree, np.ones((8, 2), "f"))
+    asked = jc.plan({"w": tree["w"]}, axis_size=8, reduce_op="sum", options=options)
+    assert [p.nbytes for p in made.packs] == [p.nbytes for p in asked.packs]
+    assert made.reasons == asked.reasons
+    assert made.world == asked.world
+
+
+def test_says_what_the_backend_will_not_honour():
+    plan = jc.plan(TREE, axis_size=4, options=jc.CommunicationOptions(implementation="nccl"))
+    assert "NCCL was asked for, but memory shared by the devices of this process" in str(plan)
+
+
+def test_shows_what_travels_wider():
+    tree = {"f": jnp.zeros(3, jnp.float8_e4m3fn), "i": np.zeros(3, np.int8)}
+    plan = jc.plan(tree, axis_size=2)
+    assert "float8_e4m3fn as float32, int8 as int32" in str(plan)
+
+
+def test_the_choice_knows_where_packing_pays():
+    auto = jc.CommunicationOptions()
+    assert choose(auto, World("cpu", 8, 1)).packing == Unpacked()
+    assert choose(auto, World("gpu", 8, 2)).packing == Unpacked()
+    assert choose(auto, World("cpu", 8, 4)).packing == BytesPerPack(GLOO_PACK)
+    asked = jc.CommunicationOptions(bytes_per_pack=5)
+    assert choose(asked, World("cpu", 8, 1)).packing == BytesPerPack(5)
+    assert choose(jc.CommunicationOptions(implementation="ring"), World()).algorithm == "ring"
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="`axis_size` must be a positive integer; got 0"):
+        jc.plan(TREE, axis_size=0)
+    with pytest.raises(ValueError, match="takes `axis_size` or `mesh`, not both"):
+        jc.plan(TREE, axis_size=2, mesh=jax.make_mesh((8,), ("data",)))
+    with pytest.raises(ValueError, match=r"over axis 'model': the mesh has no such axis. .* 'data'"):
+        jc.plan(TREE, mesh=jax.make_mesh((8,), ("data",)), axis_name="model")
+    with pytest.raises(ValueError, match=r"cannot reduce leaf \['k'\]: booleans have no sum"):
+        jc.plan({"k": np.zeros(3, bool)}, axis_size=2)
+
+
+def test_reads_the_mesh():
+    mesh = jax.make_mesh((2, 4), ("node", "data"))
+    assert jc.plan(TREE, mesh=mesh).world.replicas == 4
+    assert jc.plan(TREE, mesh=mesh, axis_name=("node", "data")).world.replicas == 8
+    assert jc.plan(TREE).world.replicas == 8

@@ -1,0 +1,154 @@
+"""One suite for every algorithm, under every way to map a program over replicas."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import OPTIONS, RUNNERS, assert_trees_equal, lowered, noise, rows, run, tree
+
+import jaxcoll as jc
+
+COUNTS = (1, 2, 3, 5, 8)
+FAST = [(r, n) for r in RUNNERS for n in COUNTS if r != "vmap" or n in (3, 8)]
+
+
+def reduced(op, options, runner, n, value):
+    return run(runner, lambda x: jc.all_reduce(op, x, "data", options=options), n, value)
+
+
+@pytest.mark.parametrize(("runner", "n"), FAST)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_a_whole_tree_equals_the_reference_exactly_where_sums_are_exact(options, runner, n, op):
+    value = tree(n)
+
+    def reference(x):
+        total = np.asarray(x).astype(np.float64).sum(0)
+        dtype = np.float32 if op == "mean" and x.dtype == jnp.int32 else x.dtype
+        return np.broadcast_to(total / n if op == "mean" else total, x.shape).astype(dtype)
+
+    got = reduced(op, options, runner, n, value)
+    want = jax.tree.map(reference, value)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.dtype == w.dtype
+        np.testing.assert_allclose(np.asarray(g, "f8"), w.astype("f8"), rtol=2e-3 * (g.dtype == np.float16) + 2e-7)
+
+
+@pytest.mark.parametrize(("runner", "n"), [(r, n) for r in RUNNERS for n in (2, 7, 8)])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_float32_sums_stay_within_n_eps_of_the_magnitudes(options, runner, n):
+    x = noise(n, 37)
+    got = np.asarray(reduced("sum", options, runner, n, {"x": x})["x"], np.float64)
+    exact = np.asarray(x, np.float64).sum(0)
+    bound = n * np.finfo(np.float32).eps * np.abs(np.asarray(x, np.float64)).sum(0)
+    assert np.all(np.abs(got - exact) <= bound)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_replica_ends_with_the_same_bits(options, runner):
+    def f(x):
+        return jc.all_reduce("sum", x, "data", options=options)
+
+    if runner == "checked":
+        spec = jax.sharding.PartitionSpec
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:7]), ("data",))
+        out = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec("data"), out_specs=spec()))(
+            noise(7, 13)
+        )
+        bits = [np.asarray(s.data).tobytes() for s in out.addressable_shards]
+    else:
+        bits = [np.asarray(row).tobytes() for row in run(runner, f, 7, noise(7, 13))]
+    assert len(bits) == 7
+    assert len(set(bits)) == 1
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_reduction_is_linear(options, runner):
+    x, y = rows(4, 9, seed=1), rows(4, 9, seed=2)
+    f = lambda v: reduced("sum", options, runner, 4, v)  # noqa: E731
+    assert_trees_equal(f(2 * x + y), 2 * f(x) + f(y))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("runner", ["checked", "unchecked"])
+def test_works_without_jit(options, runner):
+    value = {"a": rows(3, 4), "b": rows(3)}
+    f = lambda x: jc.all_reduce("mean", x, "data", options=options)  # noqa: E731
+    np.testing.assert_allclose(
+        run(runner, f, 3, value, jit=False)["a"], run("vmap", f, 3, value)["a"], rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_nested_vmap_reduces_each_row_by_itself(options, runner):
+    x = rows(4, 3, 5)
+    f = jax.vmap(lambda v: jc.all_reduce("sum", v, "data", options=options))
+    np.testing.assert_array_equal(run(runner, f, 4, x)[0], np.asarray(x).sum(0))
+
+
+def test_an_axis_of_an_inner_vmap_can_be_reduced_too_where_jax_can():
+    x = rows(4, 3, 5)
+
+    def f(v):
+        return jax.vmap(lambda r: jc.all_reduce("sum", r, ("data", "rows")), axis_name="rows")(v)
+
+    for runner in ("unchecked", "pmap", "vmap"):
+        got = run(runner, f, 4, x)[0]
+        np.testing.assert_array_equal(got, np.broadcast_to(np.asarray(x).sum((0, 1)), (3, 5)))
+    with pytest.raises(ValueError, match="over axis 'rows': JAX cannot communicate over the axis"):
+        run("checked", f, 4, x)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (8, 1), (1, 8), (1, 1), (2, 3)])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_tuple_of_axes_is_one_axis(shape, options, checked):
+    n = shape[0] * shape[1]
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]).reshape(shape), ("node", "data"))
+    x = {"a": rows(n, 5), "b": rows(n, 3)}
+    f = jax.shard_map(
+        lambda v: jc.all_reduce("sum", v, ("node", "data"), options=options),
+        mesh=mesh, in_specs=spec(("node", "data")), out_specs=spec(), check_vma=checked,
+    )  # fmt: skip
+    np.testing.assert_array_equal(jax.jit(f)(x)["a"][0], np.asarray(x["a"]).sum(0))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_one_replica_emits_no_collective(options):
+    f = lambda x: jc.all_reduce("mean", x, "data", options=options)  # noqa: E731
+    program = lowered(f, 1, {"a": rows(1, 4), "b": rows(1)})
+    for text in (program.as_text(), program.compile().as_text()):
+        assert not re.search(r"stablehlo\.(all|coll)|all-reduce\(|collective-permute\(", text)
+
+
+def test_the_requested_program_has_one_collective_a_pack():
+    value = {k: rows(8, 10) for k in "abcd"}
+    for nbytes, count in ((0, 4), (40, 4), (80, 2), (1000, 1)):
+        options = jc.CommunicationOptions(bytes_per_pack=nbytes)
+        program = lowered(lambda x, o=options: jc.all_reduce("sum", x, "data", options=o), 8, value)
+        assert program.as_text().count('"stablehlo.all_reduce"') == count
+        assert program.compile().as_text().count(" all-reduce(") == 1, "XLA combines them on CPU"
+
+
+def test_the_ring_is_a_ring_in_the_compiled_program():
+    options = jc.CommunicationOptions(implementation="ring")
+    program = lowered(lambda x: jc.all_reduce("sum", x, "data", options=options), 8, rows(8, 16))
+    compiled = program.compile().as_text()
+    assert compiled.count(" collective-permute(") == 2 * 7
+    assert "all-reduce" not in compiled
+    assert "all-gather" not in compiled
+
+
+def test_a_tree_without_leaves_is_itself():
+    assert run("vmap", lambda x: (jc.all_reduce("sum", {"a": None, "b": ()}, "data"), x), 2,
+               rows(2))[0] == {"a": None, "b": ()}  # fmt: skip
+    program = lowered(lambda x: (jc.all_reduce("sum", {}, "data"), jc.all_reduce("sum", x, "data"))[1],
+                      2, rows(2, 0))  # fmt: skip
+    assert "stablehlo.all_reduce" not in program.as_text()

@@ -1,0 +1,68 @@
+"""The cotangent of all_reduce is the all_reduce of the cotangents, with the same op."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import OPTIONS, RUNNERS, noise, per_replica, rows
+
+import jaxcoll as jc
+
+CASES = [(r, o) for r in RUNNERS for o in OPTIONS]
+
+
+@pytest.mark.parametrize(("runner", "name"), CASES)
+@pytest.mark.parametrize(("op", "want"), [("sum", 4.0), ("mean", 2.0)])
+def test_H13_H14_each_replica_differentiates_its_own_use(runner, name, op, want):
+    """Replicas hold x = 42 and y = all_reduce(x) * c with c = 1 and 3."""
+
+    def f(x, c):
+        reduce = lambda v: jc.all_reduce(op, v, "data", options=OPTIONS[name])  # noqa: E731
+        return jax.grad(lambda v: reduce(v) * c)(x)
+
+    got = per_replica(runner, f, 2, jnp.full((2,), 42.0), jnp.array([1.0, 3.0]))
+    np.testing.assert_array_equal(got, [want, want])
+
+
+@pytest.mark.parametrize(("runner", "name"), CASES)
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_the_vector_jacobian_product_is_the_same_reduction(runner, name, n):
+    tangents = {"a": noise(n, 5), "b": (noise(n), noise(n, 2, 3))}
+
+    def f(x, ct):
+        reduce = lambda v: jc.all_reduce("sum", v, "data", options=OPTIONS[name])  # noqa: E731
+        dot = lambda v: sum(map(jnp.vdot, jax.tree.leaves(reduce(v)), jax.tree.leaves(ct)))  # noqa: E731
+        return jax.grad(dot)(x)
+
+    got = per_replica(runner, f, n, jax.tree.map(jnp.ones_like, tangents), tangents)
+    for g, ct in zip(jax.tree.leaves(got), jax.tree.leaves(tangents), strict=True):
+        want = np.broadcast_to(np.asarray(ct, np.float64).sum(0), ct.shape)
+        np.testing.assert_allclose(g, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("runner", "name"), CASES)
+def test_forward_mode_reduces_the_tangent(runner, name):
+    def f(x, t):
+        return jax.jvp(lambda v: jc.all_reduce("mean", v, "data", options=OPTIONS[name]), (x,), (t,))[1]
+
+    if runner == "checked":
+        # Invariant: `per_replica` wants something that varies.
+        inner = f
+        f = lambda x, t: inner(x, t) + 0 * x  # noqa: E731
+    t = rows(4, 3)
+    got = per_replica(runner, f, 4, rows(4, 3), t)
+    np.testing.assert_allclose(got[0], np.asarray(t).mean(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("runner", "name"), [("pmap", "auto"), ("checked", "auto"), ("checked", "ring")])
+def test_second_derivatives(runner, name):
+    """f(x) = (sum of x over replicas)^3 / 3 has the second derivative 2·s everywhere, times n."""
+
+    def f(x):
+        s = lambda v: jc.all_reduce("sum", v, "data", options=OPTIONS[name]) ** 3 / 3  # noqa: E731
+        return jax.grad(lambda v: jax.grad(lambda u: s(u) + 0 * u)(v))(x)
+
+    x = jnp.array([1.0, 2.0])
+    got = per_replica(runner, f, 2, x)
+    # d/dx_i of Σ_j (s²)_j = n·s²; once more, over both replicas' outputs: n·n·2s.
+    np.testing.assert_allclose(got, [2 * 2 * 2 * 3.0] * 2, rtol=1e-6)

@@ -1,0 +1,152 @@
+"""What each dtype is summed in, what it comes back as, and which are refused."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import RUNNERS, lowered, mesh_of, rows, run
+
+import jaxcoll as jc
+
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32]
+INTS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32]
+
+
+def both(op, x):
+    """jaxcoll's result and lax's own on the same values, under vmap."""
+    ours = jax.vmap(lambda v: jc.all_reduce(op, v, "i"), axis_name="i")(x)
+    lax_op = jax.lax.psum if op == "sum" else jax.lax.pmean
+    return ours, jax.vmap(lambda v: lax_op(v, "i"), axis_name="i")(x)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTS, np.complex64], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_result_and_its_dtype_are_those_of_lax(dtype, op):
+    x = jnp.abs(rows(4, 6)).astype(dtype)
+    ours, theirs = both(op, x)
+    assert ours.dtype == theirs.dtype
+    np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.int32, np.complex128])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_64_bit_types_are_those_of_lax_too(dtype, op):
+    with jax.enable_x64(True):
+        ours, theirs = both(op, jnp.asarray(np.arange(12).reshape(4, 3), dtype))
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_8_bit_floats_are_summed_in_float32(dtype, runner):
+    x = jnp.full((8, 3), 100.0).astype(dtype)
+    got = run(runner, lambda v: jc.all_reduce("mean", v, "data"), 8, x)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got[0].astype("f"), x[0].astype("f"))
+    text = lowered(lambda v: jc.all_reduce("mean", v, "data"), 8, x).as_text()
+    assert text.count("tensor<3xf32>) -> tensor<3xf32>") >= 1
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("n", [2, 3, 7, 8])
+@pytest.mark.parametrize("ring", [False, True])
+def test_L3_a_float16_mean_does_not_overflow_where_the_mean_fits(runner, n, ring):
+    options = jc.CommunicationOptions(implementation="ring") if ring else None
+    x = jnp.full((n, 5), 60000, jnp.float16)
+    f = lambda op: run(runner, lambda v: jc.all_reduce(op, v, "data", options=options), n, x)  # noqa: E731
+    np.testing.assert_allclose(np.asarray(f("mean"), "f"), 60000, rtol=1e-3)
+    assert f("mean").dtype == jnp.float16
+    assert np.all(np.isinf(f("sum"))), "a SUM that does not fit is infinite, as everywhere"
+
+
+def test_a_float16_mean_travels_as_float16():
+    x = jnp.ones((8, 5), jnp.float16)
+    text = lowered(lambda v: jc.all_reduce("mean", v, "data"), 8, x).as_text()
+    assert "(tensor<5xf16>) -> tensor<5xf16>" in text
+
+
+def test_a_float16_mean_of_ordinary_values_is_as_good_as_its_type():
+    x = jax.random.normal(jax.random.key(0), (8, 1000)).astype(jnp.float16)
+    got = run("vmap", lambda v: jc.all_reduce("mean", v, "data"), 8, x)[0]
+    exact = np.asarray(x, np.float64).mean(0)
+    bound = 8 * 2.0**-11 * np.abs(np.asarray(x, np.float64)).mean(0) + 2.0**-25 * 8
+    assert np.all(np.abs(np.asarray(got, np.float64) - exact) <= bound)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16])
+def test_the_mean_of_small_integers_is_exact(dtype):
+    x = jnp.full((8, 3), 100, dtype)
+    got = run("checked", lambda v: jc.all_reduce("mean", v, "data"), 8, x)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got[0], [100.0] * 3)
+
+
+def test_numbers_and_numpy_leaves_are_arrays():
+    def f(x):
+        return jc.all_reduce("sum", {"x": x, "one": 1.0, "np": np.ones(2, "f")}, "data")
+
+    got = run("vmap", f, 4, rows(4, 2))
+    assert got["one"][0] == 4
+    np.testing.assert_array_equal(got["np"][0], [4, 4])
+
+
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [
+        (np.ones(3, bool), "booleans have no sum of their own type"),
+        (True, "booleans have no sum"),
+        (np.zeros(3, jax.dtypes.float0), "float0 is the gradient of an integer input"),
+        (np.array(["a"]), "holds no numbers"),
+        ("text", "expected an array or a number, got str"),
+        (object(), "expected an array or a number, got object"),
+    ],
+)
+def test_a_leaf_without_a_sum_is_refused_with_its_path(leaf, words):
+    with pytest.raises(ValueError, match=rf"cannot reduce leaf \['a'\]\[1\]: .*{words}"):
+        run("vmap", lambda x: jc.all_reduce("sum", {"a": [x, leaf]}, "data"), 2, rows(2))
+
+
+def test_a_typed_key_is_refused_with_its_path():
+    keys = jax.random.split(jax.random.key(0), 2)
+    with pytest.raises(ValueError, match=r"cannot reduce leaf \['key'\]: a typed PRNG key has no"):
+        run("vmap", lambda k: jc.all_reduce("sum", {"key": k}, "data"), 2, keys)
+    with pytest.raises(ValueError, match="cannot reduce the value: a typed PRNG key"):
+        run("vmap", lambda k: jc.all_reduce("sum", k, "data"), 2, keys)
+
+
+def test_bfloat16_survives_a_mesh_that_is_only_partly_mapped():
+    """XLA's CPU compiler would abort the process: it must travel as float32 there."""
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    f = jax.shard_map(
+        lambda v: jc.all_reduce("sum", v, "data"),
+        mesh=mesh, in_specs=spec("data"), out_specs=spec(), axis_names={"data"},
+    )  # fmt: skip
+    program = jax.jit(f).lower(jnp.ones((4, 6), jnp.bfloat16))
+    assert "}) : (tensor<1x6xf32>) -> tensor<1x6xf32>" in program.as_text()
+    np.testing.assert_array_equal(np.asarray(jax.jit(f)(jnp.ones((4, 6), jnp.bfloat16)), "f"), 4)
+
+
+def test_a_leaf_sharded_over_another_axis_keeps_its_shape():
+    """With an Explicit second axis, flattening would gather it."""
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    options = jc.CommunicationOptions(bytes_per_pack=1 << 20)
+    f = jax.shard_map(
+        lambda t: jc.all_reduce("sum", t, "data", options=options),
+        mesh=mesh, in_specs=spec("data"), out_specs=spec(), axis_names={"data"},
+    )  # fmt: skip
+    put = lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mesh, s))  # noqa: E731
+    value = {
+        "split": put(rows(4, 6), spec("data", "model")),
+        "whole": put(rows(4, 3), spec("data")),
+        "other": put(rows(4, 5), spec("data")),
+    }
+    with jax.set_mesh(mesh):
+        out = jax.jit(f)(value)
+    np.testing.assert_array_equal(out["split"][0], np.asarray(rows(4, 6)).sum(0))
+    np.testing.assert_array_equal(out["other"][0], np.asarray(rows(4, 5)).sum(0))
+    assert out["split"].sharding.spec[1] == "model"
+    assert mesh_of(2).size == 2

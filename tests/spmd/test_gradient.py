@@ -1,0 +1,297 @@
+"""N devices equal one device: value_and_grad in every mode, for every kind of mean."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import RUNNERS, lowered, mesh_of, run
+
+import jaxcoll as jc
+
+P = jax.sharding.PartitionSpec
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((16, 5)).astype("f")
+Y = RNG.standard_normal((16, 3)).astype("f")
+PARAMS = {"w": RNG.standard_normal((5, 3)).astype("f"), "b": np.zeros(3, "f")}
+
+
+def predict(p, x):
+    return jnp.tanh(x @ p["w"] + p["b"][None])
+
+
+def mean_loss(p, x, y):
+    return jnp.mean((predict(p, x) - y) ** 2)
+
+
+def sum_loss(p, x, y):
+    return jnp.sum((predict(p, x) - y) ** 2)
+
+
+def scanned_loss(p, x, y):
+    """A loop whose carry starts from a constant: the plain way to write it on one device."""
+
+    def body(total, row):
+        return total + jnp.mean((predict(p, row[0][None]) - row[1][None]) ** 2), None
+
+    total, _ = jax.lax.scan(body, 0.0, (x, y))
+    return total / x.shape[0]
+
+
+def while_loss(p, x, y):
+    body = lambda i, total: total + jnp.mean((predict(p, x[i][None]) - y[i][None]) ** 2)  # noqa: E731
+    return jax.lax.fori_loop(0, x.shape[0], body, jnp.zeros(())) / x.shape[0]
+
+
+def branching_loss(p, x, y):
+    chosen = jax.lax.cond(x[0, 0] > -100, lambda: mean_loss(p, x, y), lambda: jnp.zeros(()))
+    return chosen
+
+
+def checkpointed_loss(p, x, y):
+    return jax.checkpoint(mean_loss)(p, x, y)
+
+
+def jitted_loss(p, x, y):
+    return jax.jit(mean_loss)(p, x, y)
+
+
+MEANS = {
+    f.__name__: f
+    for f in (mean_loss, scanned_loss, branching_loss, checkpointed_loss, jitted_loss)
+}
+
+
+def shards(n, tree):
+    return jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), tree)
+
+
+def on_replicas(runner, f, n, *batch):
+    return jax.tree.map(lambda x: x[0], run(runner, functools.partial(f), n, *shards(n, batch)))
+
+
+def close(got, want, **tolerance):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6, **tolerance}
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(g), np.asarray(w), **tolerance)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
+@pytest.mark.parametrize("n", [1, 8])
+def test_mean(runner, loss, n):
+    got = on_replicas(runner, lambda x, y: jc.value_and_grad(loss, "data")(PARAMS, x, y), n, X, Y)
+    close(got, jax.value_and_grad(mean_loss)(PARAMS, X, Y))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_sum(runner):
+    f = jc.value_and_grad(sum_loss, "data", reduce_op="SUM")
+    got = on_replicas(runner, lambda x, y: f(PARAMS, x, y), 4, X, Y)
+    close(got, jax.value_and_grad(sum_loss)(PARAMS, X, Y), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("runner", ["unchecked", "checked", "pmap"])
+def test_a_while_loop_in_the_value(runner):
+    """Reverse mode cannot pass a fori_loop with a traced bound; a static one is a scan."""
+    got = on_replicas(runner, lambda x, y: jc.value_and_grad(while_loss, "data")(PARAMS, x, y), 8, X, Y)
+    close(got, jax.value_and_grad(mean_loss)(PARAMS, X, Y))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_weighted_mean_is_exact_for_uneven_shares(runner):
+    """One replica's share is all padding, another's none."""
+    weight = np.repeat([1.0, 0.0, 1.0, 1.0], 4).astype("f")
+    weight[5:9] = [0, 0, 1, 0]
+
+    def local(p, x, y, w):
+        errors = jnp.mean((predict(p, x) - y) ** 2, axis=1)
+        return jc.WeightedLoss(jnp.sum(w * errors), jnp.sum(w))
+
+    def whole(p):
+        loss = local(p, X, Y, weight)
+        return loss.total / loss.weight
+
+    f = jc.value_and_grad(local, "data")
+    got = on_replicas(runner, lambda x, y, w: f(PARAMS, x, y, w), 4, X, Y, weight)
+    close(got, jax.value_and_grad(whole)(PARAMS))
+
+
+def test_a_weighted_loss_has_no_sum():
+    f = jc.value_and_grad(lambda w, x: jc.WeightedLoss(w * x, 1.0), "data", reduce_op="sum")
+    with pytest.raises(ValueError, match="got a WeightedLoss with reduce_op SUM"):
+        run("vmap", lambda x: f(1.0, x), 2, jnp.ones(2))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_parameters_captured_or_data_captured(runner):
+    """The batch enters through the closure: autodiff must still not sum by itself."""
+
+    def f(x, y):
+        return jc.value_and_grad(lambda p: mean_loss(p, x, y), "data")(PARAMS)
+
+    close(on_replicas(runner, f, 8, X, Y), jax.value_and_grad(mean_loss)(PARAMS, X, Y))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_has_aux_comes_back_as_each_replicas_own(runner):
+    f = jc.value_and_grad(lambda p, x, y: (mean_loss(p, x, y), x[0, 0]), "data", has_aux=True)
+    g = jc.grad(lambda p, x, y: (mean_loss(p, x, y), x[0, 0]), "data", has_aux=True)
+
+    def both(x, y):
+        (value, aux), grads = f(PARAMS, x, y)
+        grads2, aux2 = g(PARAMS, x, y)
+        return value, jc.all_reduce("sum", aux - aux2, "data"), jc.all_reduce("sum", aux, "data"), (
+            grads, grads2)  # fmt: skip
+
+    value, zero, firsts, (grads, grads2) = on_replicas(runner, both, 4, X, Y)
+    close((value, grads), jax.value_and_grad(mean_loss)(PARAMS, X, Y))
+    close(grads2, grads)
+    assert zero == 0
+    np.testing.assert_allclose(firsts, X[::4, 0].sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("runner", ["pmap", "checked", "unchecked"])
+@pytest.mark.parametrize("argnums", [1, -1, (0, 1), (1, 0)])
+def test_argnums(runner, argnums):
+    loss = lambda s, p, x, y: s * mean_loss(p, x, y)  # noqa: E731
+    swapped = lambda x, y, s, p: loss(s, p, x, y)  # noqa: E731
+    if argnums == -1:
+        f = jc.value_and_grad(swapped, "data", argnums=-1)
+        got = on_replicas(runner, lambda x, y: f(x, y, 2.0, PARAMS), 4, X, Y)
+        close(got, jax.value_and_grad(swapped, argnums=-1)(X, Y, 2.0, PARAMS))
+        return
+    f = jc.value_and_grad(loss, "data", argnums=argnums)
+    got = on_replicas(runner, lambda x, y: f(2.0, PARAMS, x, y), 4, X, Y)
+    close(got, jax.value_and_grad(loss, argnums=argnums)(2.0, PARAMS, X, Y))
+
+
+def test_keyword_arguments_are_handed_on():
+    f = jc.grad(lambda p, *, x: jnp.mean(p * x), "data")
+    assert run("checked", lambda x: f(2.0, x=x), 4, jnp.arange(4.0))[0] == 1.5
+
+
+@pytest.mark.parametrize("name", ["ring", "packed"])
+def test_options_reach_the_reduction(name):
+    from cases import OPTIONS
+
+    f = jc.value_and_grad(mean_loss, "data", options=OPTIONS[name])
+    text = lowered(lambda x, y: f(PARAMS, x, y), 4, *shards(4, (X, Y))).as_text()
+    assert ("collective_permute" in text) == (name == "ring")
+    assert text.count('"stablehlo.all_reduce"') == (0 if name == "ring" else 2)
+
+
+def test_value_and_gradient_travel_together_and_autodiff_adds_nothing():
+    """One requested all-reduce a leaf: loss, bias, weight. None that autodiff put there."""
+    f = jc.value_and_grad(mean_loss, "data")
+    text = lowered(lambda x, y: f(PARAMS, x, y), 8, *shards(8, (X, Y))).as_text()
+    assert text.count('"stablehlo.all_reduce"') == 3
+    g = jc.grad(mean_loss, "data")
+    text = lowered(lambda x, y: g(PARAMS, x, y), 8, *shards(8, (X, Y))).as_text()
+    assert text.count('"stablehlo.all_reduce"') == 2
+
+
+def test_a_scanned_loss_asks_for_no_more_collectives_either():
+    f = jc.value_and_grad(scanned_loss, "data")
+    text = lowered(lambda x, y: f(PARAMS, x, y), 8, *shards(8, (X, Y))).as_text()
+    assert text.count('"stablehlo.all_reduce"') == 3
+
+
+def test_a_loss_that_reduces_itself_is_refused():
+    def own(p, x, y):
+        return jax.lax.pmean(mean_loss(p, x, y), "data")
+
+    with pytest.raises(
+        jc.AlreadyReducedError, match=r"`jc.value_and_grad` over 'data': the loss is already the same"
+    ):
+        on_replicas("checked", lambda x, y: jc.value_and_grad(own, "data")(PARAMS, x, y), 8, X, Y)
+    with pytest.raises(jc.AlreadyReducedError, match=r"`jc.grad` over 'data'"):
+        on_replicas("checked", lambda x, y: jc.grad(own, "data")(PARAMS, x, y), 8, X, Y)
+
+
+def test_a_tuple_without_has_aux_teaches_both_ways_out():
+    f = jc.value_and_grad(lambda p, x: (p * x, 1.0), "data")
+    with pytest.raises(TypeError, match=r"a tuple of 2.*has_aux=True.*jc.WeightedLoss\(total, weig"):
+        run("vmap", lambda x: f(1.0, x), 2, jnp.ones(2))
+
+
+def test_a_loop_that_mixes_captured_data_keeps_jaxs_own_message():
+    """Beyond reach: the capture cannot be retyped, and guessing would sum the gradient twice."""
+
+    def f(x, y):
+        def loss(p):
+            body = lambda c, r: (c + jnp.mean(p["w"] * r[:, None]), None)  # noqa: E731
+            return jax.lax.scan(body, 0.0, x)[0]
+
+        return jc.grad(loss, "data")(PARAMS)
+
+    with pytest.raises(TypeError, match="manual axis types"):
+        on_replicas("checked", f, 8, X, Y)
+    close(on_replicas("unchecked", f, 8, X, Y)["b"], PARAMS["b"])
+
+
+def test_a_type_error_of_the_users_own_stays_their_own():
+    def broken(p, x):
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        run("checked", lambda x: jc.grad(broken, "data")(1.0, x), 2, jnp.ones(2))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_loss_may_reduce_statistics_on_the_way(runner, scanned):
+    """Batch normalisation over all replicas, in a plain loss and in one with a constant carry."""
+
+    def loss(p, x, y):
+        h = predict(p, x)
+        if runner == "one":
+            mean = jnp.mean(h, axis=0, keepdims=True)
+        else:
+            mean = jc.all_reduce("mean", jnp.mean(h, axis=0, keepdims=True), "data")
+        errors = (h - mean - y) ** 2
+        if not scanned:
+            return jnp.mean(errors)
+        return jax.lax.scan(lambda c, e: (c + jnp.mean(e), None), 0.0, errors)[0] / x.shape[0]
+
+    got = on_replicas(runner, lambda x, y: jc.value_and_grad(loss, "data")(PARAMS, x, y), 4, X, Y)
+
+    def whole(p):
+        h = predict(p, X)
+        return jnp.mean((h - jnp.mean(h, axis=0, keepdims=True) - Y) ** 2)
+
+    close(got, jax.value_and_grad(whole)(PARAMS))
+
+
+def test_hessian_vector_products_go_through():
+    v = jax.tree.map(jnp.ones_like, PARAMS)
+
+    def f(x, y):
+        return jax.jvp(lambda p: jc.grad(mean_loss, "data")(p, x, y), (PARAMS,), (v,))[1]
+
+    want = jax.jvp(lambda p: jax.grad(mean_loss)(p, X, Y), (PARAMS,), (v,))[1]
+    for runner in ("checked", "unchecked", "pmap"):
+        close(on_replicas(runner, f, 4, X, Y), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_of_optax_on_a_two_axis_mesh():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
+    tx = optax.adam(1e-2)
+    state = tx.init(PARAMS)
+
+    @jax.numpy_dtype_promotion("standard")  # optax relies on it
+    def step(p, s, x, y):
+        grads = jc.grad(mean_loss, ("node", "data"))(p, x, y)
+        updates, s = tx.update(grads, s, p)
+        return optax.apply_updates(p, updates), s
+
+    rowwise = P(("node", "data"))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), rowwise, rowwise), out_specs=P())
+    got, _ = jax.jit(mapped, donate_argnums=1)(PARAMS, jax.tree.map(jnp.array, state), X, Y)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = tx.update(jax.grad(mean_loss)(PARAMS, X, Y), state, PARAMS)
+    close(got, optax.apply_updates(PARAMS, updates), atol=1e-5)
+    assert mesh_of(1).size == 1

@@ -1,0 +1,145 @@
+"""Invariant or varying: results are proven equal, and nothing is counted twice in silence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import mesh_of, rows, run
+
+import jaxcoll as jc
+
+P = jax.sharding.PartitionSpec
+
+
+def checked(f, *args, n=8, in_specs=None, out_specs=P(), mesh=None):
+    mapped = jax.shard_map(f, mesh=mesh or mesh_of(n), in_specs=in_specs, out_specs=out_specs)
+    return jax.jit(mapped)(*args)
+
+
+def pre_summed(p, x):
+    """The gradient that autodiff has summed over the replicas on its own."""
+    return jax.grad(lambda p: jnp.sum(p * x))(p)
+
+
+def test_a_gradient_that_autodiff_has_summed_is_refused_by_name():
+    def f(p, x):
+        return jc.all_reduce("mean", {"layer": [pre_summed(p, x)]}, "data")
+
+    with pytest.raises(
+        jc.AlreadyReducedError,
+        match=r"leaf \['layer'\]\[0\] is already the same on every replica along 'data' \(size 8\)"
+        r".*count it 8 times.*invariant=\"summed\".*invariant=\"replicated\"",
+    ):
+        checked(f, jnp.ones(()), rows(8), in_specs=(P(), P("data")))
+    assert issubclass(jc.AlreadyReducedError, ValueError)
+
+
+@pytest.mark.parametrize(("op", "factor"), [("sum", 1.0), ("mean", 1 / 8)])
+def test_summed_says_it_is_the_sum_already(op, factor):
+    x = rows(8)
+    got = checked(
+        lambda p, x: jc.all_reduce(op, pre_summed(p, x), "data", invariant="summed"),
+        jnp.ones(()), x, in_specs=(P(), P("data")),
+    )  # fmt: skip
+    assert got == np.sum(np.asarray(x)) * factor
+
+
+@pytest.mark.parametrize(("op", "factor"), [("sum", 8), ("mean", 1)])
+def test_replicated_says_every_replica_holds_it(op, factor):
+    got = checked(
+        lambda p: jc.all_reduce(op, p, "data", invariant="replicated"), jnp.ones(()) * 3, in_specs=P()
+    )
+    assert got == 3 * factor
+
+
+@pytest.mark.parametrize("invariant", ["summed", "replicated"])
+def test_varying_leaves_are_reduced_whatever_is_said_of_the_invariant_ones(invariant):
+    x = rows(8, 3)
+    got = checked(
+        lambda p, x: jc.all_reduce("sum", {"p": p, "x": x}, "data", invariant=invariant),
+        jnp.ones((2,)), x, in_specs=(P(), P("data")),
+    )  # fmt: skip
+    np.testing.assert_array_equal(got["x"][0], np.asarray(x).sum(0))
+    np.testing.assert_array_equal(got["p"], [1.0, 1.0] if invariant == "summed" else [8.0, 8.0])
+
+
+@pytest.mark.parametrize(
+    ("op", "invariant", "want"),
+    [("sum", "summed", 6), ("mean", "summed", 0.75), ("sum", "replicated", 24), ("mean", "replicated", 3)],
+)  # fmt: skip
+def test_a_leaf_that_varies_over_one_axis_of_two(op, invariant, want):
+    """Mesh 4 × 2; the leaf holds 2 and 4 along the second axis and is the same along the first."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("node", "data"))
+    f = lambda x: jc.all_reduce(op, x, ("node", "data"), invariant=invariant)  # noqa: E731
+    got = checked(f, jnp.array([2.0, 4.0]), in_specs=P("data"), mesh=mesh)
+    assert got.tolist() == [want]
+    with pytest.raises(jc.AlreadyReducedError, match=r"along 'node' \(size 4\)"):
+        checked(
+            lambda x: jc.all_reduce(op, x, ("node", "data")),
+            jnp.ones(2), in_specs=P("data"), mesh=mesh,
+        )  # fmt: skip
+
+
+def test_a_leaf_keeps_the_variance_of_other_axes():
+    """Packed beside a leaf that varies over more axes, it must not catch the others' type."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    options = jc.CommunicationOptions(bytes_per_pack=1 << 20)
+    got = checked(
+        lambda a, b: jc.all_reduce("sum", (a, b), "data", options=options),
+        rows(4, 3), rows(8, 3), mesh=mesh,
+        in_specs=(P("data"), P(("data", "model"))), out_specs=(P(), P("model")),
+    )  # fmt: skip
+    np.testing.assert_array_equal(got[0][0], np.asarray(rows(4, 3)).sum(0))
+    np.testing.assert_array_equal(got[1], np.asarray(rows(8, 3)).reshape(4, 2, 3).sum(0))
+
+
+def test_a_constant_is_refused_on_one_replica_as_on_eight():
+    for n in (1, 8):
+        with pytest.raises(jc.AlreadyReducedError, match="the value is already the same"):
+            checked(lambda x: jc.all_reduce("sum", jnp.ones(3), "data") + x.sum(), rows(n), n=n,
+                    in_specs=P("data"))  # fmt: skip
+
+
+def test_where_types_are_not_tracked_nothing_is_inferred():
+    for runner in ("pmap", "unchecked", "vmap"):
+        got = run(runner, lambda x: jc.all_reduce("sum", jnp.ones(3), "data") + 0 * x, 8, rows(8, 3))
+        np.testing.assert_array_equal(got[0], [8, 8, 8])
+
+
+def test_an_unknown_meaning_is_named():
+    with pytest.raises(ValueError, match="`invariant` must be one of 'error', 'summed', 'replic"):
+        run("vmap", lambda x: jc.all_reduce("sum", x, "data", invariant="skip"), 2, rows(2))
+
+
+@pytest.mark.parametrize("runner", ["vmap", "pmap", "checked", "unchecked"])
+def test_an_axis_out_of_scope_is_named_with_those_in_scope(runner):
+    with pytest.raises(NameError, match=r"over axis 'dta': no such axis here. Axes in scope: 'data'"):
+        run(runner, lambda x: jc.all_reduce("sum", x, "dta"), 2, rows(2))
+    with pytest.raises(NameError, match=r"`jc.value_and_grad` over axis 'dta'"):
+        run(runner, lambda x: jc.value_and_grad(lambda v: v, "dta")(x), 2, rows(2))
+
+
+def test_outside_every_mapped_program_no_axis_is_in_scope():
+    with pytest.raises(NameError, match="Axes in scope: none. Call it inside `jax.shard_map`"):
+        jc.all_reduce("sum", jnp.ones(3), "data")
+
+
+@pytest.mark.parametrize(
+    ("axis", "words"),
+    [(3, "a string or a non-empty tuple"), ((), "non-empty tuple"), (("data", "data"), "an axis twice"),
+     (None, "got None")],
+)  # fmt: skip
+def test_an_axis_name_of_the_wrong_form_is_refused(axis, words):
+    with pytest.raises(ValueError, match=words):
+        run("vmap", lambda x: jc.all_reduce("sum", x, axis), 2, rows(2))
+
+
+def test_a_traced_axis_name_is_told_to_be_static():
+    with pytest.raises(ValueError, match="make the argument static"):
+        jax.jit(lambda axis: jc.all_reduce("sum", jnp.ones(3), axis))(3)
+
+
+def test_no_device_values_are_lost_after_an_error():
+    with pytest.raises(NameError):
+        run("checked", lambda x: jc.all_reduce("sum", x, "nope"), 2, rows(2))
+    assert run("checked", lambda x: jc.all_reduce("sum", x, "data"), 2, rows(2))[0] == rows(2).sum()

@@ -1,0 +1,97 @@
+"""What a person who installs jaxcoll gets: a typed wheel, and a light import."""
+
+import os
+import re
+import subprocess
+import sys
+import types
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import jaxcoll
+
+REPOSITORY = Path(jaxcoll.__file__).parents[1]
+
+
+def python(code: str, **environment: str) -> str:
+    """Run `code` in a Python of its own, with warnings as errors, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "error", "-c", code],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_costs_less_than_a_second_beyond_jax():
+    code = (
+        "import time, jax; start = time.perf_counter(); import jaxcoll; "
+        "print(time.perf_counter() - start)"
+    )
+    assert min(float(python(code)) for _ in range(3)) < 1.0
+
+
+def test_import_brings_in_nothing_optional():
+    code = (
+        "import sys, jaxcoll; "
+        "print(*sorted({'rich', 'matplotlib', 'optax', 'sklearn', 'chex'} & set(sys.modules)))"
+    )
+    assert python(code) == ""
+
+
+def test_import_leaves_the_backend_alone():
+    # JAX refuses to change the number of CPU devices once a backend exists.
+    code = (
+        "import jax, jaxcoll; jax.config.update('jax_num_cpu_devices', 3); "
+        "print(jax.device_count())"
+    )
+    assert python(code, XLA_FLAGS="") == "3"
+
+
+def test_every_public_name_is_in_the_reference():
+    public = {
+        name
+        for name, value in vars(jaxcoll).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    page = (REPOSITORY / "docs" / "face.md").read_text(encoding="utf-8")
+    assert public == set(re.findall(r"^::: jaxcoll\.(\w+)$", page, re.MULTILINE))
+
+
+@pytest.mark.slow
+def test_wheel_is_typed_and_complete_and_imports_by_itself(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, "."],
+        cwd=REPOSITORY,
+        stdin=subprocess.DEVNULL,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata_name,) = (n for n in names if n.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(metadata_name).decode())
+        archive.extractall(tmp_path / "site")
+
+    sources = {
+        str(path.relative_to(REPOSITORY).as_posix())
+        for path in (REPOSITORY / "jaxcoll").rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+    assert "jaxcoll/py.typed" in names
+    assert {n for n in names if ".dist-info/" not in n} == sources
+    assert metadata["Version"] == jaxcoll.__version__
+    needs = [r for r in metadata.get_all("Requires-Dist") if "extra ==" not in r]
+    assert sorted(needs) == ["jax>=0.10", "jaxlib>=0.10", "numpy"]
+
+    imported = python("import jaxcoll; print(jaxcoll.__file__)", PYTHONPATH=str(tmp_path / "site"))
+    assert Path(imported).is_relative_to(tmp_path)
