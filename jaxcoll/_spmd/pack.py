@@ -18,7 +18,7 @@ def pack(arrays: Sequence[jax.Array], packs: Sequence[Pack]) -> list[jax.Array]:
     flat. Law: `unpack(pack(arrays, packs), packs, leaves)` is `arrays`, to the bit.
 
     Args:
-      arrays: the leaves, in the dtype they travel in.
+      arrays: the leaves.
       packs: the plan.
 
     Returns:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -16,9 +14,10 @@ from jaxcoll._plan.errors import AlreadyReducedError
 from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packing import PackingRule
-from jaxcoll._plan.plan import make_plan
+from jaxcoll._plan.plan import Plan, make_plan
 from jaxcoll._plan.world import World
 from jaxcoll._spmd import native, ring
+from jaxcoll._spmd.arithmetic import Recipe, after, before
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
@@ -37,17 +36,6 @@ gradient with `jc.value_and_grad` or `jc.grad`, which keep it per replica; or sa
 is: `invariant="summed"` if it is the sum over the replicas (SUM leaves it, MEAN divides it by \
 {n}), `invariant="replicated"` if every replica holds this value (SUM multiplies it by {n}, MEAN \
 leaves it)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Item:
-    """A leaf on its way: what it is, where it still differs, and how it ends."""
-
-    array: jax.Array
-    leaf: Leaf
-    over: tuple[str, ...]  # axes it is summed over; those of size one need nothing
-    factor: int  # a SUM of equal values is a multiplication
-    divisor: int  # what makes a mean of the sum
 
 
 def all_reduce(
@@ -84,53 +72,77 @@ def all_reduce(
         )
     axes = bound_axes(axis_name, "all_reduce")
     world = scope.world(axes)
-    tracked = {a for a in axes if _compat.tracks_variance(a)}
     flat, treedef = jax.tree_util.tree_flatten_with_path(value)
-    items = [
-        _item(reduce_op, jax.tree_util.keystr(path), leaf, axes, tracked, world, scope, invariant)
-        for path, leaf in flat
+    paths = [jax.tree_util.keystr(path) for path, _ in flat]
+    arrays = [
+        _compat.as_varying(_as_array(path, leaf), [a for a in axes if a in scope.untyped])
+        for path, (_, leaf) in zip(paths, flat, strict=True)
     ]
-    plan = make_plan(reduce_op, [item.leaf for item in items], scope.options, world, packing)
+    recipes = [
+        _recipe(reduce_op, path, array, axes, world, invariant)
+        for path, array in zip(paths, arrays, strict=True)
+    ]
+    leaves = [
+        Leaf(
+            path=path,
+            shape=array.shape,
+            dtype=recipe.dtype,
+            wire=recipe.wire,
+            kind=recipe,
+            solid=_compat.is_partially_sharded(array),
+            stays=not recipe.over,
+        )
+        for path, array, recipe in zip(paths, arrays, recipes, strict=True)
+    ]
+    plan = make_plan(reduce_op, leaves, scope.options, world, packing)
     scope.record(plan)
-    sums = _sum(ALGORITHMS[plan.algorithm], items, plan.packs, reduce_op)
-    results = [_finish(reduce_op, item, s, axes) for item, s in zip(items, sums, strict=True)]
+    reduced = unpack(_carry_out(plan, pack(arrays, plan.packs)), plan.packs, leaves)
+    results = [
+        after(before(array, recipe), recipe) if result is None else result
+        for array, recipe, result in zip(arrays, recipes, reduced, strict=True)
+    ]
     return jax.tree_util.tree_unflatten(treedef, results)
 
 
-def _item(
+def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Each pack reduced over its own axes; packs over the same axes go to the algorithm at once."""
+    recipes: list[Recipe] = [p.kind for p in plan.packs]
+    travelling = [before(x, recipe) for x, recipe in zip(packs, recipes, strict=True)]
+    sums: dict[int, jax.Array] = {}
+    for over in dict.fromkeys(recipe.over for recipe in recipes):
+        members = [k for k, recipe in enumerate(recipes) if recipe.over == over]
+        totals = ALGORITHMS[plan.algorithm]([travelling[k] for k in members], over)
+        sums.update(zip(members, totals, strict=True))
+    return [after(sums[k], recipe) for k, recipe in enumerate(recipes)]
+
+
+def _recipe(
     reduce_op: ReduceOp,
     path: str,
-    value: Any,
+    array: jax.Array,
     axes: dict[str, int],
-    tracked: set[str],
     world: World,
-    scope: Scope,
     invariant: Invariant,
-) -> _Item:
-    array = _as_array(path, value)
-    array = _compat.as_varying(array, [a for a in axes if a in scope.untyped])
+) -> Recipe:
     varying = _compat.varying_axes(array)
-    missing = {a: n for a, n in axes.items() if a in tracked and a not in varying}
+    missing = {a: n for a, n in axes.items() if a not in varying and _compat.tracks_variance(a)}
     if missing and invariant == "error":
         raise AlreadyReducedError(
             _ALREADY_REDUCED.format(
                 axes=_named(axes), leaf=where(path), missing=_named(missing), n=count(missing)
             )
         )
-    over = tuple(a for a, n in axes.items() if n > 1 and a not in missing)
-    leaf = Leaf(
-        path=path,
-        shape=array.shape,
-        dtype=np.dtype(array.dtype),
-        wire=wire_dtype(np.dtype(array.dtype), reduce_op, world),
-        kind=(over, tuple(sorted(varying))),
-        solid=_compat.is_partially_sharded(array),
-        stays=not over,
+    repeated = 1 if invariant == "summed" else count(missing)
+    dtype = np.dtype(array.dtype)
+    return Recipe(
+        over=tuple(a for a, n in axes.items() if n > 1 and a not in missing),
+        axes=tuple(axes),
+        varying=varying,
+        dtype=dtype,
+        wire=wire_dtype(dtype, reduce_op, world),
+        times=repeated,
+        divisor=count(axes) // repeated if reduce_op is ReduceOp.MEAN else None,
     )
-    repeated = count(missing)
-    if invariant == "summed":
-        return _Item(array, leaf, over, factor=1, divisor=count(axes))
-    return _Item(array, leaf, over, factor=repeated, divisor=count(axes) // repeated)
 
 
 def _as_array(path: str, value: Any) -> jax.Array:
@@ -143,50 +155,6 @@ def _as_array(path: str, value: Any) -> jax.Array:
         )
     check_reducible(path, np.result_type(value) if dtype is None else dtype)
     return jnp.asarray(value)
-
-
-def _sum(
-    algorithm: Algorithm, items: Sequence[_Item], packs: Sequence[Any], reduce_op: ReduceOp
-) -> list[jax.Array]:
-    """Each item summed over its own axes, in the dtype it travels in."""
-    leaves = [item.leaf for item in items]
-    scaled = [_before(reduce_op, item) for item in items]
-    packed = pack(scaled, packs)
-    summed: list[jax.Array | None] = [None] * len(packs)
-    for over in dict.fromkeys(items[p.segments[0].leaf].over for p in packs):
-        members = [k for k, p in enumerate(packs) if items[p.segments[0].leaf].over == over]
-        sums = algorithm([packed[k] for k in members], over)
-        for k, s in zip(members, sums, strict=True):
-            summed[k] = s
-    carried = unpack([s for s in summed if s is not None], packs, leaves)
-    return [x if s is None else s for s, x in zip(carried, scaled, strict=True)]
-
-
-def _halvings(reduce_op: ReduceOp, item: _Item) -> int:
-    """Powers of two taken off a float16 before a mean, so that no partial sum can overflow."""
-    half = reduce_op is ReduceOp.MEAN and item.leaf.wire == np.float16
-    return math.ceil(math.log2(item.divisor)) if half and item.over else 0
-
-
-def _before(reduce_op: ReduceOp, item: _Item) -> jax.Array:
-    array = item.array.astype(item.leaf.wire)
-    k = _halvings(reduce_op, item)
-    return array * np.float16(2.0**-k) if k else array
-
-
-def _finish(
-    reduce_op: ReduceOp, item: _Item, total: jax.Array, axes: dict[str, int]
-) -> jax.Array:
-    """The sum made the result: divided, multiplied, in its own dtype, equal for every replica."""
-    total = _compat.as_invariant(total, tuple(axes))
-    dtype = item.leaf.dtype
-    if reduce_op is ReduceOp.SUM:
-        return (total * item.factor if item.factor > 1 else total).astype(dtype)
-    k = _halvings(reduce_op, item)
-    if k:
-        return (total.astype(np.float32) * np.float32(2.0**k / item.divisor)).astype(dtype)
-    mean = jnp.true_divide(total, item.divisor)  # a float, of JAX's choice, for integers
-    return mean if jnp.issubdtype(dtype, jnp.integer) else mean.astype(dtype)
 
 
 def _named(axes: dict[str, int]) -> str:

@@ -1,0 +1,59 @@
+"""What surrounds the sum: the type it travels in, a mean's division, the type it ends in."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoll import _compat
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How the leaves of one pack are treated alike; two leaves share a pack if it is equal.
+
+    Attributes:
+      over: axes the sum is over, those of size one left out; empty: nothing travels.
+      axes: all axes of the reduction, over which the result is invariant.
+      varying: every axis that the leaf varies over, so that packing gives none a wider type.
+      dtype: the leaf's type.
+      wire: the type it travels and is summed in.
+      times: what a sum is multiplied by: the replicas that hold the same value.
+      divisor: what makes a mean of the sum; None for a sum.
+    """
+
+    over: tuple[str, ...]
+    axes: tuple[str, ...]
+    varying: frozenset[str]
+    dtype: np.dtype
+    wire: np.dtype
+    times: int
+    divisor: int | None
+
+    @property
+    def halvings(self) -> int:
+        """Powers of two taken off a float16 before a mean, so that no partial sum overflows."""
+        half = self.divisor is not None and self.wire == np.float16 and self.over
+        return math.ceil(math.log2(self.divisor)) if half else 0
+
+
+def before(array: jax.Array, recipe: Recipe) -> jax.Array:
+    """`array` as it travels."""
+    array = array.astype(recipe.wire)
+    return array * np.float16(2.0**-recipe.halvings) if recipe.halvings else array
+
+
+def after(total: jax.Array, recipe: Recipe) -> jax.Array:
+    """The sum made the result: divided or multiplied, in its own type, *invariant*."""
+    total = _compat.as_invariant(total, recipe.axes)
+    if recipe.divisor is None:
+        return (total * recipe.times if recipe.times > 1 else total).astype(recipe.dtype)
+    if recipe.halvings:
+        share = np.float32(2.0**recipe.halvings / recipe.divisor)
+        return (total.astype(np.float32) * share).astype(recipe.dtype)
+    mean = jnp.true_divide(total, recipe.divisor)  # of integers: a float of JAX's choice
+    return mean if jnp.issubdtype(recipe.dtype, jnp.integer) else mean.astype(recipe.dtype)

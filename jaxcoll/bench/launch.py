@@ -1,0 +1,140 @@
+"""Several processes on this host that form one JAX world over Gloo, started and surely ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+_COORDINATOR, _COUNT, _RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How one process ended.
+
+    Attributes:
+      rank: its number in the world.
+      status: its exit status; negative: the signal that ended it.
+      log: what it printed, both streams together.
+    """
+
+    rank: int
+    status: int
+    log: str
+
+
+class LaunchError(RuntimeError):
+    """A process failed, or the time was up; the message ends with the last lines of its log."""
+
+
+def launch(
+    command: Sequence[str],
+    processes: int,
+    *,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+) -> list[Ended]:
+    """Run `processes` copies of `command` to their end; each calls `join` to enter the world.
+
+    Args:
+      command: what to run, as for `subprocess`.
+      processes: how many; each has one CPU device unless it says otherwise.
+      timeout: seconds after which all of them are killed.
+      env: more environment variables.
+
+    Returns:
+      One `Ended` a process, in rank order.
+
+    Raises:
+      LaunchError: one ended with a status other than 0, or the time was up. All others were
+        killed by then: no process outlives this call.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxcoll-") as folder:
+        logs = [Path(folder) / f"{rank}.log" for rank in range(processes)]
+        world = {**os.environ, **(env or {}), _COORDINATOR: f"127.0.0.1:{_free_port()}"}
+        with _started(command, logs, {**world, _COUNT: str(processes)}) as running:
+            deadline = time.monotonic() + timeout
+            while any(p.poll() is None for p in running):
+                if any(p.poll() for p in running) or time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+            late = [rank for rank, p in enumerate(running) if p.poll() is None]
+            failed = [rank for rank, p in enumerate(running) if p.poll()]
+        if failed:
+            status = running[failed[0]].returncode
+            raise LaunchError(
+                f"process {failed[0]} of {processes} ended with status {status}:\n"
+                + _tail(logs[failed[0]])
+            )
+        if late:
+            raise LaunchError(
+                f"processes {late} of {processes} did not end within {timeout:g} s:\n"
+                + _tail(logs[late[0]])
+            )
+        return [
+            Ended(rank, running[rank].returncode, log.read_text(errors="replace"))
+            for rank, log in enumerate(logs)
+        ]
+
+
+def join() -> bool:
+    """Enter the world that `launch` made, if it started this process; before any JAX work.
+
+    Returns:
+      Whether it did.
+    """
+    if _RANK not in os.environ:
+        return False
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        os.environ[_COORDINATOR], int(os.environ[_COUNT]), int(os.environ[_RANK])
+    )
+    return True
+
+
+@contextlib.contextmanager
+def _started(
+    command: Sequence[str], logs: Sequence[Path], env: Mapping[str, str]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The processes, each the leader of a session of its own; none is left at the end."""
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as out:
+                running.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        env={**env, _RANK: str(rank)},
+                        start_new_session=True,
+                    )
+                )
+        yield running
+    finally:
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _tail(log: Path, lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
