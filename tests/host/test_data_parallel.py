@@ -1,0 +1,275 @@
+"""data_parallel: an ordinary step, placed, compiled once a shape, and checked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import CompileCounter
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jaxcoll as jc
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((24, 5)).astype("f")
+Y = RNG.standard_normal((24, 2)).astype("f")
+PARAMS = {"w": RNG.standard_normal((5, 2)).astype("f"), "b": np.zeros(2, "f")}
+TX = optax.sgd(0.1, momentum=0.9)
+
+
+def loss(p, batch):
+    return jnp.mean((batch["x"] @ p["w"] + p["b"][None] - batch["y"]) ** 2)
+
+
+def local_step(gradient):
+    @jax.numpy_dtype_promotion("standard")  # optax relies on it
+    def step(params, state, batch):
+        value, grads = gradient(params, batch)
+        updates, state = TX.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def train(step, steps=4):
+    params, state = PARAMS, TX.init(PARAMS)
+    for _ in range(steps):
+        params, state, value = step(params, state, {"x": X, "y": Y})
+    return params, state, value
+
+
+ONE_DEVICE = train(jax.jit(local_step(jax.value_and_grad(loss))))
+
+MESHES = {
+    "none": (None, "data"),
+    "auto": (jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), "data"),
+    "explicit": (jax.make_mesh((8,), ("data",)), "data"),
+    "three": (Mesh(np.array(jax.devices()[:3]), ("data",)), "data"),
+    "one": (Mesh(np.array(jax.devices()[:1]), ("data",)), "data"),
+    "beside a model axis": (jax.make_mesh((4, 2), ("data", "model")), "data"),
+    "two levels": (jax.make_mesh((2, 4), ("node", "data")), ("node", "data")),
+}
+
+
+@pytest.mark.parametrize(("mesh", "axis"), MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("options", [None, jc.CommunicationOptions(bytes_per_pack=48), jc.CommunicationOptions(implementation="ring")])  # fmt: skip
+def test_n_devices_equal_one_device(mesh, axis, options):
+    step = local_step(lambda p, b: jc.value_and_grad(loss, axis)(p, b))
+    got = train(jc.data_parallel(step, mesh=mesh, axis_name=axis, options=options))
+    assert jax.tree.structure(got) == jax.tree.structure(ONE_DEVICE)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(ONE_DEVICE), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
+        assert g.is_fully_replicated
+
+
+def counted(**settings):
+    """A step that counts its own traces."""
+    traces = []
+
+    @jc.data_parallel(**settings)
+    def step(params, batch):
+        traces.append(1)
+        return jax.tree.map(lambda p, g: p - g, params, jc.grad(loss, "data")(params, batch))
+
+    return step, traces
+
+
+@pytest.mark.parametrize("name", ["none", "auto", "explicit"])
+def test_A7_compiles_and_traces_once_a_shape(name):
+    step, traces = counted(mesh=MESHES[name][0])
+    batch = {"x": X, "y": Y}
+    with CompileCounter() as first:
+        params = step(PARAMS, batch)
+    with CompileCounter() as later:
+        for _ in range(3):
+            params = step(params, batch)
+    assert (first.count, later.count, len(traces)) == (1, 0, 1)
+    with CompileCounter() as other:
+        for _ in range(2):
+            step(params, {"x": X[:16], "y": Y[:16]})
+    assert (other.count, len(traces)) == (1, 2)
+
+
+def test_what_is_in_place_is_not_copied():
+    seen = []
+    step = jc.data_parallel(lambda p, x: (p, jc.all_reduce("sum", x.sum(), "data")))
+    params = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec()))
+    rows = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec("data")))
+    placed, batch = step._placed((params, rows))
+    seen = [placed is params, batch is rows]
+    assert seen == [True, True]
+
+
+def test_donated_arguments_are_used_up():
+    @jc.data_parallel(donate_argnums=0)
+    def step(p, x):
+        return p + jc.all_reduce("mean", x.mean(0), "data")
+
+    params = jax.device_put(X[0], NamedSharding(step.mesh, PartitionSpec()))
+    out = step(params, X)
+    assert params.is_deleted()
+    np.testing.assert_allclose(out, X[0] + X.mean(0), rtol=1e-5)
+
+
+def test_batch_arguments_keyword_arguments_and_decoration():
+    @jc.data_parallel(batch_argnums=(0, 1))
+    def step(x, y, scale, *, shift):
+        """Documented."""
+        return jc.all_reduce("sum", (x.sum() + y.sum()) * scale["s"] + shift, "data")
+
+    got = step(X, Y, {"s": 2.0}, shift=1.0)
+    np.testing.assert_allclose(got, 2 * (X.sum() + Y.sum()) + 8, rtol=1e-5)
+    assert step.__name__ == "step"
+    assert step.__doc__ == "Documented."
+    assert step.num_replicas == 8
+    bare = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))
+    np.testing.assert_allclose(bare(X), X.sum(), rtol=1e-5)
+
+
+def test_options_are_the_default_of_the_reductions_inside():
+    def step(x):
+        inherited = jc.all_reduce("sum", x[0], "data")
+        own = jc.CommunicationOptions(implementation="auto")
+        return inherited, jc.all_reduce("sum", x[0], "data", options=own)
+
+    ring = jc.data_parallel(step, options=jc.CommunicationOptions(7, implementation="ring"))
+    assert [p.algorithm for p in ring.plans(X)] == ["ring", "native"]
+    assert all("at most 7 bytes" in p.reasons[0] for p in ring.plans(X))
+
+
+def test_an_inner_jit_does_not_carry_options_into_another_program():
+    """The trace cache of a function jitted by the user must not outlive the scope."""
+    inner = jax.jit(lambda x: jc.all_reduce("sum", x, "data"))
+    programs = [
+        jc.data_parallel(lambda x: inner(x[0]), options=options)
+        for options in (jc.CommunicationOptions(implementation="ring"), None)
+    ]
+    texts = [p.lower(X).as_text() for p in programs]
+    assert ["collective_permute" in t for t in texts] == [True, False]
+
+
+def test_plans_are_complete_after_the_step_has_run():
+    step, _ = counted()
+    batch = {"x": X, "y": Y}
+    step(PARAMS, batch)
+    (plan,) = step.plans(PARAMS, batch)
+    assert [x.path for x in plan.leaves] == [".grads['b']", ".grads['w']"]
+    assert plan.world.replicas == 8
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (PARAMS, batch))
+    assert step.plans(*shapes) == (plan,)
+
+
+def test_lowers_from_shapes_alone():
+    step, _ = counted()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (PARAMS, {"x": X, "y": Y}))
+    text = step.lower(*shapes).compile().as_text()
+    assert text.count(" all-reduce(") == 1
+
+
+def test_an_output_that_varies_is_refused_by_name():
+    step = jc.data_parallel(lambda p, x: {"ok": p, "bad": [x @ p["w"]]})
+    with pytest.raises(ValueError, match=r"output \['bad'\]\[0\] of the step differs between replicas"
+                       r" \(it varies over 'data'\).*jc.all_reduce\(\"mean\".*concatenate"):  # fmt: skip
+        step(PARAMS, X)
+    with pytest.raises(ValueError, match="the output of the step differs"):
+        jc.data_parallel(lambda x: x)(X)
+
+
+def test_varying_outputs_can_be_concatenated_in_replica_order():
+    step = jc.data_parallel(
+        lambda p, x: (x @ p["w"], jc.all_reduce("sum", x.sum(), "data")), varying_outputs="concatenate"
+    )
+    predictions, total = step(PARAMS, X)
+    np.testing.assert_allclose(predictions, X @ PARAMS["w"], rtol=1e-5)
+    assert total.is_fully_replicated
+    with pytest.raises(ValueError, match=r"is a scalar, which cannot be concatenated.*x\[None\]"):
+        jc.data_parallel(lambda x: x.sum(), varying_outputs="concatenate")(X)
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_sizes():
+    step, traces = counted()
+    with pytest.raises(ValueError, match=r"args\[1\]\['x'\] has 21 rows, which do not divide over 8 "
+                       r"replicas along 'data' \(21 = 8 × 2 \+ 5\).*WeightedLoss"):  # fmt: skip
+        step(PARAMS, {"x": X[:21], "y": Y[:21]})
+    with pytest.raises(ValueError, match=r"args\[1\]\['x'\] is a scalar and cannot be split over 8"):
+        step(PARAMS, {"x": 3.0, "y": Y})
+    assert traces == []
+    step(PARAMS, {"x": X, "y": Y})
+
+
+def test_a_padded_batch_with_weights_equals_the_unpadded_one():
+    def weighted(p, batch):
+        errors = jnp.mean((batch["x"] @ p["w"] + p["b"][None] - batch["y"]) ** 2, axis=1)
+        return jc.WeightedLoss(jnp.sum(errors * batch["real"]), jnp.sum(batch["real"]))
+
+    step = jc.data_parallel(lambda p, b: jc.value_and_grad(weighted, "data")(p, b))
+    pad = lambda a: np.concatenate([a[:21], np.zeros((3, *a.shape[1:]), "f")])  # noqa: E731
+    got = step(PARAMS, {"x": pad(X), "y": pad(Y), "real": pad(np.ones(24, "f"))})
+    want = jax.value_and_grad(loss)(PARAMS, {"x": X[:21], "y": Y[:21]})
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5)
+
+
+def test_a_wrong_mesh_is_refused_before_anything_is_traced():
+    devices = jax.devices()
+    f = lambda x: x  # noqa: E731
+    with pytest.raises(ValueError, match=r"over axis 'dta': the mesh has no such axis. Its axes: 'data'"):
+        jc.data_parallel(f, mesh=MESHES["auto"][0], axis_name="dta")
+    with pytest.raises(ValueError, match="`data_parallel` got no devices"):
+        jc.data_parallel(f, mesh=Mesh(np.array([], dtype=object), ("data",)))
+    with pytest.raises(ValueError, match="got a device twice: cpu:0"):
+        jc.data_parallel(f, mesh=Mesh(np.array([devices[0], devices[1], devices[0]]), ("data",)))
+    with pytest.raises(ValueError, match=r"expects `mesh` to be a jax.sharding.Mesh or None; got list"):
+        jc.data_parallel(f, mesh=devices)
+    with pytest.raises(ValueError, match="needs a `mesh` that has them"):
+        jc.data_parallel(f, axis_name=("node", "data"))(X)
+    with pytest.raises(ValueError, match="`axis_name` to be a string or a non-empty tuple"):
+        jc.data_parallel(f, axis_name=())(X)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batch_argnums": "x"}, "`batch_argnums` must be an int or a sequence of ints; got 'x'"),
+        ({"donate_argnums": (True,)}, "`donate_argnums` must be an int or a sequence of ints"),
+        ({"options": 3}, "`options` must be a CommunicationOptions"),
+        ({"varying_outputs": "stack"}, "'error' or 'concatenate'; got 'stack'"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings, words):
+    with pytest.raises(ValueError, match=words):
+        jc.data_parallel(lambda x: x, **settings)
+
+
+def test_a_step_that_is_no_function_and_an_argument_that_is_not_there():
+    with pytest.raises(ValueError, match="expects a function; got int"):
+        jc.data_parallel(3)
+    step = jc.data_parallel(lambda p, x: x, batch_argnums=2)
+    with pytest.raises(ValueError, match="argument 2 is named in .* called with 1 positional"):
+        step(X)
+
+
+def test_a_step_within_its_deadline_returns_its_result():
+    step = jc.data_parallel(
+        lambda x: jc.all_reduce("sum", x.sum(), "data"), options=jc.CommunicationOptions(timeout_seconds=60)
+    )
+    np.testing.assert_allclose(step(X), X.sum(), rtol=1e-5)
+    np.testing.assert_allclose(step(X), X.sum(), rtol=1e-5)
+
+
+def test_a_step_past_its_deadline_names_itself_and_the_next_one_works():
+    def spin(x):
+        def body(i, c):
+            return jnp.sin(c + jnp.sum(x)).astype(c.dtype)
+
+        slow = jax.lax.fori_loop(0, jnp.asarray(x[0, 0], jnp.int32), body, x.sum())
+        return jc.all_reduce("sum", slow, "data")
+
+    step = jc.data_parallel(spin, options=jc.CommunicationOptions(timeout_seconds=0.3))
+    patient = jc.data_parallel(spin, options=jc.CommunicationOptions(timeout_seconds=120))
+    long, short = np.full((8, 2), 3e7, "f"), np.full((8, 2), 2.0, "f")
+    patient(short)
+    with pytest.raises(jc.DeadlineExceededError, match="Call 1 of `spin` did not finish within 0.3 s"):
+        step(long)
+    assert issubclass(jc.DeadlineExceededError, TimeoutError)
+    assert np.isfinite(patient(short))

@@ -1,0 +1,44 @@
+"""Several real processes over Gloo: the same laws where something leaves the process."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxcoll.bench.launch import LaunchError, launch
+
+pytestmark = pytest.mark.processes
+WORLD = Path(__file__).with_name("world.py")
+
+
+def in_world(what, processes):
+    ended = launch([sys.executable, str(WORLD), what], processes, timeout=180)
+    lines = [next(x for x in e.log.splitlines() if x.startswith("RESULT ")) for e in ended]
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+
+
+def test_training_equals_one_device_and_all_processes_agree_to_the_bit():
+    results = in_world("train", processes := 2)
+    assert len({r["bits"] for r in results}) == 1
+    for r in results:
+        assert r["world"] == f"{processes} × cpu, {processes} processes"
+        assert "at most 4194304 bytes, because Gloo pays" in r["reason"]
+        assert r["packs"] == 1
+
+
+def test_a_bare_call_packs_for_gloo_too():
+    for result in in_world("bare", 3):
+        assert result["auto"] == {"all_reduce": 1, "permute": 0}
+        assert result["ring"] == {"all_reduce": 0, "permute": 4}
+
+
+def test_a_failed_process_is_named_with_its_log_and_the_others_are_ended():
+    script = "import os, sys, time; r = os.environ['JAXCOLL_RANK']\nif r == '1': sys.exit('gone: ' + r)\ntime.sleep(600)"
+    with pytest.raises(LaunchError, match=r"process 1 of 3 ended with status 1:\ngone: 1"):
+        launch([sys.executable, "-c", script], 3, timeout=60)
+
+
+def test_processes_that_do_not_end_are_killed_in_time():
+    with pytest.raises(LaunchError, match=r"processes \[0, 1\] of 2 did not end within 1 s:"):
+        launch([sys.executable, "-c", "import time; time.sleep(600)"], 2, timeout=1)

@@ -1,0 +1,77 @@
+"""What each process of a Gloo world runs; prints one line that the tests read."""
+
+import sys
+
+from jaxcoll.bench.launch import join
+
+assert join()
+
+import hashlib  # noqa: E402
+import json  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import jaxcoll as jc  # noqa: E402
+
+
+def train():
+    """Three steps of data-parallel SGD; every process feeds its own rows."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((16, 5)).astype("f"), rng.standard_normal((16,)).astype("f")
+    rank, n = jax.process_index(), jax.process_count()
+    share = slice(rank * 16 // n, (rank + 1) * 16 // n)
+    options = jc.CommunicationOptions(timeout_seconds=60)
+
+    def loss(w, x, y):
+        return jnp.mean((x @ w - y) ** 2)
+
+    @jc.data_parallel(batch_argnums=(1, 2), options=options)
+    def step(w, x, y):
+        value, grad = jc.value_and_grad(loss, "data")(w, x, y)
+        return w - 0.1 * grad, value
+
+    w = np.zeros(5, "f")
+    plans = step.plans(w, x[share], y[share])
+    for _ in range(3):
+        w, value = step(w, x[share], y[share])
+    w = np.asarray(w.addressable_data(0))
+    reference = np.zeros(5, "f")
+    for _ in range(3):
+        reference = reference - 0.1 * np.asarray(jax.grad(loss)(reference, x, y))
+    np.testing.assert_allclose(w, reference, rtol=1e-5)
+    return {
+        "bits": hashlib.sha256(w.tobytes()).hexdigest(),
+        "world": str(plans[0].world),
+        "reason": plans[0].reasons[0],
+        "packs": len(plans[0].packs),
+    }
+
+
+def bare():
+    """all_reduce inside somebody's own shard_map makes the same choice as inside data_parallel."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    p = jax.sharding.PartitionSpec
+    tree = {str(i): jax.make_array_from_callback((len(jax.devices()), 7), jax.NamedSharding(mesh, p("data")),
+            lambda index: np.full((1, 7), index[0].start + 1.0, "f")) for i in range(6)}  # fmt: skip
+    texts = {}
+    for name in ("auto", "ring"):
+        options = jc.CommunicationOptions(implementation=name)
+        f = jax.jit(jax.shard_map(lambda t, o=options: jc.all_reduce("mean", t, "data", options=o),
+                                  mesh=mesh, in_specs=p("data"), out_specs=p()))  # fmt: skip
+        texts[name] = f.lower(tree).as_text().count("stablehlo.")
+        requested = f.lower(tree).as_text()
+        out = f(tree)
+        n = len(jax.devices())
+        for leaf in out.values():
+            np.testing.assert_allclose(leaf.addressable_data(0), (n + 1) / 2, rtol=1e-6)
+        texts[name] = {
+            "all_reduce": requested.count('"stablehlo.all_reduce"'),
+            "permute": requested.count('"stablehlo.collective_permute"'),
+        }
+    return texts
+
+
+if __name__ == "__main__":
+    print("RESULT " + json.dumps(globals()[sys.argv[1]]()))
