@@ -107,11 +107,18 @@ def _groups(leaves: Sequence[Leaf]) -> dict[tuple[np.dtype, Hashable], list[int]
 def _close_before(
     leaves: Sequence[Leaf], members: Sequence[int], limit: int
 ) -> Iterator[list[Segment]]:
-    """Greedy, in order: the pack at hand is closed when the next leaf would pass the limit."""
+    """Greedy, in order: the pack at hand is closed when the next leaf would pass the limit.
+
+    A leaf that fits into no pack travels past it, so that the small leaves between large ones
+    (a bias after every matrix) still meet.
+    """
     pack: list[Segment] = []
     nbytes = 0
     for i in members:
-        if pack and nbytes + leaves[i].nbytes > limit:
+        if leaves[i].nbytes > limit:
+            yield [Segment(i, 0, leaves[i].size)]
+            continue
+        if nbytes + leaves[i].nbytes > limit:
             yield pack
             pack, nbytes = [], 0
         pack.append(Segment(i, 0, leaves[i].size))

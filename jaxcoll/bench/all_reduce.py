@@ -73,8 +73,14 @@ def measure(
 
     Returns:
       One result a variant, the baseline's first.
+
+    Raises:
+      ValueError: a name is none of the variants, or the tree is unknown.
     """
     known = variants(reduce_op)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"no variant {unknown[0]!r}: choose from {', '.join(known)}.")
     chosen = list(dict.fromkeys([BASELINE, f"{BASELINE} again", *names]))
     mesh = all_devices()
     shapes = tree_of(tree, dtype)

@@ -78,7 +78,7 @@ def test_a_pack_closes_before_it_would_exceed_its_bytes(leaves, limit):
         assert all(s.size == leaves[s.leaf].size for s in p.segments), "a leaf is never split"
     open_packs = {}
     for p in packs:
-        if leaves[p.segments[0].leaf].solid:
+        if leaves[p.segments[0].leaf].solid or p.nbytes > limit:
             continue
         before = open_packs.get((p.dtype, p.kind))
         if before is not None:
@@ -145,6 +145,11 @@ def test_a_pack_of_one_whole_leaf_is_that_leaf():
 def test_L20_the_limit_is_in_bytes_and_inclusive(limit, sizes):
     packs = plan_packs([leaf((25,))] * 3, BytesPerPack(limit))
     assert [len(p.segments) for p in packs] == sizes
+
+
+def test_a_leaf_beyond_the_limit_closes_no_pack():
+    packs = plan_packs([leaf((3,)), leaf((100,)), leaf((3,)), leaf((100,))], BytesPerPack(40))
+    assert [[s.leaf for s in p.segments] for p in packs] == [[0, 2], [1], [3]]
 
 
 @pytest.mark.parametrize(

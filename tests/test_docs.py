@@ -1,0 +1,51 @@
+"""What the pages show is what happens: every Python block is run, every docstring example too."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxcoll
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    page
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    if "```python\n" in page.read_text()
+]
+MODULES = sorted(
+    m.name
+    for m in pkgutil.walk_packages(jaxcoll.__path__, "jaxcoll.")
+    if not m.name.endswith("__main__")
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script], cwd=tmp_path, capture_output=True, text=True,
+        timeout=240, env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_there_are_pages_with_code():
+    assert {"README.md", "index.md", "sharp_bits.md"} <= {page.name for page in PAGES}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_a_module(name):
+    module = importlib.import_module(name)
+    names = {k: getattr(jaxcoll, k) for k in dir(jaxcoll) if not k.startswith("_")}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        result = doctest.testmod(module, extraglobs=names)
+    assert result.failed == 0

@@ -1,0 +1,22 @@
+"""The notebooks run from top to bottom, as they stand."""
+
+from pathlib import Path
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the kernel's own
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_a_notebook_runs(path, tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient").NotebookClient
+    notebook = nbformat.read(path, as_version=4)
+    client(notebook, timeout=240, resources={"metadata": {"path": tmp_path}}).execute()
+    assert all("error" not in str(o.get("output_type")) for c in notebook.cells for o in c.get("outputs", []))
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
