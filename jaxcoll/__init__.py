@@ -1,11 +1,16 @@
 """Collectives for JAX programs, compiled by XLA: how replicas exchange tensors, said in one place."""
 
+from jaxcoll._host.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxcoll._host.data_parallel import DataParallel as DataParallel
 from jaxcoll._host.data_parallel import data_parallel as data_parallel
 from jaxcoll._host.in_program import all_reduce as all_reduce
 from jaxcoll._host.in_program import grad as grad
 from jaxcoll._host.in_program import value_and_grad as value_and_grad
+from jaxcoll._host.nccl_all_reduce import NcclAllReduce as NcclAllReduce
+from jaxcoll._host.one_device import ReductionToOneDevice as ReductionToOneDevice
 from jaxcoll._host.plan import plan as plan
+from jaxcoll._host.values import Mirrored as Mirrored
+from jaxcoll._host.values import PerReplica as PerReplica
 from jaxcoll._plan.errors import AlreadyReducedError as AlreadyReducedError
 from jaxcoll._plan.errors import DeadlineExceededError as DeadlineExceededError
 from jaxcoll._plan.options import UNSET as UNSET

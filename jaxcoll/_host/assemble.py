@@ -9,17 +9,25 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxcoll._host.mesh import no_mesh
+
 
 def assembled(
-    name: str, value_of: Callable[[int], Any], sharding: NamedSharding, *, rows: bool
+    name: str,
+    devices: tuple[jax.Device, ...],
+    value_of: Callable[[int], Any],
+    sharding: NamedSharding,
+    *,
+    rows: bool,
 ) -> Any:
     """The global arrays whose part on device i is replica i's value.
 
     Args:
       name: the kind of value, for messages.
+      devices: one a replica.
       value_of: from a replica id to a pytree of numbers and arrays; asked for the replicas of
         this process.
-      sharding: over a line of devices.
+      sharding: how the result lies over `devices`.
       rows: whether the parts are rows of the result; else they are copies, and compared.
 
     Returns:
@@ -28,7 +36,6 @@ def assembled(
     Raises:
       ValueError: the replicas disagree, or a leaf is no array; both are named.
     """
-    devices = tuple(sharding.mesh.devices.flat)
     here = [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
     values = {i: value_of(i) for i in here}
     paths, treedef = _agreed(name, values)
@@ -37,9 +44,9 @@ def assembled(
     for path, column in zip(paths, columns, strict=True):
         parts = {i: _part(name, i, path, x) for i, x in zip(here, column, strict=True)}
         _check_alike(name, path, parts, equal=not rows)
-        placed = jax.device_put(
-            [part[None] if rows else part for part in parts.values()], [devices[i] for i in here]
-        )
+        with no_mesh():
+            local = [part[None] if rows else part for part in parts.values()]
+            placed = jax.device_put(local, [devices[i] for i in here])
         shape = (len(devices), *placed[0].shape[1:]) if rows else placed[0].shape
         leaves.append(jax.make_array_from_single_device_arrays(shape, sharding, placed))
     return treedef.unflatten(leaves)
@@ -70,8 +77,9 @@ def viewed(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     Nothing is copied: each device's part stays there, whatever place it takes in the whole.
     """
     parts = {shard.device: shard.data for shard in leaf.addressable_shards}
+    order = sharding.addressable_devices_indices_map(leaf.shape)
     return jax.make_array_from_single_device_arrays(
-        leaf.shape, sharding, [parts[d] for d in sharding.mesh.devices.flat if d in parts]
+        leaf.shape, sharding, [parts[device] for device in order]
     )
 
 
@@ -96,7 +104,7 @@ def _agreed(name: str, values: Mapping[int, Any]) -> tuple[list[str], Any]:
 
 
 def _part(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax.Array:
-    where = f"`{name}`: leaf {path} of replica {replica}" if path else f"`{name}`: replica {replica}"
+    where = f"`{name}`: " + (f"leaf {path} of " if path else "") + f"replica {replica}"
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"{where} is being traced, so it lies on no device. Make distributed values between "
@@ -151,5 +159,6 @@ def _dtype(part: np.ndarray | jax.Array) -> np.dtype:
 
 def _bits(part: np.ndarray | jax.Array) -> bytes:
     if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
-        part = jax.random.key_data(part)
+        with no_mesh():
+            part = jax.random.key_data(part)
     return np.asarray(part).astype(_dtype(part), copy=False).tobytes()

@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll import _compat
-from jaxcoll._host.deadline import finished
-from jaxcoll._host.mesh import checked_mesh
+from jaxcoll._host.deadline import finished, prepared
+from jaxcoll._host.mesh import checked_mesh, no_mesh
 from jaxcoll._host.placement import check_rows, place
 from jaxcoll._host.world import mesh_scope
 from jaxcoll._plan.options import CommunicationOptions, checked
@@ -136,13 +136,12 @@ class DataParallel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step's result on the whole batch; see `data_parallel`."""
         self._calls += 1
-        call = functools.partial(self._compiled, *self._placed(args), **self._replicate(kwargs))
-        if not self._options.timeout_seconds:
-            return call()
-        # A deadline waits in a thread, and traces belong to the thread that asked for them.
-        jax.eval_shape(call)
+        deadline = self._options.timeout_seconds
         name = getattr(self._step, "__name__", "step")
-        return finished(call, self._options.timeout_seconds, f"Call {self._calls} of `{name}`")
+        with no_mesh():
+            args, kwargs = self._placed(args), self._replicate(kwargs)
+            call = prepared(self._compiled, deadline, *args, **kwargs)
+            return finished(call, deadline, f"Call {self._calls} of `{name}`")
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The program for these arguments, lowered: `.as_text()` shows what is requested.
@@ -154,7 +153,8 @@ class DataParallel:
         Returns:
           What `jax.jit(...).lower` returns; `.compile().as_text()` shows what was compiled.
         """
-        return self._compiled.lower(*self._placed(args), **self._replicate(kwargs))
+        with no_mesh():
+            return self._compiled.lower(*self._placed(args), **self._replicate(kwargs))
 
     def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
         """The plan of every reduction that the step makes with these arguments, in order.
@@ -168,7 +168,8 @@ class DataParallel:
         """
         plans: list[Plan] = []
         program = functools.partial(self._program, plans.append)
-        jax.eval_shape(program, *self._placed(args), **self._replicate(kwargs))
+        with no_mesh():
+            jax.eval_shape(program, *self._placed(args), **self._replicate(kwargs))
         return tuple(plans)
 
     @functools.cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,27 @@ import jax
 from jaxcoll._plan.errors import DeadlineExceededError
 
 
+def prepared(
+    program: Any, timeout_seconds: float | None, *args: Any, **kwargs: Any
+) -> Callable[[], Any]:
+    """A call of a jitted program, ready for `finished`.
+
+    With a deadline it will run in another thread, so it is compiled here: a trace belongs to
+    the thread whose JAX configuration it was asked for under.
+    """
+    if timeout_seconds:
+        program = program.lower(*args, **kwargs).compile()
+    return functools.partial(program, *args, **kwargs)
+
+
 def finished(call: Callable[[], Any], timeout_seconds: float | None, what: str) -> Any:
     """`call()`, waited for to the end if there is a deadline.
 
+    The call itself is made in a thread, because a backend may run a program while it
+    dispatches it, as XLA's CPU does in a process with one device.
+
     Args:
-      call: dispatches a compiled program; it must not trace, since it may run in a thread.
+      call: dispatches compiled programs and traces nothing; see `prepared`.
       timeout_seconds: seconds; None and 0 mean no deadline, and then nothing is waited for.
       what: what is named in the message.
 
@@ -28,20 +45,20 @@ def finished(call: Callable[[], Any], timeout_seconds: float | None, what: str) 
     """
     if not timeout_seconds:
         return call()
-    outcome: list[tuple[bool, Any]] = []
+    outcome: list[Any] = []
+    errors: list[BaseException] = []
 
     def wait() -> None:
         try:
-            outcome.append((True, jax.block_until_ready(call())))
-        except BaseException as error:  # noqa: BLE001 - handed over to the caller's thread
-            outcome.append((False, error))
+            outcome.append(jax.block_until_ready(call()))
+        except BaseException as error:
+            errors.append(error)
 
     thread = threading.Thread(target=wait, name="jaxcoll-deadline", daemon=True)
     thread.start()
     thread.join(timeout_seconds)
+    if errors:
+        raise errors[0]
     if not outcome:
         raise DeadlineExceededError(f"{what} did not finish within {timeout_seconds:g} s.")
-    succeeded, value = outcome[0]
-    if succeeded:
-        return value
-    raise value
+    return outcome[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +36,16 @@ def checked_devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ..
 def line_of(devices: Sequence[jax.Device], axis_name: str) -> Mesh:
     """A mesh of one Auto axis over `devices`, in their order."""
     return Mesh(np.array(devices, dtype=object), (axis_name,), axis_types=(AxisType.Auto,))
+
+
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Leave the mesh of the caller's `jax.set_mesh`, so that arguments alone place a program.
+
+    Under a mesh JAX refuses every program, eager operations among them, on other devices.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
 def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: str) -> Mesh:

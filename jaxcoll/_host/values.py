@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcoll._host.assemble import assembled, own_devices, part_on, viewed
-from jaxcoll._host.mesh import checked_devices, line_of
+from jaxcoll._host.mesh import checked_devices, line_of, no_mesh
 
 AXIS = "replica"
 """The mesh axis along which every distributed value lies."""
@@ -135,7 +135,8 @@ class DistributedValues(abc.ABC):
                 f"Replica {replica} lies on {device} of process {device.process_index}, where "
                 f"process {jax.process_index()} cannot read it; all-reduce or gather it first."
             )
-        return jax.tree.map(lambda leaf: self._component(part_on(leaf, device)), self._tree)
+        with no_mesh():
+            return jax.tree.map(lambda leaf: self._component(part_on(leaf, device)), self._tree)
 
     def __repr__(self) -> str:
         try:
@@ -207,9 +208,7 @@ class DistributedValues(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def _assembled(
-        cls, devices: tuple[jax.Device, ...], value_of: Callable[[int], Any]
-    ) -> Any:
+    def _assembled(cls, devices: tuple[jax.Device, ...], value_of: Callable[[int], Any]) -> Any:
         """The global arrays made of each replica's value."""
 
     @staticmethod
@@ -265,10 +264,8 @@ class PerReplica(DistributedValues):
     _expected = "to have a leading replica dimension, one row on each of its devices"
 
     @classmethod
-    def _assembled(
-        cls, devices: tuple[jax.Device, ...], value_of: Callable[[int], Any]
-    ) -> Any:
-        return assembled(cls.__name__, value_of, rows_over(devices), rows=True)
+    def _assembled(cls, devices: tuple[jax.Device, ...], value_of: Callable[[int], Any]) -> Any:
+        return assembled(cls.__name__, devices, value_of, rows_over(devices), rows=True)
 
     @staticmethod
     def _sharding(devices: tuple[jax.Device, ...]) -> NamedSharding:
@@ -281,7 +278,8 @@ class PerReplica(DistributedValues):
             return None
         if leaf.sharding.shard_shape(leaf.shape) != (1, *leaf.shape[1:]):
             return None
-        return tuple(sorted(parts, key=lambda device: parts[device][0].start or 0))
+        row = {device: next(iter(index)).start or 0 for device, index in parts.items()}
+        return tuple(sorted(row, key=row.__getitem__))
 
     @staticmethod
     def _component(part: jax.Array) -> jax.Array:
@@ -318,10 +316,8 @@ class Mirrored(DistributedValues):
     _expected = "to be replicated over its devices"
 
     @classmethod
-    def _assembled(
-        cls, devices: tuple[jax.Device, ...], value_of: Callable[[int], Any]
-    ) -> Any:
-        return assembled(cls.__name__, value_of, copies_over(devices), rows=False)
+    def _assembled(cls, devices: tuple[jax.Device, ...], value_of: Callable[[int], Any]) -> Any:
+        return assembled(cls.__name__, devices, value_of, copies_over(devices), rows=False)
 
     @staticmethod
     def _sharding(devices: tuple[jax.Device, ...]) -> NamedSharding:
@@ -346,7 +342,7 @@ for _kind in (PerReplica, Mirrored):
     jax.tree_util.register_pytree_with_keys(
         _kind,
         lambda value: (((jax.tree_util.GetAttrKey("tree"), value.tree),), None),
-        lambda _, children, kind=_kind: kind.of(children[0]),
+        lambda _, children, kind=_kind: kind.of(*children),
     )
 
 

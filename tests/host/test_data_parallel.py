@@ -273,3 +273,27 @@ def test_a_step_past_its_deadline_names_itself_and_the_next_one_works():
         step(long)
     assert issubclass(jc.DeadlineExceededError, TimeoutError)
     assert np.isfinite(patient(short))
+
+
+def test_another_mesh_that_the_user_has_set_does_not_matter():
+    other = jax.make_mesh((2, 4), ("a", "b"))
+    step, _ = counted()
+    with jax.set_mesh(other):
+        params = step(PARAMS, {"x": X, "y": Y})
+        assert len(step.plans(PARAMS, {"x": X, "y": Y})) == 1
+        step.lower(PARAMS, {"x": X, "y": Y})
+    step(params, {"x": X, "y": Y})
+
+
+def test_a_deadline_changes_nothing_about_the_callers_configuration():
+    """The thread that waits does not know the caller's x64; the program must."""
+    step = jc.data_parallel(
+        lambda x: jc.all_reduce("sum", x.sum(), "data"),
+        options=jc.CommunicationOptions(timeout_seconds=60),
+    )
+    with jax.enable_x64(True):
+        total = step(X.astype(np.float64))
+        assert total.dtype == np.float64
+        with CompileCounter() as again:
+            step(X.astype(np.float64))
+    assert again.count == 0

@@ -33,6 +33,13 @@ def test_a_bare_call_packs_for_gloo_too():
         assert result["ring"] == {"all_reduce": 0, "permute": 4}
 
 
+def test_a_late_peer_is_noticed_within_the_deadline_and_the_next_step_works():
+    first, second = in_world("late", 2)
+    assert "Call 1 of `<lambda>` did not finish within 1 s" in first["message"]
+    assert 1 <= first["waited"] < 2
+    assert first["sum"] == second["sum"] == 6
+
+
 def test_a_failed_process_is_named_with_its_log_and_the_others_are_ended():
     script = "import os, sys, time; r = os.environ['JAXCOLL_RANK']\nif r == '1': sys.exit('gone: ' + r)\ntime.sleep(600)"
     with pytest.raises(LaunchError, match=r"process 1 of 3 ended with status 1:\ngone: 1"):

@@ -1,6 +1,7 @@
 """What each process of a Gloo world runs; prints one line that the tests read."""
 
 import sys
+import time
 
 from jaxcoll.bench.launch import join
 
@@ -71,6 +72,26 @@ def bare():
             "permute": requested.count('"stablehlo.collective_permute"'),
         }
     return texts
+
+
+def late():
+    """Process 1 comes late: process 0 hears of it in time, and both go on together afterwards."""
+    options = jc.CommunicationOptions(timeout_seconds=1)
+    f = lambda x: jc.all_reduce("sum", x.sum(), "data")  # noqa: E731
+    hurried, patient = jc.data_parallel(f, options=options), jc.data_parallel(f)
+    mine = np.ones((1, 3), "f")
+    patient(mine).block_until_ready()
+    message, waited = "", 0.0
+    if jax.process_index() == 1:
+        time.sleep(4)
+        patient(mine).block_until_ready()
+    else:
+        start = time.monotonic()
+        try:
+            hurried(mine)
+        except jc.DeadlineExceededError as error:
+            message, waited = str(error), time.monotonic() - start
+    return {"message": message, "waited": waited, "sum": float(patient(mine).addressable_data(0))}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,260 @@
+"""Reductions between programs: what every cross-device op checks, and what each must do."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from jaxcoll._host.deadline import finished
+from jaxcoll._host.destinations import destination_devices
+from jaxcoll._host.mesh import no_mesh
+from jaxcoll._host.placement import place
+from jaxcoll._host.values import DistributedValues, Mirrored, PerReplica, copies_over
+from jaxcoll._plan.leaves import check_reducible
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+
+Call = Callable[[], Sequence[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """One value on its way to its destinations, both checked."""
+
+    value: PerReplica | Mirrored
+    destinations: tuple[jax.Device, ...]
+
+    @property
+    def is_all_reduce(self) -> bool:
+        """Whether several replicas reduce to exactly the devices they lie on, in any order."""
+        devices = self.value.devices
+        return len(devices) > 1 and set(devices) == set(self.destinations)
+
+    def is_in_place(self, reduce_op: ReduceOp) -> bool:
+        """Whether the value is its own reduction, where it lies, in the dtype it has."""
+        if len(self.value) > 1 or set(self.value.devices) != set(self.destinations):
+            return False
+        # The mean of integers is a float, for one replica as for many.
+        integers = (jax.dtypes.issubdtype(x.dtype, np.integer) for x in jax.tree.leaves(self.value))
+        return reduce_op is ReduceOp.SUM or not any(integers)
+
+
+class CrossDeviceOps(abc.ABC):
+    """How values are reduced and broadcast across devices, between programs.
+
+    Law: `reduce` sums a value over its replicas, or takes their mean, with the arithmetic of
+    `jc.all_reduce`, and leaves the result on the destinations. What is in place already is not
+    copied: a value of one replica whose device is its destination comes back as it is.
+
+    Values: a `PerReplica` is reduced over its replicas. So is a `Mirrored`: each device holds
+    one copy, so a SUM multiplies it by their number and a MEAN leaves it. An array on one
+    device, a numpy array (which goes straight to the destination) or a number is a value of
+    one replica.
+
+    Destinations: the devices of a `PerReplica`, `Mirrored` or `jax.Array`; a device; or a
+    device string such as "cpu:0" or "/device:GPU:1". Where they are several the result is a
+    `Mirrored`, else plain arrays on the one. An all-reduce is asked for by destinations that
+    are the value's own devices, in any order.
+
+    A subclass says how by `_prepare`.
+    """
+
+    @final
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduce one value to its destinations.
+
+        Args:
+          reduce_op: SUM or MEAN, or their names in any case. The mean of integers has JAX's
+            default float type; that of float16 does not overflow where it can be represented.
+          per_replica_value: what to reduce; pytrees of arrays stand inside a `PerReplica` or
+            `Mirrored`.
+          destinations: where the result is wanted.
+          options: how to communicate; `timeout_seconds` bounds the call.
+
+        Returns:
+          A `Mirrored`, or the plain value for one device, in the structure of a replica's value.
+
+        Raises:
+          ValueError: an argument is none of what it may be, or a leaf has no sum.
+          DeadlineExceededError: `timeout_seconds` passed.
+
+        Example:
+          >>> value = PerReplica([1.0, 3.0])
+          >>> NcclAllReduce().reduce("mean", value, destinations=value)
+          Mirrored(float32[] on 2: cpu:0, cpu:1)
+          >>> float(NcclAllReduce().reduce("sum", value, destinations="cpu:5"))
+          4.0
+        """
+        pair = (per_replica_value, destinations)
+        return self._reduced("reduce", reduce_op, [("", pair)], options)[0]
+
+    @final
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Reduce many values at once, so that they can travel together.
+
+        Args:
+          reduce_op: as in `reduce`.
+          value_destination_pairs: any iterable of tuples of a value and its destinations.
+          options: as in `reduce`; `timeout_seconds` bounds the whole call.
+
+        Returns:
+          One result a pair, in their order; none for no pairs.
+
+        Raises:
+          ValueError: as in `reduce`, the pair being named; or these are no pairs.
+          DeadlineExceededError: `timeout_seconds` passed.
+
+        Example:
+          >>> x, y = PerReplica([1.0, 3.0]), PerReplica([2, 4])
+          >>> [z[0].tolist() for z in NcclAllReduce().batch_reduce("sum", [(x, x), (y, y)])]
+          [4.0, 6]
+        """
+        expected = "`batch_reduce` expects an iterable of tuples (value, destinations)"
+        if not isinstance(value_destination_pairs, Iterable):
+            raise ValueError(f"{expected}; got {value_destination_pairs!r}.")
+        pairs = list(value_destination_pairs)
+        for i, pair in enumerate(pairs):
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ValueError(
+                    f"{expected}; item {i} is a {type(pair).__name__}"
+                    + (f" of {len(pair)}." if isinstance(pair, tuple) else ".")
+                )
+        named = [(f"[{i}]", pair) for i, pair in enumerate(pairs)]
+        return self._reduced("batch_reduce", reduce_op, named, options)
+
+    @final
+    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+        """Copy one value to every destination.
+
+        Args:
+          tensor: a number, an array, or a pytree of them; or a `Mirrored`.
+          destinations: as in `reduce`.
+
+        Returns:
+          A `Mirrored`, or the plain value for one device. Copies that are in place are kept.
+
+        Raises:
+          ValueError: an argument is none of what it may be.
+
+        Example:
+          >>> NcclAllReduce().broadcast(1.0, PerReplica([0, 0, 0]))
+          Mirrored(float32[] on 3: cpu:0, cpu:1, cpu:2)
+        """
+        devices = destination_devices(destinations, "broadcast")
+        if isinstance(tensor, Mirrored):
+            tensor = tensor.settled()
+            if set(tensor.devices) == set(devices) and len(devices) > 1:
+                return tensor.reordered(devices)
+            return copied(copy_near(tensor, devices), devices)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            tensor, is_leaf=lambda x: isinstance(x, DistributedValues)
+        ):
+            if not _is_array(leaf):
+                name = f"leaf {jax.tree_util.keystr(path)}" if path else "the value"
+                raise ValueError(
+                    f"`broadcast` expects arrays or numbers, or a Mirrored; {name} is {leaf!r} "
+                    f"({type(leaf).__name__})."
+                )
+        arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tensor)
+        return copied(arrays, devices)
+
+    @abc.abstractmethod
+    def _prepare(
+        self,
+        reduce_op: ReduceOp,
+        reductions: Sequence[Reduction],
+        options: CommunicationOptions,
+    ) -> Call:
+        """Decide what to run and on what, and compile what a deadline will bound.
+
+        Args:
+          reduce_op: SUM or MEAN.
+          reductions: at least one, none of them in place.
+          options: what the caller said.
+
+        Returns:
+          What dispatches it all and returns the results in order: it may be called in another
+          thread, so it must not trace where there is a deadline.
+        """
+
+    def _reduced(
+        self,
+        caller: str,
+        reduce_op: ReduceOp | str,
+        pairs: Sequence[tuple[str, tuple[Any, Any]]],
+        options: CommunicationOptions | None,
+    ) -> list[Any]:
+        op, said = ReduceOp.of(reduce_op), checked(options)
+        reductions = [_checked(caller, name, *pair) for name, pair in pairs]
+        moving = [r for r in reductions if not r.is_in_place(op)]
+        results = iter(())
+        if moving:
+            count = "1 value" if len(moving) == 1 else f"{len(moving)} values"
+            what = f"`{type(self).__name__}.{caller}` ({op.name} of {count})"
+            with no_mesh():
+                call = self._prepare(op, moving, said)
+                results = iter(finished(call, said.timeout_seconds, what))
+        return [r.value[0] if r.is_in_place(op) else next(results) for r in reductions]
+
+
+def copied(tree: Any, devices: tuple[jax.Device, ...]) -> Any:
+    """`tree` on one device, or a `Mirrored` of it on several."""
+    if len(devices) == 1:
+        return jax.device_put(tree, devices[0])
+    return Mirrored.of(place(tree, copies_over(devices)))
+
+
+def copy_near(value: Mirrored, devices: tuple[jax.Device, ...]) -> Any:
+    """The copy of `value` that lies on one of `devices`, or any."""
+    common = (i for i, device in enumerate(value.devices) if device in devices)
+    return value[next(common, 0)]
+
+
+def _checked(caller: str, name: str, value: Any, destinations: Any) -> Reduction:
+    caller += name
+    devices = destination_devices(destinations, caller)
+    wrapped = _distributed(caller, value, devices[0])
+    first: dict[Any, Any] = {}  # of each dtype: one is refused as all are
+    for path, leaf in jax.tree_util.tree_leaves_with_path(wrapped.tree):
+        first.setdefault(leaf.dtype, path)
+    for dtype, path in first.items():
+        check_reducible(name + jax.tree_util.keystr(path), dtype)
+    return Reduction(wrapped, devices)
+
+
+def _distributed(caller: str, value: Any, device: jax.Device) -> PerReplica | Mirrored:
+    if isinstance(value, PerReplica | Mirrored):
+        return value.settled()
+    if not _is_array(value):
+        raise ValueError(
+            f"`{caller}` expects a PerReplica, a Mirrored, an array or a number; got {value!r} "
+            f"({type(value).__name__}). `PerReplica` takes a list with each replica's value."
+        )
+    if not isinstance(value, jax.Array):
+        return Mirrored([value], devices=[device])
+    if isinstance(value, jax.core.Tracer) or len(value.sharding.device_set) == 1:
+        return Mirrored.from_global(value)
+    raise ValueError(
+        f"`{caller}` got an array over {len(value.sharding.device_set)} devices, which does not "
+        "say what it is: `PerReplica.from_global` takes it for one row a replica, "
+        "`Mirrored.from_global` for one copy a replica."
+    )
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)

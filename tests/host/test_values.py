@@ -1,0 +1,328 @@
+"""PerReplica and Mirrored: views of global arrays, one device a replica."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CompileCounter, assert_trees_equal
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+import jaxcoll as jc
+
+P = jax.sharding.PartitionSpec
+KINDS = (jc.PerReplica, jc.Mirrored)
+
+
+def devices(n):
+    return jax.devices()[:n]
+
+
+def of_device(shard):
+    return shard.device.id
+
+
+def pointers(tree):
+    """Where the parts of every leaf lie, in the order of the devices' ids."""
+    return [
+        [s.data.unsafe_buffer_pointer() for s in sorted(x.addressable_shards, key=of_device)]
+        for x in jax.tree.leaves(tree)
+    ]  # fmt: skip
+
+
+# Laws
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_wrapping_and_unwrapping_what_pmap_returns_copies_nothing(n):
+    def f(x):
+        return {"w": x * 2, "b": x.sum()}
+
+    out = jax.pmap(f, devices=devices(n))(np.arange(n * 3.0, dtype="f").reshape(n, 3))
+    value = jc.PerReplica.from_global(out)
+    assert pointers(value.tree) == pointers(out)
+    assert value.devices == tuple(devices(n))
+    assert (len(value), value.num_replicas) == (n, n)
+    again = jax.tree.map(lambda x: x, value)
+    assert pointers(again) == pointers(out)
+    with jax.transfer_guard("disallow"):
+        back = jax.pmap(f, devices=devices(n))(value.tree["w"])
+    np.testing.assert_array_equal(back["w"], value.tree["w"] * 2)
+
+
+def test_wrapping_and_unwrapping_a_replicated_array_copies_nothing():
+    x = jax.device_put(np.arange(3.0), NamedSharding(jax.make_mesh((2, 4), ("a", "b")), P()))
+    value = jc.Mirrored.from_global([x])
+    assert pointers(value.tree) == pointers(x)
+    assert [pointers(value[i]) for i in range(8)] == [[[p]] for p in pointers(x)[0]]
+
+
+def test_an_array_of_another_mesh_is_taken_whatever_its_axes():
+    """Explicit axes, another name, devices backwards: rows keep their devices."""
+    mesh = Mesh(np.array(jax.devices()[5:2:-1]), ("x",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(np.arange(3.0), NamedSharding(mesh, P("x")))
+    value = jc.PerReplica.from_global(x)
+    assert [d.id for d in value.devices] == [5, 4, 3]
+    assert [v.item() for v in value] == [0.0, 1.0, 2.0]
+    assert pointers(value.tree) == pointers(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_indexing_gives_the_replicas_value_on_its_device(kind):
+    value = kind.from_function(lambda i: {"w": np.full((2,), 5.0, "f"), "n": 3}, devices=devices(3))
+    for i in range(3):
+        assert value[i]["w"].devices() == {jax.devices()[i]}
+        assert value[i]["w"].shape == (2,)
+        assert value.values[i]["n"] == 3
+    assert value[-1]["w"].devices() == {jax.devices()[2]}
+    for i in (3, -4):
+        with pytest.raises(IndexError, match=rf"There are replicas 0 to 2; got {i}\."):
+            value[i]
+
+
+def test_arrays_that_lie_on_a_device_each_stay_there():
+    parts = [jax.device_put(np.full((4,), i, "f"), jax.devices()[i]) for i in (6, 1, 3)]
+    assert [d.id for d in jc.PerReplica(parts).devices] == [6, 1, 3]
+    same = [jax.device_put(np.ones((4,), "f"), jax.devices()[i]) for i in (6, 1)]
+    value = jc.Mirrored(same)
+    assert [pointers(value[i]) for i in range(2)] == [pointers(x) for x in same]
+    assert jc.PerReplica([jnp.ones(2)] * 3).devices == tuple(devices(3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_value_passes_through_jax(kind):
+    value = kind([{"w": np.ones(2, "f"), "none": None}] * 4)
+    doubled = jax.jit(lambda v: jax.tree.map(lambda x: x * 2, v))(value)
+    assert isinstance(doubled, kind)
+    assert doubled.devices == value.devices
+    assert doubled[3]["w"].tolist() == [2.0, 2.0]
+    assert doubled[3]["none"] is None
+    paths = jax.tree_util.tree_leaves_with_path(value)
+    assert [jax.tree_util.keystr(path) for path, _ in paths] == [".tree['w']"]
+    shapes = jax.eval_shape(lambda v: v, value)
+    assert repr(shapes).startswith(f"{kind.__name__}(")
+    assert_trees_equal(copy.deepcopy(value).values, value.values)
+
+
+def test_prng_keys_can_be_held():
+    keys = jax.random.split(jax.random.key(0), 2)
+    value = jc.PerReplica(list(keys))
+    assert (jax.random.bits(value[1]) == jax.random.bits(keys[1])).item()
+    assert len(jc.Mirrored([keys[0], keys[0]])) == 2
+    with pytest.raises(ValueError, match="expects equal copies; the value of replica 1 differs"):
+        jc.Mirrored(list(keys))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "bfloat16", "float16", "complex64"])
+def test_every_dtype_is_kept_to_the_bit(dtype):
+    rows = np.arange(6).reshape(3, 2).astype(jnp.dtype(dtype))
+    value = jc.PerReplica(list(rows))
+    assert value.tree.dtype == dtype
+    assert np.asarray(value.tree).tobytes() == rows.tobytes()
+
+
+def test_python_numbers_have_jaxs_default_types():
+    value = jc.PerReplica([(0, 0.5, 1j, True), (np.int64(1), np.float64(1.5), 2j, False)])
+    assert [x.dtype.name for x in value.tree] == ["int32", "float32", "complex64", "bool"]
+    assert not any(x.weak_type for x in value.tree)
+
+
+def test_the_repr_says_structure_shapes_and_devices():
+    assert repr(jc.PerReplica([1.0, 2.0])) == "PerReplica(float32[] on 2: cpu:0, cpu:1)"
+    value = jc.Mirrored.from_function(
+        lambda i: {"b": [np.ones(3, "f")], "w": np.ones((2, 3), "i4")}
+    )
+    assert repr(value) == (
+        "Mirrored({'b': [float32[3]], 'w': int32[2, 3]} on 8: cpu:0, cpu:1, …, cpu:7)"
+    )
+
+
+# Rows of facts/tensorflow_cases.md, part A
+
+
+def test_A5_decompose_and_rebuild():
+    value = jc.PerReplica([1.0, 2.0])
+    leaves, treedef = jax.tree.flatten(value)
+    assert [v.item() for v in treedef.unflatten(leaves)] == [1.0, 2.0]
+    assert [v.item() for v in jc.PerReplica(value.values)] == [1.0, 2.0]
+
+
+def test_A7_A8_a_traced_identity_traces_once_and_returns_a_PerReplica():
+    traced = []
+
+    @jax.jit
+    def identity(value):
+        traced.append(value)
+        return value
+
+    value = jc.PerReplica([1.0, 2.0])
+    for _ in range(6):
+        out = identity(value)
+        assert isinstance(out, jc.PerReplica)
+        assert [v.item() for v in out] == [v.item() for v in value]
+        value = jc.PerReplica([v.item() * 2 for v in value])
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_A13_A14_one_value_a_replica_array_or_nest(n):
+    value = jc.PerReplica.from_function(lambda r: np.array([1, 2, 3]), devices=devices(n))
+    assert value.tree.tolist() == [[1, 2, 3]] * n
+    nest = jc.PerReplica.from_function(lambda r: (r, 2 * r, 3 * r), devices=devices(n))
+    assert [x.tolist() for x in nest.tree] == [[k * r for r in range(n)] for k in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_A16_A17_nests_are_kept(kind):
+    def nest(i):
+        leaf = 0 if kind is jc.Mirrored else i
+        return ({"a": 1 + leaf, "b": [2 + leaf, (3 + leaf,)]}, 4.0 + leaf)
+
+    value = kind([nest(0), nest(1)])
+    for i in range(2):
+        assert jax.tree.map(lambda x: x.item(), value[i]) == nest(i)
+
+
+def test_A19_one_replica_is_a_value_of_one_replica():
+    value = jc.PerReplica([(1, [2])])
+    assert len(value) == 1
+    assert jax.tree.map(lambda x: x.item(), value[0]) == (1, [2])
+
+
+def test_A20_a_list_of_tuples():
+    value = jc.PerReplica([(1, 2), (3, 4)])
+    assert [x.tolist() for x in value.tree] == [[1, 3], [2, 4]]
+
+
+def test_A22_replicas_of_different_structure_are_refused():
+    with pytest.raises(ValueError, match=r"one structure for all replicas; replica 1 has .*\*, \*"):
+        jc.PerReplica.from_function(lambda r: [1] * (r + 1))
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda r: {"a": 1, "b": 2},
+        lambda r: [2, 3],
+        lambda r: (1, 2, 3),
+        lambda r: ({"a": 1}, {"b": 2}),
+        lambda r: {"a": 1.5, "b": 2.5},
+        lambda r: r,
+        lambda r: {"a": r + 1, "b": r + 2},
+    ],
+)
+def test_A23_local_results_are_one_structure_a_replica(fun):
+    value = jc.PerReplica.from_function(fun, devices=devices(2))
+    assert jax.tree.map(lambda x: x.item(), value.values) == (fun(0), fun(1))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (3.0, "expects a list or tuple with one value for each replica; got float. `{}.from_g"),
+        (np.ones(3), "got ndarray"),
+        ([], "`{}` got no values; it needs at least one replica"),
+        ([None, None], "`{}` got values without leaves; each needs an array or a number"),
+        ([{"a": 1}, {"b": 1}], r"`{}` expects one structure for all replicas; replica 1 has .*'b'"),
+        ([np.ones(2, "f"), np.ones(1, "f")], r"`{}` expects one shape.*; the value has shape \(1,"
+         r"\) on replica 1, \(2,\) on replica 0"),
+        ([{"w": [1]}, {"w": [1.0]}], r"leaf \['w'\]\[0\] has dtype float32 on replica 1, int32 on"),
+        ([np.float32(1), np.float16(1)], "has dtype float16 on replica 1, float32 on replica 0"),
+        ([{"a": "x"}], r"`{}`: leaf \['a'\] of replica 0 must be an array or a number; got 'x' \("),
+        ([{1, 2}, {3}], r"`{}`: replica 0 must be an array or a number; got \{{1, 2\}} \(set\)"),
+        ([1, np.array(["a"])], "`{}`: replica 1 must be an array or a number"),
+        ([1] * 9, "`{}` expects one device for each value; got 9 values and 8 devices"),
+    ],
+)  # fmt: skip
+def test_values_that_are_no_replicas_are_refused(kind, values, message):
+    with pytest.raises(ValueError, match=message.format(kind.__name__)):
+        kind(values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_that_do_not_match_are_refused(kind):
+    one, two = devices(2)
+    with pytest.raises(ValueError, match="one device for each value; got 1 values and 2 devices"):
+        kind([1], devices=[one, two])
+    with pytest.raises(ValueError, match=f"`{kind.__name__}` got a device twice: cpu:0"):
+        kind([1, 1], devices=[one, one])
+    with pytest.raises(ValueError, match=f"`{kind.__name__}` expects devices"):
+        kind.from_function(lambda i: 0, devices=["cpu:0"])
+    with pytest.raises(ValueError, match=f"`{kind.__name__}` got no devices"):
+        kind.from_function(lambda i: 0, devices=[])
+
+
+def test_copies_that_differ_are_no_Mirrored():
+    with pytest.raises(
+        ValueError,
+        match=r"equal copies; leaf \['a'\] of replica 1 differs from that of replica 0. ",
+    ):
+        jc.Mirrored([{"a": 1.0}, {"a": 2.0}])
+    assert len(jc.Mirrored([np.nan, np.nan])) == 2
+
+
+def test_an_array_over_several_devices_is_no_replicas_value():
+    wide = jax.device_put(np.ones(8, "f"), NamedSharding(jax.make_mesh((8,), ("x",)), P("x")))
+    with pytest.raises(ValueError, match=r"replica 0 spans 8 devices.*`PerReplica.from_global`"):
+        jc.PerReplica([wide, wide])
+
+
+def test_from_global_refuses_what_lies_differently():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), (AxisType.Auto,) * 2)
+    half = jax.device_put(np.ones((4, 2), "f"), NamedSharding(mesh, P("a")))
+    with pytest.raises(
+        ValueError, match=r"expects leaf \['w'\] to have a leading replica dimension"
+    ):
+        jc.PerReplica.from_global({"w": half})
+    with pytest.raises(ValueError, match=r"expects the value to be replicated over its devices; "
+                                         r"got shape \(4, 2\) over 8 devices"):  # fmt: skip
+        jc.Mirrored.from_global(half)
+    with pytest.raises(ValueError, match="leading replica dimension"):
+        jc.PerReplica.from_global(jnp.ones(3))
+    with pytest.raises(
+        ValueError, match=r"expects the value to be a global jax.Array; got ndarray"
+    ):
+        jc.PerReplica.from_global(np.ones(3))
+    with pytest.raises(
+        ValueError, match=r"`Mirrored` got a tree without leaves; it needs an array"
+    ):
+        jc.Mirrored.from_global({"a": None})
+    a, b = jc.PerReplica([1, 2]).tree, jc.PerReplica([1, 2], devices=jax.devices()[1::-1]).tree
+    with pytest.raises(ValueError, match=r"leaf \[1\] lies on cpu:1, cpu:0, but the first leaf on "
+                                         "cpu:0, cpu:1; all must lie on the same"):  # fmt: skip
+        jc.PerReplica.from_global([a, b])
+
+
+def test_nothing_is_made_inside_a_program():
+    message = "is being traced, so it lies on no device"
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda x: jc.PerReplica([x, x]))(1.0)
+    with pytest.raises(ValueError, match=message + r".*`jc.all_reduce`"):
+        jax.jit(lambda x: jc.PerReplica.from_global(x))(1.0)
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda v: v[0])(jc.PerReplica([1.0, 2.0]))
+
+
+def test_what_lies_in_another_process_cannot_be_read_or_made_here(monkeypatch):
+    value = jc.PerReplica([1.0, 2.0])
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(
+        ValueError, match="Replica 1 lies on cpu:1 of process 0, where process 1 can"
+    ):
+        value[1]
+    with pytest.raises(ValueError, match="expects a device of process 1 among its devices; all"):
+        jc.PerReplica([1.0, 2.0])
+
+
+def test_reading_one_shape_compiles_once():
+    value = jc.PerReplica([np.ones((3, 7), "f")] * 3)
+    value.values  # noqa: B018
+    with CompileCounter() as compiled:
+        value.values  # noqa: B018
+        jc.PerReplica([np.ones((3, 7), "f")] * 3)
+    assert compiled.count == 0
