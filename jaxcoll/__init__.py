@@ -1,14 +1,28 @@
-"""Collectives for JAX programs, compiled by XLA: how replicas exchange tensors, said in one place."""
+"""Collectives for JAX programs, compiled by XLA: how replicas exchange tensors."""
 
+from jaxcoll._host.all_reduce_ops import AllReduceCrossDeviceOps as AllReduceCrossDeviceOps
+from jaxcoll._host.collective_all_reduce import CollectiveAllReduce as CollectiveAllReduce
 from jaxcoll._host.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxcoll._host.data_parallel import DataParallel as DataParallel
 from jaxcoll._host.data_parallel import data_parallel as data_parallel
+from jaxcoll._host.hierarchical_copy import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
+from jaxcoll._host.in_program import all_gather as all_gather
 from jaxcoll._host.in_program import all_reduce as all_reduce
+from jaxcoll._host.in_program import broadcast as broadcast
 from jaxcoll._host.in_program import grad as grad
 from jaxcoll._host.in_program import value_and_grad as value_and_grad
+from jaxcoll._host.mirrored_strategy import MirroredStrategy as MirroredStrategy
+from jaxcoll._host.mirrored_strategy import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
+from jaxcoll._host.multi_worker_all_reduce import MultiWorkerAllReduce as MultiWorkerAllReduce
 from jaxcoll._host.nccl_all_reduce import NcclAllReduce as NcclAllReduce
 from jaxcoll._host.one_device import ReductionToOneDevice as ReductionToOneDevice
 from jaxcoll._host.plan import plan as plan
+from jaxcoll._host.replica_context import ReplicaContext as ReplicaContext
+from jaxcoll._host.replica_context import get_replica_context as get_replica_context
 from jaxcoll._host.values import Mirrored as Mirrored
 from jaxcoll._host.values import PerReplica as PerReplica
 from jaxcoll._plan.errors import AlreadyReducedError as AlreadyReducedError
@@ -21,5 +35,6 @@ from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
 from jaxcoll._plan.options import ReduceOp as ReduceOp
 from jaxcoll._plan.plan import Plan as Plan
 from jaxcoll._spmd.gradient import WeightedLoss as WeightedLoss
+from jaxcoll._spmd.indexed_slices import IndexedSlices as IndexedSlices
 
 __version__ = "0.1.0"

@@ -39,6 +39,14 @@ def is_unreachable(axis: str) -> bool:
     return axis not in manual and any(tracks_variance(a) for a in manual)
 
 
+def is_vmapped(axis: str) -> bool:
+    """Whether `axis` belongs to a `vmap`: an array's own dimension, behind which is no device.
+
+    `pmap` is a `shard_map` since JAX 0.8.
+    """
+    return axis not in jax.sharding.get_abstract_mesh().manual_axes
+
+
 def _manual(x: Any) -> Any:
     """The part of `x`'s type that says how it relates to manual mesh axes (None: nothing)."""
     return getattr(jax.typeof(x), "manual_axis_type", None)
@@ -107,6 +115,22 @@ _as_invariant_p.def_abstract_eval(_as_invariant_aval)
 mlir.register_lowering(_as_invariant_p, lambda ctx, x, **_: [x])
 batching.defvectorized(_as_invariant_p)
 ad.deflinear(_as_invariant_p, _as_invariant_transpose)
+
+
+def as_same(x: Any, axis: str) -> Any:
+    """`x` with a mark, for readers of the program, that it is equal everywhere along `axis`."""
+    return _same_p.bind(x, axes=(axis,))
+
+
+SAME = "same_everywhere"
+"""The name of the mark's primitive."""
+
+_same_p = Primitive(SAME)
+_same_p.def_impl(lambda x, **_: x)
+_same_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_same_p, lambda ctx, x, **_: [x])
+batching.defvectorized(_same_p)
+ad.deflinear(_same_p, lambda cotangent, **_: [cotangent])
 
 
 def is_variance_mismatch(error: TypeError) -> bool:

@@ -15,8 +15,25 @@ OPTIONS = {
     "auto": jc.CommunicationOptions(),
     "packed": jc.CommunicationOptions(bytes_per_pack=40),
     "ring": jc.CommunicationOptions(implementation="ring"),
-    "ring-packed": jc.CommunicationOptions(implementation="ring", bytes_per_pack=40),
+    "ring-in-2": jc.CommunicationOptions(algorithm="ring", bytes_per_pack=1 << 10, shards=2),
+    "halving_doubling": jc.CommunicationOptions(algorithm="rechd", bytes_per_pack=1 << 10),
+    "shuffle": jc.CommunicationOptions(algorithm="psgpu", bytes_per_pack=1 << 10),
+    "one-owner": jc.CommunicationOptions(algorithm="shuffle", bytes_per_pack=1 << 10, shards=1),
 }
+
+# Every kind of option under the strictest runner with every count; the other runners sampled.
+THOROUGH = [
+    (name, runner, n)
+    for name in OPTIONS
+    for runner in RUNNERS
+    for n in (range(1, 9) if runner == "checked" else (3, 8))
+]
+BRIEF = [
+    (name, runner, n)
+    for name in OPTIONS
+    for runner in RUNNERS
+    for n in ((2, 7, 8) if runner == "checked" else (3,))
+]
 
 
 def mesh_of(n, axis="data", kind=AxisType.Auto):
@@ -48,7 +65,9 @@ def run(runner, f, n, *stacked, jit=True):
     )
     out = (jax.jit(mapped) if jit else mapped)(*stacked)
     if checked:
-        return jax.tree.map(lambda x: jnp.stack([s.data for s in x.addressable_shards[:1]] * n), out)
+        return jax.tree.map(
+            lambda x: jnp.stack([s.data for s in x.addressable_shards[:1]] * n), out
+        )
     return out
 
 
@@ -68,9 +87,11 @@ def rows(n, *shape, dtype=np.float32, seed=0):
     """n replicas' values of one leaf: small integers and halves, so that sums can be exact."""
     rng = np.random.default_rng([seed, n, *shape])
     x = rng.integers(-8, 8, (n, *shape))
-    return jnp.asarray(x, dtype) if np.issubdtype(np.dtype(dtype), np.number) else jnp.asarray(
-        x.astype(np.float32)
-    ).astype(dtype)
+    return (
+        jnp.asarray(x, dtype)
+        if np.issubdtype(np.dtype(dtype), np.number)
+        else jnp.asarray(x.astype(np.float32)).astype(dtype)
+    )
 
 
 def noise(n, *shape, seed=0):

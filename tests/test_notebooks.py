@@ -15,7 +15,11 @@ def test_a_notebook_runs(path, tmp_path):
     client = pytest.importorskip("nbclient").NotebookClient
     notebook = nbformat.read(path, as_version=4)
     client(notebook, timeout=240, resources={"metadata": {"path": tmp_path}}).execute()
-    assert all("error" not in str(o.get("output_type")) for c in notebook.cells for o in c.get("outputs", []))
+    assert all(
+        "error" not in str(o.get("output_type"))
+        for c in notebook.cells
+        for o in c.get("outputs", [])
+    )
 
 
 def test_there_are_notebooks():

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from jaxcoll._host.even_rows import evened
 from jaxcoll._host.mesh import no_mesh
 
 
@@ -31,13 +33,17 @@ def assembled(
       rows: whether the parts are rows of the result; else they are copies, and compared.
 
     Returns:
-      The replicas' tree, each leaf global. Cost: what is not on its device yet is copied there.
+      The replicas' tree, each leaf global; rows of IndexedSlices are padded to the longest.
+      Cost: what is not on its device yet is copied there.
 
     Raises:
       ValueError: the replicas disagree, or a leaf is no array; both are named.
     """
     here = [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
     values = {i: value_of(i) for i in here}
+    if rows:
+        with no_mesh():
+            values = evened(name, values, len(devices))
     paths, treedef = _agreed(name, values)
     columns = zip(*(treedef.flatten_up_to(value) for value in values.values()), strict=True)
     leaves = []
@@ -57,7 +63,7 @@ def own_devices(values: Sequence[Any]) -> tuple[jax.Device, ...] | None:
     found: list[jax.Device] = []
     for value in values:
         leaves = jax.tree.leaves(value)
-        if any(not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) for x in leaves):
+        if any(not isinstance(x, jax.Array) or isinstance(x, Tracer) for x in leaves):
             return None
         devices = {device for x in leaves for device in x.sharding.device_set}
         if len(devices) != 1:
@@ -105,7 +111,7 @@ def _agreed(name: str, values: Mapping[int, Any]) -> tuple[list[str], Any]:
 
 def _part(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax.Array:
     where = f"`{name}`: " + (f"leaf {path} of " if path else "") + f"replica {replica}"
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise ValueError(
             f"{where} is being traced, so it lies on no device. Make distributed values between "
             "programs; inside one, each replica already holds its own value."

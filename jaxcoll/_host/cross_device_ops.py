@@ -9,14 +9,20 @@ from typing import Any, final
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
+from jaxcoll._host.assemble import own_devices
+from jaxcoll._host.copies import copied, copy_near
 from jaxcoll._host.deadline import finished
 from jaxcoll._host.destinations import destination_devices
+from jaxcoll._host.gather import prepare_gather
 from jaxcoll._host.mesh import no_mesh
-from jaxcoll._host.placement import place
-from jaxcoll._host.values import DistributedValues, Mirrored, PerReplica, copies_over
+from jaxcoll._host.placement import is_array
+from jaxcoll._host.values import DistributedValues, Mirrored, PerReplica
 from jaxcoll._plan.leaves import check_reducible
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._spmd.indexed_slices import IndexedSlices
+from jaxcoll._spmd.sparse import is_sparse
 
 Call = Callable[[], Sequence[Any]]
 
@@ -39,7 +45,9 @@ class Reduction:
         if len(self.value) > 1 or set(self.value.devices) != set(self.destinations):
             return False
         # The mean of integers is a float, for one replica as for many.
-        integers = (jax.dtypes.issubdtype(x.dtype, np.integer) for x in jax.tree.leaves(self.value))
+        leaves = jax.tree.leaves(self.value.tree, is_leaf=is_sparse)
+        dtypes = (x.values.dtype if is_sparse(x) else x.dtype for x in leaves)
+        integers = (jax.dtypes.issubdtype(dtype, np.integer) for dtype in dtypes)
         return reduce_op is ReduceOp.SUM or not any(integers)
 
 
@@ -55,6 +63,10 @@ class CrossDeviceOps(abc.ABC):
     device, a numpy array (which goes straight to the destination) or a number is a value of
     one replica.
 
+    An `IndexedSlices`, and each one in the tree of a `PerReplica`, is reduced by gathering the
+    replicas' rows, duplicates kept; it comes back as one, with the padding that made the lengths
+    equal (`without_padding` takes it off).
+
     Destinations: the devices of a `PerReplica`, `Mirrored` or `jax.Array`; a device; or a
     device string such as "cpu:0" or "/device:GPU:1". Where they are several the result is a
     `Mirrored`, else plain arrays on the one. An all-reduce is asked for by destinations that
@@ -62,6 +74,8 @@ class CrossDeviceOps(abc.ABC):
 
     A subclass says how by `_prepare`.
     """
+
+    _options = CommunicationOptions()  # those under the options of every call
 
     @final
     def reduce(
@@ -164,7 +178,7 @@ class CrossDeviceOps(abc.ABC):
         for path, leaf in jax.tree_util.tree_leaves_with_path(
             tensor, is_leaf=lambda x: isinstance(x, DistributedValues)
         ):
-            if not _is_array(leaf):
+            if not is_array(leaf):
                 name = f"leaf {jax.tree_util.keystr(path)}" if path else "the value"
                 raise ValueError(
                     f"`broadcast` expects arrays or numbers, or a Mirrored; {name} is {leaf!r} "
@@ -172,6 +186,47 @@ class CrossDeviceOps(abc.ABC):
                 )
         arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tensor)
         return copied(arrays, devices)
+
+    @final
+    def gather(
+        self,
+        per_replica_value: Any,
+        destinations: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Join the replicas' values along one dimension, in replica order.
+
+        Law: the result is `jnp.concatenate` of the parts, to the bit. Every class gathers alike:
+        to the value's own devices by one compiled all-gather, to others by copies.
+
+        Args:
+          per_replica_value: a `PerReplica` or `Mirrored`, of pytrees too; an array, which is the
+            value of one replica; or, for parts whose sizes along `axis` differ, a list or tuple
+            with one array for each replica.
+          destinations: as in `reduce`.
+          axis: the dimension along which each leaf is joined; negative ones count from the last.
+          options: what carries the all-gather; `timeout_seconds` bounds the call.
+
+        Returns:
+          A `Mirrored`, or the plain value for one device.
+
+        Raises:
+          ValueError: an argument is none of what it may be; a leaf has no such dimension; or
+            parts differ in dtype, rank or another dimension, and both shapes are named.
+          DeadlineExceededError: `timeout_seconds` passed.
+
+        Example:
+          >>> import numpy as np
+          >>> uneven = [np.array([1.0]), np.array([2.0, 3.0])]
+          >>> NcclAllReduce().gather(uneven, "cpu:0", axis=0).tolist()
+          [1.0, 2.0, 3.0]
+        """
+        said = self._options.merge(checked(options))
+        devices = destination_devices(destinations, "gather")
+        with no_mesh():
+            call = prepare_gather(per_replica_value, devices, axis, said)
+            return finished(call, said.timeout_seconds, f"`{type(self).__name__}.gather`")
 
     @abc.abstractmethod
     def _prepare(
@@ -185,7 +240,7 @@ class CrossDeviceOps(abc.ABC):
         Args:
           reduce_op: SUM or MEAN.
           reductions: at least one, none of them in place.
-          options: what the caller said.
+          options: what the caller said, over what the object was made with.
 
         Returns:
           What dispatches it all and returns the results in order: it may be called in another
@@ -199,7 +254,7 @@ class CrossDeviceOps(abc.ABC):
         pairs: Sequence[tuple[str, tuple[Any, Any]]],
         options: CommunicationOptions | None,
     ) -> list[Any]:
-        op, said = ReduceOp.of(reduce_op), checked(options)
+        op, said = ReduceOp.of(reduce_op), self._options.merge(checked(options))
         reductions = [_checked(caller, name, *pair) for name, pair in pairs]
         moving = [r for r in reductions if not r.is_in_place(op)]
         results = iter(())
@@ -210,19 +265,6 @@ class CrossDeviceOps(abc.ABC):
                 call = self._prepare(op, moving, said)
                 results = iter(finished(call, said.timeout_seconds, what))
         return [r.value[0] if r.is_in_place(op) else next(results) for r in reductions]
-
-
-def copied(tree: Any, devices: tuple[jax.Device, ...]) -> Any:
-    """`tree` on one device, or a `Mirrored` of it on several."""
-    if len(devices) == 1:
-        return jax.device_put(tree, devices[0])
-    return Mirrored.of(place(tree, copies_over(devices)))
-
-
-def copy_near(value: Mirrored, devices: tuple[jax.Device, ...]) -> Any:
-    """The copy of `value` that lies on one of `devices`, or any."""
-    common = (i for i, device in enumerate(value.devices) if device in devices)
-    return value[next(common, 0)]
 
 
 def _checked(caller: str, name: str, value: Any, destinations: Any) -> Reduction:
@@ -240,14 +282,17 @@ def _checked(caller: str, name: str, value: Any, destinations: Any) -> Reduction
 def _distributed(caller: str, value: Any, device: jax.Device) -> PerReplica | Mirrored:
     if isinstance(value, PerReplica | Mirrored):
         return value.settled()
-    if not _is_array(value):
+    if is_sparse(value):
+        value.check(f"`{caller}`")
+        return _sparse(value, device)
+    if not is_array(value):
         raise ValueError(
             f"`{caller}` expects a PerReplica, a Mirrored, an array or a number; got {value!r} "
             f"({type(value).__name__}). `PerReplica` takes a list with each replica's value."
         )
     if not isinstance(value, jax.Array):
         return Mirrored([value], devices=[device])
-    if isinstance(value, jax.core.Tracer) or len(value.sharding.device_set) == 1:
+    if isinstance(value, Tracer) or len(value.sharding.device_set) == 1:
         return Mirrored.from_global(value)
     raise ValueError(
         f"`{caller}` got an array over {len(value.sharding.device_set)} devices, which does not "
@@ -256,5 +301,7 @@ def _distributed(caller: str, value: Any, device: jax.Device) -> PerReplica | Mi
     )
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+def _sparse(value: IndexedSlices, device: jax.Device) -> Mirrored:
+    """Rows that no replica shares: a value of one replica."""
+    found = own_devices([value])
+    return Mirrored([value], devices=found or [device])

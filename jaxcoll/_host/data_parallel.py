@@ -69,14 +69,14 @@ def data_parallel(
       >>> float(step(2.0, np.arange(8.0)))
       56.0
     """
-    settings = dict(
-        mesh=mesh,
-        axis_name=axis_name,
-        batch_argnums=_positions("batch_argnums", batch_argnums),
-        donate_argnums=_positions("donate_argnums", donate_argnums),
-        options=checked(options),
-        varying_outputs=varying_outputs,
-    )
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "axis_name": axis_name,
+        "batch_argnums": _positions("batch_argnums", batch_argnums),
+        "donate_argnums": _positions("donate_argnums", donate_argnums),
+        "options": checked(options),
+        "varying_outputs": varying_outputs,
+    }
     if varying_outputs not in get_args(VaryingOutputs):
         raise ValueError(
             "`data_parallel` expects `varying_outputs` to be 'error' or 'concatenate'; "
@@ -186,9 +186,7 @@ class DataParallel:
         mapped = functools.partial(
             jax.shard_map, mesh=self.mesh, in_specs=(specs, PartitionSpec()), check_vma=True
         )
-        scope = dataclasses.replace(
-            mesh_scope(self.mesh), options=self._options, record=record
-        )
+        scope = dataclasses.replace(mesh_scope(self.mesh), options=self._options, record=record)
         # One trace of the step serves both passes: the first only asks how its outputs vary.
         step = jax.jit(self._step, inline=True)
         found: list[Any] = []

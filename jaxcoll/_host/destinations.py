@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from jaxcoll._host.values import DistributedValues
 
@@ -28,7 +29,7 @@ def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...
     """
     if isinstance(destinations, DistributedValues):
         return destinations.devices
-    if isinstance(destinations, jax.Array) and not isinstance(destinations, jax.core.Tracer):
+    if isinstance(destinations, jax.Array) and not isinstance(destinations, Tracer):
         return tuple(destinations.sharding.devices_indices_map(destinations.shape))
     if isinstance(destinations, jax.Device):
         return (destinations,)

@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxcoll._host.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._spmd import gradient, reduce
+from jaxcoll._spmd import broadcast as _broadcast
+from jaxcoll._spmd import gather, gradient, reduce
 
 
 def all_reduce(
@@ -30,7 +31,9 @@ def all_reduce(
         and one division; of integers it has JAX's default float type; of float16 it does not
         overflow where the mean itself fits.
       value: any pytree of numeric arrays, of any shapes and dtypes, equal on all replicas in
-        structure and shape. Empty arrays and None pass through.
+        structure and shape. Empty arrays and None pass through. An `IndexedSlices` in it is
+        reduced by gathering: every replica's rows and indices, duplicates kept, one after
+        another in replica order; a MEAN divides the rows.
       axis_name: the axis that `jax.shard_map`, `jax.pmap` or `jax.vmap` maps; or a tuple of
         mesh axes, outer (between hosts) to inner (within a host).
       options: how to pack and what carries it; unset ones come from the enclosing
@@ -62,6 +65,81 @@ def all_reduce(
     return reduce.all_reduce(
         ReduceOp.of(reduce_op), value, axis_name, scope=scope, invariant=invariant
     )
+
+
+def all_gather(
+    value: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    axis: int = 0,
+    options: CommunicationOptions | None = None,
+) -> Any:
+    """Join every leaf of a pytree with those of the other replicas, in replica order.
+
+    Law: the result is `jnp.concatenate` of the replicas' leaves along `axis`, to the bit. The
+    cotangent of a leaf is its own slice of the sum of the replicas' cotangents.
+
+    Args:
+      value: any pytree of arrays, of any dtype, equal on all replicas in structure and shape;
+        none may be a scalar.
+      axis_name: as in `all_reduce`; along several axes the outer counts slowest.
+      axis: the dimension along which each leaf is joined; negative ones count from the last.
+      options: as in `all_reduce`; there is nothing to cut in `shards`.
+
+    Returns:
+      A pytree like `value`, with n times the size along `axis`, *invariant* over the axes. Cost:
+      one collective a pack; a device sends its own bytes to n-1 others, (n-1)/n of the result.
+
+    Raises:
+      NameError: an axis is not mapped here; the message lists those that are.
+      ValueError: a leaf has no such dimension (its path and shape are named), or an argument is
+        invalid.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+      >>> jax.vmap(lambda v: all_gather(v, "data"), axis_name="data")(x)[0].tolist()
+      [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    """
+    scope = scope_here().merged(checked(options))
+    return gather.all_gather(value, axis_name, axis=axis, scope=scope)
+
+
+def broadcast(
+    value: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    source: int = 0,
+    options: CommunicationOptions | None = None,
+) -> Any:
+    """Give every replica the value that one of them holds.
+
+    Law: the result equals the source's value, whatever the others hold; of a negative zero the
+    sign may be lost. The cotangent of the source is the sum of the replicas' cotangents, that of
+    the others zero.
+
+    Args:
+      value: any pytree of arrays, booleans among them, equal on all replicas in structure and
+        shape.
+      axis_name: as in `all_reduce`.
+      source: whose value; with several axes the outer counts slowest.
+      options: as in `all_reduce`.
+
+    Returns:
+      A pytree like `value`, *invariant* over the axes. Cost: that of an `all_reduce`.
+
+    Raises:
+      NameError: an axis is not mapped here; the message lists those that are.
+      ValueError: there is no such replica, a leaf holds no numbers, or an argument is invalid.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jnp.array([1.0, 2.0, 3.0])
+      >>> jax.vmap(lambda v: broadcast(v, "data", source=1), axis_name="data")(x).tolist()
+      [2.0, 2.0, 2.0]
+    """
+    scope = scope_here().merged(checked(options))
+    return _broadcast.broadcast(value, axis_name, source=source, scope=scope)
 
 
 def value_and_grad(

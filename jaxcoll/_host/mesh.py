@@ -42,9 +42,19 @@ def no_mesh() -> contextlib.AbstractContextManager[Any]:
     """Leave the mesh of the caller's `jax.set_mesh`, so that arguments alone place a program.
 
     Under a mesh JAX refuses every program, eager operations among them, on other devices.
+
+    Raises:
+      RuntimeError: a program is being traced, which has its mesh for good.
     """
-    if jax.sharding.get_abstract_mesh().empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         return contextlib.nullcontext()
+    if mesh.manual_axes:
+        raise RuntimeError(
+            "This works on the values of several devices, between programs; here one is being "
+            f"traced that maps {', '.join(map(repr, mesh.manual_axes))}. Pass the value to it as "
+            "an argument, of which each replica sees its own part."
+        )
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
@@ -54,7 +64,7 @@ def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: st
     Raises:
       ValueError: it is no mesh, has no devices, lists one twice, or lacks an axis.
     """
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    axes: tuple[str, ...] = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not axes or not all(isinstance(a, str) for a in axes):
         raise ValueError(
             f"`{caller}` expects `axis_name` to be a string or a non-empty tuple of strings; "
@@ -66,13 +76,13 @@ def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: st
                 f"`{caller}` over the axes {axis_name!r} needs a `mesh` that has them; without "
                 "one it lays all devices on a single axis."
             )
-        return line_of(jax.devices(), axes[0])
+        return line_of(jax.devices(), *axes)
     if not isinstance(mesh, Mesh):
         raise ValueError(
             f"`{caller}` expects `mesh` to be a jax.sharding.Mesh or None; "
             f"got {type(mesh).__name__}."
         )
-    checked_devices(mesh.devices.flat, caller)
+    checked_devices(list(mesh.devices.flat), caller)
     missing = [a for a in axes if a not in mesh.axis_names]
     if missing:
         raise ValueError(

@@ -10,15 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoll._host.assemble import part_on
-from jaxcoll._host.cross_device_ops import Call, CrossDeviceOps, Reduction, copied, copy_near
+from jaxcoll._host.copies import copied, copy_near
+from jaxcoll._host.cross_device_ops import Call, CrossDeviceOps, Reduction
 from jaxcoll._host.deadline import prepared
 from jaxcoll._host.destinations import device_named
 from jaxcoll._host.mesh import line_of
 from jaxcoll._host.values import AXIS, PerReplica
 from jaxcoll._host.world import mesh_scope
+from jaxcoll._plan.leaves import where
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packing import Unpacked
 from jaxcoll._spmd import reduce
+from jaxcoll._spmd.sparse import is_sparse
 
 Accumulation = Callable[[list[jax.Array]], jax.Array]
 
@@ -40,7 +43,8 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     Raises:
       ValueError: `reduce_to_device` names no device; `accumulation_fn` is no function. On a
-        call, also: it returns another shape or dtype; a replica belongs to another process.
+        call, also: it returns another shape or dtype, or meets an IndexedSlices; a replica
+        belongs to another process.
 
     Example:
       >>> import jax.numpy as jnp
@@ -147,6 +151,13 @@ def one_device_program(
             components = jax.tree.map(lambda x: jnp.squeeze(x, 0), components)
         if accumulate is None:
             return summed(components)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(components[0], is_leaf=is_sparse):
+            if is_sparse(leaf):
+                raise ValueError(
+                    f"`accumulation_fn` adds arrays, but {where(jax.tree_util.keystr(path))} is an "
+                    "IndexedSlices, which is reduced by gathering its rows: reduce it without an "
+                    "`accumulation_fn`, or make it dense with `to_dense` first."
+                )
         accumulated = functools.partial(_accumulated, reduce_op, accumulate)
         return jax.tree.map(accumulated, *components)
 

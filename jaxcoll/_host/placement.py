@@ -25,6 +25,11 @@ def place(tree: Any, sharding: NamedSharding) -> Any:
     return jax.tree.map(lambda x: _place(x, sharding), tree)
 
 
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array or a number, which `place` can put on devices."""
+    return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+
+
 def _place(x: Any, sharding: NamedSharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

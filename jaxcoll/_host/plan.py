@@ -10,16 +10,17 @@ from jax.sharding import Mesh
 
 from jaxcoll._host.mesh import checked_mesh
 from jaxcoll._host.world import mesh_world
-from jaxcoll._plan.leaves import Leaf, check_reducible, wire_dtype
+from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.plan import Plan, make_plan
 from jaxcoll._plan.world import World
+from jaxcoll._spmd.sparse import is_sparse
 
 
 def plan(
     value: Any,
     *,
-    axis_size: int | None = None,
+    axis_size: int | tuple[int, ...] | None = None,
     mesh: Mesh | None = None,
     axis_name: str | tuple[str, ...] = "data",
     options: CommunicationOptions | None = None,
@@ -30,8 +31,10 @@ def plan(
     Law: it is the plan that `all_reduce` carries out with the same options on the same world.
 
     Args:
-      value: a pytree of arrays or `jax.ShapeDtypeStruct`s, as on one replica.
-      axis_size: replicas, on devices of this process; or
+      value: a pytree of arrays, `jax.ShapeDtypeStruct`s and IndexedSlices of either, as on one
+        replica.
+      axis_size: replicas, on devices of this process; for several axes their sizes, from outer
+        to inner; or
       mesh: devices and axes. Neither: all devices.
       axis_name: the axis of `mesh`, or axes from outer to inner, that is reduced over.
       options: how to pack and what carries it.
@@ -51,23 +54,41 @@ def plan(
     """
     op = ReduceOp.of(reduce_op)
     world = _world(axis_size, mesh, axis_name)
-    leaves = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
-        name = jax.tree_util.keystr(path)
-        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
-        check_reducible(name, dtype)
-        dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-        leaves.append(Leaf(name, tuple(np.shape(leaf)), dtype, wire_dtype(dtype, op, world)))
+    leaves = [
+        _leaf(jax.tree_util.keystr(path), leaf, op, world)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)[0]
+    ]
     return make_plan(op, leaves, checked(options), world)
 
 
-def _world(axis_size: int | None, mesh: Mesh | None, axis_name: str | tuple[str, ...]) -> World:
+def _leaf(path: str, leaf: Any, reduce_op: ReduceOp, world: World) -> Leaf:
+    indices = None
+    if is_sparse(leaf):
+        leaf.check(f"`plan`: {where(path)}")
+        leaf, indices = leaf.values, jax.dtypes.canonicalize_dtype(leaf.indices.dtype)
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
+    check_reducible(path + ".values" * (indices is not None), dtype)
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    wire = wire_dtype(dtype, reduce_op, world) if indices is None else dtype
+    return Leaf(path, tuple(np.shape(leaf)), dtype, wire, world.sizes, indices=indices)
+
+
+def _world(
+    axis_size: int | tuple[int, ...] | None, mesh: Mesh | None, axis_name: str | tuple[str, ...]
+) -> World:
     if axis_size is None:
         mesh = checked_mesh(mesh, axis_name, "plan")
         names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
         return mesh_world(mesh, {name: mesh.shape[name] for name in names})
     if mesh is not None:
         raise ValueError("`plan` takes `axis_size` or `mesh`, not both.")
-    if not isinstance(axis_size, int) or isinstance(axis_size, bool) or axis_size < 1:
-        raise ValueError(f"`axis_size` must be a positive integer; got {axis_size!r}.")
-    return World(jax.default_backend(), axis_size)
+    sizes = axis_size if isinstance(axis_size, tuple) else (axis_size,)
+    if not sizes or not all(_is_positive(size) for size in sizes):
+        raise ValueError(
+            f"`axis_size` must be a positive integer, or a tuple of them; got {axis_size!r}."
+        )
+    return World(jax.default_backend(), sizes)
+
+
+def _is_positive(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0

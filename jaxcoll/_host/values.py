@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, final
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcoll._host.assemble import assembled, own_devices, part_on, viewed
@@ -187,7 +188,7 @@ class DistributedValues(abc.ABC):
     @final
     def _devices_of(self, path: Any, leaf: Any) -> tuple[jax.Device, ...]:
         name = f"leaf {jax.tree_util.keystr(path)}" if path else "the value"
-        if isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, Tracer):
             raise ValueError(
                 f"`{type(self).__name__}`: {name} is being traced, so it lies on no device. "
                 "Use this between programs; inside one, `jc.all_reduce` reduces the value that "

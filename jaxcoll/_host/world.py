@@ -27,13 +27,13 @@ def ambient_world(axes: dict[str, int]) -> World:
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = getattr(mesh, "abstract_device", None)
-    platform = getattr(device, "platform", None) or jax.default_backend()
+    platform = str(getattr(device, "platform", None) or jax.default_backend())
     if not set(axes) <= set(mesh.axis_names):
-        return World(_PLATFORMS.get(platform, platform), math.prod(axes.values()))
+        return World(_PLATFORMS.get(platform, platform), tuple(axes.values()))
     owners = np.arange(mesh.size) // (mesh.size // min(jax.process_count(), mesh.size))
     return World(
         _PLATFORMS.get(platform, platform),
-        math.prod(axes.values()),
+        tuple(axes.values()),
         _processes(owners.reshape(tuple(mesh.shape.values())), tuple(mesh.axis_names), axes),
         partly_mapped=set(mesh.manual_axes) != set(mesh.axis_names),
     )
@@ -41,11 +41,11 @@ def ambient_world(axes: dict[str, int]) -> World:
 
 def mesh_world(mesh: jax.sharding.Mesh, axes: dict[str, int]) -> World:
     """The world of a reduction over `axes` of a mesh whose devices are known."""
-    platform = mesh.devices.flat[0].platform
+    platform = str(mesh.devices.flat[0].platform)
     owners = np.vectorize(lambda d: d.process_index, otypes=[int])(mesh.devices)
     return World(
         _PLATFORMS.get(platform, platform),
-        math.prod(axes.values()),
+        tuple(axes.values()),
         _processes(owners, mesh.axis_names, axes),
     )
 
@@ -57,7 +57,7 @@ def mesh_scope(mesh: jax.sharding.Mesh) -> Scope:
     def known(axes: tuple[tuple[str, int], ...]) -> World:
         here = {name: size for name, size in axes if name in mesh.axis_names}
         world = mesh_world(mesh, here)
-        return World(world.platform, math.prod(size for _, size in axes), world.processes)
+        return World(world.platform, tuple(size for _, size in axes), world.processes)
 
     return Scope(world=lambda axes: known(tuple(axes.items())))
 

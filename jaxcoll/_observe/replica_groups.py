@@ -14,15 +14,15 @@ from jaxcoll._observe.collective import Groups
 _LISTED = re.compile(r"\{((?:\{[\d,\s]*\},?\s*)*)\}")
 _COUNTED = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 _ON_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
+_NOTATIONS = (_LISTED, _COUNTED, _ON_MESH)
 _ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _AXIS = re.compile(r"'?([^',=:]+)'?=(\d+)")
 _AXIS_REF = re.compile(r"'?([^',=:]+)'?(?::\((\d+)\)(\d+))?")
 
 SubAxis = tuple[str, int, int | None]
-"""A mesh axis; how many steps of it are taken by parts before; the size of this part, if not all."""
+"""A mesh axis, how much of it lies before the part that is meant, the part (None: all of it)."""
 
 
-@functools.lru_cache(maxsize=256)  # a program repeats a few groups thousands of times
 def read_groups(text: str) -> Groups:
     """The groups at the beginning of `text`, which is what follows `replica_groups=` in HLO.
 
@@ -43,11 +43,23 @@ def read_groups(text: str) -> Groups:
       >>> read_groups("[2,2]<=[4]")
       ((0, 1), (2, 3))
     """
-    if found := _LISTED.match(text):
+    found = next(filter(None, (notation.match(text) for notation in _NOTATIONS)), None)
+    groups = None if found is None else _groups(found[0])
+    if groups is None:
+        raise ValueError(
+            "expected replica groups as {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'a'}; got "
+            f"{text[:60]!r}: the notation is newer than this reader, or the text is damaged."
+        )
+    return groups
+
+
+@functools.lru_cache(maxsize=256)  # a program repeats a few groups thousands of times
+def _groups(text: str) -> Groups | None:
+    if found := _LISTED.fullmatch(text):
         return tuple(numbers(group) for group in re.findall(r"\{([\d,\s]*)\}", found[1]))
-    if found := _COUNTED.match(text):
+    if found := _COUNTED.fullmatch(text):
         return as_groups(_device_order(found[2]).reshape(numbers(found[1])))
-    if found := _ON_MESH.match(text):
+    if found := _ON_MESH.fullmatch(text):
         axes = [_AXIS.fullmatch(axis.strip()) for axis in found[1].split(",")]
         refs = [_AXIS_REF.fullmatch(ref.strip()) for ref in found[3].split(",")]
         if all(axes) and all(refs):
@@ -56,10 +68,7 @@ def read_groups(text: str) -> Groups:
                 _device_order(found[2]) if found[2] else None,
                 [(r[1], int(r[2] or 1), int(r[3]) if r[3] else None) for r in refs if r],
             )
-    raise ValueError(
-        "expected replica groups as {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'a'}; got "
-        f"{text[:60]!r}: the notation is newer than this reader, or the text is damaged."
-    )
+    return None
 
 
 def mesh_groups(
@@ -107,6 +116,53 @@ def mesh_groups(
     return as_groups(grid.reshape(-1, math.prod(grid.shape[len(rest) :])))
 
 
+def device_groups(
+    listed: Groups,
+    kind: str,
+    *,
+    has_channel: bool,
+    has_global_ids: bool,
+    replicas: int,
+    partitions: int,
+) -> Groups:
+    """What listed groups mean: XLA numbers devices in three ways, told apart by two marks.
+
+    Args:
+      listed: the groups as written; () stands for one group of all.
+      kind: the collective's kind; a collective-permute lists pairs, which mean themselves.
+      has_channel: it talks across partitions, rather than across replicas.
+      has_global_ids: it counts through all devices, replica by replica.
+      replicas: of the program.
+      partitions: of each replica.
+
+    Returns:
+      The groups in numbers of devices.
+
+    Example:
+      >>> marks = dict(has_channel=True, has_global_ids=False)
+      >>> device_groups(((0,), (1,)), "all-reduce", **marks, replicas=2, partitions=2)
+      ((0, 1), (2, 3))
+    """
+    if kind == "collective-permute":
+        return listed
+    if has_global_ids:
+        return listed or (tuple(range(replicas * partitions)),)
+    if has_channel and kind in ("all-reduce", "all-gather", "reduce-scatter"):
+        # Groups of replicas, each with all of its partitions.
+        return tuple(
+            tuple(r * partitions + p for r in group for p in range(partitions))
+            for group in listed or (tuple(range(replicas)),)
+        )
+    return listed or (tuple(range(partitions if has_channel else replicas)),)
+
+
+def group_size(kind: str, groups: Groups) -> int:
+    """Devices of the largest group; of a collective-permute, those that send or receive."""
+    if kind == "collective-permute":
+        return len({device for pair in groups if len(set(pair)) > 1 for device in pair})
+    return max(map(len, groups))
+
+
 def as_groups(rows: np.ndarray) -> Groups:
     """The rows of a matrix of device numbers, as a value."""
     return tuple(map(tuple, rows.tolist()))
@@ -114,7 +170,7 @@ def as_groups(rows: np.ndarray) -> Groups:
 
 def numbers(text: str) -> tuple[int, ...]:
     """The integers of a list written with commas."""
-    return tuple(int(n) for n in text.split(",") if n.strip())
+    return tuple(map(int, text.rstrip(", ").split(","))) if text.strip() else ()
 
 
 def _device_order(text: str) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxcoll._plan.algorithms import DESCRIPTIONS, check_fits, owns_shards
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions
 from jaxcoll._plan.packing import BytesPerPack, PackingRule, Unpacked
 from jaxcoll._plan.world import World
@@ -14,10 +15,20 @@ GLOO_PACK = 4 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What will be done, and why, in words a plan can show."""
+    """What will be done, and why, in words a plan can show.
+
+    Attributes:
+      packing: which leaves travel together.
+      algorithm: a canonical name.
+      parts: how many arrays each pack is then cut in.
+      owners: shards of an outermost shuffle; 0: one for each replica.
+      reasons: one sentence for each decision.
+    """
 
     packing: PackingRule
     algorithm: str
+    parts: int
+    owners: int
     reasons: tuple[str, ...]
 
 
@@ -32,7 +43,10 @@ def choose(
       packing: a rule that was asked for by other means (`num_packs`), which then stands.
 
     Returns:
-      The rule, the algorithm's name, and one sentence for each decision.
+      The choice.
+
+    Raises:
+      ValueError: the algorithm, or the number of shards, does not fit the axes of this world.
     """
     if packing is not None:
         why_packing = "packs: as the cross-device ops were told"
@@ -50,18 +64,41 @@ def choose(
             "packs: none, because inside one process and on accelerators the compiler "
             "combines all-reduces itself and a copy would only cost time"
         )
-    algorithm, why_algorithm = _algorithm(options.implementation, world)
-    return Choice(packing, algorithm, (why_packing, why_algorithm))
+    algorithm, why_algorithm = _algorithm(options, world)
+    check_fits(algorithm, options.shards, world)
+    reasons = (why_packing, why_algorithm)
+    if not options.shards:
+        return Choice(packing, algorithm, 1, 0, reasons)
+    if owns_shards(algorithm):
+        why_shards = f"shards: {options.shards} for each pack, each with an owner, as asked"
+        return Choice(packing, algorithm, 1, options.shards, (*reasons, why_shards))
+    why_shards = f"shards: each pack is cut in {options.shards}, reduced side by side, as asked"
+    return Choice(packing, algorithm, options.shards, 0, (*reasons, why_shards))
 
 
-def _algorithm(implementation: CommunicationImplementation, world: World) -> tuple[str, str]:
-    if implementation is CommunicationImplementation.RING:
-        return "ring", "algorithm: a ring of neighbour exchanges, as asked"
+def _algorithm(options: CommunicationOptions, world: World) -> tuple[str, str]:
+    """The algorithm's name, and why it is that one."""
     carrier = {
         "gpu": "NCCL (RCCL on AMD)",
         "tpu": "the TPU interconnect",
         "cpu": "Gloo" if world.processes > 1 else "memory shared by the devices of this process",
     }.get(world.platform, f"the {world.platform} backend")
-    if implementation is CommunicationImplementation.NCCL and world.platform != "gpu":
-        return "native", f"algorithm: NCCL was asked for, but {carrier} carries it here"
-    return "native", f"algorithm: the compiler's own all-reduce, carried by {carrier}"
+    ring = options.implementation is CommunicationImplementation.RING
+    asked = options.algorithm or ("ring" if ring else "native")
+    if asked == "native":
+        if options.implementation is CommunicationImplementation.NCCL and world.platform != "gpu":
+            return asked, f"algorithm: NCCL was asked for, but {carrier} carries it here"
+        return asked, f"algorithm: the compiler's own all-reduce, carried by {carrier}"
+    *inner, outermost = asked.split("/")
+    if "native" not in inner or carrier != "Gloo":
+        return asked, f"algorithm: {_described(asked)}, as asked"
+    spared = "/".join([*("shuffle" if name == "native" else name for name in inner), outermost])
+    return spared, (
+        f"algorithm: {_described(spared)}; the compiler's own reduce-scatter was asked for "
+        "within, but Gloo's sends more than it has to, and in some releases loses data"
+    )
+
+
+def _described(algorithm: str) -> str:
+    """An algorithm in words, from inner to outer."""
+    return ", then, from group to group, ".join(DESCRIPTIONS[name] for name in algorithm.split("/"))

@@ -22,18 +22,20 @@ class Leaf:
       shape: its shape on one replica.
       dtype: the type it has in the tree.
       wire: the type it travels and is summed in.
+      over: sizes of the reduction's axes, outer first; 1 along those it is not summed over.
       kind: whatever else must agree before two leaves may share a pack.
       solid: it must keep its shape, so it shares no pack at all.
-      stays: it is summed over no axis, so no pack carries it.
+      indices: of rows by their indices, the indices' type: they are gathered, in no pack.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: np.dtype
     wire: np.dtype
+    over: tuple[int, ...]
     kind: Hashable = ()
     solid: bool = False
-    stays: bool = False
+    indices: np.dtype | None = None
 
     @property
     def size(self) -> int:
@@ -42,8 +44,15 @@ class Leaf:
 
     @property
     def travels(self) -> bool:
-        """Whether any pack carries it."""
-        return self.size > 0 and not self.stays
+        """Whether any pack carries it: it holds something, and is summed over some axis."""
+        return self.size > 0 and math.prod(self.over) > 1 and self.indices is None
+
+    @property
+    def gathers(self) -> int:
+        """Bytes of the rows and indices that one replica has every other gather; 0 if dense."""
+        if self.indices is None or math.prod(self.over) == 1:
+            return 0
+        return self.nbytes + self.shape[0] * self.indices.itemsize
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,9 @@ import warnings
 from typing import Any, final
 
 import jax
+from jax.core import Tracer
+
+from jaxcoll._plan.algorithms import canonical
 
 
 class ReduceOp(enum.Enum):
@@ -62,7 +65,7 @@ def _member(kind: type[enum.Enum], argument: str, value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     """`repr(value)`, with the advice a tracer calls for."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return f"the traced value {value}, which is not known here: make this argument static"
     return repr(value)
 
@@ -84,23 +87,31 @@ _DEFAULTS: dict[str, Any] = {
     "bytes_per_pack": 0,
     "timeout_seconds": None,
     "implementation": CommunicationImplementation.AUTO,
+    "algorithm": None,
+    "shards": 0,
+}
+
+# Both say what carries a reduction, so that what an override says of either replaces both.
+_CARRIER = ("implementation", "algorithm")
+
+_ALGORITHM_OF = {
+    CommunicationImplementation.RING: "ring",
+    CommunicationImplementation.NCCL: "native",
 }
 
 
-def _bytes_per_pack(value: Any) -> int:
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 0:
+def _count(argument: str, meaning: str, value: Any) -> int:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if whole and int(value) >= 0:
         return int(value)
-    raise ValueError(
-        "`bytes_per_pack` must be a non-negative integer number of bytes "
-        f"(0: decided automatically); got {_shown(value)}."
-    )
+    raise ValueError(f"`{argument}` must be a non-negative integer {meaning}; got {_shown(value)}.")
 
 
 def _timeout_seconds(value: Any) -> float | None:
     if value is None:
         return None
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if number and math.isfinite(value) and value >= 0:
+    if number and math.isfinite(value) and float(value) >= 0:
         return float(value)
     raise ValueError(
         "`timeout_seconds` must be None or a finite, non-negative number of seconds "
@@ -108,10 +119,22 @@ def _timeout_seconds(value: Any) -> float | None:
     )
 
 
+def _algorithm(value: Any) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return canonical(value)
+    raise ValueError(f"`algorithm` must be None or the name of one; got {_shown(value)}.")
+
+
 _CHECKS: dict[str, Any] = {
-    "bytes_per_pack": _bytes_per_pack,
+    "bytes_per_pack": lambda v: _count(
+        "bytes_per_pack", "number of bytes (0: decided automatically)", v
+    ),
     "timeout_seconds": _timeout_seconds,
     "implementation": lambda v: _member(CommunicationImplementation, "implementation", v),
+    "algorithm": _algorithm,
+    "shards": lambda v: _count("shards", "(0: as many as the algorithm has by itself)", v),
 }
 
 
@@ -133,9 +156,18 @@ class CommunicationOptions:
       timeout_seconds: seconds after which a host-level call or a wrapped step gives up. None
         and 0: no deadline.
       implementation: a `CommunicationImplementation`, or its name in any case.
+      algorithm: "native", "ring", "halving_doubling" or "shuffle"; or "inner/outer" made of two
+        of them, for a reduction over a tuple of axes (outer, inner): a reduce-scatter within,
+        an all-reduce of each shard between, an all-gather within. TensorFlow's names are taken
+        too: "nccl" is native, "xring" ring, "rechd" halving_doubling, "pscpu" and "psgpu"
+        shuffle. None: what `implementation` says.
+      shards: how many parts a pack is cut in, which travel in as many reductions side by side.
+        With a shuffle (of "inner/outer": an outer one), how many replicas own a part and sum
+        it: at most all of them. 0: one part; with a shuffle, one for each replica.
 
     Raises:
-      ValueError: an argument has an impossible value; the message names both.
+      ValueError: an argument has an impossible value, which the message names with it; or
+        `implementation` and `algorithm` ask for different things.
 
     Example:
       >>> strategy = CommunicationOptions(bytes_per_pack=4 << 20, implementation="ring")
@@ -151,16 +183,25 @@ class CommunicationOptions:
     def __init__(
         self,
         bytes_per_pack: int | _Unset = UNSET,
-        timeout_seconds: float | None | _Unset = UNSET,
+        timeout_seconds: float | _Unset | None = UNSET,
         implementation: CommunicationImplementation | str | _Unset = UNSET,
+        *,
+        algorithm: str | _Unset | None = UNSET,
+        shards: int | _Unset = UNSET,
     ) -> None:
-        said = (bytes_per_pack, timeout_seconds, implementation)
+        said = (bytes_per_pack, timeout_seconds, implementation, algorithm, shards)
         given = tuple(
             (name, _CHECKS[name](value))
             for name, value in zip(_DEFAULTS, said, strict=True)
             if value is not UNSET
         )
         object.__setattr__(self, "_given", given)
+        means = _ALGORITHM_OF.get(self.implementation)
+        if means and self.algorithm not in (None, means):
+            raise ValueError(
+                f"`implementation` {self.implementation.name} means the algorithm {means!r}, but "
+                f"`algorithm` asks for {self.algorithm!r}: give one of the two."
+            )
 
     @property
     def bytes_per_pack(self) -> int:
@@ -177,6 +218,16 @@ class CommunicationOptions:
         """What carries the reduction."""
         return self._read("implementation")
 
+    @property
+    def algorithm(self) -> str | None:
+        """The algorithm's name in jaxcoll's words; None when `implementation` decides."""
+        return self._read("algorithm")
+
+    @property
+    def shards(self) -> int:
+        """Parts of each pack, or owners of them; 0 when the algorithm decides."""
+        return self._read("shards")
+
     def replace(self, **changes: Any) -> CommunicationOptions:
         """These options with some changed; `UNSET` takes an option back to "not said"."""
         unknown = sorted(set(changes) - set(_DEFAULTS))
@@ -187,8 +238,16 @@ class CommunicationOptions:
         return CommunicationOptions(**{**dict(self._given), **changes})
 
     def merge(self, override: CommunicationOptions | None) -> CommunicationOptions:
-        """These options, with everything `override` has set taken from it."""
-        return self if override is None else self.replace(**dict(override._given))
+        """These options, with everything `override` has set taken from it.
+
+        `implementation` and `algorithm` answer one question: an override that gives either
+        takes the place of both.
+        """
+        if override is None:
+            return self
+        said = dict(override._given)
+        silenced = _CARRIER if any(name in said for name in _CARRIER) else ()
+        return self.replace(**{**dict.fromkeys(silenced, UNSET), **said})
 
     def _read(self, name: str) -> Any:
         return dict(self._given).get(name, _DEFAULTS[name])
@@ -215,7 +274,7 @@ class CommunicationOptions:
         return (_restore, (dict(self._given),))
 
     def __repr__(self) -> str:
-        said = (f"{k}={v.name if isinstance(v, enum.Enum) else v}" for k, v in self._given)
+        said = (f"{k}={v.name if isinstance(v, enum.Enum) else repr(v)}" for k, v in self._given)
         return f"CommunicationOptions({', '.join(said)})"
 
 

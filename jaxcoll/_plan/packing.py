@@ -33,7 +33,19 @@ class Unpacked:
     """Every leaf travels alone, in its own shape."""
 
 
-PackingRule = BytesPerPack | NumPacks | Unpacked
+@dataclasses.dataclass(frozen=True)
+class GroupSmall:
+    """Runs of neighbouring leaves of at most `max_bytes` each travel in groups; others alone.
+
+    A run is of one dtype and kind, and a larger leaf ends it; a group has at most `max_group`
+    leaves.
+    """
+
+    max_bytes: int
+    max_group: int
+
+
+PackingRule = BytesPerPack | NumPacks | GroupSmall | Unpacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +59,21 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """What travels as one array: segments of one dtype, in order."""
+    """What travels as one array: segments of one dtype, in order.
+
+    Attributes:
+      dtype: the type it travels in.
+      over: sizes of the reduction's axes, outer first; 1 along those it is not summed over.
+      kind: what its leaves agree in beside.
+      segments: what it carries.
+      solid: it is one whole leaf, which must keep its shape.
+    """
 
     dtype: np.dtype
+    over: tuple[int, ...]
     kind: Hashable
     segments: tuple[Segment, ...]
+    solid: bool = False
 
     @property
     def size(self) -> int:
@@ -67,8 +89,9 @@ class Pack:
 def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
     """Assign every element of every leaf to exactly one pack.
 
-    Law: a pack holds one dtype and one kind; leaves keep their order inside a pack; empty
-    leaves, and those that stay, are in none. Packs are ordered by the first leaf they carry.
+    Law: a pack holds one dtype and one kind, summed over the same axes; leaves keep their order
+    inside a pack; leaves that do not travel are in none. Packs are ordered by the first leaf
+    they carry.
 
     Args:
       leaves: the leaves of a tree, in its order.
@@ -78,30 +101,73 @@ def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
       The packs, ordered by the leaf they begin with.
     """
     packs = [
-        Pack(leaf.wire, leaf.kind, (Segment(i, 0, leaf.size),))
+        Pack(leaf.wire, leaf.over, leaf.kind, (Segment(i, 0, leaf.size),), leaf.solid)
         for i, leaf in enumerate(leaves)
         if leaf.travels and (leaf.solid or isinstance(rule, Unpacked))
     ]
-    if not isinstance(rule, Unpacked):
+    if isinstance(rule, GroupSmall):
+        for members in _small_runs(leaves, rule):
+            segments = tuple(Segment(i, 0, leaves[i].size) for i in members)
+            packs.append(Pack(*_agreement(leaves[members[0]]), segments))
+    elif not isinstance(rule, Unpacked):
         groups = _groups(leaves)
         counts = _shares(leaves, list(groups.values()), rule)
-        for ((dtype, kind), members), count in zip(groups.items(), counts, strict=True):
-            cut = (
+        for (agreed, members), count in zip(groups.items(), counts, strict=True):
+            contents = (
                 _close_before(leaves, members, rule.limit)
                 if isinstance(rule, BytesPerPack)
-                else _cut_evenly(leaves, members, count)
+                else _cut_evenly([Segment(i, 0, leaves[i].size) for i in members], count)
             )
-            packs += [Pack(dtype, kind, tuple(segments)) for segments in cut]
+            packs += [Pack(*agreed, tuple(segments)) for segments in contents]
     return tuple(sorted(packs, key=lambda p: (p.segments[0].leaf, p.segments[0].start)))
 
 
-def _groups(leaves: Sequence[Leaf]) -> dict[tuple[np.dtype, Hashable], list[int]]:
+def cut(packs: Sequence[Pack], parts: int) -> tuple[Pack, ...]:
+    """Each pack in `parts` packs of near-equal size, in the same order; solid ones stay whole."""
+    return tuple(
+        dataclasses.replace(pack, segments=tuple(segments))
+        for pack in packs
+        for segments in (
+            [pack.segments] if pack.solid else _cut_evenly(pack.segments, min(parts, pack.size))
+        )
+    )
+
+
+Agreement = tuple[np.dtype, tuple[int, ...], Hashable]
+
+
+def _agreement(leaf: Leaf) -> Agreement:
+    """What two leaves must agree in to share a pack."""
+    return leaf.wire, leaf.over, leaf.kind
+
+
+def _groups(leaves: Sequence[Leaf]) -> dict[Agreement, list[int]]:
     """Indices of the leaves that may share packs, by what they must agree in."""
-    groups: dict[tuple[np.dtype, Hashable], list[int]] = {}
+    groups: dict[Agreement, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.travels and not leaf.solid:
-            groups.setdefault((leaf.wire, leaf.kind), []).append(i)
+            groups.setdefault(_agreement(leaf), []).append(i)
     return groups
+
+
+def _small_runs(leaves: Sequence[Leaf], rule: GroupSmall) -> Iterator[list[int]]:
+    """Indices of the leaves that travel together, one by one where they are large."""
+    run: list[int] = []
+    for i, leaf in enumerate(leaves):
+        if not leaf.travels:
+            continue
+        if run and (
+            leaf.solid
+            or len(run) == rule.max_group
+            or max(leaf.nbytes, leaves[run[-1]].nbytes) > rule.max_bytes
+            or _agreement(leaf) != _agreement(leaves[run[-1]])
+        ):
+            yield run
+            run = []
+        if not leaf.solid:
+            run.append(i)
+    if run:
+        yield run
 
 
 def _close_before(
@@ -111,6 +177,9 @@ def _close_before(
 
     A leaf that fits into no pack travels past it, so that the small leaves between large ones
     (a bias after every matrix) still meet.
+
+    Yields:
+      The segments of one pack.
     """
     pack: list[Segment] = []
     nbytes = 0
@@ -127,22 +196,20 @@ def _close_before(
         yield pack
 
 
-def _cut_evenly(
-    leaves: Sequence[Leaf], members: Sequence[int], count: int
-) -> Iterator[list[Segment]]:
-    """`count` runs of the flattened group whose sizes differ by one element at most."""
-    total = sum(leaves[i].size for i in members)
+def _cut_evenly(segments: Sequence[Segment], count: int) -> Iterator[list[Segment]]:
+    """The same elements in `count` runs whose sizes differ by one at most."""
+    total = sum(s.size for s in segments)
     sizes = [total // count + (k < total % count) for k in range(count)]
-    waiting = iter(members)
-    leaf, start = next(waiting), 0
+    waiting = iter(segments)
+    rest = next(waiting)
     for size in sizes:
         pack: list[Segment] = []
         while size:
-            if start == leaves[leaf].size:
-                leaf, start = next(waiting), 0
-            step = min(size, leaves[leaf].size - start)
-            pack.append(Segment(leaf, start, step))
-            start, size = start + step, size - step
+            rest = rest if rest.size else next(waiting)
+            step = min(size, rest.size)
+            pack.append(Segment(rest.leaf, rest.start, step))
+            rest = Segment(rest.leaf, rest.start + step, rest.size - step)
+            size -= step
         yield pack
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,16 +12,21 @@ class World:
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
-      replicas: devices along the reduced axes.
+      sizes: replicas along each of the reduced axes, outer first.
       processes: processes that those devices belong to; 1 when nothing leaves the process.
       partly_mapped: some axis of the mesh is not mapped at this point.
     """
 
     platform: str = "cpu"
-    replicas: int = 1
+    sizes: tuple[int, ...] = (1,)
     processes: int = 1
     partly_mapped: bool = False
 
+    @property
+    def replicas(self) -> int:
+        """Devices along the reduced axes together."""
+        return math.prod(self.sizes)
+
     def __str__(self) -> str:
         where = f"{self.processes} processes" if self.processes > 1 else "one process"
-        return f"{self.replicas} × {self.platform}, {where}"
+        return f"{' × '.join(map(str, self.sizes))} × {self.platform}, {where}"

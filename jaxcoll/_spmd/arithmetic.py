@@ -37,8 +37,9 @@ class Recipe:
     @property
     def halvings(self) -> int:
         """Powers of two taken off a float16 before a mean, so that no partial sum overflows."""
-        half = self.divisor is not None and self.wire == np.float16 and self.over
-        return math.ceil(math.log2(self.divisor)) if half else 0
+        if self.divisor is None or self.wire != np.float16 or not self.over:
+            return 0
+        return math.ceil(math.log2(self.divisor))
 
 
 def before(array: jax.Array, recipe: Recipe) -> jax.Array:

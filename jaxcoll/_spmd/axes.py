@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
 from jax import lax
+from jax.core import Tracer
 
 from jaxcoll import _compat
 
@@ -23,7 +23,7 @@ def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:
       NameError: no enclosing `shard_map`, `pmap` or `vmap` binds a name.
     """
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    if any(isinstance(name, jax.core.Tracer) for name in names):
+    if any(isinstance(name, Tracer) for name in names):
         raise ValueError(
             f"`{caller}` got a traced value for `axis_name`; an axis is known by its name: "
             "pass the string itself, and make the argument static if a jitted function takes it."

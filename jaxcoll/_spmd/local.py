@@ -36,6 +36,9 @@ def value_and_local_grad(
 
     Returns:
       `((value, aux), grads)`, *varying* over `axes` where types tell replicas apart.
+
+    Raises:
+      TypeError: the loss's own; or JAX's, where neither way to trace the loss type-checks.
     """
     differentiate = jax.value_and_grad(loss, argnums, has_aux=True)
     try:

@@ -1,26 +1,49 @@
-"""The compiler's own all-reduce behind the algorithms' signature; the baseline of all others."""
+"""The compiler's own collectives behind the algorithms' signature; the baseline of all others."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import jax
 from jax import lax
 
 
-def all_reduce(packs: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-    """The sum of each pack over all replicas along `axes`.
+def all_reduce(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum of `array` over all replicas along `axes`.
 
     Args:
-      packs: arrays of any shape and dtype, each *varying* over `axes` where types tell.
+      array: of any shape and dtype, *varying* over `axes` where types tell.
       axes: names of the axes, outer first.
 
     Returns:
-      The sums, *invariant* over `axes`. Cost: one all-reduce an array is requested; compilers
-      combine them. 2(n-1)/n of the bytes leave each device with a byte-optimal backend.
+      The sum, in the array's shape, *invariant* over `axes`. Cost: one all-reduce is requested;
+      compilers combine several. 2(n-1)/n of the bytes leave each device with a byte-optimal
+      backend.
     """
-    summed = []
-    for k, pack in enumerate(packs):
-        with jax.named_scope(f"jaxcoll_pack{k}"):
-            summed.append(lax.psum(pack, axes))
-    return summed
+    return lax.psum(array, axes)
+
+
+def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """This replica's own shard, summed over all replicas along `axes`.
+
+    Args:
+      shards: of shape (n, k), one row for each of n replicas.
+      axes: names of the axes, outer first.
+
+    Returns:
+      Row `rank` of the sum, of shape (k,), *varying*. Cost: one collective; (n-1)/n of the bytes.
+    """
+    return lax.psum_scatter(shards, axes)
+
+
+def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
+    """The replicas' shards along `axes`.
+
+    Args:
+      shard: this replica's own, of shape (k,).
+      count: how many there are: as many as replicas.
+      axes: names of the axes, outer first.
+
+    Returns:
+      All shards in the replicas' order, of shape (count, k), typed *varying*, with the same bits
+      everywhere. Cost: one collective; (n-1)/n of their bytes.
+    """
+    return lax.all_gather(shard, axes)

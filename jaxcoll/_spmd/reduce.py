@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,13 @@ from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packing import PackingRule
 from jaxcoll._plan.plan import Plan, make_plan
 from jaxcoll._plan.world import World
-from jaxcoll._spmd import native, ring
+from jaxcoll._spmd import algorithms
 from jaxcoll._spmd.arithmetic import Recipe, after, before
 from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.indexed_slices import IndexedSlices
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
-
-Algorithm = Callable[[Sequence[jax.Array], tuple[str, ...]], list[jax.Array]]
-
-ALGORITHMS: dict[str, Algorithm] = {"native": native.all_reduce, "ring": ring.all_reduce}
+from jaxcoll._spmd.sparse import alike, gathered, is_sparse
 
 Invariant = Literal["error", "summed", "replicated"]
 
@@ -51,7 +49,7 @@ def all_reduce(
 
     Args:
       reduce_op: SUM or MEAN.
-      value: a pytree of arrays.
+      value: a pytree of arrays and IndexedSlices.
       axis_name: one axis, or several, outer first.
       scope: options, world, and who wants to know.
       invariant: what a leaf that is already the same everywhere is taken for.
@@ -62,7 +60,8 @@ def all_reduce(
 
     Raises:
       NameError: an axis is not bound here.
-      ValueError: a leaf cannot be reduced, or an argument is none of those it may be.
+      ValueError: a leaf cannot be reduced, an argument is none of those it may be, or the
+        algorithm that was asked for does not fit the axes.
       AlreadyReducedError: a leaf is already reduced and nothing says how it is meant.
     """
     if invariant not in get_args(Invariant):
@@ -72,12 +71,11 @@ def all_reduce(
         )
     axes = bound_axes(axis_name, "all_reduce")
     world = scope.world(axes)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(value)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
     paths = [jax.tree_util.keystr(path) for path, _ in flat]
-    arrays = [
-        _compat.as_varying(_as_array(path, leaf), [a for a in axes if a in scope.untyped])
-        for path, (_, leaf) in zip(paths, flat, strict=True)
-    ]
+    untyped = [a for a in axes if a in scope.untyped]
+    taken = [_taken(path, leaf, untyped) for path, (_, leaf) in zip(paths, flat, strict=True)]
+    arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
     recipes = [
         _recipe(reduce_op, path, array, axes, world, invariant)
         for path, array in zip(paths, arrays, strict=True)
@@ -87,33 +85,37 @@ def all_reduce(
             path=path,
             shape=array.shape,
             dtype=recipe.dtype,
-            wire=recipe.wire,
+            wire=recipe.dtype if isinstance(whole, IndexedSlices) else recipe.wire,
             kind=recipe,
+            over=tuple(n if a in recipe.over else 1 for a, n in axes.items()),
             solid=_compat.is_partially_sharded(array),
-            stays=not recipe.over,
+            indices=np.dtype(whole.indices.dtype) if isinstance(whole, IndexedSlices) else None,
         )
-        for path, array, recipe in zip(paths, arrays, recipes, strict=True)
+        for path, whole, array, recipe in zip(paths, taken, arrays, recipes, strict=True)
     ]
     plan = make_plan(reduce_op, leaves, scope.options, world, packing)
     scope.record(plan)
     reduced = unpack(_carry_out(plan, pack(arrays, plan.packs)), plan.packs, leaves)
-    results = [
-        after(before(array, recipe), recipe) if result is None else result
-        for array, recipe, result in zip(arrays, recipes, reduced, strict=True)
-    ]
-    return jax.tree_util.tree_unflatten(treedef, results)
+    results = map(_settled, taken, recipes, reduced)
+    return scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
+
+
+def _settled(leaf: jax.Array | IndexedSlices, recipe: Recipe, packed: jax.Array | None) -> Any:
+    """The result for one leaf: what came out of its packs, if any carried it."""
+    if isinstance(leaf, IndexedSlices):
+        return gathered(leaf, recipe)
+    return after(before(leaf, recipe), recipe) if packed is None else packed
 
 
 def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
-    """Each pack reduced over its own axes; packs over the same axes go to the algorithm at once."""
-    recipes: list[Recipe] = [p.kind for p in plan.packs]
-    travelling = [before(x, recipe) for x, recipe in zip(packs, recipes, strict=True)]
-    sums: dict[int, jax.Array] = {}
-    for over in dict.fromkeys(recipe.over for recipe in recipes):
-        members = [k for k, recipe in enumerate(recipes) if recipe.over == over]
-        totals = ALGORITHMS[plan.algorithm]([travelling[k] for k in members], over)
-        sums.update(zip(members, totals, strict=True))
-    return [after(sums[k], recipe) for k, recipe in enumerate(recipes)]
+    """Each pack summed, by the stages that the plan has for it."""
+    sums = []
+    for k, (planned, array) in enumerate(zip(plan.packs, packs, strict=True)):
+        recipe = cast(Recipe, planned.kind)
+        with jax.named_scope(f"jaxcoll_pack{k}"):
+            total = algorithms.all_reduce(before(array, recipe), plan.stages(planned), recipe.axes)
+            sums.append(after(total, recipe))
+    return sums
 
 
 def _recipe(
@@ -143,6 +145,15 @@ def _recipe(
         times=repeated,
         divisor=count(axes) // repeated if reduce_op is ReduceOp.MEAN else None,
     )
+
+
+def _taken(path: str, leaf: Any, untyped: Sequence[str]) -> jax.Array | IndexedSlices:
+    """`leaf` as it is reduced, or an error that names its place."""
+    if not isinstance(leaf, IndexedSlices):
+        return _compat.as_varying(_as_array(path, leaf), untyped)
+    leaf.check(f"`all_reduce`: {where(path)}")
+    check_reducible(path + ".values", leaf.values.dtype)
+    return alike(leaf, untyped)
 
 
 def _as_array(path: str, value: Any) -> jax.Array:

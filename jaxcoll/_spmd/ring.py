@@ -6,50 +6,50 @@ workstations", Journal of Parallel and Distributed Computing 69 (2009).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcoll import _compat
+from jaxcoll._spmd.exchange import passed_on, turned
 
 
-def all_reduce(packs: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-    """The sum of each pack over all replicas along `axes`.
+def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """This replica's own shard, summed over all replicas along `axes`.
 
     Args:
-      packs: arrays of any shape and dtype, each *varying* over `axes` where types tell.
+      shards: of shape (n, k), one row for each of n replicas, *varying* where types tell.
       axes: names of the axes, outer first; the ring visits the replicas in that order.
 
     Returns:
-      The sums, *invariant* over `axes`: every replica ends with the same bits. Cost: 2(n-1)
-      steps an array; 2(n-1)/n of its bytes, padded to n equal shards, leave each device.
+      Row `rank` of the sum, of shape (k,), *varying*. Cost: n-1 steps; (n-1)/n of the bytes
+      leave each device.
     """
-    summed = []
-    for k, pack in enumerate(packs):
-        with jax.named_scope(f"jaxcoll_pack{k}"):
-            summed.append(_compat.as_invariant(_ring(pack, axes), axes, summed=True))
-    return summed
+    n, rank = len(shards), lax.axis_index(axes)
 
+    def own_part_of(step: int) -> jax.Array:
+        return lax.dynamic_index_in_dim(shards, (rank - 1 - step) % n, keepdims=False)
 
-def _ring(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    n = lax.axis_size(axes)
-    rank = lax.axis_index(axes)
-    to_next = [(i, (i + 1) % n) for i in range(n)]
-    shard = -(-array.size // n)
-    shards = jnp.pad(array.reshape(-1), (0, n * shard - array.size)).reshape(n, shard)
-
-    def mine(step: int) -> jax.Array:
-        return lax.dynamic_index_in_dim(shards, (rank - step) % n, keepdims=False)
-
-    # After n-1 steps the shard that passes through every replica, and ends here, is rank+1.
-    travelling = mine(0)
+    # A shard sets out from the replica after its owner, and ends where it belongs.
+    travelling = own_part_of(0)
     for step in range(1, n):
-        travelling = lax.ppermute(travelling, axes, to_next) + mine(step)
-    gathered = [travelling]
-    for _ in range(1, n):
-        gathered.append(lax.ppermute(gathered[-1], axes, to_next))
-    # gathered[k] is shard rank+1-k: put them in order by turning the stack, not by scattering.
-    in_order = jnp.roll(jnp.stack(gathered[::-1]), rank + 2, axis=0)
-    return in_order.reshape(-1)[: array.size].reshape(array.shape)
+        travelling = passed_on(travelling, axes, 1) + own_part_of(step)
+    return travelling
+
+
+def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
+    """The replicas' shards along `axes`.
+
+    Args:
+      shard: this replica's own, of shape (k,).
+      count: how many there are: n, as many as replicas.
+      axes: names of the axes, outer first.
+
+    Returns:
+      All shards in the replicas' order, of shape (count, k), typed *varying*, with the same bits
+      everywhere. Cost: n-1 steps; (n-1)/n of their bytes leave each device.
+    """
+    gathered = [shard]
+    for _ in range(1, count):
+        gathered.append(passed_on(gathered[-1], axes, 1))
+    # gathered[k] is shard rank-k: put them in order by turning the stack, not by scattering.
+    return turned(jnp.stack(gathered[::-1]), -1 - lax.axis_index(axes))

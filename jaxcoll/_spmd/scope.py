@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 
+from jaxcoll import _compat
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
@@ -27,16 +30,25 @@ class Scope:
       options: defaults under the options of each call.
       record: told each plan as it is carried out.
       untyped: axes along which types say "invariant" of values that are not (see `local.py`).
+      marked: axes along which no type, but a mark, says that results are equal (see
+        `replication.py`).
     """
 
     world: Callable[[dict[str, int]], World]
     options: CommunicationOptions = CommunicationOptions()
     record: Callable[[Plan], None] = lambda plan: None
     untyped: frozenset[str] = frozenset()
+    marked: frozenset[str] = frozenset()
 
     def merged(self, options: CommunicationOptions | None) -> Scope:
         """This scope with a call's own options over its defaults."""
         return dataclasses.replace(self, options=self.options.merge(options))
+
+    def vouched(self, result: Any, axes: Iterable[str]) -> Any:
+        """The result of a reduction over `axes`, marked where somebody will look for it."""
+        for axis in self.marked.intersection(axes):
+            result = jax.tree.map(functools.partial(_compat.as_same, axis=axis), result)
+        return result
 
 
 _current = jax.make_user_context(default_value=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -13,7 +14,6 @@ from typing import Any
 from jaxcoll.bench.launch import LaunchError, join, launch
 
 _LINE = "JAXCOLL-RESULT "
-_NO_RICH = "`jaxcoll bench` needs rich: pip install 'jaxcoll[bench]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--variants",
         default="auto",
-        help="comma-separated: auto, one pack, 4 MiB packs, ring (default: auto); per-leaf psum "
-        "and its A/A twin are always measured",
+        help="comma-separated: auto, one pack, 4 MiB packs, ring, halving_doubling, shuffle "
+        "(default: auto); per-leaf psum and its A/A twin are always measured",
     )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--reduce-op", choices=["mean", "sum"], default="mean")
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
       The exit status: 0, or 2 with one line on standard error.
     """
     try:
+        _check_extras()
         trees = args.tree or ["resnet50"]
         lines = _launched(args) if args.processes and "JAXCOLL_RANK" not in os.environ else None
         if lines is None:
@@ -67,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
     except (LaunchError, ValueError, OSError) as error:
         print(f"jaxcoll bench: {error}", file=sys.stderr)
         return 2
-    except ModuleNotFoundError as error:
-        if error.name != "rich":
-            raise
-        print(_NO_RICH, file=sys.stderr)
-        return 2
     return 0
+
+
+def _check_extras() -> None:
+    if not importlib.util.find_spec("rich"):
+        raise ValueError("needs rich, which is not installed: pip install 'jaxcoll[bench]'")
 
 
 def _launched(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -29,9 +29,7 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def interleaved(
-    calls: Mapping[str, Callable[[], Any]], rounds: int
-) -> Iterator[dict[str, float]]:
+def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int) -> Iterator[dict[str, float]]:
     """Time every call once a round, in an order that is reversed every other round.
 
     Args:

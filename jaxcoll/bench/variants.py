@@ -38,7 +38,9 @@ def variants(reduce_op: str) -> dict[str, Reduce]:
         "auto": ours(),
         "one pack": ours(bytes_per_pack=1 << 40),
         "4 MiB packs": ours(bytes_per_pack=4 << 20),
-        "ring": ours(implementation="ring"),
+        "ring": ours(algorithm="ring"),
+        "halving_doubling": ours(algorithm="halving_doubling"),
+        "shuffle": ours(algorithm="shuffle"),
     }
 
 
@@ -60,10 +62,14 @@ def values(shapes: list[jax.ShapeDtypeStruct], mesh: Mesh) -> list[jax.Array]:
         jax.make_array_from_callback(
             (mesh.size, *spec.shape),
             sharding,
-            lambda index, i=i, spec=spec: row(i, spec, index[0].start or 0)[None],
+            lambda index, i=i, spec=spec: row(i, spec, _start(index))[None],
         )
         for i, spec in enumerate(shapes)
     ]
+
+
+def _start(index: Any) -> int:
+    return index[0].start or 0
 
 
 def program(reduce: Reduce, mesh: Mesh) -> Any:

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 
 import jaxcoll as jc
 from jaxcoll import Mirrored, NcclAllReduce, PerReplica, ReductionToOneDevice
-from jaxcoll._host.nccl_all_reduce import all_reduce_program
+from jaxcoll._host.all_reduce_program import Route, all_reduce_program
+from jaxcoll._host.mesh import line_of
 from jaxcoll._plan.packing import NumPacks, Unpacked
 
 P = jax.sharding.PartitionSpec
@@ -26,6 +27,8 @@ OPS = {
     "nccl": NcclAllReduce(),
     "nccl-packs0": NcclAllReduce(num_packs=0),
     "nccl-packs3": NcclAllReduce(num_packs=3),
+    "hierarchical-packs8": jc.HierarchicalCopyAllReduce(num_packs=8),
+    "hierarchical-small": jc.AllReduceCrossDeviceOps("hierarchical_copy", 0, 100, 10),
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
 SIMPLE = pytest.mark.parametrize("ops", [OPS["one"], OPS["nccl"]], ids=["one", "nccl"])
@@ -423,7 +426,9 @@ def test_one_batch_is_one_program_even_if_the_devices_are_told_in_another_order(
 def requested(value, packing, options=None):
     """Dtype and elements of each all-reduce in the program as it is handed to the compiler."""
     program = all_reduce_program(
-        value.devices, jc.ReduceOp.SUM, options or jc.CommunicationOptions(), packing
+        line_of(value.devices, "replica"),
+        jc.ReduceOp.SUM,
+        (Route(options or jc.CommunicationOptions(), packing),),
     )
     text = program.lower([value]).as_text(dialect="hlo")
     found = re.findall(r"= (\w+)\[([\d,]*)\]\S* all-reduce\(", text)
@@ -439,7 +444,7 @@ def compiled_collectives(monkeypatch, ops, value, options=None):
         texts.append(program.lower([value]).compile().as_text())
         return program
 
-    monkeypatch.setattr("jaxcoll._host.nccl_all_reduce.all_reduce_program", spy)
+    monkeypatch.setattr("jaxcoll._host.all_reduce_ops.all_reduce_program", spy)
     ops.reduce("sum", value, value, options=options)
     (text,) = texts
     return {
@@ -561,8 +566,9 @@ def test_an_op_that_is_no_reduction_is_refused(ops, op):
 
 
 @SIMPLE
-@pytest.mark.parametrize("bad", [[1.0, 2.0], (1.0,), {"a": 1.0}, "1", None, object()],
-                         ids=lambda bad: type(bad).__name__)
+@pytest.mark.parametrize(
+    "bad", [[1.0, 2.0], (1.0,), {"a": 1.0}, "1", None, object()], ids=lambda bad: type(bad).__name__
+)
 def test_a_value_that_is_none_is_refused(ops, bad):
     with pytest.raises(
         ValueError, match=r"`reduce` expects a PerReplica, a Mirrored, an array or a number; got .*"

@@ -161,7 +161,9 @@ def test_plans_are_complete_after_the_step_has_run():
 
 def test_lowers_from_shapes_alone():
     step, _ = counted()
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (PARAMS, {"x": X, "y": Y}))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (PARAMS, {"x": X, "y": Y})
+    )
     text = step.lower(*shapes).compile().as_text()
     assert text.count(" all-reduce(") == 1
 
@@ -177,7 +179,8 @@ def test_an_output_that_varies_is_refused_by_name():
 
 def test_varying_outputs_can_be_concatenated_in_replica_order():
     step = jc.data_parallel(
-        lambda p, x: (x @ p["w"], jc.all_reduce("sum", x.sum(), "data")), varying_outputs="concatenate"
+        lambda p, x: (x @ p["w"], jc.all_reduce("sum", x.sum(), "data")),
+        varying_outputs="concatenate",
     )
     predictions, total = step(PARAMS, X)
     np.testing.assert_allclose(predictions, X @ PARAMS["w"], rtol=1e-5)
@@ -191,7 +194,9 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_sizes():
     with pytest.raises(ValueError, match=r"args\[1\]\['x'\] has 21 rows, which do not divide over 8 "
                        r"replicas along 'data' \(21 = 8 × 2 \+ 5\).*WeightedLoss"):  # fmt: skip
         step(PARAMS, {"x": X[:21], "y": Y[:21]})
-    with pytest.raises(ValueError, match=r"args\[1\]\['x'\] is a scalar and cannot be split over 8"):
+    with pytest.raises(
+        ValueError, match=r"args\[1\]\['x'\] is a scalar and cannot be split over 8"
+    ):
         step(PARAMS, {"x": 3.0, "y": Y})
     assert traces == []
     step(PARAMS, {"x": X, "y": Y})
@@ -203,7 +208,7 @@ def test_a_padded_batch_with_weights_equals_the_unpadded_one():
         return jc.WeightedLoss(jnp.sum(errors * batch["real"]), jnp.sum(batch["real"]))
 
     step = jc.data_parallel(lambda p, b: jc.value_and_grad(weighted, "data")(p, b))
-    pad = lambda a: np.concatenate([a[:21], np.zeros((3, *a.shape[1:]), "f")])  # noqa: E731
+    pad = lambda a: np.concatenate([a[:21], np.zeros((3, *a.shape[1:]), "f")])
     got = step(PARAMS, {"x": pad(X), "y": pad(Y), "real": pad(np.ones(24, "f"))})
     want = jax.value_and_grad(loss)(PARAMS, {"x": X[:21], "y": Y[:21]})
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -212,14 +217,18 @@ def test_a_padded_batch_with_weights_equals_the_unpadded_one():
 
 def test_a_wrong_mesh_is_refused_before_anything_is_traced():
     devices = jax.devices()
-    f = lambda x: x  # noqa: E731
-    with pytest.raises(ValueError, match=r"over axis 'dta': the mesh has no such axis. Its axes: 'data'"):
+    f = lambda x: x
+    with pytest.raises(
+        ValueError, match=r"over axis 'dta': the mesh has no such axis. Its axes: 'data'"
+    ):
         jc.data_parallel(f, mesh=MESHES["auto"][0], axis_name="dta")
     with pytest.raises(ValueError, match="`data_parallel` got no devices"):
         jc.data_parallel(f, mesh=Mesh(np.array([], dtype=object), ("data",)))
     with pytest.raises(ValueError, match="got a device twice: cpu:0"):
         jc.data_parallel(f, mesh=Mesh(np.array([devices[0], devices[1], devices[0]]), ("data",)))
-    with pytest.raises(ValueError, match=r"expects `mesh` to be a jax.sharding.Mesh or None; got list"):
+    with pytest.raises(
+        ValueError, match=r"expects `mesh` to be a jax.sharding.Mesh or None; got list"
+    ):
         jc.data_parallel(f, mesh=devices)
     with pytest.raises(ValueError, match="needs a `mesh` that has them"):
         jc.data_parallel(f, axis_name=("node", "data"))(X)
@@ -251,7 +260,8 @@ def test_a_step_that_is_no_function_and_an_argument_that_is_not_there():
 
 def test_a_step_within_its_deadline_returns_its_result():
     step = jc.data_parallel(
-        lambda x: jc.all_reduce("sum", x.sum(), "data"), options=jc.CommunicationOptions(timeout_seconds=60)
+        lambda x: jc.all_reduce("sum", x.sum(), "data"),
+        options=jc.CommunicationOptions(timeout_seconds=60),
     )
     np.testing.assert_allclose(step(X), X.sum(), rtol=1e-5)
     np.testing.assert_allclose(step(X), X.sum(), rtol=1e-5)
@@ -269,7 +279,9 @@ def test_a_step_past_its_deadline_names_itself_and_the_next_one_works():
     patient = jc.data_parallel(spin, options=jc.CommunicationOptions(timeout_seconds=120))
     long, short = np.full((8, 2), 3e7, "f"), np.full((8, 2), 2.0, "f")
     patient(short)
-    with pytest.raises(jc.DeadlineExceededError, match="Call 1 of `spin` did not finish within 0.3 s"):
+    with pytest.raises(
+        jc.DeadlineExceededError, match="Call 1 of `spin` did not finish within 0.3 s"
+    ):
         step(long)
     assert issubclass(jc.DeadlineExceededError, TimeoutError)
     assert np.isfinite(patient(short))

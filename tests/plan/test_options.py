@@ -87,7 +87,9 @@ def test_usable_as_a_static_argument_and_inside_a_pytree():
     assert g(x, Options(4)) == 4
     assert g(x, Options(4)) == 4
     assert len(traces) == 1
-    assert jax.jit(lambda tree: tree["x"] * tree["o"].bytes_per_pack)({"x": x, "o": Options(3)}) == 3
+    assert (
+        jax.jit(lambda tree: tree["x"] * tree["o"].bytes_per_pack)({"x": x, "o": Options(3)}) == 3
+    )
 
 
 def test_frozen():
@@ -127,7 +129,9 @@ def test_replace_changes_and_unsets():
 def test_repr_shows_what_was_said_and_reads_back():
     assert repr(Options()) == "CommunicationOptions()"
     text = repr(Options(4, 1.5, "nccl"))
-    assert text == "CommunicationOptions(bytes_per_pack=4, timeout_seconds=1.5, implementation=NCCL)"
+    assert (
+        text == "CommunicationOptions(bytes_per_pack=4, timeout_seconds=1.5, implementation=NCCL)"
+    )
     assert repr(jc.UNSET) == "UNSET"
 
 

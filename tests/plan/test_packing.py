@@ -1,5 +1,7 @@
 """The packing laws, over random trees, and what random trees do not reach."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcoll._plan.leaves import Leaf
-from jaxcoll._plan.packing import BytesPerPack, NumPacks, Unpacked, plan_packs
+from jaxcoll._plan.packing import BytesPerPack, GroupSmall, NumPacks, Unpacked, plan_packs
 from jaxcoll._spmd.pack import pack, unpack
 
 DTYPES = [
@@ -23,17 +25,18 @@ SHAPES = [(), (0,), (1,), (3,), (5, 3), (2, 0, 3), (7,), (4, 4), (13,)]
 
 
 def leaf(shape, dtype=np.float32, **more):
-    return Leaf("", tuple(shape), np.dtype(dtype), np.dtype(dtype), **more)
+    return Leaf("", tuple(shape), np.dtype(dtype), np.dtype(dtype), **{"over": (2,), **more})
 
 
 leaves = st.lists(
     st.builds(leaf, st.sampled_from(SHAPES), st.sampled_from(DTYPES), kind=st.sampled_from("ab"),
-              solid=st.booleans(), stays=st.booleans()),
+              over=st.sampled_from([(2,), (2, 3), (1, 1)]), solid=st.booleans()),
     max_size=12,
 )  # fmt: skip
 rules = st.one_of(
     st.builds(BytesPerPack, st.integers(1, 200)),
     st.builds(NumPacks, st.integers(1, 9)),
+    st.builds(GroupSmall, st.integers(0, 200), st.integers(1, 5)),
     st.just(Unpacked()),
 )
 
@@ -57,9 +60,9 @@ def test_every_element_is_in_exactly_one_pack_in_order(leaves, rule):
 @given(leaves, rules)
 def test_a_pack_holds_one_dtype_and_one_kind(leaves, rule):
     for p in plan_packs(leaves, rule):
-        assert {(leaves[s.leaf].wire, leaves[s.leaf].kind) for s in p.segments} == {
-            (p.dtype, p.kind)
-        }
+        assert {
+            (leaves[s.leaf].wire, leaves[s.leaf].over, leaves[s.leaf].kind) for s in p.segments
+        } == {(p.dtype, p.over, p.kind)}
 
 
 @given(leaves, rules)
@@ -80,22 +83,22 @@ def test_a_pack_closes_before_it_would_exceed_its_bytes(leaves, limit):
     for p in packs:
         if leaves[p.segments[0].leaf].solid or p.nbytes > limit:
             continue
-        before = open_packs.get((p.dtype, p.kind))
+        before = open_packs.get((p.dtype, p.over, p.kind))
         if before is not None:
             first = leaves[p.segments[0].leaf].nbytes
             assert before.nbytes + first > limit, "a pack that had room was closed"
-        open_packs[p.dtype, p.kind] = p
+        open_packs[p.dtype, p.over, p.kind] = p
 
 
 @given(leaves, st.integers(1, 20))
 def test_num_packs_gives_that_many_of_near_equal_size(leaves, count):
     members = [x for x in leaves if x.travels and not x.solid]
     packs = [p for p in plan_packs(leaves, NumPacks(count)) if not leaves[p.segments[0].leaf].solid]
-    groups = {(x.wire, x.kind) for x in members}
+    groups = {(x.wire, x.over, x.kind) for x in members}
     elements = sum(x.size for x in members)
     assert len(packs) == min(max(count, len(groups)), elements)
     for group in groups:
-        sizes = [p.size for p in packs if (p.dtype, p.kind) == group]
+        sizes = [p.size for p in packs if (p.dtype, p.over, p.kind) == group]
         assert max(sizes) - min(sizes) <= 1
 
 
@@ -109,13 +112,18 @@ def test_a_plan_is_a_frozen_value(leaves, rule):
 @settings(max_examples=60, deadline=None)
 @given(leaves, rules, st.integers(0, 2**32 - 1))
 def test_unpack_after_pack_is_the_identity_to_the_bit(leaves, rule, seed):
-    """NaN payloads, negative zeros and subnormals included: the bytes are random."""
+    """NaN payloads, negative zeros and subnormals included: the bytes are random.
+
+    But for 8-bit floats, of whose NaNs XLA's CPU compiler keeps neither sign nor payload.
+    """
     rng = np.random.default_rng(seed)
+
+    def random_bytes(x):
+        mask = 0xFB if x.dtype.name.startswith("float8") else 0xFF  # no NaN lacks this bit
+        return rng.integers(0, 256, x.size * x.dtype.itemsize, np.uint8) & np.uint8(mask)
+
     with jax.enable_x64(True):
-        arrays = [
-            jnp.asarray(np.frombuffer(rng.bytes(x.size * x.dtype.itemsize), x.dtype).reshape(x.shape))
-            for x in leaves
-        ]
+        arrays = [jnp.asarray(random_bytes(x).view(x.dtype).reshape(x.shape)) for x in leaves]
         packs = plan_packs(leaves, rule)
         packed = pack(arrays, packs)
         back = unpack(packed, packs, leaves)
@@ -140,7 +148,8 @@ def test_a_pack_of_one_whole_leaf_is_that_leaf():
 
 
 @pytest.mark.parametrize(
-    ("limit", "sizes"), [(100, [1, 1, 1]), (200, [2, 1]), (299, [2, 1]), (300, [3]), (99, [1, 1, 1])]
+    ("limit", "sizes"),
+    [(100, [1, 1, 1]), (200, [2, 1]), (299, [2, 1]), (300, [3]), (99, [1, 1, 1])],
 )
 def test_L20_the_limit_is_in_bytes_and_inclusive(limit, sizes):
     packs = plan_packs([leaf((25,))] * 3, BytesPerPack(limit))
@@ -166,3 +175,48 @@ def test_dtypes_share_num_packs_by_their_bytes():
     assert [(p.dtype.name, p.size) for p in packs] == [
         ("float32", 34), ("float32", 33), ("float32", 33), ("int32", 10),
     ]  # fmt: skip
+
+
+@given(leaves, st.integers(0, 200), st.integers(1, 5))
+def test_small_neighbours_travel_together_and_nothing_else_does(leaves, max_bytes, max_group):
+    packs = plan_packs(leaves, GroupSmall(max_bytes, max_group))
+    travelling = [i for i, x in enumerate(leaves) if x.travels]
+    assert [s.leaf for p in packs for s in p.segments] == travelling, "in order, each once"
+    for p in packs:
+        members = [s.leaf for s in p.segments]
+        assert len(members) <= max_group
+        if len(members) > 1:
+            assert all(leaves[i].nbytes <= max_bytes and not leaves[i].solid for i in members)
+    for before, after in itertools.pairwise(packs):
+        last, first = leaves[before.segments[-1].leaf], leaves[after.segments[0].leaf]
+        small = last.nbytes <= max_bytes and first.nbytes <= max_bytes
+        alike = (last.wire, last.kind, last.over) == (first.wire, first.kind, first.over)
+        if small and alike and not (last.solid or first.solid):
+            assert len(before.segments) == max_group, "a group that had room was closed"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "max_group", "groups"),
+    [
+        ([2, 2, 100, 2, 2, 2], 10, [[0, 1], [2], [3, 4, 5]]),
+        ([2, 100, 2], 10, [[0], [1], [2]]),
+        ([10, 10, 11], 10, [[0, 1], [2]]),
+        ([1] * 20, 10, [[*range(10)], [*range(10, 20)]]),
+        ([1] * 7, 3, [[0, 1, 2], [3, 4, 5], [6]]),
+        ([1] * 3, 1, [[0], [1], [2]]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32])
+def test_L76_L77_groups_are_at_most_as_large_as_documented(sizes, max_group, groups, dtype):
+    """40 bytes of float32 are inclusive, a group has no two more, and float16 is grouped too."""
+    limit = 10 * np.dtype(dtype).itemsize
+    packs = plan_packs([leaf((s,), dtype) for s in sizes], GroupSmall(limit, max_group))
+    assert [[s.leaf for s in p.segments] for p in packs] == groups
+
+
+def test_E8_packs_are_of_one_dtype_and_the_limit_is_a_ceiling():
+    """TensorFlow makes [f32 128 B, i32 32 B, i64 800 B] and [i32 4 B] of a limit of 200."""
+    shapes = [((2, 4, 4), "f4"), ((8,), "i4"), ((10, 10), "i8"), ((1,), "i4")]
+    packs = plan_packs([leaf(shape, dtype) for shape, dtype in shapes], BytesPerPack(200))
+    assert [[s.leaf for s in p.segments] for p in packs] == [[0], [1, 3], [2]]

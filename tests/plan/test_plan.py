@@ -65,20 +65,24 @@ def test_shows_what_travels_wider():
 
 def test_the_choice_knows_where_packing_pays():
     auto = jc.CommunicationOptions()
-    assert choose(auto, World("cpu", 8, 1)).packing == Unpacked()
-    assert choose(auto, World("gpu", 8, 2)).packing == Unpacked()
-    assert choose(auto, World("cpu", 8, 4)).packing == BytesPerPack(GLOO_PACK)
+    assert choose(auto, World("cpu", (8,), 1)).packing == Unpacked()
+    assert choose(auto, World("gpu", (8,), 2)).packing == Unpacked()
+    assert choose(auto, World("cpu", (8,), 4)).packing == BytesPerPack(GLOO_PACK)
     asked = jc.CommunicationOptions(bytes_per_pack=5)
-    assert choose(asked, World("cpu", 8, 1)).packing == BytesPerPack(5)
+    assert choose(asked, World("cpu", (8,), 1)).packing == BytesPerPack(5)
     assert choose(jc.CommunicationOptions(implementation="ring"), World()).algorithm == "ring"
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="`axis_size` must be a positive integer; got 0"):
+    with pytest.raises(
+        ValueError, match="`axis_size` must be a positive integer, or a tuple of them; got 0"
+    ):
         jc.plan(TREE, axis_size=0)
     with pytest.raises(ValueError, match="takes `axis_size` or `mesh`, not both"):
         jc.plan(TREE, axis_size=2, mesh=jax.make_mesh((8,), ("data",)))
-    with pytest.raises(ValueError, match=r"over axis 'model': the mesh has no such axis. .* 'data'"):
+    with pytest.raises(
+        ValueError, match=r"over axis 'model': the mesh has no such axis. .* 'data'"
+    ):
         jc.plan(TREE, mesh=jax.make_mesh((8,), ("data",)), axis_name="model")
     with pytest.raises(ValueError, match=r"cannot reduce leaf \['k'\]: booleans have no sum"):
         jc.plan({"k": np.zeros(3, bool)}, axis_size=2)

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.processes
 WORLD = Path(__file__).with_name("world.py")
 
 
-def in_world(what, processes):
-    ended = launch([sys.executable, str(WORLD), what], processes, timeout=180)
+def in_world(what, processes, env=None):
+    ended = launch([sys.executable, str(WORLD), what], processes, timeout=180, env=env)
     lines = [next(x for x in e.log.splitlines() if x.startswith("RESULT ")) for e in ended]
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
@@ -38,6 +38,16 @@ def test_a_late_peer_is_noticed_within_the_deadline_and_the_next_step_works():
     assert "Call 1 of `<lambda>` did not finish within 1 s" in first["message"]
     assert 1 <= first["waited"] < 2
     assert first["sum"] == second["sum"] == 6
+
+
+def test_every_algorithm_over_three_processes_of_two_devices():
+    results = in_world("algorithms", 3, env={"JAX_NUM_CPU_DEVICES": "2"})
+    for options, first in results[0].items():
+        assert first["error"] <= 6 * 2.0**-23, options
+        assert len({bits for r in results for bits in r[options]["bits"]}) == 1, options
+    planned = {name: r["planned"] for name, r in results[0].items()}
+    assert len(planned) == 11
+    assert planned["CommunicationOptions(algorithm='native/ring')"] == "shuffle/ring"
 
 
 def test_a_failed_process_is_named_with_its_log_and_the_others_are_ended():

@@ -36,7 +36,7 @@ def train():
     w = np.zeros(5, "f")
     plans = step.plans(w, x[share], y[share])
     for _ in range(3):
-        w, value = step(w, x[share], y[share])
+        w, _ = step(w, x[share], y[share])
     w = np.asarray(w.addressable_data(0))
     reference = np.zeros(5, "f")
     for _ in range(3):
@@ -77,7 +77,7 @@ def bare():
 def late():
     """Process 1 comes late: process 0 hears of it in time, and both go on together afterwards."""
     options = jc.CommunicationOptions(timeout_seconds=1)
-    f = lambda x: jc.all_reduce("sum", x.sum(), "data")  # noqa: E731
+    f = lambda x: jc.all_reduce("sum", x.sum(), "data")
     hurried, patient = jc.data_parallel(f, options=options), jc.data_parallel(f)
     mine = np.ones((1, 3), "f")
     patient(mine).block_until_ready()
@@ -92,6 +92,40 @@ def late():
         except jc.DeadlineExceededError as error:
             message, waited = str(error), time.monotonic() - start
     return {"message": message, "waited": waited, "sum": float(patient(mine).addressable_data(0))}
+
+
+def algorithms():
+    """Every algorithm over one axis and over two, three processes with two devices each."""
+    p = jax.sharding.PartitionSpec
+    flat = ["native", "ring", "halving_doubling", "shuffle"]
+    said = [(("data",), {"algorithm": name}) for name in flat]
+    said += [(("data",), {"algorithm": "pscpu", "shards": 2})]
+    said += [(("data",), {"algorithm": "rechd", "shards": 3})]
+    names = ["nccl/xring", "nccl/rechd", "nccl/pscpu", "pscpu/pscpu", "rechd/nccl"]
+    said += [(("node", "data"), {"algorithm": name}) for name in names]
+    values = np.random.default_rng(0).standard_normal((6, 1009)).astype("f")
+    exact, size = values.astype(np.float64).sum(0), np.abs(values.astype(np.float64)).sum(0)
+    results = {}
+    for axes, options in said:
+        devices = np.array(jax.devices()).reshape((6,) if len(axes) == 1 else (3, 2))
+        mesh = jax.sharding.Mesh(devices, axes)
+        sharding = jax.NamedSharding(mesh, p(axes))
+        x = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+        options = jc.CommunicationOptions(**options)
+
+        def f(v, options=options, axes=axes):
+            return jc.all_reduce("sum", v[0], axes, options=options)
+
+        step = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=p(axes), out_specs=p()))
+        got = [np.asarray(s.data) for s in step(x).addressable_shards]
+        error = max(float(np.max(np.abs(g - exact) / size)) for g in got)
+        plan = jc.plan(values[0], mesh=mesh, axis_name=axes, options=options)
+        results[repr(options)] = {
+            "error": error,
+            "bits": [hashlib.sha256(g.tobytes()).hexdigest() for g in got],
+            "planned": plan.algorithm,
+        }
+    return results
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import RUNNERS, lowered, mesh_of, rows, run
+from cases import BRIEF, OPTIONS, RUNNERS, lowered, mesh_of, rows, run
 
 import jaxcoll as jc
 
@@ -49,13 +49,11 @@ def test_8_bit_floats_are_summed_in_float32(dtype, runner):
     assert text.count("tensor<3xf32>) -> tensor<3xf32>") >= 1
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("n", [2, 3, 7, 8])
-@pytest.mark.parametrize("ring", [False, True])
-def test_L3_a_float16_mean_does_not_overflow_where_the_mean_fits(runner, n, ring):
-    options = jc.CommunicationOptions(implementation="ring") if ring else None
+@pytest.mark.parametrize(("name", "runner", "n"), [c for c in BRIEF if "-" not in c[0]])
+def test_L3_a_float16_mean_does_not_overflow_where_the_mean_fits(name, runner, n):
+    options = OPTIONS[name]
     x = jnp.full((n, 5), 60000, jnp.float16)
-    f = lambda op: run(runner, lambda v: jc.all_reduce(op, v, "data", options=options), n, x)  # noqa: E731
+    f = lambda op: run(runner, lambda v: jc.all_reduce(op, v, "data", options=options), n, x)
     np.testing.assert_allclose(np.asarray(f("mean"), "f"), 60000, rtol=1e-3)
     assert f("mean").dtype == jnp.float16
     assert np.all(np.isinf(f("sum"))), "a SUM that does not fit is infinite, as everywhere"
@@ -129,16 +127,17 @@ def test_bfloat16_survives_a_mesh_that_is_only_partly_mapped():
     np.testing.assert_array_equal(np.asarray(jax.jit(f)(jnp.ones((4, 6), jnp.bfloat16)), "f"), 4)
 
 
-def test_a_leaf_sharded_over_another_axis_keeps_its_shape():
-    """With an Explicit second axis, flattening would gather it."""
+@pytest.mark.parametrize("name", ["auto", "halving_doubling", "ring-in-2"])
+def test_a_leaf_sharded_over_another_axis_keeps_its_shape(name):
+    """With an Explicit second axis, flattening would gather it, and so would cutting shards."""
     spec = jax.sharding.PartitionSpec
     mesh = jax.make_mesh((4, 2), ("data", "model"))
-    options = jc.CommunicationOptions(bytes_per_pack=1 << 20)
+    options = OPTIONS[name].replace(bytes_per_pack=1 << 20)
     f = jax.shard_map(
         lambda t: jc.all_reduce("sum", t, "data", options=options),
         mesh=mesh, in_specs=spec("data"), out_specs=spec(), axis_names={"data"},
     )  # fmt: skip
-    put = lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mesh, s))  # noqa: E731
+    put = lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mesh, s))
     value = {
         "split": put(rows(4, 6), spec("data", "model")),
         "whole": put(rows(4, 3), spec("data")),

@@ -41,7 +41,7 @@ def scanned_loss(p, x, y):
 
 
 def while_loss(p, x, y):
-    body = lambda i, total: total + jnp.mean((predict(p, x[i][None]) - y[i][None]) ** 2)  # noqa: E731
+    body = lambda i, total: total + jnp.mean((predict(p, x[i][None]) - y[i][None]) ** 2)
     return jax.lax.fori_loop(0, x.shape[0], body, jnp.zeros(())) / x.shape[0]
 
 
@@ -59,8 +59,7 @@ def jitted_loss(p, x, y):
 
 
 MEANS = {
-    f.__name__: f
-    for f in (mean_loss, scanned_loss, branching_loss, checkpointed_loss, jitted_loss)
+    f.__name__: f for f in (mean_loss, scanned_loss, branching_loss, checkpointed_loss, jitted_loss)
 }
 
 
@@ -97,7 +96,9 @@ def test_sum(runner):
 @pytest.mark.parametrize("runner", ["unchecked", "checked", "pmap"])
 def test_a_while_loop_in_the_value(runner):
     """Reverse mode cannot pass a fori_loop with a traced bound; a static one is a scan."""
-    got = on_replicas(runner, lambda x, y: jc.value_and_grad(while_loss, "data")(PARAMS, x, y), 8, X, Y)
+    got = on_replicas(
+        runner, lambda x, y: jc.value_and_grad(while_loss, "data")(PARAMS, x, y), 8, X, Y
+    )
     close(got, jax.value_and_grad(mean_loss)(PARAMS, X, Y))
 
 
@@ -157,8 +158,8 @@ def test_has_aux_comes_back_as_each_replicas_own(runner):
 @pytest.mark.parametrize("runner", ["pmap", "checked", "unchecked"])
 @pytest.mark.parametrize("argnums", [1, -1, (0, 1), (1, 0)])
 def test_argnums(runner, argnums):
-    loss = lambda s, p, x, y: s * mean_loss(p, x, y)  # noqa: E731
-    swapped = lambda x, y, s, p: loss(s, p, x, y)  # noqa: E731
+    loss = lambda s, p, x, y: s * mean_loss(p, x, y)
+    swapped = lambda x, y, s, p: loss(s, p, x, y)
     if argnums == -1:
         f = jc.value_and_grad(swapped, "data", argnums=-1)
         got = on_replicas(runner, lambda x, y: f(x, y, 2.0, PARAMS), 4, X, Y)
@@ -205,7 +206,8 @@ def test_a_loss_that_reduces_itself_is_refused():
         return jax.lax.pmean(mean_loss(p, x, y), "data")
 
     with pytest.raises(
-        jc.AlreadyReducedError, match=r"`jc.value_and_grad` over 'data': the loss is already the same"
+        jc.AlreadyReducedError,
+        match=r"`jc.value_and_grad` over 'data': the loss is already the same",
     ):
         on_replicas("checked", lambda x, y: jc.value_and_grad(own, "data")(PARAMS, x, y), 8, X, Y)
     with pytest.raises(jc.AlreadyReducedError, match=r"`jc.grad` over 'data'"):
@@ -214,7 +216,9 @@ def test_a_loss_that_reduces_itself_is_refused():
 
 def test_a_tuple_without_has_aux_teaches_both_ways_out():
     f = jc.value_and_grad(lambda p, x: (p * x, 1.0), "data")
-    with pytest.raises(TypeError, match=r"a tuple of 2.*has_aux=True.*jc.WeightedLoss\(total, weig"):
+    with pytest.raises(
+        TypeError, match=r"a tuple of 2.*has_aux=True.*jc.WeightedLoss\(total, weig"
+    ):
         run("vmap", lambda x: f(1.0, x), 2, jnp.ones(2))
 
 
@@ -223,7 +227,7 @@ def test_a_loop_that_mixes_captured_data_keeps_jaxs_own_message():
 
     def f(x, y):
         def loss(p):
-            body = lambda c, r: (c + jnp.mean(p["w"] * r[:, None]), None)  # noqa: E731
+            body = lambda c, r: (c + jnp.mean(p["w"] * r[:, None]), None)
             return jax.lax.scan(body, 0.0, x)[0]
 
         return jc.grad(loss, "data")(PARAMS)

@@ -11,7 +11,10 @@ import jaxcoll as jc
 P = jax.sharding.PartitionSpec
 
 
-def checked(f, *args, n=8, in_specs=None, out_specs=P(), mesh=None):
+REPLICATED = P()
+
+
+def checked(f, *args, n=8, in_specs=None, out_specs=REPLICATED, mesh=None):
     mapped = jax.shard_map(f, mesh=mesh or mesh_of(n), in_specs=in_specs, out_specs=out_specs)
     return jax.jit(mapped)(*args)
 
@@ -47,7 +50,9 @@ def test_summed_says_it_is_the_sum_already(op, factor):
 @pytest.mark.parametrize(("op", "factor"), [("sum", 8), ("mean", 1)])
 def test_replicated_says_every_replica_holds_it(op, factor):
     got = checked(
-        lambda p: jc.all_reduce(op, p, "data", invariant="replicated"), jnp.ones(()) * 3, in_specs=P()
+        lambda p: jc.all_reduce(op, p, "data", invariant="replicated"),
+        jnp.ones(()) * 3,
+        in_specs=P(),
     )
     assert got == 3 * factor
 
@@ -70,7 +75,7 @@ def test_varying_leaves_are_reduced_whatever_is_said_of_the_invariant_ones(invar
 def test_a_leaf_that_varies_over_one_axis_of_two(op, invariant, want):
     """Mesh 4 × 2; the leaf holds 2 and 4 along the second axis and is the same along the first."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("node", "data"))
-    f = lambda x: jc.all_reduce(op, x, ("node", "data"), invariant=invariant)  # noqa: E731
+    f = lambda x: jc.all_reduce(op, x, ("node", "data"), invariant=invariant)
     got = checked(f, jnp.array([2.0, 4.0]), in_specs=P("data"), mesh=mesh)
     assert got.tolist() == [want]
     with pytest.raises(jc.AlreadyReducedError, match=r"along 'node' \(size 4\)"):
@@ -102,7 +107,9 @@ def test_a_constant_is_refused_on_one_replica_as_on_eight():
 
 def test_where_types_are_not_tracked_nothing_is_inferred():
     for runner in ("pmap", "unchecked", "vmap"):
-        got = run(runner, lambda x: jc.all_reduce("sum", jnp.ones(3), "data") + 0 * x, 8, rows(8, 3))
+        got = run(
+            runner, lambda x: jc.all_reduce("sum", jnp.ones(3), "data") + 0 * x, 8, rows(8, 3)
+        )
         np.testing.assert_array_equal(got[0], [8, 8, 8])
 
 
@@ -113,7 +120,9 @@ def test_an_unknown_meaning_is_named():
 
 @pytest.mark.parametrize("runner", ["vmap", "pmap", "checked", "unchecked"])
 def test_an_axis_out_of_scope_is_named_with_those_in_scope(runner):
-    with pytest.raises(NameError, match=r"over axis 'dta': no such axis here. Axes in scope: 'data'"):
+    with pytest.raises(
+        NameError, match=r"over axis 'dta': no such axis here. Axes in scope: 'data'"
+    ):
         run(runner, lambda x: jc.all_reduce("sum", x, "dta"), 2, rows(2))
     with pytest.raises(NameError, match=r"`jc.value_and_grad` over axis 'dta'"):
         run(runner, lambda x: jc.value_and_grad(lambda v: v, "dta")(x), 2, rows(2))

@@ -1,0 +1,8 @@
+"""`python -m jaxcoll`."""
+
+import sys
+
+from jaxcoll.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

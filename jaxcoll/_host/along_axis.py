@@ -1,0 +1,130 @@
+"""A reduction over the replicas and over dimensions of each one's value, weighted by element."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoll._host.cross_device_ops import CrossDeviceOps
+from jaxcoll._host.uneven import check_parts, parts_of
+from jaxcoll._host.values import DistributedValues, PerReplica, rows_over
+from jaxcoll._plan.leaves import check_reducible, where
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._spmd.gather import dimension
+
+
+def reduce_along(
+    ops: CrossDeviceOps,
+    reduce_op: ReduceOp,
+    value: Any,
+    axis: Any,
+    devices: tuple[jax.Device, ...],
+    options: CommunicationOptions,
+) -> Any:
+    """Reduce each replica's part along `axis`, and the results over the replicas.
+
+    Law: it is the sum, or the mean, of all elements that fall together, whichever replica they
+    are on: a mean is one sum and one division by their number.
+
+    Args:
+      ops: carries the sums from replica to replica.
+      reduce_op: SUM or MEAN.
+      value: a `PerReplica` or `Mirrored`; or a list or tuple with an array for each replica,
+        whose sizes along `axis` may differ.
+      axis: a dimension, or a tuple or list of them, of each replica's part.
+      devices: one a replica.
+      options: what carries the sums from replica to replica.
+
+    Returns:
+      The plain value, on the first device.
+
+    Raises:
+      ValueError: there is no such dimension, or the parts do not fit together.
+    """
+    if isinstance(value, DistributedValues):
+        value = value.settled()
+        sums, counts = _sums_of_rows(reduce_op, value, axis)
+    else:
+        sums, counts = _sums_of_parts(reduce_op, value, axis, devices)
+    total = ops.reduce(ReduceOp.SUM, sums, devices[0], options)
+    if reduce_op is ReduceOp.SUM:
+        return total
+    part = value.tree if isinstance(value, DistributedValues) else value[0]
+    return jax.tree.map(_divided, total, counts, part)
+
+
+def _sums_of_rows(reduce_op: ReduceOp, value: Any, axis: Any) -> tuple[Any, Any]:
+    """Each replica's sums where they lie, and how many elements all replicas have in each."""
+    shift = int(isinstance(value, PerReplica))
+    flat, treedef = jax.tree_util.tree_flatten_with_path(value.tree)
+    axes, counts = [], []
+    for path, leaf in flat:
+        name = jax.tree_util.keystr(path)
+        check_reducible(name, leaf.dtype)
+        found = _dimensions(axis, leaf.shape[shift:], name)
+        axes.append(tuple(k + shift for k in found))
+        counts.append(len(value) * math.prod(leaf.shape[k + shift] for k in found))
+    sharding = rows_over(value.devices) if shift else None
+    program = _local_sums(reduce_op, tuple(axes), sharding)
+    sums = treedef.unflatten(program([leaf for _, leaf in flat]))
+    return type(value).of(sums), treedef.unflatten(counts)
+
+
+def _sums_of_parts(
+    reduce_op: ReduceOp, value: Sequence[Any], axis: Any, devices: tuple[jax.Device, ...]
+) -> tuple[PerReplica, int]:
+    parts = parts_of("reduce", value, len(devices))
+    check_reducible("", parts[0].dtype)
+    axes = _dimensions(axis, parts[0].shape, "")
+    check_parts("reduce", parts, axes)
+    program = _local_sums(reduce_op, (axes,), None)
+    moved = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
+    sums = [program([part])[0] for part in moved]
+    count = sum(math.prod(part.shape[k] for k in axes) for part in parts)
+    return PerReplica(sums, devices=devices), count
+
+
+def _dimensions(axis: Any, shape: Sequence[int], path: str) -> tuple[int, ...]:
+    who = f"`reduce`: {where(path)}"
+    axes = axis if isinstance(axis, tuple | list) else [axis]
+    found = tuple(dimension(k, shape, who) for k in axes)
+    if len(set(found)) < len(found) or not found:
+        raise ValueError(f"{who}: expected different axes, at least one; got {axis!r}.")
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _local_sums(
+    reduce_op: ReduceOp, axes: tuple[tuple[int, ...], ...], sharding: Any
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """The sums of arrays along dimensions of their own, in the type in which a mean is made."""
+
+    def sums(arrays: list[jax.Array]) -> list[jax.Array]:
+        return [
+            jnp.sum(x, k, dtype=_wide(x) if reduce_op is ReduceOp.MEAN else None)
+            for x, k in zip(arrays, axes, strict=True)
+        ]
+
+    return jax.jit(sums, out_shardings=sharding)
+
+
+def _mean_dtype(array: Any) -> np.dtype:
+    """What a mean of `array` has: its own type, or of integers a float of JAX's choice."""
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((), dtype)).dtype
+
+
+def _wide(array: Any) -> np.dtype:
+    """In which the sum of a mean of 16-bit floats does not overflow."""
+    dtype = _mean_dtype(array)
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+
+
+def _divided(total: jax.Array, count: int, part: Any) -> jax.Array:
+    return (total / count).astype(_mean_dtype(part))

@@ -1,0 +1,103 @@
+"""The strategies of one process: all its devices, or those that are named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxcoll._host.collective_all_reduce import CollectiveAllReduce
+from jaxcoll._host.cross_device_ops import CrossDeviceOps
+from jaxcoll._host.destinations import device_named
+from jaxcoll._host.mesh import checked_devices
+from jaxcoll._host.nccl_all_reduce import NcclAllReduce
+from jaxcoll._host.strategy import Strategy
+from jaxcoll._plan.options import CommunicationOptions
+
+
+class MirroredStrategy(Strategy):
+    """Replicas on the devices of one process.
+
+    Args:
+      devices: devices or device strings, a replica on each, in this order. None: all.
+      cross_device_ops: what reduces and gathers between programs; None: `NcclAllReduce()`. A
+        reduction inside `run` is compiled into its program, and is told by options instead.
+
+    Raises:
+      ValueError: there is no device, one is listed twice or is none, or `cross_device_ops` is
+        no `CrossDeviceOps`.
+
+    Example:
+      >>> strategy = MirroredStrategy()
+      >>> shares = strategy.experimental_distribute_values_from_function(
+      ...     lambda context: context.replica_id_in_sync_group)
+      >>> int(strategy.reduce("sum", shares, axis=None))
+      28
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device | str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        if devices is not None and not isinstance(devices, list | tuple):
+            raise ValueError(
+                "`MirroredStrategy` expects a list or tuple of devices or device strings, or None; "
+                f"got {devices!r}."
+            )
+        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+            raise ValueError(
+                "`MirroredStrategy` expects `cross_device_ops` to be a CrossDeviceOps, such as "
+                f"`jc.NcclAllReduce()`, or None; got {cross_device_ops!r}."
+            )
+        super().__init__(
+            _devices(devices, "MirroredStrategy"),
+            cross_device_ops or NcclAllReduce(),
+            CommunicationOptions(),
+        )
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Replicas on all devices of all processes; in this release, of one.
+
+    Args:
+      cluster_resolver: None. Several processes find each other with `jax.distributed`.
+      communication_options: defaults for every reduction and gather, inside `run` and between
+        programs.
+
+    Raises:
+      ValueError: `cluster_resolver` is given, there are several processes, or
+        `communication_options` is no `CommunicationOptions`.
+
+    Example:
+      >>> options = CommunicationOptions(bytes_per_pack=1 << 20)
+      >>> MultiWorkerMirroredStrategy(communication_options=options).num_replicas_in_sync
+      8
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        if cluster_resolver is not None or jax.process_count() > 1:
+            raise ValueError(
+                "`MultiWorkerMirroredStrategy` runs in one process here, and takes no "
+                "`cluster_resolver`: strategies of several processes come with a later release. "
+                "Until then use `jc.data_parallel` with `jax.distributed`."
+            )
+        options = communication_options or CommunicationOptions()
+        if not isinstance(options, CommunicationOptions):
+            raise ValueError(
+                "`communication_options` must be a CommunicationOptions or None; got "
+                f"{communication_options!r}."
+            )
+        devices = _devices(None, "MultiWorkerMirroredStrategy")
+        super().__init__(devices, CollectiveAllReduce(devices, len(devices)), options)
+
+
+def _devices(devices: Sequence[Any] | None, caller: str) -> tuple[jax.Device, ...]:
+    found = jax.devices() if devices is None else devices
+    named = [device_named(d, caller) if isinstance(d, str) else d for d in found]
+    return checked_devices(named, caller)

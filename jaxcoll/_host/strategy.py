@@ -1,0 +1,352 @@
+"""Strategies: a set of devices, how they communicate, and a function run on all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from jaxcoll._host.along_axis import reduce_along
+from jaxcoll._host.cross_device_ops import CrossDeviceOps
+from jaxcoll._host.dataset import DistributedDataset
+from jaxcoll._host.deadline import finished, prepared
+from jaxcoll._host.extended import StrategyExtended, check_has_sum
+from jaxcoll._host.mesh import no_mesh
+from jaxcoll._host.placement import is_array
+from jaxcoll._host.replica_context import ReplicaContext, check_cross_replica
+from jaxcoll._host.replica_program import is_distributed, placed_arguments, replica_program
+from jaxcoll._host.uneven import Uneven, distributed, parts_of
+from jaxcoll._host.values import DistributedValues
+from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
+
+_entered: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar(
+    "jaxcoll_strategy", default=None
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """For which replica a value is asked.
+
+    Attributes:
+      replica_id_in_sync_group: its number, from 0.
+      num_replicas_in_sync: how many there are.
+    """
+
+    replica_id_in_sync_group: int
+    num_replicas_in_sync: int
+
+
+class Strategy:
+    """What `MirroredStrategy` and `MultiWorkerMirroredStrategy` have in common: everything.
+
+    State is an ordinary pytree: it goes into `run` as a `Mirrored` and comes out as one. There
+    are no variable objects, and nothing needs to be made under `scope`.
+    """
+
+    def __init__(
+        self,
+        devices: tuple[jax.Device, ...],
+        ops: CrossDeviceOps,
+        options: CommunicationOptions,
+    ) -> None:
+        self._devices = devices
+        self._ops = ops
+        self._options = options
+        self._context = ReplicaContext(self, len(devices))
+        self._extended = StrategyExtended(type(self).__name__, ops, options, len(devices))
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The device of each replica, in the order of their ids."""
+        return self._devices
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas `run` runs on."""
+        return len(self._devices)
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """Reductions to destinations, broadcasts and updates."""
+        return self._extended
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Self]:
+        """Enter this strategy: until it is left, calls of another one are refused.
+
+        Nothing else happens: values are placed when they are passed, wherever they were made.
+
+        Yields:
+          The strategy.
+
+        Raises:
+          RuntimeError: called in a replica function, or under another strategy's scope.
+        """
+        self._check("scope", "this strategy is in scope already")
+        token = _entered.set(self)
+        try:
+            yield self
+        finally:
+            _entered.reset(token)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Call a function once on every replica, in one compiled program.
+
+        Law: replica i computes with component i of what is a `PerReplica` and with its copy of
+        everything else. The function is traced and compiled once for each shape; so a function
+        made anew for each call (a lambda in a loop) is compiled for each.
+
+        Args:
+          fn: of arrays to a pytree of arrays; inside, `jc.get_replica_context()` reduces and
+            gathers over the replicas, and gradients are each replica's own.
+          args: positional arguments, trees of `PerReplica`s over the strategy's devices, and of
+            `Mirrored`s, arrays and numbers, which every replica gets whole.
+          kwargs: likewise.
+          options: over those of the strategy, for the reductions inside; `timeout_seconds`
+            bounds the call.
+
+        Returns:
+          What `fn` returns, with a `Mirrored` in the place of each array that is proven to be
+          the same on every replica (what was reduced or gathered, or made of that and of what
+          all share), and a `PerReplica` in the place of each other.
+
+        Raises:
+          RuntimeError: called in a replica function.
+          ValueError: an argument is none of what it may be, or lies on other devices.
+          DeadlineExceededError: `timeout_seconds` passed.
+
+        Example:
+          >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> def step(w, x):
+          ...     return w - get_replica_context().all_reduce("mean", x), x * x
+          >>> strategy.run(step, args=(1.0, PerReplica([2.0, 4.0])))
+          (Mirrored(float32[] on 2: cpu:0, cpu:1), PerReplica(float32[] on 2: cpu:0, cpu:1))
+        """
+        self._check("run", "call the function itself")
+        caller = f"{type(self).__name__}.run"
+        if not callable(fn) or not isinstance(args, tuple | list):
+            raise ValueError(
+                f"`{caller}` expects a function, and its arguments in a tuple, as in "
+                f"`run(step, args=(batch,))`; got {type(fn).__name__} and args "
+                f"{type(args).__name__}."
+            )
+        try:
+            hash(fn)
+        except TypeError:
+            raise ValueError(
+                f"`{caller}` keeps the program of each function, so that it is compiled once, and "
+                f"a {type(fn).__name__} cannot be a key: it has no hash. Wrap it in a function."
+            ) from None
+        said = self._options.merge(checked(options))
+        program = replica_program(
+            self._devices, fn, said.replace(timeout_seconds=UNSET), self._context
+        )
+        with no_mesh():
+            placed = placed_arguments(caller, (tuple(args), dict(kwargs or {})), self._devices)
+            call = prepared(program, said.timeout_seconds, *placed)
+            name = getattr(fn, "__name__", type(fn).__name__)
+            return finished(call, said.timeout_seconds, f"`{caller}` of `{name}`")
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
+        """Reduce over the replicas, and along dimensions of each one's value.
+
+        Law: with an axis, a mean is the sum of all elements over their number, so that a
+        replica with a smaller share counts for less.
+
+        Args:
+          reduce_op: SUM or MEAN, or their names in any case.
+          value: a `PerReplica` or `Mirrored`, or a pytree of them. With an axis also a list or
+            tuple of one array for each replica, whose sizes along it may differ. A plain value
+            has a MEAN, itself, but no SUM, unless it is 0.
+          axis: None: over the replicas only. A dimension, or a tuple or list of them: along
+            these too; negative ones count from the last.
+
+        Returns:
+          Plain arrays, on the first device, in the structure of `value`.
+
+        Raises:
+          RuntimeError: called in a replica function.
+          ValueError: a leaf has no such dimension, or no sum; or an argument is invalid.
+
+        Example:
+          >>> import numpy as np
+          >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> float(strategy.reduce("mean", PerReplica([1.0, 2.0]), axis=None))
+          1.5
+          >>> float(strategy.reduce("mean", [np.array([1.0, 2, 3]), np.array([4.0, 5])], axis=0))
+          3.0
+        """
+        self._check("reduce", "call `jc.get_replica_context().all_reduce(...)`")
+        op, first = ReduceOp.of(reduce_op), self._devices[0]
+        caller = f"{type(self).__name__}.reduce"
+        flat, treedef = jax.tree.flatten(
+            value, is_leaf=is_distributed if axis is None else self._has_parts
+        )
+        for leaf in flat:
+            if not _is_zero(leaf):
+                check_has_sum(caller, op, leaf, len(self._devices))
+        if axis is None:
+            return treedef.unflatten(
+                self._ops.batch_reduce(op, [(leaf, first) for leaf in flat], self._options)
+            )
+        with no_mesh():
+            return treedef.unflatten([self._along(op, leaf, axis) for leaf in flat])
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Join the replicas' values along one dimension, in replica order.
+
+        Args:
+          value: a `PerReplica` or `Mirrored`, or a pytree of them; or a list or tuple with one
+            array for each replica, whose sizes along `axis` may differ.
+          axis: the dimension; negative ones count from the last.
+
+        Returns:
+          Plain arrays, on the first device, in the structure of `value`.
+
+        Raises:
+          RuntimeError: called in a replica function.
+          ValueError: parts differ in dtype, rank or another dimension (both shapes are named);
+            a leaf has no such dimension; or a value is plain.
+
+        Example:
+          >>> import numpy as np
+          >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> strategy.gather(PerReplica([np.array([1, 2]), np.array([3, 4])]), axis=0).tolist()
+          [1, 2, 3, 4]
+        """
+        self._check("gather", "call `jc.get_replica_context().all_gather(...)`")
+
+        def gathered(leaf: Any) -> Any:
+            if is_array(leaf) and self.num_replicas_in_sync > 1:
+                raise ValueError(
+                    f"`{type(self).__name__}.gather` got the plain value {leaf!r}, which is no "
+                    "replica's and has no parts to join. `Mirrored` is one that every replica "
+                    "holds, `PerReplica` one with parts."
+                )
+            if isinstance(leaf, list | tuple):
+                leaf = parts_of(f"{type(self).__name__}.gather", leaf, len(self._devices))
+            return self._ops.gather(leaf, self._devices[0], axis, self._options)
+
+        return jax.tree.map(gathered, value, is_leaf=self._has_parts)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The value of each replica of this process, in their order.
+
+        Args:
+          value: a `PerReplica` or `Mirrored`, or a pytree of them, such as `run` returns.
+
+        Returns:
+          A tuple with one tree for each replica; of a plain value, a tuple of itself.
+
+        Example:
+          >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> out = strategy.run(lambda: {"id": get_replica_context().replica_id_in_sync_group})
+          >>> [int(result["id"]) for result in strategy.experimental_local_results(out)]
+          [0, 1]
+        """
+        parts = jax.tree.leaves(value, is_leaf=is_distributed)
+        if not any(isinstance(part, DistributedValues | Uneven) for part in parts):
+            return (value,)
+        return tuple(
+            jax.tree.map(
+                lambda v: v[i] if isinstance(v, DistributedValues | Uneven) else v,  # noqa: B023
+                value,
+                is_leaf=is_distributed,
+            )
+            for i in range(len(self._devices))
+        )
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """The values that a function gives for each replica.
+
+        Args:
+          value_fn: from a `ValueContext`, which has `replica_id_in_sync_group` and
+            `num_replicas_in_sync`, to a pytree of numbers and arrays.
+
+        Returns:
+          That tree with a `PerReplica` in the place of each leaf; where the replicas' shapes
+          differ, a tuple of their arrays, for `gather` and for `reduce` along an axis.
+
+        Raises:
+          RuntimeError: called in a replica function.
+          ValueError: the replicas' values disagree in structure or dtype, or hold no arrays.
+
+        Example:
+          >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> strategy.experimental_distribute_values_from_function(
+          ...     lambda context: 10.0 * context.replica_id_in_sync_group)[1].tolist()
+          10.0
+        """
+        self._check(
+            "experimental_distribute_values_from_function", "each replica makes its own value"
+        )
+        replicas = len(self._devices)
+        return distributed(
+            [value_fn(ValueContext(i, replicas)) for i in range(replicas)], self._devices
+        )
+
+    def experimental_distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
+        """Split every batch of an iterable over the replicas.
+
+        Args:
+          dataset: pytrees of arrays, whose leading dimension is the global batch.
+
+        Returns:
+          An iterable of the same trees with a `PerReplica` in the place of each array: replica
+          i has the i-th of R equal, consecutive shares. Nothing is read ahead.
+
+        Raises:
+          RuntimeError: called in a replica function.
+          ValueError: `dataset` is no iterable; while iterating, a batch does not divide.
+
+        Example:
+          >>> import numpy as np
+          >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> batches = strategy.experimental_distribute_dataset([np.arange(4.0)])
+          >>> [batch[1].tolist() for batch in batches]
+          [[2.0, 3.0]]
+        """
+        self._check("experimental_distribute_dataset", "each replica has its share already")
+        return DistributedDataset(dataset, self._devices)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(devices=[{', '.join(map(str, self._devices))}])"
+
+    def _check(self, method: str, instead: str) -> None:
+        caller = f"{type(self).__name__}.{method}"
+        check_cross_replica(caller, instead)
+        other = _entered.get()
+        if other not in (None, self):
+            raise RuntimeError(
+                f"`{caller}` was called under the scope of another strategy, {other!r}, so it is "
+                "not clear whose replicas are meant. Leave that scope first."
+            )
+
+    def _has_parts(self, value: Any) -> bool:
+        """Whether `value` is one value with a part for each replica, as far as one can see."""
+        plain = isinstance(value, list | tuple) and value and all(map(is_array, value))
+        return is_distributed(value) or bool(plain)
+
+    def _along(self, op: ReduceOp, leaf: Any, axis: Any) -> Any:
+        if is_array(leaf):  # one that all share, or zero
+            leaf = self._ops.broadcast(leaf, self._devices[0])
+            return jnp.mean(leaf, axis) if op is ReduceOp.MEAN else jnp.sum(leaf, axis)
+        return reduce_along(self._ops, op, leaf, axis, self._devices, self._options)
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and value == 0

@@ -1,0 +1,106 @@
+"""Parts of unequal shapes, one a replica, which no one global array can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcoll._host.placement import is_array
+from jaxcoll._host.values import PerReplica
+from jaxcoll._spmd.sparse import is_sparse
+
+
+class Uneven(tuple):
+    """One array for each replica, each of a shape of its own, on its replica's device.
+
+    JAX takes it for a leaf. `gather` and `reduce` along an axis take any list or tuple of
+    arrays for one; this class tells it from a tuple of values.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"Uneven({', '.join(f'{x.dtype.name}{[*x.shape]}' for x in self)})"
+
+
+def parts_of(caller: str, value: Sequence[Any], replicas: int | None = None) -> list[Any]:
+    """The arrays of a list or tuple that has one for each replica.
+
+    Args:
+      caller: what is named in a message.
+      value: the list or tuple.
+      replicas: how many there must be; None: as many as there are.
+
+    Raises:
+      ValueError: there are more or fewer, or one is no array.
+    """
+    if not value or (replicas is not None and len(value) != replicas):
+        raise ValueError(
+            f"`{caller}` takes a list or tuple for one array a replica, and expects "
+            f"{replicas or 'one or more'} of them; got {len(value)}."
+        )
+    for i, part in enumerate(value):
+        if not is_array(part):
+            raise ValueError(
+                f"`{caller}` takes a list or tuple for one array a replica; the part of replica "
+                f"{i} is {part!r} ({type(part).__name__}). Trees go inside a `PerReplica`."
+            )
+    return [part if isinstance(part, jax.Array) else np.asarray(part) for part in value]
+
+
+def check_parts(caller: str, parts: Sequence[Any], axes: Sequence[int]) -> None:
+    """Refuse parts that differ in dtype, rank, or along any dimension but `axes`.
+
+    Raises:
+      ValueError: they do; both shapes are named.
+    """
+    first = parts[0]
+    kept = [k for k in range(first.ndim) if k not in axes]
+    along = f"axis {axes[0]}" if len(axes) == 1 else f"axes {', '.join(map(str, axes))}"
+    for i, part in enumerate(parts):
+        if part.ndim != first.ndim or any(part.shape[k] != first.shape[k] for k in kept):
+            raise ValueError(
+                f"`{caller}` expects parts that differ in size along {along} only; replica {i} "
+                f"has shape {part.shape}, replica 0 {first.shape}."
+            )
+        if part.dtype != first.dtype:
+            raise ValueError(
+                f"`{caller}` expects one dtype; replica {i} has {part.dtype}, replica 0 "
+                f"{first.dtype}."
+            )
+
+
+def distributed(values: Sequence[Any], devices: tuple[jax.Device, ...]) -> Any:
+    """A tree of distributed values, from the tree of each replica.
+
+    Args:
+      values: one pytree of numbers and arrays for each replica.
+      devices: one a replica.
+
+    Returns:
+      Their structure with a `PerReplica` in the place of each leaf, or an `Uneven` where the
+      shapes differ.
+
+    Raises:
+      ValueError: they disagree in structure or dtype, or hold what is no array.
+    """
+    structures = [jax.tree.structure(value, is_leaf=is_sparse) for value in values]
+    for i, structure in enumerate(structures):
+        if structure != structures[0]:
+            raise ValueError(
+                "`experimental_distribute_values_from_function` expects one structure for all "
+                f"replicas; replica {i} has {structure}, replica 0 {structures[0]}."
+            )
+    columns = zip(*(jax.tree.leaves(value, is_leaf=is_sparse) for value in values), strict=True)
+    return structures[0].unflatten([_column(column, devices) for column in columns])
+
+
+def _column(parts: Sequence[Any], devices: tuple[jax.Device, ...]) -> PerReplica | Uneven:
+    alike = len({np.shape(part) for part in parts if is_array(part)}) < 2
+    if alike:
+        return PerReplica(list(parts), devices=devices)
+    arrays = parts_of("experimental_distribute_values_from_function", parts, len(devices))
+    return Uneven(jax.device_put(x, device) for x, device in zip(arrays, devices, strict=True))

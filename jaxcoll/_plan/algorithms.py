@@ -1,0 +1,172 @@
+"""Which algorithms there are, what each is called, and what a composition of them costs.
+
+An algorithm is known here by its name and its arithmetic alone; `_spmd` holds the programs.
+The costs are the standard ones, per device and for n replicas: Thakur, Rabenseifner and Gropp,
+"Optimization of collective communication operations in MPICH" (2005); Patarasuk and Yuan
+(2009) for the ring; Träff (2024) for halving and doubling with any n.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jaxcoll._plan.world import World
+
+DESCRIPTIONS = {
+    "native": "the compiler's own collectives",
+    "ring": "a ring of neighbour exchanges",
+    "halving_doubling": "halving and doubling over ever shorter distances",
+    "shuffle": "a shuffle that sends each shard to its owner and back",
+}
+
+TENSORFLOW = {
+    "nccl": "native",
+    "xring": "ring",
+    "rechd": "halving_doubling",
+    "pscpu": "shuffle",
+    "psgpu": "shuffle",
+}
+
+
+def canonical(name: str) -> str:
+    """The name of an algorithm in our words; TensorFlow's are taken too, in any case.
+
+    Args:
+      name: one algorithm, or several from inner to outer with "/" between them.
+
+    Raises:
+      ValueError: a part is no algorithm; the message lists those there are.
+
+    Example:
+      >>> canonical("nccl/rechd")
+      'native/halving_doubling'
+    """
+    parts = [TENSORFLOW.get(part.lower(), part.lower()) for part in name.split("/")]
+    if not set(parts) <= set(DESCRIPTIONS):
+        raise ValueError(
+            f"`algorithm` must be None or one of {', '.join(DESCRIPTIONS)} (TensorFlow's "
+            f"{', '.join(TENSORFLOW)} are taken too), or 'inner/outer' made of two of them for a "
+            f"pair of axes; got {name!r}."
+        )
+    return "/".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One algorithm of a composition, at work along its own axes.
+
+    Attributes:
+      algorithm: its name.
+      axes: positions of its axes among those of the reduction, outer first.
+      replicas: replicas along those axes together.
+      shards: how many parts it cuts its array into; part j is summed by replica j.
+    """
+
+    algorithm: str
+    axes: tuple[int, ...]
+    replicas: int
+    shards: int
+
+
+def stages(algorithm: str, shards: int, over: Sequence[int]) -> tuple[Stage, ...]:
+    """What a named algorithm does along each axis, inner first.
+
+    Every stage but the last reduce-scatters, hands its shard to the next, and all-gathers what
+    comes back; the last one all-reduces. An axis of size 1 has no stage.
+
+    Args:
+      algorithm: a canonical name. The first part of one with "/" takes the innermost axis, the
+        next the one around it, and the last part all those that remain.
+      shards: shards of an outermost shuffle; 0: one for each replica.
+      over: sizes of the reduction's axes, outer first; 1 where nothing is summed.
+
+    Returns:
+      The stages; none where nothing is summed.
+
+    Example:
+      >>> [(s.algorithm, s.axes, s.replicas) for s in stages("native/ring", 0, (2, 4))]
+      [('native', (1,), 4), ('ring', (0,), 2)]
+    """
+    names = algorithm.split("/")
+    outermost = range(len(over) - len(names) + 1)
+    spans = [*([axis] for axis in reversed(range(len(outermost), len(over)))), outermost]
+    found = []
+    for name, span in zip(names, spans, strict=True):
+        axes = tuple(axis for axis in span if over[axis] > 1)
+        n = math.prod(over[axis] for axis in axes)
+        owners = min(shards, n) if shards and span is outermost and name == "shuffle" else n
+        if n > 1:
+            found.append(Stage(name, axes, n, owners))
+    return tuple(found)
+
+
+def owns_shards(algorithm: str) -> bool:
+    """Whether `shards` says how many owners there are, rather than how many parts travel alone."""
+    return algorithm.split("/")[-1] == "shuffle"
+
+
+def check_fits(algorithm: str, shards: int, world: World) -> None:
+    """Refuse what cannot be done over the axes of `world`.
+
+    Raises:
+      ValueError: the name has more parts than there are axes, or there are more shards than
+        replicas that could own them.
+    """
+    names, axes = algorithm.split("/"), len(world.sizes)
+    if len(names) > axes:
+        raise ValueError(
+            f"the algorithm {algorithm!r} is hierarchical, one part for each axis from inner to "
+            f"outer: it needs a tuple of {len(names)} axes as `axis_name`, as in (outer, inner), "
+            f"and got {axes}."
+        )
+    owners = math.prod(world.sizes[: axes - len(names) + 1])
+    if owns_shards(algorithm) and shards > owners:
+        raise ValueError(
+            f"`shards` is {shards}, but the shuffle of {algorithm!r} runs over {owners} "
+            f"replica{'s' * (owners > 1)}, and each shard needs an owner of its own: pass at most "
+            f"{owners}, or 0 for one each."
+        )
+
+
+def steps(stages: Sequence[Stage]) -> int:
+    """Collectives that are requested for one array, one after another.
+
+    Example:
+      >>> [steps(stages(name, 0, (6,))) for name in DESCRIPTIONS]
+      [1, 10, 6, 2]
+    """
+    total = 0
+    for stage in stages:
+        n = stage.replicas
+        match stage.algorithm:
+            case "native":
+                total += 1 if stage is stages[-1] else 2
+            case "halving_doubling":
+                total += 2 * (n - 1).bit_length()
+            case "shuffle":
+                total += 2 if stage.shards == n else 2 * (n - 1)
+            case "ring":
+                total += 2 * (n - 1)
+    return total
+
+
+def wire_elements(stages: Sequence[Stage], size: int) -> int:
+    """Elements of an array of `size` that leave the device that sends most, padding included.
+
+    Law: over n replicas with a shard for each it is 2(n-1)/n of the array, rounded up to whole
+    shards, and the stages of a composition come to the same for all its replicas together. With
+    m < n shards an owner sends m-1 of them to others and its own to n-1.
+
+    Example:
+      >>> wire_elements(stages("ring", 0, (8,)), 80), wire_elements(stages("ring", 0, (8,)), 81)
+      (140, 154)
+      >>> wire_elements(stages("ring/halving_doubling", 0, (2, 4)), 80)
+      140
+    """
+    total = 0
+    for stage in stages:
+        size = -(-size // stage.shards)
+        total += (stage.shards - 1 + stage.replicas - 1) * size
+    return total

@@ -1,0 +1,82 @@
+"""The table of algorithms, and the one place where they are put together to an all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxcoll import _compat
+from jaxcoll._plan.algorithms import Stage
+from jaxcoll._spmd import halving_doubling, native, ring, shuffle
+
+
+class Algorithm(Protocol):
+    """The two halves of an all-reduce, as every algorithm's file defines them."""
+
+    def reduce_scatter(self, shards: jax.Array, axes: tuple[str, ...], /) -> jax.Array:
+        """Sum rows over the replicas; this replica's own, of `shards` of shape (m, k)."""
+        ...
+
+    def all_gather(self, shard: jax.Array, count: int, axes: tuple[str, ...], /) -> jax.Array:
+        """The first `count` replicas' shards, of shape (count, k), everywhere the same bits."""
+        ...
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "native": native,
+    "ring": ring,
+    "halving_doubling": halving_doubling,
+    "shuffle": shuffle,
+}
+
+
+def all_reduce(array: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
+    """The sum of `array` over all replicas along the axes of the stages.
+
+    Args:
+      array: of any shape and dtype, *varying* over those axes where types tell.
+      stages: what to do along which axes, inner first; see `jaxcoll._plan.algorithms.stages`.
+      axes: names of the reduction's axes, which the stages number.
+
+    Returns:
+      The sum, in the array's shape, *invariant*: every replica ends with the same bits. Cost: as
+      the plan of the stages says.
+
+    Raises:
+      ValueError: a stage runs over several axes, one of them of a `vmap`.
+    """
+    if [stage.algorithm for stage in stages] == ["native"]:
+        return native.all_reduce(array, _names(stages[0], axes))
+    total = _summed(array.reshape(-1), stages, axes).reshape(array.shape)
+    return _compat.as_invariant(total, axes, summed=True)
+
+
+def _summed(flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
+    """Reduce-scatter, the same for the shard along the outer axes, all-gather."""
+    if not stages:
+        return flat
+    stage, *outer = stages
+    over = _names(stage, axes)
+    if stage.algorithm == "native" and not outer:
+        return native.all_reduce(flat, over)
+    algorithm = ALGORITHMS[stage.algorithm]
+    length = -(-flat.size // stage.shards)
+    padded = jnp.pad(flat, (0, stage.shards * length - flat.size))
+    shard = algorithm.reduce_scatter(padded.reshape(stage.shards, length), over)
+    gathered = algorithm.all_gather(_summed(shard, outer, axes), stage.shards, over)
+    return gathered.reshape(-1)[: flat.size]
+
+
+def _names(stage: Stage, axes: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(axes[i] for i in stage.axes)
+    local = [name for name in names if _compat.is_vmapped(name)]
+    if local and len(names) > 1 and stage.algorithm != "native":
+        raise ValueError(
+            f"the algorithm {stage.algorithm!r} over axes {names}: JAX cannot exchange between "
+            f"replicas along several axes at once when a `vmap` maps one of them ({local[0]!r}). "
+            f"Ask for '{stage.algorithm}/{stage.algorithm}', one axis at a time, or for 'native'."
+        )
+    return names

@@ -1,0 +1,74 @@
+"""One replica's value for all of them: a sum to which the others add nothing."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcoll._plan.leaves import where
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.reduce import all_reduce
+from jaxcoll._spmd.scope import Scope
+
+
+def broadcast(value: Any, axis_name: str | tuple[str, ...], *, source: int, scope: Scope) -> Any:
+    """The value of replica `source`; see `jc.broadcast`.
+
+    JAX has a collective for it on GPUs only, and it would not honour what options ask of a
+    reduction; the sum costs up to twice its bytes.
+
+    Args:
+      value: a pytree of arrays.
+      axis_name: one axis, or several, outer first.
+      source: a replica's number along the axes, the outer counting slowest.
+      scope: options and world.
+
+    Returns:
+      The tree of that replica, *invariant* over the axes.
+
+    Raises:
+      NameError: an axis is not bound here.
+      ValueError: there is no such replica, or a leaf holds no numbers.
+    """
+    axes = bound_axes(axis_name, "broadcast")
+    try:
+        index = operator.index(source)
+    except TypeError:
+        index = -1
+    if not 0 <= index < count(axes) or isinstance(source, bool):
+        raise ValueError(
+            f"`broadcast` expects `source` to be an integer from 0 to {count(axes) - 1}, the "
+            f"number of a replica along {', '.join(map(repr, axes))}; got {source!r}."
+        )
+    here = lax.axis_index(tuple(axes)) == index
+
+    flat, treedef = jax.tree_util.tree_flatten_with_path(value)
+    leaves = [_as_array(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
+    summed = all_reduce(
+        ReduceOp.SUM, [_shown(here, leaf) for leaf in leaves], axis_name, scope=scope
+    )
+    results = [total.astype(leaf.dtype) for total, leaf in zip(summed, leaves, strict=True)]
+    return jax.tree_util.tree_unflatten(treedef, results)
+
+
+def _shown(here: jax.Array, x: jax.Array) -> jax.Array:
+    """`x` on the source, and on all others what adds nothing to it."""
+    if x.dtype == bool:
+        x = x.astype(jnp.uint8)
+    return jnp.where(here, x, jnp.zeros_like(x))
+
+
+def _as_array(path: str, value: Any) -> jax.Array:
+    dtype = getattr(value, "dtype", None)
+    number = isinstance(value, bool | int | float | complex)
+    if not number and (dtype is None or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)):
+        raise ValueError(
+            f"`broadcast` cannot send {where(path)}: expected an array of numbers, got "
+            f"{type(value).__name__ if dtype is None else dtype}."
+        )
+    return jnp.asarray(value)

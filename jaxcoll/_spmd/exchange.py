@@ -1,0 +1,49 @@
+"""What hand-written algorithms do: pass an array on around the circle of replicas, turn rows."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcoll import _compat
+
+
+def passed_on(
+    array: jax.Array,
+    axes: tuple[str, ...],
+    distance: int,
+    *,
+    senders: int | None = None,
+    receivers: int | None = None,
+) -> jax.Array:
+    """What the replica `distance` before this one, around the circle of all, holds of `array`.
+
+    Args:
+      array: of the same shape everywhere.
+      axes: names of the axes, outer first.
+      distance: how many replicas further it is sent; may be negative.
+      senders: only so many replicas, from the first on, send; None: all.
+      receivers: only so many replicas, from the first on, receive; None: all.
+
+    Returns:
+      The other's array, *varying*; unspecified where nobody sends, or to nobody. Cost: one step;
+      the array's bytes.
+    """
+    n = lax.axis_size(axes)
+    pairs = [(i, (i + distance) % n) for i in range(n)]
+    if not any(map(_compat.is_vmapped, axes)):
+        # Under `vmap` nothing is sent, and JAX accepts whole permutations only.
+        senders, receivers = senders or n, receivers or n
+        pairs = [(i, j) for i, j in pairs if i < senders and j < receivers]
+    return lax.ppermute(array, axes, pairs)
+
+
+def turned(rows: jax.Array, by: jax.Array) -> jax.Array:
+    """The same rows, beginning with row `by`, which is taken around the circle.
+
+    `jnp.roll` would hold two copies of all of them beside the result.
+    """
+    n = len(rows)
+    order = (lax.iota(jnp.int32, n) + by) % n
+    return rows.at[order].get(mode="promise_in_bounds", unique_indices=True)

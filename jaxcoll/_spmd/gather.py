@@ -1,0 +1,161 @@
+"""The in-program gather: pack, gather, unpack, and lay the replicas' parts side by side."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcoll import _compat
+from jaxcoll._plan.algorithms import Stage, stages
+from jaxcoll._plan.choose import choose
+from jaxcoll._plan.leaves import Leaf, where
+from jaxcoll._plan.options import UNSET
+from jaxcoll._plan.packing import plan_packs
+from jaxcoll._spmd.algorithms import ALGORITHMS
+from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.pack import pack, unpack
+from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.sparse import is_sparse
+
+
+def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope: Scope) -> Any:
+    """Every replica's leaves, joined along `axis` in replica order; see `jc.all_gather`.
+
+    Args:
+      value: a pytree of arrays.
+      axis_name: one axis, or several, outer first.
+      axis: the dimension along which they are joined, of each leaf's own.
+      scope: options and world.
+
+    Returns:
+      The joined tree, *invariant* over the axes.
+
+    Raises:
+      NameError: an axis is not bound here.
+      ValueError: a leaf has no such dimension, or is no array.
+      TypeError: in the second try of `value_and_local_grad`, see there: without types a gather
+        could not tell its derivative from a part of it.
+    """
+    axes = bound_axes(axis_name, "all_gather")
+    if scope.untyped & set(axes):
+        raise TypeError("`all_gather` has no derivative where types do not track its axis.")
+    flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
+    paths = [jax.tree_util.keystr(path) for path, _ in flat]
+    arrays = [_as_array(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
+    joints = [
+        dimension(axis, array.shape, f"`all_gather`: {where(path)}")
+        for path, array in zip(paths, arrays, strict=True)
+    ]
+    arrays = [_compat.as_varying(array, tuple(axes)) for array in arrays]
+    rows = _rows(paths, arrays, axes, scope)
+    joined = [
+        _compat.as_invariant(_joined(row, joint), tuple(axes), summed=True)
+        for row, joint in zip(rows, joints, strict=True)
+    ]
+    return scope.vouched(jax.tree_util.tree_unflatten(treedef, joined), axes)
+
+
+def dimension(axis: Any, shape: Sequence[int], who: str) -> int:
+    """`axis` counted from the front, if an array of `shape` has it.
+
+    Args:
+      axis: an integer; negative ones count from the last dimension.
+      shape: of the array.
+      who: what is named in a message: the call and the leaf.
+
+    Raises:
+      ValueError: it is no integer, or there is no such dimension.
+    """
+    try:
+        index = operator.index(axis)
+    except TypeError:
+        index = None
+    if index is None or isinstance(axis, bool):
+        raise ValueError(f"{who}: expected `axis` to be an integer; got {axis!r}.")
+    if not shape:
+        raise ValueError(
+            f"{who} is a scalar, which has no axis {axis}; give it one with `x[None]`."
+        )
+    if not -len(shape) <= index < len(shape):
+        raise ValueError(
+            f"{who} has shape {tuple(shape)} and so no axis {axis}; expected one from "
+            f"{-len(shape)} to {len(shape) - 1}."
+        )
+    return index % len(shape)
+
+
+def _rows(
+    paths: Sequence[str], arrays: Sequence[jax.Array], axes: dict[str, int], scope: Scope
+) -> list[jax.Array]:
+    """What every replica has of each array, a row each, in their order."""
+    over = tuple(axes.values())
+    leaves = [
+        Leaf(
+            path=path,
+            shape=array.shape,
+            dtype=np.dtype(array.dtype),
+            wire=np.dtype(array.dtype),
+            over=over,
+            kind=_compat.varying_axes(array),
+            solid=_compat.is_partially_sharded(array),
+        )
+        for path, array in zip(paths, arrays, strict=True)
+    ]
+    # There are no sums to cut in shards.
+    choice = choose(scope.options.replace(shards=UNSET), scope.world(axes))
+    packs = plan_packs(leaves, choice.packing)
+    steps = stages(choice.algorithm, 0, over)
+    rows = []
+    for k, packed in enumerate(pack(arrays, packs)):
+        with jax.named_scope(f"jaxcoll_pack{k}"):
+            rows.append(_gathered(packed, steps, tuple(axes)))
+    found = (
+        jax.vmap(lambda each: unpack(each, packs, leaves))(rows) if rows else [None] * len(arrays)
+    )
+    return [
+        jnp.stack([array] * count(axes)) if row is None else row  # what does not travel
+        for array, row in zip(arrays, found, strict=True)
+    ]
+
+
+def _gathered(array: jax.Array, steps: Sequence[Stage], axes: tuple[str, ...]) -> jax.Array:
+    """Every replica's `array`, a row each, in their order."""
+    if [step.algorithm for step in steps] == ["native"]:
+        return lax.all_gather(array, tuple(axes[i] for i in steps[0].axes))
+    flat = array.reshape(-1)
+    for step in steps:  # from inner to outer: the outermost replica counts slowest
+        over = tuple(axes[i] for i in step.axes)
+        flat = ALGORITHMS[step.algorithm].all_gather(flat, step.replicas, over).reshape(-1)
+    return flat.reshape(-1, *array.shape)
+
+
+def _joined(rows: jax.Array, axis: int) -> jax.Array:
+    n, *shape = rows.shape
+    shape[axis] *= n
+    return jnp.moveaxis(rows, 0, axis).reshape(shape)
+
+
+def _as_array(path: str, value: Any) -> jax.Array:
+    dtype = getattr(value, "dtype", None)
+    if is_sparse(value):
+        raise ValueError(
+            f"`all_gather` expects dense arrays; {where(path)} is an IndexedSlices. `all_reduce` "
+            "gathers the rows of all replicas, which is their sum; `to_dense` makes it an array."
+        )
+    if dtype is None and not isinstance(value, bool | int | float | complex):
+        raise ValueError(
+            f"`all_gather` cannot gather {where(path)}: expected an array, "
+            f"got {type(value).__name__}."
+        )
+    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"`all_gather` cannot gather {where(path)}: it is a typed PRNG key; gather its "
+            "`jax.random.key_data`."
+        )
+    return jnp.asarray(value)

@@ -1,0 +1,46 @@
+"""Which devices a command runs on; asked before JAX has started any backend."""
+
+from __future__ import annotations
+
+import jax
+
+SIMULATED = 8
+"""CPU devices that are simulated when nobody says how many."""
+
+
+def devices_of(platform: str, count: int | None) -> list[jax.Device]:
+    """The devices that the flags `--platform` and `--devices` ask for.
+
+    Args:
+      platform: "cpu": simulated, as many as wanted. "gpu", "tpu": those of this machine.
+        "auto": those that JAX prefers here.
+      count: how many; None: eight on a simulated CPU, otherwise all there are.
+
+    Returns:
+      The devices, in JAX's order.
+
+    Raises:
+      ValueError: there are fewer, or none of that platform; the message says what there is.
+    """
+    if count is not None and count < 1:
+        raise ValueError(f"--devices must be at least 1; got {count}.")
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count or SIMULATED)
+        return jax.devices("cpu")
+    try:
+        devices = jax.devices(None if platform == "auto" else platform)
+    except RuntimeError as error:
+        there = ", ".join(sorted({device.platform for device in jax.devices()}))
+        raise ValueError(
+            f"--platform {platform}: JAX finds no such device here, only {there}. Install JAX for "
+            f"{platform} (`pip install -U 'jax[{'cuda13' if platform == 'gpu' else platform}]'`), "
+            "or leave --platform out for simulated CPU devices."
+        ) from error
+    if count is not None and count > len(devices):
+        raise ValueError(
+            f"--devices {count}: this machine has {len(devices)} {devices[0].platform} "
+            f"device{'s' if len(devices) > 1 else ''}. Ask for fewer, or leave --platform out for "
+            "simulated CPU devices."
+        )
+    return devices[:count]

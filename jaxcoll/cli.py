@@ -1,0 +1,34 @@
+"""The command line: `jaxcoll` and `python -m jaxcoll`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+import jaxcoll
+
+COMMANDS = {
+    "demo": ("jaxcoll.bench.demo", "train on real data over several devices; show what is sent"),
+    "bench": ("jaxcoll.bench.command", "measure all-reduces beside JAX's own"),
+}
+"""Each command's module, which has `add_arguments(parser)` and `run(arguments)`; and its help."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+      argv: the command and its flags; None: those of this process.
+
+    Returns:
+      The exit status: 0, or what the command's help says.
+    """
+    parser = argparse.ArgumentParser(prog="jaxcoll", description=jaxcoll.__doc__)
+    parser.add_argument("--version", action="version", version=f"jaxcoll {jaxcoll.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=f"{summary}.".capitalize())
+        importlib.import_module(module).add_arguments(command)
+    arguments = parser.parse_args(argv)
+    return importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)

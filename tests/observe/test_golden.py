@@ -1,0 +1,144 @@
+"""Texts that compilers have printed (golden/make.py), of several versions and backends."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxcoll._observe.collective import Operand, wire_bytes
+from jaxcoll._observe.hlo import read_hlo
+from jaxcoll._observe.stablehlo import read_stablehlo
+
+GOLDEN = Path(__file__).parent / "golden"
+ALL = (tuple(range(8)),)
+AROUND = tuple((i, (i + 1) % 8) for i in range(8))
+
+
+def compiled(name):
+    return read_hlo((GOLDEN / f"{name}.hlo").read_text())
+
+
+def requested(name):
+    return read_stablehlo((GOLDEN / f"requested-{name}.mlir").read_text())
+
+
+def outline(collectives):
+    return [(c.kind, len(c.operands), c.nbytes, c.trips) for c in collectives]
+
+
+VARIADIC = [("all-reduce", 2, 460, 1), ("all-reduce", 1, 28, 1)]
+KINDS = [
+    ("all-gather", 1, 512, 1),
+    ("reduce-scatter", 1, 4096, 1),
+    ("all-to-all", 1, 512, 1),
+    ("collective-permute", 1, 512, 1),
+]
+IN_EIGHT_PARTS = [*KINDS[:2], ("all-to-all", 8, 512, 1), KINDS[3]]
+LOOP = [("all-reduce", 1, 1024, 5), ("all-reduce", 1, 1024, 1)]
+BRANCHES = [("all-reduce", 1, 4, 1), ("all-reduce", 2, 512, 1), ("all-reduce", 1, 256, 1)]
+ADDED_FIRST = [("all-reduce", 1, 4, 1), ("all-reduce", 1, 256, 1), ("all-reduce", 1, 256, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "nbytes"),
+    [
+        ("cpu-0.10.2-kinds", IN_EIGHT_PARTS, 8128),
+        ("cpu-0.12.0.1-kinds", IN_EIGHT_PARTS, 8128),
+        ("gpu-0.12.0.1-kinds", KINDS, 8128),
+        # No reduce-scatter of this shape on a v6e: it sums everything and keeps a slice.
+        ("v6e-0.12.0.1-kinds", [KINDS[0], ("all-reduce", 1, 4096, 1), *KINDS[2:]], 11712),
+        ("cpu-0.10.2-loop", LOOP, 10752),
+        ("cpu-0.12.0.1-loop", LOOP, 10752),
+        ("gpu-0.12.0.1-loop", LOOP, 10752),
+        ("cpu-0.10.2-branches", BRANCHES, 56 + 896),
+        ("cpu-0.12.0.1-branches", BRANCHES, 56 + 896),
+        ("gpu-0.12.0.1-branches", ADDED_FIRST, 56 + 448),
+        ("v6e-0.12.0.1-branches", ADDED_FIRST, 56 + 448),
+        ("cpu-0.10.2-variadic", VARIADIC, 896),
+        ("cpu-0.12.0.1-variadic", VARIADIC, 896),
+        # XLA's GPU compiler copies the two f32 operands into one before it sums them.
+        ("gpu-0.12.0.1-variadic", [("all-reduce", 1, 460, 1), VARIADIC[1]], 896),
+        (
+            "gpu-0.12.0.1-overlapped",
+            [("reduce-scatter", 1, 8 << 20, 1), ("collective-permute", 1, 1 << 20, 1)],
+            (7 << 20) + (1 << 20),
+        ),
+        ("v6e-0.12.0.1-layers", [("all-reduce", 1, 16 << 20, 1)] * 2, 2 * (28 << 20)),
+    ],
+)
+def test_counts_and_bytes(name, expected, nbytes):
+    collectives = compiled(name)
+    assert outline(collectives) == expected
+    assert wire_bytes(collectives) == nbytes
+
+
+@pytest.mark.parametrize("name", ["cpu-0.10.2", "cpu-0.12.0.1", "gpu-0.12.0.1", "v6e-0.12.0.1"])
+def test_groups_of_a_mesh(name):
+    found = {c.groups: (c.group_size, c.wire_bytes) for c in compiled(f"{name}-mesh")}
+    assert found == {
+        ((0, 4), (1, 5), (2, 6), (3, 7)): (2, 128),
+        ((0, 1, 2, 3), (4, 5, 6, 7)): (4, 192),
+        ALL: (8, 224),
+    }
+
+
+def test_everything_about_an_asynchronous_pair_in_a_loop():
+    first, last = compiled("gpu-0.12.0.1-loop")
+    assert first.name == "all-reduce-start"
+    assert first.operands == (Operand("f32", (1, 256)),)
+    assert first.groups == ALL
+    assert first.computation == "region_0.0_spmd"
+    assert first.op_name == "jit(loop)/shard_map/while/body/eval_jaxpr/psum_invariant"
+    assert first.is_async
+    assert not last.is_async
+    assert last.computation == "main.0_spmd"
+
+
+def test_pairs_of_other_kinds_count_once():
+    assert [c.is_async for c in compiled("gpu-0.12.0.1-overlapped")] == [True, True]
+    assert compiled("gpu-0.12.0.1-overlapped")[1].groups == AROUND
+
+
+def test_a_sum_that_a_tpu_carries_out_elsewhere_is_asynchronous():
+    # custom-call-start, -update and -done around a computation that holds the all-reduce
+    first, second = compiled("v6e-0.12.0.1-layers")
+    assert first.is_async
+    assert second.is_async
+    assert first.computation == "called_computation.2" != second.computation
+
+
+def test_a_loop_that_does_not_say_how_often_it_turns():
+    # libtpu drops the trip count; the loop's five turns can only be told to the counter.
+    collectives = compiled("v6e-0.12.0.1-loop")
+    assert [c.trips for c in collectives] == [None, 1]
+    with pytest.raises(ValueError, match=r"does not say how often it turns.*unknown_trips"):
+        wire_bytes(collectives)
+    assert wire_bytes(collectives, unknown_trips=5) == 10752
+
+
+@pytest.mark.parametrize("version", ["0.10.2", "0.12.0.1"])
+class TestRequested:
+    def test_counts(self, version):
+        assert outline(requested(f"{version}-kinds")) == KINDS
+        assert outline(requested(f"{version}-loop")) == [
+            ("all-reduce", 1, 1024, None),
+            ("all-reduce", 1, 1024, 1),
+        ]
+        assert outline(requested(f"{version}-variadic")) == [
+            ("all-reduce", 1, 400, 1),
+            ("all-reduce", 1, 60, 1),
+            ("all-reduce", 1, 28, 1),
+        ]
+
+    def test_groups(self, version):
+        assert [c.groups for c in requested(f"{version}-mesh")] == [
+            ((0, 4), (1, 5), (2, 6), (3, 7)),
+            ((0, 1, 2, 3), (4, 5, 6, 7)),
+            ALL,
+        ]
+        assert requested(f"{version}-kinds")[3].groups == AROUND
+
+    def test_branches(self, version):
+        always, *some = requested(f"{version}-branches")
+        assert always.branches == ()
+        assert [c.branches[0][1] for c in some] == [0, 0, 1]
+        assert wire_bytes([always, *some]) == 56 + 896

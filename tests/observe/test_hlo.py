@@ -1,0 +1,218 @@
+"""HLO notations that today's compilers here do not print, and texts that are not in order."""
+
+import time
+
+import pytest
+
+from jaxcoll._observe.collective import Operand, wire_bytes
+from jaxcoll._observe.hlo import read_hlo
+
+ADD = """\
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+"""
+
+
+def module(*computations, counts="num_partitions=8"):
+    return "\n\n".join([f"HloModule jit_f, is_scheduled=true, {counts}", *computations])
+
+
+def entry(*lines):
+    body = "".join(f"  {line}\n" for line in ("%x = f32[16,4]{1,0} parameter(0)", *lines))
+    return f"ENTRY %main (x: f32[16,4]) -> f32[16,4] {{\n{body}}}\n"
+
+
+def only(text):
+    (found,) = read_hlo(text)
+    return found
+
+
+def test_operands_typed_in_place():
+    text = module(
+        ADD,
+        entry(
+            "ROOT %ar = (f32[2,3]{1,0}, bf16[7]{0}) all-reduce(f32[2,3]{1,0} %p, "
+            "/*index=1*/bf16[7]{0:T(8,128)(2,1)} %q), replica_groups={}, to_apply=%add"
+        ),
+        counts="replica_count=4",
+    )
+    found = only(text)
+    assert found.operands == (Operand("f32", (2, 3)), Operand("bf16", (7,)))
+    assert found.groups == ((0, 1, 2, 3),)
+
+
+def test_names_without_percent_signs():
+    text = module(
+        "add {\n  a = f32[] parameter(0)\n  b = f32[] parameter(1)\n  ROOT s = f32[] add(a, b)\n}",
+        "ENTRY main {\n  x.1 = f32[8]{0} parameter(0)\n"
+        "  ROOT ar = f32[8]{0} all-reduce(x.1), channel_id=1, replica_groups=[4,2]<=[8], "
+        "use_global_device_ids=true, to_apply=add\n}",
+    )
+    assert (only(text).operands, only(text).group_size) == ((Operand("f32", (8,)),), 2)
+
+
+def test_a_wrapped_asynchronous_computation():
+    wrapped = (
+        "%wrapped (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
+        "  ROOT %exchange = f32[16,4]{1,0} all-to-all(%p), channel_id=2, "
+        "replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}\n}"
+    )
+    done = "f32[16,4]{1,0} async-done(%start), calls=%wrapped"
+    text = module(
+        wrapped,
+        entry(
+            "%start = ((f32[16,4]{1,0}), f32[16,4]{1,0}, s32[]) async-start(%x), calls=%wrapped",
+            "%going = ((f32[16,4]{1,0}), f32[16,4]{1,0}, s32[]) async-update(%start), "
+            "calls=%wrapped",
+            f"ROOT %done = {done}",
+        ),
+    )
+    found = only(text)
+    assert (found.kind, found.is_async, found.group_size) == ("all-to-all", True, 4)
+
+
+def test_a_start_that_the_compiler_has_made_synchronous():
+    text = module(
+        entry(
+            "%s = f32[16,4]{1,0} all-reduce-start(%x), replica_groups={{0,1}}, channel_id=1, "
+            'use_global_device_ids=true, backend_config={"collective_backend_config":'
+            '{"is_sync":true}}',
+            "ROOT %d = f32[16,4]{1,0} all-reduce-done(%s)",
+        )
+    )
+    assert not only(text).is_async
+
+
+def test_nested_loops_calls_and_fusions():
+    text = module(
+        "%inner (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
+        "  ROOT %ar = f32[16,4]{1,0} all-reduce(%p), replica_groups={{0,1}}\n}",
+        "%fused (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
+        "  ROOT %c = f32[16,4]{1,0} call(%p), to_apply=%inner\n}",
+        "%body (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
+        "  ROOT %f = f32[16,4]{1,0} fusion(%p), kind=kCustom, calls=%fused\n}",
+        "%more (p: f32[16,4]) -> pred[] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
+        "  %ag = f32[32,4]{1,0} all-gather(%p), replica_groups={{0,1}}, dimensions={0}\n"
+        "  ROOT %yes = pred[] constant(true)\n}",
+        "%outer (p: f32[16,4]) -> f32[16,4] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
+        "  ROOT %w = f32[16,4]{1,0} while(%p), condition=%more, body=%body, "
+        'backend_config="{\\"known_trip_count\\":{\\"n\\":\\"3\\"}}"\n}',
+        "%always (p: f32[16,4]) -> pred[] {\n  %p = f32[16,4]{1,0} parameter(0)\n"
+        "  ROOT %yes = pred[] constant(true)\n}",
+        entry(
+            "%w = f32[16,4]{1,0} while(%x), condition=%always, body=%outer, "
+            'backend_config={"known_trip_count":{"n":"10"}}',
+            "ROOT %again = f32[16,4]{1,0} call(%w), to_apply=%fused",
+        ),
+        counts="replica_count=2",
+    )
+    found = [(c.kind, c.computation, c.trips) for c in read_hlo(text)]
+    assert found == [
+        ("all-gather", "more", 40),  # the condition is asked once more than the loop turns
+        ("all-reduce", "inner", 30),
+        ("all-reduce", "inner", 1),
+    ]
+
+
+def test_host_callbacks_are_no_collectives():
+    line = (
+        "%send = (f32[16,4]{1,0}, u32[], token[]) send(%x, %t), channel_id=9, is_host_transfer=true"
+    )
+    assert read_hlo(module(entry("%t = token[] after-all()", line))) == ()
+
+
+def test_names_that_look_like_collectives():
+    text = module(
+        entry(
+            "%all-reduce.7 = f32[16,4]{1,0} negate(%x), "
+            'metadata={op_name="jit(f)/all-reduce(x) body=%nowhere"}',
+            "ROOT %all-gather = f32[16,4]{1,0} copy(%all-reduce.7)",
+        )
+    )
+    assert read_hlo(text) == ()
+
+
+def test_a_program_without_collectives():
+    assert read_hlo(module(entry())) == ()
+    assert wire_bytes([]) == 0
+
+
+AR = "%ar = f32[16,4]{1,0} all-reduce(%x), replica_groups={{0,1}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "expected HLO text, which begins with 'HloModule'.*got ''"),
+        ("module @jit_f {\n}", "got 'module @jit_f {'.*is StableHLO: use `read_stablehlo`"),
+        ("HloModule jit_f", "looks cut off: it ends before the ENTRY computation"),
+        (module(ADD), "looks cut off: it ends before the ENTRY computation"),
+        (module(entry(AR))[:-3], "looks cut off: it ends inside the computation 'main'"),
+        (module(entry(AR.replace("%x", "%y"))), "has the operand '%y', which its computation"),
+        (
+            module(entry(AR[: AR.index("(%x)") + 3])),
+            "expected an instruction, .*cut off or damaged",
+        ),
+        (module(entry("%c = f32[] call(%x), to_apply=%lost")), "'c' calls 'lost', which is not"),
+        (module(entry(AR.replace("{{0,1}}", "ring(8)"))), "expected replica groups as"),
+        (module(entry(AR.replace("all-reduce", "all-shuffle"))), "`all-shuffle` .'ar'. moves data"),
+        (module(entry("%s = (f32[]) send(%x), channel_id=1")), "`send` .'s'. moves data between"),
+        (
+            module(
+                entry(
+                    "%s = (f32[]) send(%x), is_host_transfer=true, frontend_attributes="
+                    '{_xla_host_transfer_handler_name="xla_megascale_runtime"}'
+                )
+            ),
+            "`send` .'s'. moves data between devices in a way that is not counted",
+        ),
+        (
+            module(
+                entry(
+                    "%p = f32[] collective-permute(%x, %x), source_target_pairs={{0,1}}, "
+                    "slice_sizes={{4}}"
+                )
+            ),
+            "'p' sends slices in place, which is not counted here",
+        ),
+        (
+            module(f"%apart () -> f32[] {{\n  %x = f32[] parameter(0)\n  {AR}\n}}", entry()),
+            "all-reduce 'ar' stands in 'apart', which nothing calls in a way that is understood",
+        ),
+        (
+            module(
+                f"%circle () -> f32[] {{\n  %x = f32[] parameter(0)\n  {AR}\n"
+                "  %c = f32[] call(%x), to_apply=%circle\n}",
+                entry("%c = f32[] call(%x), to_apply=%circle"),
+            ),
+            "'circle' calls itself, which no program does",
+        ),
+    ],
+)
+def test_what_is_not_understood_is_an_error(text, words):
+    with pytest.raises(ValueError, match=words):
+        read_hlo(text)
+
+
+@pytest.mark.slow
+def test_a_hundred_megabytes_take_less_than_ten_seconds():
+    fusion = (
+        "  %fusion.{k} = f32[256,256]{{1,0}} fusion(%x), kind=kLoop, calls=%add, "
+        'metadata={{op_name="jit(train)/transpose(jvp(layer_{k}))/dot_general" stack_frame_id={k}}}'
+    )
+    reduce = (
+        "  %ar.{k} = f32[256,256]{{1,0}} all-reduce(%fusion.{k}), channel_id={k}, "
+        "replica_groups=mesh['d'=8] {{'d'}}, use_global_device_ids=true, to_apply=%add"
+    )
+    count = 500_000
+    lines = [fusion.format(k=k) for k in range(count)]
+    lines += [reduce.format(k=k) for k in range(0, count, 50)]
+    text = module(ADD, entry(*[line.strip() for line in lines]))
+    assert len(text) > 75e6
+    start = time.process_time()
+    collectives = read_hlo(text)
+    assert time.process_time() - start < 10 * len(text) / 100e6
+    assert len(collectives) == count // 50

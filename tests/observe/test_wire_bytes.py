@@ -1,0 +1,76 @@
+"""What leaves a device, from a list of collectives."""
+
+import pytest
+
+from jaxcoll._observe.collective import KINDS, Collective, Operand, bytes_of, wire_bytes
+
+
+def collective(kind, n, *operands, **more):
+    return Collective(kind, "c", operands, n, (tuple(range(n)),), "main", **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "size", "expected"),
+    [
+        ("all-reduce", 8, 1024, 2 * 7 * 512),
+        ("all-reduce", 3, 1024, 2 * 2 * 342 * 4),
+        ("reduce-scatter", 8, 1024, 7 * 512),
+        ("all-to-all", 8, 1024, 7 * 512),
+        ("all-gather", 8, 1024, 7 * 4096),
+        ("collective-permute", 8, 1024, 4096),
+        ("collective-broadcast", 8, 1024, 4096),
+        ("ragged-all-to-all", 8, 1024, 4096),
+    ],
+)
+def test_each_kind(kind, n, size, expected):
+    assert wire_bytes([collective(kind, n, Operand("f32", (size,)))]) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_of_one_sends_nothing(kind):
+    assert wire_bytes([collective(kind, 1, Operand("f32", (1024,)))]) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "expected"),
+    [
+        *[("f32", 3, 12), ("f64", 3, 24), ("bf16", 3, 6), ("f16", 3, 6), ("pred", 3, 3)],
+        *[("s8", 3, 3), ("u64", 3, 24), ("c64", 3, 24), ("c128", 3, 48)],
+        *[("f8e4m3fn", 3, 3), ("f8e5m2fnuz", 3, 3), ("f8e8m0fnu", 3, 3)],
+        *[("s4", 3, 2), ("u4", 8, 4), ("s2", 3, 1), ("f4e2m1fn", 3, 2)],
+    ],
+)
+def test_element_types(dtype, size, expected):
+    assert bytes_of(dtype, size) == expected
+
+
+@pytest.mark.parametrize("dtype", ["token", "tf32", "q8", ""])
+def test_an_unknown_element_type_is_an_error(dtype):
+    with pytest.raises(ValueError, match=f"expected an element type of HLO.*got '{dtype}'"):
+        bytes_of(dtype, 1)
+
+
+def test_every_operand_and_every_trip_counts():
+    pair = collective("all-reduce", 4, Operand("f32", (8,)), Operand("bf16", (4,)), trips=3)
+    assert pair.nbytes == 40
+    assert wire_bytes([pair]) == 3 * (2 * 3 * 2 * 4 + 2 * 3 * 1 * 2)
+
+
+def test_of_a_conditional_the_dearest_branch_counts():
+    def sends(nbytes, *branches):
+        return collective("collective-permute", 2, Operand("s8", (nbytes,)), branches=branches)
+
+    outer_0, outer_1 = ("outer", 0), ("outer", 1)
+    inner_0, inner_1 = ("outer/inner", 0), ("outer/inner", 1)
+    one = [sends(1000), sends(10, outer_0), sends(20, outer_0), sends(25, outer_1)]
+    assert wire_bytes(one) == 1030
+    nested = [sends(10, outer_0), sends(3, outer_1, inner_0), sends(9, outer_1, inner_1)]
+    assert wire_bytes(nested) == 10
+    assert wire_bytes([*nested, sends(2, outer_1)]) == 11
+
+
+def test_an_unknown_number_of_trips_must_be_said():
+    looped = collective("all-reduce", 2, Operand("f32", (2,)), trips=None)
+    with pytest.raises(ValueError, match="all-reduce 'c' in 'main' is in a loop that does not say"):
+        wire_bytes([looped])
+    assert wire_bytes([looped], unknown_trips=10) == 80

@@ -1,0 +1,155 @@
+"""Names of algorithms, the stages they are made of, and what those cost."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxcoll as jc
+from jaxcoll import CommunicationOptions as Options
+from jaxcoll._plan.algorithms import DESCRIPTIONS, canonical, stages, steps, wire_elements
+from jaxcoll._plan.choose import choose
+from jaxcoll._plan.world import World
+
+names = st.sampled_from(sorted(DESCRIPTIONS))
+sizes = st.integers(1, 9)
+
+
+@pytest.mark.parametrize(
+    ("said", "means"),
+    [
+        ("native", "native"),
+        ("Halving_Doubling", "halving_doubling"),
+        ("nccl", "native"),
+        ("xring", "ring"),
+        ("pscpu", "shuffle"),
+        ("psgpu", "shuffle"),
+        ("nccl/xring", "native/ring"),
+        ("nccl/rechd", "native/halving_doubling"),
+        ("nccl/pscpu", "native/shuffle"),
+        ("pscpu/pscpu", "shuffle/shuffle"),
+        ("ring/native/rechd", "ring/native/halving_doubling"),
+    ],
+)
+def test_tensorflows_names_and_ours(said, means):
+    assert canonical(said) == means
+    assert Options(algorithm=said).algorithm == means
+    assert Options(algorithm=said) == Options(algorithm=means)
+
+
+@pytest.mark.parametrize("bad", ["tree", "", "/", "ring/", "/ring", "nccl//xring", "ring/tree"])
+def test_an_unknown_algorithm_is_named_with_those_there_are(bad):
+    with pytest.raises(
+        ValueError,
+        match="`algorithm` must be None or one of native, ring, halving_doubling, shuffle "
+        r"\(TensorFlow's nccl, xring, rechd, pscpu, psgpu are taken too\).*got",
+    ):
+        Options(algorithm=bad)
+
+
+@given(names, sizes, st.integers(0, 1000))
+def test_a_flat_algorithm_sends_two_shards_less_than_all_twice(name, n, size):
+    plan = stages(name, 0, (n,))
+    assert wire_elements(plan, size) == 2 * (n - 1) * -(-size // n)
+    assert steps(plan) >= (2 * (n - 1).bit_length() if name in ("ring", "halving_doubling") else 0)
+
+
+@given(names, names, sizes, sizes, st.integers(0, 50))
+def test_a_composition_sends_as_little_as_one_algorithm_over_all(inner, outer, k, g, shard):
+    plan = stages(f"{inner}/{outer}", 0, (k, g))
+    assert wire_elements(plan, shard * k * g) == 2 * (k * g - 1) * shard
+    assert [s.axes for s in plan] == [axes for axes, n in (((1,), g), ((0,), k)) if n > 1]
+    assert steps(plan) <= steps(stages(f"{inner}/{outer}", 0, (10, 10)))
+
+
+@given(sizes, sizes, st.integers(0, 1000))
+def test_few_owners_send_more(n, owners, size):
+    owners = min(owners, n)
+    plan = stages("shuffle", owners, (n,))
+    assert wire_elements(plan, size) == (owners + n - 2) * -(-size // owners) * (n > 1)
+
+
+def test_axes_where_nothing_is_summed_have_no_stage():
+    assert stages("ring/shuffle", 3, (1, 1)) == ()
+    assert [s.algorithm for s in stages("ring/shuffle", 3, (4, 1))] == ["shuffle"]
+    assert [s.shards for s in stages("ring/shuffle", 3, (2, 4))] == [4, 2]
+    (flat,) = stages("ring", 0, (2, 1, 3))
+    assert (flat.axes, flat.replicas) == ((0, 2), 6)
+
+
+def test_implementation_and_algorithm_may_not_contradict_each_other():
+    assert Options(implementation="ring", algorithm="xring").algorithm == "ring"
+    assert Options(implementation="nccl", algorithm="nccl").algorithm == "native"
+    assert Options(implementation="auto", algorithm="rechd").algorithm == "halving_doubling"
+    with pytest.raises(
+        ValueError, match="`implementation` RING means the algorithm 'ring', but `algorithm` asks f"
+    ):
+        Options(implementation="ring", algorithm="rechd")
+    with pytest.raises(ValueError, match="NCCL means the algorithm 'native'.*'native/ring'"):
+        Options(implementation="nccl", algorithm="nccl/xring")
+
+
+def test_whoever_speaks_last_says_what_carries_the_reduction():
+    ring = Options(implementation="ring", bytes_per_pack=7)
+    assert ring.merge(Options(algorithm="rechd")) == Options(7, algorithm="rechd")
+    assert Options(algorithm="rechd").merge(ring) == ring
+    assert ring.merge(Options(algorithm=None)).implementation is jc.CommunicationImplementation.AUTO
+    assert ring.merge(Options(shards=2)).implementation is jc.CommunicationImplementation.RING
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, True, "2", None])
+def test_bad_shards_are_named(bad):
+    with pytest.raises(ValueError, match="`shards` must be a non-negative integer .*got "):
+        Options(shards=bad)
+
+
+@pytest.mark.parametrize("bad", [1, True, ["ring"]])
+def test_an_algorithm_is_a_name(bad):
+    with pytest.raises(ValueError, match="`algorithm` must be None or the name of one; got"):
+        Options(algorithm=bad)
+
+
+def test_options_read_back():
+    options = Options(algorithm="nccl/rechd", shards=np.int64(2))
+    assert repr(options) == "CommunicationOptions(algorithm='native/halving_doubling', shards=2)"
+    assert (Options().algorithm, Options().shards) == (None, 0)
+
+
+def test_more_shards_than_owners_are_refused():
+    with pytest.raises(
+        ValueError, match="`shards` is 3, but .* runs over 2 replicas.* at most 2, o"
+    ):
+        choose(Options(algorithm="nccl/pscpu", shards=3), World("cpu", (2, 8)))
+    with pytest.raises(ValueError, match="runs over 1 replica, and each shard needs an owner"):
+        jc.plan(jnp.zeros(4), axis_size=1, options=Options(algorithm="pscpu", shards=2))
+    assert choose(Options(algorithm="pscpu/nccl", shards=3), World("cpu", (2, 8))).parts == 3
+
+
+def test_gloo_is_spared_its_reduce_scatter():
+    options = Options(algorithm="nccl/nccl")
+    here, there = World("cpu", (2, 4)), World("cpu", (2, 4), processes=2)
+    assert choose(options, here).algorithm == "native/native"
+    assert choose(options, World("gpu", (2, 4), processes=2)).algorithm == "native/native"
+    choice = choose(options, there)
+    assert choice.algorithm == "shuffle/native"
+    assert "Gloo's sends more than it has to" in choice.reasons[1]
+
+
+def test_the_plan_says_what_was_asked_and_what_it_costs():
+    options = Options(algorithm="nccl/rechd", shards=2)
+    plan = jc.plan(np.zeros(640, "f"), axis_size=(4, 8), options=options)
+    assert plan.algorithm == "native/halving_doubling"
+    assert plan.steps == 2 * (2 + 4)
+    assert plan.wire_bytes == 2 * 31 * 20 * 4
+    text = str(plan)
+    assert "over 4 × 8 × cpu, one process: 2 arrays, 12 steps, 4,960 wire bytes a device" in text
+    assert "the compiler's own collectives, then, from group to group, halving and doubling" in text
+    assert "each pack is cut in 2, reduced side by side, as asked" in text
+    data = json.loads(plan.to_json())
+    assert (data["axis_sizes"], data["steps"]) == ([4, 8], 12)
+    owners = jc.plan(np.zeros(64, "f"), axis_size=4, options=Options(algorithm="pscpu", shards=2))
+    assert "2 for each pack, each with an owner, as asked" in str(owners)
+    assert (len(owners.packs), owners.owners) == (1, 2)

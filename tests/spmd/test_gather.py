@@ -1,0 +1,212 @@
+"""all_gather and broadcast inside a program: joined to the bit, and differentiated."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import RUNNERS, assert_trees_equal, lowered, mesh_of, per_replica, rows, run
+
+import jaxcoll as jc
+
+P = jax.sharding.PartitionSpec
+
+OPTIONS = {
+    "auto": jc.CommunicationOptions(),
+    "packed": jc.CommunicationOptions(bytes_per_pack=40),
+    "ring": jc.CommunicationOptions(implementation="ring"),
+    "halving-packed": jc.CommunicationOptions(algorithm="halving_doubling", bytes_per_pack=40),
+    "shuffle": jc.CommunicationOptions(algorithm="shuffle", shards=2),
+}
+EVERY = pytest.mark.parametrize("runner", RUNNERS)
+SOME = pytest.mark.parametrize(
+    ("runner", "name"),
+    [(r, "auto") for r in RUNNERS] + [(r, n) for r in ("checked", "pmap") for n in [*OPTIONS][1:]],
+)
+
+
+def everything(n):
+    return {
+        "matrix": rows(n, 2, 3),
+        "odd": [rows(n, 7, 1), None, rows(n, 5, 1, dtype=np.int32)],
+        "empty": rows(n, 0, 4),
+        "half": rows(n, 1, 11, dtype=jnp.bfloat16),
+        "flags": rows(n, 3, 2) > 0,
+    }
+
+
+@SOME
+@pytest.mark.parametrize(("n", "axis"), [(3, -1), (5, 0)])
+def test_it_is_concatenation_in_replica_order_to_the_bit(runner, name, n, axis):
+    tree = everything(n)
+    out = run(runner, lambda v: jc.all_gather(v, "data", axis=axis, options=OPTIONS[name]), n, tree)
+    want = jax.tree.map(lambda x: np.concatenate(list(np.asarray(x)), axis), tree)
+    for i in range(n):
+        assert_trees_equal(jax.tree.map(lambda x, i=i: x[i], out), want)
+
+
+@SOME
+def test_K12_the_derivative_is_the_own_slice_of_the_summed_cotangents(runner, name):
+    """Row K12's kind: y = gather(x) · c with another c on each replica."""
+    n = 5
+
+    def grad(x, c):
+        loss = lambda v: jnp.sum(jc.all_gather(v, "data", axis=1, options=OPTIONS[name]) * c)
+        return jax.grad(loss)(x)
+
+    weights = rows(n, 2, 3 * n)
+    got = per_replica(runner, grad, n, rows(n, 2, 3), weights)
+    total = np.asarray(weights).sum(0)
+    for i in range(n):
+        np.testing.assert_array_equal(got[i], total[:, 3 * i : 3 * i + 3])
+
+
+@EVERY
+@pytest.mark.parametrize("name", ["auto", "packed"])
+def test_K13_the_derivative_by_one_leaf_of_several(runner, name):
+    def grad(x, other, c):
+        def loss(v):
+            first, second = jc.all_gather([v, other], "data", axis=-1, options=OPTIONS[name])
+            return jnp.sum(first * c) + jnp.sum(second)
+
+        return jax.grad(loss)(x)
+
+    got = per_replica(runner, grad, 2, rows(2, 3), rows(2, 1, 4), jnp.array([1.0, 2.0]))
+    np.testing.assert_array_equal(got, np.full((2, 3), 3.0))
+
+
+@EVERY
+def test_forward_mode_gathers_the_tangent(runner):
+    f = lambda x, t: jax.jvp(lambda v: jc.all_gather(v, "data"), (x,), (t,))[1]
+    tangents = rows(3, 2, seed=1)
+    got = run(runner, f, 3, rows(3, 2), tangents)
+    np.testing.assert_array_equal(got[1], np.asarray(tangents).reshape(-1))
+
+
+def test_one_replica_needs_no_collective():
+    text = lowered(lambda v: jc.all_gather(v, "data"), 1, rows(1, 4)).as_text()
+    assert "all_gather" not in text
+    assert run("checked", lambda v: jc.all_gather(v, "data"), 1, rows(1, 4)).shape == (1, 4)
+
+
+def test_what_the_options_ask_is_in_the_program():
+    tree = [rows(4, 2), rows(4, 3), rows(4, 5)]
+
+    def count(word, **said):
+        options = jc.CommunicationOptions(**said)
+        f = lambda v: jc.all_gather(v, "data", options=options)
+        return lowered(f, 4, tree).as_text().count(f'"stablehlo.{word}"')
+
+    assert count("all_gather") == 3
+    assert count("all_gather", bytes_per_pack=1000) == 1
+    assert count("all_gather", implementation="ring") == 0
+    assert count("collective_permute", implementation="ring") == 3 * 3
+    assert count("collective_permute", implementation="ring", bytes_per_pack=1000) == 3
+
+
+def test_several_axes_count_the_outer_one_slowest():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
+    for algorithm in (None, "ring", "native/ring", "ring/native"):
+        options = jc.CommunicationOptions(algorithm=algorithm)
+        f = functools.partial(jc.all_gather, axis_name=("node", "data"), options=options)
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=P(("node", "data")), out_specs=P())
+        assert jax.jit(mapped)(np.arange(16.0)).tolist() == [*range(16)]
+
+
+def test_what_is_the_same_everywhere_is_repeated():
+    mapped = jax.shard_map(
+        lambda x: jc.all_gather(x, "data"), mesh=mesh_of(3), in_specs=P(), out_specs=P()
+    )
+    assert jax.jit(mapped)(jnp.arange(2.0)).tolist() == [0, 1, 0, 1, 0, 1]
+    # One value behind three slices: its derivative is that of all of them together.
+    f = lambda x, c: jax.grad(lambda v: jnp.sum(jc.all_gather(v, "data") * c))(x)
+    mapped = jax.shard_map(f, mesh=mesh_of(3), in_specs=(P(), P()), out_specs=P())
+    assert jax.jit(mapped)(jnp.zeros(2), jnp.arange(6.0)).tolist() == [0 + 2 + 4, 1 + 3 + 5]
+
+
+def test_inside_a_loss_whose_types_were_given_up_jax_speaks_for_itself():
+    """`value_and_grad` tries such a loss again without types, where no gather can be had."""
+
+    def loss(w, x):
+        total, _ = jax.lax.scan(lambda c, v: (c + v * w, None), 0.0, x)
+        return total + jnp.sum(jc.all_gather(x * w, "data"))
+
+    with pytest.raises(TypeError, match="scan body function carry input and carry output"):
+        run("checked", lambda x: jc.value_and_grad(loss, "data")(1.0, x), 2, rows(2, 3))
+
+
+@EVERY
+def test_a_dimension_that_is_not_there_is_refused_by_name(runner):
+    tree = {"a": rows(2, 3, 4), "b": rows(2, 3)}
+    for axis, message in (
+        (
+            1,
+            r"`all_gather`: leaf \['b'\] has shape \(3,\) and so no axis 1; expected one from -1 to 0",
+        ),
+        (-3, r"leaf \['a'\] has shape \(3, 4\) and so no axis -3; expected one from -2 to 1"),
+        (0.0, "expected `axis` to be an integer; got 0.0"),
+        (True, "expected `axis` to be an integer; got True"),
+        (None, "expected `axis` to be an integer; got None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(runner, lambda v, axis=axis: jc.all_gather(v, "data", axis=axis), 2, tree)
+    with pytest.raises(
+        ValueError, match=r"the value is a scalar, which has no axis 0; .*`x\[None\]`"
+    ):
+        run(runner, lambda v: jc.all_gather(v, "data"), 2, rows(2))
+
+
+def test_what_cannot_be_gathered_is_refused_by_name():
+    def gather(leaf):
+        return run("checked", lambda x: jc.all_gather({"k": leaf(x)}, "data"), 2, rows(2, 3))
+
+    with pytest.raises(ValueError, match=r"cannot gather leaf \['k'\]: it is a typed PRNG key"):
+        gather(lambda x: jax.random.key(0))
+    with pytest.raises(ValueError, match=r"cannot gather leaf \['k'\]: expected an array, got str"):
+        gather(lambda x: "x")
+    with pytest.raises(ValueError, match=r"leaf \['k'\] is an IndexedSlices. `all_reduce` gathers"):
+        gather(lambda x: jc.IndexedSlices(x[:, None], jnp.arange(3), (3, 1)))
+    with pytest.raises(NameError, match="`all_gather` over axis 'nope': no such axis here"):
+        run("vmap", lambda v: jc.all_gather(v, "nope"), 2, rows(2, 3))
+    with pytest.raises(ValueError, match="`options` must be a CommunicationOptions"):
+        run("vmap", lambda v: jc.all_gather(v, "data", options=3), 2, rows(2, 3))
+
+
+# broadcast
+
+
+@pytest.mark.parametrize(
+    ("runner", "name"), [*((r, "auto") for r in RUNNERS), ("checked", "ring"), ("pmap", "packed")]
+)
+def test_G10_G11_broadcast_gives_what_the_source_holds(runner, name):
+    n = 5
+    tree = {**everything(n), "scalar": rows(n)}
+    out = run(runner, lambda v: jc.broadcast(v, "data", source=3, options=OPTIONS[name]), n, tree)
+    want = jax.tree.map(lambda x: x[3], tree)
+    for i in range(n):
+        assert_trees_equal(jax.tree.map(lambda x, i=i: x[i], out), want)
+
+
+@EVERY
+def test_what_is_not_a_number_elsewhere_does_not_spread(runner):
+    x = jnp.array([[1.0, jnp.inf], [jnp.nan, jnp.nan], [2.0, 3.0]])
+    assert run(runner, lambda v: jc.broadcast(v, "data", source=2), 3, x)[0].tolist() == [2.0, 3.0]
+
+
+@EVERY
+def test_the_derivative_of_a_broadcast_goes_to_its_source(runner):
+    f = lambda x, c: jax.grad(lambda v: jnp.sum(jc.broadcast(v, "data", source=1) * c))(x)
+    got = per_replica(runner, f, 3, rows(3, 2), jnp.array([1.0, 2.0, 4.0]))
+    assert got.tolist() == [[0.0, 0.0], [7.0, 7.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("source", [3, -1, 1.0, True, None])
+def test_a_source_that_is_no_replica_is_refused(source):
+    message = f"expects `source` to be an integer from 0 to 2, .* along 'data'; got {source}"
+    with pytest.raises(ValueError, match=message):
+        run("vmap", lambda v: jc.broadcast(v, "data", source=source), 3, rows(3))
+    with pytest.raises(
+        ValueError, match=r"`broadcast` cannot send leaf \['k'\]: expected an array of"
+    ):
+        run("vmap", lambda v: jc.broadcast({"k": jax.random.key(0)}, "data"), 3, rows(3))

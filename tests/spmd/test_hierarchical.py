@@ -1,0 +1,136 @@
+"""One algorithm within groups of replicas, another between them: any two, over any mesh."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import noise, rows
+
+import jaxcoll as jc
+
+P = jax.sharding.PartitionSpec
+ALL = ("native", "ring", "halving_doubling", "shuffle")
+TENSORFLOW = ("nccl/xring", "nccl/rechd", "nccl/pscpu", "pscpu/pscpu")
+MESHES = ((2, 4), (4, 2), (2, 3), (1, 8), (8, 1), (1, 1), (2, 2))
+
+
+def mapped(f, shape, *, checked=True, in_specs=None, out_specs=None):
+    names = "pod node data".split()[-len(shape) :]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), names)
+    return jax.jit(
+        jax.shard_map(
+            lambda *args: f(tuple(names), *args), mesh=mesh, check_vma=checked,
+            in_specs=P(tuple(names)) if in_specs is None else in_specs,
+            out_specs=P() if out_specs is None else out_specs,
+        )
+    )  # fmt: skip
+
+
+def reduced(algorithm, shape, x, *, checked=True, op="sum", **more):
+    options = jc.CommunicationOptions(algorithm=algorithm, **more)
+    return mapped(
+        lambda names, v: jc.all_reduce(op, v, names, options=options), shape, checked=checked
+    )(x)
+
+
+def agrees(got, x):
+    for g, v in zip(jax.tree.leaves(got), jax.tree.leaves(x), strict=True):
+        np.testing.assert_array_equal(g[0], np.asarray(v).sum(0))
+        assert len({np.asarray(s.data).tobytes() for s in g.addressable_shards}) == 1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shape", "checked"),
+    [
+        *((f"{a}/{b}", (2, 3), True) for a, b in itertools.product(ALL, ALL)),
+        *((name, shape, True) for name in TENSORFLOW for shape in MESHES),
+        *((name, shape, False) for name in TENSORFLOW for shape in ((2, 3), (4, 2))),
+    ],
+)
+def test_any_two_algorithms_make_an_all_reduce(algorithm, shape, checked):
+    n = math.prod(shape)
+    x = {"a": rows(n, 3, 5), "b": rows(n), "c": rows(n, 7, dtype=np.int32)}
+    agrees(reduced(algorithm, shape, x, checked=checked), x)
+
+
+@pytest.mark.parametrize("algorithm", ["nccl/rechd", "ring/shuffle", "ring/native/ring"])
+def test_of_three_axes_the_last_part_of_a_name_takes_what_is_left(algorithm):
+    x = rows(8, 11)
+    agrees(reduced(algorithm, (2, 2, 2), x), x)
+    options = jc.CommunicationOptions(algorithm=algorithm)
+    plan = jc.plan(np.zeros(11), axis_size=(2, 3, 5), options=options)
+    spans = [stage.axes for stage in plan.stages(plan.packs[0])]
+    assert spans == ([(2,), (0, 1)] if algorithm.count("/") == 1 else [(2,), (1,), (0,)])
+
+
+@pytest.mark.parametrize("algorithm", ["nccl/xring", "halving_doubling/shuffle"])
+def test_two_nested_vmaps_are_a_mesh_too(algorithm):
+    x = rows(6, 7).reshape(2, 3, 7)
+    options = jc.CommunicationOptions(algorithm=algorithm)
+    f = lambda v: jc.all_reduce("sum", v, ("node", "data"), options=options)
+    got = jax.vmap(jax.vmap(f, axis_name="data"), axis_name="node")(x)
+    np.testing.assert_array_equal(got, np.broadcast_to(np.asarray(x).sum((0, 1)), x.shape))
+
+
+@pytest.mark.parametrize("algorithm", [*TENSORFLOW, "ring/native"])
+@pytest.mark.parametrize("checked", [True, False])
+def test_the_derivative_is_the_same_reduction(algorithm, checked):
+    options = jc.CommunicationOptions(algorithm=algorithm)
+
+    def f(names, x, ct):
+        reduce = lambda v: jc.all_reduce("sum", v, names, options=options)
+        return jax.grad(lambda v: jnp.vdot(reduce(v), ct))(x)
+
+    ct = noise(6, 5)
+    spec = P(("node", "data"))
+    got = mapped(f, (2, 3), checked=checked, in_specs=spec, out_specs=spec)(rows(6, 5), ct)
+    want = np.broadcast_to(np.asarray(ct, np.float64).sum(0), ct.shape)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_leaf_that_varies_along_one_axis_only_needs_one_of_the_two():
+    """Mesh 4 × 2; the leaf holds 2 and 4 along the inner axis, or 1 to 4 along the outer one."""
+    options = jc.CommunicationOptions(algorithm="ring/halving_doubling")
+
+    def f(names, x):
+        return jc.all_reduce("sum", x, names, options=options, invariant="summed")
+
+    inner = mapped(f, (4, 2), in_specs=P("data"))
+    outer = mapped(f, (4, 2), in_specs=P("node"))
+    assert inner(jnp.array([2.0, 4.0])).tolist() == [6.0]
+    assert outer(jnp.arange(1.0, 5.0)).tolist() == [10.0]
+    for program, permutes in ((inner, 2 * 1), (outer, 2 * 2)):
+        text = program.lower(jnp.zeros(4)).as_text()
+        assert text.count('"stablehlo.collective_permute"') == permutes
+
+
+def test_a_mean_over_both_axes():
+    x = rows(6, 5)
+    got = reduced("nccl/xring", (2, 3), x, op="mean")
+    np.testing.assert_allclose(got[0], np.asarray(x).mean(0), rtol=1e-6)
+
+
+def test_shards_are_owned_by_workers_where_a_shuffle_is_between_them():
+    x = rows(8, 13)
+    for shards in (1, 2, 4):
+        agrees(reduced("nccl/pscpu", (4, 2), x, shards=shards), x)
+    with pytest.raises(
+        ValueError, match=r"`shards` is 5, but the shuffle of 'native/shuffle' runs over 4 replicas"
+    ):
+        reduced("nccl/pscpu", (4, 2), x, shards=5)
+    agrees(reduced("pscpu/xring", (4, 2), x, shards=5), x)
+
+
+def test_a_single_axis_is_told_that_a_pair_is_needed():
+    options = jc.CommunicationOptions(algorithm="nccl/xring")
+    with pytest.raises(
+        ValueError,
+        match=r"'native/ring' is hierarchical.*a tuple of 2 axes .* \(outer, inner\), and got 1",
+    ):
+        jax.vmap(lambda v: jc.all_reduce("sum", v, "i", options=options), axis_name="i")(rows(2))
+    assert jax.vmap(lambda v: jc.all_reduce("sum", v, "i"), axis_name="i")(rows(2))[0] == sum(
+        rows(2)
+    )

@@ -1,0 +1,361 @@
+"""IndexedSlices: the value, and its reduction inside a program."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import RUNNERS, mesh_of, noise, rows, run
+from jax.sharding import Mesh
+
+import jaxcoll as jc
+from jaxcoll import IndexedSlices
+
+P = jax.sharding.PartitionSpec
+UNUSED = np.iinfo(np.int32).max
+
+
+def indices(n, k, among=6, seed=0):
+    return jnp.asarray(np.random.default_rng([seed, n, k]).integers(0, among, (n, k)), jnp.int32)
+
+
+# The value
+
+
+def test_B9_B11_duplicates_stand_for_their_sum():
+    first = IndexedSlices([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [1, 1, 3], (5, 2))
+    second = IndexedSlices([[4.0, 6.0], [5.0, 6.0]], [1, 3], (5, 2))
+    np.testing.assert_array_equal(first.to_dense(), second.to_dense())
+    assert first.to_dense().tolist() == [[0, 0], [4, 6], [0, 0], [5, 6], [0, 0]]
+
+
+def test_E5_it_is_one_leaf_or_two():
+    sparse = IndexedSlices(jnp.ones((2, 3)), jnp.arange(2), (5, 3))
+    doubled = jax.jit(lambda x: jax.tree.map(lambda a: a * 2, x))(sparse)
+    assert isinstance(doubled, IndexedSlices)
+    assert (doubled.values[0, 0], doubled.indices[1], doubled.dense_shape) == (2, 2, (5, 3))
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path([sparse])]
+    assert paths == ["[0].values", "[0].indices"]
+    assert jax.tree.structure(sparse) == jax.tree.structure(doubled)
+    assert jax.tree.structure(sparse) != jax.tree.structure(IndexedSlices([1.0], [0]))
+    assert repr(jax.tree.map(lambda a: "x", sparse)) == (
+        "IndexedSlices(values='x', indices='x', dense_shape=(5, 3))"
+    )
+
+
+def test_to_dense_drops_what_lies_outside_and_has_a_derivative():
+    values = jnp.array([1.0, 2.0, 4.0, 8.0])
+    f = lambda v: IndexedSlices(v, jnp.array([-1, 2, 3, UNUSED]), (3,)).to_dense()
+    assert f(values).tolist() == [0.0, 0.0, 2.0]
+    assert jax.grad(lambda v: (f(v) * jnp.arange(3.0)).sum())(values).tolist() == [0, 2, 0, 0]
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint8"])
+def test_padding_stands_for_nothing(kind, dtype):
+    sparse = IndexedSlices(kind(np.ones((2, 3), "f")), kind(np.array([0, 2], dtype)), (4, 3))
+    padded = sparse.padded(5)
+    assert padded.values.shape == (5, 3)
+    assert (padded.indices.dtype, padded.values.dtype) == (dtype, np.float32)
+    assert type(padded.values) is type(sparse.values)
+    np.testing.assert_array_equal(padded.to_dense(), sparse.to_dense())
+    again = padded.without_padding()
+    assert (again.indices.tolist(), again.values.shape) == ([0, 2], (2, 3))
+    assert sparse.padded(2) is sparse
+    added = jnp.zeros((4, 3)).at[padded.indices].add(padded.values)
+    if dtype == "int32":  # of the narrow ones the last index may be a row: zero is added to it
+        np.testing.assert_array_equal(
+            jnp.ones((4, 3)).at[padded.indices].set(9.0), [[9] * 3, [1] * 3, [9] * 3, [1] * 3]
+        )
+    np.testing.assert_array_equal(added, sparse.to_dense())
+
+
+def test_without_padding_keeps_rows_where_no_shape_says_how_many_there_are():
+    sparse = IndexedSlices([1.0, 2.0, 3.0], [7, -1, 10**6]).padded(9)
+    assert sparse.without_padding().indices.tolist() == [7, 10**6]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("ab", [0]), r"`IndexedSlices` expects `values`.*got values str64\[\]"),
+        (([[1], [2, 3]], [0, 1]), r"expects `values` to be an array; got \[\[1\], \[2, 3\]\] \(list\)"),
+        (([1.0], [0.0]), r"expects `indices` to be integers; got float32\[1\]"),
+        (([1.0], [True]), r"expects `indices` to be integers; got bool\[1\]"),
+        ((1.0, 0), r"expects `values` of shape \(k, \*row\) and `indices` of shape \(k,\); got "
+                   r"values float32\[\] and indices int32\[\]"),
+        (([[1.0, 2.0]], [0, 1]), r"got values float32\[1, 2\] and indices int32\[2\]"),
+        (([[1.0, 2.0]], [[0]]), r"got values float32\[1, 2\] and indices int32\[1, 1\]"),
+        (([[1.0, 2.0]], [0], (5, 3)), r"with the row of its values, \(2,\); got \(5, 3\)"),
+        (([[1.0, 2.0]], [0], (5,)), r"with the row of its values, \(2,\); got \(5,\)"),
+        (([1.0], [0], ()), r"with the row of its values, \(\); got \(\)"),
+        (([1.0], [0], 5), "expects `dense_shape` to be a tuple of integers, .* or None; got 5"),
+        (([1.0], [0], (-1,)), r"`dense_shape` .*; got \(-1,\)"),
+        (([1.0], [0], (5.0,)), r"`dense_shape` .*; got \(5.0,\)"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        IndexedSlices(*arguments)
+
+
+def test_calls_that_cannot_be_answered_say_why():
+    sparse = IndexedSlices([1.0, 2.0], [0, 1])
+    with pytest.raises(ValueError, match="`to_dense` needs to know how many rows there are"):
+        sparse.to_dense()
+    with pytest.raises(ValueError, match="`padded` got a bound of 1, but there are 2 rows already"):
+        sparse.padded(1)
+    with pytest.raises(ValueError, match="`padded` expects an integer `bound`; got 2.5"):
+        sparse.padded(2.5)
+    with pytest.raises(ValueError, match="`without_padding` needs the indices, which are being tr"):
+        jax.jit(lambda x: x.without_padding())(sparse)
+
+
+# Reduction
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(("n", "op"), [(2, "mean"), (3, "sum"), (8, "mean")])
+def test_it_is_the_reduction_of_the_dense_array_with_every_row_kept(runner, n, op):
+    x = {"v": rows(n, 4, 3), "i": indices(n, 4)}
+
+    def f(x):
+        sparse = jc.all_reduce(op, IndexedSlices(x["v"], x["i"], (6, 3)), "data")
+        assert isinstance(sparse, IndexedSlices)
+        dense = jc.all_reduce(op, IndexedSlices(x["v"], x["i"], (6, 3)).to_dense(), "data")
+        return sparse.values, sparse.indices, sparse.to_dense(), dense
+
+    results = run(runner, jax.jit(f), n, x)
+    values, index, got, want = jax.tree.map(lambda a: np.asarray(a[-1]), results)
+    np.testing.assert_array_equal(index, np.concatenate(x["i"]))
+    share = n if op == "mean" else 1
+    np.testing.assert_allclose(values, np.concatenate(x["v"]) / share, rtol=1e-6)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_L44_its_derivative_is_that_of_the_dense_reduction(runner, op):
+    n = 4
+    x, i, weight = noise(n, 3, 2), indices(n, 3), rows(n, 6, 2, seed=5)
+
+    def loss(sparsely):
+        def f(v, i, w):
+            whole = IndexedSlices(v, i, (6, 2))
+            if sparsely:
+                total = jc.all_reduce(op, whole, "data").to_dense()
+            else:
+                total = jc.all_reduce(op, whole.to_dense(), "data")
+            return jnp.sum(total * w)
+
+        if runner == "checked":
+            body = lambda v, i, w: jax.grad(f)(v[0], i[0], w[0])[None]
+            mapped = jax.shard_map(body, mesh=mesh_of(n), in_specs=P("data"), out_specs=P("data"))
+            return jax.jit(mapped)(x, i, weight)
+        return run(runner, jax.jit(jax.grad(f)), n, x, i, weight)
+
+    np.testing.assert_allclose(loss(True), loss(False), rtol=1e-5)
+
+
+def test_L44_the_derivative_from_outside_is_each_replicas_own_slice():
+    n = 4
+    x, i = noise(n, 3, 2), indices(n, 3)
+    body = lambda v, i: jc.all_reduce("mean", IndexedSlices(v[0], i[0]), "data").values
+    mapped = jax.shard_map(body, mesh=mesh_of(n), in_specs=P("data"), out_specs=P())
+    weight = rows(n, 3, 2, seed=5)
+    got = jax.grad(lambda v: jnp.sum(jax.jit(mapped)(v, i) * weight.reshape(12, 2)))(x)
+    np.testing.assert_allclose(got, weight / n, rtol=1e-6)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_F19_F20_H19_dense_and_sparse_in_one_call_keep_their_places(runner):
+    x = rows(3, 2)
+
+    def f(x):
+        one = IndexedSlices(jnp.ones((1, 1)) * x[0], jnp.array([0]), (5, 1))
+        three = IndexedSlices(jnp.full((1, 1), 3.0) * x[0], jnp.array([2]), (5, 1))
+        return jc.all_reduce("sum", (one, x[0], {"b": three, "a": x[0] * 2}, None), "data")
+
+    one, total, rest, none = run(runner, jax.jit(f), 3, jnp.ones_like(x))
+    assert (one.values[0].tolist(), one.indices[0].tolist()) == ([[1.0]] * 3, [0, 0, 0])
+    assert (total[0], rest["a"][0], none) == (3, 6, None)
+    assert (rest["b"].values[0].tolist(), rest["b"].indices[0].tolist()) == ([[3.0]] * 3, [2] * 3)
+    assert (one.dense_shape, rest["b"].dense_shape) == ((5, 1), (5, 1))
+
+
+@pytest.mark.parametrize("runner", ["pmap", "checked"])
+@pytest.mark.parametrize("what", ["values", "indices"])
+def test_rows_that_differ_at_indices_that_do_not_or_the_reverse(runner, what):
+    def f(x, i):
+        v = x if what == "values" else jnp.ones((2, 3))
+        i = i if what == "indices" else jnp.arange(2)
+        return jc.all_reduce("sum", IndexedSlices(v, i), "data")
+
+    x, i = rows(4, 2, 3), indices(4, 2)
+    got = run(runner, f, 4, x, i)
+    assert got.values.shape == (4, 8, 3)
+    want = np.concatenate(i) if what == "indices" else np.tile([0, 1], 4)
+    assert got.indices[0].tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (3, 2), (8, 1), (1, 1)])
+@pytest.mark.parametrize("checked", [True, False])
+def test_replicas_along_several_axes_are_in_the_order_of_the_axes(shape, checked):
+    n = shape[0] * shape[1]
+    mesh = Mesh(np.array(jax.devices()[:n]).reshape(shape), ("node", "data"))
+    f = jax.shard_map(
+        lambda i: jc.all_reduce("sum", IndexedSlices(i.astype(jnp.float32), i), ("node", "data")),
+        mesh=mesh, in_specs=P(("node", "data")), out_specs=P(), check_vma=checked,
+    )  # fmt: skip
+    assert jax.jit(f)(jnp.arange(2 * n)).indices.tolist() == list(range(2 * n))
+
+
+def test_a_vmap_inside_reduces_each_by_itself():
+    x, i = rows(4, 5, 2, 3), indices(20, 2).reshape(4, 5, 2)
+    f = jax.vmap(lambda v, i: jc.all_reduce("sum", IndexedSlices(v, i, (6, 3)), "data").to_dense())
+    want = np.zeros((5, 6, 3))
+    for r, j, k in np.ndindex(4, 5, 2):
+        want[j, i[r, j, k]] += x[r, j, k]
+    for runner in RUNNERS:
+        np.testing.assert_array_equal(run(runner, jax.jit(f), 4, x, i)[0], want)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean"),
+    [("float16", "float16"), ("bfloat16", "bfloat16"), ("int8", "float32"), ("int32", "float32"),
+     ("complex64", "complex64"), ("float8_e5m2", "float8_e5m2")],
+)  # fmt: skip
+def test_dtypes_are_those_of_the_dense_reduction(dtype, mean):
+    x = jnp.asarray(np.arange(6).reshape(2, 3)).astype(dtype)
+    f = lambda op: lambda v: jc.all_reduce(op, IndexedSlices(v, jnp.arange(3)), "data").values
+    assert run("checked", f("sum"), 2, x).dtype == dtype
+    got = run("checked", f("mean"), 2, x)
+    assert got.dtype == mean
+    np.testing.assert_array_equal(np.asarray(got[0], "c8").real, [0, 0.5, 1, 1.5, 2, 2.5])
+
+
+def test_the_mean_of_float16_neither_overflows_nor_loses_small_numbers():
+    tiny = np.float16(6e-8) * 3
+    x = jnp.asarray(np.array([[60000, tiny]] * 3, np.float16))
+    f = lambda v: jc.all_reduce("mean", IndexedSlices(v, jnp.array([0, 1]), (2,)), "data").values
+    assert run("pmap", f, 3, x)[0, :2].tolist() == [20000.0, np.float16(tiny / 3)]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(("k", "row"), [(0, 3), (2, 0)])
+def test_nothing_to_gather(runner, k, row):
+    x, i = jnp.zeros((3, k, row)), jnp.zeros((3, k), jnp.int32)
+    f = jax.jit(lambda v, i: jc.all_reduce("mean", IndexedSlices(v, i), "data"))
+    got = run(runner, f, 3, x, i)
+    assert (got.values.shape, got.indices.shape) == ((3, 3 * k, row), (3, 3 * k))
+
+
+def lowered(f, n, *stacked):
+    body = lambda *b: f(*jax.tree.map(lambda x: x[0], b))
+    mapped = jax.shard_map(body, mesh=mesh_of(n), in_specs=P("data"), out_specs=P())
+    return jax.jit(mapped).lower(*stacked)
+
+
+def test_one_replica_emits_no_collective():
+    program = lowered(
+        lambda v, i: jc.all_reduce("mean", IndexedSlices(v, i), "data"),
+        1,
+        rows(1, 2),
+        indices(1, 2),
+    )
+    for text in (program.as_text(), program.compile().as_text()):
+        assert not re.search(r"stablehlo\.(all|coll)|all-(reduce|gather)\(", text)
+
+
+def test_it_is_never_made_dense_on_the_way():
+    value = {"e": IndexedSlices(rows(1, 4, 3)[0], indices(1, 4)[0], (9973, 3)), "w": rows(1, 5)[0]}
+    f = lambda v, i, w: jc.all_reduce(
+        "sum", {"e": IndexedSlices(v, i, (9973, 3)), "w": w}, "data",
+        options=jc.CommunicationOptions(algorithm="ring"),
+    )  # fmt: skip
+    program = lowered(f, 8, rows(8, 4, 3), indices(8, 4), rows(8, 5))
+    text = program.compile().as_text()
+    assert "9973" not in text
+    assert "all-reduce" not in text
+    gathered = re.findall(r"= (\S+) all-gather\(", text)
+    assert sorted(t.split("{")[0] for t in gathered) == ["f32[32,3]", "s32[32]"]
+    plan = jc.plan(value, axis_size=8, options=jc.CommunicationOptions(algorithm="ring"))
+    assert [leaf.path for leaf in plan.gathers] == ["['e']"]
+    assert plan.wire_bytes == 7 * (4 * 3 * 4 + 4 * 4) + 2 * 7 * 4
+    assert plan.steps == 14 + 2
+    assert plan.nbytes == 48 + 16 + 20
+
+
+def test_the_plan_shows_the_rows_and_is_the_one_carried_out():
+    shapes = [
+        IndexedSlices(jax.ShapeDtypeStruct((4, 3), jnp.float16), np.arange(4)),
+        np.ones(2, "f"),
+    ]
+    plan = jc.plan(shapes, axis_size=8)
+    assert "rows  float16       1     40  [0]" in str(plan)
+    assert "sparse leaves: their rows and indices, by the compiler's own all-gather" in str(plan)
+    assert plan.to_dict()["gathers"] == [
+        {"path": "[0]", "dtype": "float16", "indices": "int32", "rows": 4, "bytes": 40}
+    ]
+    step = jc.data_parallel(
+        lambda v, i, b: jc.all_reduce("mean", [IndexedSlices(v, i), b.sum(0)], "data"),
+        batch_argnums=(0, 1, 2),
+    )
+    (told,) = step.plans(np.ones((32, 3), "f2"), np.ones(32, "i4"), np.ones((8, 2), "f"))
+    assert [leaf.gathers for leaf in told.gathers] == [40]
+    assert (told.packs[0].nbytes, told.wire_bytes) == (plan.packs[0].nbytes, plan.wire_bytes)
+    assert jc.plan(shapes, axis_size=1).wire_bytes == 0
+
+
+def test_a_wrapped_step_may_return_it():
+    step = jc.data_parallel(
+        lambda i: jc.all_reduce("mean", IndexedSlices(i * 1.0, i, (16,)), "data")
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        got = step(np.arange(16))
+    assert got.to_dense().tolist() == [i / 8 for i in range(16)]
+
+
+# What a checked shard_map knows to be the same
+
+
+def invariantly(invariant, op="sum"):
+    def f(x):
+        same = IndexedSlices(jnp.ones((2, 3)), jnp.arange(2), (4, 3))
+        return jc.all_reduce(op, {"x": x, "e": same}, "data", invariant=invariant)["e"]
+
+    return run("checked", f, 4, rows(4, 2))
+
+
+def test_rows_that_are_the_same_everywhere_are_refused_until_it_is_said_what_they_are():
+    with pytest.raises(
+        jc.AlreadyReducedError, match=r"over 'data' \(size 4\): leaf \['e'\] is alr"
+    ):
+        invariantly("error")
+    for invariant, op, want in (
+        ("replicated", "sum", 4), ("replicated", "mean", 1), ("summed", "sum", 1),
+        ("summed", "mean", 0.25),
+    ):  # fmt: skip
+        got = invariantly(invariant, op)
+        assert got.values[0].tolist() == [[want] * 3] * 2, "multiplied, not gathered"
+
+
+def test_bad_leaves_are_refused_by_name():
+    f = lambda value: lambda x: jc.all_reduce("sum", {"e": value(x), "x": x}, "data")
+    x = rows(2, 3)
+    for value, message in (
+        (lambda x: IndexedSlices(x > 0, jnp.arange(3)),
+         r"cannot reduce leaf \['e'\].values: booleans have no sum"),
+        (lambda x: jax.tree.map(lambda a: a[None], IndexedSlices(x, jnp.arange(3))),
+         r"`all_reduce`: leaf \['e'\] expects `values` of shape .*got values float32\[1, 3\]"),
+        (lambda x: jax.tree.map(lambda a: None, IndexedSlices(x, jnp.arange(3))),
+         r"`all_reduce`: leaf \['e'\] expects `values` to be an array; got None"),
+    ):  # fmt: skip
+        for runner in ("pmap", "checked"):
+            with pytest.raises(ValueError, match=message):
+                run(runner, f(value), 2, x)
+    with pytest.raises(ValueError, match=r"`plan`: leaf \[0\] expects `values`"):
+        jc.plan([jax.tree.map(lambda a: a[None], IndexedSlices([1.0], [0]))], axis_size=2)
+    with pytest.raises(ValueError, match=r"cannot reduce leaf \[0\].values: booleans"):
+        jc.plan([IndexedSlices([True], [0])], axis_size=2)

@@ -1,0 +1,120 @@
+"""Bytes and steps, counted in the compiled program, are the fewest there are and as planned."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcoll as jc
+from jaxcoll._observe.hlo import read_hlo
+
+P = jax.sharding.PartitionSpec
+SIZE = 10007
+FLAT = ("ring", "halving_doubling", "shuffle")
+PAIRS = [f"{a}/{b}" for a, b in itertools.product(("native", *FLAT), ("native", *FLAT))]
+MESHES = ((2, 4), (4, 2), (2, 3), (3, 2), (1, 8), (8, 1), (2, 2))
+
+
+def compiled_and_planned(shape, value, **said):
+    """The compiled program's collectives and the plan of a SUM over a mesh of this shape."""
+    names = "node data".split()[-len(shape) :]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), names)
+    options = jc.CommunicationOptions(**said)
+    axes = tuple(names) if len(names) > 1 else names[0]
+    f = jax.shard_map(
+        lambda t: jc.all_reduce("sum", jax.tree.map(lambda x: x[0], t), axes, options=options),
+        mesh=mesh, in_specs=P(tuple(names)), out_specs=P(),
+    )  # fmt: skip
+    stacked = jax.tree.map(lambda x: jnp.zeros((mesh.size, *x.shape), x.dtype), value)
+    text = jax.jit(f).lower(stacked).compile().as_text()
+    plan = jc.plan(value, mesh=mesh, axis_name=axes, options=options, reduce_op="sum")
+    return read_hlo(text), plan
+
+
+def sent_by_the_busiest(collectives, n):
+    """Wire bytes of the device that sends most, each device counted by itself."""
+    sent = dict.fromkeys(range(n), 0)
+    for c in collectives:
+        for device in range(n):
+            match c.kind:
+                case "collective-permute":
+                    sent[device] += c.nbytes * sum(device == source for source, _ in c.groups)
+                case "all-to-all":
+                    sent[device] += c.nbytes * (c.group_size - 1) // c.group_size
+                case _:
+                    sent[device] += c.wire_bytes
+    return max(sent.values())
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+@pytest.mark.parametrize("algorithm", FLAT)
+def test_no_algorithm_sends_more_than_it_has_to(algorithm, n):
+    collectives, plan = compiled_and_planned((n,), np.zeros(SIZE, "f"), algorithm=algorithm)
+    sent = sent_by_the_busiest(collectives, n)
+    assert sent <= 1.01 * 2 * (n - 1) / n * 4 * SIZE
+    assert sent == plan.wire_bytes
+    assert len(collectives) == plan.steps
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shape"),
+    [
+        *((pair, (2, 3)) for pair in PAIRS),
+        *itertools.product(["nccl/xring", "rechd/rechd"], MESHES),
+    ],
+)
+def test_neither_does_a_composition_of_two(algorithm, shape):
+    n = math.prod(shape)
+    collectives, plan = compiled_and_planned(shape, np.zeros(SIZE, "f"), algorithm=algorithm)
+    sent = sent_by_the_busiest(collectives, n)
+    assert sent <= 1.01 * 2 * (n - 1) / n * 4 * SIZE
+    assert sent == plan.wire_bytes
+    assert len(collectives) == plan.steps
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+def test_halving_doubling_takes_the_fewest_steps(n):
+    collectives, _ = compiled_and_planned((n,), np.zeros(64, "f"), algorithm="rechd")
+    assert len(collectives) == 2 * math.ceil(math.log2(n))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_the_plan_knows_what_few_owners_cost(shards):
+    collectives, plan = compiled_and_planned(
+        (6,), np.zeros(37, "f"), algorithm="pscpu", shards=shards
+    )
+    assert sent_by_the_busiest(collectives, 6) == plan.wire_bytes
+    assert plan.wire_bytes == (shards - 1 + 5) * -(-37 // shards) * 4
+    assert len(collectives) == plan.steps == 10
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "shuffle"])
+def test_a_tree_is_counted_pack_by_pack(algorithm):
+    tree = {"a": np.zeros((3, 5), "f"), "b": np.zeros(1, "f"), "c": np.zeros(7, np.int32)}
+    collectives, plan = compiled_and_planned((5,), tree, algorithm=algorithm, bytes_per_pack=60)
+    assert len(plan.packs) == 3
+    assert sent_by_the_busiest(collectives, 5) == plan.wire_bytes
+    assert len(collectives) == plan.steps
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring", "halving_doubling"])
+def test_shards_travel_side_by_side(algorithm):
+    value = np.zeros(30, "f")
+    collectives, plan = compiled_and_planned((3,), value, algorithm=algorithm, shards=4)
+    assert [pack.size for pack in plan.packs] == [8, 8, 7, 7]
+    if algorithm == "native":  # which XLA combines
+        assert [len(c.operands) for c in collectives] == [4]
+    else:
+        assert len(collectives) == plan.steps
+    assert sent_by_the_busiest(collectives, 3) == plan.wire_bytes
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_one_replica_sends_nothing(shape):
+    algorithm = "ring" if shape == (1,) else "ring/halving_doubling"
+    collectives, plan = compiled_and_planned(shape, np.zeros(5, "f"), algorithm=algorithm)
+    assert collectives == ()
+    assert plan.steps == plan.wire_bytes == 0

@@ -1,0 +1,206 @@
+"""`jaxcoll demo` as its users meet it: a process of its own, what it prints, what it leaves."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import jaxcoll
+from jaxcoll.bench import digits, network
+from jaxcoll.bench.demonstration import STEPS, Outcome
+from jaxcoll.bench.training import Training
+from jaxcoll.cli import main
+
+LEAVES = 9  # four layers' kernels and biases, and the loss
+BYTES = 153_132  # 38,282 parameters and the loss, in float32
+
+
+def demo(*flags):
+    """Run it with warnings as errors; returns standard output and standard error."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "jaxcoll", "demo", *map(str, flags)],
+        env={**os.environ, "XLA_FLAGS": "", "COLUMNS": "100"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def refused(*flags):
+    """The exit status, in this process: what is refused is refused before anything is set up."""
+    try:
+        return main(["demo", *map(str, flags)])
+    except SystemExit as exit:
+        return exit.code
+
+
+def figures(tmp_path, *flags):
+    demo("--out", tmp_path, "--json", tmp_path / "demo.json", *flags)
+    return json.loads((tmp_path / "demo.json").read_text())
+
+
+def wire_bytes(n, *sizes):
+    return sum(2 * (n - 1) * -(-size // n) * 4 for size in sizes)
+
+
+def test_a_short_run(tmp_path):
+    out = tmp_path / "pictures"
+    printed, complaints = demo("--steps", 5, "--out", out, "--json", tmp_path / "demo.json")
+    found = json.loads((tmp_path / "demo.json").read_text())
+
+    assert complaints == ""
+    assert f"jaxcoll {jaxcoll.__version__}" in printed
+    assert "5/5" in printed
+    assert str(out / "demo.png") in printed
+    assert found["picture"] == str(out / "demo.png")
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in out.iterdir()] == ["demo.png"]
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["demo.json"]
+
+    assert found["platform"] == "cpu"
+    assert (found["devices"], found["steps"], found["batch_size"]) == (8, 5, 256)
+    assert len(found["losses"]) == len(found["losses_one_device"]) == 5
+    assert found["losses"] == pytest.approx(found["losses_one_device"], rel=1e-5)
+    assert 0 < found["largest_relative_difference"] < 1e-5
+    assert found["shortfalls"] == []
+
+    assert found["requested"] == {
+        "all_reduces": LEAVES,
+        "operands": LEAVES,
+        "bytes": BYTES,
+        "dtypes": ["f32"],
+    }
+    assert found["compiled"] == {**found["requested"], "all_reduces": 1}
+    sizes = [sum(leaf["elements"] for leaf in p["leaves"]) for p in found["plan"]["packs"]]
+    assert found["wire_bytes_per_step"] == wire_bytes(8, *sizes)
+    for figure in (f"{found['wire_bytes_per_step']:,}", f"{BYTES:,}", "['hidden']['kernel']"):
+        assert figure in printed
+
+
+def test_packs_of_a_size_and_a_number_of_devices_that_nothing_divides_by(tmp_path):
+    found = figures(tmp_path, "--steps", 2, "--devices", 3, "--bytes-per-pack", 32_768)
+    assert (found["devices"], found["batch_size"]) == (3, 255)
+    packs = found["plan"]["packs"]
+    assert [pack["bytes"] for pack in packs] == [22_060, 131_072]
+    assert (found["requested"]["all_reduces"], found["compiled"]["operands"]) == (2, 2)
+    assert found["wire_bytes_per_step"] == wire_bytes(3, *(p["elements"] for p in packs))
+    assert found["largest_relative_difference"] < 1e-5
+
+
+def test_one_device_sends_nothing(tmp_path):
+    found = figures(tmp_path, "--steps", 2, "--devices", 1)
+    assert found["largest_relative_difference"] == 0
+    assert found["wire_bytes_per_step"] == 0
+    assert found["requested"]["all_reduces"] == found["compiled"]["all_reduces"] == 0
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_figures(tmp_path):
+    first, second = (figures(tmp_path, "--steps", 3, "--devices", 7, "--seed", 5) for _ in range(2))
+    timed = {"seconds", "seconds_one_device"}
+    assert {k: v for k, v in first.items() if k not in timed} == {
+        k: v for k, v in second.items() if k not in timed
+    }
+
+
+def test_another_seed_gives_other_batches_and_parameters():
+    data = digits.load()
+    one, again, other = (next(digits.batches(data, 256, 1, seed)) for seed in (0, 0, 1))
+    assert all(map(np.array_equal, one, again))
+    assert not np.array_equal(one[1], other[1])
+    kernels = [network.initial(seed)["hidden"]["kernel"] for seed in (0, 0, 1)]
+    assert np.array_equal(kernels[0], kernels[1])
+    assert not np.array_equal(kernels[0], kernels[2])
+
+
+def test_no_image_is_trained_on_and_tested():
+    data = digits.load()
+    assert data.images.shape == (digits.TRAINING_IMAGES, 8, 8)
+    assert data.test_images.shape == (digits.TEST_IMAGES, 8, 8)
+    seen = {image.tobytes() for image in data.images}
+    assert not any(image.tobytes() in seen for image in data.test_images)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--devices 0", "--devices must be at least 1; got 0"),
+        ("--devices 5000", "--devices 5000: there are 1437 images to train on"),
+        ("--steps 0", "--steps must be at least 1; got 0"),
+        ("--seed -1", "--seed must be at least 0; got -1"),
+        ("--bytes-per-pack -5", "must be a non-negative integer number of bytes"),
+        ("--bytes-per-pack many", "argument --bytes-per-pack: invalid int value: 'many'"),
+        ("--platform mars", "argument --platform: invalid choice: 'mars'"),
+        ("--platform tpu", "JAX finds no such device here, only cpu. Install JAX for tpu"),
+        ("--platform auto --devices 9", "--devices 9: this machine has 8 cpu devices. Ask for"),
+    ],
+)
+def test_flags_that_cannot_be_met(flags, words, tmp_path, capsys):
+    assert refused("--out", tmp_path, *flags.split()) == 2
+    printed, complaint = capsys.readouterr()
+    assert printed == ""
+    assert words in complaint
+
+
+@pytest.mark.parametrize("flag", ["--out", "--json"])
+def test_a_place_that_cannot_be_written(flag, tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    assert refused("--out", tmp_path, flag, tmp_path / "file" / "below") == 2
+    complaint = capsys.readouterr().err
+    assert f"{flag}: cannot write {tmp_path / 'file' / 'below'}" in complaint
+    assert "name a place that can be written" in complaint
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_extras_that_are_not_installed(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "optax", None)
+    assert refused() == 2
+    assert capsys.readouterr().err == (
+        "jaxcoll demo: needs rich, optax, which are not installed: "
+        "pip install 'jaxcoll[cli,train]'\n"
+    )
+
+
+def test_no_command():
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+
+
+def test_bars_that_are_missed():
+    reference = Training({}, (1.0,), 0.0)
+    outcome = Outcome(
+        *("cpu", 8, STEPS, 256, 0, 38_282, reference, reference),
+        accuracy=0.5,
+        reference_accuracy=0.5,
+        difference=1e-3,
+        plan=None,
+        requested=None,
+        compiled=None,
+        wire_bytes=0,
+    )
+    assert outcome.shortfalls() == [
+        "test accuracy 0.5000 is below 0.96",
+        "the parameters differ from one device's by 1.0e-03, more than 1e-04",
+    ]
+    assert len(dataclasses.replace(outcome, steps=STEPS - 1).shortfalls()) == 1
+    assert dataclasses.replace(outcome, accuracy=0.97, difference=1e-5).shortfalls() == []
+    assert dataclasses.replace(outcome, accuracy=0.97, difference=float("nan")).shortfalls()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [8, 7])
+def test_a_full_run_meets_its_bars(devices, tmp_path):
+    found = figures(tmp_path, "--devices", devices)
+    assert found["steps"] == STEPS
+    assert found["test_accuracy"] >= 0.96
+    assert found["test_accuracy"] == pytest.approx(found["test_accuracy_one_device"], abs=0.005)
+    assert found["largest_relative_difference"] <= 1e-4
+    assert found["shortfalls"] == []
