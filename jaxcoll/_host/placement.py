@@ -34,13 +34,25 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if isinstance(x, jax.Array):
-        if x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim):
+        if _is_placed(x, sharding):
             return x
         if x.is_fully_addressable and not sharding.is_fully_addressable:
             return jax.make_array_from_process_local_data(sharding, np.asarray(x))
     elif not sharding.is_fully_addressable:
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
     return jax.device_put(x, sharding)
+
+
+def _is_placed(x: jax.Array, sharding: NamedSharding) -> bool:
+    """Whether `x` lies there, and says so in words of the same mesh.
+
+    Otherwise `device_put` says it, without a copy: a program compiled for the other words would
+    be compiled again as soon as its own results come back as arguments.
+    """
+    if x.sharding == sharding:
+        return True
+    same_mesh = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == sharding.mesh
+    return same_mesh and x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
 def check_rows(tree: Any, argument: str, replicas: int, processes: int, axis: Any) -> None:

@@ -67,6 +67,8 @@ def choose(
     algorithm, why_algorithm = _algorithm(options, world)
     check_fits(algorithm, options.shards, world)
     reasons = (why_packing, why_algorithm)
+    if algorithm == "native" and not isinstance(packing, Unpacked):
+        reasons += ("compiled: the compiler may combine packs further; packs are what is asked",)
     if not options.shards:
         return Choice(packing, algorithm, 1, 0, reasons)
     if owns_shards(algorithm):
@@ -95,7 +97,7 @@ def _algorithm(options: CommunicationOptions, world: World) -> tuple[str, str]:
     spared = "/".join([*("shuffle" if name == "native" else name for name in inner), outermost])
     return spared, (
         f"algorithm: {_described(spared)}; the compiler's own reduce-scatter was asked for "
-        "within, but Gloo's sends more than it has to, and in some releases loses data"
+        "within, but Gloo's sends more than it has to, and is reported to go wrong (jax#40830)"
     )
 
 

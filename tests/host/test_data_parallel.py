@@ -90,6 +90,25 @@ def test_A7_compiles_and_traces_once_a_shape(name):
     assert (other.count, len(traces)) == (1, 2)
 
 
+@pytest.mark.parametrize("n", [1, 8])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_compiles_once_whatever_the_first_arguments_lie_on(n, kind):
+    mesh = Mesh(np.array(jax.devices()[:n]), ("data",), axis_types=(kind,))
+    other = Mesh(np.array(jax.devices()[:n]), ("elsewhere",), axis_types=(kind,))
+    for put in (
+        np.asarray,
+        jnp.asarray,
+        lambda x: jax.device_put(x, NamedSharding(other, PartitionSpec())),
+    ):
+        step, _ = counted(mesh=mesh)
+        params = jax.tree.map(put, PARAMS)
+        with CompileCounter() as first:
+            params = step(params, {"x": X, "y": Y})
+        with CompileCounter() as later:
+            step(params, {"x": X, "y": Y})
+        assert (first.count, later.count) == (1, 0)
+
+
 def test_what_is_in_place_is_not_copied():
     seen = []
     step = jc.data_parallel(lambda p, x: (p, jc.all_reduce("sum", x.sum(), "data")))
@@ -98,6 +117,14 @@ def test_what_is_in_place_is_not_copied():
     placed, batch = step._placed((params, rows))
     seen = [placed is params, batch is rows]
     assert seen == [True, True]
+    other = Mesh(step.mesh.devices, ("elsewhere",))
+    elsewhere = jax.device_put(X, NamedSharding(other, PartitionSpec()))
+    relabelled, _ = step._placed((elsewhere, rows))
+
+    def pointers(x):
+        return [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
+
+    assert pointers(relabelled) == pointers(elsewhere)
 
 
 def test_donated_arguments_are_used_up():
