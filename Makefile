@@ -23,7 +23,7 @@ demo: venv ## train on real data over 8 simulated devices and show what was sent
 	.venv/bin/jaxcoll demo $(DEMO_ARGS)
 
 test: venv ## the whole test suite
-	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -n 2 $(PYTEST_ARGS)
 
 test-fast: venv ## an answer in under two minutes: neither slow nor multi-process tests
 	.venv/bin/python -m pytest -n 2 -m "not slow and not processes" $(PYTEST_ARGS)
@@ -35,7 +35,7 @@ test-newest: ## the whole suite on the newest JAX, which needs Python >= 3.12
 	else \
 	  $(MAKE) --no-print-directory PYTHON="$$newest" .venv-newest/.synced && \
 	  .venv-newest/bin/python -c 'import sys, jax; print("test-newest: JAX", jax.__version__, "on Python", sys.version.split()[0])' && \
-	  .venv-newest/bin/python -m pytest $(PYTEST_ARGS); \
+	  .venv-newest/bin/python -m pytest -n 2 $(PYTEST_ARGS); \
 	fi
 
 lint: venv ## ruff, pyright and import-linter

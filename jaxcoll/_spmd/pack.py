@@ -15,7 +15,8 @@ def pack(arrays: Sequence[jax.Array], packs: Sequence[Pack]) -> list[jax.Array]:
     """One array for each pack.
 
     A pack of one whole leaf is that leaf, in its own shape and without a copy; any other is
-    flat. Law: `unpack(pack(arrays, packs), packs, leaves)` is `arrays`, to the bit.
+    flat. Law: `unpack(pack(arrays, packs), packs, leaves)` is `arrays`, to the bit (but for
+    the sign and payload of a bfloat16 or 8-bit NaN, which XLA's CPU compiler does not keep).
 
     Args:
       arrays: the leaves.
