@@ -14,6 +14,10 @@ from typing import Any
 from jaxcoll.bench.launch import LaunchError, join, launch
 
 _LINE = "JAXCOLL-RESULT "
+_WIDTH = 112
+_COLUMNS = (
+    "ms", "÷ per-leaf [95 %]", "algbw GB/s", "busbw GB/s", "compile s", "÷", "temp MB", "error",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,37 +132,42 @@ def _progress(stage: str) -> None:
 
 
 def _show(lines: list[dict[str, Any]]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
+    if console.width < _WIDTH:  # a log, or a narrow window: lines that wrap beat cells that are cut
+        console = Console(width=_WIDTH)
     for tree in dict.fromkeys(line["tree"] for line in lines):
         rows = [line for line in lines if line["tree"] == tree]
-        first = rows[0]
+        world = rows[0]
         table = Table(
-            title=f"{tree}: {first['bytes'] / 1e6:,.1f} MB over {first['devices']} devices, "
-            f"{first['processes']} process{'es' if first['processes'] > 1 else ''}",
+            title=f"{tree}: {world['bytes'] / 1e6:,.1f} MB over {world['devices']} devices, "
+            f"{world['processes']} process{'es' if world['processes'] > 1 else ''}",
             title_justify="left",
+            box=box.SIMPLE_HEAD,
         )
-        for column in ("ms", "÷ per-leaf [95 %]", "algbw GB/s", "busbw GB/s", "compile s",
-                       "÷ per-leaf", "temp MB", "error"):  # fmt: skip
-            if not table.columns:
-                table.add_column("variant")
-            table.add_column(column, justify="right")
-        for r in rows:
-            ratio = r["ratio"]
-            table.add_row(
-                r["variant"],
-                f"{r['seconds'] * 1e3:,.1f}",
-                f"{ratio['median']:.3g} [{ratio['low']:.3g}, {ratio['high']:.3g}]",
-                f"{r['algbw']:.3g}",
-                f"{r['busbw']:.3g}",
-                f"{r['compile_seconds']:.2f}",
-                f"{r['compile_ratio']['median']:.2f}",
-                f"{r['temporary_bytes'] / 1e6:,.1f}",
-                f"{r['error']:.1e}",
-            )
+        table.add_column("variant", no_wrap=True)
+        for column in _COLUMNS:
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(row["variant"], *_cells(row))
         console.print(table)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    ratio = row["ratio"]
+    return [
+        f"{row['seconds'] * 1e3:,.1f}",
+        f"{ratio['median']:.3g} [{ratio['low']:.3g}, {ratio['high']:.3g}]",
+        f"{row['algbw']:.3g}",
+        f"{row['busbw']:.3g}",
+        f"{row['compile_seconds']:.2f}",
+        f"{row['compile_ratio']['median']:.2f}",
+        f"{row['temporary_bytes'] / 1e6:,.1f}",
+        f"{row['error']:.1e}",
+    ]
 
 
 def _write(path: Path, lines: list[dict[str, Any]]) -> None:

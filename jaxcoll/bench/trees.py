@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -62,7 +61,9 @@ def tree_of(name: str, dtype: str) -> list[jax.ShapeDtypeStruct]:
     if not name.endswith(".json"):
         raise ValueError(f"no tree {name!r}: choose {', '.join(TREES)}, or a FILE.json.")
     try:
-        entries: list[dict[str, Any]] = json.loads(Path(name).read_text())
+        entries = json.loads(Path(name).read_text())
+        if not isinstance(entries, list) or not entries:
+            raise ValueError("no list, or an empty one")
         return [
             jax.ShapeDtypeStruct(tuple(map(int, e["shape"])), np.dtype(e.get("dtype", dtype)))
             for e in entries
