@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll import _compat
@@ -96,6 +97,16 @@ def _positions(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
     if not all(isinstance(p, int) and not isinstance(p, bool) for p in positions):
         raise ValueError(f"`{argument}` must be an int or a sequence of ints; got {value!r}.")
     return positions
+
+
+def _check_concrete(args: Any) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(args)[0]:
+        if isinstance(leaf, Tracer):
+            raise ValueError(
+                f"`data_parallel`: args{jax.tree_util.keystr(path)} is being traced. A wrapped "
+                "step is a program of its own, called between programs: take `jax.jit`, "
+                "`jax.grad` or `jax.vmap` inside the step instead of around it."
+            )
 
 
 class DataParallel:
@@ -200,7 +211,9 @@ class DataParallel:
             return run(args, kwargs)
 
     def _out_spec(self, path: Any, output: Any) -> PartitionSpec:
-        varying = [a for a in self.mesh.axis_names if a in _compat.varying_axes(output)]
+        # The order of the rows is that of the batch: `axis_name`'s, before other axes.
+        order = dict.fromkeys((*self._axes, *self.mesh.axis_names))
+        varying = [a for a in order if a in _compat.varying_axes(output)]
         if not varying:
             return PartitionSpec()
         name = f"output {jax.tree_util.keystr(path)}" if path else "the output"
@@ -227,6 +240,7 @@ class DataParallel:
                     f"`donate_argnums`, but the step was called with {len(args)} positional "
                     "arguments."
                 )
+        _check_concrete(args)
         split = {i % len(args) for i in self._batch_argnums}
         processes = len({d.process_index for d in self.mesh.devices.flat})
         for i in sorted(split):

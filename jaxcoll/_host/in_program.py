@@ -28,8 +28,8 @@ def all_reduce(
 
     Args:
       reduce_op: `ReduceOp.SUM`, `ReduceOp.MEAN`, or their names in any case. A MEAN is one sum
-        and one division; of integers it has JAX's default float type; of float16 it does not
-        overflow where the mean itself fits.
+        and one division; of integers it has JAX's default float type, and 32- and 64-bit ones
+        wrap around where their sum does; of float16 it does not overflow where the mean fits.
       value: any pytree of numeric arrays, of any shapes and dtypes, equal on all replicas in
         structure and shape. Empty arrays and None pass through. An `IndexedSlices` in it is
         reduced by gathering: every replica's rows and indices, duplicates kept, one after

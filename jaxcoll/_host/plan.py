@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxcoll._host.mesh import checked_mesh
+from jaxcoll._host.placement import is_array
 from jaxcoll._host.world import mesh_world
 from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
@@ -66,6 +67,10 @@ def _leaf(path: str, leaf: Any, reduce_op: ReduceOp, world: World) -> Leaf:
     if is_sparse(leaf):
         leaf.check(f"`plan`: {where(path)}")
         leaf, indices = leaf.values, jax.dtypes.canonicalize_dtype(leaf.indices.dtype)
+    elif not is_array(leaf) and not hasattr(leaf, "dtype"):
+        raise ValueError(
+            f"`plan`: {where(path)}: expected an array or a number, got {type(leaf).__name__}."
+        )
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
     check_reducible(path + ".values" * (indices is not None), dtype)
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))

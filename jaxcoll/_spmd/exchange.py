@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
@@ -36,7 +37,17 @@ def passed_on(
         # Under `vmap` nothing is sent, and JAX accepts whole permutations only.
         senders, receivers = senders or n, receivers or n
         pairs = [(i, j) for i, j in pairs if i < senders and j < receivers]
-    return lax.ppermute(array, axes, pairs)
+    order = _compat.in_mesh_order(axes)
+    if order != axes:
+        pairs = [(_renumbered(i, axes, order), _renumbered(j, axes, order)) for i, j in pairs]
+    return lax.ppermute(array, order, pairs)
+
+
+def _renumbered(rank: int, axes: tuple[str, ...], order: tuple[str, ...]) -> int:
+    """The replica that is number `rank` along `axes`, counted along the same axes in `order`."""
+    place = dict(zip(axes, np.unravel_index(rank, [lax.axis_size(a) for a in axes]), strict=True))
+    sizes = [lax.axis_size(a) for a in order]
+    return int(np.ravel_multi_index([place[a] for a in order], sizes))
 
 
 def turned(rows: jax.Array, by: jax.Array) -> jax.Array:

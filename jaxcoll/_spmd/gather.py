@@ -39,12 +39,8 @@ def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope
     Raises:
       NameError: an axis is not bound here.
       ValueError: a leaf has no such dimension, or is no array.
-      TypeError: in the second try of `value_and_local_grad`, see there: without types a gather
-        could not tell its derivative from a part of it.
     """
     axes = bound_axes(axis_name, "all_gather")
-    if scope.untyped & set(axes):
-        raise TypeError("`all_gather` has no derivative where types do not track its axis.")
     flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
     paths = [jax.tree_util.keystr(path) for path, _ in flat]
     arrays = [_as_array(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]

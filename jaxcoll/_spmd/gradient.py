@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxcoll import _compat
@@ -94,6 +95,7 @@ def reduced_gradient(
         out = fun(*args, **kwargs)
         out, aux = out if has_aux else (out, None)
         if isinstance(out, WeightedLoss):
+            _check_scalars(out, caller)
             return out.total, (lax.stop_gradient(out.weight), aux)
         if isinstance(out, tuple):
             raise TypeError(_TUPLE_LOSS.format(caller=caller, n=len(out)))
@@ -103,7 +105,7 @@ def reduced_gradient(
         axes = bound_axes(axis_name, caller)
         told = scope()
         (value, (weight, aux)), grads = value_and_local_grad(
-            loss, argnums, tuple(axes), told, args, kwargs
+            loss, argnums, tuple(axes), args, kwargs
         )
         _check_local(value, axes, caller)
         if weight is not None and reduce_op is ReduceOp.SUM:
@@ -126,6 +128,15 @@ def reduced_gradient(
         return outputs if with_value else ((grads, aux) if has_aux else grads)
 
     return reduced
+
+
+def _check_scalars(loss: WeightedLoss, caller: str) -> None:
+    for name, value in (("total", loss.total), ("weight", loss.weight)):
+        if jnp.shape(value):
+            raise ValueError(
+                f"`{caller}` expects the {name} of a WeightedLoss to be a scalar, the sum over "
+                f"this replica's share; got shape {jnp.shape(value)}."
+            )
 
 
 def _check_local(value: Any, axes: dict[str, int], caller: str) -> None:

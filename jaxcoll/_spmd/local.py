@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoll import _compat
-from jaxcoll._spmd.scope import Scope, entered, untyped
+from jaxcoll._plan.errors import AlreadyReducedError
 
 Differentiated = tuple[tuple[Any, Any], Any]
 
@@ -23,7 +23,6 @@ def value_and_local_grad(
     loss: Callable[..., tuple[Any, Any]],
     argnums: int | Sequence[int],
     axes: Sequence[str],
-    scope: Scope,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Differentiated:
@@ -32,7 +31,8 @@ def value_and_local_grad(
     A loop whose carry starts from a constant (`lax.scan(f, 0.0, batch)`) type-checks on one
     device but not under a checked `shard_map`, where the constant is invariant and the batch
     varies. Such a loss is traced a second time with every argument typed invariant, which is
-    sound because it is local; only then is the result marked as varying again.
+    sound because it is local; only then is the result marked as varying again. A loss that
+    communicates, or captures values that vary, is not local, and keeps JAX's refusal.
 
     Returns:
       `((value, aux), grads)`, *varying* over `axes` where types tell replicas apart.
@@ -52,35 +52,34 @@ def value_and_local_grad(
     except TypeError as error:
         if not _compat.is_variance_mismatch(error):
             raise
-        result = _differentiate_untyped(differentiate, axes, scope, args, kwargs)
+        result = _differentiate_untyped(loss, differentiate, axes, args, kwargs)
         if result is None:
             raise
         return result
 
 
 def _differentiate_untyped(
+    loss: Callable[..., tuple[Any, Any]],
     differentiate: Callable[..., Differentiated],
     axes: Sequence[str],
-    scope: Scope,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Differentiated | None:
-    """The second try; None if the loss also captures values that vary, which are beyond reach.
+    """The second try; None if the loss is not local after all.
 
-    With such a capture autodiff would sum over the replicas after all. It shows in the type of
-    the loss, which is invariant exactly when everything that entered it was.
+    That is read from its program: whatever is reduced, gathered or asked of an axis names the
+    axis, and so does the step that JAX puts in where an invariant value meets a varying one.
     """
-    settled_args, settled_kwargs = jax.tree.map(
+    args, kwargs = jax.tree.map(
         lambda x: _compat.as_invariant(x, axes) if isinstance(x, jax.Array) else x, (args, kwargs)
     )
     try:
-        with entered(untyped(scope, axes)):
-            result = differentiate(*settled_args, **settled_kwargs)
-    except TypeError:
+        program = jax.make_jaxpr(lambda: loss(*args, **kwargs))()
+    except (TypeError, AlreadyReducedError):
         return None
-    if _compat.varying_axes(result[0][0]) & set(axes):
+    if _compat.mentions(program, axes):
         return None
-    return _vary(result, axes)
+    return _vary(differentiate(*args, **kwargs), axes)
 
 
 def _vary(tree: Any, axes: Sequence[str]) -> Any:

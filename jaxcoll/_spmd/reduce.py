@@ -73,8 +73,7 @@ def all_reduce(
     world = scope.world(axes)
     flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
     paths = [jax.tree_util.keystr(path) for path, _ in flat]
-    untyped = [a for a in axes if a in scope.untyped]
-    taken = [_taken(path, leaf, untyped) for path, (_, leaf) in zip(paths, flat, strict=True)]
+    taken = [_taken(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
     arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
     recipes = [
         _recipe(reduce_op, path, array, axes, world, invariant)
@@ -147,13 +146,13 @@ def _recipe(
     )
 
 
-def _taken(path: str, leaf: Any, untyped: Sequence[str]) -> jax.Array | IndexedSlices:
+def _taken(path: str, leaf: Any) -> jax.Array | IndexedSlices:
     """`leaf` as it is reduced, or an error that names its place."""
     if not isinstance(leaf, IndexedSlices):
-        return _compat.as_varying(_as_array(path, leaf), untyped)
+        return _as_array(path, leaf)
     leaf.check(f"`all_reduce`: {where(path)}")
     check_reducible(path + ".values", leaf.values.dtype)
-    return alike(leaf, untyped)
+    return alike(leaf)
 
 
 def _as_array(path: str, value: Any) -> jax.Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -29,7 +29,6 @@ class Scope:
       world: from the axes of a reduction and their sizes to where it runs.
       options: defaults under the options of each call.
       record: told each plan as it is carried out.
-      untyped: axes along which types say "invariant" of values that are not (see `local.py`).
       marked: axes along which no type, but a mark, says that results are equal (see
         `replication.py`).
     """
@@ -37,7 +36,6 @@ class Scope:
     world: Callable[[dict[str, int]], World]
     options: CommunicationOptions = CommunicationOptions()
     record: Callable[[Plan], None] = lambda plan: None
-    untyped: frozenset[str] = frozenset()
     marked: frozenset[str] = frozenset()
 
     def merged(self, options: CommunicationOptions | None) -> Scope:
@@ -64,8 +62,3 @@ def entered(scope: Scope) -> Iterator[None]:
     """Trace what follows under `scope`."""
     with _current(scope):
         yield
-
-
-def untyped(scope: Scope, axes: Sequence[str]) -> Scope:
-    """`scope` for a stretch of the program whose types do not track `axes`."""
-    return dataclasses.replace(scope, untyped=scope.untyped | frozenset(axes))

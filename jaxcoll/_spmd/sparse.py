@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import jax
@@ -22,13 +21,13 @@ def is_sparse(leaf: Any) -> TypeGuard[IndexedSlices]:
     return isinstance(leaf, IndexedSlices)
 
 
-def alike(slices: IndexedSlices, axes: Iterable[str]) -> IndexedSlices:
-    """Values and indices as arrays that vary over the same axes, `axes` among them: no data moves.
+def alike(slices: IndexedSlices) -> IndexedSlices:
+    """Values and indices as arrays that vary over the same axes: no data moves.
 
     Rows that differ at indices that do not (or the reverse) are rows that differ.
     """
     parts = jnp.asarray(slices.values), jnp.asarray(slices.indices)
-    over = sorted({*axes}.union(*map(_compat.varying_axes, parts)))
+    over = sorted(frozenset().union(*map(_compat.varying_axes, parts)))
     values, indices = (_compat.as_varying(part, over) for part in parts)
     return unchecked(values, indices, slices.dense_shape)
 

@@ -336,3 +336,21 @@ def test_a_deadline_changes_nothing_about_the_callers_configuration():
         with CompileCounter() as again:
             step(X.astype(np.float64))
     assert again.count == 0
+
+
+def test_rows_come_back_in_the_order_of_the_batch_whatever_the_order_of_the_axes():
+    mesh = jax.make_mesh((2, 4), ("a", "b"))
+    for axes in (("a", "b"), ("b", "a")):
+        same = jc.data_parallel(
+            lambda x: x * 1.0, mesh=mesh, axis_name=axes, varying_outputs="concatenate"
+        )
+        np.testing.assert_array_equal(same(X), X)
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.grad, jax.vmap])
+def test_a_wrapped_step_inside_another_program_is_refused(around):
+    step = jc.data_parallel(lambda w, x: jc.all_reduce("sum", (w * x).sum(), "data"))
+    with pytest.raises(
+        ValueError, match=r"args\[0\] is being traced. A wrapped step is a program of"
+    ):
+        around(lambda w: step(w, X))(np.ones(3, "f") if around is jax.vmap else 1.0)

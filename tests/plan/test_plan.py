@@ -93,3 +93,9 @@ def test_reads_the_mesh():
     assert jc.plan(TREE, mesh=mesh).world.replicas == 4
     assert jc.plan(TREE, mesh=mesh, axis_name=("node", "data")).world.replicas == 8
     assert jc.plan(TREE).world.replicas == 8
+
+
+@pytest.mark.parametrize("leaf", ["text", object()])
+def test_a_leaf_that_is_no_array_is_named(leaf):
+    with pytest.raises(ValueError, match=r"`plan`: leaf \['q'\]: expected an array or a number"):
+        jc.plan({"q": leaf}, axis_size=2)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import RUNNERS, lowered, mesh_of, run
+from cases import OPTIONS, RUNNERS, lowered, mesh_of, run
 
 import jaxcoll as jc
 
@@ -177,8 +177,6 @@ def test_keyword_arguments_are_handed_on():
 
 @pytest.mark.parametrize("name", ["ring", "packed"])
 def test_options_reach_the_reduction(name):
-    from cases import OPTIONS
-
     f = jc.value_and_grad(mean_loss, "data", options=OPTIONS[name])
     text = lowered(lambda x, y: f(PARAMS, x, y), 4, *shards(4, (X, Y))).as_text()
     assert ("collective_permute" in text) == (name == "ring")
@@ -237,6 +235,36 @@ def test_a_loop_that_mixes_captured_data_keeps_jaxs_own_message():
     close(on_replicas("unchecked", f, 8, X, Y)["b"], PARAMS["b"])
 
 
+@pytest.mark.parametrize("communicate", ["captured", "gather", "broadcast", "index"])
+def test_a_loop_from_a_constant_in_a_loss_that_communicates_is_refused(communicate):
+    """Its types cannot be trusted once they have been taken away, and wrong numbers are worse."""
+
+    def f(x, y):
+        def loss(w, x_given, y):
+            s = {
+                "captured": lambda: jax.lax.pmean(jnp.sum(w * x), "data"),
+                "gather": lambda: jc.all_gather(w * x_given, "data").sum(),
+                "broadcast": lambda: jc.broadcast(jnp.sum(jnp.sin(w * x_given)), "data", source=3),
+                "index": lambda: jnp.sum(w * x_given) * jax.lax.axis_index("data").astype("f"),
+            }[communicate]()
+            row = lambda c, r: (c + jnp.sum(r * s) ** 2 * jnp.sum(jnp.sin(r)), None)
+            return jax.lax.pmean(jax.lax.scan(row, 0.0, y)[0], "data")
+
+        return jc.grad(loss, "data")(jnp.float32(1), x, y)
+
+    with pytest.raises(TypeError, match="manual axis types"):
+        on_replicas("checked", f, 8, X, Y)
+
+
+def test_a_weighted_loss_is_made_of_scalars():
+    for total, weight, name in ((0.0, np.ones(4, "f"), "weight"), (np.ones(2, "f"), 1.0, "total")):
+        f = jc.grad(lambda w, x, t=total, k=weight: jc.WeightedLoss(w * x * t, k), "data")
+        with pytest.raises(
+            ValueError, match=rf"the {name} of a WeightedLoss to be a scalar.*got shape"
+        ):
+            run("vmap", lambda x, f=f: f(1.0, x), 2, jnp.ones(2))
+
+
 def test_a_type_error_of_the_users_own_stays_their_own():
     def broken(p, x):
         raise TypeError("mine")
@@ -246,21 +274,24 @@ def test_a_type_error_of_the_users_own_stays_their_own():
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("name", ["auto", "ring", "halving_doubling"])
 @pytest.mark.parametrize("scanned", [False, True])
-def test_a_loss_may_reduce_statistics_on_the_way(runner, scanned):
-    """Batch normalisation over all replicas, in a plain loss and in one with a constant carry."""
+def test_a_loss_may_reduce_statistics_on_the_way(runner, name, scanned):
+    """Batch normalisation over all replicas; with a constant carry too, where types allow it."""
+    options = OPTIONS[name] if name in OPTIONS else jc.CommunicationOptions(algorithm=name)
 
     def loss(p, x, y):
         h = predict(p, x)
-        if runner == "one":
-            mean = jnp.mean(h, axis=0, keepdims=True)
-        else:
-            mean = jc.all_reduce("mean", jnp.mean(h, axis=0, keepdims=True), "data")
+        mean = jc.all_reduce("mean", jnp.mean(h, axis=0, keepdims=True), "data", options=options)
         errors = (h - mean - y) ** 2
         if not scanned:
             return jnp.mean(errors)
         return jax.lax.scan(lambda c, e: (c + jnp.mean(e), None), 0.0, errors)[0] / x.shape[0]
 
+    if scanned and runner == "checked":
+        with pytest.raises(TypeError, match="manual axis types"):
+            on_replicas(runner, lambda x, y: jc.grad(loss, "data")(PARAMS, x, y), 4, X, Y)
+        return
     got = on_replicas(runner, lambda x, y: jc.value_and_grad(loss, "data")(PARAMS, x, y), 4, X, Y)
 
     def whole(p):

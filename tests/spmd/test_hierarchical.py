@@ -134,3 +134,25 @@ def test_a_single_axis_is_told_that_a_pair_is_needed():
     assert jax.vmap(lambda v: jc.all_reduce("sum", v, "i"), axis_name="i")(rows(2))[0] == sum(
         rows(2)
     )
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring", "halving_doubling", "shuffle"])
+@pytest.mark.parametrize("order", list(itertools.permutations(("a", "b", "c"))))
+def test_axes_in_another_order_than_the_meshs_are_the_same_sum(algorithm, order):
+    """JAX's ppermute counts replicas in the mesh's order, its axis_index in that of the names."""
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    options = jc.CommunicationOptions(algorithm=algorithm)
+    spec = jax.sharding.PartitionSpec
+    x = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (8, 11)), jnp.float32)
+
+    def f(v):
+        total = jc.all_reduce("sum", v[0], order, options=options)
+        return total, jc.all_gather(v, order, options=options)
+
+    for checks in (True, False):
+        mapped = jax.shard_map(
+            f, mesh=mesh, in_specs=spec(order), out_specs=spec(), check_vma=checks
+        )
+        total, rows = jax.jit(mapped)(x)
+        np.testing.assert_array_equal(total, np.asarray(x).sum(0))
+        np.testing.assert_array_equal(rows, x)
