@@ -47,6 +47,18 @@ def is_vmapped(axis: str) -> bool:
     return axis not in jax.sharding.get_abstract_mesh().manual_axes
 
 
+def is_shadowed(axis: str) -> bool:
+    """Whether a `vmap` has taken the name of an axis that the mesh maps as well.
+
+    Told by its size, and, for one of the same size, by an index that is being batched.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis not in mesh.manual_axes:
+        return False
+    batched = type(lax.axis_index(axis)).__name__ == "BatchTracer"  # a class JAX keeps to itself
+    return batched or lax.axis_size(axis) != mesh.shape[axis]
+
+
 def in_mesh_order(axes: Sequence[str]) -> tuple[str, ...]:
     """`axes` in the order in which `lax.ppermute` counts replicas: that of the mesh.
 

@@ -17,6 +17,7 @@ from jaxcoll._host.values import DistributedValues, PerReplica, rows_over
 from jaxcoll._plan.leaves import check_reducible, where
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._spmd.gather import dimension
+from jaxcoll._spmd.sparse import is_sparse
 
 
 def reduce_along(
@@ -62,10 +63,15 @@ def reduce_along(
 def _sums_of_rows(reduce_op: ReduceOp, value: Any, axis: Any) -> tuple[Any, Any]:
     """Each replica's sums where they lie, and how many elements all replicas have in each."""
     shift = int(isinstance(value, PerReplica))
-    flat, treedef = jax.tree_util.tree_flatten_with_path(value.tree)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(value.tree, is_leaf=is_sparse)
     axes, counts = [], []
     for path, leaf in flat:
         name = jax.tree_util.keystr(path)
+        if is_sparse(leaf):
+            raise ValueError(
+                f"`reduce` along an axis expects dense arrays; {where(name)} is an IndexedSlices. "
+                "Reduce it with axis None, or make it an array with `to_dense` first."
+            )
         check_reducible(name, leaf.dtype)
         found = _dimensions(axis, leaf.shape[shift:], name)
         axes.append(tuple(k + shift for k in found))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import copy
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Self, final
+from typing import Any, ClassVar, NoReturn, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +130,12 @@ class DistributedValues(abc.ABC):
 
     def __getitem__(self, replica: int) -> Any:
         devices = self.devices
+        try:
+            replica = operator.index(replica)
+        except TypeError:
+            raise TypeError(
+                f"{type(self).__name__} is indexed by a replica id, an integer; got {replica!r}."
+            ) from None
         if not -len(devices) <= replica < len(devices):
             raise IndexError(f"There are replicas 0 to {len(devices) - 1}; got {replica}.")
         device = devices[replica]
@@ -138,6 +146,18 @@ class DistributedValues(abc.ABC):
             )
         with no_mesh():
             return jax.tree.map(lambda leaf: self._component(part_on(leaf, device)), self._tree)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"A {type(self).__name__} lies on devices and cannot be pickled; pickle the values, as "
+            "in `jax.tree.map(np.asarray, value[0])`, and place them again."
+        )
+
+    def __copy__(self) -> Self:
+        return type(self).of(self._tree)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self).of(copy.deepcopy(self._tree, memo))
 
     def __repr__(self) -> str:
         try:

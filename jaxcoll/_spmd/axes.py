@@ -43,6 +43,11 @@ def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:
                 "inside a `shard_map` that checks types. Leave the mapped dimension in place and "
                 "sum over it with `jnp.sum`, before or after."
             )
+        if _compat.is_shadowed(name):
+            raise ValueError(
+                f"`{caller}` over axis {name!r}: a `vmap` here has taken the name of an axis of "
+                "the mesh. Give the axis of the `vmap` a name of its own."
+            )
     return axes
 
 

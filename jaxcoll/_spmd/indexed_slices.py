@@ -113,7 +113,8 @@ class IndexedSlices:
           A new value, with the same `to_dense`.
 
         Raises:
-          ValueError: there are more rows than `bound`; none is dropped.
+          ValueError: there are more rows than `bound`, and none is dropped; or every value of the
+            indices' type is a row's.
 
         Example:
           >>> IndexedSlices([5.0], [2], (3,)).padded(2).indices.tolist()
@@ -133,6 +134,11 @@ class IndexedSlices:
             return self
         xp = np if all(isinstance(x, np.ndarray) for x in (self.values, self.indices)) else jnp
         unused = np.iinfo(self.indices.dtype).max
+        if self.dense_shape is not None and unused < self.dense_shape[0]:
+            raise ValueError(
+                f"`padded` needs an index that no row of {self.dense_shape} has, and "
+                f"{self.indices.dtype} has none; make `indices` wider, as in `.astype('int32')`."
+            )
         widths = ((0, added), *[(0, 0)] * (len(self.values.shape) - 1))
         return IndexedSlices(
             xp.pad(self.values, widths),

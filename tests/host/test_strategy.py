@@ -939,3 +939,19 @@ def test_H38_several_processes_come_later(monkeypatch):
 def test_a_strategy_can_be_shown():
     assert repr(PAIR) == "MirroredStrategy(devices=[cpu:0, cpu:1])"
     assert repr(STRATEGIES["multi"]).startswith("MultiWorkerMirroredStrategy(devices=[cpu:0")
+
+
+@pytest.mark.parametrize("size", [3, 2])
+def test_a_vmap_that_takes_the_name_of_the_replicas_is_refused(size):
+    strategy = jc.MirroredStrategy(jax.devices()[:3])
+    value = jc.PerReplica([np.arange(size, dtype="f")] * 3)
+    each = jax.vmap(lambda v: jc.all_reduce("sum", v, "replica"), axis_name="replica")
+    with pytest.raises(ValueError, match="a `vmap` here has taken the name of an axis of the mesh"):
+        strategy.run(each, args=(value,))
+
+
+def test_a_sparse_value_is_not_reduced_along_an_axis():
+    strategy = jc.MirroredStrategy(jax.devices()[:2])
+    value = jc.PerReplica([jc.IndexedSlices([[1.0]], [0], (3, 1))] * 2)
+    with pytest.raises(ValueError, match="`reduce` along an axis expects dense arrays"):
+        strategy.reduce("sum", value, 0)

@@ -326,3 +326,24 @@ def test_reading_one_shape_compiles_once():
         value.values  # noqa: B018
         jc.PerReplica([np.ones((3, 7), "f")] * 3)
     assert compiled.count == 0
+
+
+def test_a_value_is_indexed_by_a_replica_id():
+    value = jc.PerReplica([1.0, 2.0, 3.0])
+    for bad in (slice(0, 2), "a", 1.0):
+        with pytest.raises(
+            TypeError, match="PerReplica is indexed by a replica id, an integer; got"
+        ):
+            value[bad]
+
+
+def test_a_value_is_copied_in_place_and_not_pickled():
+    import copy
+    import pickle
+
+    value = jc.PerReplica([1.0, 2.0, 3.0])
+    for copied in (copy.copy(value), copy.deepcopy(value)):
+        assert copied.devices == value.devices
+        assert [float(x) for x in copied] == [1.0, 2.0, 3.0]
+    with pytest.raises(TypeError, match="A PerReplica lies on devices and cannot be pickled"):
+        pickle.dumps(value)

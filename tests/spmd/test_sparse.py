@@ -359,3 +359,13 @@ def test_bad_leaves_are_refused_by_name():
         jc.plan([jax.tree.map(lambda a: a[None], IndexedSlices([1.0], [0]))], axis_size=2)
     with pytest.raises(ValueError, match=r"cannot reduce leaf \[0\].values: booleans"):
         jc.plan([IndexedSlices([True], [0])], axis_size=2)
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [(np.uint8, 256), (np.uint8, 300), (np.int8, 200)])
+def test_padding_needs_an_index_that_is_no_rows(dtype, rows):
+    narrow = jc.IndexedSlices(np.ones((1, 1), "f"), np.array([3], dtype), (rows, 1))
+    with pytest.raises(
+        ValueError, match=r"`padded` needs an index that no row of .* make `indices` wider"
+    ):
+        narrow.padded(2)
+    assert jc.IndexedSlices(np.ones((1, 1), "f"), np.array([3], np.uint8), (255, 1)).padded(2)
