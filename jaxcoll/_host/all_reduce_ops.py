@@ -49,7 +49,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     Raises:
       ValueError: `all_reduce_alg` names no algorithm; a number is no integer, or negative.
 
-    Example:
+    Examples:
       >>> small = [PerReplica([float(k), float(k)]) for k in range(3)]
       >>> ops = AllReduceCrossDeviceOps("ring", num_packs=0, agg_small_grads_max_bytes=1024)
       >>> [x[0].tolist() for x in ops.batch_reduce("sum", [(x, x) for x in small])]

@@ -31,7 +31,7 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
       ValueError: `devices` are none or repeat; `group_size` is no multiple of their number, or
         one that takes several workers. On a call: a value that lies on other devices.
 
-    Example:
+    Examples:
       >>> import jax
       >>> ring = CommunicationOptions(implementation="ring")
       >>> ops = CollectiveAllReduce(jax.devices(), group_size=8, options=ring)

@@ -102,7 +102,7 @@ class CrossDeviceOps(abc.ABC):
           ValueError: an argument is none of what it may be, or a leaf has no sum.
           DeadlineExceededError: `timeout_seconds` passed.
 
-        Example:
+        Examples:
           >>> value = PerReplica([1.0, 3.0])
           >>> NcclAllReduce().reduce("mean", value, destinations=value)
           Mirrored(float32[] on 2: cpu:0, cpu:1)
@@ -133,7 +133,7 @@ class CrossDeviceOps(abc.ABC):
           ValueError: as in `reduce`, the pair being named; or these are no pairs.
           DeadlineExceededError: `timeout_seconds` passed.
 
-        Example:
+        Examples:
           >>> x, y = PerReplica([1.0, 3.0]), PerReplica([2, 4])
           >>> [z[0].tolist() for z in NcclAllReduce().batch_reduce("sum", [(x, x), (y, y)])]
           [4.0, 6]
@@ -165,7 +165,7 @@ class CrossDeviceOps(abc.ABC):
         Raises:
           ValueError: an argument is none of what it may be.
 
-        Example:
+        Examples:
           >>> NcclAllReduce().broadcast(1.0, PerReplica([0, 0, 0]))
           Mirrored(float32[] on 3: cpu:0, cpu:1, cpu:2)
         """
@@ -216,7 +216,7 @@ class CrossDeviceOps(abc.ABC):
             parts differ in dtype, rank or another dimension, and both shapes are named.
           DeadlineExceededError: `timeout_seconds` passed.
 
-        Example:
+        Examples:
           >>> import numpy as np
           >>> uneven = [np.array([1.0]), np.array([2.0, 3.0])]
           >>> NcclAllReduce().gather(uneven, "cpu:0", axis=0).tolist()

@@ -64,7 +64,7 @@ def data_parallel(
         axis; on a call, a batch that does not divide, or an output that varies.
       DeadlineExceededError: on a call, `timeout_seconds` passed.
 
-    Example:
+    Examples:
       >>> import numpy as np
       >>> step = data_parallel(lambda w, x: all_reduce("sum", (w * x).sum(), "data"))
       >>> float(step(2.0, np.arange(8.0)))

@@ -57,7 +57,7 @@ def device_named(name: str, caller: str) -> jax.Device:
     Raises:
       ValueError: no device has that name; the message lists those there are.
 
-    Example:
+    Examples:
       >>> device_named("/device:CPU:3", "example")
       CpuDevice(id=3)
     """

@@ -131,7 +131,7 @@ class StrategyExtended:
           RuntimeError: called in a replica function.
           ValueError: `value` holds what is not distributed, or an argument cannot be one.
 
-        Example:
+        Examples:
           >>> params = Mirrored([{"w": 1.0}, {"w": 1.0}])
           >>> MirroredStrategy().extended.update(params, lambda p, g: {"w": p["w"] - g}, (0.5,))
           Mirrored({'w': float32[]} on 2: cpu:0, cpu:1)

@@ -19,7 +19,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
     Raises:
       ValueError: `num_packs` is no integer, or negative.
 
-    Example:
+    Examples:
       >>> value = PerReplica([1.0, 10.0, 100.0])
       >>> HierarchicalCopyAllReduce().reduce("sum", value, value)[0].tolist()
       111.0

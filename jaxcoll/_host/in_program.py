@@ -53,7 +53,7 @@ def all_reduce(
       ValueError: a leaf cannot be reduced (its path is named), or an argument is invalid.
       AlreadyReducedError: a leaf is invariant and `invariant` was not given.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
       >>> jax.vmap(lambda v: all_reduce("sum", v, "data"), axis_name="data")(x)[0].tolist()
@@ -95,7 +95,7 @@ def all_gather(
       ValueError: a leaf has no such dimension (its path and shape are named), or an argument is
         invalid.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
       >>> jax.vmap(lambda v: all_gather(v, "data"), axis_name="data")(x)[0].tolist()
@@ -132,7 +132,7 @@ def broadcast(
       NameError: an axis is not mapped here; the message lists those that are.
       ValueError: there is no such replica, a leaf holds no numbers, or an argument is invalid.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> x = jnp.array([1.0, 2.0, 3.0])
       >>> jax.vmap(lambda v: broadcast(v, "data", source=1), axis_name="data")(x).tolist()
@@ -178,7 +178,7 @@ def value_and_grad(
       TypeError: the loss returns a tuple without `has_aux`.
       AlreadyReducedError: the loss was reduced inside `fun`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> step = value_and_grad(lambda w, x: jnp.mean(w * x), "data")
       >>> shares = jnp.array([[1.0, 2.0], [3.0, 4.0]])

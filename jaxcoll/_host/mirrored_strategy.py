@@ -28,7 +28,7 @@ class MirroredStrategy(Strategy):
       ValueError: there is no device, one is listed twice or is none, or `cross_device_ops` is
         no `CrossDeviceOps`.
 
-    Example:
+    Examples:
       >>> strategy = MirroredStrategy()
       >>> shares = strategy.experimental_distribute_values_from_function(
       ...     lambda context: context.replica_id_in_sync_group)
@@ -70,7 +70,7 @@ class MultiWorkerMirroredStrategy(Strategy):
       ValueError: `cluster_resolver` is given, there are several processes, or
         `communication_options` is no `CommunicationOptions`.
 
-    Example:
+    Examples:
       >>> options = CommunicationOptions(bytes_per_pack=1 << 20)
       >>> MultiWorkerMirroredStrategy(communication_options=options).num_replicas_in_sync
       8

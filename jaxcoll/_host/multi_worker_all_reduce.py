@@ -52,7 +52,7 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
       ValueError: an argument is none of what it may be; there are not enough devices, or too
         many shards. On a call: a value over other devices than the workers'.
 
-    Example:
+    Examples:
       >>> workers = ["/job:worker/task:0", "/job:worker/task:1"]
       >>> spec = [("nccl", 1, 1024), ("nccl/rechd", 2, -1)]
       >>> ops = MultiWorkerAllReduce(workers, num_gpus_per_worker=4, all_reduce_spec=spec)

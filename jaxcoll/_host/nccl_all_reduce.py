@@ -18,7 +18,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
     Raises:
       ValueError: `num_packs` is no integer, or negative.
 
-    Example:
+    Examples:
       >>> grads = PerReplica([{"w": [1.0, 2.0], "b": 3.0}, {"w": [5.0, 6.0], "b": 7.0}])
       >>> NcclAllReduce(num_packs=2).reduce("mean", grads, destinations=grads)[1]["b"].tolist()
       5.0

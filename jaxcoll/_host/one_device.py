@@ -46,7 +46,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         call, also: it returns another shape or dtype, or meets an IndexedSlices; a replica
         belongs to another process.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> largest = ReductionToOneDevice(accumulation_fn=lambda xs: jnp.maximum(*xs))
       >>> value = PerReplica([1.0, 3.0])

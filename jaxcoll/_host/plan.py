@@ -47,7 +47,7 @@ def plan(
     Raises:
       ValueError: an argument is invalid, or a leaf cannot be reduced.
 
-    Example:
+    Examples:
       >>> import numpy as np
       >>> grads = {"b": np.zeros(3, "f"), "w": np.zeros((2, 3), "f")}
       >>> plan(grads, axis_size=4, options=CommunicationOptions(bytes_per_pack=64)).wire_bytes

@@ -121,7 +121,7 @@ def get_replica_context() -> ReplicaContext | None:
       A `ReplicaContext` inside a function that `strategy.run` calls; None elsewhere, where
       `strategy.run`, `reduce` and `gather` may be called.
 
-    Example:
+    Examples:
       >>> get_replica_context() is None
       True
     """

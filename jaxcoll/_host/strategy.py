@@ -127,7 +127,7 @@ class Strategy:
           ValueError: an argument is none of what it may be, or lies on other devices.
           DeadlineExceededError: `timeout_seconds` passed.
 
-        Example:
+        Examples:
           >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
           >>> def step(w, x):
           ...     return w - get_replica_context().all_reduce("mean", x), x * x
@@ -180,7 +180,7 @@ class Strategy:
           RuntimeError: called in a replica function.
           ValueError: a leaf has no such dimension, or no sum; or an argument is invalid.
 
-        Example:
+        Examples:
           >>> import numpy as np
           >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
           >>> float(strategy.reduce("mean", PerReplica([1.0, 2.0]), axis=None))
@@ -220,7 +220,7 @@ class Strategy:
           ValueError: parts differ in dtype, rank or another dimension (both shapes are named);
             a leaf has no such dimension; or a value is plain.
 
-        Example:
+        Examples:
           >>> import numpy as np
           >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
           >>> strategy.gather(PerReplica([np.array([1, 2]), np.array([3, 4])]), axis=0).tolist()
@@ -250,7 +250,7 @@ class Strategy:
         Returns:
           A tuple with one tree for each replica; of a plain value, a tuple of itself.
 
-        Example:
+        Examples:
           >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
           >>> out = strategy.run(lambda: {"id": get_replica_context().replica_id_in_sync_group})
           >>> [int(result["id"]) for result in strategy.experimental_local_results(out)]
@@ -285,7 +285,7 @@ class Strategy:
           RuntimeError: called in a replica function.
           ValueError: the replicas' values disagree in structure or dtype, or hold no arrays.
 
-        Example:
+        Examples:
           >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
           >>> strategy.experimental_distribute_values_from_function(
           ...     lambda context: 10.0 * context.replica_id_in_sync_group)[1].tolist()
@@ -313,7 +313,7 @@ class Strategy:
           RuntimeError: called in a replica function.
           ValueError: `dataset` is no iterable; while iterating, a batch does not divide.
 
-        Example:
+        Examples:
           >>> import numpy as np
           >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
           >>> batches = strategy.experimental_distribute_dataset([np.arange(4.0)])

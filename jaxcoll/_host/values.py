@@ -65,7 +65,7 @@ class DistributedValues(abc.ABC):
         Returns:
           A new value, as from the constructor, with the same errors.
 
-        Example:
+        Examples:
           >>> PerReplica.from_function(lambda i: 10.0 * i)[3].tolist()
           30.0
         """
@@ -258,7 +258,8 @@ class PerReplica(DistributedValues):
     """One value for each replica: a pytree of arrays, a row on each device.
 
     Law: a leaf is a global array of shape (n, *shape) with row i on device i, which is what
-    `jax.pmap` returns and takes: wrapping one, and taking `tree` out, copies nothing.
+    `jax.pmap` returns and takes: wrapping one, and taking `tree` out, copies nothing. It passes
+    through `jax.jit`; `value[i]` is replica i's part, on its device.
 
     Args:
       values: a list or tuple with one value for each replica: numbers, numpy arrays,
@@ -266,14 +267,11 @@ class PerReplica(DistributedValues):
       devices: one for each value. None: the devices on which the values lie, if each lies on
         its own; else the first ones of `jax.devices()`.
 
-    Returns:
-      A pytree that passes through `jax.jit`; `value[i]` is replica i's part, on its device.
-
     Raises:
       ValueError: the values disagree (replica and leaf are named) or hold what is no array;
         the devices do not match.
 
-    Example:
+    Examples:
       >>> value = PerReplica([{"w": 1.0}, {"w": 2.0}])
       >>> value
       PerReplica({'w': float32[]} on 2: cpu:0, cpu:1)
@@ -316,19 +314,17 @@ class Mirrored(DistributedValues):
     """One value with a copy on every replica's device: a pytree of replicated arrays.
 
     Law: the copies are equal to the bit. The constructor compares them; `from_global` takes
-    JAX's word for it, and copies nothing, nor does taking `tree` out.
+    JAX's word for it, and copies nothing, nor does taking `tree` out. `value[i]` is the copy on
+    replica i's device.
 
     Args:
       values: a list or tuple with the value of each replica, all equal; as in `PerReplica`.
       devices: as in `PerReplica`.
 
-    Returns:
-      A pytree that passes through `jax.jit`; `value[i]` is the copy on replica i's device.
-
     Raises:
       ValueError: as in `PerReplica`; the copies differ.
 
-    Example:
+    Examples:
       >>> Mirrored.from_function(lambda i: [1, 2.5])
       Mirrored([int32[], float32[]] on 8: cpu:0, cpu:1, …, cpu:7)
     """

@@ -26,7 +26,7 @@ _BITS = re.compile(r"(?:bf|[sufc])(\d+)(?:e\d+m\d+\w*)?")
 class Operand(NamedTuple):
     """An array that one device hands to a collective.
 
-    Example:
+    Examples:
       >>> Operand("bf16", (3, 5)).nbytes, Operand("s4", (7,)).nbytes
       (30, 4)
     """
@@ -142,7 +142,7 @@ def wire_bytes(collectives: Iterable[Collective], *, unknown_trips: int | None =
     Raises:
       ValueError: a loop does not say how often it turns, and `unknown_trips` was not given.
 
-    Example:
+    Examples:
       >>> eight = tuple(range(8))
       >>> gradient = Operand("f32", (100,))
       >>> wire_bytes([Collective("all-reduce", "ar", (gradient,), 8, (eight,), "main", trips=5)])

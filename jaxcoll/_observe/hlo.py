@@ -49,7 +49,7 @@ def read_hlo(text: str) -> tuple[Collective, ...]:
     Raises:
       ValueError: the text is no HLO, is cut off, or uses a notation that is not known here.
 
-    Example:
+    Examples:
       >>> program = '''HloModule jit_f, replica_count=4
       ... ENTRY %main (x: f32[100]) -> f32[100] {
       ...   %x = f32[100]{0} parameter(0)

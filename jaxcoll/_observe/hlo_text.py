@@ -87,7 +87,7 @@ def parse_instruction(line: str) -> Instruction:
     Raises:
       ValueError: it is no instruction.
 
-    Example:
+    Examples:
       >>> i = parse_instruction("  ROOT %x.1 = (f32[2]{0}, s8[]) all-reduce(%a, %b), channel_id=1")
       >>> i.type, i.opcode, i.operands
       ('(f32[2]{0}, s8[])', 'all-reduce', '%a, %b')
@@ -140,7 +140,7 @@ def operands_of(instruction: Instruction, defined: Mapping[str, str]) -> tuple[O
 def arrays(type_text: str) -> tuple[Operand, ...]:
     """The arrays of a type.
 
-    Example:
+    Examples:
       >>> arrays("(bf16[2,3]{1,0:T(8,128)}, token[], pred[<=4])")
       (Operand(dtype='bf16', shape=(2, 3)), Operand(dtype='pred', shape=(4,)))
     """

@@ -37,7 +37,7 @@ def read_groups(text: str) -> Groups:
     Raises:
       ValueError: it is none of these notations.
 
-    Example:
+    Examples:
       >>> read_groups("mesh['a'=2,'b'=2] {'a'}, use_global_device_ids=true")
       ((0, 2), (1, 3))
       >>> read_groups("[2,2]<=[4]")
@@ -87,7 +87,7 @@ def mesh_groups(
     Raises:
       ValueError: an axis is not one of the mesh's, or a part does not fit it.
 
-    Example:
+    Examples:
       >>> mesh_groups({"a": 4}, None, [("a", 2, 2)])
       ((0, 1), (2, 3))
     """
@@ -138,7 +138,7 @@ def device_groups(
     Returns:
       The groups in numbers of devices.
 
-    Example:
+    Examples:
       >>> marks = dict(has_channel=True, has_global_ids=False)
       >>> device_groups(((0,), (1,)), "all-reduce", **marks, replicas=2, partitions=2)
       ((0, 1), (2, 3))

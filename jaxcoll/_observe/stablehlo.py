@@ -52,7 +52,7 @@ def read_stablehlo(text: str) -> tuple[Collective, ...]:
     Raises:
       ValueError: the text is no StableHLO, is cut off, or uses a notation not known here.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> gather = jax.pmap(lambda x: jax.lax.all_gather(x, "i"), axis_name="i")
       >>> lowered = gather.lower(jax.ShapeDtypeStruct((1, 4), jnp.int8))

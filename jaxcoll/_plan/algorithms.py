@@ -39,7 +39,7 @@ def canonical(name: str) -> str:
     Raises:
       ValueError: a part is no algorithm; the message lists those there are.
 
-    Example:
+    Examples:
       >>> canonical("nccl/rechd")
       'native/halving_doubling'
     """
@@ -85,7 +85,7 @@ def stages(algorithm: str, shards: int, over: Sequence[int]) -> tuple[Stage, ...
     Returns:
       The stages; none where nothing is summed.
 
-    Example:
+    Examples:
       >>> [(s.algorithm, s.axes, s.replicas) for s in stages("native/ring", 0, (2, 4))]
       [('native', (1,), 4), ('ring', (0,), 2)]
     """
@@ -133,7 +133,7 @@ def check_fits(algorithm: str, shards: int, world: World) -> None:
 def steps(stages: Sequence[Stage]) -> int:
     """Collectives that are requested for one array, one after another.
 
-    Example:
+    Examples:
       >>> [steps(stages(name, 0, (6,))) for name in DESCRIPTIONS]
       [1, 10, 6, 2]
     """
@@ -159,7 +159,7 @@ def wire_elements(stages: Sequence[Stage], size: int) -> int:
     shards, and the stages of a composition come to the same for all its replicas together. With
     m < n shards an owner sends m-1 of them to others and its own to n-1.
 
-    Example:
+    Examples:
       >>> wire_elements(stages("ring", 0, (8,)), 80), wire_elements(stages("ring", 0, (8,)), 81)
       (140, 154)
       >>> wire_elements(stages("ring/halving_doubling", 0, (2, 4)), 80)

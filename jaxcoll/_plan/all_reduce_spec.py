@@ -42,7 +42,7 @@ def parse_spec(spec: Any) -> tuple[SpecTuple, ...]:
       ValueError: it is something else; a name, number or limit is none; the limits do not rise,
         or do not end in -1.
 
-    Example:
+    Examples:
       >>> for line in parse_spec([("nccl", 2, 1024), ("pscpu/pscpu",)]): print(*line)
       native 2 1024
       shuffle/shuffle 1 -1
@@ -70,7 +70,7 @@ def parse_spec(spec: Any) -> tuple[SpecTuple, ...]:
 def first_that_takes(limits: Iterable[int], nbytes: int) -> int:
     """The number of the first limit that an array of `nbytes` does not exceed; -1 is none.
 
-    Example:
+    Examples:
       >>> [first_that_takes([32, 64, -1], nbytes) for nbytes in (32, 33, 65)]
       [0, 1, 2]
     """

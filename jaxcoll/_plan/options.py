@@ -17,7 +17,7 @@ from jaxcoll._plan.algorithms import canonical
 class ReduceOp(enum.Enum):
     """How the replicas' values are combined. Strings in any case are taken wherever one is.
 
-    Example:
+    Examples:
       >>> ReduceOp.of("Mean") is ReduceOp.MEAN
       True
     """
@@ -169,7 +169,7 @@ class CommunicationOptions:
       ValueError: an argument has an impossible value, which the message names with it; or
         `implementation` and `algorithm` ask for different things.
 
-    Example:
+    Examples:
       >>> strategy = CommunicationOptions(bytes_per_pack=4 << 20, implementation="ring")
       >>> strategy.merge(CommunicationOptions(bytes_per_pack=0))
       CommunicationOptions(bytes_per_pack=0, implementation=RING)

@@ -45,7 +45,7 @@ class WeightedLoss:
       weight: scalar; the sum of the weights over this replica's share. A constant to
         differentiation.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> losses, mask = jnp.array([1.0, 3.0, 100.0]), jnp.array([1.0, 1.0, 0.0])
       >>> loss = WeightedLoss(jnp.sum(losses * mask), jnp.sum(mask))

@@ -21,21 +21,18 @@ class IndexedSlices:
     whose index is i, and zero where there is none. A row whose index lies outside the dense
     array is padding and stands for nothing. No call makes it dense but `to_dense`.
 
-    A pytree: `values` and `indices` are its leaves, `dense_shape` is static.
+    A frozen pytree: `values` and `indices` are its leaves, `dense_shape` is static.
+    `jc.all_reduce`, and a `CrossDeviceOps` for a `PerReplica` of them, reduce it by gathering.
 
     Args:
       values: (k, *row), the rows; numbers of any dtype.
       indices: (k,), integers; one may occur several times.
       dense_shape: (rows, *row) of the dense array; None where nobody needs to know.
 
-    Returns:
-      A frozen value. `jc.all_reduce`, and a `CrossDeviceOps` for a `PerReplica` of them, reduce
-      it by gathering.
-
     Raises:
       ValueError: the shapes do not fit together, or a dtype is none of those it may be.
 
-    Example:
+    Examples:
       >>> grad = IndexedSlices([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [1, 1, 3], (4, 2))
       >>> grad
       IndexedSlices(values=float32[3, 2], indices=int32[3], dense_shape=(4, 2))
@@ -116,7 +113,7 @@ class IndexedSlices:
           ValueError: there are more rows than `bound`, and none is dropped; or every value of the
             indices' type is a row's.
 
-        Example:
+        Examples:
           >>> IndexedSlices([5.0], [2], (3,)).padded(2).indices.tolist()
           [2, 2147483647]
         """
@@ -157,7 +154,7 @@ class IndexedSlices:
         Raises:
           ValueError: it is being traced.
 
-        Example:
+        Examples:
           >>> IndexedSlices([5.0, 6.0], [2, 1], (3,)).padded(7).without_padding().indices.tolist()
           [2, 1]
         """

@@ -177,7 +177,7 @@ def demonstrate(
 def counted(count: int, what: str) -> str:
     """A number of things, in words.
 
-    Example:
+    Examples:
       >>> counted(1, "array"), counted(1200, "step")
       ('1 array', '1,200 steps')
     """

@@ -148,7 +148,7 @@ def _carried(plan: Plan, pack: Pack) -> str:
 def _name(path: str) -> str:
     """`.grads['conv1']['bias']` as conv1 bias; the reduced value is the loss.
 
-    Example:
+    Examples:
       >>> _name(".grads['conv1']['bias']"), _name(".value")
       ('conv1 bias', 'loss')
     """
@@ -158,7 +158,7 @@ def _name(path: str) -> str:
 def _size(nbytes: int) -> str:
     """Bytes in the unit that suits them.
 
-    Example:
+    Examples:
       >>> _size(40), _size(18432), _size(3 << 20)
       ('40 B', '18.0 KiB', '3.0 MiB')
     """

@@ -56,7 +56,7 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 
     Returns:
       The median over rounds and its interval (2,000 resamples).
 
-    Example:
+    Examples:
       >>> str(ratio([2.0, 2.0, 4.0], [1.0, 2.0, 2.0]))
       '2 [1, 2]'
     """

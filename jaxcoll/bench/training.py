@@ -103,7 +103,7 @@ def train(
 def largest_relative_difference(one: Params, other: Params) -> float:
     """The largest |a - b| / max |a| of any leaf.
 
-    Example:
+    Examples:
       >>> largest_relative_difference({"w": np.array([4.0, 1.0])}, {"w": np.array([4.0, 2.0])})
       0.25
     """
