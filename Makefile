@@ -26,7 +26,7 @@ test: venv ## the whole test suite
 	.venv/bin/python -m pytest -n 2 $(PYTEST_ARGS)
 
 test-fast: venv ## an answer in under two minutes: a few cases of every test, no slow or multi-process ones
-	.venv/bin/python -m pytest -n 2 --few 3 -m "not slow and not processes" $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -n 2 --few 2 -m "not slow and not processes" $(PYTEST_ARGS)
 
 test-newest: ## the whole suite on the newest JAX, which needs Python >= 3.12
 	@newest=$$($(find-newest)); \
