@@ -7,12 +7,12 @@ keeps the mesh axes it varies over, and how a type is told that it varies no lon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 try:
@@ -66,29 +66,6 @@ def in_mesh_order(axes: Sequence[str]) -> tuple[str, ...]:
     """
     names = list(jax.sharding.get_abstract_mesh().axis_names)
     return tuple(sorted(axes, key=lambda a: names.index(a) if a in names else len(names)))
-
-
-def mentions(program: Any, axes: Sequence[str]) -> bool:
-    """Whether any equation of a traced program (a `ClosedJaxpr`) has to do with `axes`."""
-    return any(
-        any(_names_any(value, axes) for key, value in eqn.params.items() if key != "name")
-        or any(mentions(inner, axes) for inner in _programs_in(eqn.params.values()))
-        for eqn in program.jaxpr.eqns
-    )
-
-
-def _names_any(value: Any, axes: Sequence[str]) -> bool:
-    parts = value if isinstance(value, tuple | list | set | frozenset) else (value,)
-    return any(isinstance(part, str) and part in axes for part in parts)
-
-
-def _programs_in(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(part, "jaxpr"):
-                yield part
-            elif hasattr(part, "eqns"):
-                yield ClosedJaxpr(part, ())
 
 
 def _manual(x: Any) -> Any:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
+from jaxcoll._spmd.replication import mentions
 
 Differentiated = tuple[tuple[Any, Any], Any]
 
@@ -77,7 +78,7 @@ def _differentiate_untyped(
         program = jax.make_jaxpr(lambda: loss(*args, **kwargs))()
     except (TypeError, AlreadyReducedError):
         return None
-    if _compat.mentions(program, axes):
+    if mentions(program.jaxpr, axes):
         return None
     return _vary(differentiate(*args, **kwargs), axes)
 

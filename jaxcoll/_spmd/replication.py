@@ -38,6 +38,16 @@ def varying_outputs(jaxpr: ClosedJaxpr, axis: str, varying: Sequence[bool]) -> l
     return _outputs(jaxpr.jaxpr, axis, [False] * len(jaxpr.jaxpr.constvars), list(varying))
 
 
+def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
+    """Whether any equation of a traced program has to do with one of `axes`."""
+    return any(
+        # A jitted function's own name is no axis.
+        any(_says({k: v for k, v in eqn.params.items() if k != "name"}, axis) for axis in axes)
+        or any(mentions(inner, axes) for inner in _programs(eqn.params))
+        for eqn in program.eqns
+    )
+
+
 def _outputs(jaxpr: Jaxpr, axis: str, consts: Sequence[bool], inputs: Sequence[bool]) -> list[bool]:
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
