@@ -15,12 +15,16 @@ class World:
       sizes: replicas along each of the reduced axes, outer first.
       processes: processes that those devices belong to; 1 when nothing leaves the process.
       partly_mapped: some axis of the mesh is not mapped at this point.
+      device_kind: what JAX calls the devices ("NVIDIA H100 80GB HBM3"); "" where it is not known.
+      hosts: hosts (TPU: slices) that those devices belong to.
     """
 
     platform: str = "cpu"
     sizes: tuple[int, ...] = (1,)
     processes: int = 1
     partly_mapped: bool = False
+    device_kind: str = ""
+    hosts: int = 1
 
     @property
     def replicas(self) -> int:
