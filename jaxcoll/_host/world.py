@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -31,11 +32,16 @@ def ambient_world(axes: dict[str, int]) -> World:
     if not set(axes) <= set(mesh.axis_names):
         return World(_PLATFORMS.get(platform, platform), tuple(axes.values()))
     owners = np.arange(mesh.size) // (mesh.size // min(jax.process_count(), mesh.size))
+    owners = owners.reshape(tuple(mesh.shape.values()))
+    host_of = {d.process_index: _host(d) for d in jax.devices()}
+    hosts = np.vectorize(lambda owner: host_of.get(owner, owner), otypes=[int])(owners)
     return World(
         _PLATFORMS.get(platform, platform),
         tuple(axes.values()),
-        _processes(owners.reshape(tuple(mesh.shape.values())), tuple(mesh.axis_names), axes),
+        _met(owners, tuple(mesh.axis_names), axes),
         partly_mapped=set(mesh.manual_axes) != set(mesh.axis_names),
+        device_kind=_kind(platform, getattr(device, "device_kind", None)),
+        hosts=_met(hosts, tuple(mesh.axis_names), axes),
     )
 
 
@@ -43,10 +49,13 @@ def mesh_world(mesh: jax.sharding.Mesh, axes: dict[str, int]) -> World:
     """The world of a reduction over `axes` of a mesh whose devices are known."""
     platform = str(mesh.devices.flat[0].platform)
     owners = np.vectorize(lambda d: d.process_index, otypes=[int])(mesh.devices)
+    hosts = np.vectorize(_host, otypes=[int])(mesh.devices)
     return World(
         _PLATFORMS.get(platform, platform),
         tuple(axes.values()),
-        _processes(owners, mesh.axis_names, axes),
+        _met(owners, mesh.axis_names, axes),
+        device_kind=_kind(platform, mesh.devices.flat[0].device_kind),
+        hosts=_met(hosts, mesh.axis_names, axes),
     )
 
 
@@ -56,14 +65,26 @@ def mesh_scope(mesh: jax.sharding.Mesh) -> Scope:
     @functools.cache
     def known(axes: tuple[tuple[str, int], ...]) -> World:
         here = {name: size for name, size in axes if name in mesh.axis_names}
-        world = mesh_world(mesh, here)
-        return World(world.platform, tuple(size for _, size in axes), world.processes)
+        return dataclasses.replace(mesh_world(mesh, here), sizes=tuple(size for _, size in axes))
 
     return Scope(world=lambda axes: known(tuple(axes.items())))
 
 
-def _processes(owners: np.ndarray, names: tuple[str, ...], axes: dict[str, int]) -> int:
-    """Most processes met by any one group of devices that differ only along `axes`."""
+def _host(device: jax.Device) -> int:
+    """Which host (TPU: slice) a device is on, as far as JAX tells; CPU processes share one."""
+    if device.platform == "cpu":
+        return 0
+    index = getattr(device, "slice_index", None)
+    return device.process_index if index is None else index
+
+
+def _kind(platform: str, device_kind: str | None) -> str:
+    """What JAX calls the devices; of CPUs it knows no more than that they are."""
+    return "" if platform == "cpu" else device_kind or ""
+
+
+def _met(owners: np.ndarray, names: tuple[str, ...], axes: dict[str, int]) -> int:
+    """Most owners met by any one group of devices that differ only along `axes`."""
     order = [names.index(a) for a in names if a not in axes] + [names.index(a) for a in axes]
     groups = owners.transpose(order).reshape(-1, math.prod(axes.values()) or 1)
     return max(len(np.unique(group)) for group in groups)

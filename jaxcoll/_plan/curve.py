@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Curve:
 
     Attributes:
       points: pairs of bytes and seconds; bytes rise. Seconds that fall are noise, and read as
-        the largest so far.
+        the geometric mean of the fewest neighbours that then rise (isotonic regression by
+        pooling: Ayer et al., 1955).
       replicas: devices it was measured over.
       islands: hosts (TPU: slices; CPU: processes) that those belonged to.
 
@@ -61,7 +63,7 @@ class Curve:
     @property
     def latency(self) -> float:
         """Seconds of the smallest size, which stand for all smaller ones."""
-        return self.points[0][1]
+        return self._rising[1][0]
 
     @functools.cached_property
     def per_byte(self) -> float:
@@ -86,14 +88,24 @@ class Curve:
         size, t = sizes[k - 1], seconds[k - 1]
         u = (nbytes - size) / (sizes[k] - size)
         v = math.log(nbytes / size) / math.log(sizes[k] / size)
-        return t + u * (seconds[k] - t), t * (seconds[k] / t) ** v
+        by_bytes, by_logarithms = t + u * (seconds[k] - t), t * (seconds[k] / t) ** v
+        return min(by_bytes, by_logarithms), max(by_bytes, by_logarithms)
 
     @functools.cached_property
     def _rising(self) -> tuple[list[int], list[float]]:
+        pools: list[list[float]] = []
+        for _, t in self.points:
+            pools.append([t])
+            while len(pools) > 1 and _middle(pools[-2]) > _middle(pools[-1]):
+                pools[-2:] = [pools[-2] + pools[-1]]
         return (
             [size for size, _ in self.points],
-            list(itertools.accumulate((t for _, t in self.points), max)),
+            [_middle(pool) for pool in pools for _ in pool],
         )
+
+
+def _middle(seconds: list[float]) -> float:
+    return seconds[0] if len(seconds) == 1 else statistics.geometric_mean(seconds)
 
 
 def _positive(value: object) -> bool:

@@ -64,7 +64,10 @@ class Key:
         return ", ".join(
             [
                 " ".join(part for part in (self.backend, self.device_kind) if part),
-                *(f"{k} {name}{('es' if name[-1] == 's' else 's') * (k > 1)}" for name, k in counts),
+                *(
+                    f"{k} {name}{('es' if name[-1] == 's' else 's') * (k > 1)}"
+                    for name, k in counts
+                ),
             ]
         )
 
@@ -175,7 +178,8 @@ def read_terms(text: str, world: World | None = None) -> Terms:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise ValueError(
-            f"this is no file of cost terms: expected the format {FORMAT!r}, got {found!r}; {again}."
+            f"this is no file of cost terms: expected the format {FORMAT!r}, got {found!r}; "
+            f"{again}."
         )
     if data.get("version") != VERSION:
         raise ValueError(

@@ -1,0 +1,300 @@
+"""Cost terms that ship with jaxcoll, for worlds that nobody has calibrated.
+
+Each is a literal of published or measured numbers with its source (docs/cost_model.md lists them);
+what is assumed is marked so. A calibration on the machine itself replaces all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxcoll._plan.curve import Curve
+from jaxcoll._plan.terms import Key, Link, Terms
+from jaxcoll._plan.world import World
+
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+MICRO = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """How hosts are joined.
+
+    Attributes:
+      step: seconds of one hop.
+      bandwidth: bytes per second that one NIC carries in practice.
+      shared: one NIC serves all devices of a host, rather than one each.
+    """
+
+    step: float
+    bandwidth: float
+    shared: bool = False
+
+    def link(self, per_host: int) -> Link:
+        """The link of one device while all `per_host` send."""
+        return Link(self.step, (per_host if self.shared else 1) / self.bandwidth)
+
+
+NETWORKS = {
+    # Hop: NCCL's own model (Simple, tuning.cc). Bandwidth: 46-48 GB/s to expect (nccl-tests#290).
+    "infiniband-400": Network(14 * MICRO, 47.5e9),
+    "efa-400": Network(14 * MICRO, 47.5e9),
+    "infiniband-200": Network(14 * MICRO, 23.75e9),
+    # Assumed: 92 % of the line, a hop through the kernels' TCP.
+    "ethernet-100": Network(50 * MICRO, 11.5e9, shared=True),
+    # DCN of TPU slices: 6.4 Tbit/s a pod of 256 v5e, 50 Gbit/s a v5p chip (docs.cloud.google.com);
+    # v6e with 4 x 200 Gbit/s a host of 8, and all hops: assumed.
+    "dcn-v5e": Network(50 * MICRO, 3.1e9),
+    "dcn-v5p": Network(50 * MICRO, 6.25e9),
+    "dcn-v6e": Network(50 * MICRO, 12.5e9),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Accelerator:
+    """One kind of accelerator, as JAX names it, and the host it is usually in."""
+
+    kinds: tuple[str, ...]
+    source: str
+    within: Link
+    call: float
+    memory: float
+    network: str
+    native: tuple[Curve, ...] = ()
+
+    def terms(self, key: Key, network: str) -> Terms:
+        """The terms over `network`; curves between hosts hold for the usual network alone."""
+        return Terms(
+            key,
+            f"preset: {self.source}; between hosts {network}",
+            self.within,
+            NETWORKS[network].link(key.per_island),
+            call=self.call,
+            array=1.5 * MICRO,  # assumed
+            reduce=3 / (0.9 * self.memory),  # two reads and a write
+            copy=2 / (0.9 * self.memory),  # a read and a write
+            slice=2 * MICRO,  # assumed
+            combine=30 * MiB,  # XLA's default
+            native=tuple(c for c in self.native if c.islands == 1 or network == self.network),
+        )
+
+
+def _microseconds(replicas: int, *points: tuple[int, float], islands: int = 1) -> Curve:
+    return Curve(tuple((size, t * MICRO) for size, t in points), replicas, islands)
+
+
+def _by_ring(curve: Curve, replicas: int, busbw: float) -> Curve:
+    """A curve measured with sums in the switch, as if by the ring that fewer replicas get."""
+    *_, (most, longest) = curve.points
+    wanted = most * 2 * (replicas - 1) / replicas / busbw
+    factor = (wanted - curve.latency) / (longest - curve.latency)
+    points = ((s, curve.latency + factor * (t - curve.latency)) for s, t in curve.points)
+    return Curve(tuple(points), replicas)
+
+
+# 8 x H200, NCCL 2.30.7, calls queued (ml-engineering, network/benchmarks/README.md).
+_HOPPER = _microseconds(
+    8,
+    (32 * KiB, 18.2),
+    (512 * KiB, 19.06),
+    (1 * MiB, 24.61),
+    (4 * MiB, 50.57),
+    (16 * MiB, 114.7),
+    (64 * MiB, 318.4),
+    (256 * MiB, 1063.1),
+    (1 * GiB, 4033.1),
+    (16 * GiB, 62341.1),
+)
+# 8 x B200, NCCL 2.27.7 from 1 MiB on, one call at a time; 2026-10 at both ends (same repository).
+_BLACKWELL = _microseconds(
+    8,
+    (32 * KiB, 26.4),
+    (1 * MiB, 50.9),
+    (4 * MiB, 96.0),
+    (16 * MiB, 115.2),
+    (64 * MiB, 293.2),
+    (256 * MiB, 727.1),
+    (1 * GiB, 2597.7),
+    (16 * GiB, 35834.8),
+)
+# 4 x 8 B200 over EFA, calls queued, 2026-10 (same repository).
+_BLACKWELL_HOSTS = _microseconds(
+    32,
+    (32 * KiB, 97.7),
+    (512 * KiB, 145.3),
+    (2 * MiB, 195.4),
+    (16 * MiB, 452.7),
+    (128 * MiB, 998.3),
+    (1 * GiB, 5684.3),
+    (16 * GiB, 88359.3),
+    islands=4,
+)
+# 8 x A100, nccl-tests (same repository, network/README.md).
+_AMPERE = _microseconds(
+    8,
+    (32 * KiB, 43.83),
+    (256 * KiB, 61.38),
+    (1 * MiB, 101.9),
+    (8 * MiB, 133.5),
+    (32 * MiB, 424.0),
+    (128 * MiB, 1327.6),
+    (1 * GiB, 8203.9),
+    (16 * GiB, 127997.0),
+)
+
+ACCELERATORS = (
+    # `call` and `step`: 15.2 µs for 8 B on 8 H200; 23.5 µs, and 20.5 µs for a reduce-scatter, on 8
+    # B200 (ml-engineering). Rings: 363 and 673 GB/s on 4 devices, 361 and 668 for an all-gather.
+    Accelerator(
+        ("h100", "h200", "h800", "gh200"),
+        "Hopper, NVLink 4, from 8 x H200",
+        Link(1 * MICRO, 1 / 361e9),
+        9.2 * MICRO,
+        4.8e12,
+        "infiniband-400",
+        (_HOPPER, _by_ring(_HOPPER, 4, 363.3e9)),
+    ),
+    Accelerator(
+        ("b200", "b300", "gb200", "gb300", "b100"),
+        "Blackwell, NVLink 5, from 8 and 4 x 8 B200",
+        Link(1 * MICRO, 1 / 668e9),
+        17.4 * MICRO,
+        8.0e12,
+        "efa-400",
+        (_BLACKWELL, _by_ring(_BLACKWELL, 5, 677.8e9), _BLACKWELL_HOSTS),
+    ),
+    Accelerator(
+        ("a100", "a800"),
+        "Ampere, NVLink 3, from 8 x A100",
+        Link(2 * MICRO, 1 / 235e9),
+        12 * MICRO,  # assumed
+        2.0e12,
+        "infiniband-200",
+        (_AMPERE,),
+    ),
+    # Specified link rates, all ports of a chip, one way; 1 µs a hop and 2 µs a call are assumed.
+    Accelerator(
+        ("v5 lite", "v5e"),
+        "TPU v5e, specified 400 GB/s both ways (docs.cloud.google.com/tpu/docs/v5e)",
+        Link(1 * MICRO, 1 / 200e9, torus=2),
+        2 * MICRO,
+        0.819e12,
+        "dcn-v5e",
+    ),
+    Accelerator(
+        ("v6 lite", "v6e"),
+        "TPU v6e, specified 800 GB/s both ways (docs.cloud.google.com/tpu/docs/v6e)",
+        Link(1 * MICRO, 1 / 400e9, torus=2),
+        2 * MICRO,
+        1.638e12,
+        "dcn-v6e",
+    ),
+    Accelerator(
+        ("tpu v5", "v5p"),
+        "TPU v5p, specified 1200 GB/s both ways (docs.cloud.google.com/tpu/docs/v5p)",
+        Link(1 * MICRO, 1 / 600e9, torus=3),
+        2 * MICRO,
+        2.765e12,
+        "dcn-v5p",
+    ),
+)
+USUAL = {"gpu": ACCELERATORS[0], "tpu": ACCELERATORS[3]}
+
+
+def preset(world: World, *, cores: int = 2, network: str | None = None) -> Terms:
+    """The terms that ship for a world.
+
+    Args:
+      world: where it runs. An unknown kind of GPU is taken for an H100, of TPU for a v5e.
+      cores: cores of one host, which its CPU processes or CPU devices share.
+      network: what joins hosts, a name of `NETWORKS`; None: what is usual.
+
+    Raises:
+      ValueError: no such network.
+
+    Examples:
+      >>> preset(World("gpu", (8,), device_kind="NVIDIA H200")).source
+      'preset: Hopper, NVLink 4, from 8 x H200; between hosts infiniband-400'
+    """
+    if network is not None and network not in NETWORKS:
+        raise ValueError(
+            f"`network` must be None or one of {', '.join(NETWORKS)}; got {network!r}."
+        )
+    key = Key.of(world)
+    if key.backend == "gloo":
+        return _gloo(key, cores, network)
+    if key.backend == "memory":
+        return _memory(key, cores)
+    kind = world.device_kind.lower()
+    known = (a for a in ACCELERATORS if any(name in kind for name in a.kinds))
+    accelerator = next(known, USUAL.get(world.platform, USUAL["gpu"]))
+    return accelerator.terms(key, network or accelerator.network)
+
+
+# Placeholders from facts measured under other load on 2 cores (n = 4: 96 MiB as arrays of these
+# sizes; n = 2: 200 KiB, 96 MiB as 4 MiB arrays, and flat): replaced by fits.
+_GLOO = _microseconds(
+    4,
+    (1 * KiB, 7.8e3),
+    (256 * KiB, 9.2e3),
+    (1 * MiB, 11.3e3),
+    (4 * MiB, 14.3e3),
+    (16 * MiB, 68e3),
+    (96 * MiB, 550e3),
+    islands=4,
+)
+_GLOO_CORES = 2
+
+
+def _gloo(key: Key, cores: int, network: str | None) -> Terms:
+    """CPU processes over Gloo: whatever a process does waits for its share of the cores."""
+    turns = max(1.0, key.processes / key.hosts / cores)
+    measured_turns = _GLOO.replicas / _GLOO_CORES
+    step = 0.6e-3 * turns
+    between = Link(step, 0.75e-9 * turns)
+    native: tuple[Curve, ...] = ()
+    if key.hosts > 1:
+        far = NETWORKS[network or "ethernet-100"].link(-(-key.processes // key.hosts))
+        between = Link(step + far.step, max(between.per_byte, far.per_byte))
+    elif key.per_island == 1:
+        # Latency grows with the steps and with the turns, the rest with the bytes and the turns.
+        n, m = key.replicas, _GLOO.replicas
+        waits = (n - 1).bit_length() / (m - 1).bit_length() * turns / measured_turns
+        work = (n - 1) / n * m / (m - 1) * turns / measured_turns
+        latency = _GLOO.latency * waits
+        points = ((s, latency + work * (t - _GLOO.latency)) for s, t in _GLOO.points)
+        native = (Curve(tuple(points), n, n),)
+    memory = _memory(key, cores)
+    return dataclasses.replace(
+        memory,
+        source=f"preset: CPU processes over Gloo, {cores} cores a host",
+        between=between,
+        call=0.4e-3,
+        array=2e-3 * turns,
+        reduce=0.25e-9 * turns,
+        copy=0.25e-9 * turns,
+        slice=5 * MICRO,
+        combine=0,
+        native=native,
+    )
+
+
+def _memory(key: Key, cores: int) -> Terms:
+    """Devices of one CPU process, whose copies all go through the same cores.
+
+    102 MB over 8 devices on 2 cores: 151 ms unpacked, ten times that packed.
+    """
+    turns = max(1.0, key.per_island / cores)
+    link = Link(10 * MICRO, 0.21e-9 * turns)
+    return Terms(
+        key,
+        f"preset: devices of one CPU process, {cores} cores",
+        link,
+        Link(0.6e-3, 0.75e-9),
+        call=100 * MICRO,
+        array=5 * MICRO,
+        reduce=0.1e-9 * turns,
+        copy=1.67e-9 * turns,
+        slice=50 * MICRO,
+        combine=1 << 40,
+    )
