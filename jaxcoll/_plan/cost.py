@@ -75,13 +75,13 @@ class Load(NamedTuple):
       stages: what sums each of them; see `jaxcoll._plan.algorithms`.
       nbytes: bytes of one.
       pieces: pieces of leaves that are copied into one and out again; 0: it is a leaf as it is.
-      count: how many there are.
+      times: how many there are.
     """
 
     stages: tuple[Stage, ...]
     nbytes: int
     pieces: int = 0
-    count: int = 1
+    times: int = 1
 
 
 def loads(
@@ -139,7 +139,7 @@ class Prices:
         combined: dict[tuple[Stage, ...], list[Load]] = {}
         stages, known = None, {}
         for load in loads:
-            copy += load.count * (
+            copy += load.times * (
                 load.pieces * terms.slice + 2 * load.nbytes * terms.copy * (load.pieces > 0)
             )
             if terms.combine and load.nbytes < terms.combine and _is_native(load.stages):
@@ -148,13 +148,13 @@ class Prices:
             if load.stages is not stages:
                 stages, known = load.stages, self._known.setdefault(load.stages, {})
             cost = self._priced(known, load.stages, load.nbytes)
-            latency += load.count * (cost.latency + terms.array * _is_native(load.stages))
-            bandwidth += load.count * cost.bandwidth
-            reduction += load.count * cost.reduction
+            latency += load.times * (cost.latency + terms.array * _is_native(load.stages))
+            bandwidth += load.times * cost.bandwidth
+            reduction += load.times * cost.reduction
         total = Cost(latency, bandwidth, reduction, copy)
         for stages, together in combined.items():
-            count = sum(load.count for load in together)
-            nbytes = sum(load.count * load.nbytes for load in together)
+            count = sum(load.times for load in together)
+            nbytes = sum(load.times * load.nbytes for load in together)
             calls = max(-(-nbytes // terms.combine), -(-count // OPERANDS))
             total += calls * self.of(stages, nbytes // calls) + Cost(latency=count * terms.array)
         return total

@@ -285,7 +285,7 @@ def _memory(key: Key, cores: int) -> Terms:
     102 MB over 8 devices on 2 cores: 151 ms unpacked, ten times that packed.
     """
     turns = max(1.0, key.per_island / cores)
-    link = Link(10 * MICRO, 0.21e-9 * turns)
+    link = Link(10 * MICRO, 0.185e-9 * turns)
     return Terms(
         key,
         f"preset: devices of one CPU process, {cores} cores",
@@ -293,7 +293,7 @@ def _memory(key: Key, cores: int) -> Terms:
         Link(0.6e-3, 0.75e-9),
         call=100 * MICRO,
         array=5 * MICRO,
-        reduce=0.1e-9 * turns,
+        reduce=0.05e-9 * turns,
         copy=1.67e-9 * turns,
         slice=50 * MICRO,
         combine=1 << 40,

@@ -151,7 +151,7 @@ def test_a_plan_pays_for_its_copies_and_its_arrays():
     terms = example(array=1e-3, copy=1e-9, slice=1e-5)
     prices = Prices(terms, (8,))
     one = prices.of(composed, 10**6)
-    cost = prices.predict([Load(composed, 10**6, pieces=4, count=3), Load(composed, 10**6)])
+    cost = prices.predict([Load(composed, 10**6, pieces=4, times=3), Load(composed, 10**6)])
     assert cost.copy == pytest.approx(3 * (2e-3 + 4e-5))
     assert cost.latency == pytest.approx(4 * (one.latency + 1e-3))
     assert cost.bandwidth == pytest.approx(4 * one.bandwidth)
@@ -162,10 +162,10 @@ def test_a_plan_pays_for_its_copies_and_its_arrays():
 def test_what_the_compiler_combines_is_one_call():
     composed = stages("native", 0, (8,))
     prices = Prices(example(array=1e-9, combine=10**7), (8,))
-    cost = prices.predict([Load(composed, 1000, count=200)])
+    cost = prices.predict([Load(composed, 1000, times=200)])
     together = prices.of(composed, 200_000)
     assert cost.seconds == pytest.approx(together.seconds + 200e-9)
-    many = prices.predict([Load(composed, 8, count=600)])
+    many = prices.predict([Load(composed, 8, times=600)])
     assert many.latency == pytest.approx(3 * together.latency + 600e-9)
     large = prices.predict([Load(composed, 10**8)])
     assert large.seconds == pytest.approx(prices.of(composed, 10**8).seconds + 1e-9)
@@ -180,7 +180,7 @@ def test_packs_that_cost_the_same_are_counted_together():
     assert set(found) == {Load(ring, 48, 2), Load(ring, 24), Load(ring, 400)}
     alone = jc.plan(tree, axis_size=4, options=jc.CommunicationOptions(algorithm="ring"))
     assert set(loads(alone.packs, alone.leaves, alone.stages)) == {
-        Load(ring, 24, count=3),
+        Load(ring, 24, times=3),
         Load(ring, 400),
     }
     halves = jc.plan(np.zeros(8), axis_size=2, options=jc.CommunicationOptions(shards=2))
