@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxcoll as jc
@@ -187,9 +187,11 @@ def test_packs_that_cost_the_same_are_counted_together():
     assert [load[1:] for load in loads(halves.packs, halves.leaves, halves.stages)] == [(16, 1, 2)]
 
 
-@given(st.sampled_from(WORLDS), st.integers(1, 10**9), st.sampled_from([8, 64, 500, 16384]))
+FLAT_ACCELERATORS = [w for w in WORLDS if w.platform != "cpu" and len(w.sizes) == 1]
+
+
+@given(st.sampled_from(FLAT_ACCELERATORS), st.integers(1, 10**9), st.sampled_from([8, 64, 16384]))
 def test_a_larger_world_never_has_less_latency(world, nbytes, n):
-    assume(world.platform != "cpu" and len(world.sizes) == 1)
     for name in FLAT:
         (_, a), (_, b) = scaling(name, nbytes, preset(world), (n, 2 * n))
         assert a.latency <= b.latency * (1 + 1e-9)
