@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -152,6 +153,39 @@ _same_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_same_p, lambda ctx, x, **_: [x])
 batching.defvectorized(_same_p)
 ad.deflinear(_same_p, lambda cotangent, **_: [cotangent])
+
+
+def as_stored(x: Any) -> Any:
+    """`x` with the bits that it has once it is stored, whatever it is computed from or goes into.
+
+    A compiler may compute `a * b + c` with one rounding for two, where both meet in one loop; if
+    they do depends on the program around them. Nothing is so joined across this step. It is an
+    identity, and so is its transpose. `lax.optimization_barrier` is not enough: XLA's CPU
+    compiler of 2026 drops it before it decides what to compute in one loop.
+    """
+    stored = jnp.issubdtype(x.dtype, jnp.inexact) and x.size
+    return _as_stored_p.bind(x) if stored else x
+
+
+def _stored(x: jax.Array) -> jax.Array:
+    """The bits of `x`, changed by a number that is zero: but only number theory knows it."""
+    if jnp.iscomplexobj(x):
+        return lax.complex(_stored(lax.real(x)), _stored(lax.imag(x)))
+    bits = lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
+    seven = lax.full_like(bits[(0,) * bits.ndim], 7)
+    some = bits[(0,) * bits.ndim] % seven
+    # A cube leaves 0, 1 or 6 when it is divided by 7.
+    never = some * some * some % seven == lax.full_like(seven, 3)
+    mask = lax.broadcast(never.astype(bits.dtype), bits.shape)
+    return lax.bitcast_convert_type(bits ^ mask, x.dtype)
+
+
+_as_stored_p = Primitive("as_stored")
+_as_stored_p.def_impl(lambda x: x)
+_as_stored_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_as_stored_p, mlir.lower_fun(_stored, multiple_results=False))
+batching.defvectorized(_as_stored_p)
+ad.deflinear(_as_stored_p, lambda cotangent: [as_stored(cotangent)])
 
 
 def is_variance_mismatch(error: TypeError) -> bool:

@@ -32,8 +32,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     Law: any destinations will do: more, fewer or other devices than the value lies on. The sum
     is made in one order every time, by one program compiled once for each shape.
 
-    Of the options only `timeout_seconds` has a meaning: nothing is packed, and copies and one
-    addition leave no choice of implementation.
+    Of the options only `timeout_seconds` and `reproducible` have a meaning: nothing is packed, and
+    copies and one addition leave no choice of implementation.
 
     Args:
       reduce_to_device: where to add: a device or a device string. None: the first destination.
@@ -95,7 +95,9 @@ class ReductionToOneDevice(CrossDeviceOps):
         device = self._reduce_to_device or reduction.destinations[0]
         components = _components(reduction, device)
         rows = isinstance(reduction.value, PerReplica)
-        program = one_device_program(device, reduce_op, self._accumulation_fn, rows)
+        program = one_device_program(
+            device, reduce_op, self._accumulation_fn, rows, options.reproducible
+        )
         moved = jax.device_put(components, device)
         run = prepared(program, options.timeout_seconds, moved)
         return lambda: copied(run(), reduction.destinations)
@@ -122,7 +124,11 @@ def _components(reduction: Reduction, device: jax.Device) -> list[Any]:
 
 @functools.lru_cache(maxsize=256)
 def one_device_program(
-    device: jax.Device, reduce_op: ReduceOp, accumulate: Accumulation | None, rows: bool
+    device: jax.Device,
+    reduce_op: ReduceOp,
+    accumulate: Accumulation | None,
+    rows: bool,
+    reproducible: bool = False,
 ) -> Callable[[list[Any]], Any]:
     """The reduction of a list of components on one device, compiled once for each shape.
 
@@ -131,11 +137,14 @@ def one_device_program(
       reduce_op: SUM or MEAN.
       accumulate: what makes one array of a list of them; None: the sum.
       rows: whether components are rows, with a leading dimension of one.
+      reproducible: whether a sum has the bits that it has between devices, if they are asked so.
 
     Returns:
       A jitted function of the components, trees all, to a tree.
     """
-    scope = mesh_scope(line_of((device,), "device"))
+    scope = mesh_scope(line_of((device,), "device")).merged(
+        CommunicationOptions(reproducible=reproducible)
+    )
 
     def summed(components: list[Any]) -> Any:
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *components)

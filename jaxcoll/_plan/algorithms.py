@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxcoll._plan.world import World
 
 DESCRIPTIONS = {
     "native": "the compiler's own collectives",
     "ring": "a ring of neighbour exchanges",
-    "halving_doubling": "halving and doubling over ever shorter distances",
+    "halving_doubling": "halving and doubling",
     "shuffle": "a shuffle that sends each shard to its owner and back",
 }
 
@@ -28,6 +28,19 @@ TENSORFLOW = {
     "pscpu": "shuffle",
     "psgpu": "shuffle",
 }
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n.bit_count() == 1
+
+
+IN_TREE_ORDER: dict[str, Callable[[int], bool]] = {
+    "native": lambda n: False,
+    "ring": lambda n: False,
+    "halving_doubling": _is_power_of_two,
+    "shuffle": lambda n: True,
+}
+"""Whether over n replicas an algorithm sums every element as ((0+1)+(2+3))+((4+5)+(6+7))."""
 
 
 def canonical(name: str) -> str:
@@ -128,6 +141,40 @@ def check_fits(algorithm: str, shards: int, world: World) -> None:
             f"replica{'s' * (owners > 1)}, and each shard needs an owner of its own: pass at most "
             f"{owners}, or 0 for one each."
         )
+
+
+def in_tree_order(stages: Sequence[Stage]) -> bool:
+    """Whether the stages together sum every element in the order of the one tree over replicas.
+
+    That tree is of pairs, over the replicas as the axes count them, outer first; a missing leaf
+    is passed over. Trees within and between groups are that tree if the groups are whole
+    branches of it: if all but the outermost are of a power of two.
+
+    Examples:
+      >>> [in_tree_order(stages("shuffle/shuffle", 0, over)) for over in ((3, 4), (4, 3))]
+      [True, False]
+    """
+    branches = all(_is_power_of_two(stage.replicas) for stage in stages[:-1])
+    return branches and all(IN_TREE_ORDER[s.algorithm](s.replicas) for s in stages)
+
+
+def check_in_tree_order(algorithm: str, world: World) -> None:
+    """Refuse an algorithm whose sums depend on where an element stands.
+
+    Raises:
+      ValueError: it is one, over the axes of `world`; the message lists those that are none.
+    """
+    if in_tree_order(stages(algorithm, 0, world.sizes)):
+        return
+    n = world.replicas
+    fixed = " or ".join(repr(name) for name, law in IN_TREE_ORDER.items() if law(n))
+    pairs = ", or 'inner/outer' of these over groups of a power of two"
+    raise ValueError(
+        f"`reproducible` asks for one order of summation, and {algorithm!r} has none over "
+        f"{' × '.join(map(str, world.sizes))} replicas: its bits depend on the packing, or are the "
+        f"backend's affair. Leave `algorithm` and `implementation` unset, or ask for {fixed}"
+        f"{pairs if len(world.sizes) > 1 else ''}."
+    )
 
 
 def steps(stages: Sequence[Stage]) -> int:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxcoll._plan.algorithms import DESCRIPTIONS, check_fits, owns_shards
+from jaxcoll._plan.algorithms import (
+    DESCRIPTIONS,
+    IN_TREE_ORDER,
+    check_fits,
+    check_in_tree_order,
+    owns_shards,
+)
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions
 from jaxcoll._plan.packing import BytesPerPack, PackingRule, Unpacked
 from jaxcoll._plan.world import World
@@ -46,7 +52,8 @@ def choose(
       The choice.
 
     Raises:
-      ValueError: the algorithm, or the number of shards, does not fit the axes of this world.
+      ValueError: the algorithm, or the number of shards, does not fit the axes of this world, or
+        what was asked to be reproducible.
     """
     if packing is not None:
         why_packing = "packs: as the cross-device ops were told"
@@ -64,9 +71,16 @@ def choose(
             "packs: none, because inside one process and on accelerators the compiler "
             "combines all-reduces itself and a copy would only cost time"
         )
-    algorithm, why_algorithm = _algorithm(options, world)
+    asked = options.algorithm or _implied(options, world)
+    algorithm, why_algorithm = _carried(asked, options, world)
     check_fits(algorithm, options.shards, world)
     reasons = (why_packing, why_algorithm)
+    if options.reproducible:
+        check_in_tree_order(asked, world)
+        reasons += (
+            "order: every element is summed in pairs of replicas, then pairs of pairs, so that its "
+            "bits are the same however it is packed, placed and carried",
+        )
     if algorithm == "native" and not isinstance(packing, Unpacked):
         reasons += ("compiled: the compiler may combine packs further; packs are what is asked",)
     if not options.shards:
@@ -78,15 +92,22 @@ def choose(
     return Choice(packing, algorithm, options.shards, 0, (*reasons, why_shards))
 
 
-def _algorithm(options: CommunicationOptions, world: World) -> tuple[str, str]:
-    """The algorithm's name, and why it is that one."""
+def _implied(options: CommunicationOptions, world: World) -> str:
+    """The algorithm where none is named."""
+    if options.implementation is CommunicationImplementation.RING:
+        return "ring"
+    if options.implementation is CommunicationImplementation.NCCL or not options.reproducible:
+        return "native"
+    return next(name for name, law in IN_TREE_ORDER.items() if law(world.replicas))
+
+
+def _carried(asked: str, options: CommunicationOptions, world: World) -> tuple[str, str]:
+    """The name of the algorithm that does what was asked, and why it is that one."""
     carrier = {
         "gpu": "NCCL (RCCL on AMD)",
         "tpu": "the TPU interconnect",
         "cpu": "Gloo" if world.processes > 1 else "memory shared by the devices of this process",
     }.get(world.platform, f"the {world.platform} backend")
-    ring = options.implementation is CommunicationImplementation.RING
-    asked = options.algorithm or ("ring" if ring else "native")
     if asked == "native":
         if options.implementation is CommunicationImplementation.NCCL and world.platform != "gpu":
             return asked, f"algorithm: NCCL was asked for, but {carrier} carries it here"

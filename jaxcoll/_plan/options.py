@@ -89,6 +89,7 @@ _DEFAULTS: dict[str, Any] = {
     "implementation": CommunicationImplementation.AUTO,
     "algorithm": None,
     "shards": 0,
+    "reproducible": False,
 }
 
 # Both say what carries a reduction, so that what an override says of either replaces both.
@@ -127,6 +128,12 @@ def _algorithm(value: Any) -> str | None:
     raise ValueError(f"`algorithm` must be None or the name of one; got {_shown(value)}.")
 
 
+def _reproducible(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"`reproducible` must be True or False; got {_shown(value)}.")
+
+
 _CHECKS: dict[str, Any] = {
     "bytes_per_pack": lambda v: _count(
         "bytes_per_pack", "number of bytes (0: decided automatically)", v
@@ -135,6 +142,7 @@ _CHECKS: dict[str, Any] = {
     "implementation": lambda v: _member(CommunicationImplementation, "implementation", v),
     "algorithm": _algorithm,
     "shards": lambda v: _count("shards", "(0: as many as the algorithm has by itself)", v),
+    "reproducible": _reproducible,
 }
 
 
@@ -164,6 +172,12 @@ class CommunicationOptions:
       shards: how many parts a pack is cut in, which travel in as many reductions side by side.
         With a shuffle (of "inner/outer": an outer one), how many replicas own a part and sum
         it: at most all of them. 0: one part; with a shuffle, one for each replica.
+      reproducible: every sum has the same bits for every packing, order of leaves, placement of
+        the same replicas on processes and devices, and algorithm. Each element is then summed
+        over the replicas as ((0+1)+(2+3))+((4+5)+(6+7)); where `algorithm` and `implementation`
+        leave the choice, by halving_doubling for a power of two of replicas, else by shuffle. An
+        algorithm that has another order is refused where it meets more than one replica. See
+        the page on reproducible results for what this cannot promise.
 
     Raises:
       ValueError: an argument has an impossible value, which the message names with it; or
@@ -188,8 +202,9 @@ class CommunicationOptions:
         *,
         algorithm: str | _Unset | None = UNSET,
         shards: int | _Unset = UNSET,
+        reproducible: bool | _Unset = UNSET,
     ) -> None:
-        said = (bytes_per_pack, timeout_seconds, implementation, algorithm, shards)
+        said = (bytes_per_pack, timeout_seconds, implementation, algorithm, shards, reproducible)
         given = tuple(
             (name, _CHECKS[name](value))
             for name, value in zip(_DEFAULTS, said, strict=True)
@@ -227,6 +242,11 @@ class CommunicationOptions:
     def shards(self) -> int:
         """Parts of each pack, or owners of them; 0 when the algorithm decides."""
         return self._read("shards")
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether sums have the same bits however they are packed, placed and carried."""
+        return self._read("reproducible")
 
     def replace(self, **changes: Any) -> CommunicationOptions:
         """These options with some changed; `UNSET` takes an option back to "not said"."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxcoll._plan.algorithms import Stage, stages, steps, wire_elements
 from jaxcoll._plan.choose import choose
-from jaxcoll._plan.leaves import Leaf
+from jaxcoll._plan.leaves import Leaf, where
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packing import Pack, PackingRule, cut, plan_packs
 from jaxcoll._plan.world import World
@@ -30,6 +30,7 @@ class Plan:
       owners: replicas that sum a shard each, in a shuffle; 0: all of them.
       world: where it runs.
       reasons: one sentence for each decision, what was asked and not done included.
+      reproducible: whether every element has the same bits in every other plan that is.
     """
 
     reduce_op: ReduceOp
@@ -39,6 +40,7 @@ class Plan:
     owners: int
     world: World
     reasons: tuple[str, ...]
+    reproducible: bool = False
 
     @property
     def gathers(self) -> tuple[Leaf, ...]:
@@ -71,6 +73,7 @@ class Plan:
         return {
             "reduce_op": self.reduce_op.name,
             "algorithm": self.algorithm,
+            "reproducible": self.reproducible,
             "platform": self.world.platform,
             "replicas": self.world.replicas,
             "axis_sizes": list(self.world.sizes),
@@ -162,10 +165,13 @@ def make_plan(
     """Decide everything about one reduction from shapes, options and the world.
 
     Raises:
-      ValueError: the options ask for an algorithm that does not fit the axes.
+      ValueError: the options ask for an algorithm that does not fit the axes, or for a
+        reproducible sum where there is none.
     """
     choice = choose(options, world, packing)
     packs = cut(plan_packs(leaves, choice.packing), choice.parts)
+    if options.reproducible:
+        _check_divisible(leaves, packs)
     reasons = list(choice.reasons)
     widened = sorted({f"{x.dtype.name} as {x.wire.name}" for x in leaves if x.wire != x.dtype})
     if widened:
@@ -180,5 +186,24 @@ def make_plan(
             "sparse leaves: their rows and indices, by the compiler's own all-gather, in no pack"
         )
     return Plan(
-        reduce_op, tuple(leaves), packs, choice.algorithm, choice.owners, world, tuple(reasons)
+        reduce_op,
+        tuple(leaves),
+        packs,
+        choice.algorithm,
+        choice.owners,
+        world,
+        tuple(reasons),
+        options.reproducible,
     )
+
+
+def _check_divisible(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
+    """Refuse leaves that only the compiler's own all-reduce can sum, in an order of its own."""
+    for pack in packs:
+        if pack.solid:
+            raise ValueError(
+                f"`reproducible` cannot hold for {where(leaves[pack.segments[0].leaf].path)}: it is "
+                "sharded over another axis of the mesh, so that only the compiler's own "
+                "all-reduce can sum it, in an order of its own. Map that axis, too, in "
+                "`jax.shard_map`, or reduce this leaf in a call of its own without `reproducible`."
+            )

@@ -1,6 +1,8 @@
-"""What hand-written algorithms do: pass an array on around the circle of replicas, turn rows."""
+"""What hand-written algorithms do: pass arrays on, swap them with a partner, turn and add rows."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +39,26 @@ def passed_on(
         # Under `vmap` nothing is sent, and JAX accepts whole permutations only.
         senders, receivers = senders or n, receivers or n
         pairs = [(i, j) for i, j in pairs if i < senders and j < receivers]
+    return _permuted(array, axes, pairs)
+
+
+def swapped(array: jax.Array, axes: tuple[str, ...], bit: int) -> jax.Array:
+    """What the replica whose number differs from this one's in `bit` alone holds of `array`.
+
+    Args:
+      array: of the same shape everywhere.
+      axes: names of the axes, outer first; along all of them a power of two of replicas.
+      bit: 1, 2, 4 ...
+
+    Returns:
+      The partner's array, *varying*. Cost: one step; the array's bytes.
+    """
+    return _permuted(array, axes, [(i, i ^ bit) for i in range(lax.axis_size(axes))])
+
+
+def _permuted(
+    array: jax.Array, axes: tuple[str, ...], pairs: Iterable[tuple[int, int]]
+) -> jax.Array:
     order = _compat.in_mesh_order(axes)
     if order != axes:
         pairs = [(_renumbered(i, axes, order), _renumbered(j, axes, order)) for i, j in pairs]
@@ -58,3 +80,16 @@ def turned(rows: jax.Array, by: jax.Array) -> jax.Array:
     n = len(rows)
     order = (lax.iota(jnp.int32, n) + by) % n
     return rows.at[order].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def tree_sum(rows: jax.Array) -> jax.Array:
+    """The sum of the rows in pairs, then of the pairs in pairs: ((0+1)+(2+3))+(4+...).
+
+    An odd one at the end waits for the next round. `jnp.sum` would say nothing of the order, and
+    XLA's CPU compiler is many times slower at it.
+    """
+    terms = list(rows)
+    while len(terms) > 1:
+        pairs = zip(terms[::2], terms[1::2], strict=False)
+        terms = [a + b for a, b in pairs] + terms[len(terms) // 2 * 2 :]
+    return terms[0]

@@ -112,9 +112,15 @@ def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
     for k, (planned, array) in enumerate(zip(plan.packs, packs, strict=True)):
         recipe = cast(Recipe, planned.kind)
         with jax.named_scope(f"jaxcoll_pack{k}"):
-            total = algorithms.all_reduce(before(array, recipe), plan.stages(planned), recipe.axes)
-            sums.append(after(total, recipe))
+            array = _settled_bits(plan, before(array, recipe))
+            total = algorithms.all_reduce(array, plan.stages(planned), recipe.axes)
+            sums.append(_settled_bits(plan, after(total, recipe)))
     return sums
+
+
+def _settled_bits(plan: Plan, array: jax.Array) -> jax.Array:
+    """`array`; where bits matter, with those that no fusion with its surroundings changes."""
+    return _compat.as_stored(array) if plan.reproducible else array
 
 
 def _recipe(

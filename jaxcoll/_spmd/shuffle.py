@@ -1,6 +1,8 @@
 """A shuffle, as between workers and parameter servers: each shard is summed by its owner.
 
-Every replica sends each owner its part directly, and every owner sends the sum to everybody.
+Every replica sends each owner its part directly, and every owner sends the sum to everybody. An
+owner adds in the fixed order of `tree_sum`, so that the bits do not depend on where an element
+stands.
 The first m of n replicas own the m shards; with m = n all do the same work, and no device sends
 more than it has to.
 
@@ -14,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcoll._spmd.exchange import passed_on
+from jaxcoll._spmd.exchange import passed_on, tree_sum, turned
 
 
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -31,15 +33,16 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """
     n, rank = lax.axis_size(axes), lax.axis_index(axes)
     if len(shards) == n:
-        return jnp.sum(_exchanged(shards, axes), axis=0, dtype=shards.dtype)
+        return tree_sum(_exchanged(shards, axes))
 
     def part_for(distance: int) -> jax.Array:
         return lax.dynamic_index_in_dim(shards, (rank + distance) % n, keepdims=False)
 
-    total = part_for(0)
+    received = [part_for(0)]
     for distance in range(1, n):
-        total += passed_on(part_for(distance), axes, distance, receivers=len(shards))
-    return total
+        received.append(passed_on(part_for(distance), axes, distance, receivers=len(shards)))
+    # received[k] is of replica rank-k: in the replicas' order once turned.
+    return tree_sum(turned(jnp.stack(received[::-1]), -1 - rank))
 
 
 def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:

@@ -41,6 +41,8 @@ def variants(reduce_op: str) -> dict[str, Reduce]:
         "ring": ours(algorithm="ring"),
         "halving_doubling": ours(algorithm="halving_doubling"),
         "shuffle": ours(algorithm="shuffle"),
+        "reproducible": ours(reproducible=True),
+        "reproducible shuffle": ours(algorithm="shuffle", reproducible=True),
     }
 
 
