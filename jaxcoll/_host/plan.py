@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxcoll._host.mesh import checked_mesh
 from jaxcoll._host.placement import is_array
+from jaxcoll._host.terms import terms_here
 from jaxcoll._host.world import mesh_world
 from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
@@ -59,7 +60,7 @@ def plan(
         _leaf(jax.tree_util.keystr(path), leaf, op, world)
         for path, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)[0]
     ]
-    return make_plan(op, leaves, checked(options), world)
+    return make_plan(op, leaves, checked(options), world, terms=terms_here(world))
 
 
 def _leaf(path: str, leaf: Any, reduce_op: ReduceOp, world: World) -> Leaf:

@@ -1,4 +1,4 @@
-"""The automatic choice: how to pack and which algorithm, from the options and the world."""
+"""What the options decide, and what they leave to the cost model."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from jaxcoll._plan.algorithms import (
     owns_shards,
 )
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions
-from jaxcoll._plan.packing import BytesPerPack, PackingRule, Unpacked
+from jaxcoll._plan.packing import BytesPerPack, PackingRule
 from jaxcoll._plan.world import World
-
-GLOO_PACK = 4 << 20
-"""Bytes of a pack between CPU processes, near the fastest measured (docs/performance.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What will be done, and why, in words a plan can show.
+    """What the options ask for, and why it is that, in words a plan can show.
 
     Attributes:
-      packing: which leaves travel together.
+      packing: which leaves travel together; None: whatever is predicted to be fastest.
       algorithm: a canonical name.
+      fixed: it was asked for; otherwise another may stand in for it where that is faster.
       parts: how many arrays each pack is then cut in.
       owners: shards of an outermost shuffle; 0: one for each replica.
       reasons: one sentence for each decision.
     """
 
-    packing: PackingRule
+    packing: PackingRule | None
     algorithm: str
+    fixed: bool
     parts: int
     owners: int
     reasons: tuple[str, ...]
@@ -60,36 +59,28 @@ def choose(
     elif options.bytes_per_pack:
         packing = BytesPerPack(options.bytes_per_pack)
         why_packing = f"packs: at most {options.bytes_per_pack} bytes, as asked"
-    elif world.platform == "cpu" and world.processes > 1:
-        packing = BytesPerPack(GLOO_PACK)
-        why_packing = (
-            f"packs: at most {GLOO_PACK} bytes, because Gloo pays for every array it is handed"
-        )
     else:
-        packing = Unpacked()
-        why_packing = (
-            "packs: none, because inside one process and on accelerators the compiler "
-            "combines all-reduces itself and a copy would only cost time"
-        )
+        why_packing = ""
     asked = options.algorithm or _implied(options, world)
     algorithm, why_algorithm = _carried(asked, options, world)
     check_fits(algorithm, options.shards, world)
-    reasons = (why_packing, why_algorithm)
+    fixed = bool(options.algorithm or options.reproducible or options.shards) or (
+        options.implementation is not CommunicationImplementation.AUTO
+    )
+    reasons = tuple(filter(None, (why_packing, why_algorithm)))
     if options.reproducible:
         check_in_tree_order(asked, world)
         reasons += (
             "order: every element is summed in pairs of replicas, then pairs of pairs, so that its "
             "bits are the same however it is packed, placed and carried",
         )
-    if algorithm == "native" and not isinstance(packing, Unpacked):
-        reasons += ("compiled: the compiler may combine packs further; packs are what is asked",)
     if not options.shards:
-        return Choice(packing, algorithm, 1, 0, reasons)
+        return Choice(packing, algorithm, fixed, 1, 0, reasons)
     if owns_shards(algorithm):
         why_shards = f"shards: {options.shards} for each pack, each with an owner, as asked"
-        return Choice(packing, algorithm, 1, options.shards, (*reasons, why_shards))
+        return Choice(packing, algorithm, fixed, 1, options.shards, (*reasons, why_shards))
     why_shards = f"shards: each pack is cut in {options.shards}, reduced side by side, as asked"
-    return Choice(packing, algorithm, options.shards, 0, (*reasons, why_shards))
+    return Choice(packing, algorithm, fixed, options.shards, 0, (*reasons, why_shards))
 
 
 def _implied(options: CommunicationOptions, world: World) -> str:

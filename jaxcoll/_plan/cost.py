@@ -96,9 +96,8 @@ def loads(
     """
     found: Counter[tuple[tuple[Stage, ...], int, int]] = Counter()
     for pack in packs:
-        first = pack.segments[0]
-        whole = len(pack.segments) == 1 and first.size == leaves[first.leaf].size
-        found[composed(pack), pack.nbytes, 0 if whole else len(pack.segments)] += 1
+        pieces = 0 if pack.is_leaf(leaves) else len(pack.segments)
+        found[composed(pack), pack.nbytes, pieces] += 1
     return tuple(Load(*alike, count) for alike, count in found.items())
 
 

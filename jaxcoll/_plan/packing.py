@@ -16,9 +16,19 @@ from jaxcoll._plan.leaves import Leaf
 
 @dataclasses.dataclass(frozen=True)
 class BytesPerPack:
-    """Close a pack before it would exceed `limit` bytes; a larger leaf travels alone."""
+    """Close a pack before it would exceed `limit` bytes; a larger leaf travels alone.
+
+    With `alone`, leaves of more than so many bytes do: a copy in and out can cost more than an
+    array of their own.
+    """
 
     limit: int
+    alone: int | None = None
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest leaf that shares a pack."""
+        return self.limit if self.alone is None else min(self.limit, self.alone)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +77,7 @@ class Pack:
       kind: what its leaves agree in beside.
       segments: what it carries.
       solid: it is one whole leaf, which must keep its shape.
+      algorithm: what sums it, a canonical name; "inner/outer" for one of two parts.
     """
 
     dtype: np.dtype
@@ -74,6 +85,7 @@ class Pack:
     kind: Hashable
     segments: tuple[Segment, ...]
     solid: bool = False
+    algorithm: str = "native"
 
     @property
     def size(self) -> int:
@@ -84,6 +96,10 @@ class Pack:
     def nbytes(self) -> int:
         """Bytes on one replica."""
         return self.size * self.dtype.itemsize
+
+    def is_leaf(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether it is one whole leaf, which is not copied."""
+        return len(self.segments) == 1 and self.size == leaves[self.segments[0].leaf].size
 
 
 def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
@@ -114,7 +130,7 @@ def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
         counts = _shares(leaves, list(groups.values()), rule)
         for (agreed, members), count in zip(groups.items(), counts, strict=True):
             contents = (
-                _close_before(leaves, members, rule.limit)
+                _close_before(leaves, members, rule)
                 if isinstance(rule, BytesPerPack)
                 else _cut_evenly([Segment(i, 0, leaves[i].size) for i in members], count)
             )
@@ -171,11 +187,11 @@ def _small_runs(leaves: Sequence[Leaf], rule: GroupSmall) -> Iterator[list[int]]
 
 
 def _close_before(
-    leaves: Sequence[Leaf], members: Sequence[int], limit: int
+    leaves: Sequence[Leaf], members: Sequence[int], rule: BytesPerPack
 ) -> Iterator[list[Segment]]:
     """Greedy, in order: the pack at hand is closed when the next leaf would pass the limit.
 
-    A leaf that fits into no pack travels past it, so that the small leaves between large ones
+    A leaf that travels alone is passed over, so that the small leaves between large ones
     (a bias after every matrix) still meet.
 
     Yields:
@@ -184,10 +200,10 @@ def _close_before(
     pack: list[Segment] = []
     nbytes = 0
     for i in members:
-        if leaves[i].nbytes > limit:
+        if leaves[i].nbytes > rule.largest:
             yield [Segment(i, 0, leaves[i].size)]
             continue
-        if nbytes + leaves[i].nbytes > limit:
+        if nbytes + leaves[i].nbytes > rule.limit:
             yield pack
             pack, nbytes = [], 0
         pack.append(Segment(i, 0, leaves[i].size))

@@ -9,10 +9,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxcoll._plan.algorithms import Stage, stages, steps, wire_elements
+from jaxcoll._plan.automatic import (
+    RULES,
+    Alternative,
+    algorithms_for,
+    is_gloo,
+    priced,
+    rules_for,
+    said,
+)
 from jaxcoll._plan.choose import choose
+from jaxcoll._plan.cost import Cost, Prices, loads
 from jaxcoll._plan.leaves import Leaf, where
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packing import Pack, PackingRule, cut, plan_packs
+from jaxcoll._plan.packing import Pack, PackingRule, cut
+from jaxcoll._plan.presets import preset
+from jaxcoll._plan.terms import Terms
 from jaxcoll._plan.world import World
 
 
@@ -26,9 +38,9 @@ class Plan:
       reduce_op: SUM or MEAN.
       leaves: the leaves of the tree, in its order.
       packs: the arrays that travel; see `jaxcoll._plan.packing`.
-      algorithm: the name of the algorithm that sums them; "inner/outer" for one of two parts.
       owners: replicas that sum a shard each, in a shuffle; 0: all of them.
       world: where it runs.
+      terms: what that world costs, as the prediction has it.
       reasons: one sentence for each decision, what was asked and not done included.
       reproducible: whether every element has the same bits in every other plan that is.
     """
@@ -36,11 +48,36 @@ class Plan:
     reduce_op: ReduceOp
     leaves: tuple[Leaf, ...]
     packs: tuple[Pack, ...]
-    algorithm: str
     owners: int
     world: World
+    terms: Terms
     reasons: tuple[str, ...]
     reproducible: bool = False
+
+    @property
+    def algorithm(self) -> str:
+        """What sums the packs, by name; several joined by " and " where they differ."""
+        return " and ".join(dict.fromkeys(pack.algorithm for pack in self.packs)) or "native"
+
+    @property
+    def predicted(self) -> Cost:
+        """What the cost model expects of it; see docs/cost_model.md."""
+        prices = Prices(self.terms, self.world.sizes)
+        return prices.predict(loads(self.packs, self.leaves, self.stages))
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """What the cost model expects of other ways to pack the same leaves, fastest first."""
+        prices = Prices(self.terms, self.world.sizes)
+        found = priced(self.leaves, RULES, algorithms_for(self.world), prices)
+        ways = [Alternative(said(rule), len(packs), cost.seconds) for rule, packs, cost in found]
+        return tuple(sorted(ways, key=lambda way: way.seconds))
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes of the packs that are copies of leaves, before and after they are summed."""
+        copied = (p.nbytes for p in self.packs if not p.is_leaf(self.leaves))
+        return 2 * sum(copied)
 
     @property
     def gathers(self) -> tuple[Leaf, ...]:
@@ -65,8 +102,7 @@ class Plan:
 
     def stages(self, pack: Pack) -> tuple[Stage, ...]:
         """What is done along each axis to sum `pack`, inner first."""
-        # A shard of an array that must keep its shape would have none.
-        return stages("native" if pack.solid else self.algorithm, self.owners, pack.over)
+        return stages(pack.algorithm, self.owners, pack.over)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain numbers and strings, bytes and elements counted on one replica."""
@@ -82,10 +118,15 @@ class Plan:
             "bytes": self.nbytes,
             "steps": self.steps,
             "wire_bytes_per_device": self.wire_bytes,
+            "temporary_bytes": self.temporary_bytes,
+            "predicted_seconds": self.predicted.seconds,
+            "predicted_from": self.terms.source,
+            "alternatives": [dataclasses.asdict(way) for way in self.alternatives],
             "reasons": list(self.reasons),
             "packs": [
                 {
                     "dtype": pack.dtype.name,
+                    "algorithm": pack.algorithm,
                     "elements": pack.size,
                     "bytes": pack.nbytes,
                     "leaves": [
@@ -111,19 +152,27 @@ class Plan:
         """`to_dict()` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def rows(self) -> list[tuple[str, str, str, str, str]]:
-        """The table's cells: pack or "rows", dtype on the wire, leaves, bytes, what it carries."""
+    def rows(self) -> list[tuple[str, str, str, str, str, str]]:
+        """The table's cells: pack or "rows", dtype, algorithm, leaves, bytes, what it carries."""
         return [
             (
                 str(k),
                 pack.dtype.name,
+                pack.algorithm,
                 str(len(pack.segments)),
                 f"{pack.nbytes:,}",
                 _carried(self.leaves, pack),
             )
             for k, pack in enumerate(self.packs)
         ] + [
-            ("rows", leaf.dtype.name, "1", f"{leaf.gathers:,}", leaf.path or "(the value)")
+            (
+                "rows",
+                leaf.dtype.name,
+                "native",
+                "1",
+                f"{leaf.gathers:,}",
+                leaf.path or "(the value)",
+            )
             for leaf in self.gathers
         ]
 
@@ -133,13 +182,19 @@ class Plan:
             f"a replica, over {self.world}: {len(self.packs) + 2 * len(self.gathers)} arrays, "
             f"{self.steps} steps, {self.wire_bytes:,} wire bytes a device"
         )
-        table = [("pack", "dtype", "leaves", "bytes", "carries"), *self.rows()]
-        widths = [max(len(row[c]) for row in table) for c in range(4)]
+        table = [("pack", "dtype", "algorithm", "leaves", "bytes", "carries"), *self.rows()]
+        widths = [max(len(row[c]) for row in table) for c in range(5)]
         lines = [
-            "  ".join([*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[4]])
+            "  ".join([*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[5]])
             for row in table
         ]
-        return "\n".join([head, *lines, *self.reasons])
+        cost = self.predicted
+        prediction = (
+            f"predicted: {cost.seconds * 1e3:.3g} ms ({cost.latency * 1e3:.3g} latency, "
+            f"{cost.bandwidth * 1e3:.3g} bandwidth, {cost.reduction * 1e3:.3g} sums, "
+            f"{cost.copy * 1e3:.3g} copies), from {self.terms.source}"
+        )
+        return "\n".join([head, *lines, *self.reasons, prediction])
 
 
 def _carried(leaves: Sequence[Leaf], pack: Pack) -> str:
@@ -161,18 +216,38 @@ def make_plan(
     options: CommunicationOptions,
     world: World,
     packing: PackingRule | None = None,
+    terms: Terms | None = None,
 ) -> Plan:
     """Decide everything about one reduction from shapes, options and the world.
+
+    Args:
+      reduce_op: SUM or MEAN.
+      leaves: the tree.
+      options: what the user asks for.
+      world: where it runs.
+      packing: a rule that was asked for by other means (`num_packs`), which then stands.
+      terms: what that world costs; None: as the preset for it says.
 
     Raises:
       ValueError: the options ask for an algorithm that does not fit the axes, or for a
         reproducible sum where there is none.
     """
+    terms = terms or preset(world)
     choice = choose(options, world, packing)
-    packs = cut(plan_packs(leaves, choice.packing), choice.parts)
+    names = (choice.algorithm,) if choice.fixed else algorithms_for(world)
+    rules = (choice.packing,) if choice.packing else rules_for(world)
+    found = list(priced(leaves, rules, names, Prices(terms, world.sizes)))
+    rule, packs, cost = min(found, key=lambda each: each[2].seconds)
+    packs = cut(packs, choice.parts)
     if options.reproducible:
         _check_divisible(leaves, packs)
     reasons = list(choice.reasons)
+    if not choice.packing:
+        reasons.insert(0, _why(rule, cost, found, terms, world))
+    if any(pack.algorithm != choice.algorithm and not pack.solid for pack in packs):
+        reasons.append("small packs: by exchanges of our own, which are predicted to be faster")
+    if any(pack.algorithm == "native" and not pack.is_leaf(leaves) for pack in packs):
+        reasons.append("compiled: the compiler may combine packs further; packs are what is asked")
     widened = sorted({f"{x.dtype.name} as {x.wire.name}" for x in leaves if x.wire != x.dtype})
     if widened:
         reasons.append(f"dtypes: {', '.join(widened)}")
@@ -189,11 +264,31 @@ def make_plan(
         reduce_op,
         tuple(leaves),
         packs,
-        choice.algorithm,
         choice.owners,
         world,
+        terms,
         tuple(reasons),
         options.reproducible,
+    )
+
+
+def _why(
+    rule: PackingRule,
+    cost: Cost,
+    found: Sequence[tuple[PackingRule, tuple[Pack, ...], Cost]],
+    terms: Terms,
+    world: World,
+) -> str:
+    """Why an automatic packing is the one it is."""
+    if not is_gloo(world):
+        return (
+            "packs: none, because inside one process and on accelerators the compiler combines "
+            "all-reduces itself and a copy would only cost time"
+        )
+    alone = found[0][2].seconds  # the first rule packs nothing
+    return (
+        f"packs: {said(rule)}, predicted to take {cost.seconds * 1e3:.3g} ms, against "
+        f"{alone * 1e3:.3g} ms for every leaf alone ({terms.source})"
     )
 
 

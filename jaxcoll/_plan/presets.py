@@ -201,12 +201,16 @@ ACCELERATORS = (
 USUAL = {"gpu": ACCELERATORS[0], "tpu": ACCELERATORS[3]}
 
 
-def preset(world: World, *, cores: int = 2, network: str | None = None) -> Terms:
+def preset(
+    world: World, *, cores: int = 2, network: str | None = None, keeps_memory: bool = False
+) -> Terms:
     """The terms that ship for a world.
 
     Args:
       world: where it runs. An unknown kind of GPU is taken for an H100, of TPU for a v5e.
       cores: cores of one host, which its CPU processes or CPU devices share.
+      keeps_memory: malloc keeps what is freed (see docs/performance.md), so that arrays of a CPU
+        process seldom take fresh pages.
       network: what joins hosts, a name of `NETWORKS`; None: what is usual.
 
     Raises:
@@ -222,7 +226,7 @@ def preset(world: World, *, cores: int = 2, network: str | None = None) -> Terms
         )
     key = Key.of(world)
     if key.backend == "gloo":
-        return _gloo(key, cores, network)
+        return _gloo(key, cores, network, keeps_memory)
     if key.backend == "memory":
         return _memory(key, cores)
     kind = world.device_kind.lower()
@@ -231,49 +235,48 @@ def preset(world: World, *, cores: int = 2, network: str | None = None) -> Terms
     return accelerator.terms(key, network or accelerator.network)
 
 
-# Placeholders from facts measured under other load on 2 cores (n = 4: 96 MiB as arrays of these
-# sizes; n = 2: 200 KiB, 96 MiB as 4 MiB arrays, and flat): replaced by fits.
-_GLOO = _microseconds(
-    4,
-    (1 * KiB, 7.8e3),
-    (256 * KiB, 9.2e3),
-    (1 * MiB, 11.3e3),
-    (4 * MiB, 14.3e3),
-    (16 * MiB, 68e3),
-    (96 * MiB, 550e3),
-    islands=4,
-)
+# CPU processes over Gloo on 2 cores, median ms of one all-reduce (docs/performance.md). The last
+# column: with pages that malloc keeps, and with pages that every call takes fresh.
 _GLOO_CORES = 2
+_GLOO = {
+    2: (0.45, 0.55, 0.7, 1.4, 3.5, 14.0, (53.0, 98.0)),
+    4: (4.5, 5.0, 5.4, 6.0, 10.7, 32.0, (130.0, 214.0)),
+    8: (13.0, 15.0, 17.0, 20.0, 31.0, 74.0, (288.0, 450.0)),
+}
+_GLOO_SIZES = (1 * KiB, 64 * KiB, 256 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB)
 
 
-def _gloo(key: Key, cores: int, network: str | None) -> Terms:
+def _gloo(key: Key, cores: int, network: str | None, keeps_memory: bool) -> Terms:
     """CPU processes over Gloo: whatever a process does waits for its share of the cores."""
     turns = max(1.0, key.processes / key.hosts / cores)
-    measured_turns = _GLOO.replicas / _GLOO_CORES
-    step = 0.6e-3 * turns
-    between = Link(step, 0.75e-9 * turns)
+    between = Link(0.15e-3 * turns, 0.52e-9 * turns)
     native: tuple[Curve, ...] = ()
     if key.hosts > 1:
         far = NETWORKS[network or "ethernet-100"].link(-(-key.processes // key.hosts))
-        between = Link(step + far.step, max(between.per_byte, far.per_byte))
+        between = Link(between.step + far.step, max(between.per_byte, far.per_byte))
     elif key.per_island == 1:
-        # Latency grows with the steps and with the turns, the rest with the bytes and the turns.
-        n, m = key.replicas, _GLOO.replicas
-        waits = (n - 1).bit_length() / (m - 1).bit_length() * turns / measured_turns
-        work = (n - 1) / n * m / (m - 1) * turns / measured_turns
-        latency = _GLOO.latency * waits
-        points = ((s, latency + work * (t - _GLOO.latency)) for s, t in _GLOO.points)
-        native = (Curve(tuple(points), n, n),)
-    memory = _memory(key, cores)
+        slower = _GLOO_CORES / cores
+        native = tuple(
+            Curve(
+                tuple(
+                    (size, ms * 1e-3 * slower)
+                    for size, ms in zip(_GLOO_SIZES, (*few, last[not keeps_memory]), strict=True)
+                ),
+                n,
+                n,
+            )
+            for n, (*few, last) in _GLOO.items()
+        )
+    pages = "that malloc keeps" if keeps_memory else "taken fresh"
     return dataclasses.replace(
-        memory,
-        source=f"preset: CPU processes over Gloo, {cores} cores a host",
+        _memory(key, cores),
+        source=f"preset: CPU processes over Gloo, {cores} cores a host, memory {pages}",
         between=between,
-        call=0.4e-3,
-        array=2e-3 * turns,
-        reduce=0.25e-9 * turns,
-        copy=0.25e-9 * turns,
-        slice=5 * MICRO,
+        call=0.05e-3 * turns,
+        array=0.0,
+        reduce=0.19e-9 * turns,
+        copy=(0.12e-9 if keeps_memory else 0.4e-9) * turns,
+        slice=2 * MICRO * turns,
         combine=0,
         native=native,
     )

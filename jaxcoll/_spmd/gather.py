@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan.algorithms import Stage, stages
+from jaxcoll._plan.automatic import usual
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.leaves import Leaf, where
 from jaxcoll._plan.options import UNSET
@@ -104,13 +105,14 @@ def _rows(
         for path, array in zip(paths, arrays, strict=True)
     ]
     # There are no sums to cut in shards.
-    choice = choose(scope.options.replace(shards=UNSET), scope.world(axes))
-    packs = plan_packs(leaves, choice.packing)
+    world = scope.world(axes)
+    choice = choose(scope.options.replace(shards=UNSET), world)
+    packs = plan_packs(leaves, choice.packing or usual(world))
     steps = stages(choice.algorithm, 0, over)
     # Nothing is summed here, but in the derivative.
     settled = _compat.as_stored if scope.options.reproducible else lambda x: x
     rows = []
-    for k, packed in enumerate(pack(arrays, packs)):
+    for k, packed in enumerate(pack(arrays, packs, leaves)):
         with jax.named_scope(f"jaxcoll_pack{k}"):
             rows.append(settled(_gathered(settled(packed), steps, tuple(axes))))
     found = (

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
+from jaxcoll import _compat
 from jaxcoll._plan.leaves import Leaf
-from jaxcoll._plan.packing import Pack
+from jaxcoll._plan.packing import Pack, Segment
 
 
-def pack(arrays: Sequence[jax.Array], packs: Sequence[Pack]) -> list[jax.Array]:
+def pack(
+    arrays: Sequence[jax.Array], packs: Sequence[Pack], leaves: Sequence[Leaf]
+) -> list[jax.Array]:
     """One array for each pack.
 
     A pack of one whole leaf is that leaf, in its own shape and without a copy; any other is
-    flat. Law: `unpack(pack(arrays, packs), packs, leaves)` is `arrays`, to the bit (but for
+    flat. Law: `unpack(pack(arrays, packs, leaves), packs, leaves)` is `arrays`, to the bit (but for
     the sign and payload of a bfloat16 or 8-bit NaN, which XLA's CPU compiler does not keep).
 
     Args:
-      arrays: the leaves.
+      arrays: the leaves' values.
       packs: the plan.
+      leaves: what the packs are made of.
 
     Returns:
       The packs' arrays, in the plan's order.
@@ -35,30 +42,62 @@ def pack(arrays: Sequence[jax.Array], packs: Sequence[Pack]) -> list[jax.Array]:
 
     return [
         arrays[p.segments[0].leaf]
-        if _is_leaf(p, arrays[p.segments[0].leaf].size)
+        if p.is_leaf(leaves)
         else jnp.concatenate([piece(s.leaf, s.start, s.size) for s in p.segments])
         for p in packs
     ]
 
 
 def unpack(
-    packed: Sequence[jax.Array], packs: Sequence[Pack], leaves: Sequence[Leaf]
+    packed: Sequence[jax.Array],
+    packs: Sequence[Pack],
+    leaves: Sequence[Leaf],
+    *,
+    one_kernel_a_shape: str | None = None,
 ) -> list[jax.Array | None]:
-    """The leaves again, in their order and shapes; None for those that no pack carries."""
+    """The leaves again, in their order and shapes; None for those that no pack carries.
+
+    Args:
+      packed: the packs' arrays.
+      packs: the plan.
+      leaves: what the packs are made of.
+      one_kernel_a_shape: a mapped axis, whose index hides from the compiler where a piece starts.
+        XLA's CPU compiler makes a kernel, some 6 ms each, for every static slice, but compiles
+        slices of one shape once if their offsets are data. None: static slices, which fuse best.
+    """
     pieces: dict[int, list[jax.Array]] = {}
     for array, plan in zip(packed, packs, strict=True):
-        if _is_leaf(plan, leaves[plan.segments[0].leaf].size):
+        if plan.is_leaf(leaves):
             pieces[plan.segments[0].leaf] = [array]
             continue
-        offset = 0
-        for s in plan.segments:
-            pieces.setdefault(s.leaf, []).append(array[offset : offset + s.size])
-            offset += s.size
+        for s, piece in zip(
+            plan.segments, _cut(array, plan.segments, one_kernel_a_shape), strict=True
+        ):
+            pieces.setdefault(s.leaf, []).append(piece)
     return [_joined(pieces[i], leaf) if i in pieces else None for i, leaf in enumerate(leaves)]
 
 
-def _is_leaf(plan: Pack, leaf_size: int) -> bool:
-    return len(plan.segments) == 1 and plan.segments[0].size == leaf_size
+def _cut(array: jax.Array, segments: Sequence[Segment], hidden_by: str | None) -> list[jax.Array]:
+    """The pieces of a pack, one after another."""
+    alike = Counter(s.size for s in segments)
+    # Zero, as no compiler knows: the axis's index has no sign bit.
+    zero = hidden_by and lax.shift_right_logical(
+        _compat.as_invariant(lax.axis_index(hidden_by), (hidden_by,)), np.int32(31)
+    )
+    pieces, offset = [], 0
+    for s in segments:
+        if zero is None or alike[s.size] == 1:
+            pieces.append(array[offset : offset + s.size])
+        else:
+            # A constant of two numbers is an argument of the kernel; one number would be inlined.
+            start = lax.dynamic_index_in_dim(
+                np.array([offset, -1], np.int32), zero, keepdims=False, allow_negative_indices=False
+            )
+            pieces.append(
+                lax.dynamic_slice(array, (start,), (s.size,), allow_negative_indices=False)
+            )
+        offset += s.size
+    return pieces
 
 
 def _joined(pieces: list[jax.Array], leaf: Leaf) -> jax.Array:

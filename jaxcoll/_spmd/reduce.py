@@ -92,11 +92,21 @@ def all_reduce(
         )
         for path, whole, array, recipe in zip(paths, taken, arrays, recipes, strict=True)
     ]
-    plan = make_plan(reduce_op, leaves, scope.options, world, packing)
+    plan = make_plan(reduce_op, leaves, scope.options, world, packing, scope.terms(world))
     scope.record(plan)
-    reduced = unpack(_carry_out(plan, pack(arrays, plan.packs)), plan.packs, leaves)
+    reduced = unpack(
+        _carry_out(plan, pack(arrays, plan.packs, leaves)),
+        plan.packs,
+        leaves,
+        one_kernel_a_shape=_hiding_axis(axes) if world.platform == "cpu" else None,
+    )
     results = map(_settled, taken, recipes, reduced)
     return scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
+
+
+def _hiding_axis(axes: dict[str, int]) -> str | None:
+    """An axis whose index no compiler knows beforehand."""
+    return next((a for a, n in axes.items() if n > 1 and not _compat.is_vmapped(a)), None)
 
 
 def _settled(leaf: jax.Array | IndexedSlices, recipe: Recipe, packed: jax.Array | None) -> Any:

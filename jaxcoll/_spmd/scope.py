@@ -18,6 +18,8 @@ import jax
 from jaxcoll import _compat
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.presets import preset
+from jaxcoll._plan.terms import Terms
 from jaxcoll._plan.world import World
 
 
@@ -27,6 +29,7 @@ class Scope:
 
     Attributes:
       world: from the axes of a reduction and their sizes to where it runs.
+      terms: what a world costs, for the plans' choices and predictions.
       options: defaults under the options of each call.
       record: told each plan as it is carried out.
       marked: axes along which no type, but a mark, says that results are equal (see
@@ -34,6 +37,7 @@ class Scope:
     """
 
     world: Callable[[dict[str, int]], World]
+    terms: Callable[[World], Terms] = preset
     options: CommunicationOptions = CommunicationOptions()
     record: Callable[[Plan], None] = lambda plan: None
     marked: frozenset[str] = frozenset()
