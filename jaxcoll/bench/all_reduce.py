@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,51 @@ class Round:
     seconds: float
     cpu_seconds: float
     socket_bytes: float
+
+
+@dataclasses.dataclass
+class Contestant:
+    """One way to reduce the workload, and what has been found out about it so far.
+
+    Attributes:
+      name: what its team calls it.
+      team: who carries it out.
+      compile_seconds: of the slowest rank, each time that it was built.
+      told: see `Rank.describe`; the error is the largest of all ranks.
+      warm: seconds of the last call that did not count.
+      calls: in one round.
+      meeting: bytes that the barrier before a round sends through loopback.
+      rounds: what was measured.
+    """
+
+    name: str
+    team: Team
+    compile_seconds: list[float] = dataclasses.field(default_factory=list)
+    told: dict[str, Any] = dataclasses.field(default_factory=dict)
+    warm: float = 0.0
+    calls: int = 1
+    meeting: float = 0.0
+    rounds: list[Round] = dataclasses.field(default_factory=list)
+
+    def compile(self) -> float | None:
+        """Build it anew; seconds on the slowest rank, or None where nothing is built."""
+        seconds = self.team.do("compile", name=self.name)
+        return None if None in seconds else max(seconds)
+
+    def turn(self) -> Round:
+        """Carry it out, `calls` times."""
+        before = loopback_bytes() or 0
+        ranks = self.team.do("time", name=self.name, calls=self.calls)
+        sent = (loopback_bytes() or 0) - before - self.meeting
+        return Round(
+            seconds=max(x["seconds"] for x in ranks) / self.calls,
+            cpu_seconds=sum(x["cpu_seconds"] for x in ranks) / self.calls,
+            socket_bytes=sent / self.calls,
+        )
+
+    def of(self, field: str) -> list[float]:
+        """One figure, round by round."""
+        return [getattr(measured, field) for measured in self.rounds]
 
 
 def steps(teams: Sequence[Team], rounds: int) -> int:
@@ -71,106 +116,106 @@ def measure(
     progress("values")
     for team in teams:
         team.do("prepare", leaves=leaves, reduce_op=reduce_op)
-    chosen = {name: team for team in teams for name in _shortlist(team, progress)}
-
-    def compiled(name: str) -> float | None:
-        progress(f"compile {name}")
-        seconds = chosen[name].do("compile", name=name)
-        return None if None in seconds else max(seconds)
-
-    compiles = list(interleaved({n: lambda n=n: compiled(n) for n in chosen}, COMPILES))
-    known = {}
-    for name, team in chosen.items():
-        progress(f"check {name}")
-        told = team.do("describe", name=name)
-        known[name] = {**told[0], "error": max(x["error"] for x in told)}
-
-    calls = dict.fromkeys(chosen, 1)
-    for k in range(WARM):
-        for name, team in chosen.items():
-            progress(f"warm up {name}")
-            took = _round(team, name, 1, 0.0).seconds
-            if k == WARM - 1:
-                calls[name] = min(MOST_CALLS, math.ceil(SHORTEST / took))
-    meeting = {id(team): _meeting_bytes(team) for team in teams}
+    chosen = {c.name: c for team in teams for c in _shortlist(team, progress)}
+    for compiled in interleaved(_turns(chosen, Contestant.compile, "compile", progress), COMPILES):
+        for name, seconds in compiled.items():
+            if seconds is not None:
+                chosen[name].compile_seconds.append(seconds)
+    for c in chosen.values():
+        progress(f"check {c.name}")
+        told = c.team.do("describe", name=c.name)
+        c.told = {**told[0], "error": max(x["error"] for x in told)}
+    for _ in range(WARM):
+        for name, turn in _turns(chosen, Contestant.turn, "warm up", progress).items():
+            chosen[name].warm = turn().seconds
+    for team in teams:
+        meeting = _meeting_bytes(team)
+        for c in (c for c in chosen.values() if c.team is team):
+            c.meeting, c.calls = meeting, min(MOST_CALLS, math.ceil(SHORTEST / c.warm))
     idle = idle_loopback_rate() if loopback_bytes() is not None else 0.0
-
-    def timed(name: str) -> Round:
-        progress(f"measure {name}")
-        return _round(chosen[name], name, calls[name], meeting[id(chosen[name])])
-
     with _Others(teams) as others:
-        measured = list(interleaved({n: lambda n=n: timed(n) for n in chosen}, rounds))
-
-    def of(field: str, name: str) -> list[float]:
-        return [getattr(r[name], field) for r in measured]
-
-    results = []
-    for name, team in chosen.items():
-        built = [x[name] for x in compiles]
-        base = [x[BASELINE] for x in compiles]
-        sockets = _sockets(of("socket_bytes", name), of("seconds", name), idle, team)
-        results.append(
-            Result(
-                workload=workload.name,
-                is_size=workload.is_size,
-                algorithm=name,
-                library=team.world["library"],
-                platform=team.world["platform"],
-                machine=_machine(team),
-                devices=team.world["devices"],
-                processes=team.world["processes"],
-                reduce_op=reduce_op,
-                dtypes=tuple(dict.fromkeys(x.dtype.name for x in workload.leaves)),
-                leaves=len(workload.leaves),
-                bytes=workload.nbytes,
-                rounds=rounds,
-                calls=calls[name],
-                seconds=estimate(of("seconds", name)),
-                ratio=ratio(of("seconds", name), of("seconds", BASELINE)),
-                cpu_seconds=float(np.median(of("cpu_seconds", name))),
-                cpu_ratio=ratio(of("cpu_seconds", name), of("cpu_seconds", BASELINE)),
-                wire_bytes=known[name].get("wire_bytes"),
-                socket_bytes=sockets[0],
-                socket_bytes_disturbed=sockets[1],
-                operands=known[name].get("operands"),
-                temporary_bytes=known[name].get("temporary_bytes"),
-                compile_seconds=None if None in built else float(np.median(built)),
-                compile_ratio=None if None in built else ratio(built, base),
-                error=known[name]["error"],
-                other_cores=others.cores,
-            )
-        )
-    return results
+        for measured in interleaved(_turns(chosen, Contestant.turn, "measure", progress), rounds):
+            for name, values in measured.items():
+                chosen[name].rounds.append(values)
+    return [
+        _result(workload, reduce_op, c, chosen[BASELINE], idle, others.cores)
+        for c in chosen.values()
+    ]
 
 
-def _shortlist(team: Team, progress: Callable[[str], None]) -> list[str]:
-    """The contestants: of several in one entry, the one with the best median of a few trials."""
-    chosen = []
-    for entry in team.entries:
-        if len(entry) == 1:
-            chosen += entry
-            continue
-
-        def tried(name: str) -> float:
-            progress(f"try {name}")
-            return _round(team, name, 1, 0.0).seconds
-
-        times = list(interleaved({n: lambda n=n, tried=tried: tried(n) for n in entry}, TRIALS))
-        chosen.append(min(entry, key=lambda n: np.median([t[n] for t in times])))
-    return chosen
+T = TypeVar("T")
 
 
-def _round(team: Team, name: str, calls: int, meeting: float) -> Round:
-    """One contestant's turn; `meeting` are the bytes of the barrier that starts it."""
-    before = loopback_bytes()
-    ranks = team.do("time", name=name, calls=calls)
-    after = loopback_bytes()
-    return Round(
-        seconds=max(x["seconds"] for x in ranks) / calls,
-        cpu_seconds=sum(x["cpu_seconds"] for x in ranks) / calls,
-        socket_bytes=((after or 0) - (before or 0) - meeting) / calls,
+def _turns(
+    chosen: Mapping[str, Contestant],
+    turn: Callable[[Contestant], T],
+    doing: str,
+    progress: Callable[[str], None],
+) -> dict[str, Callable[[], T]]:
+    """What each contestant does when it is its turn, by name."""
+
+    def take(c: Contestant) -> T:
+        progress(f"{doing} {c.name}")
+        return turn(c)
+
+    return {c.name: lambda c=c: take(c) for c in chosen.values()}
+
+
+def _result(
+    workload: Workload,
+    reduce_op: str,
+    c: Contestant,
+    base: Contestant,
+    idle: float,
+    other_cores: float | None,
+) -> Result:
+    """What all rounds together say about a contestant."""
+    world = c.team.world
+    sent, disturbed = _sockets(c, idle)
+    return Result(
+        workload=workload.name,
+        is_size=workload.is_size,
+        algorithm=c.name,
+        library=world["library"],
+        platform=world["platform"],
+        machine=machine() if world["platform"] == "cpu" else str(world["device"]),
+        devices=world["devices"],
+        processes=world["processes"],
+        reduce_op=reduce_op,
+        dtypes=tuple(dict.fromkeys(x.dtype.name for x in workload.leaves)),
+        leaves=len(workload.leaves),
+        bytes=workload.nbytes,
+        rounds=len(c.rounds),
+        calls=c.calls,
+        seconds=estimate(c.of("seconds")),
+        ratio=ratio(c.of("seconds"), base.of("seconds")),
+        cpu_seconds=float(np.median(c.of("cpu_seconds"))),
+        cpu_ratio=ratio(c.of("cpu_seconds"), base.of("cpu_seconds")),
+        wire_bytes=c.told.get("wire_bytes"),
+        socket_bytes=sent,
+        socket_bytes_disturbed=disturbed,
+        operands=c.told.get("operands"),
+        temporary_bytes=c.told.get("temporary_bytes"),
+        compile_seconds=float(np.median(c.compile_seconds)) if c.compile_seconds else None,
+        compile_ratio=(
+            ratio(c.compile_seconds, base.compile_seconds) if c.compile_seconds else None
+        ),
+        error=c.told["error"],
+        other_cores=other_cores,
     )
+
+
+def _shortlist(team: Team, progress: Callable[[str], None]) -> list[Contestant]:
+    """The contestants: of several in one entry, the one with the best median of a few trials."""
+    found = []
+    for entry in team.entries:
+        those = {name: Contestant(name, team) for name in entry}
+        if len(those) > 1:
+            trials = list(interleaved(_turns(those, Contestant.turn, "try", progress), TRIALS))
+            best = min(entry, key=lambda n: np.median([t[n].seconds for t in trials]))
+            those = {best: those[best]}
+        found += those.values()
+    return found
 
 
 def _meeting_bytes(team: Team) -> float:
@@ -184,16 +229,14 @@ def _meeting_bytes(team: Team) -> float:
     return float(np.median([met() for _ in range(3)]))
 
 
-def _sockets(
-    counted: list[float], seconds: list[float], idle: float, team: Team
-) -> tuple[float | None, bool | None]:
+def _sockets(c: Contestant, idle: float) -> tuple[float | None, bool | None]:
     """Bytes a device by the kernel, and whether anything else may have been counted with them."""
-    if not team.on_loopback or loopback_bytes() is None:
+    if not c.team.on_loopback or loopback_bytes() is None:
         return None, None
-    low, median, high = np.percentile(counted, [25, 50, 75])
-    others = idle * float(np.median(seconds))
+    low, median, high = np.percentile(c.of("socket_bytes"), [25, 50, 75])
+    others = idle * float(np.median(c.of("seconds")))
     disturbed = others > 0.01 * median or high - low > max(0.01 * median, 1024)
-    return max(0.0, float(median)) / team.world["devices"], bool(disturbed)
+    return max(0.0, float(median)) / c.team.world["devices"], bool(disturbed)
 
 
 class _Others:
@@ -217,8 +260,3 @@ class _Others:
         # A rank that is not launched is this process.
         ranks = [sum(team.do("cpu_seconds")) for team in self._teams if team.on_loopback]
         return time.perf_counter(), busy_seconds() or 0.0, sum(ranks) + time.process_time()
-
-
-def _machine(team: Team) -> str:
-    """The accelerator, or this machine's processor."""
-    return machine() if team.world["platform"] == "cpu" else str(team.world["device"])

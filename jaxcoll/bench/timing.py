@@ -77,4 +77,4 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Estimate 
     """
     if not all(denominator):
         return None
-    return estimate(np.asarray(numerator, float) / np.asarray(denominator, float))
+    return estimate([a / b for a, b in zip(numerator, denominator, strict=True)])

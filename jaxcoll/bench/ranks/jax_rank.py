@@ -127,8 +127,7 @@ def _reduction(name: str, reduce_op: str, axes: tuple[str, ...]) -> Callable[[An
         plain = lax.pmean if reduce_op == "mean" else lax.psum
         return lambda tree: jax.tree.map(lambda x: plain(x, axes), tree)
     options = options_of(name)
-    axis = axes if len(axes) > 1 else axes[0]
-    return lambda tree: jc.all_reduce(reduce_op, tree, axis, options=options)
+    return lambda tree: jc.all_reduce(reduce_op, tree, axes, options=options)
 
 
 def main() -> None:

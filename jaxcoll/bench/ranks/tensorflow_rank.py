@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-import tensorflow as tf  # pyright: ignore[reportMissingImports]
+import tensorflow as tf  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
 
 from .data import Exact, block, leaf
 from .rank import Rank, serve
@@ -27,7 +27,9 @@ class TensorFlowRank(Rank):
             bytes_per_pack=32 << 20,
             implementation=tf.distribute.experimental.CommunicationImplementation.RING,
         )
-        self._strategy = tf.distribute.MultiWorkerMirroredStrategy(self._options)
+        self._strategy = tf.distribute.MultiWorkerMirroredStrategy(
+            communication_options=self._options
+        )
         self._n = self._strategy.num_replicas_in_sync
         self._rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
         self._meet = self._step([self._variable(np.ones(1, np.float32))], "sum")
@@ -70,13 +72,16 @@ class TensorFlowRank(Rank):
         return block(replica).astype(tf.as_dtype(dtype).as_numpy_dtype)
 
     def _variable(self, values: np.ndarray) -> Any:
+        """A variable of which each rank has its own value; the initial one is the first rank's."""
         with self._strategy.scope():
-            return tf.Variable(
-                values,
+            variable = tf.Variable(
+                tf.constant(values),
                 trainable=False,
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.SUM,
             )
+        variable.values[0].assign(values)
+        return variable
 
     def _step(self, variables: list[Any], reduce_op: str) -> Any:
         op = tf.distribute.ReduceOp[reduce_op.upper()]
