@@ -13,7 +13,7 @@ import numpy as np
 from jaxcoll.bench.counters import busy_seconds, idle_loopback_rate, loopback_bytes, machine
 from jaxcoll.bench.results import Result
 from jaxcoll.bench.spelling import BASELINE
-from jaxcoll.bench.teams import Team
+from jaxcoll.bench.teams import Entry, Team
 from jaxcoll.bench.timing import estimate, interleaved, ratio
 from jaxcoll.bench.trees import Workload
 
@@ -79,9 +79,9 @@ class Contestant:
         return [getattr(measured, field) for measured in self.rounds]
 
 
-def steps(teams: Sequence[Team], rounds: int) -> int:
+def steps(workload: Workload, teams: Sequence[Team], rounds: int) -> int:
     """How often `measure` reports progress on one workload."""
-    entries = [entry for team in teams for entry in team.entries]
+    entries = [entry for team in teams for entry in _taking_part(workload, team)]
     trials = sum(len(entry) for entry in entries if len(entry) > 1)
     return len(entries) * (COMPILES + 1 + WARM + rounds) + TRIALS * trials + 1
 
@@ -116,7 +116,7 @@ def measure(
     progress("values")
     for team in teams:
         team.do("prepare", leaves=leaves, reduce_op=reduce_op)
-    chosen = {c.name: c for team in teams for c in _shortlist(team, progress)}
+    chosen = {c.name: c for team in teams for c in _shortlist(workload, team, progress)}
     for compiled in interleaved(_turns(chosen, Contestant.compile, "compile", progress), COMPILES):
         for name, seconds in compiled.items():
             if seconds is not None:
@@ -205,10 +205,15 @@ def _result(
     )
 
 
-def _shortlist(team: Team, progress: Callable[[str], None]) -> list[Contestant]:
+def _taking_part(workload: Workload, team: Team) -> list[Entry]:
+    """A team's entries. Those of several names differ in how they pack: nothing for one array."""
+    return [entry for entry in team.entries if len(entry) == 1 or len(workload.leaves) > 1]
+
+
+def _shortlist(workload: Workload, team: Team, progress: Callable[[str], None]) -> list[Contestant]:
     """The contestants: of several in one entry, the one with the best median of a few trials."""
     found = []
-    for entry in team.entries:
+    for entry in _taking_part(workload, team):
         those = {name: Contestant(name, team) for name in entry}
         if len(those) > 1:
             trials = list(interleaved(_turns(those, Contestant.turn, "try", progress), TRIALS))
@@ -233,10 +238,11 @@ def _sockets(c: Contestant, idle: float) -> tuple[float | None, bool | None]:
     """Bytes a device by the kernel, and whether anything else may have been counted with them."""
     if not c.team.on_loopback or loopback_bytes() is None:
         return None, None
-    low, median, high = np.percentile(c.of("socket_bytes"), [25, 50, 75])
-    others = idle * float(np.median(c.of("seconds")))
-    disturbed = others > 0.01 * median or high - low > max(0.01 * median, 1024)
-    return max(0.0, float(median)) / c.team.world["devices"], bool(disturbed)
+    # Other traffic only ever adds.
+    least, usual = max(0.0, min(c.of("socket_bytes"))), np.median(c.of("socket_bytes"))
+    others = idle * min(c.of("seconds"))
+    disturbed = max(others, usual - least) > max(0.01 * least, 1024)
+    return least / c.team.world["devices"], bool(disturbed)
 
 
 class _Others:

@@ -17,7 +17,7 @@ from jaxcoll.bench.table import world_of
 
 INK, FAINT, LINE, BAND = "#1d2433", "#717a8a", "#dfe3e9", "#eceff3"
 COLORS = ("#1f6f8b", "#e2725b", "#6b5b95", "#3f9b6c", "#c99a2e", "#b0486f", "#4a7fc1", "#8a6d4f")
-FASTER, SLOWER = "#1f6f8b", "#e2725b"
+FASTER, SLOWER, OTHERS = "#1f6f8b", "#e2725b", "#8a94a6"
 WIDTH, LEFT, RIGHT = 12.8, 2.6, 2.5
 HEAD, FOOT, GAP, ROW, CURVES = 1.45, 0.55, 1.15, 0.42, 5.0
 """Inches."""
@@ -69,7 +69,9 @@ def _heading(figure: Figure, results: Sequence[Result], height: float) -> None:
     figure.text(
         *(0.35 / WIDTH, 0.2 / height),
         f"Medians of {first.rounds} rounds, taken in turn; thin lines and bands: 95 % bootstrap "
-        "intervals. Grey band: the same program measured twice (A/A).",
+        "intervals; grey band: the same program measured twice (A/A)."
+        + " Grey bars: other libraries."
+        * (len({r.library for r in results if not r.is_size}) > 1),
         size=9.5,
         color=FAINT,
     )
@@ -88,9 +90,9 @@ def _curves(axes: Axes, results: Sequence[Result]) -> None:
         color = FAINT if way == BASELINE else COLORS[(ways.index(way) - 1) % len(COLORS)]
         x, y = [r.bytes for r in points], [r.busbw for r in points]
         if way != BASELINE:
-            axes.fill_between(*_band(points), color=color, alpha=0.16, linewidth=0, zorder=2)
-        style = {"linestyle": (0, (4, 2))} if way == BASELINE else {}
-        axes.plot(x, y, color=color, linewidth=2.2, marker="o", markersize=4, zorder=3, **style)
+            axes.fill_between(*_band(points), color=color, alpha=0.10, linewidth=0, zorder=2)
+        style = "--" if way == BASELINE else "-"
+        axes.plot(x, y, style, color=color, linewidth=2.2, marker="o", markersize=4, zorder=3)
         ends.append((y[-1], way, color))
     sizes = sorted({r.bytes for r in results})
     _bare(axes)
@@ -114,11 +116,11 @@ def _band(points: Sequence[Result]) -> tuple[list[int], list[float], list[float]
 
 
 def _label_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
-    """Each line's name beside its last point, moved up where it would cover the one below."""
+    """Each line's name beside its last point; names that would touch are spread around theirs."""
     low, high = (math.log(y) for y in axes.get_ylim())
-    free = 0.0
-    for y, name, color in sorted(ends):
-        at = max((math.log(y) - low) / (high - low), free)
+    named = sorted(ends)
+    wanted = [(math.log(y) - low) / (high - low) for y, _, _ in named]
+    for at, (_, name, color) in zip(_spread(wanted, 0.052), named, strict=True):
         axes.text(
             *(1.015, at, f"{name}, psum" if name == BASELINE else name),
             transform=axes.transAxes,
@@ -127,7 +129,30 @@ def _label_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
             color=color,
             va="center",
         )
-        free = at + 0.052
+
+
+def _spread(wanted: Sequence[float], gap: float) -> list[float]:
+    """Rising places at least `gap` apart, none above 1 if there is room, close to those wanted.
+
+    Examples:
+      >>> [round(x, 2) for x in _spread([0.5, 0.5, 0.5, 1.0], 0.1)]
+      [0.4, 0.5, 0.6, 1.0]
+    """
+    groups: list[list[float]] = []
+    for place in wanted:
+        groups.append([place])
+        while len(groups) > 1:
+            below, above = groups[-2:]
+            if _bottom(above, gap) >= _bottom(below, gap) + gap * len(below):
+                break
+            groups[-2:] = [below + above]
+    return [_bottom(group, gap) + gap * k for group in groups for k in range(len(group))]
+
+
+def _bottom(group: Sequence[float], gap: float) -> float:
+    """Where the lowest of a group goes: its middle where the middle of all is wanted."""
+    span = gap * (len(group) - 1)
+    return min(sum(group) / len(group) - span / 2, 1 - span)
 
 
 def _bars(axes: Axes, rows: Sequence[Result], trees: Sequence[Sequence[Result]]) -> None:
@@ -141,14 +166,14 @@ def _bars(axes: Axes, rows: Sequence[Result], trees: Sequence[Sequence[Result]])
     for k, row in enumerate(shown):
         assert row.ratio is not None
         ratio = row.ratio
-        color = FASTER if ratio.median < 1 else SLOWER
+        ours = row.library == base.library
+        color = OTHERS if not ours else FASTER if ratio.median < 1 else SLOWER
         axes.barh(k, ratio.median - 1, left=1, height=0.56, color=color, zorder=2)
         axes.plot([ratio.low, ratio.high], [k, k], color=INK, linewidth=1.3, zorder=4)
-        end = {"transform": axes.get_yaxis_transform(), "va": "center"}
-        axes.text(
-            1.02, k, f"× {_short(ratio.median)}", size=11.5, weight="bold", color=color, **end
-        )
-        axes.text(1.11, k, _duration(row.seconds.median), size=10.5, color=FAINT, **end)
+        end = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "right"}
+        times = f"× {_short(ratio.median)}"
+        axes.text(1.13, k, times, size=11.5, weight="bold", color=color, **end)
+        axes.text(1.26, k, _duration(row.seconds.median), size=10.5, color=FAINT, **end)
     _bare(axes)
     axes.set_yticks(range(len(shown)), [r.algorithm for r in shown])
     axes.tick_params(axis="y", labelsize=11.5, labelcolor=INK)
@@ -180,13 +205,13 @@ def _plain_ticks(axes: Axes, which: str) -> None:
 
 
 def _short(value: float) -> str:
-    """Two digits, or three where there are three before the point.
+    """Two digits below 1, three above.
 
     Examples:
-      >>> _short(0.0341), _short(0.997), _short(12.3), _short(140.0)
-      ('0.034', '1.0', '12', '140')
+      >>> _short(0.0341), _short(0.997), _short(12.34), _short(140.0)
+      ('0.034', '1.00', '12.3', '140')
     """
-    return f"{value:#.2g}".rstrip(".") if value < 100 else f"{value:.0f}"
+    return f"{value:#.{2 if value < 0.995 else 3}g}".rstrip(".")
 
 
 def _duration(seconds: float) -> str:

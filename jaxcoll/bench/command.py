@@ -110,7 +110,8 @@ def _run(args: argparse.Namespace) -> int:
     results: list[Result] = []
     with teams_of(args, [(name,) for name in names]) as teams:
         shown = is_first(teams)
-        with progress_bar(len(workloads) * steps(teams, args.rounds), shown=shown) as progress:
+        total = sum(steps(workload, teams, args.rounds) for workload in workloads)
+        with progress_bar(total, shown=shown) as progress:
             for workload in workloads:
                 results += measure(
                     workload,

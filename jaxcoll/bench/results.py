@@ -36,9 +36,10 @@ class Result:
         coarse.
       wire_bytes: that leave one device in one call, by the compiled program; None for peers.
       socket_bytes: the same by the kernel's counter of the loopback interface, headers
-        included; None where nothing goes through it, and where there is no such counter.
-      socket_bytes_disturbed: whether other traffic, or its spread over rounds, was more than
-        1 % of it.
+        included, in the round that had least; None where nothing goes through it, and where
+        there is no such counter.
+      socket_bytes_disturbed: whether other traffic, or the spread over rounds, was more than
+        1 % of it (and than 1 KiB), so that other programs' bytes may be among them.
       operands: arrays handed to collectives in one call; None where unknown.
       temporary_bytes: memory beside arguments and results, as the compiler states it.
       compile_seconds: tracing, lowering and compiling, the slowest rank's; None for peers.

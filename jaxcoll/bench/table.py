@@ -19,8 +19,9 @@ from jaxcoll.bench.timing import Estimate
 WIDTH = 118
 _COLUMNS = (
     "ms", f"÷ {BASELINE} [95 %]", "busbw", "CPU ms", "÷", "sent B", "kernel", "arrays", "temp B",
-    "build s", "÷", "error",
+    "error",
 )  # fmt: skip
+_OF_TREES = ("build s", "÷")
 LEGEND = """\
 ms: one call, the slowest rank's · busbw: GB/s as in nccl-tests · CPU: all ranks · sent: from each
 device, as compiled · kernel: the same by the loopback counter, ~ with other traffic in it · arrays:
@@ -69,6 +70,7 @@ def show(results: Sequence[Result], *, to_stderr: bool) -> None:
         for workload, group in groupby(rows, lambda r: r.workload):
             for k, row in enumerate(group):
                 cells = [Text(cell) for cell in _cells(row)]
+                cells += [Text(cell) for cell in _built(row)] * (not is_size)
                 name = Text(row.algorithm, "dim" if row.algorithm in (BASELINE, TWIN) else "bold")
                 table.add_row(*[workload if k == 0 else ""] * is_size, name, *cells)
             table.add_section()
@@ -107,7 +109,7 @@ def _table(heading: str, *, by_size: bool) -> Table:
     if by_size:
         table.add_column("size", justify="right", no_wrap=True)
     table.add_column("algorithm", no_wrap=True)
-    for column in _COLUMNS:
+    for column in (*_COLUMNS, *_OF_TREES * (not by_size)):
         table.add_column(column, justify="right", no_wrap=True)
     return table
 
@@ -118,17 +120,21 @@ def _cells(row: Result) -> list[str]:
     return [
         _significant(row.seconds.median * 1e3),
         "1" if row.algorithm == BASELINE else str(row.ratio or "–"),
-        f"{row.busbw:.3g}",
+        _significant(row.busbw),
         _significant(row.cpu_seconds * 1e3),
         _median(row.cpu_ratio),
         _bytes(row.wire_bytes),
         disturbed + _bytes(row.socket_bytes),
         "–" if row.operands is None else f"{row.operands:,}",
         _bytes(row.temporary_bytes),
-        "–" if row.compile_seconds is None else f"{row.compile_seconds:.2f}",
-        _median(row.compile_ratio),
         f"{row.error:.0e}",
     ]
+
+
+def _built(row: Result) -> list[str]:
+    """What building costs; of no interest for one array."""
+    seconds = "–" if row.compile_seconds is None else f"{row.compile_seconds:.2f}"
+    return [seconds, _median(row.compile_ratio)]
 
 
 def _median(ratio: Estimate | None) -> str:
