@@ -133,13 +133,13 @@ def measure(
         for c in (c for c in chosen.values() if c.team is team):
             c.meeting, c.calls = meeting, min(MOST_CALLS, math.ceil(SHORTEST / c.warm))
     idle = idle_loopback_rate() if loopback_bytes() is not None else 0.0
-    with _Others(teams) as others:
-        for measured in interleaved(_turns(chosen, Contestant.turn, "measure", progress), rounds):
-            for name, values in measured.items():
-                chosen[name].rounds.append(values)
+    start = _spent(teams)
+    for measured in interleaved(_turns(chosen, Contestant.turn, "measure", progress), rounds):
+        for name, values in measured.items():
+            chosen[name].rounds.append(values)
+    others = _other_cores(start, _spent(teams)) if teams[0].on_this_host else None
     return [
-        _result(workload, reduce_op, c, chosen[BASELINE], idle, others.cores)
-        for c in chosen.values()
+        _result(workload, reduce_op, c, chosen[BASELINE], idle, others) for c in chosen.values()
     ]
 
 
@@ -245,24 +245,16 @@ def _sockets(c: Contestant, idle: float) -> tuple[float | None, bool | None]:
     return least / c.team.world["devices"], bool(disturbed)
 
 
-class _Others:
-    """What other programs of this host did between `__enter__` and `__exit__`, in cores."""
+def _spent(teams: Sequence[Team]) -> tuple[float, float, float]:
+    """Wall clock, busy seconds of all cores, and those of all ranks and of this process."""
+    # A rank that is not launched is this process.
+    ranks = sum(sum(team.do("cpu_seconds")) for team in teams if team.on_loopback)
+    return time.perf_counter(), busy_seconds() or 0.0, ranks + time.process_time()
 
-    def __init__(self, teams: Sequence[Team]) -> None:
-        self._teams = teams
-        self.cores: float | None = None
 
-    def __enter__(self) -> _Others:
-        self._start = self._now()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        wall, busy, ours = (b - a for a, b in zip(self._start, self._now(), strict=True))
-        if busy_seconds() is not None and all(team.on_this_host for team in self._teams):
-            self.cores = max(0.0, busy - ours) / wall
-
-    def _now(self) -> tuple[float, float, float]:
-        """Wall clock, busy seconds of all cores, and those of all ranks and of this process."""
-        # A rank that is not launched is this process.
-        ranks = [sum(team.do("cpu_seconds")) for team in self._teams if team.on_loopback]
-        return time.perf_counter(), busy_seconds() or 0.0, sum(ranks) + time.process_time()
+def _other_cores(
+    start: tuple[float, float, float], end: tuple[float, float, float]
+) -> float | None:
+    """Cores that other programs kept busy between two readings of `_spent`."""
+    wall, busy, ours = (b - a for a, b in zip(start, end, strict=True))
+    return max(0.0, busy - ours) / wall if busy_seconds() is not None else None

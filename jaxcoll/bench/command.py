@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxcoll.bench.files import check_writable, replacing
-from jaxcoll.bench.launch import LaunchError
 from jaxcoll.bench.results import Result
 from jaxcoll.bench.spelling import BASELINE, TWIN, options_of, sizes_of
 from jaxcoll.bench.trees import TREES, Workload, array_of, tree_of
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with _terminable():
             return _run(args)
-    except (LaunchError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         print(f"jaxcoll bench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -102,14 +102,24 @@ def join() -> bool:
 
     Returns:
       Whether it did.
+
+    Raises:
+      LaunchError: the port at which the processes were to meet is in use.
     """
     if _RANK not in os.environ:
         return False
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        os.environ[_COORDINATOR], int(os.environ[_COUNT]), int(os.environ[_RANK])
-    )
+    address = os.environ[_COORDINATOR]
+    try:
+        jax.distributed.initialize(address, int(os.environ[_COUNT]), int(os.environ[_RANK]))
+    except RuntimeError as error:
+        if "Failed to start RPC server" not in str(error):
+            raise
+        raise LaunchError(
+            f"cannot listen at {address}, where the processes were to meet: the port is in use. "
+            "Run this again, which takes another one."
+        ) from error
     return True
 
 
