@@ -105,6 +105,7 @@ def join() -> bool:
 
     Raises:
       LaunchError: the port at which the processes were to meet is in use.
+      RuntimeError: they did not meet for another reason.
     """
     if _RANK not in os.environ:
         return False

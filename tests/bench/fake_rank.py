@@ -6,7 +6,7 @@ import sys
 import time
 
 sys.path.append(sys.argv[1])
-from ranks.rank import Rank, serve  # noqa: E402
+from ranks.rank import Rank, serve
 
 
 class FakeRank(Rank):
@@ -19,7 +19,7 @@ class FakeRank(Rank):
         print("noise on standard output")
 
     def compile(self, name):
-        return 0.5 if "built" in name else None
+        return None if "theirs" in name else 0.5
 
     def describe(self, name):
         return {"error": 0.25 * int(os.environ["RANK"])}
@@ -39,7 +39,7 @@ class FakeRank(Rank):
         if "exits" in name:
             print("these were its last words", file=sys.stderr, flush=True)
             os._exit(3)
-        time.sleep(0.02 if "slow" in name else 0.005)
+        time.sleep(0.05 if "slow" in name else 0.002)
 
 
 assert "jax" not in sys.modules

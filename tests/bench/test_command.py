@@ -113,7 +113,7 @@ def children(parent, count):
     [
         (["--tree", "vgg"], "no tree 'vgg': choose resnet50"),
         (["--algorithms", "magic"], "no algorithm 'magic': choose per-leaf, auto"),
-        (["--devices", "2", "--sizes", "1KiB", "--algorithms", "ring/ring"], "needs a tuple of 2 axes"),
+        (["--platform", "auto", "--sizes", "1KiB", "--algorithms", "ring/ring"], "needs a tuple of 2 axes"),
         (["--sizes", "2KiB:1KiB"], "--sizes: expected SIZE"),
         (["--processes", "1"], "--processes must be at least 2; got 1"),
         (["--processes", "2", "--platform", "gpu"], "--processes starts processes of CPU devices"),
