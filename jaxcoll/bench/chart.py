@@ -208,8 +208,8 @@ def _short(value: float) -> str:
     """Two digits below 1, three above.
 
     Examples:
-      >>> _short(0.0341), _short(0.997), _short(12.34), _short(140.0)
-      ('0.034', '1.00', '12.3', '140')
+      >>> _short(0.0341), _short(1.038), _short(12.34), _short(140.0)
+      ('0.034', '1.04', '12.3', '140')
     """
     return f"{value:#.{2 if value < 0.995 else 3}g}".rstrip(".")
 

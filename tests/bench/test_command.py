@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxcoll.bench.launch import launch
 from jaxcoll.bench.spelling import BASELINE, TWIN
 
 OURS = ["auto", "native@all", "ring", "halving-doubling", "shuffle"]
@@ -145,3 +146,17 @@ def test_the_others_take_one_dtype_only(tmp_path, capsys):
     tree.write_text('[{"shape": [1]}, {"shape": [1], "dtype": "int32"}]')
     assert main(["bench", "--processes", "2", "--against", "torch", "--tree", str(tree)]) == 2
     assert "the others take trees of one dtype only" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_inside_a_job_that_somebody_launched_one_process_prints(tmp_path):
+    file = tmp_path / "lines.json"
+    command = [sys.executable, "-m", "jaxcoll", "bench", "--sizes", "4KiB", "--rounds", "2",
+               "--algorithms", "ring/halving-doubling", "--json", str(file)]  # fmt: skip
+    ended = launch(command, 2, timeout=120, env={"JAX_NUM_CPU_DEVICES": "2"})
+    assert "2 processes × 2 cpu devices" in ended[0].log
+    assert [x for x in ended[1].log.splitlines() if "[Gloo]" not in x] == []
+    lines = lines_of(file.read_text())
+    assert [x["algorithm"] for x in lines] == [BASELINE, TWIN, "ring/halving-doubling"]
+    assert {(x["devices"], x["processes"], x["socket_bytes"]) for x in lines} == {(4, 2, None)}
+    assert max(x["error"] for x in lines) < 1e-6
