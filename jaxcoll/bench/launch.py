@@ -105,22 +105,15 @@ def join() -> bool:
 
     Raises:
       LaunchError: the port at which the processes were to meet is in use.
-      RuntimeError: they did not meet for another reason.
     """
     if _RANK not in os.environ:
         return False
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    address = os.environ[_COORDINATOR]
-    try:
-        jax.distributed.initialize(address, int(os.environ[_COUNT]), int(os.environ[_RANK]))
-    except RuntimeError as error:
-        if "Failed to start RPC server" not in str(error):
-            raise
-        raise LaunchError(
-            f"cannot listen at {address}, where the processes were to meet: the port is in use. "
-            "Run this again, which takes another one."
-        ) from error
+    address, rank = os.environ[_COORDINATOR], int(os.environ[_RANK])
+    if rank == 0:
+        _check_free(address)
+    jax.distributed.initialize(address, int(os.environ[_COUNT]), rank)
     return True
 
 
@@ -135,6 +128,19 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _check_free(address: str) -> None:
+    """Refuse a port in use, at which JAX itself may fail with no more than a signal."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(address.rpartition(":")[2])))
+        except OSError as error:
+            raise LaunchError(
+                f"cannot listen at {address}, where the processes were to meet: "
+                f"{error.strerror}. Run this again, which takes another port."
+            ) from error
 
 
 @contextlib.contextmanager

@@ -149,8 +149,10 @@ class Launched(Team):
 
     def _lost(self, rank: int, doing: str, error: str = "") -> None:
         """Blame the rank that ended first: where one is killed, the others' calls fail as well."""
+        # What a rank says of itself tells more than how it then ends.
+        others = [r for r in range(len(self._running)) if r != rank or not error]
         patience = time.monotonic() + 1
-        while not (dead := [r for r, p in enumerate(self._running) if p.poll() is not None]):
+        while not (dead := [r for r in others if self._running[r].poll() is not None]):
             if time.monotonic() > patience:
                 break
             time.sleep(0.02)
