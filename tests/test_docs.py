@@ -22,7 +22,8 @@ PAGES = [
 MODULES = sorted(
     m.name
     for m in pkgutil.walk_packages(jaxcoll.__path__, "jaxcoll.")
-    if not m.name.endswith("__main__")
+    # Ranks of other libraries run in interpreters that have these.
+    if not m.name.endswith(("__main__", ".torch_rank", ".tensorflow_rank"))
 )
 
 

@@ -1,159 +1,260 @@
-"""The all-reduce benchmark of one process: compile, check, time, and describe each variant."""
+"""The measurement: every contestant on one workload, in turn, round by round."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-import jax
 import numpy as np
 
-from jaxcoll.bench.timing import Ratio, interleaved, ratio, seconds
-from jaxcoll.bench.trees import tree_of
-from jaxcoll.bench.variants import all_devices, program, row, values, variants
+from jaxcoll.bench.counters import busy_seconds, idle_loopback_rate, loopback_bytes, machine
+from jaxcoll.bench.results import Result
+from jaxcoll.bench.spelling import BASELINE
+from jaxcoll.bench.teams import Entry, Team
+from jaxcoll.bench.timing import estimate, interleaved, ratio
+from jaxcoll.bench.trees import Workload
 
-BASELINE = "per-leaf"
 COMPILES = 3
+WARM = 2
+TRIALS = 3
+SHORTEST = 0.01
+"""Seconds that a round should take at least: faster calls are made several times in it."""
+MOST_CALLS = 100
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """One variant on one tree and world.
+class Round:
+    """What one contestant did in one round; each figure is that of one call."""
+
+    seconds: float
+    cpu_seconds: float
+    socket_bytes: float
+
+
+@dataclasses.dataclass
+class Contestant:
+    """One way to reduce the workload, and what has been found out about it so far.
 
     Attributes:
-      variant: its name.
-      tree: the tree's name.
-      devices: replicas.
-      processes: processes.
-      bytes: bytes of the tree on one replica (S).
-      seconds: median wall seconds of one reduction.
-      algbw: S / seconds, in GB/s (10^9 bytes), as nccl-tests defines it.
-      busbw: algbw × 2(n-1)/n.
-      ratio: seconds over the baseline's, paired by round.
-      compile_seconds: median of lowering and compiling, over several interleaved rounds.
-      compile_ratio: compile_seconds over the baseline's, paired by round.
-      temporary_bytes: memory beside arguments and results, as the compiler states it.
-      error: largest |x - exact| / sum of magnitudes over elements, exact in float64.
+      name: what its team calls it.
+      team: who carries it out.
+      compile_seconds: of the slowest rank, each time that it was built.
+      told: see `Rank.describe`; the error is the largest of all ranks.
+      warm: seconds of the last call that did not count.
+      calls: in one round.
+      meeting: bytes that the barrier before a round sends through loopback.
+      rounds: what was measured.
     """
 
-    variant: str
-    tree: str
-    devices: int
-    processes: int
-    bytes: int
-    seconds: float
-    algbw: float
-    busbw: float
-    ratio: Ratio
-    compile_seconds: float
-    compile_ratio: Ratio
-    temporary_bytes: int
-    error: float
+    name: str
+    team: Team
+    compile_seconds: list[float] = dataclasses.field(default_factory=list)
+    told: dict[str, Any] = dataclasses.field(default_factory=dict)
+    warm: float = 0.0
+    calls: int = 1
+    meeting: float = 0.0
+    rounds: list[Round] = dataclasses.field(default_factory=list)
+
+    def compile(self) -> float | None:
+        """Build it anew; seconds on the slowest rank, or None where nothing is built."""
+        seconds = self.team.do("compile", name=self.name)
+        return None if None in seconds else max(seconds)
+
+    def turn(self) -> Round:
+        """Carry it out, `calls` times."""
+        before = loopback_bytes() or 0
+        ranks = self.team.do("time", name=self.name, calls=self.calls)
+        sent = (loopback_bytes() or 0) - before - self.meeting
+        return Round(
+            seconds=max(x["seconds"] for x in ranks) / self.calls,
+            cpu_seconds=sum(x["cpu_seconds"] for x in ranks) / self.calls,
+            socket_bytes=sent / self.calls,
+        )
+
+    def of(self, field: str) -> list[float]:
+        """One figure, round by round."""
+        return [getattr(measured, field) for measured in self.rounds]
+
+
+def steps(workload: Workload, teams: Sequence[Team], rounds: int) -> int:
+    """How often `measure` reports progress on one workload."""
+    entries = [entry for team in teams for entry in _taking_part(workload, team)]
+    trials = sum(len(entry) for entry in entries if len(entry) > 1)
+    return len(entries) * (COMPILES + 1 + WARM + rounds) + TRIALS * trials + 1
 
 
 def measure(
-    tree: str,
+    workload: Workload,
+    teams: Sequence[Team],
     *,
-    names: Sequence[str],
-    dtype: str = "float32",
-    reduce_op: str = "mean",
-    rounds: int = 20,
-    progress: Callable[[str], None] = lambda stage: None,
+    reduce_op: str,
+    rounds: int,
+    progress: Callable[[str], None],
 ) -> list[Result]:
-    """Measure some variants on one tree over all devices of this world.
+    """Measure all entries of all teams on one workload.
+
+    Only one team works at a time. The time of a round is its slowest rank's.
 
     Args:
-      tree: a name that `tree_of` knows, or a JSON file.
-      names: variants; the baseline and its A/A twin are always among them.
-      dtype: of leaves whose tree does not say.
+      workload: what is reduced.
+      teams: the first one has the baseline among its entries.
       reduce_op: "mean" or "sum".
-      rounds: timed rounds, after two that are not.
-      progress: told what is being done.
+      rounds: timed rounds, after `WARM` that are not.
+      progress: told what is being done, `steps` times.
 
     Returns:
-      One result a variant, the baseline's first.
+      One result an entry, the baseline's first.
 
     Raises:
-      ValueError: a name is none of the variants, or the tree is unknown.
+      ValueError: what an algorithm needs is not there.
+      LaunchError: a rank failed.
     """
-    known = variants(reduce_op)
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(f"no variant {unknown[0]!r}: choose from {', '.join(known)}.")
-    chosen = list(dict.fromkeys([BASELINE, f"{BASELINE} again", *names]))
-    mesh = all_devices()
-    shapes = tree_of(tree, dtype)
-    arrays = values(shapes, mesh)
-    exact = _exact(shapes, mesh.size, reduce_op)
-
-    compiled, compile_times = {}, {name: [] for name in chosen}
-    for k in range(COMPILES):
-        for name in chosen if k % 2 == 0 else chosen[::-1]:
-            progress(f"compile {name}")
-            # A new function each time, so that no cache of traces can help.
-            fresh = program(lambda t, reduce=known[name]: reduce(t), mesh)
-
-            def build(name: str = name, fresh: Any = fresh) -> None:
-                compiled[name] = fresh.lower(arrays).compile()
-
-            compile_times[name].append(seconds(build))
-
-    calls = {n: (lambda c=c: jax.block_until_ready(c(arrays))) for n, c in compiled.items()}
-    errors = {n: _error(c(arrays), exact) for n, c in compiled.items()}
-    times: dict[str, list[float]] = {name: [] for name in chosen}
-    for k, measured in enumerate(interleaved(calls, rounds + 2)):
-        progress(f"round {k + 1}/{rounds + 2}")
-        if k >= 2:
-            for name, value in measured.items():
-                times[name].append(value)
-
-    nbytes = sum(s.size * s.dtype.itemsize for s in shapes)
-    n = mesh.size
-    results = []
-    for name in chosen:
-        median = float(np.median(times[name]))
-        algbw = nbytes / median / 1e9
-        memory = compiled[name].memory_analysis()
-        results.append(
-            Result(
-                variant=name,
-                tree=tree,
-                devices=n,
-                processes=jax.process_count(),
-                bytes=nbytes,
-                seconds=median,
-                algbw=algbw,
-                busbw=algbw * 2 * (n - 1) / n,
-                ratio=ratio(times[name], times[BASELINE]),
-                compile_seconds=float(np.median(compile_times[name])),
-                compile_ratio=ratio(compile_times[name], compile_times[BASELINE]),
-                temporary_bytes=int(memory.temp_size_in_bytes) if memory else -1,
-                error=errors[name],
-            )
-        )
-    return results
-
-
-def _exact(
-    shapes: list[jax.ShapeDtypeStruct], replicas: int, reduce_op: str
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Each leaf's reduction in float64, and the sum of its magnitudes in the same units."""
-    scale = 1 / replicas if reduce_op == "mean" else 1.0
-    pairs = []
-    for i, spec in enumerate(shapes):
-        total, size = np.zeros(spec.shape), np.zeros(spec.shape)
-        for replica in range(replicas):
-            wide = row(i, spec, replica).astype(np.float64) * scale
-            total += wide
-            size += np.abs(wide)
-        pairs.append((total, size))
-    return pairs
-
-
-def _error(results: list[jax.Array], exact: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    worst = [
-        np.max(np.abs(np.asarray(got, np.float64) - want) / (size + 1e-30), initial=0.0)
-        for got, (want, size) in zip(results, exact, strict=True)
+    leaves = [{"shape": x.shape, "dtype": x.dtype.name} for x in workload.leaves]
+    progress("values")
+    for team in teams:
+        team.do("prepare", leaves=leaves, reduce_op=reduce_op)
+    chosen = {c.name: c for team in teams for c in _shortlist(workload, team, progress)}
+    for compiled in interleaved(_turns(chosen, Contestant.compile, "compile", progress), COMPILES):
+        for name, seconds in compiled.items():
+            if seconds is not None:
+                chosen[name].compile_seconds.append(seconds)
+    for c in chosen.values():
+        progress(f"check {c.name}")
+        told = c.team.do("describe", name=c.name)
+        c.told = {**told[0], "error": max(x["error"] for x in told)}
+    for _ in range(WARM):
+        for name, turn in _turns(chosen, Contestant.turn, "warm up", progress).items():
+            chosen[name].warm = turn().seconds
+    for team in teams:
+        meeting = _meeting_bytes(team)
+        for c in (c for c in chosen.values() if c.team is team):
+            c.meeting, c.calls = meeting, min(MOST_CALLS, math.ceil(SHORTEST / c.warm))
+    idle = idle_loopback_rate() if loopback_bytes() is not None else 0.0
+    start = _spent(teams)
+    for measured in interleaved(_turns(chosen, Contestant.turn, "measure", progress), rounds):
+        for name, values in measured.items():
+            chosen[name].rounds.append(values)
+    others = _other_cores(start, _spent(teams)) if teams[0].on_this_host else None
+    return [
+        _result(workload, reduce_op, c, chosen[BASELINE], idle, others) for c in chosen.values()
     ]
-    return float(max(worst, default=0.0))
+
+
+T = TypeVar("T")
+
+
+def _turns(
+    chosen: Mapping[str, Contestant],
+    turn: Callable[[Contestant], T],
+    doing: str,
+    progress: Callable[[str], None],
+) -> dict[str, Callable[[], T]]:
+    """What each contestant does when it is its turn, by name."""
+
+    def take(c: Contestant) -> T:
+        progress(f"{doing} {c.name}")
+        return turn(c)
+
+    return {c.name: lambda c=c: take(c) for c in chosen.values()}
+
+
+def _result(
+    workload: Workload,
+    reduce_op: str,
+    c: Contestant,
+    base: Contestant,
+    idle: float,
+    other_cores: float | None,
+) -> Result:
+    """What all rounds together say about a contestant."""
+    world = c.team.world
+    sent, disturbed = _sockets(c, idle)
+    return Result(
+        workload=workload.name,
+        is_size=workload.is_size,
+        algorithm=c.name,
+        library=world["library"],
+        platform=world["platform"],
+        machine=machine() if world["platform"] == "cpu" else str(world["device"]),
+        devices=world["devices"],
+        processes=world["processes"],
+        reduce_op=reduce_op,
+        dtypes=tuple(dict.fromkeys(x.dtype.name for x in workload.leaves)),
+        leaves=len(workload.leaves),
+        bytes=workload.nbytes,
+        rounds=len(c.rounds),
+        calls=c.calls,
+        seconds=estimate(c.of("seconds")),
+        ratio=ratio(c.of("seconds"), base.of("seconds")),
+        cpu_seconds=float(np.median(c.of("cpu_seconds"))),
+        cpu_ratio=ratio(c.of("cpu_seconds"), base.of("cpu_seconds")),
+        wire_bytes=c.told.get("wire_bytes"),
+        socket_bytes=sent,
+        socket_bytes_disturbed=disturbed,
+        operands=c.told.get("operands"),
+        temporary_bytes=c.told.get("temporary_bytes"),
+        compile_seconds=float(np.median(c.compile_seconds)) if c.compile_seconds else None,
+        compile_ratio=(
+            ratio(c.compile_seconds, base.compile_seconds) if c.compile_seconds else None
+        ),
+        error=c.told["error"],
+        other_cores=other_cores,
+    )
+
+
+def _taking_part(workload: Workload, team: Team) -> list[Entry]:
+    """A team's entries. Those of several names differ in how they pack: nothing for one array."""
+    return [entry for entry in team.entries if len(entry) == 1 or len(workload.leaves) > 1]
+
+
+def _shortlist(workload: Workload, team: Team, progress: Callable[[str], None]) -> list[Contestant]:
+    """The contestants: of several in one entry, the one with the best median of a few trials."""
+    found = []
+    for entry in _taking_part(workload, team):
+        those = {name: Contestant(name, team) for name in entry}
+        if len(those) > 1:
+            trials = list(interleaved(_turns(those, Contestant.turn, "try", progress), TRIALS))
+            best = min(entry, key=lambda n: np.median([t[n].seconds for t in trials]))
+            those = {best: those[best]}
+        found += those.values()
+    return found
+
+
+def _meeting_bytes(team: Team) -> float:
+    """Bytes that a barrier sends through loopback."""
+
+    def met() -> float:
+        before = loopback_bytes() or 0
+        team.do("time", name="", calls=0)
+        return (loopback_bytes() or 0) - before
+
+    return float(np.median([met() for _ in range(3)]))
+
+
+def _sockets(c: Contestant, idle: float) -> tuple[float | None, bool | None]:
+    """Bytes a device by the kernel, and whether anything else may have been counted with them."""
+    if not c.team.on_loopback or loopback_bytes() is None:
+        return None, None
+    # Other traffic only ever adds.
+    least, usual = max(0.0, min(c.of("socket_bytes"))), np.median(c.of("socket_bytes"))
+    others = idle * min(c.of("seconds"))
+    disturbed = max(others, usual - least) > max(0.01 * least, 1024)
+    return least / c.team.world["devices"], bool(disturbed)
+
+
+def _spent(teams: Sequence[Team]) -> tuple[float, float, float]:
+    """Wall clock, busy seconds of all cores, and those of all ranks and of this process."""
+    # A rank that is not launched is this process.
+    ranks = sum(sum(team.do("cpu_seconds")) for team in teams if team.on_loopback)
+    return time.perf_counter(), busy_seconds() or 0.0, ranks + time.process_time()
+
+
+def _other_cores(
+    start: tuple[float, float, float], end: tuple[float, float, float]
+) -> float | None:
+    """Cores that other programs kept busy between two readings of `_spent`."""
+    wall, busy, ours = (b - a for a, b in zip(start, end, strict=True))
+    return max(0.0, busy - ours) / wall if busy_seconds() is not None else None

@@ -1,177 +1,192 @@
-"""`jaxcoll bench`: start a world, measure the trees in it, show a table, write the lines."""
+"""`jaxcoll bench`: the all-reduce benchmark that is pointed at a machine."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import importlib.util
 import json
-import os
+import signal
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from jaxcoll.bench.launch import LaunchError, join, launch
+from jaxcoll.bench.files import check_writable, replacing
+from jaxcoll.bench.results import Result
+from jaxcoll.bench.spelling import BASELINE, TWIN, options_of, sizes_of
+from jaxcoll.bench.trees import TREES, Workload, array_of, tree_of
 
-_LINE = "JAXCOLL-RESULT "
-_WIDTH = 112
-_COLUMNS = (
-    "ms", "÷ per-leaf [95 %]", "algbw GB/s", "busbw GB/s", "compile s", "÷", "temp MB", "error",
-)  # fmt: skip
+EPILOG = """\
+Without --devices, --processes and --platform it enters a job that was launched by a launcher that
+JAX knows (Slurm, Open MPI, ...), and process 0 prints; outside one it simulates 8 devices. The exit
+status is 0; 2 with one line on standard error when something cannot be done or a process fails;
+130 when it is interrupted. Files are written whole, at the end, or not at all.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
-    world = parser.add_mutually_exclusive_group()
-    world.add_argument(
-        "--devices", type=int, default=8, metavar="N", help="simulated CPU devices of one process"
-    )
-    world.add_argument(
-        "--processes", type=int, metavar="N", help="processes of one device each, over Gloo"
-    )
-    world.add_argument(
-        "--platform", metavar="NAME", help="the accelerators that are here: gpu, tpu, or auto"
-    )
-    parser.add_argument(
+    parser.epilog = EPILOG
+    what = parser.add_argument_group("what is reduced")
+    what.add_argument(
         "--tree",
         action="append",
+        default=[],
         metavar="NAME",
-        help="resnet50 (default), gpt2-small, many-small, one-big, 200x1KiB, or a FILE.json; "
-        "may be given several times",
+        help=f"{', '.join(TREES)}, or a FILE.json of [{{shape, dtype}}, ...]; may be given several "
+        "times (default: resnet50, unless --sizes is given)",
     )
-    parser.add_argument(
-        "--variants",
+    what.add_argument(
+        "--sizes",
+        metavar="RANGE",
+        help="one array of each size: 1MiB, 1KiB:256MiB (powers of 2), 1KiB:1GiB:4 (times 4)",
+    )
+    what.add_argument("--dtype", default="float32", help="of what does not say (default: float32)")
+    what.add_argument("--reduce-op", choices=["mean", "sum"], default="mean")
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--algorithms",
         default="auto",
-        help="comma-separated: auto, one pack, 4 MiB packs, ring, halving_doubling, shuffle "
-        "(default: auto); per-leaf psum and its A/A twin are always measured",
+        metavar="LIST",
+        help="comma-separated: auto, native, ring, halving-doubling, shuffle, or inner/outer made "
+        "of two for several devices on each of several processes; @4MiB or @all behind one says "
+        f"how large its packs are (default: auto); {BASELINE} and its A/A twin always take part",
     )
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--reduce-op", choices=["mean", "sum"], default="mean")
-    parser.add_argument("--rounds", type=int, default=20, help="timed rounds (default: 20)")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for all processes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON line a result")
+    how.add_argument("--rounds", type=int, default=20, help="timed rounds (default: 20)")
+    where = parser.add_argument_group("where")
+    where.add_argument(
+        "--devices", type=int, metavar="N", help="of each process (default: all, or 8 simulated)"
+    )
+    where.add_argument(
+        "--processes", type=int, metavar="N", help="start N CPU processes here, over Gloo"
+    )
+    where.add_argument(
+        "--platform", choices=["cpu", "gpu", "tpu", "auto"], help="of this process's devices"
+    )
+    where.add_argument(
+        "--timeout", type=float, default=600, help="seconds for any single step (default: 600)"
+    )
+    peers = parser.add_argument_group("against other libraries, in the same run")
+    peers.add_argument(
+        "--against",
+        default="",
+        metavar="LIST",
+        help="torch (torch.distributed over Gloo, in place), tensorflow "
+        "(MultiWorkerMirroredStrategy, RING); needs --processes",
+    )
+    for name in ("torch", "tensorflow"):
+        peers.add_argument(
+            f"--{name}-python", metavar="PATH", help=f"an interpreter with {name} (default: this)"
+        )
+    out = parser.add_argument_group("results")
+    out.add_argument("--json", metavar="FILE", help="one JSON line a result; - for standard output")
+    out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture of the results")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and show.
+    """Measure, show and write.
 
     Returns:
-      The exit status: 0, or 2 with one line on standard error.
+      The exit status; see `EPILOG`.
     """
     try:
-        _check_extras()
-        trees = args.tree or ["resnet50"]
-        lines = _launched(args) if args.processes and "JAXCOLL_RANK" not in os.environ else None
-        if lines is None:
-            lines = _measured(args, trees)
-        if not lines:
-            return 0
-        _show(lines)
-        if args.json:
-            _write(args.json, lines)
-    except (LaunchError, ValueError, OSError) as error:
+        with _terminable():
+            return _run(args)
+    except (RuntimeError, ValueError, OSError) as error:
         print(f"jaxcoll bench: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("jaxcoll bench: interrupted; nothing was written.", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    workloads, names = _checked(args)
+    from jaxcoll.bench.all_reduce import measure, steps
+    from jaxcoll.bench.table import progress_bar, show
+    from jaxcoll.bench.worlds import is_first, teams_of
+
+    results: list[Result] = []
+    with teams_of(args, [(name,) for name in names]) as teams:
+        shown = is_first(teams)
+        total = sum(steps(workload, teams, args.rounds) for workload in workloads)
+        with progress_bar(total, shown=shown) as progress:
+            for workload in workloads:
+                results += measure(
+                    workload,
+                    teams,
+                    reduce_op=args.reduce_op,
+                    rounds=args.rounds,
+                    progress=lambda words, name=workload.name: progress(f"{name}: {words}"),
+                )
+    if shown:
+        show(results, to_stderr=args.json == "-")
+        _write(args, results)
     return 0
 
 
-def _check_extras() -> None:
-    if not importlib.util.find_spec("rich"):
-        raise ValueError("needs rich, which is not installed: pip install 'jaxcoll[bench]'")
-
-
-def _launched(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The results that rank 0 of a new world prints; this process only waits."""
-    if args.processes < 2:
-        raise ValueError(f"--processes must be at least 2; got {args.processes}.")
-    command = [sys.executable, "-m", "jaxcoll", *sys.argv[1:]]
-    print(f"measuring over {args.processes} processes…", file=sys.stderr)
-    ended = launch(command, args.processes, timeout=args.timeout)
-    lines = [line for line in ended[0].log.splitlines() if line.startswith(_LINE)]
-    return [json.loads(line.removeprefix(_LINE)) for line in lines]
-
-
-def _measured(args: argparse.Namespace, trees: list[str]) -> list[dict[str, Any]]:
-    """Measure in this process; in a launched world rank 0 prints, and nobody shows a table."""
-    import jax
-
+def _checked(args: argparse.Namespace) -> tuple[list[Workload], list[str]]:
+    """The workloads and algorithms; everything that can be refused is refused before the work."""
+    needs = ["rich", *["matplotlib"] * (args.plot is not None)]
+    missing = [name for name in needs if not importlib.util.find_spec(name)]
+    if missing:
+        raise ValueError(
+            f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+            "installed: pip install 'jaxcoll[bench]'"
+        )
     if args.rounds < 1:
         raise ValueError(f"--rounds must be at least 1; got {args.rounds}.")
-    launched = join()
-    if not launched and not args.platform:
-        if args.devices < 1:
-            raise ValueError(f"--devices must be at least 1; got {args.devices}.")
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.devices)
-    elif args.platform and args.platform != "auto":
-        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(args.platform, args.platform))
-    from jaxcoll.bench.all_reduce import measure
-    from jaxcoll.bench.trees import tree_of
-
-    names = [name.strip() for name in args.variants.split(",") if name.strip()]
-    for tree in trees:
-        tree_of(tree, args.dtype)
-    lines = []
-    for tree in trees:
-        results = measure(
-            tree, names=names, dtype=args.dtype, reduce_op=args.reduce_op, rounds=args.rounds,
-            progress=lambda stage, tree=tree: _progress(f"{tree}: {stage}"),
-        )  # fmt: skip
-        lines += [{**dataclasses.asdict(r), "jax": jax.__version__} for r in results]
-    _progress("")
-    if launched:
-        if jax.process_index() == 0:
-            print("\n".join(_LINE + json.dumps(line) for line in lines))
-        return []
-    return lines
+    asked = _listed(args.algorithms)
+    for name in asked:
+        if name not in (BASELINE, TWIN):
+            options_of(name)
+    args.against = _listed(args.against)
+    for name in args.against:
+        if name not in ("torch", "tensorflow"):
+            raise ValueError(f"--against: no library {name!r}; choose torch, tensorflow, or both.")
+    trees = args.tree or ([] if args.sizes else ["resnet50"])
+    workloads = [tree_of(name, args.dtype) for name in trees]
+    if args.sizes:
+        workloads += [array_of(size, args.dtype) for size in sizes_of(args.sizes)]
+    if args.against and any(len({x.dtype for x in w.leaves}) > 1 for w in workloads):
+        raise ValueError("--against: the others take trees of one dtype only.")
+    if args.json not in (None, "-"):
+        check_writable("--json", Path(args.json))
+    if args.plot is not None:
+        if args.plot.suffix != ".png":
+            raise ValueError(f"--plot: expected a name that ends in .png; got {args.plot}.")
+        check_writable("--plot", args.plot)
+    return workloads, list(dict.fromkeys([BASELINE, TWIN, *asked]))
 
 
-def _progress(stage: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{stage}", end="", file=sys.stderr, flush=True)
+def _listed(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def _show(lines: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if console.width < _WIDTH:  # a log, or a narrow window: lines that wrap beat cells that are cut
-        console = Console(width=_WIDTH)
-    for tree in dict.fromkeys(line["tree"] for line in lines):
-        rows = [line for line in lines if line["tree"] == tree]
-        world = rows[0]
-        table = Table(
-            title=f"{tree}: {world['bytes'] / 1e6:,.1f} MB over {world['devices']} devices, "
-            f"{world['processes']} process{'es' if world['processes'] > 1 else ''}",
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-        )
-        table.add_column("variant", no_wrap=True)
-        for column in _COLUMNS:
-            table.add_column(column, justify="right", no_wrap=True)
-        for row in rows:
-            table.add_row(row["variant"], *_cells(row))
-        console.print(table)
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    ratio = row["ratio"]
-    return [
-        f"{row['seconds'] * 1e3:,.1f}",
-        f"{ratio['median']:.3g} [{ratio['low']:.3g}, {ratio['high']:.3g}]",
-        f"{row['algbw']:.3g}",
-        f"{row['busbw']:.3g}",
-        f"{row['compile_seconds']:.2f}",
-        f"{row['compile_ratio']['median']:.2f}",
-        f"{row['temporary_bytes'] / 1e6:,.1f}",
-        f"{row['error']:.1e}",
-    ]
-
-
-def _write(path: Path, lines: list[dict[str, Any]]) -> None:
+def _write(args: argparse.Namespace, results: Sequence[Result]) -> None:
     """All lines or none: a file that is there is never half a result."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    partial.replace(path)
+    lines = "".join(json.dumps(result.to_dict()) + "\n" for result in results)
+    if args.json == "-":
+        sys.stdout.write(lines)
+    elif args.json:
+        with replacing(Path(args.json)) as partial:
+            partial.write_text(lines, encoding="utf-8")
+    if args.plot is not None:
+        from jaxcoll.bench.chart import draw
+
+        with replacing(args.plot) as partial:
+            draw(results, partial)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """A request to terminate ends the ranks as well, as Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -59,17 +59,27 @@ def launch(
       LaunchError: one ended with a status other than 0, or the time was up. All others were
         killed by then: no process outlives this call.
     """
-    with tempfile.TemporaryDirectory(prefix="jaxcoll-") as folder:
+    with tempfile.TemporaryDirectory(prefix="jaxcoll-") as folder, surely_ended() as running:
         logs = [Path(folder) / f"{rank}.log" for rank in range(processes)]
-        world = {**os.environ, **(env or {}), _COORDINATOR: f"127.0.0.1:{_free_port()}"}
-        with _started(command, logs, {**world, _COUNT: str(processes)}) as running:
-            deadline = time.monotonic() + timeout
-            while any(p.poll() is None for p in running):
-                if any(p.poll() for p in running) or time.monotonic() > deadline:
-                    break
-                time.sleep(0.02)
-            late = [rank for rank, p in enumerate(running) if p.poll() is None]
-            failed = [rank for rank, p in enumerate(running) if p.poll()]
+        for log, variables in zip(logs, world(processes), strict=True):
+            with log.open("wb") as out:
+                running.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, **(env or {}), **variables},
+                        start_new_session=True,
+                    )
+                )
+        deadline = time.monotonic() + timeout
+        while any(p.poll() is None for p in running):
+            if any(p.poll() for p in running) or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        late = [rank for rank, p in enumerate(running) if p.poll() is None]
+        failed = [rank for rank, p in enumerate(running) if p.poll()]
         if failed:
             status = running[failed[0]].returncode
             raise LaunchError(
@@ -92,48 +102,59 @@ def join() -> bool:
 
     Returns:
       Whether it did.
+
+    Raises:
+      LaunchError: the port at which the processes were to meet is in use.
     """
     if _RANK not in os.environ:
         return False
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        os.environ[_COORDINATOR], int(os.environ[_COUNT]), int(os.environ[_RANK])
-    )
+    address, rank = os.environ[_COORDINATOR], int(os.environ[_RANK])
+    if rank == 0:
+        _check_free(address)
+    jax.distributed.initialize(address, int(os.environ[_COUNT]), rank)
     return True
 
 
+def world(processes: int) -> list[dict[str, str]]:
+    """The environment variables by which each rank of a new world on this host can `join` it."""
+    common = {_COORDINATOR: f"127.0.0.1:{free_port()}", _COUNT: str(processes)}
+    return [{**common, _RANK: str(rank)} for rank in range(processes)]
+
+
+def free_port() -> int:
+    """A port on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _check_free(address: str) -> None:
+    """Refuse a port in use, at which JAX itself may fail with no more than a signal."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(address.rpartition(":")[2])))
+        except OSError as error:
+            raise LaunchError(
+                f"cannot listen at {address}, where the processes were to meet: "
+                f"{error.strerror}. Run this again, which takes another port."
+            ) from error
+
+
 @contextlib.contextmanager
-def _started(
-    command: Sequence[str], logs: Sequence[Path], env: Mapping[str, str]
-) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The processes, each the leader of a session of its own; none is left at the end."""
+def surely_ended() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A list for processes that lead sessions of their own; at the end all of them are killed."""
     running: list[subprocess.Popen[bytes]] = []
     try:
-        for rank, log in enumerate(logs):
-            with log.open("wb") as out:
-                running.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                        env={**env, _RANK: str(rank)},
-                        start_new_session=True,
-                    )
-                )
         yield running
     finally:
         for process in running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+        for process in running:
             process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _tail(log: Path, lines: int = 30) -> str:

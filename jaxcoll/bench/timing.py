@@ -1,18 +1,24 @@
-"""The clock: interleaved rounds, medians, and bootstrap intervals of ratios."""
+"""Interleaved rounds, medians, and bootstrap intervals."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
+
 
 @dataclasses.dataclass(frozen=True)
-class Ratio:
-    """Median of the paired ratios, with the 95 % bootstrap interval of that median."""
+class Estimate:
+    """A median over rounds, with its 95 % bootstrap interval (2,000 resamples).
+
+    Examples:
+      >>> str(estimate([2.0, 1.0, 2.0]))
+      '2 [1, 2]'
+    """
 
     median: float
     low: float
@@ -22,45 +28,53 @@ class Ratio:
         return f"{self.median:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """Wall seconds of one call, which must wait for its own result."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int) -> Iterator[dict[str, float]]:
-    """Time every call once a round, in an order that is reversed every other round.
+def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[dict[str, T]]:
+    """Make every call once a round, in an order that is reversed every other round.
 
     Args:
-      calls: what to measure, by name; each waits for its own result.
+      calls: what to do, by name.
       rounds: how many rounds.
 
     Yields:
-      Seconds by name, one dictionary a round.
+      What the calls returned, by name, one dictionary a round.
     """
     names = list(calls)
     for k in range(rounds):
         order = names if k % 2 == 0 else names[::-1]
-        yield {name: seconds(calls[name]) for name in order}
+        yield {name: calls[name]() for name in order}
 
 
-def ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 0) -> Ratio:
-    """The ratio of two calls that were timed in the same rounds.
+def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
+    """The median of some values, one a round.
 
     Args:
-      numerator: seconds, one a round.
-      denominator: seconds, of the same rounds.
+      values: at least one.
       seed: for the resampling.
 
     Returns:
-      The median over rounds and its interval (2,000 resamples).
+      The median and its interval.
+    """
+    found = np.asarray(values, float)
+    picks = np.random.default_rng(seed).integers(0, len(found), (2000, len(found)))
+    low, high = np.percentile(np.median(found[picks], axis=1), [2.5, 97.5])
+    return Estimate(float(np.median(found)), float(low), float(high))
+
+
+def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Estimate | None:
+    """The ratio of two things that were measured in the same rounds.
+
+    Args:
+      numerator: one value a round.
+      denominator: of the same rounds.
+
+    Returns:
+      The estimate over rounds, each with its own quotient; None where a denominator is 0, as
+      CPU seconds are that no clock has noticed.
 
     Examples:
       >>> str(ratio([2.0, 2.0, 4.0], [1.0, 2.0, 2.0]))
       '2 [1, 2]'
     """
-    quotients = np.asarray(numerator, float) / np.asarray(denominator, float)
-    picks = np.random.default_rng(seed).integers(0, len(quotients), (2000, len(quotients)))
-    low, high = np.percentile(np.median(quotients[picks], axis=1), [2.5, 97.5])
-    return Ratio(float(np.median(quotients)), float(low), float(high))
+    if not all(denominator):
+        return None
+    return estimate([a / b for a, b in zip(numerator, denominator, strict=True)])

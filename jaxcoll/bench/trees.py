@@ -1,12 +1,16 @@
-"""The shapes that are measured: gradients of well-known models, and two extremes."""
+"""The shapes that are measured: gradients of well-known models, two extremes, and single arrays."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 
 import jax
 import numpy as np
+
+from jaxcoll.bench.spelling import spelled
 
 Shapes = list[tuple[int, ...]]
 
@@ -50,26 +54,80 @@ TREES = {
 }
 
 
-def tree_of(name: str, dtype: str) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of a named tree, or of a JSON file of `[{"shape": [..], "dtype": ".."}, ..]`.
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is reduced.
+
+    Attributes:
+      name: of the tree, or the size of the array.
+      leaves: shapes and dtypes on one replica.
+      is_size: whether it is one of several sizes, rather than a tree.
+    """
+
+    name: str
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    is_size: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on one replica (S)."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.leaves)
+
+
+def array_of(nbytes: int, dtype: str) -> Workload:
+    """One array of so many bytes.
+
+    Raises:
+      ValueError: the dtype is not known, or `nbytes` are no whole elements of it.
+    """
+    size, rest = divmod(nbytes, _dtype(dtype).itemsize)
+    if rest:
+        raise ValueError(f"--sizes: {nbytes} bytes are no whole elements of {dtype}.")
+    leaf = jax.ShapeDtypeStruct((size,), _dtype(dtype))
+    return Workload(spelled(nbytes), (leaf,), is_size=True)
+
+
+def tree_of(name: str, dtype: str) -> Workload:
+    """A named tree, or one from a JSON file of `[{"shape": [..], "dtype": ".."}, ..]`.
+
+    Args:
+      name: one of `TREES`, or a path that ends in .json.
+      dtype: of leaves that do not say.
 
     Raises:
       ValueError: there is no such tree, or the file does not hold one.
     """
+    default = _dtype(dtype)
     if name in TREES:
-        return [jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for shape in TREES[name]()]
+        leaves = (jax.ShapeDtypeStruct(shape, default) for shape in TREES[name]())
+        return Workload(name, tuple(leaves))
     if not name.endswith(".json"):
         raise ValueError(f"no tree {name!r}: choose {', '.join(TREES)}, or a FILE.json.")
     try:
         entries = json.loads(Path(name).read_text())
         if not isinstance(entries, list) or not entries:
             raise ValueError("no list, or an empty one")
-        return [
-            jax.ShapeDtypeStruct(tuple(map(int, e["shape"])), np.dtype(e.get("dtype", dtype)))
-            for e in entries
-        ]
+        leaves = (
+            jax.ShapeDtypeStruct(_shape(e["shape"]), _dtype(e.get("dtype", dtype))) for e in entries
+        )
+        return Workload(Path(name).stem, tuple(leaves))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f'{name} is no tree: expected a list of {{"shape": [..], "dtype": ".."}} '
-            f"({type(error).__name__}: {error})."
+            f"({type(error).__name__}: {str(error).rstrip('.')})."
+        ) from None
+
+
+def _shape(sizes: list[int]) -> tuple[int, ...]:
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise ValueError(f"a shape of {sizes}")
+    return tuple(sizes)
+
+
+def _dtype(name: str) -> np.dtype:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        raise ValueError(
+            f"no dtype {name!r}: expected one such as float32, bfloat16, float16 or int32."
         ) from None

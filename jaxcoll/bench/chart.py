@@ -1,0 +1,235 @@
+"""The picture of a benchmark: bus bandwidth against size, and a bar for each way on a tree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+
+from jaxcoll.bench.results import Result
+from jaxcoll.bench.spelling import BASELINE, TWIN, spelled
+from jaxcoll.bench.table import world_of
+
+INK, FAINT, LINE, BAND = "#1d2433", "#717a8a", "#dfe3e9", "#eceff3"
+COLORS = ("#1f6f8b", "#e2725b", "#6b5b95", "#3f9b6c", "#c99a2e", "#b0486f", "#4a7fc1", "#8a6d4f")
+FASTER, SLOWER, OTHERS = "#1f6f8b", "#e2725b", "#8a94a6"
+WIDTH, LEFT, RIGHT = 12.8, 2.6, 2.5
+HEAD, FOOT, GAP, ROW, CURVES = 1.45, 0.55, 1.15, 0.42, 5.0
+"""Inches."""
+
+
+def draw(results: Sequence[Result], path: Path) -> None:
+    """Write the picture as a PNG, 1,920 pixels wide and as high as it needs.
+
+    Args:
+      results: all of one run.
+      path: where to.
+    """
+    sizes = [r for r in results if r.is_size]
+    trees = [list(g) for _, g in groupby((r for r in results if not r.is_size), _workload)]
+    heights = [CURVES] * bool(sizes) + [ROW * (len(rows) - 1) for rows in trees]
+    height = HEAD + FOOT + sum(heights) + GAP * (len(heights) - 1) + 0.35
+    # A Figure of its own needs no screen, and leaves matplotlib's state alone.
+    figure = Figure(figsize=(WIDTH, height), dpi=150, facecolor="white")
+    _heading(figure, results, height)
+    top = height - HEAD
+    for k, inches in enumerate(heights):
+        left = 1.0 if sizes and k == 0 else LEFT
+        box = (left / WIDTH, (top - inches) / height, (WIDTH - left - RIGHT) / WIDTH)
+        axes = figure.add_axes((*box, inches / height))
+        if sizes and k == 0:
+            _curves(axes, sizes)
+        else:
+            _bars(axes, trees[k - bool(sizes)], trees)
+        top -= inches + GAP
+    figure.savefig(path, format="png")
+
+
+def _workload(result: Result) -> str:
+    return result.workload
+
+
+def _heading(figure: Figure, results: Sequence[Result], height: float) -> None:
+    """What was done, where, with what, and how it was measured."""
+    first = results[0]
+    libraries = ", ".join(dict.fromkeys(r.library for r in results))
+    dtypes = ", ".join(dict.fromkeys(d for r in results for d in r.dtypes))
+    lines = (
+        (0.52, f"All-reduce over {world_of(first)}", 20, "bold", INK),
+        (0.83, f"{first.reduce_op} of {dtypes} · {first.machine} · {libraries}", 11.5, None, FAINT),
+    )
+    for inches, words, size, weight, color in lines:
+        y = 1 - inches / height
+        figure.text(0.35 / WIDTH, y, words, size=size, weight=weight, color=color)
+    figure.text(
+        *(0.35 / WIDTH, 0.2 / height),
+        f"Medians of {first.rounds} rounds, taken in turn; thin lines and bands: 95 % bootstrap "
+        "intervals; grey band: the same program measured twice (A/A)."
+        + " Grey bars: other libraries."
+        * (len({r.library for r in results if not r.is_size}) > 1),
+        size=9.5,
+        color=FAINT,
+    )
+
+
+def _curves(axes: Axes, results: Sequence[Result]) -> None:
+    """Bus bandwidth against size, one line for each way, named where it ends."""
+    ways = list(dict.fromkeys(r.algorithm for r in results if r.algorithm != TWIN))
+    ends: list[tuple[float, str, str]] = []
+    twin = [r for r in results if r.algorithm == TWIN]
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.fill_between(*_band(twin), color=LINE, linewidth=0, zorder=1)
+    for way in ways:
+        points = [r for r in results if r.algorithm == way]
+        color = FAINT if way == BASELINE else COLORS[(ways.index(way) - 1) % len(COLORS)]
+        x, y = [r.bytes for r in points], [r.busbw for r in points]
+        if way != BASELINE:
+            axes.fill_between(*_band(points), color=color, alpha=0.10, linewidth=0, zorder=2)
+        style = "--" if way == BASELINE else "-"
+        axes.plot(x, y, style, color=color, linewidth=2.2, marker="o", markersize=4, zorder=3)
+        ends.append((y[-1], way, color))
+    sizes = sorted({r.bytes for r in results})
+    _bare(axes)
+    axes.grid(axis="y", which="major", color=LINE, linewidth=0.8, zorder=0)
+    axes.xaxis.set_major_locator(FixedLocator(sizes[:: math.ceil(len(sizes) / 12)]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: spelled(round(x))))
+    _plain_ticks(axes, "y")
+    axes.set_xlabel("bytes on each replica", color=FAINT, size=10.5, loc="right")
+    axes.set_title("Bus bandwidth, GB/s", loc="left", size=13, weight="bold", color=INK, pad=14)
+    _label_ends(axes, ends)
+
+
+def _band(points: Sequence[Result]) -> tuple[list[int], list[float], list[float]]:
+    """Sizes, and bus bandwidths between which the median's interval lies."""
+    work = [(r.bytes, r.bytes * r.bus_factor / 1e9, r.seconds) for r in points]
+    return (
+        [size for size, _, _ in work],
+        [sent / seconds.high for _, sent, seconds in work],
+        [sent / seconds.low for _, sent, seconds in work],
+    )
+
+
+def _label_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
+    """Each line's name beside its last point; names that would touch are spread around theirs."""
+    low, high = (math.log(y) for y in axes.get_ylim())
+    named = sorted(ends)
+    wanted = [(math.log(y) - low) / (high - low) for y, _, _ in named]
+    for at, (_, name, color) in zip(_spread(wanted, 0.052), named, strict=True):
+        axes.text(
+            *(1.015, at, f"{name}, psum" if name == BASELINE else name),
+            transform=axes.transAxes,
+            size=11,
+            weight="bold",
+            color=color,
+            va="center",
+        )
+
+
+def _spread(wanted: Sequence[float], gap: float) -> list[float]:
+    """Rising places at least `gap` apart, none above 1 if there is room, close to those wanted.
+
+    Examples:
+      >>> [round(x, 2) for x in _spread([0.5, 0.5, 0.5, 1.0], 0.1)]
+      [0.4, 0.5, 0.6, 1.0]
+    """
+    groups: list[list[float]] = []
+    for place in wanted:
+        groups.append([place])
+        while len(groups) > 1:
+            below, above = groups[-2:]
+            if _bottom(above, gap) >= _bottom(below, gap) + gap * len(below):
+                break
+            groups[-2:] = [below + above]
+    return [_bottom(group, gap) + gap * k for group in groups for k in range(len(group))]
+
+
+def _bottom(group: Sequence[float], gap: float) -> float:
+    """Where the lowest of a group goes: its middle where the middle of all is wanted."""
+    span = gap * (len(group) - 1)
+    return min(sum(group) / len(group) - span / 2, 1 - span)
+
+
+def _bars(axes: Axes, rows: Sequence[Result], trees: Sequence[Sequence[Result]]) -> None:
+    """Time over the baseline's: bars from 1 to the left where faster, to the right where slower."""
+    shown = [r for r in rows if r.algorithm not in (BASELINE, TWIN)]
+    base, twin = (next(r for r in rows if r.algorithm == name) for name in (BASELINE, TWIN))
+    axes.set_xscale("log")
+    if twin.ratio:
+        axes.axvspan(twin.ratio.low, twin.ratio.high, color=BAND, linewidth=0, zorder=0)
+    axes.axvline(1, color=FAINT, linewidth=1.2, zorder=3)
+    for k, row in enumerate(shown):
+        assert row.ratio is not None
+        ratio = row.ratio
+        ours = row.library == base.library
+        color = OTHERS if not ours else FASTER if ratio.median < 1 else SLOWER
+        axes.barh(k, ratio.median - 1, left=1, height=0.56, color=color, zorder=2)
+        axes.plot([ratio.low, ratio.high], [k, k], color=INK, linewidth=1.3, zorder=4)
+        end = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "right"}
+        times = f"× {_short(ratio.median)}"
+        axes.text(1.13, k, times, size=11.5, weight="bold", color=color, **end)
+        axes.text(1.26, k, _duration(row.seconds.median), size=10.5, color=FAINT, **end)
+    _bare(axes)
+    axes.set_yticks(range(len(shown)), [r.algorithm for r in shown])
+    axes.tick_params(axis="y", labelsize=11.5, labelcolor=INK)
+    axes.set_ylim(max(len(shown), 1) - 0.45, -0.55)
+    ratios = [r.ratio for tree in trees for r in tree if r.ratio]
+    low, high = min(r.low for r in ratios) / 1.15, max(r.high for r in ratios) * 1.15
+    axes.set_xlim(min(low, 0.8), max(high, 1.25))
+    axes.grid(axis="x", which="major", color=LINE, linewidth=0.8, zorder=0)
+    _plain_ticks(axes, "x")
+    axes.set_title(
+        f"{base.workload}: {base.leaves:,} arrays, {base.bytes / 1e6:,.1f} MB",
+        loc="left", size=13, weight="bold", color=INK, pad=12, x=-(LEFT - 0.35) / 7.7,
+    )  # fmt: skip
+    axes.set_title(
+        f"time ÷ that of a psum a leaf ({_duration(base.seconds.median)})",
+        loc="right", size=10.5, color=FAINT, pad=12,
+    )  # fmt: skip
+
+
+def _plain_ticks(axes: Axes, which: str) -> None:
+    """1, 2 and 5 of each decade where there are few of them, as plain numbers."""
+    low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    decades = math.log10(high / low)
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    axis.set_minor_formatter(NullFormatter())
+    axes.minorticks_off()
+
+
+def _short(value: float) -> str:
+    """Two digits below 1, three above.
+
+    Examples:
+      >>> _short(0.0341), _short(1.038), _short(12.34), _short(140.0)
+      ('0.034', '1.04', '12.3', '140')
+    """
+    return f"{value:#.{2 if value < 0.995 else 3}g}".rstrip(".")
+
+
+def _duration(seconds: float) -> str:
+    """Seconds in the unit that suits them.
+
+    Examples:
+      >>> _duration(0.000123), _duration(0.0123), _duration(1.5)
+      ('123 µs', '12.3 ms', '1.50 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:#.3g}".rstrip(".") + f" {unit}"
+    return f"{seconds * 1e6:#.3g}".rstrip(".") + " µs"
+
+
+def _bare(axes: Axes) -> None:
+    """Only what carries data."""
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(LINE)
+    axes.tick_params(colors=FAINT, length=0, labelsize=10.5, which="both")

@@ -1,0 +1,145 @@
+"""A rank of JAX: jaxcoll's algorithms, and `psum` a leaf, which is what JAX users write today."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jaxcoll as jc
+from jaxcoll._observe.collective import wire_bytes
+from jaxcoll._observe.hlo import read_hlo
+from jaxcoll.bench.launch import join
+from jaxcoll.bench.ranks.data import Exact, block, held, leaf
+from jaxcoll.bench.ranks.rank import Rank, serve
+from jaxcoll.bench.spelling import BASELINE, TWIN, options_of
+
+
+class JaxRank(Rank):
+    """One process of a JAX world, with all devices that it has.
+
+    Args:
+      devices: of all processes. Several processes of several devices each make two axes, so
+        that hierarchical algorithms have both.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        self._mesh = _mesh(devices)
+        self._axes = self._mesh.axis_names
+        self._arrays: list[jax.Array] = []
+        self._compiled: dict[str, Any] = {}
+        self._exact: dict[np.dtype, Exact] = {}
+        every = NamedSharding(self._mesh, PartitionSpec(self._axes))
+        self._ones = jax.make_array_from_callback(
+            (self._mesh.size,), every, lambda index: np.ones(1, np.int32)
+        )
+        self._meet = self._program(lambda x: lax.psum(x, self._axes))
+
+    def world(self) -> dict[str, Any]:
+        """See `Rank`; `device` is what JAX calls the first one."""
+        first = self._mesh.devices.flat[0]
+        return {
+            "devices": self._mesh.size,
+            "processes": jax.process_count(),
+            "platform": first.platform,
+            "device": first.device_kind,
+            "library": f"jax {jax.__version__}",
+        }
+
+    def prepare(self, leaves: list[dict[str, Any]], reduce_op: str) -> None:
+        """See `Rank`."""
+        self._arrays, self._compiled, self._reduce_op = [], {}, reduce_op
+        self._specs = [jax.ShapeDtypeStruct(tuple(x["shape"]), x["dtype"]) for x in leaves]
+        n, rows = self._mesh.size, NamedSharding(self._mesh, PartitionSpec(self._axes))
+        blocks = [block(replica) for replica in range(n)]
+        dtypes = dict.fromkeys(spec.dtype for spec in self._specs)
+        held_as = {dtype: [held(values, dtype) for values in blocks] for dtype in dtypes}
+        mean = reduce_op == "mean"
+        self._exact = {dtype: Exact(values, mean) for dtype, values in held_as.items()}
+        for i, spec in enumerate(self._specs):
+
+            def row(index: Any, i: int = i, spec: Any = spec) -> np.ndarray:
+                return leaf(held_as[spec.dtype][index[0].start or 0], i, spec.shape)[None]
+
+            shape = (n, *spec.shape)
+            self._arrays.append(jax.make_array_from_callback(shape, rows, row))
+
+    def compile(self, name: str) -> float:
+        """Trace, lower and compile, from a new function, so that no cache of traces can help."""
+        start = time.perf_counter()
+        reduce = _reduction(name, self._reduce_op, self._axes)
+        self._compiled[name] = self._program(reduce).lower(self._arrays).compile()
+        return time.perf_counter() - start
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """The error on this process's first device, and what the compiler says."""
+        compiled = self._compiled[name]
+        errors = [
+            self._exact[spec.dtype].error(i, np.asarray(x.addressable_data(0)))
+            for i, (spec, x) in enumerate(zip(self._specs, compiled(self._arrays), strict=True))
+        ]
+        memory = compiled.memory_analysis()
+        sent = read_hlo(compiled.as_text())
+        return {
+            "error": max(errors, default=0.0),
+            "wire_bytes": wire_bytes(sent),
+            "operands": sum((c.trips or 1) * len(c.operands) for c in sent),
+            "temporary_bytes": int(memory.temp_size_in_bytes) if memory else None,
+        }
+
+    def barrier(self) -> None:
+        """See `Rank`."""
+        jax.block_until_ready(self._meet(self._ones))
+
+    def call(self, name: str) -> None:
+        """See `Rank`."""
+        jax.block_until_ready(self._compiled[name](self._arrays))
+
+    def _program(self, reduce: Callable[[Any], Any]) -> Any:
+        """The jitted reduction of trees whose leaves have a leading replica dimension."""
+
+        def body(tree: Any) -> Any:
+            return reduce(jax.tree.map(lambda x: x[0], tree))
+
+        rows, copies = PartitionSpec(self._axes), PartitionSpec()
+        return jax.jit(jax.shard_map(body, mesh=self._mesh, in_specs=(rows,), out_specs=copies))
+
+
+def _mesh(devices: Sequence[jax.Device]) -> Mesh:
+    """One axis over all devices, or two where several processes have several each."""
+    hosts = len({device.process_index for device in devices})
+    if 1 < hosts < len(devices):
+        grid, axes = np.array(devices, dtype=object).reshape(hosts, -1), ("process", "device")
+    else:
+        grid, axes = np.array(devices, dtype=object), ("data",)
+    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _reduction(name: str, reduce_op: str, axes: tuple[str, ...]) -> Callable[[Any], Any]:
+    """A new function that reduces a tree the way the name says."""
+    if name in (BASELINE, TWIN):
+        plain = lax.pmean if reduce_op == "mean" else lax.psum
+        return lambda tree: jax.tree.map(lambda x: plain(x, axes), tree)
+    options = options_of(name)
+    return lambda tree: jc.all_reduce(reduce_op, tree, axes, options=options)
+
+
+def main() -> None:
+    """Serve; the world is told by `launch.world`, and the argument says how many devices."""
+
+    def enter() -> JaxRank:
+        jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
+        join()
+        return JaxRank(jax.devices())
+
+    serve(enter)
+
+
+if __name__ == "__main__":
+    main()

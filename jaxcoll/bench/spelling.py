@@ -1,0 +1,103 @@
+"""How algorithms, packs and sizes are spelled on the command line, and in results."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from jaxcoll._plan.algorithms import DESCRIPTIONS, canonical
+from jaxcoll._plan.options import CommunicationOptions
+
+BASELINE = "per-leaf"
+TWIN = "per-leaf again"
+"""The same program as the baseline: what differs between the two is the noise of the run."""
+
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_EVERYTHING = 1 << 60
+
+
+def options_of(name: str) -> CommunicationOptions:
+    """The options that an algorithm's name stands for.
+
+    Args:
+      name: "auto", or an algorithm with - or _ between words ("halving-doubling"), or
+        "inner/outer" for two axes; then perhaps "@" and the largest pack ("ring@4MiB"), or
+        "@all" for one pack.
+
+    Returns:
+      The options; those of "auto" say nothing.
+
+    Raises:
+      ValueError: there is no such algorithm, or no such pack.
+
+    Examples:
+      >>> options_of("halving-doubling@4MiB")
+      CommunicationOptions(bytes_per_pack=4194304, algorithm='halving_doubling')
+    """
+    algorithm, at, pack = name.partition("@")
+    said = {}
+    if at:
+        said["bytes_per_pack"] = _EVERYTHING if pack == "all" else bytes_of(pack)
+    if algorithm != "auto":
+        try:
+            said["algorithm"] = canonical(algorithm.replace("-", "_"))
+        except ValueError:
+            known = ", ".join([BASELINE, "auto", *(a.replace("_", "-") for a in DESCRIPTIONS)])
+            raise ValueError(
+                f"no algorithm {name!r}: choose {known}, or inner/outer made of two; @4MiB or "
+                "@all behind it says how large packs are."
+            ) from None
+    return CommunicationOptions(**said)
+
+
+def bytes_of(text: str) -> int:
+    """Bytes of a size with a unit, or of a plain number.
+
+    Raises:
+      ValueError: it is neither, or nothing.
+
+    Examples:
+      >>> bytes_of("4MiB"), bytes_of("1.5KiB"), bytes_of("512")
+      (4194304, 1536, 512)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB)?", text.strip())
+    size = int(float(found[1]) * _UNITS[found[2] or "B"]) if found else 0
+    if not size:
+        raise ValueError(f"expected a size such as 1KiB, 4MiB or 1GiB; got {text!r}.")
+    return size
+
+
+def sizes_of(text: str) -> list[int]:
+    """The sizes of "first:last" or "first:last:factor" (2 without it), or of one alone.
+
+    Raises:
+      ValueError: it is no such thing.
+
+    Examples:
+      >>> [spelled(size) for size in sizes_of("1KiB:1MiB:32")]
+      ['1KiB', '32KiB', '1MiB']
+    """
+    first, *more = text.split(":")
+    low = bytes_of(first)
+    high = bytes_of(more[0]) if more else low
+    factor = int(more[1]) if len(more) == 2 and more[1].isdigit() else 2
+    if high < low or factor < 2 or len(more) > 2 or (len(more) == 2 and not more[1].isdigit()):
+        raise ValueError(
+            "--sizes: expected SIZE, FIRST:LAST or FIRST:LAST:FACTOR, rising, with a whole factor "
+            f"of at least 2, as in 1KiB:256MiB; got {text!r}."
+        )
+    count = math.floor(math.log(high / low, factor) + 1e-9) + 1
+    return [low * factor**k for k in range(count)]
+
+
+def spelled(nbytes: int) -> str:
+    """A size in the largest unit that leaves no more than a decimal.
+
+    Examples:
+      >>> spelled(1024), spelled(1536), spelled(1000), spelled(4 << 20)
+      ('1KiB', '1.5KiB', '1000B', '4MiB')
+    """
+    for unit, size in reversed(_UNITS.items()):
+        if nbytes >= size and (10 * nbytes) % size == 0:
+            return f"{nbytes / size:g}{unit}"
+    return f"{nbytes}B"

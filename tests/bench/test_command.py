@@ -1,0 +1,162 @@
+"""`jaxcoll bench` over worlds that it starts itself."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxcoll.bench.launch import launch
+from jaxcoll.bench.spelling import BASELINE, TWIN
+
+OURS = ["auto", "native@all", "ring", "halving-doubling", "shuffle"]
+
+
+def bench(*flags, timeout=240, **more):
+    return subprocess.run(
+        [sys.executable, "-m", "jaxcoll", "bench", *flags],
+        capture_output=True, text=True, timeout=timeout, **more,
+    )  # fmt: skip
+
+
+def lines_of(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_one_line_a_result_a_table_and_a_picture(tmp_path):
+    tree, picture = tmp_path / "mine.json", tmp_path / "out" / "plot.png"
+    tree.write_text('[{"shape": [100]}, {"shape": [3], "dtype": "bfloat16"}]')
+    done = bench("--devices", "3", "--tree", str(tree), "--sizes", "1KiB:2KiB", "--algorithms", "auto,ring@all",
+                 "--rounds", "3", "--json", "-", "--plot", str(picture), "--reduce-op", "sum")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = lines_of(done.stdout)
+    names = [BASELINE, TWIN, "auto", "ring@all"]
+    assert [(x["workload"], x["algorithm"]) for x in lines] == [
+        (workload, name) for workload in ("mine", "1KiB", "2KiB") for name in names
+    ]
+    for x in lines[:4]:
+        assert (x["devices"], x["processes"], x["bytes"], x["leaves"]) == (3, 1, 406, 2)
+        assert x["algbw"] == pytest.approx(406 / x["seconds"]["median"] / 1e9)
+        assert x["busbw"] == pytest.approx(x["algbw"] * 4 / 3)
+        assert x["error"] < 1e-2
+        assert x["socket_bytes"] is None, "nothing leaves this process"
+    assert [x["operands"] for x in lines[:4]] == [2, 2, 2, 8]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for words in ("mine, 0.0 MB in 2 arrays of float32, bfloat16", TWIN, "ring@all", "build s"):
+        assert words in done.stderr, "the table goes where the lines do not"
+    assert max(map(len, done.stderr.splitlines())) <= 120
+    assert {p.name for p in tmp_path.rglob("*")} == {"mine.json", "out", "plot.png"}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("processes", [2, 3])
+def test_the_compiled_program_and_the_kernel_count_the_same_bytes(tmp_path, processes):
+    file = tmp_path / "lines.json"
+    done = bench("--processes", str(processes), "--sizes", "6MiB", "--rounds", "6", "--json", str(file),
+                 "--algorithms", ",".join(OURS))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = lines_of(file.read_text())
+    assert [x["algorithm"] for x in lines] == [BASELINE, TWIN, *OURS]
+    for x in lines:
+        assert (x["processes"], x["devices"]) == (processes, processes)
+        assert x["cpu_seconds"] > 0
+        assert x["error"] < 1e-6
+        if Path("/proc/net/dev").exists():
+            assert x["socket_bytes"] == pytest.approx(x["wire_bytes"], rel=0.01), x["algorithm"]
+
+
+@pytest.mark.processes
+def test_a_killed_rank_and_an_interrupt_leave_nothing_behind(tmp_path):
+    file = tmp_path / "lines.json"
+    command = [sys.executable, "-m", "jaxcoll", "bench", "--processes", "2", "--tree", "200x1KiB",
+               "--rounds", "100000", "--json", str(file)]  # fmt: skip
+    for end in ("kill", "interrupt"):
+        started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        ranks = children(started.pid, 2)
+        time.sleep(4)  # into the meeting, or a compilation, or a round
+        assert started.poll() is None
+        if end == "kill":
+            os.kill(ranks[1], signal.SIGKILL)
+        else:
+            started.send_signal(signal.SIGINT)
+        _, errors = started.communicate(timeout=60)
+        assert started.returncode == (2 if end == "kill" else 130), errors
+        words = (
+            "jax: process 1 of 2 was killed by SIGKILL" if end == "kill" else "interrupted; nothing"
+        )
+        assert errors.startswith(f"jaxcoll bench: {words}"), errors
+        assert len(errors.splitlines()) == 1
+        assert list(tmp_path.iterdir()) == []
+        for rank in ranks:
+            with pytest.raises(ProcessLookupError):
+                os.kill(rank, 0)
+
+
+def children(parent, count):
+    """Process ids of a process's children, once there are `count`, in the order of their start."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        listed = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True
+        )
+        if len(found := [int(x) for x in listed.stdout.split()]) >= count:
+            return sorted(found)
+        time.sleep(0.05)
+    raise AssertionError(f"{parent} has no {count} children")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tree", "vgg"], "no tree 'vgg': choose resnet50"),
+        (["--algorithms", "magic"], "no algorithm 'magic': choose per-leaf, auto"),
+        (["--platform", "auto", "--sizes", "1KiB", "--algorithms", "ring/ring"], "needs a tuple of 2 axes"),
+        (["--sizes", "2KiB:1KiB"], "--sizes: expected SIZE"),
+        (["--processes", "1"], "--processes must be at least 2; got 1"),
+        (["--processes", "2", "--platform", "gpu"], "--processes starts processes of CPU devices"),
+        (["--processes", "2", "--devices", "0"], "--devices must be at least 1; got 0"),
+        (["--devices", "0"], "--devices must be at least 1; got 0"),
+        (["--rounds", "0"], "--rounds must be at least 1; got 0"),
+        (["--against", "torch"], "--against needs --processes N"),
+        (["--against", "horovod"], "--against: no library 'horovod'; choose torch, tensorflow"),
+        (["--processes", "2", "--devices", "2", "--against", "torch"], "leave --devices out"),
+        (["--json", "/proc/no/such.json"], "--json: cannot write /proc/no/such.json"),
+        (["--json", "/"], "--json: cannot write / (it is a folder)"),
+        (["--plot", "plot.pdf"], "--plot: expected a name that ends in .png; got plot.pdf"),
+    ],
+)  # fmt: skip
+def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
+    from jaxcoll.cli import main
+
+    assert main(["bench", *flags]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jaxcoll bench: ")
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+def test_the_others_take_one_dtype_only(tmp_path, capsys):
+    from jaxcoll.cli import main
+
+    tree = tmp_path / "mixed.json"
+    tree.write_text('[{"shape": [1]}, {"shape": [1], "dtype": "int32"}]')
+    assert main(["bench", "--processes", "2", "--against", "torch", "--tree", str(tree)]) == 2
+    assert "the others take trees of one dtype only" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_inside_a_job_that_somebody_launched_one_process_prints(tmp_path):
+    file = tmp_path / "lines.json"
+    command = [sys.executable, "-m", "jaxcoll", "bench", "--sizes", "4KiB", "--rounds", "2",
+               "--algorithms", "ring/halving-doubling", "--json", str(file)]  # fmt: skip
+    ended = launch(command, 2, timeout=120, env={"JAX_NUM_CPU_DEVICES": "2"})
+    assert "2 processes × 2 cpu devices" in ended[0].log
+    assert [x for x in ended[1].log.splitlines() if "[Gloo]" not in x] == []
+    lines = lines_of(file.read_text())
+    assert [x["algorithm"] for x in lines] == [BASELINE, TWIN, "ring/halving-doubling"]
+    assert {(x["devices"], x["processes"], x["socket_bytes"]) for x in lines} == {(4, 2, None)}
+    assert max(x["error"] for x in lines) < 1e-6
