@@ -23,6 +23,10 @@ RULES: tuple[PackingRule, ...] = (
 """What is compared where every array handed over costs its own time."""
 
 
+WORTH = 0.75
+"""Of the compiler's own time, what an exchange may take, which compiles to a dozen kernels."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Alternative:
     """One way to pack, and what it is predicted to take.
@@ -65,7 +69,8 @@ def priced(
     Args:
       leaves: the tree.
       rules: ways to pack it.
-      names: algorithms a pack may have; a leaf that must keep its shape has the compiler's own.
+      names: the algorithm of all packs; or the compiler's own and one that may stand in for it. A
+        leaf that must keep its shape has the compiler's own.
       prices: what the world costs.
 
     Yields:
@@ -79,7 +84,8 @@ def priced(
             return "native" if pack.solid else names[0]
         key = pack.over, pack.nbytes
         if key not in fastest:
-            fastest[key] = min(names, key=lambda name: _seconds(name, pack, prices))
+            own, exchange = (_seconds(name, pack, prices) for name in names)
+            fastest[key] = names[exchange < WORTH * own]
         return fastest[key]
 
     for rule in rules:
