@@ -76,7 +76,7 @@ def choose(
     check_fits(algorithm, options.shards, world)
     reasons = (why_packing, why_algorithm)
     if options.reproducible:
-        check_in_tree_order(asked, world)
+        check_in_tree_order(asked, options.shards, world)
         reasons += (
             "order: every element is summed in pairs of replicas, then pairs of pairs, so that its "
             "bits are the same however it is packed, placed and carried",
