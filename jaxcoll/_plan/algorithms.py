@@ -170,14 +170,15 @@ def check_in_tree_order(algorithm: str, shards: int, world: World) -> None:
     if in_tree_order(stages(algorithm, shards, world.sizes)):
         return
     n = world.replicas
-    owned = f" with {shards} owners" if shards and owns_shards(algorithm) else ""
+    owned = shards and owns_shards(algorithm)
+    what = f"{algorithm!r} with {shards} owners" if owned else repr(algorithm)
     fixed = " or ".join(repr(name) for name, law in IN_TREE_ORDER.items() if law(n))
-    all_of_them = " with `shards` unset" if owned else ""
+    fixed += " with `shards` unset" if owned else ""
     pairs = ", or 'inner/outer' of these over groups of a power of two"
     raise ValueError(
-        f"`reproducible` asks for one order of summation, and {algorithm!r}{owned} has none over "
+        f"`reproducible` asks for one order of summation, and {what} has none over "
         f"{' × '.join(map(str, world.sizes))} replicas: its bits depend on the packing, or are the "
-        f"backend's affair. Leave `algorithm` and `implementation` unset, or ask for {fixed}{all_of_them}"
+        f"backend's affair. Leave `algorithm` and `implementation` unset, or ask for {fixed}"
         f"{pairs if len(world.sizes) > 1 else ''}."
     )
 
