@@ -155,16 +155,20 @@ batching.defvectorized(_same_p)
 ad.deflinear(_same_p, lambda cotangent, **_: [cotangent])
 
 
-def as_stored(x: Any) -> Any:
+def as_stored(x: Any, *, backward: bool = False) -> Any:
     """`x` with the bits that it has once it is stored, whatever it is computed from or goes into.
 
     A compiler may compute `a * b + c` with one rounding for two, where both meet in one loop; if
-    they do depends on the program around them. Nothing is so joined across this step. It is an
-    identity, and so is its transpose. `lax.optimization_barrier` is not enough: XLA's CPU
+    they do depends on the program around them. Nothing is so joined across this step. It costs
+    no pass of its own where it is fused. `lax.optimization_barrier` is not enough: XLA's CPU
     compiler of 2026 drops it before it decides what to compute in one loop.
+
+    Args:
+      x: an array.
+      backward: it is the cotangent that this is done to, and `x` is left alone.
     """
     stored = jnp.issubdtype(x.dtype, jnp.inexact) and x.size
-    return _as_stored_p.bind(x) if stored else x
+    return _as_stored_p.bind(x, backward=backward) if stored else x
 
 
 def _stored(x: jax.Array) -> jax.Array:
@@ -181,11 +185,14 @@ def _stored(x: jax.Array) -> jax.Array:
 
 
 _as_stored_p = Primitive("as_stored")
-_as_stored_p.def_impl(lambda x: x)
-_as_stored_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(_as_stored_p, mlir.lower_fun(_stored, multiple_results=False))
+_as_stored_p.def_impl(lambda x, **_: x)
+_as_stored_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(
+    _as_stored_p,
+    mlir.lower_fun(lambda x, backward: x if backward else _stored(x), multiple_results=False),
+)
 batching.defvectorized(_as_stored_p)
-ad.deflinear(_as_stored_p, lambda cotangent: [as_stored(cotangent)])
+ad.deflinear(_as_stored_p, lambda ct, backward: [as_stored(ct, backward=not backward)])
 
 
 def is_variance_mismatch(error: TypeError) -> bool:

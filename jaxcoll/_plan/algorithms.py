@@ -147,7 +147,8 @@ def in_tree_order(stages: Sequence[Stage]) -> bool:
     """Whether the stages together sum every element in the order of the one tree over replicas.
 
     That tree is of pairs, over the replicas as the axes count them, outer first; a missing leaf
-    is passed over. Trees within and between groups are that tree if the groups are whole
+    is passed over. An owner of a shuffle without as many others as replicas adds what comes as it
+    comes. Trees within and between groups are that tree if the groups are whole
     branches of it: if all but the outermost are of a power of two.
 
     Examples:
@@ -155,22 +156,27 @@ def in_tree_order(stages: Sequence[Stage]) -> bool:
       [True, False]
     """
     branches = all(_is_power_of_two(stage.replicas) for stage in stages[:-1])
-    return branches and all(IN_TREE_ORDER[s.algorithm](s.replicas) for s in stages)
+    return branches and all(
+        s.shards == s.replicas and IN_TREE_ORDER[s.algorithm](s.replicas) for s in stages
+    )
 
 
-def check_in_tree_order(algorithm: str, world: World) -> None:
+def check_in_tree_order(algorithm: str, shards: int, world: World) -> None:
     """Refuse an algorithm whose sums depend on where an element stands.
 
     Raises:
       ValueError: it is one, over the axes of `world`; the message lists those that are none.
     """
-    if in_tree_order(stages(algorithm, 0, world.sizes)):
+    if in_tree_order(stages(algorithm, shards, world.sizes)):
         return
     n = world.replicas
+    owned = shards and owns_shards(algorithm)
+    what = f"{algorithm!r} with {shards} owners" if owned else repr(algorithm)
     fixed = " or ".join(repr(name) for name, law in IN_TREE_ORDER.items() if law(n))
+    fixed += " with `shards` unset" if owned else ""
     pairs = ", or 'inner/outer' of these over groups of a power of two"
     raise ValueError(
-        f"`reproducible` asks for one order of summation, and {algorithm!r} has none over "
+        f"`reproducible` asks for one order of summation, and {what} has none over "
         f"{' × '.join(map(str, world.sizes))} replicas: its bits depend on the packing, or are the "
         f"backend's affair. Leave `algorithm` and `implementation` unset, or ask for {fixed}"
         f"{pairs if len(world.sizes) > 1 else ''}."

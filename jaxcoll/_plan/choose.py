@@ -69,7 +69,7 @@ def choose(
     )
     reasons = tuple(filter(None, (why_packing, why_algorithm)))
     if options.reproducible:
-        check_in_tree_order(asked, world)
+        check_in_tree_order(asked, options.shards, world)
         reasons += (
             "order: every element is summed in pairs of replicas, then pairs of pairs, so that its "
             "bits are the same however it is packed, placed and carried",

@@ -296,9 +296,9 @@ def _check_divisible(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
     """Refuse leaves that only the compiler's own all-reduce can sum, in an order of its own."""
     for pack in packs:
         if pack.solid:
-            place = where(leaves[pack.segments[0].leaf].path)
+            leaf = where(leaves[pack.segments[0].leaf].path)
             raise ValueError(
-                f"`reproducible` cannot hold for {place}: it is "
+                f"`reproducible` cannot hold for {leaf}: it is "
                 "sharded over another axis of the mesh, so that only the compiler's own "
                 "all-reduce can sum it, in an order of its own. Map that axis, too, in "
                 "`jax.shard_map`, or reduce this leaf in a call of its own without `reproducible`."

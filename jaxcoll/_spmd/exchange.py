@@ -88,8 +88,17 @@ def tree_sum(rows: jax.Array) -> jax.Array:
     An odd one at the end waits for the next round. `jnp.sum` would say nothing of the order, and
     XLA's CPU compiler is many times slower at it.
     """
-    terms = list(rows)
+    terms = [lax.squeeze(row, (0,)) for row in lax.split(rows, (1,) * len(rows))]
     while len(terms) > 1:
         pairs = zip(terms[::2], terms[1::2], strict=False)
         terms = [a + b for a, b in pairs] + terms[len(terms) // 2 * 2 :]
     return terms[0]
+
+
+def copies(array: jax.Array, n: int) -> list[jax.Array]:
+    """The array n times; the cotangents of the n are summed as by `tree_sum`."""
+    if n == 1:
+        return [array]
+    left = 1 << (n - 1).bit_length() - 1
+    halves = [(_compat.as_stored(array, backward=True), m) for m in (left, n - left)]
+    return [copy for half, m in halves for copy in copies(half, m)]

@@ -109,12 +109,10 @@ def _rows(
     choice = choose(scope.options.replace(shards=UNSET), world)
     packs = plan_packs(leaves, choice.packing or usual(world))
     steps = stages(choice.algorithm, 0, over)
-    # Nothing is summed here, but in the derivative.
-    settled = _compat.as_stored if scope.options.reproducible else lambda x: x
     rows = []
     for k, packed in enumerate(pack(arrays, packs, leaves)):
         with jax.named_scope(f"jaxcoll_pack{k}"):
-            rows.append(settled(_gathered(settled(packed), steps, tuple(axes))))
+            rows.append(_gathered(packed, steps, tuple(axes)))
     found = (
         jax.vmap(lambda each: unpack(each, packs, leaves))(rows) if rows else [None] * len(arrays)
     )

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcoll import _compat
 from jaxcoll._spmd.exchange import passed_on, swapped, turned
 
 
@@ -44,7 +45,8 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         halves = shards.reshape(-1, 2, shards.shape[-1])
         mine = rank // bit % 2
         received = swapped(_half(halves, 1 - mine), axes, bit)
-        shards = _half(halves, mine) + received
+        # What is received was stored to be sent.
+        shards = _compat.as_stored(_half(halves, mine)) + received
     return shards[0]
 
 
@@ -68,7 +70,8 @@ def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array
     for bit in reversed(bits):
         received = swapped(held, axes, bit)
         # A branch copies each half once; a `where` would read both for either.
-        both = lax.cond(rank // bit % 2 == 0, _own_first, _own_last, held, received)
+        own = _compat.as_stored(held, backward=True)
+        both = lax.cond(rank // bit % 2 == 0, _own_first, _own_last, own, received)
         held = both.reshape(-1, held.shape[-1])
     return held
 

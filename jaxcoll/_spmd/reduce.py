@@ -122,15 +122,12 @@ def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
     for k, (planned, array) in enumerate(zip(plan.packs, packs, strict=True)):
         recipe = cast(Recipe, planned.kind)
         with jax.named_scope(f"jaxcoll_pack{k}"):
-            array = _settled_bits(plan, before(array, recipe))
-            total = algorithms.all_reduce(array, plan.stages(planned), recipe.axes)
-            sums.append(_settled_bits(plan, after(total, recipe)))
+            total = algorithms.all_reduce(before(array, recipe), plan.stages(planned), recipe.axes)
+            result = after(total, recipe)
+            # A quotient that goes into a sum next must not be rounded with it.
+            divided = plan.reproducible and (recipe.divisor or recipe.times > 1)
+            sums.append(_compat.as_stored(result) if divided else result)
     return sums
-
-
-def _settled_bits(plan: Plan, array: jax.Array) -> jax.Array:
-    """`array`; where bits matter, with those that no fusion with its surroundings changes."""
-    return _compat.as_stored(array) if plan.reproducible else array
 
 
 def _recipe(

@@ -1,8 +1,8 @@
 """A shuffle, as between workers and parameter servers: each shard is summed by its owner.
 
 Every replica sends each owner its part directly, and every owner sends the sum to everybody. An
-owner adds in the fixed order of `tree_sum`, so that the bits do not depend on where an element
-stands.
+owner adds in the fixed order of `tree_sum`, if there are as many as replicas, so that the bits do
+not depend on where an element stands.
 The first m of n replicas own the m shards; with m = n all do the same work, and no device sends
 more than it has to.
 
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcoll._spmd.exchange import passed_on, tree_sum, turned
+from jaxcoll._spmd.exchange import copies, passed_on, tree_sum
 
 
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -38,11 +38,10 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     def part_for(distance: int) -> jax.Array:
         return lax.dynamic_index_in_dim(shards, (rank + distance) % n, keepdims=False)
 
-    received = [part_for(0)]
+    total = part_for(0)
     for distance in range(1, n):
-        received.append(passed_on(part_for(distance), axes, distance, receivers=len(shards)))
-    # received[k] is of replica rank-k: in the replicas' order once turned.
-    return tree_sum(turned(jnp.stack(received[::-1]), -1 - rank))
+        total += passed_on(part_for(distance), axes, distance, receivers=len(shards))
+    return total
 
 
 def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
@@ -61,7 +60,7 @@ def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array
     n, rank = lax.axis_size(axes), lax.axis_index(axes)
     if count == n:
         # Not an all-gather: its derivative would be Gloo's reduce-scatter.
-        return _exchanged(jnp.broadcast_to(shard, (n, *shard.shape)), axes)
+        return _exchanged(jnp.stack(copies(shard, n)), axes)
     # What comes from replicas that own nothing goes to a row behind the others.
     held = jnp.zeros((count + 1, *shard.shape), shard.dtype)
     for distance in range(n):

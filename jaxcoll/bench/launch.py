@@ -117,9 +117,27 @@ def join() -> bool:
     return True
 
 
+KEEP_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+}
+"""Environment variables by which glibc's malloc keeps what is freed.
+
+XLA's CPU runtime allocates every result and all temporaries of every call anew, and glibc gives
+large blocks back to the system at once: each call then takes fresh pages, which over Gloo cost as
+much as the exchange (docs/performance.md). Other C libraries do not read these variables.
+"""
+
+
 def world(processes: int) -> list[dict[str, str]]:
-    """The environment variables by which each rank of a new world on this host can `join` it."""
-    common = {_COORDINATOR: f"127.0.0.1:{free_port()}", _COUNT: str(processes)}
+    """The environment variables by which each rank of a new world on this host can `join` it.
+
+    They make the processes keep their memory, but where the user's own say otherwise.
+    """
+    common = {k: os.environ.get(k, v) for k, v in KEEP_MEMORY.items()}
+    common |= {_COORDINATOR: f"127.0.0.1:{free_port()}", _COUNT: str(processes)}
     return [{**common, _RANK: str(rank)} for rank in range(processes)]
 
 

@@ -1,0 +1,284 @@
+"""`reproducible=True`: the same bits for every packing, order, placement and algorithm."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import RUNNERS, lowered, noise, per_replica, rows, run
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxcoll as jc
+from jaxcoll._plan.algorithms import DESCRIPTIONS, in_tree_order, stages
+from jaxcoll._plan.choose import choose
+from jaxcoll._plan.world import World
+from jaxcoll._spmd.exchange import tree_sum
+
+P = jax.sharding.PartitionSpec
+SHAPES = {"a": (301,), "b": (), "c": (17, 3), "d": (64,)}
+SAID = {
+    "auto": {},
+    "one-pack": {"bytes_per_pack": 1 << 20},
+    "small-packs": {"bytes_per_pack": 300},
+    "shuffle": {"algorithm": "shuffle"},
+    "shuffled-pack": {"algorithm": "shuffle", "bytes_per_pack": 1 << 20},
+    "in-three": {"shards": 3, "algorithm": "halving_doubling"},
+}
+
+
+def reproducible(**said):
+    return jc.CommunicationOptions(reproducible=True, **said)
+
+
+def pairs_of(terms):
+    """The fixed tree, in NumPy, over the next power of two with missing leaves passed over."""
+    terms = [*terms, *[None] * ((1 << (len(terms) - 1).bit_length()) - len(terms))]
+    while len(terms) > 1:
+        terms = [a if b is None else a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
+
+
+def factors(n, dtype):
+    """Two trees; the products of their leaves are summed, which is where compilers fuse."""
+    leaves = {k: noise(n, *shape, seed=i) for i, (k, shape) in enumerate(SHAPES.items())}
+    if dtype == "float16":  # keep the products within its range
+        leaves = jax.tree.map(lambda x: jnp.clip(x, -100, 100), leaves)
+    others = {k: noise(n, *shape, seed=9) for k, shape in SHAPES.items()}
+    return jax.tree.map(lambda x: x.astype(dtype), (leaves, jax.tree.map(jnp.tanh, others)))
+
+
+def wanted(left, right):
+    """The sums of the products: each product rounded, and each sum of the tree."""
+    return jax.tree.map(lambda x, y: pairs_of(list(np.asarray(x) * np.asarray(y))), left, right)
+
+
+def differing(got, want):
+    """How many elements of each leaf have other bits."""
+    view = lambda x: np.atleast_1d(np.asarray(x)).view(f"u{np.asarray(x).dtype.itemsize}")
+    return {k: int((view(got[k]) != view(want[k])).sum()) for k in want}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "runner", "n", "said"),
+    [
+        *(("float32", r, n, s) for r in RUNNERS for n in (3, 8) for s in list(SAID)[: 6 if n == 8 else 5]),
+        *(("float32", "checked", n, s) for n in (2, 5, 6, 7) for s in ("auto", "shuffled-pack")),
+        *((d, "checked", n, s) for d in ("bfloat16", "float16") for n in (6, 8) for s in ("auto", "shuffle")),
+    ],
+)  # fmt: skip
+def test_every_element_is_summed_in_the_one_tree(dtype, runner, n, said):
+    options = reproducible(**SAID[said])
+    products = factors(n, dtype)
+
+    def f(pair):
+        return jc.all_reduce("sum", jax.tree.map(jnp.multiply, *pair), "data", options=options)
+
+    got = jax.tree.map(lambda x: x[0], run(runner, f, n, products))
+    assert not any(differing(got, wanted(*products)).values())
+
+
+@pytest.mark.parametrize("n", [6, 8])
+def test_a_mean_that_goes_into_another_sum_keeps_its_bits(n):
+    """A multiplication by 1/6 and an addition after it may otherwise become one rounding."""
+    x, other = noise(n, 301), noise(n, 301, seed=1)[0]
+
+    def program(then, **said):
+        options = reproducible(**said)
+        f = lambda v: then(jc.all_reduce("mean", {"a": v, "b": v[:7]}, "data", options=options))
+        return run("checked", f, n, x)[0]
+
+    alone = program(lambda mean: mean["a"])
+    for nbytes in (0, 1 << 20):
+        got = program(lambda mean: mean["a"] + other, bytes_per_pack=nbytes)
+        assert not any(differing({"": got}, {"": np.asarray(alone) + np.asarray(other)}).values())
+
+
+MESHES = [((2, 4), ("data", "node")), ((2, 2, 2), ("c", "a", "b")), ((3, 2), ("node", "data"))]
+
+
+@pytest.mark.parametrize(("shape", "names"), MESHES)
+def test_several_axes_are_counted_as_they_are_named(shape, names):
+    n = math.prod(shape)
+    said = [{}, {"algorithm": "shuffle"}]
+    if shape != (2, 2, 2):
+        said += [{"algorithm": f"{a}/shuffle"} for a in ("shuffle", "halving_doubling")]
+    mesh = jax.make_mesh(shape, tuple(sorted(names)), axis_types=(jax.sharding.AxisType.Auto,) * len(shape))  # fmt: skip
+    if names != tuple(sorted(names)):
+        sizes = dict(zip(names, shape, strict=True))
+        mesh = jax.make_mesh(tuple(sizes[a] for a in sorted(names)), tuple(sorted(names)), axis_types=mesh.axis_types)  # fmt: skip
+    x = noise(n, 101)
+    for options in said:
+        f = jax.shard_map(
+            lambda v, o=options: jc.all_reduce("sum", v[0], names, options=reproducible(**o)),
+            mesh=mesh, in_specs=P(names), out_specs=P(),
+        )  # fmt: skip
+        assert not any(differing({"": jax.jit(f)(x)}, {"": pairs_of(list(np.asarray(x)))}).values())
+
+
+@given(st.lists(st.sampled_from(sorted(DESCRIPTIONS)), min_size=1, max_size=3), st.tuples(*[st.integers(1, 5)] * 3))  # fmt: skip
+def test_what_is_called_reproducible_adds_in_that_tree(names, over):
+    """Add names of replicas instead of numbers: trees within and between groups, and the flat one."""
+    plan = stages("/".join(names), 0, over)
+    if not in_tree_order(plan):
+        return
+    ranks = np.arange(math.prod(over)).reshape(over).astype(str).tolist()
+
+    def joined(terms):
+        """As `pairs_of`, in words."""
+        while len(terms) > 1:
+            odd = terms[len(terms) // 2 * 2 :]
+            terms = [f"({a}+{b})" for a, b in zip(terms[::2], terms[1::2], strict=False)] + odd
+        return terms[0]
+
+    flat = np.array(ranks, dtype=object)
+    for stage in plan:
+        others = [a for a in range(3) if a not in stage.axes]
+        grouped = flat.transpose([*others, *stage.axes])
+        kept = grouped.shape[: len(others)]
+        summed = [joined(list(row)) for row in grouped.reshape(-1, stage.replicas)]
+        flat = np.expand_dims(np.array(summed, dtype=object).reshape(kept), stage.axes)
+    assert flat.item() == joined(np.array(ranks, dtype=object).reshape(-1).tolist())
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7, 11, 13, 16])
+def test_the_tree_is_that_of_the_next_power_of_two(n):
+    x = np.asarray(noise(n, 3))
+    assert np.asarray(tree_sum(jnp.asarray(x))).tobytes() == pairs_of(list(x)).tobytes()
+
+
+def test_without_it_the_bits_depend_on_the_packing():
+    """What this file's laws are worth: the ring's sums change when the leaves meet in one pack."""
+    value = {k: noise(8, *shape, seed=i) for i, (k, shape) in enumerate(SHAPES.items())}
+    got = [
+        run("checked", lambda t, o=o: jc.all_reduce("sum", t, "data", options=o), 8, value)
+        for o in (jc.CommunicationOptions(nbytes, algorithm="ring") for nbytes in (1, 1 << 20))
+    ]
+    assert sum(differing(*got).values())
+
+
+@pytest.mark.parametrize("runner", ["vmap", "pmap", "unchecked"])
+@pytest.mark.parametrize("said", ["one-pack", "shuffle", "shuffled-pack"])
+def test_the_cotangent_is_summed_in_the_same_tree(runner, said):
+    """A checked `shard_map` sums it itself, before jaxcoll sees it."""
+    options, n = reproducible(**SAID[said]), 8
+    left, right = factors(n, "float32")
+
+    def f(pair):
+        reduce = lambda v: jc.all_reduce("sum", v, "data", options=options)
+        _, back = jax.vjp(reduce, jax.tree.map(jnp.zeros_like, pair[0]))
+        return back(jax.tree.map(jnp.multiply, *pair))[0]
+
+    got = jax.tree.map(lambda x: x[0], per_replica(runner, f, n, (left, right)))
+    assert not any(differing(got, wanted(left, right)).values())
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_gradients_have_the_same_bits_for_every_packing(runner):
+    x = noise(8, 6, 5)
+    w = {"first": noise(5, 3), "second": noise(3)}
+
+    def step(options):
+        loss = lambda w, x: jnp.sum((x @ w["first"]) @ w["second"]) / 7
+        return lambda x: jc.grad(loss, "data", options=options)(w, x)
+
+    packed, alone, shuffled = (
+        jax.tree.map(lambda g: g[0], run(runner, step(reproducible(**SAID[s])), 8, x))
+        for s in ("one-pack", "auto", "shuffle")
+    )
+    assert not any(differing(packed, alone).values())
+    assert not any(differing(packed, shuffled).values())
+
+
+def test_a_gather_is_as_exact_as_ever_and_so_is_its_derivative():
+    x, ct = noise(8, 5), noise(8, 40)
+    options = reproducible()
+
+    def f(v, c):
+        gathered, back = jax.vjp(lambda u: jc.all_gather(u, "data", options=options), v)
+        return gathered, back(c)[0]
+
+    gathered, back = per_replica("unchecked", f, 8, x, ct)
+    np.testing.assert_array_equal(gathered[0], np.asarray(x).reshape(-1))
+    want = pairs_of(list(np.asarray(ct))).reshape(8, 5)
+    assert not any(differing({"": back}, {"": want}).values())
+
+
+def test_sparse_rows_are_gathered_in_the_order_of_replicas_as_always():
+    def f(values):
+        slices = jc.IndexedSlices(values, jnp.array([1, 0]), (4, 3))
+        return jc.all_reduce("sum", slices, "data", options=reproducible()).values
+
+    x = noise(8, 2, 3)
+    np.testing.assert_array_equal(run("checked", f, 8, x)[0], np.asarray(x).reshape(16, 3))
+
+
+def test_one_device_adds_in_the_same_tree():
+    x = noise(6, 33)
+    got = jc.ReductionToOneDevice().reduce(
+        "sum", jc.PerReplica(list(x)), "cpu:0", options=reproducible()
+    )
+    assert not any(differing({"": got}, {"": pairs_of(list(np.asarray(x)))}).values())
+
+
+@pytest.mark.parametrize(
+    ("said", "named", "n"),
+    [
+        ({"algorithm": "native"}, "native", 8),
+        ({"implementation": "nccl"}, "native", 8),
+        ({"implementation": "ring"}, "ring", 8),
+        ({"algorithm": "rechd"}, "halving_doubling", 6),
+        ({"algorithm": "pscpu", "shards": 2}, "shuffle' with 2 owners", 6),
+    ],
+)
+def test_an_algorithm_with_another_order_is_refused(said, named, n):
+    others = "'halving_doubling' or 'shuffle'" if n == 8 else "'shuffle'"
+    named += "'" * ("'" not in named)
+    words = f"`reproducible` asks for one order of summation, and '{named} has none over {n} repl"
+    with pytest.raises(
+        ValueError, match=f"{words}.* or ask for {others}( with `shards` unset)?\\."
+    ):
+        run("vmap", lambda x: jc.all_reduce("sum", x, "data", options=reproducible(**said)), n, rows(n, 3))  # fmt: skip
+
+
+def test_hierarchies_are_refused_where_groups_are_no_branches_of_the_tree():
+    for inner, outer in itertools.product(("shuffle", "halving_doubling"), repeat=2):
+        options = reproducible(algorithm=f"{inner}/{outer}")
+        choose(options, World(sizes=(2, 4)))
+        with pytest.raises(ValueError, match=r"has none over 4 × 3 .* 'inner/outer' of these over"):
+            choose(options, World(sizes=(4, 3)))
+    for name in ("native/shuffle", "shuffle/native"):  # the former is shuffle/shuffle over Gloo
+        with pytest.raises(ValueError, match=f"'{name}' has none over 2 × 4 replicas"):
+            choose(reproducible(algorithm=name), World(sizes=(2, 4), processes=2))
+
+
+def test_one_replica_has_nothing_to_refuse():
+    for said in ({}, {"algorithm": "ring"}, {"implementation": "nccl"}):
+        f = lambda x, said=said: jc.all_reduce("sum", x, "data", options=reproducible(**said))
+        assert "stablehlo.collective" not in lowered(f, 1, rows(1, 4)).as_text()
+        np.testing.assert_array_equal(run("checked", f, 1, rows(1, 4)), rows(1, 4))
+
+
+def test_a_leaf_that_must_keep_its_shape_is_refused_by_its_path():
+    auto = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=auto)
+    f = lambda x: jc.all_reduce("sum", {"w": x}, "data", options=reproducible())
+    x = jax.device_put(jnp.zeros((2, 8)), jax.NamedSharding(mesh, P(None, "model")))
+    with jax.set_mesh(mesh):
+        step = jax.shard_map(f, in_specs=P("data"), out_specs=P(), axis_names={"data"})
+        with pytest.raises(
+            ValueError, match=r"`reproducible` cannot hold for leaf \['w'\]: it is sharded over"
+        ):
+            jax.jit(step).lower(x)
+
+
+def test_the_plan_says_so():
+    plan = jc.plan(np.zeros(64, "f"), axis_size=8, options=reproducible())
+    assert plan.reproducible
+    assert plan.to_dict()["reproducible"] is True
+    assert (plan.algorithm, plan.steps) == ("halving_doubling", 6)
+    assert "every element is summed in pairs of replicas, then pairs of pairs" in str(plan)
+    assert jc.plan(np.zeros(64, "f"), axis_size=6, options=reproducible()).algorithm == "shuffle"
+    assert not jc.plan(np.zeros(64, "f"), axis_size=8).reproducible
