@@ -31,9 +31,7 @@ class Texts:
     where: str = ""
 
 
-def texts_of(
-    program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str
-) -> Texts:
+def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str) -> Texts:
     """Trace, lower and compile what is not compiled yet.
 
     Args:

@@ -155,9 +155,10 @@ def operands_of(instruction: Instruction, defined: Mapping[str, str]) -> tuple[O
 
 
 def pair_ends(lines: Sequence[str]) -> Iterator[tuple[int, str, str, str]]:
-    """The ends of asynchronous instructions: line number, name, opcode, and the name of the start.
+    """The ends of asynchronous instructions: line number, name, opcode, and the start's name.
 
-    What only prolongs one (`-update`) is there too, and stands for the start afterwards.
+    Yields:
+      One for each; what only prolongs another (`-update`) stands for the start afterwards.
     """
     first: dict[str, str] = {}
     for at, line in enumerate(lines):

@@ -60,9 +60,7 @@ def join(requested: Sequence[Collective], compiled: Sequence[Collective]) -> tup
     return tuple(joiner.origins)
 
 
-def _fits(
-    alike: Callable[[str, str], bool], in_loop: bool, r: Collective, c: Collective
-) -> bool:
+def _fits(alike: Callable[[str, str], bool], in_loop: bool, r: Collective, c: Collective) -> bool:
     return (
         alike(r.kind, c.kind)
         and (not in_loop or bool(r.loops) == bool(c.loops))

@@ -60,7 +60,9 @@ def _contracted(attributes: str, left: Operand) -> int | None:
     if not found:
         return None
     dims = [int(d) for d in re.findall(r"\d+", found[1])]
-    return math.prod(left.shape[d] for d in dims) if all(d < len(left.shape) for d in dims) else None
+    return (
+        math.prod(left.shape[d] for d in dims) if all(d < len(left.shape) for d in dims) else None
+    )
 
 
 def _kernel(attributes: str, kernel: Operand) -> int | None:

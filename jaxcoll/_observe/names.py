@@ -48,4 +48,3 @@ def pack_of(name: str) -> str:
     """
     found = _PACK.search(name)
     return f"{found[1]}/{found[2]}" if found else ""
-

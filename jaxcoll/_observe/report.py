@@ -178,7 +178,10 @@ class Report:
             ) from error
 
     def plot(
-        self, path: str | Path | None = None, *, seconds: Callable[[Collective], float] | None = None
+        self,
+        path: str | Path | None = None,
+        *,
+        seconds: Callable[[Collective], float] | None = None,
     ) -> Any:
         """Draw the compiled schedule: collectives by pack, matrix products, and what is hidden.
 

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from jaxcoll._observe.report import Report
 
 INK, FAINT, LINE, PALE = "#1d2433", "#717a8a", "#dfe3e9", "#f4f6f8"
-PRODUCTS = "#9aa5b4"
+PRODUCTS, BUSY = "#b9c1cc", "#3d4a5c"
 COLOURS = (
     "#1f6f8b", "#e2725b", "#6a9f58", "#b07aa1", "#d9a441", "#4e79a7", "#c1587c", "#5b8f8c",
     "#8c6d46", "#7b6fb0",
 )  # fmt: skip
 LEFT, RIGHT = 0.105, 0.965
-MOST_LANES = 9
+MOST_LANES = 14
 WIDE, HIGH = 12.8, 7.2
 
 
@@ -43,7 +43,8 @@ def draw(report: Report, seconds: Callable[[Collective], float] | None = None) -
     figure.text(0.04, 0.925, title, size=21, weight="bold", color=INK)
     figure.text(0.04, 0.877, _subtitle(report), size=11, color=FAINT)
     lanes = _lanes(report)
-    axes = figure.add_axes((LEFT, 0.30, RIGHT - LEFT, 0.50))
+    _legend(figure)
+    axes = figure.add_axes((LEFT, 0.29, RIGHT - LEFT, 0.49))
     _schedule(axes, report, lanes)
     _hidden(figure.add_axes((LEFT, 0.085, RIGHT - LEFT, 0.075)), report, seconds)
     return figure
@@ -80,7 +81,8 @@ def _lanes(report: Report) -> list[Lane]:
 def _schedule(axes: Axes, report: Report, lanes: Sequence[Lane]) -> None:
     """Instructions from left to right; below, what multiplies; above, what travels meanwhile."""
     end = max(report.instructions, 1)
-    top = len(lanes) + 1.9
+    top = max(len(lanes) + 1.55, 4.5)
+    text_size = 10 if len(lanes) < 11 else 9
     axes.set_xlim(0, end)
     axes.set_ylim(0, top)
     for loop in report.loops:
@@ -92,12 +94,13 @@ def _schedule(axes: Axes, report: Report, lanes: Sequence[Lane]) -> None:
         )
     _products(axes, report, end)
     for n, (label, colour, ks) in enumerate(lanes):
-        y = len(lanes) - n + 0.75
+        y = top - 0.8 - n
         axes.axhline(y, color=LINE, linewidth=0.8, zorder=1)
-        axes.text(-end * 0.008, y, _label(label), size=10, color=colour, ha="right", va="center",
-                  weight="bold")  # fmt: skip
+        beside = {"ha": "right", "va": "center", "size": text_size}
+        axes.text(-end * 0.008, y, _label(label), color=colour, weight="bold", **beside)
         for k in ks:
             _span(axes, report.collectives[k], y, colour, end)
+        _sizes(axes, report, ks, y, end)
     axes.text(-end * 0.008, 0.55, "matrix\nproducts", size=10, color=FAINT, ha="right", va="center")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -112,38 +115,69 @@ def _schedule(axes: Axes, report: Report, lanes: Sequence[Lane]) -> None:
 def _products(axes: Axes, report: Report, end: int) -> None:
     """A stroke for each product, as high as its share of the largest's arithmetic."""
     most = max((m.flops for m in report.matmuls), default=0)
-    width = max(end / 700, 0.5)
+    spans = [(c.at, c.until) for c in report.collectives if c.is_async]
     for m in report.matmuls:
         height = 0.12 + 0.88 * (m.flops / most if most else 0)
-        axes.add_patch(
-            Rectangle((m.at, 0.05), width, height, color=PRODUCTS, linewidth=0, zorder=2)
-        )
-    total = sum((m.trips or 1) * m.flops for m in report.matmuls)
+        beside = any(start < m.at < until for start, until in spans)
+        colour = BUSY if beside else PRODUCTS
+        axes.vlines(m.at + 0.5, 0.05, 0.05 + height, color=colour, linewidth=2.2, zorder=2)
     if report.matmuls:
-        said = f"{scaled(total)}FLOP in {counted(len(report.matmuls), 'product')}"
-        axes.text(end, 1.14, said, size=9, color=FAINT, ha="right", va="bottom")
+        total = sum((m.trips or 1) * m.flops for m in report.matmuls)
+        said = f"{scaled(total)}FLOP in {counted(len(report.matmuls), 'matrix product')}"
+        axes.annotate(
+            said, (0, 0), (0, -23), xycoords="axes fraction", textcoords="offset points",
+            color=FAINT, size=10, va="center",
+        )  # fmt: skip
+
+
+def _legend(figure: Figure) -> None:
+    """What the three looks of a collective mean."""
+    x, y = LEFT, 0.805
+    for words, face, edge, width in (
+        ("beside a matrix product", INK, INK, 0.152),
+        ("asynchronous, beside none", "#a5a8ae", "#a5a8ae", 0.172),
+        ("everything waits for it", "white", INK, 0),
+    ):
+        figure.patches.append(
+            Rectangle(
+                (x, y), 0.008, 0.014, facecolor=face, edgecolor=edge, linewidth=1.2,
+                transform=figure.transFigure,
+            )
+        )  # fmt: skip
+        figure.text(x + 0.013, y + 0.006, words, size=9.5, color=FAINT, va="center")
+        x += width
 
 
 def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
-    """From start to end, thick; one that everything waits for is a stroke with an open end."""
+    """From start to end; one that everything waits for has no length, and is hollow."""
     tall = 0.26 + 0.34 * min(1.0, math.log10(max(c.wire_bytes, 1)) / 9)
     if c.is_async and c.until > c.at:
-        width = max(c.until - c.at, end / 400)
         hides = c.meanwhile is not None and c.meanwhile.flops > 0
-        axes.add_patch(
-            Rectangle((c.at, y - tall / 2), width, tall, facecolor=colour, zorder=3,
-                      alpha=1.0 if hides else 0.45, linewidth=0)  # fmt: skip
-        )
+        width, face, edge = max(c.until - c.at, end / 300), colour, "white"
+        alpha = 1.0 if hides else 0.45
     else:
-        axes.add_patch(
-            Rectangle((c.at, y - tall / 2), max(end / 400, 0.3), tall, facecolor="white",
-                      edgecolor=colour, linewidth=1.4, zorder=3)  # fmt: skip
-        )
+        width, face, edge, alpha = end / 220, "white", colour, 1.0
+    axes.add_patch(
+        Rectangle((c.at, y - tall / 2), width, tall, facecolor=face, edgecolor=edge, alpha=alpha,
+                  linewidth=1.4, zorder=3)
+    )  # fmt: skip
 
 
-def _hidden(
-    axes: Axes, report: Report, seconds: Callable[[Collective], float] | None
-) -> None:
+def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) -> None:
+    """What leaves a device, behind the last of a lane or before the first, where there is room."""
+    each = [report.collectives[k] for k in ks]
+    sent = sum((c.trips or 1) * c.wire_bytes for c in each)
+    first, last = min(c.at for c in each), max(max(c.until, c.at) for c in each) + end / 150
+    words = size(sent) if len(each) == 1 else f"{size(sent)} in {len(each)}"
+    behind = last < 0.9 * end
+    axes.text(
+        last + end * 0.006 if behind else first - end * 0.006, y, words, size=9, color=FAINT,
+        va="center", ha="left" if behind else "right",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5}, zorder=2.5,
+    )  # fmt: skip
+
+
+def _hidden(axes: Axes, report: Report, seconds: Callable[[Collective], float] | None) -> None:
     """One bar: what travels beside matrix products, and what everything else waits for."""
     amounts = [(seconds or _bytes)(c) * (c.trips or 1) for c in report.collectives]
     hides = [bool(c.meanwhile and c.meanwhile.flops) for c in report.collectives]

@@ -175,8 +175,8 @@ def size(nbytes: int) -> str:
     """Bytes in decimal units.
 
     Examples:
-      >>> size(28), size(178_850_000), size(7_340_036)
-      ('28 B', '178.9 MB', '7.3 MB')
+      >>> size(28), size(178_900_000), size(7_340_036)
+      ('28 B', '178.9 MB', '7.34 MB')
     """
     return f"{scaled(nbytes)}B"
 
@@ -194,7 +194,7 @@ def scaled(number: int) -> str:
     prefix = ""
     while value >= 999.95:
         value, prefix = value / 1000, next(prefixes)
-    return f"{value:.2f} {prefix}" if value < 10 and number < 10_000 else f"{value:.1f} {prefix}"
+    return f"{value:.2f} {prefix}" if value < 10 else f"{value:.1f} {prefix}"
 
 
 def counted(n: int, noun: str) -> str:

@@ -109,7 +109,9 @@ class Schedule:
         branches: dict[str, Work] = {}
         for call in calls:
             if not self._is_dropped(call):
-                each = Work().plus(self._total(call.callee), 1 if call.trips is None else call.trips)
+                each = Work().plus(
+                    self._total(call.callee), 1 if call.trips is None else call.trips
+                )
                 if call.branch is None:
                     work = work.plus(each)
                 else:
