@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from jaxcoll._observe.collective import Collective, Meanwhile
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Call:
     """A computation carried out from within another.
 
@@ -39,7 +39,7 @@ class Call:
     meanwhile: Meanwhile | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Matmul:
     """An instruction that multiplies matrices, by itself or in what it fuses.
 
@@ -56,7 +56,7 @@ class Matmul:
     at: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
     """A loop that collectives or matrix products stand in.
 

@@ -23,6 +23,9 @@ from jaxcoll._observe.schedule import Schedule
 from jaxcoll._observe.source import StackFrames
 
 _COMMUNICATES = re.compile(r" ((?:all-|collective-|reduce-scatter|ragged-all)[\w\-]*|send)\(")
+_FUSION = re.compile(
+    r"\s+(?:ROOT )?%?([\w.\-]+) = \S+ fusion\([^()]*\), kind=\w+, calls=%?([\w.\-]+)"
+)
 _CALLS = re.compile(
     r"\b(body|condition|calls|to_apply|branch_computations|true_computation|false_computation|"
     r"called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
@@ -148,6 +151,10 @@ class _Reader:
         lines = self._module.computations[computation]
         found: list[Collective | Call | Matmul] = []
         for at, line in enumerate(lines):
+            if fusion := _FUSION.match(line):  # most lines of a large program
+                site, callee = fusion.groups()
+                found.append(Call(site, callee, is_part=True, at=at, until=at))
+                continue
             if _COMMUNICATES.search(line):
                 try:
                     instruction = parse_instruction(line)

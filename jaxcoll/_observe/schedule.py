@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jaxcoll._observe.calls import Bodies, Call, Matmul, busy_among
@@ -52,6 +53,7 @@ class Schedule:
         self._busy = busy_among(bodies, (Collective,))
         self._direct: dict[str, dict[int, Work]] = {}
         self._totals: dict[str, Work] = {}
+        self._called_at: dict[str, dict[int, list[Call]]] = {}
 
     def bodies(self) -> Bodies:
         """The bodies with matrix products in their places, and with what runs meanwhile.
@@ -96,26 +98,33 @@ class Schedule:
         direct, work = self._direct_work(name), Work()
         for at in range(start + 1, end):
             work = work.plus(direct.get(at, Work()))
-        between = [
-            item for item in self._bodies[name] if isinstance(item, Call) and start < item.at < end
-        ]
+        programs = self._programs(name)
+        between = [call for at in range(start + 1, end) for call in programs.get(at, ())]
         work = work.plus(self._called(between))
         count = sum(not _IDLE.search(line) for line in lines[start + 1 : end])
         return Meanwhile(count, work.matmuls, work.flops)
 
-    def _called(self, calls: list[Call]) -> Work:
-        """The work of computations that are called as programs; of a conditional, the most."""
+    def _programs(self, name: str) -> dict[int, list[Call]]:
+        """The calls of a computation that are programs of their own, by their line."""
+        if name not in self._called_at:
+            found: dict[int, list[Call]] = {}
+            for item in self._bodies[name]:
+                if isinstance(item, Call) and not self._is_dropped(item):
+                    found.setdefault(item.at, []).append(item)
+            self._called_at[name] = found
+        return self._called_at[name]
+
+    def _called(self, calls: Iterable[Call]) -> Work:
+        """The work of computations that are called; of a conditional, that of its longest."""
         work = Work()
         branches: dict[str, Work] = {}
         for call in calls:
-            if not self._is_dropped(call):
-                each = Work().plus(
-                    self._total(call.callee), 1 if call.trips is None else call.trips
-                )
-                if call.branch is None:
-                    work = work.plus(each)
-                else:
-                    branches[call.site] = max(branches.get(call.site, Work()), each)
+            turns = 1 if call.trips is None else call.trips
+            each = Work().plus(self._total(call.callee), turns)
+            if call.branch is None:
+                work = work.plus(each)
+            else:
+                branches[call.site] = max(branches.get(call.site, Work()), each)
         for most in branches.values():
             work = work.plus(most)
         return work
@@ -124,7 +133,7 @@ class Schedule:
         """The work of one computation, with what it calls."""
         if name not in self._totals:
             self._totals[name] = Work()  # for one that calls itself, which is found elsewhere
-            work = self._called([i for i in self._bodies[name] if isinstance(i, Call)])
+            work = self._called(itertools.chain(*self._programs(name).values()))
             for direct in self._direct_work(name).values():
                 work = work.plus(direct)
             self._totals[name] = work
