@@ -147,11 +147,15 @@ def _words(name: str, given: Iterable[str] | None) -> set[str] | None:
 def _too_many(report: Report, max_count: int | None, max_wire_bytes: int | None) -> Iterable[str]:
     """Limits on everything together."""
     everything = range(report.count)
-    for limit, found, said in (
-        (max_count, report.runs, f"{counted(report.runs, 'collective')} in one run"),
-        (max_wire_bytes, report.wire_bytes, f"{report.wire_bytes:,} wire bytes a device"),
+    for name, limit, found, said in (
+        ("max_count", max_count, report.runs, f"{counted(report.runs, 'collective')} in one run"),
+        (
+            "max_wire_bytes",
+            max_wire_bytes,
+            report.wire_bytes,
+            f"{report.wire_bytes:,} wire bytes a device",
+        ),
     ):
-        name = "max_count" if limit is max_count else "max_wire_bytes"
         if limit is not None and found > limit:
             yield from _complaint(report, f"{name}={limit:,}, found {said}:", everything)
         elif limit is not None and report.uncounted:

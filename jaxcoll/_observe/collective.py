@@ -132,6 +132,9 @@ class Collective:
     @property
     def wire_bytes(self) -> int:
         """Bytes that leave one device each time; see `wire_bytes`."""
+        if self.kind == "all-to-all" and len(self.operands) == self.group_size > 1:
+            # Cut up already: each operand is a whole share, and one of them stays.
+            return self.nbytes // self.group_size * (self.group_size - 1)
         return sum(_leaving(self.kind, operand, self.group_size) for operand in self.operands)
 
 

@@ -1,6 +1,7 @@
 """Programs of many kinds: what the report says of them, and what an independent count says."""
 
 import importlib.util
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -295,6 +296,13 @@ def test_the_picture(tmp_path):
     report = jc.inspect(function, *arguments)
     report.plot(tmp_path / "b.png", seconds=lambda c: c.wire_bytes / 1e9)
     assert {path.name for path in tmp_path.iterdir()} == {"a.png", "b.png"}
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jaxcoll._observe.report_picture", None)
+    function, arguments, *_ = PROGRAMS["nothing"]
+    with pytest.raises(ImportError, match="needs matplotlib, which is not installed: pip install"):
+        jc.inspect(function, *arguments).plot()
 
 
 class TestLimits:
