@@ -25,6 +25,9 @@ from jaxcoll._host.replica_context import ReplicaContext as ReplicaContext
 from jaxcoll._host.replica_context import get_replica_context as get_replica_context
 from jaxcoll._host.values import Mirrored as Mirrored
 from jaxcoll._host.values import PerReplica as PerReplica
+from jaxcoll._look.inspect import assert_collectives as assert_collectives
+from jaxcoll._look.inspect import inspect as inspect
+from jaxcoll._observe.report import Report as Report
 from jaxcoll._plan.errors import AlreadyReducedError as AlreadyReducedError
 from jaxcoll._plan.errors import DeadlineExceededError as DeadlineExceededError
 from jaxcoll._plan.options import UNSET as UNSET

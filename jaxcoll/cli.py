@@ -10,6 +10,10 @@ import jaxcoll
 
 COMMANDS = {
     "demo": ("jaxcoll.bench.demo", "train on real data over several devices; show what is sent"),
+    "inspect": (
+        "jaxcoll.bench.inspect_command",
+        "show what a program will send, before it runs: requested beside compiled",
+    ),
     "bench": ("jaxcoll.bench.command", "measure all-reduces beside JAX's own"),
 }
 """Each command's module, which has `add_arguments(parser)` and `run(arguments)`; and its help."""

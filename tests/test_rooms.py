@@ -27,6 +27,7 @@ FORBIDDEN_WORDS = {
     "_spmd": {"PartitionSpec", "NamedSharding", "print"} | PLACING | CLOCK | ENVIRONMENT,
     "_host": {"perf_counter", "perf_counter_ns", "clock", "print"} | COLLECTIVES,
     "_observe": {"lax", "device_put", "compile"} | CLOCK,
+    "_look": {"lax", "device_put", "compile", "jit", "print"} | CLOCK | ENVIRONMENT,
 }
 
 ROOMS_BELOW = {
@@ -35,6 +36,7 @@ ROOMS_BELOW = {
     "_spmd": {"_compat", "_plan"},
     "_host": {"_compat", "_plan", "_spmd"},
     "_observe": {"_compat", "_plan"},
+    "_look": {"_compat", "_plan", "_spmd", "_host", "_observe"},
 }
 
 MOST_LINES = 400
@@ -144,6 +146,7 @@ def test_every_file_keeps_to_its_room():
         ("_host", "import jaxcoll._observe", "f.py:1: _host may not import _observe"),
         ("_observe", "f.lower().compile()", "f.py:1: _observe may not say 'compile'"),
         ("_observe", "import jaxcoll._spmd.ring", "f.py:1: _observe may not import _spmd"),
+        ("_look", "import jax\njax.jit(f)", "f.py:2: _look may not say 'jit'"),
         ("_compat", "import jaxcoll._plan", "f.py:1: _compat may not import _plan"),
         ("cli", "from jax._src import core", "f.py:1: jax._src is private to JAX"),
         ("cli", "import jax\njax._src", "f.py:2: jax._src is private to JAX"),

@@ -167,6 +167,13 @@ class DataParallel:
         with no_mesh():
             return self._compiled.lower(*self._placed(args), **self._replicate(kwargs))
 
+    def lower_recorded(
+        self, record: Callable[[Plan], None], *args: Any, **kwargs: Any
+    ) -> jax.stages.Lowered:
+        """Like `lower`, from a trace made for the purpose that tells each plan to `record`."""
+        with no_mesh():
+            return self._jitted(record).lower(*self._placed(args), **self._replicate(kwargs))
+
     def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
         """The plan of every reduction that the step makes with these arguments, in order.
 
@@ -185,7 +192,10 @@ class DataParallel:
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        program = functools.partial(self._program, lambda plan: None)
+        return self._jitted(lambda plan: None)
+
+    def _jitted(self, record: Callable[[Plan], None]) -> Any:
+        program = functools.partial(self._program, record)
         functools.update_wrapper(program, self._step, updated=())
         return jax.jit(program, donate_argnums=self._donate_argnums)
 

@@ -63,6 +63,20 @@ def bytes_of(dtype: str, size: int) -> int:
     return -(-size * int(found[1]) // 8)
 
 
+class Meanwhile(NamedTuple):
+    """What is scheduled between the start and the end of an asynchronous collective.
+
+    Attributes:
+      instructions: those that do something; constants, tuples and the like are left out.
+      matmuls: matrix products and convolutions among them, a loop's each time.
+      flops: floating-point operations of these, two for each multiplication and addition.
+    """
+
+    instructions: int
+    matmuls: int
+    flops: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """One collective of a program, as its text has it. An asynchronous pair is one.
@@ -79,8 +93,14 @@ class Collective:
       trips: how often one run of the program carries it out; None when a loop around it does
         not say how often it turns.
       is_async: other work may run between its start and its end.
-      op_name: the path of Python scopes that the compiler kept, "" if it kept none.
+      op_name: the path of Python scopes that the text keeps, "" if it keeps none. Of several
+        that were combined it is "(one:another)" behind what they share; see `names`.
       branches: the conditionals around it, outer first, and which branch of each it is in.
+      loops: the loops around it, outer first.
+      source: file and line of the Python that asked for it, "" if the text does not say.
+      at: its place in the schedule: instructions before it, each loop's body once.
+      until: the place where it ends.
+      meanwhile: what is scheduled while it is under way; None if it is not asynchronous.
     """
 
     kind: str
@@ -93,6 +113,16 @@ class Collective:
     is_async: bool = False
     op_name: str = ""
     branches: tuple[tuple[str, int], ...] = ()
+    loops: tuple[str, ...] = ()
+    source: str = ""
+    at: int = 0
+    until: int = 0
+    meanwhile: Meanwhile | None = None
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The element types that it sends, each once."""
+        return tuple(dict.fromkeys(operand.dtype for operand in self.operands))
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +132,9 @@ class Collective:
     @property
     def wire_bytes(self) -> int:
         """Bytes that leave one device each time; see `wire_bytes`."""
+        if self.kind == "all-to-all" and len(self.operands) == self.group_size > 1:
+            # Cut up already: each operand is a whole share, and one of them stays.
+            return self.nbytes // self.group_size * (self.group_size - 1)
         return sum(_leaving(self.kind, operand, self.group_size) for operand in self.operands)
 
 
@@ -148,17 +181,37 @@ def wire_bytes(collectives: Iterable[Collective], *, unknown_trips: int | None =
       >>> wire_bytes([Collective("all-reduce", "ar", (gradient,), 8, (eight,), "main", trips=5)])
       3640
     """
-    sent = []
-    for c in collectives:
-        trips = unknown_trips if c.trips is None else c.trips
-        if trips is None:
-            raise ValueError(
-                f"{c.kind} {c.name!r} in {c.computation!r} is in a loop that does not say how "
-                "often it turns, so its bytes cannot be counted. Pass `unknown_trips` to say how "
-                "often such loops turn."
-            )
-        sent.append((c.branches, trips * c.wire_bytes))
-    return _dearest(sent)
+    found = tuple(collectives)
+    return _dearest(
+        [(c.branches, times(c, unknown_trips, "its bytes") * c.wire_bytes) for c in found]
+    )
+
+
+def runs(collectives: Iterable[Collective], *, unknown_trips: int | None = None) -> int:
+    """How many collectives one run of the program carries out.
+
+    Law: as in `wire_bytes`: loops count each turn, and a conditional its longest branch.
+
+    Raises:
+      ValueError: as in `wire_bytes`.
+    """
+    return _dearest([(c.branches, times(c, unknown_trips, "its turns")) for c in collectives])
+
+
+def times(c: Collective, unknown_trips: int | None, what: str) -> int:
+    """How often one run carries `c` out, or an error that says `what` cannot be counted.
+
+    Raises:
+      ValueError: a loop does not say how often it turns, and `unknown_trips` is None.
+    """
+    trips = unknown_trips if c.trips is None else c.trips
+    if trips is None:
+        raise ValueError(
+            f"{c.kind} {c.name!r} in {c.computation!r} is in a loop that does not say how "
+            f"often it turns, so {what} cannot be counted. Pass `unknown_trips` to say how "
+            "often such loops turn."
+        )
+    return trips
 
 
 def _dearest(sent: list[tuple[tuple[tuple[str, int], ...], int]]) -> int:

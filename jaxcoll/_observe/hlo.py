@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from jaxcoll._observe.calls import Call, carried_out
+from jaxcoll._observe.calls import Call, Event, Loop, Matmul, carried_out
 from jaxcoll._observe.collective import KINDS, Collective, Groups
 from jaxcoll._observe.hlo_text import (
     Instruction,
     Module,
     definitions,
     operands_of,
+    pair_ends,
     parse_instruction,
     parse_module,
 )
+from jaxcoll._observe.names import names
 from jaxcoll._observe.replica_groups import device_groups, group_size, read_groups
+from jaxcoll._observe.schedule import Schedule
+from jaxcoll._observe.source import StackFrames
 
 _COMMUNICATES = re.compile(r" ((?:all-|collective-|reduce-scatter|ragged-all)[\w\-]*|send)\(")
+_FUSION = re.compile(
+    r"\s+(?:ROOT )?%?([\w.\-]+) = \S+ fusion\([^()]*\), kind=\w+, calls=%?([\w.\-]+)"
+)
 _CALLS = re.compile(
     r"\b(body|condition|calls|to_apply|branch_computations|true_computation|false_computation|"
     r"called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
@@ -28,6 +36,7 @@ _TRIPS = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\s*\\?"(\d+)')
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _GROUPS = re.compile(r"\breplica_groups=")
 _PAIRS = re.compile(r"\bsource_target_pairs=")
+_ELEMENT = re.compile(r" get-tuple-element\((?:.* )?%?([\w.\-]+)\), index=(\d+)")
 _IS_SYNC = re.compile(r'is_sync\\?":\s*true')
 
 
@@ -44,7 +53,7 @@ def read_hlo(text: str) -> tuple[Collective, ...]:
 
     Returns:
       The collectives in the order of the text, which is the schedule where the compiler has
-      made one. Cost: about a second for 100 MB.
+      made one. Cost: a few seconds for 100 MB.
 
     Raises:
       ValueError: the text is no HLO, is cut off, or uses a notation that is not known here.
@@ -59,22 +68,157 @@ def read_hlo(text: str) -> tuple[Collective, ...]:
       >>> collective.kind, collective.operands[0].dtype, collective.group_size
       ('all-reduce', 'f32', 2)
     """
+    program = read_program(text, strict=True)
+    return program.collectives
+
+
+class Program(NamedTuple):
+    """A compiled program, as far as its text tells.
+
+    Attributes:
+      name: what it was jitted from, as in jit_step.
+      devices: how many it runs on.
+      instructions: of one run, the body of each loop once.
+      collectives: in the order of the text.
+      matmuls: the instructions that multiply matrices, likewise.
+      loops: those that either of them stand in.
+      uncounted: what may send and could not be counted, a sentence each.
+      notes: what else could not be counted.
+    """
+
+    name: str
+    devices: int
+    instructions: int
+    collectives: tuple[Collective, ...]
+    matmuls: tuple[Matmul, ...] = ()
+    loops: tuple[Loop, ...] = ()
+    uncounted: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def read_program(text: str, *, strict: bool = False) -> Program:
+    """A compiled program: its collectives, and the arithmetic that is scheduled around them.
+
+    Law: as `read_hlo`; but what is not understood is told in `uncounted`, unless `strict`.
+
+    Args:
+      text: what `compiled.as_text()` returns, of any backend.
+      strict: raise on what is not understood, and leave out the arithmetic.
+
+    Returns:
+      The program.
+
+    Raises:
+      ValueError: the text is no HLO or is cut off; or something else, if `strict`.
+    """
     module = parse_module(text)
-    bodies = {name: list(_body(module, name, lines)) for name, lines in module.computations.items()}
-    return carried_out(bodies, module.entry)
+    uncounted: list[str] = []
+    notes: list[str] = []
+    reader = _Reader(module, None if strict else uncounted)
+    bodies = {name: reader.body(name) for name in module.computations}
+    if not strict:
+        bodies = Schedule(module, bodies, uncounted, notes).bodies()
+    lengths = {name: len(lines) for name, lines in module.computations.items()}
+    events = carried_out(bodies, module.entry, lengths)
+    return Program(
+        name=module.name,
+        devices=module.replicas * module.partitions,
+        instructions=max([lengths[module.entry], *(_end(event) + 1 for event in events)]),
+        collectives=tuple(e for e in events if isinstance(e, Collective)),
+        matmuls=tuple(e for e in events if isinstance(e, Matmul)),
+        loops=tuple(e for e in events if isinstance(e, Loop)),
+        uncounted=tuple(dict.fromkeys(uncounted)),
+        notes=tuple(dict.fromkeys(notes)),
+    )
 
 
-def _body(module: Module, computation: str, lines: list[str]) -> Iterator[Collective | Call]:
-    """The collectives of one computation, and what it calls, in order."""
-    defined: Mapping[str, str] | None = None
-    for line in lines:
-        if _COMMUNICATES.search(line):
-            instruction = parse_instruction(line)
-            if _is_collective(instruction):
-                defined = defined or definitions(lines)
-                yield _collective(module, computation, instruction, defined)
-        if _MAY_CALL.search(line):
-            yield from _calls(line)
+def _end(event: Event) -> int:
+    return event.at if isinstance(event, Matmul) else event.until
+
+
+class _Reader:
+    """Goes through each computation's lines once."""
+
+    def __init__(self, module: Module, uncounted: list[str] | None) -> None:
+        self._module = module
+        self._uncounted = uncounted
+        self._frames = StackFrames(module.tables)
+        self._definitions: dict[str, dict[str, str]] = {}
+        self._taken_apart: dict[str, dict[str, dict[int, str]]] = {}
+
+    def body(self, computation: str) -> list[Collective | Call | Matmul]:
+        """The collectives of one computation, and what it calls, in order."""
+        lines = self._module.computations[computation]
+        found: list[Collective | Call | Matmul] = []
+        for at, line in enumerate(lines):
+            if fusion := _FUSION.match(line):  # most lines of a large program
+                site, callee = fusion.groups()
+                found.append(Call(site, callee, is_part=True, at=at, until=at))
+                continue
+            if _COMMUNICATES.search(line):
+                try:
+                    instruction = parse_instruction(line)
+                    if _is_collective(instruction):
+                        found.append(self._collective(computation, instruction, at))
+                except ValueError as error:
+                    if self._uncounted is None:
+                        raise
+                    self._uncounted.append(str(error))
+            if _MAY_CALL.search(line):
+                found += _calls(line, at)
+        return found
+
+    def _collective(self, computation: str, instruction: Instruction, at: int) -> Collective:
+        kind, attributes = instruction.opcode.removesuffix("-start"), instruction.attributes
+        operands = operands_of(instruction, self._defined(computation))
+        if kind == "ragged-all-to-all":
+            operands = operands[:1]  # the others are the result's memory, and sizes that stay here
+        if kind == "collective-permute" and "slice_sizes=" in attributes:
+            raise ValueError(
+                f"collective-permute {instruction.name!r} sends slices in place, which is not "
+                "counted here; expected one that sends whole arrays."
+            )
+        groups = _groups(self._module, kind, attributes)
+        return Collective(
+            kind=kind,
+            name=instruction.name,
+            operands=operands,
+            group_size=group_size(kind, groups),
+            groups=groups,
+            computation=computation,
+            is_async=instruction.opcode != kind and not _IS_SYNC.search(attributes),
+            op_name=self._op_name(computation, instruction, len(operands)),
+            source=self._frames.source(attributes),
+            at=at,
+            until=at,
+        )
+
+    def _op_name(self, computation: str, instruction: Instruction, operands: int) -> str:
+        """Its own, or, where that names the first of several only, those of its results."""
+        own = _op_name(instruction.attributes)
+        if operands < 2 or len(names(own)) > 1:
+            return own
+        elements = self._elements(computation).get(instruction.name, {})
+        several = [elements.get(k, "") for k in range(operands)]
+        return f"({':'.join(several)})" if all(several) and len(set(several)) > 1 else own
+
+    def _defined(self, computation: str) -> dict[str, str]:
+        if computation not in self._definitions:
+            # One computation's at a time: a large program's would take as much as its text.
+            self._definitions = {computation: definitions(self._module.computations[computation])}
+        return self._definitions[computation]
+
+    def _elements(self, computation: str) -> dict[str, dict[int, str]]:
+        """Scopes of the instructions that take a tuple apart, by the tuple's name and index."""
+        if computation not in self._taken_apart:
+            lines = self._module.computations[computation]
+            starts = {name: start for _, name, _, start in pair_ends(lines)}
+            found: dict[str, dict[int, str]] = {}
+            for element in filter(None, map(_ELEMENT.search, lines)):
+                whole = starts.get(element[1], element[1])
+                found.setdefault(whole, {})[int(element[2])] = _op_name(element.string)
+            self._taken_apart = {computation: found}
+        return self._taken_apart[computation]
 
 
 def _is_collective(instruction: Instruction) -> bool:
@@ -94,30 +238,9 @@ def _is_collective(instruction: Instruction) -> bool:
     )
 
 
-def _collective(
-    module: Module, computation: str, instruction: Instruction, defined: Mapping[str, str]
-) -> Collective:
-    kind = instruction.opcode.removesuffix("-start")
-    operands = operands_of(instruction, defined)
-    if kind == "ragged-all-to-all":
-        operands = operands[:1]  # the others are the result's memory, and sizes that stay here
-    if kind == "collective-permute" and "slice_sizes=" in instruction.attributes:
-        raise ValueError(
-            f"collective-permute {instruction.name!r} sends slices in place, which is not counted "
-            "here; expected one that sends whole arrays."
-        )
-    groups = _groups(module, kind, instruction.attributes)
-    op_name = _OP_NAME.search(instruction.attributes)
-    return Collective(
-        kind=kind,
-        name=instruction.name,
-        operands=operands,
-        group_size=group_size(kind, groups),
-        groups=groups,
-        computation=computation,
-        is_async=instruction.opcode != kind and not _IS_SYNC.search(instruction.attributes),
-        op_name=op_name[1] if op_name else "",
-    )
+def _op_name(attributes: str) -> str:
+    found = _OP_NAME.search(attributes)
+    return found[1] if found else ""
 
 
 def _groups(module: Module, kind: str, attributes: str) -> Groups:
@@ -132,15 +255,15 @@ def _groups(module: Module, kind: str, attributes: str) -> Groups:
     )
 
 
-def _calls(line: str) -> Iterator[Call]:
+def _calls(line: str, at: int) -> Iterator[Call]:
     """What an instruction calls; the rest of an asynchronous pair only repeats its start."""
     instruction = parse_instruction(line)
     opcode, attributes = instruction.opcode, instruction.attributes
     if opcode.endswith(("-done", "-update")):
         return
     known = _TRIPS.search(attributes) if opcode == "while" else None
-    for attribute, names in _CALLS.findall(attributes.partition(", metadata=")[0]):
-        for k, name in enumerate(n.strip().lstrip("%") for n in names.strip("{}").split(",")):
+    for attribute, called in _CALLS.findall(attributes.partition(", metadata=")[0]):
+        for k, name in enumerate(n.strip().lstrip("%") for n in called.strip("{}").split(",")):
             trips: int | None = 1
             if opcode == "while":
                 # The condition is asked once more than the body is carried out.
@@ -153,4 +276,8 @@ def _calls(line: str) -> Iterator[Call]:
                     trips=trips,
                     is_async=opcode.endswith("-start"),
                     branch=None if branch is None else branch + k,
+                    is_loop=opcode == "while",
+                    is_part=opcode not in ("while", "call", "conditional"),
+                    at=at,
+                    until=at,
                 )

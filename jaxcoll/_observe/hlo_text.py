@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jaxcoll._observe.collective import Operand
 from jaxcoll._observe.replica_groups import numbers
 
+_MODULE = re.compile(r"HloModule ([\w.\-]+)")
 _HEAD = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
 _DEFINES = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
 _INSTRUCTION = re.compile(_DEFINES.pattern + r"(.*?) ([a-z][\w\-]*)\(")
@@ -31,12 +32,23 @@ class Instruction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program: the lines of its computations, and how many devices it is for."""
+    """A program: the lines of its computations, and how many devices it is for.
 
+    Attributes:
+      name: what it was jitted from, as in jit_step.
+      computations: their lines, by name, in the text's order.
+      entry: the name of the one that runs.
+      replicas: of the program.
+      partitions: of each replica.
+      tables: what stands before the computations.
+    """
+
+    name: str
     computations: dict[str, list[str]]
     entry: str
     replicas: int
     partitions: int
+    tables: list[str] = dataclasses.field(default_factory=list)
 
 
 def parse_module(text: str) -> Module:
@@ -61,6 +73,7 @@ def parse_module(text: str) -> Module:
         )
     computations: dict[str, list[str]] = {}
     entry, name = "", ""
+    tables: list[str] = []
     for line in lines:
         if line[:1].isspace():
             if name:
@@ -71,6 +84,8 @@ def parse_module(text: str) -> Module:
             name = head[2]
             computations[name] = []
             entry = name if head[1] else entry
+        elif not entry and not computations:
+            tables.append(line)
     if name or not entry:
         where = f"inside the computation {name!r}" if name else "before the ENTRY computation"
         raise ValueError(f"the HLO text looks cut off: it ends {where}.")
@@ -78,7 +93,9 @@ def parse_module(text: str) -> Module:
         int(found[1]) if (found := re.search(rf"\b{count}=(\d+)", header)) else 1
         for count in ("replica_count", "num_partitions")
     )
-    return Module(computations, entry, replicas, partitions)
+    called = _MODULE.match(header)
+    title = called[1] if called else ""
+    return Module(title, computations, entry, replicas, partitions, tables)
 
 
 def parse_instruction(line: str) -> Instruction:
@@ -135,6 +152,23 @@ def operands_of(instruction: Instruction, defined: Mapping[str, str]) -> tuple[O
             type_text = parse_instruction(definition).type
         found += arrays(type_text)
     return tuple(found)
+
+
+def pair_ends(lines: Sequence[str]) -> Iterator[tuple[int, str, str, str]]:
+    """The ends of asynchronous instructions: line number, name, opcode, and the start's name.
+
+    Yields:
+      One for each; what only prolongs another (`-update`) stands for the start afterwards.
+    """
+    first: dict[str, str] = {}
+    for at, line in enumerate(lines):
+        if "-done(" in line or "-update(" in line:
+            instruction = parse_instruction(line)
+            if instruction.opcode.endswith(("-done", "-update")):
+                given = next(_pieces(_COMMENT.sub("", instruction.operands)), "")
+                start = given.rpartition(" ")[2].lstrip("%")
+                first[instruction.name] = first.get(start, start)
+                yield at, instruction.name, instruction.opcode, first[instruction.name]
 
 
 def arrays(type_text: str) -> tuple[Operand, ...]:

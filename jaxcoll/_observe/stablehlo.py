@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from jaxcoll._observe.calls import Call, carried_out
+from jaxcoll._observe.calls import Call, Matmul, carried_out
 from jaxcoll._observe.collective import KINDS, Collective, Groups, Operand
 from jaxcoll._observe.replica_groups import (
     as_groups,
@@ -16,6 +16,7 @@ from jaxcoll._observe.replica_groups import (
     mesh_groups,
     numbers,
 )
+from jaxcoll._observe.source import Locations
 
 _COMMUNICATES = re.compile(
     r"\b(stablehlo\.|sdy\.|custom_call @(?=ragged))"
@@ -44,7 +45,8 @@ def read_stablehlo(text: str) -> tuple[Collective, ...]:
     counts twice. How often a loop turns is not looked into: `trips` is None inside of one.
 
     Args:
-      text: what `lowered.as_text()` returns.
+      text: what `lowered.as_text()` returns; with `debug_info=True` it also says which line
+        of Python asked for what.
 
     Returns:
       The collectives in program order, their kinds and types spelled as in HLO.
@@ -67,13 +69,14 @@ def read_stablehlo(text: str) -> tuple[Collective, ...]:
             f"(`lowered.as_text()`); got {text[:60]!r}. What `compiled.as_text()` returns is "
             "HLO: use `read_hlo`."
         )
-    reader = _Reader(header)
+    reader = _Reader(header, Locations(lines))
     for line in lines:
         reader.read(line.strip())
     if reader.open or "main" not in reader.bodies:
         where = f"inside {reader.open[-1].body!r}" if reader.open else "before the function 'main'"
         raise ValueError(f"the StableHLO text looks cut off: it ends {where}.")
-    return carried_out(reader.bodies, "main")
+    events = carried_out(reader.bodies, "main", {})
+    return tuple(event for event in events if isinstance(event, Collective))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +99,9 @@ class _Region:
 class _Reader:
     """Goes through the lines once; MLIR opens regions at line ends, closes them at beginnings."""
 
-    def __init__(self, header: str) -> None:
-        self.bodies: dict[str, list[Collective | Call]] = {}
+    def __init__(self, header: str, locations: Locations) -> None:
+        self._locations = locations
+        self.bodies: dict[str, list[Collective | Call | Matmul]] = {}
         self.open: list[_Region] = []
         self._meshes: dict[str, tuple[dict[str, int], np.ndarray | None]] = {}
         self._replicas, self._partitions = (
@@ -142,7 +146,8 @@ class _Reader:
         body = f"{caller}, {site}" + ("" if branch is None else f", branch {branch}")
         self.bodies[body] = []
         trips = None if branch is None else 1
-        self.bodies[caller].append(Call(site, body, trips=trips, branch=branch))
+        call = Call(site, body, trips=trips, branch=branch, is_loop=branch is None)
+        self.bodies[caller].append(call)
         return _Region(body, site, branch)
 
     def _add(self, body: str, line: str, types: str) -> None:
@@ -159,6 +164,7 @@ class _Reader:
         groups = self._groups(kind, line)
         result = _RESULT.match(line)
         operands = _operands(types)
+        op_name, source = self._locations.of(types)
         self.bodies[body].append(
             Collective(
                 kind=kind,
@@ -167,6 +173,8 @@ class _Reader:
                 group_size=group_size(kind, groups),
                 groups=groups,
                 computation=body,
+                op_name=op_name,
+                source=source,
             )
         )
 

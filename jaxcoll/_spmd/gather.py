@@ -111,7 +111,7 @@ def _rows(
     steps = stages(choice.algorithm, 0, over)
     rows = []
     for k, packed in enumerate(pack(arrays, packs, leaves)):
-        with jax.named_scope(f"jaxcoll_pack{k}"):
+        with jax.named_scope(f"all_gather/pack{k}"):
             rows.append(_gathered(packed, steps, tuple(axes)))
     found = (
         jax.vmap(lambda each: unpack(each, packs, leaves))(rows) if rows else [None] * len(arrays)

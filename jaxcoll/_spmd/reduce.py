@@ -100,7 +100,10 @@ def all_reduce(
         leaves,
         one_kernel_a_shape=_hiding_axis(axes) if world.platform == "cpu" else None,
     )
-    results = map(_settled, taken, recipes, reduced)
+    results = [
+        _settled(leaf, recipe, packed, f"{plan.name}/rows{k}")
+        for k, (leaf, recipe, packed) in enumerate(zip(taken, recipes, reduced, strict=True))
+    ]
     return scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
 
 
@@ -109,10 +112,13 @@ def _hiding_axis(axes: dict[str, int]) -> str | None:
     return next((a for a, n in axes.items() if n > 1 and not _compat.is_vmapped(a)), None)
 
 
-def _settled(leaf: jax.Array | IndexedSlices, recipe: Recipe, packed: jax.Array | None) -> Any:
+def _settled(
+    leaf: jax.Array | IndexedSlices, recipe: Recipe, packed: jax.Array | None, name: str
+) -> Any:
     """The result for one leaf: what came out of its packs, if any carried it."""
     if isinstance(leaf, IndexedSlices):
-        return gathered(leaf, recipe)
+        with jax.named_scope(name):
+            return gathered(leaf, recipe)
     return after(before(leaf, recipe), recipe) if packed is None else packed
 
 
@@ -121,7 +127,7 @@ def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
     sums = []
     for k, (planned, array) in enumerate(zip(plan.packs, packs, strict=True)):
         recipe = cast(Recipe, planned.kind)
-        with jax.named_scope(f"jaxcoll_pack{k}"):
+        with jax.named_scope(f"{plan.name}/pack{k}"):
             total = algorithms.all_reduce(before(array, recipe), plan.stages(planned), recipe.axes)
             result = after(total, recipe)
             # A quotient that goes into a sum next must not be rounded with it.

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from jaxcoll._observe.collective import Operand, wire_bytes
-from jaxcoll._observe.hlo import read_hlo
+from jaxcoll._observe.hlo import read_hlo, read_program
+from jaxcoll._observe.names import names, pack_of
 from jaxcoll._observe.stablehlo import read_stablehlo
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -13,8 +14,12 @@ ALL = (tuple(range(8)),)
 AROUND = tuple((i, (i + 1) % 8) for i in range(8))
 
 
+def text(name):
+    return (GOLDEN / f"{name}.hlo").read_text()
+
+
 def compiled(name):
-    return read_hlo((GOLDEN / f"{name}.hlo").read_text())
+    return read_hlo(text(name))
 
 
 def requested(name):
@@ -79,6 +84,21 @@ def test_groups_of_a_mesh(name):
         ((0, 1, 2, 3), (4, 5, 6, 7)): (4, 192),
         ALL: (8, 224),
     }
+
+
+@pytest.mark.parametrize("name", ["cpu-0.10.2", "cpu-0.12.0.1", "gpu-0.12.0.1", "v6e-0.12.0.1"])
+def test_the_names_of_packs_survive_merging(name):
+    (merged,) = compiled(f"{name}-packs")
+    found = [pack_of(each).partition("/")[2] for each in names(merged.op_name)]
+    assert sorted(found) == ["pack0", "pack1", "pack2"]
+    assert merged.nbytes == (600 + 7) * 4
+
+
+def test_arithmetic_between_start_and_end():
+    inside = [c.meanwhile for c in read_program(text("gpu-0.12.0.1-overlapped")).collectives]
+    assert [(m.matmuls, m.flops) for m in inside] == [(1, 2 * 2048**3)] * 2
+    first, second = read_program(text("v6e-0.12.0.1-layers")).collectives
+    assert (first.meanwhile.flops, second.meanwhile.flops) == (2 * 2 * 2048**3, 2 * 2048**3)
 
 
 def test_everything_about_an_asynchronous_pair_in_a_loop():

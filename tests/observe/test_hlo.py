@@ -5,7 +5,7 @@ import time
 import pytest
 
 from jaxcoll._observe.collective import Operand, wire_bytes
-from jaxcoll._observe.hlo import read_hlo
+from jaxcoll._observe.hlo import read_hlo, read_program
 
 ADD = """\
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -135,6 +135,20 @@ def test_names_that_look_like_collectives():
     assert read_hlo(text) == ()
 
 
+def test_what_is_not_understood_is_told_when_it_may_not_stop_the_reader():
+    kernel = (
+        '%k = f32[16,4]{1,0} custom-call(%x), custom_call_target="my_nccl_kernel", '
+        "api_version=API_VERSION_TYPED_FFI"
+    )
+    shuffle = "%s = f32[16,4]{1,0} all-shuffle(%x), replica_groups={{0,1}}"
+    gemm = '%g = f32[16,4]{1,0} custom-call(%x, %x), custom_call_target="__cublas$gemm"'
+    program = read_program(module(entry(kernel, shuffle, gemm, AR)))
+    assert [c.name for c in program.collectives] == ["ar"]
+    assert "`all-shuffle` ('s') moves data" in program.uncounted[0]
+    assert "custom call 'k' (my_nccl_kernel) may send by itself" in program.uncounted[1]
+    assert "'g' multiplies matrices of sizes that its text does not say" in program.notes[0]
+
+
 def test_a_program_without_collectives():
     assert read_hlo(module(entry())) == ()
     assert wire_bytes([]) == 0
@@ -216,3 +230,6 @@ def test_a_hundred_megabytes_take_less_than_ten_seconds():
     collectives = read_hlo(text)
     assert time.process_time() - start < 10 * len(text) / 100e6
     assert len(collectives) == count // 50
+    start = time.process_time()
+    assert read_program(text).collectives[0].trips == 1
+    assert time.process_time() - start < 15 * len(text) / 100e6

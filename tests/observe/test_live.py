@@ -194,7 +194,7 @@ def test_pmap():
 def test_locations_do_not_matter():
     program = lowered(lambda x: lax.psum(x, "d"), shaped(8, 100))
     plain, located = program.as_text(), program.as_text(debug_info=True)
-    assert read_stablehlo(plain) == read_stablehlo(located)
+    assert outline(read_stablehlo(plain)) == outline(read_stablehlo(located))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])

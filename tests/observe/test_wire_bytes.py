@@ -74,3 +74,9 @@ def test_an_unknown_number_of_trips_must_be_said():
     with pytest.raises(ValueError, match="all-reduce 'c' in 'main' is in a loop that does not say"):
         wire_bytes([looped])
     assert wire_bytes([looped], unknown_trips=10) == 80
+
+
+def test_an_all_to_all_that_is_cut_up_already_sends_its_shares_whole():
+    eight = tuple(range(8))
+    cut = Collective("all-to-all", "a", (Operand("f32", (13,)),) * 8, 8, (eight,), "main")
+    assert cut.wire_bytes == 7 * 13 * 4

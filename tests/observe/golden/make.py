@@ -3,6 +3,7 @@
     python make.py cpu:8        with any JAX
     python make.py gpu:1x1x8    with jax==0.12.0.1 jax-cuda13-pjrt==0.12.0.1; no GPU is needed
     python make.py v6e:2x4      with jax==0.12.0.1 libtpu==0.0.51; no TPU is needed
+    python make.py cpu:8 packs  only the programs that are named
 
 Figures in test_golden.py belong to the texts as they are: new versions get new files.
 """
@@ -22,6 +23,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxcoll as jc
 
 H100 = """
 gpu_device_info {
@@ -86,6 +89,11 @@ def layers(x, w):
     return sums
 
 
+def packs(*tree):
+    options = jc.CommunicationOptions(bytes_per_pack=1024)
+    return jc.all_reduce("sum", tree, "d", options=options)
+
+
 P = PartitionSpec
 F32, I32 = jnp.float32, jnp.int32
 PROGRAMS = {  # name: (function, shapes, in_specs, out_specs)
@@ -101,6 +109,7 @@ PROGRAMS = {  # name: (function, shapes, in_specs, out_specs)
         (P("d"), P()),
     ),
     "layers": (layers, [((8 * 2048, 2048), F32), ((2048, 2048), F32)], (P("d"), P()), P()),
+    "packs": (packs, [((8, 200), F32)] * 3 + [((8, 7), F32)], (P("d"),) * 4, P()),
 }
 ONLY = {"overlapped": "gpu", "layers": "v6e"}
 OPTIONS = {  # what makes v6e start its sums early
@@ -126,12 +135,12 @@ def trimmed(text):
     return re.sub(rf"(?m), backend_config=(?!.*(?:{kept})).*$", "", text)
 
 
-def main(where):
+def main(where, *chosen):
     line = np.array(devices(where), dtype=object)
     here = Path(__file__).parent
     backend = where.partition(":")[0]
     for name, (function, shapes, in_specs, out_specs) in PROGRAMS.items():
-        if ONLY.get(name, backend) != backend:
+        if ONLY.get(name, backend) != backend or name not in (chosen or PROGRAMS):
             continue
         grid = Mesh(line.reshape(2, 4), ("a", "b")) if name == "mesh" else Mesh(line, ("d",))
         arguments = [
@@ -140,7 +149,7 @@ def main(where):
         ]
         mapped = jax.shard_map(function, mesh=grid, in_specs=in_specs, out_specs=out_specs)
         lowered = jax.jit(mapped).lower(*arguments)
-        compiled = lowered.compile(OPTIONS if backend == "v6e" else None)
+        compiled = lowered.compile(OPTIONS if backend == "v6e" and name != "packs" else None)
         file = here / f"{backend}-{jax.__version__}-{name}.hlo"
         file.write_text(trimmed(compiled.as_text()))
         if backend == "cpu":  # what is requested is the same for all
@@ -148,4 +157,4 @@ def main(where):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

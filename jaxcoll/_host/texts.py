@@ -1,0 +1,97 @@
+"""The texts of a program: what it requests, and what the compiler makes of it. Nothing runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxcoll._host.data_parallel import DataParallel
+from jaxcoll._host.world import scope_here
+from jaxcoll._plan.plan import Plan
+from jaxcoll._spmd.scope import entered
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """What is known of a program before it runs.
+
+    Attributes:
+      compiled: HLO.
+      requested: StableHLO with its lines of Python; None if there is none any more.
+      plans: of the reductions that were traced for it.
+      where: what it was compiled for; "" if for the devices that are here.
+    """
+
+    compiled: str
+    requested: str | None = None
+    plans: tuple[Plan, ...] = ()
+    where: str = ""
+
+
+def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str) -> Texts:
+    """Trace, lower and compile what is not compiled yet.
+
+    Args:
+      program: a function, one that `jax.jit` or `jax.pmap` returned, a `data_parallel` step; or,
+        without arguments, what `.lower` or `.compile` returned.
+      args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+      kwargs: likewise.
+      caller: who is named in a message.
+
+    Returns:
+      The texts.
+
+    Raises:
+      ValueError: it is none of these, or arguments came with what has them already.
+    """
+    if isinstance(program, jax.stages.Lowered | jax.stages.Compiled):
+        if args or kwargs:
+            raise ValueError(
+                f"`{caller}` got arguments for a program that was lowered with its own; pass the "
+                "function and its arguments, or the program alone."
+            )
+        if isinstance(program, jax.stages.Compiled):
+            return Texts(program.as_text() or "")
+        return Texts(program.compile().as_text() or "", program.as_text(debug_info=True))
+    plans: list[Plan] = []
+    lowered = lowered_of(program, args, kwargs, plans.append, caller)
+    requested = lowered.as_text(debug_info=True)
+    return Texts(lowered.compile().as_text() or "", requested, tuple(plans))
+
+
+def lowered_of(
+    program: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    record: Callable[[Plan], None],
+    caller: str,
+) -> jax.stages.Lowered:
+    """The program lowered anew, so that every reduction in it says its plan.
+
+    Args:
+      program: a function, one that `jax.jit` or `jax.pmap` returned, or a `data_parallel` step.
+      args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+      kwargs: likewise.
+      record: told each plan, in order.
+      caller: who is named in a message.
+
+    Returns:
+      What `.lower` returns.
+
+    Raises:
+      ValueError: it is no function.
+    """
+    if isinstance(program, DataParallel):
+        return program.lower_recorded(record, *args, **kwargs)
+    if not callable(program):
+        raise ValueError(
+            f"`{caller}` expects a function and its arguments, a `data_parallel` step, what "
+            f"`.lower` or `.compile` returned, or HLO text; got {type(program).__name__}."
+        )
+    jitted: Any = program if hasattr(program, "lower") else jax.jit(program)
+    # A scope of its own is part of the key of JAX's caches: no older trace is taken for this one.
+    with entered(dataclasses.replace(scope_here(), record=record)):
+        return jitted.lower(*args, **kwargs)

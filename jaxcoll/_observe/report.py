@@ -1,0 +1,314 @@
+"""What a program asked for and what the compiler made of it, as one frozen value."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxcoll._observe import report_dict, report_text
+from jaxcoll._observe.calls import Loop, Matmul
+from jaxcoll._observe.collective import Collective, runs, wire_bytes
+from jaxcoll._observe.hlo import read_program
+from jaxcoll._observe.join import Origin, join
+from jaxcoll._observe.names import names, pack_of
+from jaxcoll._observe.stablehlo import read_stablehlo
+from jaxcoll._plan.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedLeaves:
+    """What one pack of a plan carries.
+
+    Attributes:
+      name: the reduction's name and the pack's number, as the program's scopes have them.
+      dtype: the type it was planned to travel in.
+      nbytes: bytes of it that one replica puts in.
+      leaves: their paths in the reduced tree, "" for a bare array.
+    """
+
+    name: str
+    dtype: str
+    nbytes: int
+    leaves: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Requested beside compiled: every collective of a program, read from its texts.
+
+    `print(report)` is a table, `report.plot()` a picture of the schedule, `report.to_json()` the
+    same for machines; made by `jc.inspect`. Nothing of it was run.
+
+    Attributes:
+      name: what was compiled, as in jit_step.
+      where: the topology it was compiled for; "" if that was not said.
+      devices: how many devices it is for.
+      requested: what the program asks for, as it was lowered; None if only compiled text is known.
+      collectives: what it was compiled to, in the order of the schedule; an asynchronous pair is
+        one.
+      origins: for each of `collectives`, which of `requested` it carries out.
+      packs: what each pack carries, of the plans that were recorded.
+      matmuls: the instructions that multiply matrices.
+      loops: the loops that collectives or matrix products stand in.
+      instructions: of one run, the body of each loop once.
+      uncounted: what may send and is not counted, and why; empty if nothing is left out.
+      notes: what else is not known, and why.
+      plans: the plans of the reductions by jaxcoll, in order; lost on the way through JSON.
+    """
+
+    name: str
+    where: str
+    devices: int
+    requested: tuple[Collective, ...] | None
+    collectives: tuple[Collective, ...]
+    origins: tuple[Origin, ...]
+    packs: tuple[PackedLeaves, ...]
+    matmuls: tuple[Matmul, ...]
+    loops: tuple[Loop, ...]
+    instructions: int
+    uncounted: tuple[str, ...]
+    notes: tuple[str, ...]
+    plans: tuple[Plan, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    @property
+    def count(self) -> int:
+        """Collectives of the compiled program, each once however often its loop turns."""
+        return len(self.collectives)
+
+    @property
+    def runs(self) -> int:
+        """Collectives that one run carries out; a loop that does not say counts one turn."""
+        return runs(self.collectives, unknown_trips=1)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that leave one device when the program runs once.
+
+        They are what a byte-optimal implementation of each collective sends. A loop that does
+        not say how often it turns counts one turn, and `uncounted` says so.
+        """
+        return wire_bytes(self.collectives, unknown_trips=1)
+
+    @property
+    def requested_wire_bytes(self) -> int | None:
+        """Likewise, of the program as it was requested; None if that is not known."""
+        if self.requested is None:
+            return None
+        found = (
+            dataclasses.replace(r, trips=self.requested_trips(i))
+            for i, r in enumerate(self.requested)
+        )
+        return wire_bytes(found, unknown_trips=1)
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Positions in `requested` of which nothing is seen in the compiled program."""
+        carried = {i for origin in self.origins for i in origin.requested}
+        return tuple(i for i in range(len(self.requested or ())) if i not in carried)
+
+    @functools.cached_property
+    def carriers(self) -> Counter[int]:
+        """For each position in `requested`, how many collectives share it among them."""
+        shared = (origin.requested for origin in self.origins if not origin.again)
+        return Counter(i for requested in shared for i in requested)
+
+    def requested_trips(self, i: int) -> int | None:
+        """How often one run carries out `requested[i]`; loops are asked in the compiled program."""
+        found = (self.requested or ())[i]
+        if found.trips is not None:
+            return found.trips
+        turns = [
+            (origin.again, c.trips)
+            for origin, c in zip(self.origins, self.collectives, strict=True)
+            if i in origin.requested
+        ]
+        if not turns or any(trips is None for _, trips in turns):
+            return None
+        first = max((t for again, t in turns if not again and t is not None), default=0)
+        return first + sum(t for again, t in turns if again and t is not None)
+
+    def packs_of(self, k: int) -> tuple[str, ...]:
+        """The packs of jaxcoll that `collectives[k]` carries; () where no name says so."""
+        origin, compiled = self.origins[k], self.collectives[k]
+        asked = [names((self.requested or ())[i].op_name) for i in origin.requested]
+        found = [pack_of(n) for each in [*asked, names(compiled.op_name)] for n in each]
+        return tuple(dict.fromkeys(filter(None, found)))
+
+    def leaves_of(self, k: int) -> tuple[str, ...]:
+        """Paths of the leaves that `collectives[k]` carries, whole or in part, if plans say."""
+        known = {pack.name: pack.leaves for pack in self.packs}
+        return tuple(
+            dict.fromkeys(leaf for name in self.packs_of(k) for leaf in known.get(name, ()))
+        )
+
+    def sources_of(self, k: int) -> tuple[str, ...]:
+        """The lines of Python that asked for `collectives[k]`, as file:line."""
+        asked = [(self.requested or ())[i].source for i in self.origins[k].requested]
+        return tuple(dict.fromkeys(filter(None, [*asked, self.collectives[k].source])))
+
+    def changes(self, k: int) -> tuple[str, ...]:
+        """What the compiler did to `collectives[k]`, in words."""
+        return tuple(_changes(self, k))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in plain numbers and strings, bytes and elements counted on one device."""
+        return report_dict.to_dict(self)
+
+    def to_json(self) -> str:
+        """`to_dict()` as JSON text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The report that `to_json` wrote; equal to it, but without `plans`.
+
+        Raises:
+          ValueError: the text is no such JSON.
+        """
+        try:
+            return cls(**report_dict.fields(json.loads(text), PackedLeaves))
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(
+                f"expected what `Report.to_json` writes; got {text[:60]!r} ({error!r})."
+            ) from error
+
+    def plot(
+        self,
+        path: str | Path | None = None,
+        *,
+        seconds: Callable[[Collective], float] | None = None,
+    ) -> Any:
+        """Draw the compiled schedule: collectives by pack, matrix products, and what is hidden.
+
+        Args:
+          path: a file to write, its ending saying the format.
+          seconds: a prediction for one collective; the bar of hidden and exposed communication
+            then counts these, and bytes otherwise.
+
+        Returns:
+          A `matplotlib.figure.Figure`.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        try:
+            from jaxcoll._observe.report_picture import draw
+        except ImportError as error:
+            raise ImportError(
+                "`Report.plot` needs matplotlib, which is not installed: "
+                "pip install 'jaxcoll[cli]'."
+            ) from error
+        figure = draw(self, seconds)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def __str__(self) -> str:
+        return report_text.text(self)
+
+    def _repr_html_(self) -> str:
+        return report_text.html(self)
+
+
+def report_of(
+    compiled: str, requested: str | None = None, plans: Sequence[Plan] = (), where: str = ""
+) -> Report:
+    """A report from texts alone.
+
+    Args:
+      compiled: HLO, what `compiled.as_text()` returns.
+      requested: StableHLO, what `lowered.as_text(debug_info=True)` returns.
+      plans: those that were recorded when it was traced.
+      where: what it was compiled for.
+
+    Returns:
+      The report.
+
+    Raises:
+      ValueError: a text is not what it should be, or is cut off.
+    """
+    program = read_program(compiled)
+    asked, more = (None, []) if requested is None else _requested(requested)
+    origins = join(asked or (), program.collectives)
+    return Report(
+        name=program.name,
+        where=where,
+        devices=program.devices,
+        requested=asked,
+        collectives=program.collectives,
+        origins=origins,
+        packs=tuple(_packed(plans)),
+        matmuls=program.matmuls,
+        loops=program.loops,
+        instructions=program.instructions,
+        uncounted=program.uncounted,
+        notes=(*program.notes, *more),
+        plans=tuple(plans),
+    )
+
+
+def _requested(text: str) -> tuple[tuple[Collective, ...] | None, list[str]]:
+    """What is requested, or, where its notation is not known, a note in its place."""
+    try:
+        return read_stablehlo(text), []
+    except ValueError as error:
+        return None, [f"what was requested could not be read: {error}"]
+
+
+def _packed(plans: Sequence[Plan]) -> list[PackedLeaves]:
+    found: dict[str, PackedLeaves] = {}
+    for plan in plans:
+        for k, pack in enumerate(plan.packs):
+            name = f"{plan.name}/pack{k}"
+            paths = tuple(dict.fromkeys(plan.leaves[s.leaf].path for s in pack.segments))
+            found[name] = PackedLeaves(name, pack.dtype.name, pack.nbytes, paths)
+        for k, leaf in enumerate(plan.leaves):
+            if leaf.gathers:
+                name = f"{plan.name}/rows{k}"
+                found[name] = PackedLeaves(name, leaf.dtype.name, leaf.gathers, (leaf.path,))
+    return list(found.values())
+
+
+def _changes(report: Report, k: int) -> Iterable[str]:
+    c, origin = report.collectives[k], report.origins[k]
+    if report.requested is not None:
+        asked = [report.requested[i] for i in origin.requested]
+        if not asked:
+            yield "added by the compiler" if not report.dropped else "origin unknown"
+        if origin.again:
+            yield "repeated"
+        elif len(asked) > 1:
+            yield f"merged {len(asked)}"
+        if any(report.carriers[i] > 1 for i in origin.requested):
+            yield "split"
+        before = Counter(r.kind for r in asked)
+        if asked and c.kind not in before:
+            yield f"was {', '.join(before)}"
+        yield from _dtype_change(asked, c)
+        if asked and any(r.loops for r in asked) and not c.loops:
+            yield "out of its loop"
+    if c.is_async:
+        yield "asynchronous"
+
+
+def _dtype_change(asked: Sequence[Collective], c: Collective) -> Iterable[str]:
+    """Types that fewer elements have than was requested, and those that more have."""
+    before, after = _elements(asked), _elements([c])
+    if before.total() == after.total() and before != after:
+        fewer, more = sorted(before - after), sorted(after - before)
+        yield f"{', '.join(fewer)} → {', '.join(more)}"
+    elif asked and not set(after) <= set(before):
+        yield f"{', '.join(sorted(before))} → {', '.join(sorted(after))}"
+
+
+def _elements(collectives: Iterable[Collective]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for c in collectives:
+        for operand in c.operands:
+            found[operand.dtype] += operand.size
+    return found

@@ -1,0 +1,219 @@
+"""The picture of a report: the compiled schedule, and how much of what is sent it hides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from jaxcoll._observe.collective import Collective
+from jaxcoll._observe.report_text import counted, packs_in_words, scaled, size, totals
+
+if TYPE_CHECKING:
+    from jaxcoll._observe.report import Report
+
+INK, FAINT, LINE, PALE = "#1d2433", "#717a8a", "#dfe3e9", "#f4f6f8"
+PRODUCTS, BUSY = "#b9c1cc", "#3d4a5c"
+COLOURS = (
+    "#1f6f8b", "#e2725b", "#6a9f58", "#b07aa1", "#d9a441", "#4e79a7", "#c1587c", "#5b8f8c",
+    "#8c6d46", "#7b6fb0",
+)  # fmt: skip
+LEFT, RIGHT = 0.105, 0.965
+MOST_LANES = 14
+WIDE, HIGH = 12.8, 7.2
+
+
+def draw(report: Report, seconds: Callable[[Collective], float] | None = None) -> Figure:
+    """A figure of 1,920 × 1,080 pixels.
+
+    Args:
+      report: what to show.
+      seconds: a prediction for one collective; None: count wire bytes.
+
+    Returns:
+      The figure. It is matplotlib's own kind, apart from pyplot's state, and needs no screen.
+    """
+    figure = Figure(figsize=(WIDE, HIGH), dpi=150, facecolor="white")
+    title = f"{report.name} on {report.where or counted(report.devices, 'device')}"
+    figure.text(0.04, 0.925, title, size=21, weight="bold", color=INK)
+    figure.text(0.04, 0.877, _subtitle(report), size=11, color=FAINT)
+    lanes = _lanes(report)
+    _legend(figure)
+    axes = figure.add_axes((LEFT, 0.29, RIGHT - LEFT, 0.49))
+    _schedule(axes, report, lanes)
+    _hidden(figure.add_axes((LEFT, 0.085, RIGHT - LEFT, 0.075)), report, seconds)
+    return figure
+
+
+def _subtitle(report: Report) -> str:
+    made = totals(report.collectives, [c.trips for c in report.collectives])
+    asked = ""
+    if report.requested is not None:
+        trips = [report.requested_trips(i) for i in range(len(report.requested))]
+        asked = f"Requested {totals(report.requested, trips)}. "
+    least = "at least " if report.uncounted else ""
+    return f"{asked}Compiled to {made}: {least}{size(report.wire_bytes)} leave each device."
+
+
+Lane = tuple[str, str, list[int]]
+"""A label, a colour, and positions in `report.collectives`."""
+
+
+def _lanes(report: Report) -> list[Lane]:
+    """Collectives by the pack they carry, or by the line that asked for them, or by kind."""
+    found: dict[str, list[int]] = {}
+    for k, c in enumerate(report.collectives):
+        packs = [name.rpartition("/")[2] for name in report.packs_of(k)]
+        label = packs_in_words(report.packs_of(k)).partition(" of ")[0] if packs else c.kind
+        found.setdefault(label, []).append(k)
+    lanes = list(found.items())
+    if len(lanes) > MOST_LANES:
+        rest = [k for _, ks in lanes[MOST_LANES - 1 :] for k in ks]
+        lanes = [*lanes[: MOST_LANES - 1], (f"{len(lanes) - MOST_LANES + 1} more", sorted(rest))]
+    return [(label, COLOURS[n % len(COLOURS)], ks) for n, (label, ks) in enumerate(lanes)]
+
+
+def _schedule(axes: Axes, report: Report, lanes: Sequence[Lane]) -> None:
+    """Instructions from left to right; below, what multiplies; above, what travels meanwhile."""
+    end = max(report.instructions, 1)
+    top = max(len(lanes) + 1.55, 4.5)
+    text_size = 10 if len(lanes) < 11 else 9
+    axes.set_xlim(0, end)
+    axes.set_ylim(0, top)
+    for loop in report.loops:
+        span = Rectangle((loop.at, 0), loop.until - loop.at, top, color=PALE, zorder=0)
+        axes.add_patch(span)
+        turns = "?" if loop.trips is None else f"{loop.trips:,}"
+        axes.text(
+            loop.at + end * 0.004, top - 0.12, f"loop × {turns}", size=9, color=FAINT, va="top"
+        )
+    _products(axes, report, end)
+    for n, (label, colour, ks) in enumerate(lanes):
+        y = top - 0.8 - n
+        axes.axhline(y, color=LINE, linewidth=0.8, zorder=1)
+        beside = {"ha": "right", "va": "center", "size": text_size}
+        axes.text(-end * 0.008, y, _label(label), color=colour, weight="bold", **beside)
+        for k in ks:
+            _span(axes, report.collectives[k], y, colour, end)
+        _sizes(axes, report, ks, y, end)
+    axes.text(-end * 0.008, 0.55, "matrix\nproducts", size=10, color=FAINT, ha="right", va="center")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(LINE)
+    axes.set_yticks([])
+    axes.tick_params(colors=FAINT, length=0, labelsize=10)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.set_xlabel("instruction of the compiled schedule", color=FAINT, size=10, loc="right")
+
+
+def _products(axes: Axes, report: Report, end: int) -> None:
+    """A stroke for each product, as high as its share of the largest's arithmetic."""
+    most = max((m.flops for m in report.matmuls), default=0)
+    spans = [(c.at, c.until) for c in report.collectives if c.is_async]
+    for m in report.matmuls:
+        height = 0.12 + 0.88 * (m.flops / most if most else 0)
+        beside = any(start < m.at < until for start, until in spans)
+        colour = BUSY if beside else PRODUCTS
+        axes.vlines(m.at + 0.5, 0.05, 0.05 + height, color=colour, linewidth=2.2, zorder=2)
+    if report.matmuls:
+        total = sum((m.trips or 1) * m.flops for m in report.matmuls)
+        said = f"{scaled(total)}FLOP in {counted(len(report.matmuls), 'matrix product')}"
+        axes.annotate(
+            said, (0, 0), (0, -23), xycoords="axes fraction", textcoords="offset points",
+            color=FAINT, size=10, va="center",
+        )  # fmt: skip
+
+
+def _legend(figure: Figure) -> None:
+    """What the three looks of a collective mean."""
+    x, y = LEFT, 0.805
+    for words, face, edge, width in (
+        ("beside a matrix product", INK, INK, 0.152),
+        ("asynchronous, beside none", "#a5a8ae", "#a5a8ae", 0.172),
+        ("everything waits for it", "white", INK, 0),
+    ):
+        figure.patches.append(
+            Rectangle(
+                (x, y), 0.008, 0.014, facecolor=face, edgecolor=edge, linewidth=1.2,
+                transform=figure.transFigure,
+            )
+        )  # fmt: skip
+        figure.text(x + 0.013, y + 0.006, words, size=9.5, color=FAINT, va="center")
+        x += width
+
+
+def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
+    """From start to end; one that everything waits for has no length, and is hollow."""
+    tall = 0.26 + 0.34 * min(1.0, math.log10(max(c.wire_bytes, 1)) / 9)
+    if c.is_async and c.until > c.at:
+        hides = c.meanwhile is not None and c.meanwhile.flops > 0
+        width, face, edge = max(c.until - c.at, end / 300), colour, "white"
+        alpha = 1.0 if hides else 0.45
+    else:
+        width, face, edge, alpha = end / 220, "white", colour, 1.0
+    axes.add_patch(
+        Rectangle((c.at, y - tall / 2), width, tall, facecolor=face, edgecolor=edge, alpha=alpha,
+                  linewidth=1.4, zorder=3)
+    )  # fmt: skip
+
+
+def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) -> None:
+    """What leaves a device, behind the last of a lane or before the first, where there is room."""
+    each = [report.collectives[k] for k in ks]
+    sent = sum((c.trips or 1) * c.wire_bytes for c in each)
+    first, last = min(c.at for c in each), max(max(c.until, c.at) for c in each) + end / 150
+    words = size(sent) if len(each) == 1 else f"{size(sent)} in {len(each)}"
+    behind = last < 0.9 * end
+    axes.text(
+        last + end * 0.006 if behind else first - end * 0.006, y, words, size=9, color=FAINT,
+        va="center", ha="left" if behind else "right",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5}, zorder=2.5,
+    )  # fmt: skip
+
+
+def _hidden(axes: Axes, report: Report, seconds: Callable[[Collective], float] | None) -> None:
+    """One bar: what travels beside matrix products, and what everything else waits for."""
+    amounts = [(seconds or _bytes)(c) * (c.trips or 1) for c in report.collectives]
+    hides = [bool(c.meanwhile and c.meanwhile.flops) for c in report.collectives]
+    total = sum(amounts)
+    beside = sum(a for a, hidden in zip(amounts, hides, strict=True) if hidden)
+    axes.set_axis_off()
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    if not total:
+        axes.text(0, 0.5, "Nothing leaves a device.", size=12, color=FAINT, va="center")
+        return
+    share = beside / total
+    axes.add_patch(Rectangle((0, 0.0), share, 0.62, color=COLOURS[0], linewidth=0))
+    axes.add_patch(Rectangle((share, 0.0), 1 - share, 0.62, color=COLOURS[1], linewidth=0))
+    unit = "predicted time" if seconds else "wire bytes"
+    axes.text(0, 0.8, f"beside matrix products  {share:.0%}", size=11, color=COLOURS[0],
+              weight="bold", va="bottom")  # fmt: skip
+    axes.text(1, 0.8, f"exposed  {1 - share:.0%}", size=11, color=COLOURS[1], weight="bold",
+              ha="right", va="bottom")  # fmt: skip
+    axes.text(
+        0, -0.28,
+        f"of {_amount(total, bool(seconds))}, by {unit}. A collective counts as hidden if a matrix "
+        "product is scheduled between its start and its end: the compiler's plan, not a time.",
+        size=9.5, color=FAINT, va="top",
+    )  # fmt: skip
+
+
+def _amount(total: float, is_seconds: bool) -> str:
+    return f"{total * 1e3:,.2f} ms" if is_seconds else size(round(total))
+
+
+def _bytes(c: Collective) -> float:
+    return float(c.wire_bytes)
+
+
+def _label(label: str) -> str:
+    """In two lines where one would be too long."""
+    words = label.replace("packs ", "packs\n", 1) if len(label) > 14 else label
+    return words.replace("-", "-\n", 1) if "pack" not in words and len(words) > 12 else words

@@ -1,0 +1,269 @@
+"""A report as a table for people, in plain text and in HTML."""
+
+from __future__ import annotations
+
+import html as _html
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from jaxcoll._observe.collective import Collective, Meanwhile
+
+if TYPE_CHECKING:
+    from jaxcoll._observe.report import Report
+
+WIDTH = 118
+MOST = 40
+"""Rows of each table; the rest are counted."""
+
+COLUMNS = ("#", "kind", "from", "dtype", "bytes", "runs", "wire bytes", "meanwhile", "what became")
+_RIGHT = {"#", "from", "bytes", "runs", "wire bytes"}
+
+
+def text(report: Report) -> str:
+    """The headline, a row for each compiled collective, what was dropped, and the notes."""
+    alike = like(report)
+    rows = [COLUMNS, *(row(report, each) for each in alike[:MOST])]
+    parts = [fold(headline(report))]
+    if report.count:
+        widths = [max(len(r[c]) for r in rows) for c in range(len(COLUMNS) - 1)]
+        lines = []
+        for cells, each in zip(rows, [[], *alike], strict=False):
+            aligned = [
+                cell.rjust(w) if name in _RIGHT else cell.ljust(w)
+                for cell, w, name in zip(cells, widths, COLUMNS, strict=False)
+            ]
+            lines.append(shortened("  ".join([*aligned, cells[-1]]).rstrip(), WIDTH))
+            if each and (below := carried(report, each[0])):
+                lines.append(" " * (widths[0] + 2) + shortened(below, WIDTH - widths[0] - 2))
+        parts.append("\n".join([*lines, *_more(alike)]))
+    if report.dropped:
+        parts.append("\n".join(_dropped(report)))
+    parts += [fold(line) for line in _notes(report)]
+    return "\n\n".join(parts)
+
+
+def html(report: Report) -> str:
+    """The same as tables of HTML, in the colours of the page that they stand in."""
+    head = "".join(f"<th style='text-align:{_side(c)}'>{c}</th>" for c in COLUMNS)
+    body = []
+    alike = like(report)
+    for each in alike[:MOST]:
+        cells = "".join(
+            f"<td style='text-align:{_side(name)}'>{_html.escape(cell)}</td>"
+            for name, cell in zip(COLUMNS, row(report, each), strict=True)
+        )
+        below = _html.escape(shortened(carried(report, each[0]), 2 * WIDTH))
+        more = f"<td colspan='8' style='text-align:left;opacity:.65'>{below}</td>"
+        body.append(f"<tr>{cells}</tr>" + (f"<tr><td></td>{more}</tr>" if below else ""))
+    body += [f"<tr><td colspan='9'>{line}</td></tr>" for line in _more(alike)]
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    rest = [*_dropped(report), *_notes(report)]
+    below = "".join(f"<div style='white-space:pre'>{_html.escape(line)}</div>" for line in rest)
+    return (
+        f"<div><p><b>{_html.escape(headline(report))}</b></p>"
+        f"{table if report.count else ''}{below}</div>"
+    )
+
+
+def headline(report: Report) -> str:
+    """What was requested, what it was compiled to, and what leaves a device, in one sentence."""
+    over = report.where or counted(report.devices, "device")
+    asked = ""
+    if report.requested is not None:
+        trips = [report.requested_trips(i) for i in range(len(report.requested))]
+        asked = f"requested {totals(report.requested, trips)}; compiled: "
+    made = totals(report.collectives, [c.trips for c in report.collectives])
+    dtypes = sorted({dtype for c in report.collectives for dtype in c.dtypes})
+    typed = f", {', '.join(dtypes)}" if dtypes else ""
+    least = "at least " if report.uncounted else ""
+    sent = f"{least}{size(report.wire_bytes)} wire bytes a device" if report.count else ""
+    return f"{report.name}, {over}: {asked}{made}{typed}" + (f"; {sent}" if sent else "")
+
+
+def totals(collectives: Sequence[Collective], trips: Sequence[int | None]) -> str:
+    """How many of which kind, and their bytes, each turn of a loop counted.
+
+    Examples:
+      >>> totals([], [])
+      'no collectives'
+    """
+    if not collectives:
+        return "no collectives"
+    kinds: Counter[str] = Counter()
+    for c, n in zip(collectives, trips, strict=True):
+        kinds[c.kind] += n or 1
+    nbytes = sum((n or 1) * c.nbytes for c, n in zip(collectives, trips, strict=True))
+    return f"{', '.join(counted(n, kind) for kind, n in kinds.items())}, {size(nbytes)}"
+
+
+def like(report: Report) -> list[list[int]]:
+    """Positions in `report.collectives`, those together that would have the same row."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for k in range(report.count):
+        found.setdefault((*row(report, [k])[1:], carried(report, k)), []).append(k)
+    return list(found.values())
+
+
+def row(report: Report, alike: Sequence[int]) -> tuple[str, ...]:
+    """The cells of one collective, or of several that are alike in everything that is told."""
+    c, origin = report.collectives[alike[0]], report.origins[alike[0]]
+    known = report.requested is not None and origin.requested
+    return (
+        str(alike[0]),
+        c.kind if len(alike) == 1 else f"{len(alike)} × {c.kind}",
+        str(len(origin.requested)) + "?" * (origin.by == "order") if known else "–",
+        ",".join(c.dtypes),
+        size(c.nbytes),
+        "?" if c.trips is None else f"{c.trips:,}",
+        size(len(alike) * (c.trips or 1) * c.wire_bytes),
+        during(c.meanwhile),
+        ", ".join(report.changes(alike[0])) or ("as requested" if known else ""),
+    )
+
+
+def carried(report: Report, k: int) -> str:
+    """The packs and leaves of `report.collectives[k]`, and the line that asked for it."""
+    packs = packs_in_words(report.packs_of(k))
+    leaves = report.leaves_of(k)
+    if leaves:
+        packs += f" ({', '.join(leaf or 'the value' for leaf in some(leaves, 3))})"
+    c = report.collectives[k]
+    loop = f"in loop {c.loops[-1]}" if c.loops else ""
+    lines = report.sources_of(k)
+    where = ", ".join(some([_short(line) for line in lines], 2))
+    return "  ".join(part for part in (where, packs, loop) if part)
+
+
+def packs_in_words(packs: Sequence[str]) -> str:
+    """Packs by their numbers, reduction by reduction.
+
+    Examples:
+      >>> packs_in_words([f"all_reduce_5f3a1c/pack{k}" for k in (1, 2, 3, 0, 7)])
+      'packs 0-3, 7 of all_reduce_5f3a1c'
+    """
+    by_reduction: dict[tuple[str, str], list[int]] = {}
+    for pack in packs:
+        reduction, _, last = pack.partition("/")
+        what, number = re.findall(r"[a-z]+|\d+", last)
+        by_reduction.setdefault((reduction, what), []).append(int(number))
+    said = []
+    for (reduction, what), numbers in by_reduction.items():
+        many = what + "s" * (what == "pack" and len(numbers) > 1)
+        said.append(f"{many} {_ranges(sorted(numbers))} of {reduction}")
+    return ", ".join(said)
+
+
+def during(meanwhile: Meanwhile | None) -> str:
+    """What runs between start and end, in a few words.
+
+    Examples:
+      >>> during(Meanwhile(14, 2, 1_240_000_000)), during(None)
+      ('1.24 GFLOP, 14 ops', 'waits')
+    """
+    if meanwhile is None:
+        return "waits"
+    if not meanwhile.instructions:
+        return "nothing"
+    operations = counted(meanwhile.instructions, "op")
+    return f"{scaled(meanwhile.flops)}FLOP, {operations}" if meanwhile.matmuls else operations
+
+
+def size(nbytes: int) -> str:
+    """Bytes in decimal units.
+
+    Examples:
+      >>> size(28), size(178_900_000), size(7_340_036)
+      ('28 B', '178.9 MB', '7.34 MB')
+    """
+    return f"{scaled(nbytes)}B"
+
+
+def scaled(number: int) -> str:
+    """A number with its decimal prefix, and a blank between them.
+
+    Examples:
+      >>> scaled(999), scaled(1000), scaled(17_179_869_184)
+      ('999 ', '1.00 k', '17.2 G')
+    """
+    if number < 1000:
+        return f"{number} "
+    value, prefixes = float(number), iter("kMGTPE")
+    prefix = ""
+    while value >= 999.95:
+        value, prefix = value / 1000, next(prefixes)
+    return f"{value:.2f} {prefix}" if value < 10 else f"{value:.1f} {prefix}"
+
+
+def counted(n: int, noun: str) -> str:
+    """A number with its noun.
+
+    Examples:
+      >>> counted(1, "device"), counted(1200, "op")
+      ('1 device', '1,200 ops')
+    """
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+def some(items: Sequence[str], most: int) -> list[str]:
+    """The first few, and how many more there are."""
+    return [*items[:most], *([f"{len(items) - most} more"] if len(items) > most else [])]
+
+
+def shortened(line: str, width: int) -> str:
+    """`line`, with its end left out where it is too long."""
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def fold(line: str) -> str:
+    """`line` in lines of at most `WIDTH`."""
+    lines, width = [""], WIDTH
+    for word in line.split():
+        if len(lines[-1]) + len(word) >= width and lines[-1]:
+            lines.append(" ")
+        lines[-1] += (" " if lines[-1] else "") + word
+    return "\n".join(lines)
+
+
+def _dropped(report: Report) -> list[str]:
+    asked = report.requested or ()
+    lines = [
+        f"  {asked[i].kind}  {','.join(asked[i].dtypes)}  {size(asked[i].nbytes)}  "
+        f"{_short(asked[i].source)}  {asked[i].op_name}".rstrip()
+        for i in report.dropped[:MOST]
+    ]
+    more = [f"  … and {len(report.dropped) - MOST} more"] * (len(report.dropped) > MOST)
+    title = "requested, and not seen in the compiled program:"
+    return [title, *(shortened(line, WIDTH) for line in lines), *more] if lines else []
+
+
+def _more(alike: Sequence[Sequence[int]]) -> list[str]:
+    rest = sum(map(len, alike[MOST:]))
+    return [f"… and {rest} more, in `report.collectives`"] if rest else []
+
+
+def _notes(report: Report) -> list[str]:
+    uncounted = [f"not counted: {note}" for note in report.uncounted]
+    return [*uncounted, *(f"note: {note}" for note in report.notes)]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Runs of numbers as first-last."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1][1:] = [n]
+        else:
+            runs.append([n])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _short(source: str) -> str:
+    """file:line without the folders."""
+    return PurePath(source.replace("\\", "/")).name
+
+
+def _side(column: str) -> str:
+    return "right" if column in _RIGHT else "left"

@@ -1,0 +1,99 @@
+"""`jaxcoll inspect` over files and modules, and its errors in one line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxcoll as jc
+from jaxcoll.cli import main
+
+GOLDEN = Path(__file__).parent / "observe" / "golden"
+
+MODULE = """
+import jax, jax.numpy as jnp
+import jaxcoll as jc
+
+@jc.data_parallel
+def step(x):
+    return jc.all_reduce("mean", x, "data")
+
+step.example_args = (jax.ShapeDtypeStruct((8, 5), jnp.float32),)
+
+def example():
+    return step, step.example_args
+
+def broken():
+    return (lambda x: x @ x), step.example_args
+
+needs = lambda x: x
+number = 3
+"""
+
+
+def test_a_file(capsys, tmp_path):
+    report = tmp_path / "report.json"
+    picture = tmp_path / "a.png"
+    file = str(GOLDEN / "gpu-0.12.0.1-overlapped.hlo")
+    assert main(["inspect", file, "--json", str(report), "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "1 reduce-scatter, 1 collective-permute" in out
+    assert "17.2 GFLOP, 1 op" in out
+    assert jc.Report.from_json(report.read_text()).count == 2
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        ("hello", "expected HLO text, which begins with 'HloModule'"),
+        ("HloModule jit_f\n\nENTRY %main (x: f32[2]) -> f32[2] {\n  %x = f32[2]", "looks cut off"),
+    ],
+    ids=["missing", "no HLO", "cut off"],
+)
+def test_bad_files_are_one_line(content, words, capsys, tmp_path):
+    file = tmp_path / "a.hlo"
+    if content is not None:
+        file.write_text(content)
+    assert main(["inspect", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxcoll inspect: ")
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_a_topology_is_not_for_a_file(capsys):
+    file = str(GOLDEN / "gpu-0.12.0.1-kinds.hlo")
+    assert main(["inspect", file, "--topology", "h100:8"]) == 2
+    assert "--topology is for module:name" in capsys.readouterr().err
+
+
+def test_modules(tmp_path):
+    (tmp_path / "mine.py").write_text(MODULE)
+    script = (
+        "import sys; from jaxcoll.cli import main\n"
+        "for target in sys.argv[1:]: print(main(['inspect', target, '--json', '-']), flush=True)"
+    )
+    targets = [f"mine:{n}" for n in ("step", "example", "broken", "needs", "number", "nothing")]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *targets], cwd=tmp_path, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    decoder, rest = json.JSONDecoder(), done.stdout
+    for _ in range(2):
+        report, end = decoder.raw_decode(rest)
+        assert report["count"] == 1
+        assert report["compiled"][0]["leaves"] == [""]
+        rest = rest[end:].lstrip().removeprefix("0").lstrip()
+    assert rest.split() == ["2"] * 4
+    lines = [line for line in done.stderr.splitlines() if line.startswith("jaxcoll inspect")]
+    for line, words in zip(
+        lines,
+        ("mine:broken cannot be compiled: TypeError", "has no `example_args`",
+         "mine:number is no function; it is int", "no 'nothing' in 'mine'"),
+        strict=True,
+    ):  # fmt: skip
+        assert words in line
