@@ -8,6 +8,7 @@ import math
 import jax
 import numpy as np
 
+from jaxcoll._plan.topology import Topology
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.scope import Scope, current
 
@@ -25,14 +26,24 @@ def ambient_world(axes: dict[str, int]) -> World:
     A trace knows its mesh without the devices. Which axes leave the process is then read off
     the order that `jax.make_mesh` and `jax.devices()` use: processes one after another.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    device = getattr(mesh, "abstract_device", None)
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     platform = str(getattr(device, "platform", None) or jax.default_backend())
+    return _traced_world(_PLATFORMS.get(platform, platform), jax.process_count(), axes)
+
+
+def topology_scope(topology: Topology) -> Scope:
+    """A scope for programs that are compiled for a cluster of which only the name is there."""
+    world = functools.partial(_traced_world, topology.platform, topology.hosts)
+    return Scope(world=world)
+
+
+def _traced_world(platform: str, hosts: int, axes: dict[str, int]) -> World:
+    mesh = jax.sharding.get_abstract_mesh()
     if not set(axes) <= set(mesh.axis_names):
-        return World(_PLATFORMS.get(platform, platform), tuple(axes.values()))
-    owners = np.arange(mesh.size) // (mesh.size // min(jax.process_count(), mesh.size))
+        return World(platform, tuple(axes.values()))
+    owners = np.arange(mesh.size) // (mesh.size // min(hosts, mesh.size))
     return World(
-        _PLATFORMS.get(platform, platform),
+        platform,
         tuple(axes.values()),
         _processes(owners.reshape(tuple(mesh.shape.values())), tuple(mesh.axis_names), axes),
         partly_mapped=set(mesh.manual_axes) != set(mesh.axis_names),
