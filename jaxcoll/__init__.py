@@ -19,6 +19,7 @@ from jaxcoll._host.mirrored_strategy import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
 from jaxcoll._host.multi_worker_all_reduce import MultiWorkerAllReduce as MultiWorkerAllReduce
+from jaxcoll._host.n_devices import n_devices_equal_one as n_devices_equal_one
 from jaxcoll._host.nccl_all_reduce import NcclAllReduce as NcclAllReduce
 from jaxcoll._host.one_device import ReductionToOneDevice as ReductionToOneDevice
 from jaxcoll._host.plan import plan as plan

@@ -42,10 +42,8 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
       >>> f = jax.vmap(lambda held: check_replicas(held, "data"), axis_name="data")
       >>> f(held).differs.tolist()
       [False, True]
-      >>> f(held).raise_if_differs()
-      Traceback (most recent call last):
-      jaxcoll._plan.errors.ReplicaDivergenceError: 1 of 2 leaves differ between 3 replicas ...
-        leaf ['w']: replica 2 from the other 2
+      >>> f(held).divergent()
+      {"['w']": (('0', '1'), ('2',))}
     """
     if axis_name is not None:
         return _check.check_replicas(tree, axis_name, scope=scope_here())

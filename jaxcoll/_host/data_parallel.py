@@ -181,14 +181,32 @@ class DataParallel:
         if mesh is None or (mesh is self._mesh and set(mesh.axis_names) == set(self._axes)):
             fits = mesh is not None and mesh.size == topology.size
             mesh = mesh if fits else abstract_mesh(topology, self._axes)
-        twin = copy.copy(self)
-        vars(twin).pop("_compiled", None)
         # What is cached, or would be when it is first asked for, is what differs.
-        vars(twin).update(
+        return self._twin(
             mesh=has_axes(fitted_mesh(mesh, topology), self._axes, "data_parallel"),
             _scope=topology_scope(topology),
             _processes=topology.hosts,
         )
+
+    def on(self, mesh: Mesh) -> DataParallel:
+        """This step on other devices.
+
+        Args:
+          mesh: devices and axes, `axis_name` among them.
+
+        Returns:
+          A step of the same function and settings.
+
+        Raises:
+          ValueError: the mesh lacks the axis.
+        """
+        return self._twin(_mesh=checked_mesh(mesh, self._axis_name, "data_parallel"))
+
+    def _twin(self, **changed: Any) -> DataParallel:
+        twin = copy.copy(self)
+        for cached in ("mesh", "_scope", "_processes", "_compiled"):
+            vars(twin).pop(cached, None)
+        vars(twin).update(changed)
         return twin
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:

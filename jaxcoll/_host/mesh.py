@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -131,3 +133,18 @@ def fitted_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
         f"known. Pass `mesh=jax.sharding.AbstractMesh(sizes, {tuple(mesh.axis_names)!r})` with "
         f"sizes whose product is {topology.size}."
     )
+
+
+def takes_mesh(fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `fun` cannot be called without a `mesh`, and the caller gives none."""
+    try:
+        parameter = inspect.signature(fun).parameters.get("mesh")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.default is parameter.empty and "mesh" not in kwargs
+
+
+def given_mesh(fun: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+    """`fun` with its `mesh`; what takes nothing else makes the function that is meant."""
+    only = len(inspect.signature(fun).parameters) == 1
+    return fun(mesh) if only else functools.partial(fun, mesh=mesh)

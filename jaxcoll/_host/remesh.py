@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._host.data_parallel import DataParallel
-from jaxcoll._host.mesh import abstract_mesh, fitted_mesh, no_mesh
+from jaxcoll._host.mesh import abstract_mesh, fitted_mesh, given_mesh, no_mesh, takes_mesh
 from jaxcoll._host.placement import is_array
 from jaxcoll._host.world import topology_scope
 from jaxcoll._plan.topology import Topology
@@ -49,11 +48,9 @@ def traced_over(
         shapes, named = jax.tree.map(_shape_of, (args, kwargs))
         return fun.over(topology, mesh).trace(*shapes, **named)
     context = jax.sharding.get_abstract_mesh()
-    if _takes_mesh(fun, kwargs):
+    if takes_mesh(fun, kwargs):
         over = abstract_mesh(topology, ("data",)) if mesh is None else fitted_mesh(mesh, topology)
-        if len(inspect.signature(fun).parameters) == 1:
-            return traced_over(fun(over), args, kwargs, topology, over)
-        return traced_over(functools.partial(fun, mesh=over), args, kwargs, topology, over)
+        return traced_over(given_mesh(fun, over), args, kwargs, topology, over)
     if mesh is None and not context.empty and context.size != topology.size:
         mesh = context
     over = None if mesh is None else fitted_mesh(mesh, topology)
@@ -102,15 +99,6 @@ def lowered_over(traced: jax.stages.Traced, topology: Topology) -> str:
             "is traced as under `jax.set_mesh`."
         )
     return text
-
-
-def _takes_mesh(fun: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether `fun` cannot be called without a `mesh`, and the caller gives none."""
-    try:
-        parameter = inspect.signature(fun).parameters.get("mesh")
-    except (TypeError, ValueError):
-        return False
-    return parameter is not None and parameter.default is parameter.empty and "mesh" not in kwargs
 
 
 def _shape_of(x: Any) -> Any:
