@@ -223,7 +223,7 @@ def compile_text(program: str, devices: Sequence[Any], options: dict[str, Any]) 
     run = client.compile_and_load if devices[0] in jax.devices() else client.compile
     with make_ir_context():
         module = ir.Module.parse(program)
-        main = next(f for f in module.body if f.attributes["sym_name"].value == "main")
+        main: Any = next(f for f in module.body if str(f.attributes["sym_name"]) == '"main"')
         build.allow_spmd_sharding_propagation_to_parameters = _unsharded(main, "arg_attrs")
         build.allow_spmd_sharding_propagation_to_output = _unsharded(main, "res_attrs")
         compiled = run(module, DeviceList(tuple(devices)), asked)

@@ -85,7 +85,7 @@ def n_devices_equal_one(
 def _on_host(x: Any) -> Any:
     key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
     if key:
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(jax.numpy.asarray(np.asarray(jax.random.key_data(x))))
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
@@ -102,7 +102,7 @@ def _bases(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Base]:
         *((f"args[{i}]", leaf) for i, arg in enumerate(args) for leaf in _leaves(arg)),
         *((f"kwargs[{name!r}]", leaf) for name, arg in kwargs.items() for leaf in _leaves(arg)),
     ]
-    return [_Base(name + path, np.asarray(x)) for name, (path, x) in flat if np.ndim(x)]
+    return [_Base(name + path, np.asarray(x)) for name, (path, x) in flat]
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -147,27 +147,51 @@ def _complaint(
     exact_one, exact_many = one.astype(wide), many.astype(wide)
     base = _base_of(one, exact_one, bases)
     start = 0.0 if base is None else base.value.astype(wide)
-    change_one, change_many = exact_one - start, exact_many - start
     rounding = 16 * eps * _largest(exact_one)
-    allowed = rounding + (eps**0.5 if tolerance is None else tolerance) * _largest(change_one)
+    allowed = rounding + (eps**0.5 if tolerance is None else tolerance) * _largest(
+        exact_one - start
+    )
     if np.array_equal(np.isnan(exact_one), np.isnan(exact_many)) and (
         _largest(exact_many - exact_one) <= allowed
     ):
         return None
-    what = "is" if base is None else f"its change from {base.name} is"
-    factor = _factor(change_one, change_many, rounding)
-    if factor is None:
-        apart = _largest(exact_many - exact_one)
-        return f"{what} not the same, nor by a factor: off by up to {apart:.3g}"
+    return _explained(exact_one, exact_many, base, bases, rounding, n)
+
+
+def _explained(
+    one: np.ndarray,
+    many: np.ndarray,
+    base: _Base | None,
+    bases: Sequence[_Base],
+    rounding: float,
+    n: int,
+) -> str:
+    """In words: what of the output differs, by which factor, and what that means."""
+    # After a large step an output is near no argument, but its change may tell the factor.
+    others = [b for b in bases if b.value.shape == one.shape and b is not base]
+    found = []
+    for start in (base, None, *others) if base else (None, *others):
+        shift = 0.0 if start is None else start.value.astype(one.dtype)
+        factor = _factor(one - shift, many - shift, rounding)
+        if factor is not None:
+            found.append((_meaning(factor, n) is None, len(found), start, factor))
+    if not found:
+        what = "is" if base is None else f"its change from {base.name} is"
+        return f"{what} not the same, nor by a factor: off by up to {_largest(many - one):.3g}"
+    _, _, start, factor = min(found, key=lambda each: each[:2])
+    what = "is" if start is None else f"its change from {start.name} is"
     size = f"{factor:.3g}" if factor % 1 else f"{factor:.1f}"
-    return f"{what} {size} times too large: {_meaning(factor, n)}"
+    meaning = _meaning(factor, n) or (
+        f"no power of the {n} devices; does it depend on how the batch is split?"
+    )
+    return f"{what} {size} times too large: {meaning}"
 
 
 def _base_of(one: np.ndarray, exact: np.ndarray, bases: Sequence[_Base]) -> _Base | None:
     """The argument that an output is a small change of, if it is of any."""
     fits = [b for b in bases if b.value.shape == one.shape and b.value.dtype == one.dtype]
     near = min(fits, key=lambda b: float(np.sum(np.abs(exact - b.value)) or 0), default=None)
-    if near is None or one.size == 0:
+    if near is None or not one.ndim or not one.size:
         return None
     return near if np.sum(np.abs(exact - near.value)) < 0.5 * np.sum(np.abs(exact)) else None
 
@@ -185,7 +209,7 @@ def _factor(one: np.ndarray, many: np.ndarray, rounding: float) -> float | None:
     return float(near) if near and abs(factor - near) < 0.01 * abs(factor) else factor
 
 
-def _meaning(factor: float, n: int) -> str:
+def _meaning(factor: float, n: int) -> str | None:
     known = {
         float(n): "it is summed where a mean is expected, or a sum is reduced again",
         1.0 / n: "it is divided by the number of replicas once too often, or a mean taken "
@@ -198,7 +222,7 @@ def _meaning(factor: float, n: int) -> str:
     for value, words in known.items():
         if abs(factor - value) <= 0.02 * value:
             return words
-    return f"no power of the {n} devices; does it depend on how the batch is split?"
+    return None
 
 
 def _largest(x: Any) -> float:

@@ -56,7 +56,7 @@ def traced_over(
     over = None if mesh is None else fitted_mesh(mesh, topology)
     shapes, named = jax.tree.map(functools.partial(_as_argument, mesh=over), (args, kwargs))
     # What has no `trace` is a plain function, or pmapped.
-    jitted = fun if hasattr(fun, "trace") else jax.jit(fun)
+    jitted: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
     with _meshed(over), entered(topology_scope(topology)):
         return jitted.trace(*shapes, **named)
 

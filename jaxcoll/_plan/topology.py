@@ -188,9 +188,10 @@ def _laid_out(name: str, shape: tuple[int, ...]) -> Topology | str:
     if isinstance(chip, Gpu):
         if len(shape) > 2:
             return "a number of GPUs is expected, or hosts x GPUs of a host"
-        if shape[-1] > chip.most_per_host:
+        per_host = shape[len(shape) - 1]
+        if per_host > chip.most_per_host:
             return f"a host has at most {chip.most_per_host} GPUs of the kind {name}"
-        return Topology(text, name, "gpu", chip.kind, shape, total // shape[-1], total)
+        return Topology(text, name, "gpu", chip.kind, shape, total // per_host, total)
     if len(shape) != chip.dimensions:
         return f"chips of the kind {name} lie in {chip.dimensions} dimensions"
     if total > chip.most_chips:
