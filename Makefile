@@ -64,8 +64,8 @@ clean: ## remove everything that make has made
 .venv/.synced .venv-newest/.synced: %/.synced: pyproject.toml uv.lock | %/bin/python
 	@$*/bin/python -m pip --version >/dev/null 2>&1 || $*/bin/python -m ensurepip
 	$*/bin/python -m pip install --quiet $(UV)
-	$*/bin/uv export --quiet --frozen --all-extras --no-default-groups --no-emit-project \
-	  --python $*/bin/python --output-file $*/requirements.txt
+	$*/bin/uv export --quiet --frozen --all-extras --no-extra gpu-aot --no-extra tpu-aot \
+	  --no-default-groups --no-emit-project --python $*/bin/python --output-file $*/requirements.txt
 	$*/bin/python -m pip install --quiet --no-deps --requirement $*/requirements.txt
 	$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -1,6 +1,7 @@
 """Collectives for JAX programs, compiled by XLA: how replicas exchange tensors."""
 
 from jaxcoll._host.all_reduce_ops import AllReduceCrossDeviceOps as AllReduceCrossDeviceOps
+from jaxcoll._host.check_replicas import check_replicas as check_replicas
 from jaxcoll._host.collective_all_reduce import CollectiveAllReduce as CollectiveAllReduce
 from jaxcoll._host.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxcoll._host.data_parallel import DataParallel as DataParallel
@@ -18,6 +19,7 @@ from jaxcoll._host.mirrored_strategy import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
 from jaxcoll._host.multi_worker_all_reduce import MultiWorkerAllReduce as MultiWorkerAllReduce
+from jaxcoll._host.n_devices import n_devices_equal_one as n_devices_equal_one
 from jaxcoll._host.nccl_all_reduce import NcclAllReduce as NcclAllReduce
 from jaxcoll._host.one_device import ReductionToOneDevice as ReductionToOneDevice
 from jaxcoll._host.plan import plan as plan
@@ -30,6 +32,7 @@ from jaxcoll._look.inspect import inspect as inspect
 from jaxcoll._observe.report import Report as Report
 from jaxcoll._plan.errors import AlreadyReducedError as AlreadyReducedError
 from jaxcoll._plan.errors import DeadlineExceededError as DeadlineExceededError
+from jaxcoll._plan.errors import ReplicaDivergenceError as ReplicaDivergenceError
 from jaxcoll._plan.options import UNSET as UNSET
 from jaxcoll._plan.options import CollectiveCommunication as CollectiveCommunication
 from jaxcoll._plan.options import CollectiveHints as CollectiveHints
@@ -37,6 +40,7 @@ from jaxcoll._plan.options import CommunicationImplementation as CommunicationIm
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
 from jaxcoll._plan.options import ReduceOp as ReduceOp
 from jaxcoll._plan.plan import Plan as Plan
+from jaxcoll._spmd.check_replicas import ReplicaCheck as ReplicaCheck
 from jaxcoll._spmd.gradient import WeightedLoss as WeightedLoss
 from jaxcoll._spmd.indexed_slices import IndexedSlices as IndexedSlices
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -10,16 +11,17 @@ from typing import Any, Literal, get_args
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll import _compat
 from jaxcoll._host.deadline import finished, prepared
-from jaxcoll._host.mesh import checked_mesh, no_mesh
+from jaxcoll._host.mesh import abstract_mesh, checked_mesh, fitted_mesh, has_axes, no_mesh
 from jaxcoll._host.placement import check_rows, place
-from jaxcoll._host.world import mesh_scope
+from jaxcoll._host.world import mesh_scope, topology_scope
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.plan import Plan
-from jaxcoll._spmd.scope import entered
+from jaxcoll._plan.topology import Topology
+from jaxcoll._spmd.scope import Scope, entered
 
 VaryingOutputs = Literal["error", "concatenate"]
 
@@ -139,6 +141,14 @@ class DataParallel:
         """The mesh it runs on; without one given, all devices at the time of the first use."""
         return checked_mesh(self._mesh, self._axis_name, "data_parallel")
 
+    @functools.cached_property
+    def _scope(self) -> Scope:
+        return mesh_scope(self.mesh)
+
+    @functools.cached_property
+    def _processes(self) -> int:
+        return len({d.process_index for d in self.mesh.devices.flat})
+
     @property
     def num_replicas(self) -> int:
         """Replicas that share a batch."""
@@ -153,6 +163,64 @@ class DataParallel:
             args, kwargs = self._placed(args), self._replicate(kwargs)
             call = prepared(self._compiled, deadline, *args, **kwargs)
             return finished(call, deadline, f"Call {self._calls} of `{name}`")
+
+    def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:
+        """This step on a cluster that is not here: to be traced and lowered, not to be called.
+
+        Args:
+          topology: the cluster.
+          mesh: its axes; None: this step's own mesh, if it fits or has only `axis_name`.
+
+        Returns:
+          A step of the same function and settings.
+
+        Raises:
+          ValueError: the mesh does not fit, or lacks an axis.
+        """
+        mesh = self._mesh if mesh is None else mesh
+        if mesh is None or (mesh is self._mesh and set(mesh.axis_names) == set(self._axes)):
+            fits = mesh is not None and mesh.size == topology.size
+            mesh = mesh if fits else abstract_mesh(topology, self._axes)
+        # What is cached, or would be when it is first asked for, is what differs.
+        return self._twin(
+            mesh=has_axes(fitted_mesh(mesh, topology), self._axes, "data_parallel"),
+            _scope=topology_scope(topology),
+            _processes=topology.hosts,
+        )
+
+    def on(self, mesh: Mesh) -> DataParallel:
+        """This step on other devices.
+
+        Args:
+          mesh: devices and axes, `axis_name` among them.
+
+        Returns:
+          A step of the same function and settings.
+
+        Raises:
+          ValueError: the mesh lacks the axis.
+        """
+        return self._twin(_mesh=checked_mesh(mesh, self._axis_name, "data_parallel"))
+
+    def _twin(self, **changed: Any) -> DataParallel:
+        twin = copy.copy(self)
+        for cached in ("mesh", "_scope", "_processes", "_compiled"):
+            vars(twin).pop(cached, None)
+        vars(twin).update(changed)
+        return twin
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """The program for these arguments, traced and not yet lowered.
+
+        Args:
+          *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+          **kwargs: likewise.
+
+        Returns:
+          What `jax.jit(...).trace` returns.
+        """
+        with no_mesh():
+            return self._compiled.trace(*self._placed(args), **self._replicate(kwargs))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The program for these arguments, lowered: `.as_text()` shows what is requested.
@@ -207,7 +275,7 @@ class DataParallel:
         mapped = functools.partial(
             jax.shard_map, mesh=self.mesh, in_specs=(specs, PartitionSpec()), check_vma=True
         )
-        scope = dataclasses.replace(mesh_scope(self.mesh), options=self._options, record=record)
+        scope = dataclasses.replace(self._scope, options=self._options, record=record)
         # One trace of the step serves both passes: the first only asks how its outputs vary.
         step = jax.jit(self._step, inline=True)
         found: list[Any] = []
@@ -252,9 +320,8 @@ class DataParallel:
                 )
         _check_concrete(args)
         split = {i % len(args) for i in self._batch_argnums}
-        processes = len({d.process_index for d in self.mesh.devices.flat})
         for i in sorted(split):
-            check_rows(args[i], f"args[{i}]", self.num_replicas, processes, self._axis_name)
+            check_rows(args[i], f"args[{i}]", self.num_replicas, self._processes, self._axis_name)
         rows = NamedSharding(self.mesh, PartitionSpec(self._axis_name))
         return tuple(
             place(arg, rows) if i in split else self._replicate(arg) for i, arg in enumerate(args)

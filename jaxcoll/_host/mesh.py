@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jaxcoll._plan.topology import Topology
+
+AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
 
 def checked_devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
@@ -83,6 +89,15 @@ def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: st
             f"got {type(mesh).__name__}."
         )
     checked_devices(list(mesh.devices.flat), caller)
+    return has_axes(mesh, axes, caller)
+
+
+def has_axes(mesh: AnyMesh, axes: Sequence[str], caller: str) -> AnyMesh:
+    """`mesh` itself.
+
+    Raises:
+      ValueError: it lacks one of `axes`.
+    """
     missing = [a for a in axes if a not in mesh.axis_names]
     if missing:
         raise ValueError(
@@ -90,3 +105,46 @@ def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: st
             f"Its axes: {', '.join(map(repr, mesh.axis_names))}."
         )
     return mesh
+
+
+def abstract_mesh(topology: Topology, axes: tuple[str, ...]) -> AbstractMesh:
+    """The mesh that a topology has by itself: one axis, or hosts and what each has."""
+    return AbstractMesh(topology.sizes(len(axes)), axes, (AxisType.Auto,) * len(axes))
+
+
+def fitted_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
+    """`mesh` without its devices, and as large as the topology.
+
+    Raises:
+      ValueError: it is no mesh, or has another size and more than one axis.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            "`mesh` must be a jax.sharding.Mesh or AbstractMesh for a program that is compiled "
+            f"for {topology.name!r}; got {type(mesh).__name__}."
+        )
+    if mesh.size == topology.size:
+        return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    if len(mesh.axis_names) == 1:
+        return AbstractMesh((topology.size,), mesh.axis_names, mesh.axis_types)
+    had = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    raise ValueError(
+        f"The mesh ({had}) does not fit {topology}, and which of its axes should grow is not "
+        f"known. Pass `mesh=jax.sharding.AbstractMesh(sizes, {tuple(mesh.axis_names)!r})` with "
+        f"sizes whose product is {topology.size}."
+    )
+
+
+def takes_mesh(fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `fun` cannot be called without a `mesh`, and the caller gives none."""
+    try:
+        parameter = inspect.signature(fun).parameters.get("mesh")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.default is parameter.empty and "mesh" not in kwargs
+
+
+def given_mesh(fun: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+    """`fun` with its `mesh`; what takes nothing else makes the function that is meant."""
+    only = len(inspect.signature(fun).parameters) == 1
+    return fun(mesh) if only else functools.partial(fun, mesh=mesh)

@@ -32,7 +32,7 @@ def is_array(value: Any) -> bool:
 
 def _place(x: Any, sharding: NamedSharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return x.update(sharding=sharding)
     if isinstance(x, jax.Array):
         if _is_placed(x, sharding):
             return x

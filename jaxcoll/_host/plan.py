@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxcoll._host.world import mesh_world
 from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.plan import Plan, make_plan
+from jaxcoll._plan.topology import Topology, topology_named
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.sparse import is_sparse
 
@@ -27,6 +29,7 @@ def plan(
     axis_name: str | tuple[str, ...] = "data",
     options: CommunicationOptions | None = None,
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    topology: str | None = None,
 ) -> Plan:
     """What `all_reduce` will send for a tree of these shapes, and why.
 
@@ -35,12 +38,15 @@ def plan(
     Args:
       value: a pytree of arrays, `jax.ShapeDtypeStruct`s and IndexedSlices of either, as on one
         replica.
-      axis_size: replicas, on devices of this process; for several axes their sizes, from outer
-        to inner; or
+      axis_size: replicas, on devices of this process or of `topology`; for several axes their
+        sizes, from outer to inner; or
       mesh: devices and axes. Neither: all devices.
       axis_name: the axis of `mesh`, or axes from outer to inner, that is reduced over.
       options: how to pack and what carries it.
       reduce_op: SUM or MEAN.
+      topology: a cluster to plan for instead of the devices here, such as "h100:2x8" for two
+        hosts of eight GPUs or "v5p:8x8x8" for the chips of a TPU pod along each dimension. With
+        two axes and no `axis_size` they are its hosts and what each host has.
 
     Returns:
       A `Plan`: print it for a table; `to_json()` for machines. Cost: nothing is compiled.
@@ -53,9 +59,14 @@ def plan(
       >>> grads = {"b": np.zeros(3, "f"), "w": np.zeros((2, 3), "f")}
       >>> plan(grads, axis_size=4, options=CommunicationOptions(bytes_per_pack=64)).wire_bytes
       72
+      >>> print(plan(grads, topology="h100:2x8").world)
+      16 × gpu, 2 processes
     """
     op = ReduceOp.of(reduce_op)
-    world = _world(axis_size, mesh, axis_name)
+    if topology is None:
+        world = _world(axis_size, mesh, axis_name)
+    else:
+        world = _world_of(topology_named(topology), axis_size, mesh, axis_name)
     leaves = [
         _leaf(jax.tree_util.keystr(path), leaf, op, world)
         for path, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)[0]
@@ -88,12 +99,37 @@ def _world(
         return mesh_world(mesh, {name: mesh.shape[name] for name in names})
     if mesh is not None:
         raise ValueError("`plan` takes `axis_size` or `mesh`, not both.")
+    kind = jax.devices()[0].device_kind if jax.default_backend() != "cpu" else ""
+    return World(jax.default_backend(), _sizes(axis_size), device_kind=kind)
+
+
+def _world_of(
+    topology: Topology,
+    axis_size: int | tuple[int, ...] | None,
+    mesh: Mesh | None,
+    axis_name: str | tuple[str, ...],
+) -> World:
+    if mesh is not None:
+        raise ValueError("`plan` takes `topology` or `mesh`, not both.")
+    if axis_size is None:
+        sizes = topology.sizes(len(axis_name) if isinstance(axis_name, tuple) else 1)
+    else:
+        sizes = _sizes(axis_size)
+    if math.prod(sizes) != topology.size:
+        raise ValueError(
+            f"`axis_size` {axis_size!r} makes {math.prod(sizes)} replicas, but {topology} has "
+            f"{topology.size}."
+        )
+    return World(topology.platform, sizes, topology.hosts)
+
+
+def _sizes(axis_size: int | tuple[int, ...]) -> tuple[int, ...]:
     sizes = axis_size if isinstance(axis_size, tuple) else (axis_size,)
     if not sizes or not all(_is_positive(size) for size in sizes):
         raise ValueError(
             f"`axis_size` must be a positive integer, or a tuple of them; got {axis_size!r}."
         )
-    return World(jax.default_backend(), sizes)
+    return sizes
 
 
 def _is_positive(size: object) -> bool:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxcoll._host.terms import terms_here
+from jaxcoll._plan.topology import Topology
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.scope import Scope, current
 
@@ -27,21 +28,40 @@ def ambient_world(axes: dict[str, int]) -> World:
     A trace knows its mesh without the devices. Which axes leave the process is then read off
     the order that `jax.make_mesh` and `jax.devices()` use: processes one after another.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    device = getattr(mesh, "abstract_device", None)
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     platform = str(getattr(device, "platform", None) or jax.default_backend())
-    if not set(axes) <= set(mesh.axis_names):
-        return World(_PLATFORMS.get(platform, platform), tuple(axes.values()))
-    owners = np.arange(mesh.size) // (mesh.size // min(jax.process_count(), mesh.size))
-    owners = owners.reshape(tuple(mesh.shape.values()))
     host_of = {d.process_index: _host(d) for d in jax.devices()}
-    hosts = np.vectorize(lambda owner: host_of.get(owner, owner), otypes=[int])(owners)
+    hosts = tuple(host_of.get(process, process) for process in range(jax.process_count()))
+    kind = _kind(platform, getattr(device, "device_kind", None) or jax.devices()[0].device_kind)
+    return _traced_world(_PLATFORMS.get(platform, platform), kind, hosts, axes)
+
+
+def topology_scope(topology: Topology) -> Scope:
+    """A scope for programs that are compiled for a cluster of which only the name is there."""
+    processes = range(topology.hosts)
+    # Processes of one TPU slice, or of CPUs, count as one host: no network of another kind is
+    # between them.
+    hosts = tuple(processes) if topology.platform == "gpu" else (0,) * len(processes)
+    kind = _kind(topology.platform, topology.kind)
+    return Scope(world=functools.partial(_traced_world, topology.platform, kind, hosts))
+
+
+def _traced_world(
+    platform: str, kind: str, host_of: tuple[int, ...], axes: dict[str, int]
+) -> World:
+    """The world around this point of a trace; `host_of` has the host of each process."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(axes) <= set(mesh.axis_names):
+        return World(platform, tuple(axes.values()), device_kind=kind)
+    owners = np.arange(mesh.size) // (mesh.size // min(len(host_of), mesh.size))
+    owners = owners.reshape(tuple(mesh.shape.values()))
+    hosts = np.vectorize(lambda owner: host_of[owner], otypes=[int])(owners)
     return World(
-        _PLATFORMS.get(platform, platform),
+        platform,
         tuple(axes.values()),
         _met(owners, tuple(mesh.axis_names), axes),
         partly_mapped=set(mesh.manual_axes) != set(mesh.axis_names),
-        device_kind=_kind(platform, getattr(device, "device_kind", None)),
+        device_kind=kind,
         hosts=_met(hosts, tuple(mesh.axis_names), axes),
     )
 

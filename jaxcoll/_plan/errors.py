@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class AlreadyReducedError(ValueError):
     """A leaf handed to a reduction is already the same on every replica.
@@ -13,3 +15,17 @@ class AlreadyReducedError(ValueError):
 
 class DeadlineExceededError(TimeoutError):
     """A host-level call or a wrapped step took longer than its `timeout_seconds`."""
+
+
+class ReplicaDivergenceError(RuntimeError):
+    """Replicas that should hold the same hold different values.
+
+    Attributes:
+      divergent: of each leaf's path the replicas in groups that agree, largest first.
+    """
+
+    def __init__(
+        self, message: str, *, divergent: Mapping[str, tuple[tuple[str, ...], ...]]
+    ) -> None:
+        super().__init__(message)
+        self.divergent = divergent

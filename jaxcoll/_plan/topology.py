@@ -1,0 +1,233 @@
+"""Clusters by name: how many hosts and chips, and what a compiler must be told about them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_FORM = re.compile(r"([a-z][a-z0-9]*):(\d+(?:x\d+)*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU as XLA's compiler knows it.
+
+    The numbers are those of XLA's own descriptions, `xla/backends/gpu/target_config/specs`.
+    """
+
+    kind: str
+    capability: int
+    cores: int
+    memory_bytes: int
+    bytes_per_second: int
+    l2_bytes: int
+    clock_ghz: float
+    lanes: int = 128
+    shared_bytes: int = 233472
+    shared_bytes_optin: int = 232448
+    most_per_host: int = 8
+
+    def description(self) -> str:
+        """The `GpuTargetConfigProto` of it, as text."""
+        fields = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": 49152,
+            "shared_memory_per_block_optin": self.shared_bytes_optin,
+            "shared_memory_per_core": self.shared_bytes,
+            "threads_per_core_limit": 2048,
+            "core_count": self.cores,
+            "fpus_per_core": self.lanes,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 65535,
+            "block_dim_limit_z": 65535,
+            "memory_bandwidth": self.bytes_per_second,
+            "l2_cache_size": self.l2_bytes,
+            "clock_rate_ghz": self.clock_ghz,
+            "device_memory_size": self.memory_bytes,
+            "registers_per_core_limit": 65536,
+            "registers_per_block_limit": 65536,
+        }
+        body = " ".join(f"{name}: {number}" for name, number in fields.items())
+        return (
+            f"gpu_device_info {{ {body} cuda_compute_capability {{ major: {self.capability} }} }} "
+            'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } '
+            "runtime_version { major: 12 minor: 8 patch: 0 } "
+            f'device_description_str: "{self.kind}"'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tpu:
+    """A TPU: how its chips are laid out. Four of them, 2 × 2, are on a host."""
+
+    kind: str
+    dimensions: int
+    most_chips: int
+    per_chip: int = 1
+
+
+CHIPS: dict[str, Gpu | Tpu | None] = {
+    "a100": Gpu(
+        *("NVIDIA A100-SXM4-80GB", 8, 108, 85100068864, 2039040000000, 41943040, 1.41),
+        *(64, 167936, 166912, 16),
+    ),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 84942979072, 3352320000000, 52428800, 1.98),
+    "h200": Gpu("NVIDIA H200", 9, 132, 151397597184, 4800000000000, 52428800, 1.98),
+    "b200": Gpu("NVIDIA B200", 10, 148, 191514411008, 7672320000000, 132644864, 1.965),
+    "v5e": Tpu("TPU v5 lite", 2, 256),
+    "v6e": Tpu("TPU v6 lite", 2, 256),
+    "v5p": Tpu("TPU v5", 3, 8960),
+    "tpu7x": Tpu("TPU7x", 3, 9216, per_chip=2),
+    "cpu": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A cluster that nobody needs to have.
+
+    Attributes:
+      name: as the user wrote it.
+      chip: the part of the name before the colon.
+      platform: "gpu", "tpu" or "cpu", as JAX calls it.
+      kind: what JAX calls `device_kind`.
+      shape: the numbers of the name: hosts and GPUs of a host, or chips along each dimension.
+      hosts: processes, one a host.
+      size: replicas it has room for, over all hosts.
+    """
+
+    name: str
+    chip: str
+    platform: str
+    kind: str
+    shape: tuple[int, ...]
+    hosts: int
+    size: int
+
+    @property
+    def lowers_as(self) -> str:
+        """The platform's name where JAX lowers a program for it."""
+        return "cuda" if self.platform == "gpu" else self.platform
+
+    def sizes(self, axes: int) -> tuple[int, ...]:
+        """Sizes of a mesh of so many axes, outer first, that it has by itself.
+
+        Raises:
+          ValueError: more axes than hosts and what a host has.
+        """
+        if axes > 2:
+            raise ValueError(
+                f"The topology {self.name!r} does not say how its {self.size} replicas lie along "
+                f"{axes} axes; it has {self.hosts} hosts of {self.size // self.hosts} each. Give "
+                "the sizes: `jax.sharding.AbstractMesh(sizes, names)` as `mesh`, or `axis_size`."
+            )
+        return (self.size,) if axes == 1 else (self.hosts, self.size // self.hosts)
+
+    def request(self) -> dict[str, Any]:
+        """What JAX is asked for: the arguments of `topologies.get_topology_desc`."""
+        chip = CHIPS[self.chip]
+        if isinstance(chip, Gpu):
+            return {
+                "topology_name": self.chip,
+                "platform": "cuda",
+                # Domains of NVLink, hosts in each, GPUs in each of these.
+                "topology": f"{self.hosts}x1x{self.size // self.hosts}",
+                "target_config": chip.description(),
+            }
+        return {"topology_name": self.name, "platform": self.platform}
+
+    def __str__(self) -> str:
+        hosts = "one host" if self.hosts == 1 else f"{self.hosts} hosts"
+        return f"{self.name} ({self.size} × {self.kind}, {hosts})"
+
+
+def topology_named(name: Any) -> Topology:
+    """The cluster of this name.
+
+    Args:
+      name: a chip and its numbers: "h100:8" for one host, "h100:2x8" for two hosts of eight,
+        "v5e:2x4" or "v5p:8x8x8" for chips along each dimension, "cpu:8" for simulated ones.
+
+    Raises:
+      ValueError: there is no such cluster; the message lists the nearest ones.
+
+    Examples:
+      >>> str(topology_named("h100:2x8"))
+      'h100:2x8 (16 × NVIDIA H100 80GB HBM3, 2 hosts)'
+      >>> topology_named("tpu7x:2x2x1").size
+      8
+    """
+    if isinstance(name, Topology):
+        return name
+    match = _FORM.fullmatch(name.lower()) if isinstance(name, str) else None
+    if match is None or match[1] not in CHIPS:
+        raise ValueError(
+            f"There is no topology {name!r}. {_nearest(str(name))} The chips that can be compiled "
+            f"for: {', '.join(CHIPS)}."
+        )
+    shape = tuple(int(number) for number in match[2].split("x"))
+    found = _laid_out(match[1], shape)
+    if isinstance(found, str):
+        raise ValueError(f"There is no topology {name!r}: {found}. {_nearest(name)}")
+    return found
+
+
+def _laid_out(name: str, shape: tuple[int, ...]) -> Topology | str:
+    """The cluster, or why there is none."""
+    text, total, chip = f"{name}:{'x'.join(map(str, shape))}", math.prod(shape), CHIPS[name]
+    if not total:
+        return "it would be empty"
+    if chip is None:
+        simulated = Topology(text, name, "cpu", "cpu", shape, 1, total)
+        return simulated if len(shape) == 1 else "a number of simulated CPUs is expected"
+    if isinstance(chip, Gpu):
+        if len(shape) > 2:
+            return "a number of GPUs is expected, or hosts x GPUs of a host"
+        per_host = shape[len(shape) - 1]
+        if per_host > chip.most_per_host:
+            return f"a host has at most {chip.most_per_host} GPUs of the kind {name}"
+        return Topology(text, name, "gpu", chip.kind, shape, total // per_host, total)
+    if len(shape) != chip.dimensions:
+        return f"chips of the kind {name} lie in {chip.dimensions} dimensions"
+    if total > chip.most_chips:
+        return f"at most {chip.most_chips:,} chips of the kind {name} are connected"
+    if total > 1 and (shape[0] % 2 or shape[1] % 2):
+        return "a host has 2 x 2 chips, so the first two numbers must be even"
+    hosts = max(1, total // 4)
+    return Topology(text, name, "tpu", chip.kind, shape, hosts, total * chip.per_chip)
+
+
+def _nearest(name: str) -> str:
+    """A sentence with existing names that are like `name`, in letters first, then in size."""
+    chip, _, rest = name.lower().partition(":")
+    close = difflib.get_close_matches(chip, CHIPS, n=2, cutoff=0.5) or list(CHIPS)
+    asked = math.prod([int(number) for number in re.findall(r"\d+", rest)]) or 1
+
+    def distance(known: Topology) -> tuple[int, float, float]:
+        likeness = difflib.SequenceMatcher(None, name, known.name).ratio()
+        size = math.prod(known.shape)
+        return close.index(known.chip), abs(math.log2(size / max(asked, 1))), -likeness
+
+    found = sorted((known for c in close for known in _usual(c)), key=distance)
+    return f"Nearest: {', '.join(repr(known.name) for known in found[:5])}."
+
+
+def _usual(name: str) -> Iterator[Topology]:
+    """Clusters of a chip that are common, small to large."""
+    chip = CHIPS[name]
+    if chip is None or isinstance(chip, Gpu):
+        shapes = [(1,), (2,), (4,), (8,)]
+        shapes += [(2**k, 8) for k in range(1, 11)] if chip else [(16,), (32,), (64,)]
+    else:
+        flat = [(2**a, 2**b) for a in range(1, 5) for b in (a, a + 1)]
+        deep = [(a, b, c) for a, b in flat for c in (1, 2, b)]
+        shapes = flat if chip.dimensions == 2 else deep
+    for shape in shapes:
+        known = _laid_out(name, shape)
+        if isinstance(known, Topology):
+            yield known

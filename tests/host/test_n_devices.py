@@ -1,0 +1,149 @@
+"""n_devices_equal_one finds what is wrong with a step, and says by which factor."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxcoll as jc
+
+RNG = np.random.default_rng(0)
+PARAMS = {"b": np.zeros(2, "f"), "w": RNG.standard_normal((5, 2)).astype("f")}
+BATCH = {
+    "x": RNG.standard_normal((16, 5)).astype("f"),
+    "y": RNG.standard_normal((16, 2)).astype("f"),
+}
+
+
+def loss(p, batch):
+    return jnp.mean((batch["x"] @ p["w"] + p["b"][None] - batch["y"]) ** 2)
+
+
+def local(p):
+    return jax.tree.map(lambda x: lax.pcast(x, "data", to="varying"), p)
+
+
+def updated(reduced, rate=0.1):
+    """A step that returns new parameters, from gradients reduced in some way."""
+
+    def step(params, batch):
+        value, grads = jax.value_and_grad(loss)(local(params), batch)
+        return jax.tree.map(lambda p, g: p - rate * g, params, reduced(grads)), lax.pmean(
+            value, "data"
+        )
+
+    return step
+
+
+def by(reduce_op):
+    return lambda g: jc.all_reduce(reduce_op, g, "data")
+
+
+def test_a_right_step_passes():
+    jc.n_devices_equal_one(jc.data_parallel(updated(by("mean"))), PARAMS, BATCH)
+    right = jc.data_parallel(
+        lambda p, b: jax.tree.map(lambda p, g: p - 0.1 * g, p, jc.grad(loss, "data")(p, b)),
+        donate_argnums=0,
+    )
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    jc.n_devices_equal_one(right, params, BATCH)
+    jc.n_devices_equal_one(
+        right, params, BATCH, mesh=jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    )
+
+
+def scaled(reduce_op, scale):
+    def reduced(g):
+        n = lax.axis_size("data")
+        return jax.tree.map(lambda x: x * scale(n), by(reduce_op)(g))
+
+    return reduced
+
+
+@pytest.mark.parametrize("rate", [0.1, 1e-4])
+@pytest.mark.parametrize(
+    ("reduced", "factor", "words"),
+    [
+        (by("sum"), "8.0", "summed where a mean is expected, or a sum is reduced again"),
+        (scaled("mean", lambda n: 1 / n), "0.125", "divided by the number of replicas once"),
+        (scaled("sum", lambda n: n), "64.0", "8 squared: summed twice"),
+        (scaled("mean", lambda n: 1 / n**2), "0.0156", "one part in 8 squared"),
+        (scaled("mean", lambda n: n**-0.5), "0.354", "no power of the 8 devices"),
+    ],
+)
+def test_a_wrong_reduction_is_named_by_its_factor(reduced, factor, words, rate):
+    with pytest.raises(AssertionError) as caught:
+        jc.n_devices_equal_one(jc.data_parallel(updated(reduced, rate)), PARAMS, BATCH)
+    said = str(caught.value)
+    assert "in 2 of 3 outputs" in said
+    assert "output [0]['w']: its change from args[0]['w'] is" in said
+    assert f"output [0]['b']: is {factor} times too large" in said
+    assert said.count(words) == 2
+
+
+def test_optimizer_state_shows_the_square():
+    tx = optax.adam(1e-3)
+
+    @jax.numpy_dtype_promotion("standard")
+    def step(params, state, batch):
+        grads = jc.all_reduce("sum", jax.grad(loss)(local(params), batch), "data")
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with pytest.raises(AssertionError) as caught:
+        jc.n_devices_equal_one(jc.data_parallel(step), PARAMS, tx.init(PARAMS), BATCH)
+    said = str(caught.value)
+    assert "output [1][0].mu['w']: is 8.0 times too large" in said
+    assert "output [1][0].nu['w']: is 64.0 times too large: 8 squared" in said
+
+
+def test_a_function_that_takes_a_mesh_and_one_that_makes_a_step():
+    def right(params, batch, *, mesh):
+        return jax.jit(jax.shard_map(updated(by("mean")), mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))(params, batch)  # fmt: skip
+
+    def wrong(mesh):
+        return jc.data_parallel(updated(by("sum")), mesh=mesh)
+
+    jc.n_devices_equal_one(right, PARAMS, BATCH)
+    with pytest.raises(AssertionError, match="8.0 times too large"):
+        jc.n_devices_equal_one(wrong, PARAMS, BATCH)
+
+
+def test_what_differs_by_no_factor_or_in_shape_says_so():
+    def noisy(p, b):
+        return p["w"] + lax.pmean(jax.random.normal(jax.random.key(lax.axis_index("data")), (5, 2)), "data")  # fmt: skip
+
+    with pytest.raises(
+        AssertionError, match="the output: .*not the same, nor by a factor: off by up to"
+    ):
+        jc.n_devices_equal_one(jc.data_parallel(noisy), PARAMS, BATCH)
+    apiece = jc.data_parallel(lambda p, b: b["x"].sum()[None], varying_outputs="concatenate")
+    with pytest.raises(AssertionError, match=r"has shape \(8,\), and \(1,\) on one device"):
+        jc.n_devices_equal_one(apiece, PARAMS, BATCH)
+    grows = jc.data_parallel(lambda p, b: [p["w"]] * lax.axis_size("data"))
+    with pytest.raises(AssertionError, match="on 8 devices the step returns PyTreeDef"):
+        jc.n_devices_equal_one(grows, PARAMS, BATCH)
+
+
+def test_a_tolerance_and_whole_numbers_and_keys():
+    step = jc.data_parallel(lambda key, n, x: (key, n + 1, x.sum(0) * 0))
+    with pytest.raises(ValueError, match="differs between replicas"):
+        jc.n_devices_equal_one(step, jax.random.key(0), 3, BATCH["x"])
+    step = jc.data_parallel(lambda n, x: (n + 1, jc.all_reduce("sum", x.sum(), "data")))
+    jc.n_devices_equal_one(step, 3, BATCH["x"])
+    off = jc.data_parallel(lambda x: jc.all_reduce("mean", x.mean(0), "data") * (1 + 1e-3 * lax.axis_size("data")))  # fmt: skip
+    with pytest.raises(AssertionError, match="no power of the 8 devices"):
+        jc.n_devices_equal_one(off, BATCH["x"])
+    jc.n_devices_equal_one(off, BATCH["x"], tolerance=0.1)
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(ValueError, match="expects a `jc.data_parallel` step, or a function with a"):
+        jc.n_devices_equal_one(lambda x: x, 1.0)
+    one = Mesh(np.array(jax.devices()[:1]), ("data",))
+    with pytest.raises(ValueError, match="compares one device with more"):
+        jc.n_devices_equal_one(jc.data_parallel(updated(by("mean")), mesh=one), PARAMS, BATCH)

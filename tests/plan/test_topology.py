@@ -1,0 +1,93 @@
+"""Clusters by name."""
+
+import dataclasses
+
+import pytest
+
+import jaxcoll as jc
+from jaxcoll._plan.topology import CHIPS, Gpu, _usual, topology_named
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "size", "hosts"),
+    [
+        ("a100:16", "gpu", 16, 1),
+        ("h100:8", "gpu", 8, 1),
+        ("H100:2x8", "gpu", 16, 2),
+        ("h200:128x8", "gpu", 1024, 128),
+        ("b200:4x4", "gpu", 16, 4),
+        ("v5e:1x1", "tpu", 1, 1),
+        ("v5e:2x4", "tpu", 8, 2),
+        ("v6e:4x4", "tpu", 16, 4),
+        ("v5p:8x8x8", "tpu", 512, 128),
+        ("v5p:16x20x28", "tpu", 8960, 2240),
+        ("tpu7x:2x2x1", "tpu", 8, 1),
+        ("cpu:8", "cpu", 8, 1),
+    ],
+)
+def test_a_name_says_what_there_is(name, platform, size, hosts):
+    found = topology_named(name)
+    assert (found.platform, found.size, found.hosts) == (platform, size, hosts)
+    assert topology_named(found) is found
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_cluster_that_a_message_may_name_exists(chip):
+    for known in _usual(chip):
+        assert topology_named(known.name) == known
+
+
+@pytest.mark.parametrize("chip", [c for c in CHIPS if isinstance(CHIPS[c], Gpu)])
+def test_a_gpu_is_described_in_full(chip):
+    described = CHIPS[chip].description()
+    fields = dataclasses.asdict(CHIPS[chip])
+    for name in ("cores", "memory_bytes", "bytes_per_second", "l2_bytes", "clock_ghz", "kind"):
+        assert str(fields[name]) in described
+    assert described.count("{") == described.count("}")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("h100:16", r"a host has at most 8 GPUs of the kind h100\. Nearest: 'h100:2x8'"),
+        ("h1000:8", r"There is no topology 'h1000:8'\. Nearest: 'h100:8'.*The chips that can be"),
+        ("h10:2x8", "Nearest: 'h100:2x8'"),
+        ("v5:4x4", "Nearest: 'v5"),
+        ("gpu", "There is no topology 'gpu'"),
+        (8, "There is no topology 8"),
+        ("b200:3x2x8", "a number of GPUs is expected, or hosts x GPUs of a host"),
+        ("h100:0", "it would be empty"),
+        ("v5e:2x2x1", r"chips of the kind v5e lie in 2 dimensions\. Nearest: 'v5e:2x2'"),
+        ("v5e:2x3", "the first two numbers must be even. Nearest: 'v5e:2x"),
+        ("v6e:32x32", "at most 256 chips of the kind v6e are connected"),
+        ("cpu:2x4", r"a number of simulated CPUs is expected\. Nearest: 'cpu:8'"),
+    ],
+)
+def test_what_does_not_exist_is_refused_and_the_nearest_are_listed(name, words):
+    with pytest.raises(ValueError, match=words):
+        topology_named(name)
+
+
+def test_a_plan_for_a_cluster_knows_its_platform_sizes_and_hosts():
+    def world(**where):
+        return jc.plan([1.0], **where).world
+
+    flat = world(topology="h100:2x8")
+    assert (flat.platform, flat.sizes, flat.processes) == ("gpu", (16,), 2)
+    assert world(topology="h100:2x8", axis_name=("host", "gpu")).sizes == (2, 8)
+    assert world(topology="v5p:4x4x4", axis_size=(2, 4, 8)).sizes == (2, 4, 8)
+    assert world(topology="cpu:8").processes == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ({"axis_size": (4, 8)}, r"`axis_size` \(4, 8\) makes 32 replicas, but h100:2x8 .* has 16"),
+        ({"axis_size": 0}, "`axis_size` must be a positive integer"),
+        ({"mesh": object()}, "takes `topology` or `mesh`, not both"),
+        ({"axis_name": ("a", "b", "c")}, "does not say how its 16 replicas lie along 3 axes"),
+    ],
+)
+def test_a_plan_for_a_cluster_refuses_what_does_not_fit(where, words):
+    with pytest.raises(ValueError, match=words):
+        jc.plan([1.0], topology="h100:2x8", **where)

@@ -1,0 +1,192 @@
+"""check_replicas: digests of bits, and who differs from whom."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import RUNNERS, lowered, mesh_of, run, tree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxcoll as jc
+from jaxcoll._spmd import digest as _digest
+
+P = PartitionSpec
+M = 2**32
+digest = jax.jit(_digest.digest)
+
+
+def reference(words):
+    """The digest of 32-bit words, in Python's own integers."""
+    plain = weighted = 0
+    for place, word in enumerate(words):
+        h = int(word) ^ ((place * 0x9E3779B9 + 0x7F4A7C15) % M)
+        h = (h ^ (h >> 16)) * 0x85EBCA6B % M
+        h = (h ^ (h >> 13)) * 0xC2B2AE35 % M
+        h ^= h >> 16
+        plain, weighted = (plain + h) % M, (weighted + h * (2 * place + 1)) % M
+    return [plain, weighted]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4), (2, 3, 5), (0, 3)])
+def test_the_digest_is_the_sum_it_says_it_is(shape):
+    x = np.random.default_rng(0).standard_normal(shape).astype("f")
+    words = np.ravel(x).view(np.uint32)
+    assert digest(x).tolist() == reference(words)
+
+
+DTYPES = ["bool", "int4", "uint4", "int8", "uint16", "int32", "float16", "bfloat16", "float32",
+          "float8_e4m3fn", "complex64"]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_element_of_every_dtype_counts(dtype):
+    x = jnp.asarray(np.arange(12).reshape(3, 4) % 2, jnp.float32).astype(dtype)
+    seen = {tuple(digest(x).tolist())}
+    for i in range(12):
+        other = jnp.where(jnp.arange(12).reshape(3, 4) == i, x == jnp.zeros_like(x), x.astype(bool))
+        seen.add(tuple(digest(other.astype(dtype)).tolist()))
+    assert len(seen) == 13
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, M - 1), min_size=8, max_size=8), st.data())
+def test_swapped_or_changed_elements_are_seen(words, data):
+    x = np.array(words, np.uint32)
+    i, j = data.draw(st.tuples(st.integers(0, 7), st.integers(0, 7)))
+    swapped, changed = x.copy(), x.copy()
+    swapped[[i, j]] = swapped[[j, i]]
+    changed[i] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
+    assert digest(changed).tolist()[0] != digest(x).tolist()[0]
+    assert (digest(swapped).tolist() == digest(x).tolist()) == (swapped.tolist() == x.tolist())
+
+
+def test_bits_count_and_not_values():
+    assert digest(jnp.float32(0.0)).tolist() != digest(jnp.float32(-0.0)).tolist()
+    nan = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
+    assert digest(nan[:1]).tolist() == digest(nan[:1].copy()).tolist()
+    assert digest(nan[:1]).tolist() != digest(nan[1:]).tolist()
+
+
+def held(n, wrong=()):
+    """n replicas that hold the same tree, but for replicas that `wrong` names in one leaf."""
+    same = jax.tree.map(lambda x: jnp.stack([x[0]] * n), tree(n))
+    for replica in wrong:
+        same["odd"][1][0] = same["odd"][1][0].at[replica, 1, 2].add(1.0)
+    return same
+
+
+def check(value):
+    return jc.check_replicas(value, "data")
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_replicas_that_hold_the_same_pass(runner, n):
+    if runner == "unchecked":
+        found = unchecked(n)(held(n))
+    else:
+        found = run(runner, check, n, held(n))
+    assert not found.differs.any()
+    assert found.divergent() == {}
+    found.raise_if_differs()
+
+
+def unchecked(n):
+    def body(block):
+        return check(jax.tree.map(lambda x: x[0], block))
+
+    return jax.jit(jax.shard_map(body, mesh=mesh_of(n), in_specs=P("data"), out_specs=P(), check_vma=False))  # fmt: skip
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_who_differs_is_named_by_leaf_and_replica(runner):
+    found = unchecked(8)(held(8, [5])) if runner == "unchecked" else run(runner, check, 8, held(8, [5]))  # fmt: skip
+    with pytest.raises(
+        jc.ReplicaDivergenceError,
+        match=r"1 of 7 leaves differ between 8 replicas.*\n  leaf \['odd'\]\[1\]\[0\]: replica 5 from the other 7",
+    ) as caught:
+        found.raise_if_differs()
+    (groups,) = caught.value.divergent.values()
+    assert groups[1] == ("5",)
+    assert found.differs.tolist().count(True) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([1, 1, 2, 2], "no majority: replicas 0, 1 agree | replicas 2, 3 agree"),
+        ([1, 2, 3, 4], "all 4 hold different values"),
+        ([1, 2, 1, 1], "replica 1 from the other 3"),
+        ([3, 1, 1, 2, 1], "replicas 0, 3 from the other 3, with 2 values between them"),
+        ([1] * 11 + [2] * 9, "replicas 11, 12, 13, 14, 15, 16, 17, 18, … (9 in all) from the other 11"),
+    ],
+)  # fmt: skip
+def test_majority_and_minority_are_told_apart(values, words):
+    found = jax.vmap(check, axis_name="data")(jnp.array(values, jnp.float32))
+    with pytest.raises(jc.ReplicaDivergenceError) as caught:
+        found.raise_if_differs()
+    assert f"the value: {words}" in str(caught.value)
+
+
+def test_many_leaves_are_not_all_listed():
+    found = jax.vmap(check, axis_name="data")([jnp.arange(2)] * 30)
+    with pytest.raises(jc.ReplicaDivergenceError, match="and 10 leaves more"):
+        found.raise_if_differs()
+
+
+def lying(n=8, wrong=3):
+    """An array whose sharding says that it is replicated, and whose copies differ."""
+    sharding = NamedSharding(mesh_of(n), P())
+    copies = [jax.device_put(np.full(4, float(i == wrong), "f"), d) for i, d in enumerate(mesh_of(n).devices.flat)]  # fmt: skip
+    return jax.make_array_from_single_device_arrays((4,), sharding, copies)
+
+
+def test_a_type_that_says_the_same_everywhere_is_not_believed():
+    step = jc.data_parallel(lambda w, x: check({"w": w, "b": w * 0}))
+    found = step(lying(), np.ones(8, "f"))
+    assert found.divergent()["['w']"][1] == ("3",)
+    assert found.differs.tolist() == [False, True]
+
+
+def test_copies_of_global_arrays_are_compared_between_programs():
+    rows = jax.device_put(np.arange(8.0), NamedSharding(mesh_of(8), P("data")))
+    twice = jax.device_put(np.arange(8.0), NamedSharding(jax.make_mesh((4, 2), ("a", "b")), P("a")))
+    jc.check_replicas({"rows": rows, "twice": twice, "host": np.ones(3), "k": 2.0}).raise_if_differs()  # fmt: skip
+    with pytest.raises(jc.ReplicaDivergenceError, match=r"leaf \['w'\]: cpu:3 from the other 7"):
+        jc.check_replicas({"rows": rows, "w": lying()}).raise_if_differs()
+
+
+def test_one_collective_of_eight_bytes_a_leaf():
+    text = lowered(check, 8, held(8)).as_text()
+    assert text.count("stablehlo.all_") == 1
+    assert "tensor<1x7x2xui32>" in text
+
+
+def test_every_hundredth_step_inside_a_loop():
+    def every(step, w):
+        same = jax.eval_shape(check, w)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), same)
+        return jax.lax.cond(step % 100 == 0, check, lambda w: zeros, w)
+
+    program = jc.data_parallel(lambda step, w, x: every(step, w))
+    assert program(100, lying(), np.ones(8, "f")).divergent()
+    assert not program(101, lying(), np.ones(8, "f")).divergent()
+
+
+def test_keys_and_empty_trees():
+    key = jax.random.key(0)
+    jc.check_replicas({"key": key}).raise_if_differs()
+    keys = jax.vmap(lambda k: check(k), axis_name="data")(jax.random.split(key, 3))
+    assert keys.differs.tolist() == [True]
+    assert jax.vmap(lambda x: check([]), axis_name="data")(jnp.ones(2)).divergent() == {}
+
+
+def test_what_is_no_array_is_refused():
+    with pytest.raises(
+        ValueError, match=r"`check_replicas`: leaf \['s'\]: expected an array, got str"
+    ):
+        jc.check_replicas({"s": "text"})
+    with pytest.raises(NameError, match="`check_replicas` over axis 'data'"):
+        jc.check_replicas(1.0, "data")
