@@ -55,12 +55,13 @@ def test_reproducible_sums_have_the_same_bits_on_every_layout_of_eight_replicas(
     for processes in (1, 2, 4, 8):
         env = {"JAX_NUM_CPU_DEVICES": str(8 // processes)}
         results += in_world("reproducible", processes, env=env)
-    ways = [way for way in results[0] if "native" not in way]
-    for dtype in ("float32", "bfloat16", "float16"):
-        bits = {r[way] for r in results for way in ways if way.startswith(dtype)}
-        assert len(bits) == 1, f"{dtype}: {len(bits)} different sums"
-    # What the law is worth: the compiler's own all-reduce does not keep it.
-    assert len({r[way] for r in results for way in r if way.startswith("float32")}) > 1
+    want = results[0]["reference"]
+    native = set()
+    for result in results:
+        native.add(result.pop("native")["long float32"])
+        for way, bits in result.items():
+            assert bits == {leaf: want[leaf] for leaf in bits}, way
+    assert native != {want["long float32"]}, "the compiler's own all-reduce does not keep the law"
 
 
 def test_a_failed_process_is_named_with_its_log_and_the_others_are_ended():

@@ -168,7 +168,7 @@ def test_the_cotangent_is_summed_in_the_same_tree(runner, said):
 
     def f(pair):
         reduce = lambda v: jc.all_reduce("sum", v, "data", options=options)
-        _, back = jax.vjp(reduce, jax.tree.map(jnp.zeros_like, pair[0]))
+        _, back = jax.vjp(reduce, pair[0])
         return back(jax.tree.map(jnp.multiply, *pair))[0]
 
     got = jax.tree.map(lambda x: x[0], per_replica(runner, f, n, (left, right)))
