@@ -9,6 +9,7 @@ The costs are the standard ones, per device and for n replicas: Thakur, Rabensei
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -83,7 +84,8 @@ class Stage:
     shards: int
 
 
-def stages(algorithm: str, shards: int, over: Sequence[int]) -> tuple[Stage, ...]:
+@functools.lru_cache(maxsize=1024)
+def stages(algorithm: str, shards: int, over: tuple[int, ...]) -> tuple[Stage, ...]:
     """What a named algorithm does along each axis, inner first.
 
     Every stage but the last reduce-scatters, hands its shard to the next, and all-gathers what

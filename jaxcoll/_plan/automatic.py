@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from jaxcoll._plan.algorithms import stages
 from jaxcoll._plan.cost import Cost, Prices, loads
@@ -27,6 +28,13 @@ WORTH = 0.75
 """Of the compiler's own time, what an exchange may take, which compiles to a dozen kernels."""
 
 
+MODESTY = 1.15
+"""How much longer a plan may take that needs no more memory than the tree, if the fastest does."""
+
+EXCHANGED = 16 * MiB
+"""Bytes of the largest pack that is exchanged: in larger ones both ways only move bytes."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Alternative:
     """One way to pack, and what it is predicted to take.
@@ -40,6 +48,32 @@ class Alternative:
     packing: str
     packs: int
     seconds: float
+
+
+class Way(NamedTuple):
+    """A rule, the packs that it makes, and what they are predicted to cost."""
+
+    rule: PackingRule
+    packs: tuple[Pack, ...]
+    cost: Cost
+
+
+def fastest(ways: Sequence[Way], leaves: Sequence[Leaf]) -> Way:
+    """The way to take: not the very fastest where a little time saves much memory."""
+    best = min(ways, key=lambda way: way.cost.seconds)
+    tree = sum(pack.nbytes for pack in best.packs)
+    modest = [
+        way
+        for way in ways
+        if temporary_bytes(way.packs, leaves) <= tree
+        and way.cost.seconds <= MODESTY * best.cost.seconds
+    ]
+    return min(modest, key=lambda way: way.cost.seconds, default=best)
+
+
+def temporary_bytes(packs: Sequence[Pack], leaves: Sequence[Leaf]) -> int:
+    """Bytes of the packs that are copies of leaves, before and after they are summed."""
+    return 2 * sum(pack.nbytes for pack in packs if not pack.is_leaf(leaves))
 
 
 def said(rule: PackingRule) -> str:
@@ -63,7 +97,7 @@ def said(rule: PackingRule) -> str:
 
 def priced(
     leaves: Sequence[Leaf], rules: Sequence[PackingRule], names: Sequence[str], prices: Prices
-) -> Iterator[tuple[PackingRule, tuple[Pack, ...], Cost]]:
+) -> Iterator[Way]:
     """Each rule's packs, each by the algorithm that is predicted to be fastest, and the cost.
 
     Args:
@@ -74,29 +108,30 @@ def priced(
       prices: what the world costs.
 
     Yields:
-      Rule, packs and cost.
+      One way for each rule, but none twice.
     """
-    fastest: dict[tuple[tuple[int, ...], int], str] = {}
+    suited: dict[tuple[tuple[int, ...], int], str] = {}
     tried: set[tuple[Pack, ...]] = set()
 
     def algorithm(pack: Pack) -> str:
         if pack.solid or len(names) == 1:
             return "native" if pack.solid else names[0]
         key = pack.over, pack.nbytes
-        if key not in fastest:
+        if key not in suited:
             own, exchange = (_seconds(name, pack, prices) for name in names)
-            fastest[key] = names[exchange < WORTH * own]
-        return fastest[key]
+            suited[key] = names[pack.nbytes <= EXCHANGED and exchange < WORTH * own]
+        return suited[key]
 
     for rule in rules:
         packs = tuple(
-            dataclasses.replace(pack, algorithm=algorithm(pack))
+            pack if name == pack.algorithm else dataclasses.replace(pack, algorithm=name)
             for pack in plan_packs(leaves, rule)
+            for name in (algorithm(pack),)
         )
         if packs not in tried:
             tried.add(packs)
             cost = prices.predict(loads(packs, leaves, lambda p: stages(p.algorithm, 0, p.over)))
-            yield rule, packs, cost
+            yield Way(rule, packs, cost)
 
 
 def algorithms_for(world: World) -> tuple[str, ...]:

@@ -14,11 +14,14 @@ from jaxcoll._plan.algorithms import Stage, stages, steps, wire_elements
 from jaxcoll._plan.automatic import (
     RULES,
     Alternative,
+    Way,
     algorithms_for,
+    fastest,
     is_gloo,
     priced,
     rules_for,
     said,
+    temporary_bytes,
 )
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.cost import Cost, Prices, loads
@@ -78,21 +81,7 @@ class Plan:
     @property
     def temporary_bytes(self) -> int:
         """Bytes of the packs that are copies of leaves, before and after they are summed."""
-        copied = (p.nbytes for p in self.packs if not p.is_leaf(self.leaves))
-        return 2 * sum(copied)
-
-    @functools.cached_property
-    def name(self) -> str:
-        """What the reduction is called in a program's scopes; equal plans share it.
-
-        `jc.inspect` and profilers find packs by it: pack 3 travels as `<name>/pack3`.
-        """
-        packs = [
-            (pack.dtype.name, pack.over, [(s.leaf, s.start, s.size) for s in pack.segments])
-            for pack in self.packs
-        ]
-        told = repr((self.reduce_op.name, self.algorithm, [x.path for x in self.leaves], packs))
-        return f"all_reduce_{zlib.crc32(told.encode()) & 0xFFFFFF:06x}"
+        return temporary_bytes(self.packs, self.leaves)
 
     @property
     def gathers(self) -> tuple[Leaf, ...]:
@@ -252,7 +241,7 @@ def make_plan(
     names = (choice.algorithm,) if choice.fixed else algorithms_for(world)
     rules = (choice.packing,) if choice.packing else rules_for(world)
     found = list(priced(leaves, rules, names, Prices(terms, world.sizes)))
-    rule, packs, cost = min(found, key=lambda each: each[2].seconds)
+    rule, packs, cost = fastest(found, leaves)
     packs = cut(packs, choice.parts)
     if options.reproducible:
         _check_divisible(leaves, packs)
@@ -290,7 +279,7 @@ def make_plan(
 def _why(
     rule: PackingRule,
     cost: Cost,
-    found: Sequence[tuple[PackingRule, tuple[Pack, ...], Cost]],
+    found: Sequence[Way],
     terms: Terms,
     world: World,
 ) -> str:
@@ -300,7 +289,7 @@ def _why(
             "packs: none, because inside one process and on accelerators the compiler combines "
             "all-reduces itself and a copy would only cost time"
         )
-    alone = found[0][2].seconds  # the first rule packs nothing
+    alone = found[0].cost.seconds  # the first rule packs nothing
     return (
         f"packs: {said(rule)}, predicted to take {cost.seconds * 1e3:.3g} ms, against "
         f"{alone * 1e3:.3g} ms for every leaf alone ({terms.source})"

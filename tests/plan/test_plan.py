@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._plan.choose import GLOO_PACK, choose
-from jaxcoll._plan.packing import BytesPerPack, Unpacked
+from jaxcoll._plan.choose import choose
+from jaxcoll._plan.packing import BytesPerPack
 from jaxcoll._plan.world import World
 
 TREE = {"w": jax.ShapeDtypeStruct((10, 10), jnp.float32), "b": np.zeros(10, np.float32), "s": 1.0}
@@ -63,14 +63,16 @@ def test_shows_what_travels_wider():
     assert "float8_e4m3fn as float32, int8 as int32" in str(plan)
 
 
-def test_the_choice_knows_where_packing_pays():
-    auto = jc.CommunicationOptions()
-    assert choose(auto, World("cpu", (8,), 1)).packing == Unpacked()
-    assert choose(auto, World("gpu", (8,), 2)).packing == Unpacked()
-    assert choose(auto, World("cpu", (8,), 4)).packing == BytesPerPack(GLOO_PACK)
+def test_what_is_asked_for_is_no_longer_chosen():
+    auto = choose(jc.CommunicationOptions(), World("cpu", (8,), 4))
+    assert auto.packing is None
+    assert not auto.fixed
     asked = jc.CommunicationOptions(bytes_per_pack=5)
     assert choose(asked, World("cpu", (8,), 1)).packing == BytesPerPack(5)
+    assert not choose(asked, World("cpu", (8,), 1)).fixed
     assert choose(jc.CommunicationOptions(implementation="ring"), World()).algorithm == "ring"
+    for said in ({"algorithm": "native"}, {"reproducible": True}, {"shards": 2}):
+        assert choose(jc.CommunicationOptions(**said), World("cpu", (8,), 1)).fixed
 
 
 def test_bad_arguments_are_named():

@@ -1,0 +1,171 @@
+"""The automatic choice: what the cost model calls fastest, said with what it beat."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import jaxcoll as jc
+from jaxcoll._plan.automatic import MODESTY, RULES, WORTH, algorithms_for, priced, rules_for, said
+from jaxcoll._plan.cost import Prices
+from jaxcoll._plan.leaves import Leaf
+from jaxcoll._plan.packing import BytesPerPack, NumPacks, Unpacked
+from jaxcoll._plan.plan import make_plan
+from jaxcoll._plan.presets import preset
+from jaxcoll._plan.world import World
+from jaxcoll.bench.trees import TREES
+
+F32 = np.dtype(np.float32)
+GLOO = World("cpu", (4,), processes=4)
+
+
+def plan_of(shapes, world=GLOO, terms=None, **options):
+    leaves = [Leaf(f"[{i}]", tuple(s), F32, F32, world.sizes) for i, s in enumerate(shapes)]
+    said = jc.CommunicationOptions(**options)
+    return make_plan(jc.ReduceOp.MEAN, leaves, said, world, terms=terms)
+
+
+@pytest.mark.parametrize("tree", sorted(TREES))
+@pytest.mark.parametrize("replicas", [2, 3, 4, 8])
+@pytest.mark.parametrize("keeps_memory", [False, True])
+def test_nothing_that_was_compared_is_predicted_to_be_much_faster(tree, replicas, keeps_memory):
+    world = World("cpu", (replicas,), processes=replicas)
+    plan = plan_of(TREES[tree](), world, preset(world, keeps_memory=keeps_memory))
+    best = plan.alternatives[0]
+    if plan.temporary_bytes <= plan.nbytes:
+        assert plan.predicted.seconds <= MODESTY * best.seconds
+    else:
+        assert plan.predicted.seconds == pytest.approx(best.seconds)
+
+
+def test_every_element_of_every_leaf_is_in_one_pack():
+    plan = plan_of(TREES["resnet50"]())
+    assert sum(p.size for p in plan.packs) == sum(leaf.size for leaf in plan.leaves)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu", "cpu"])
+def test_where_the_compiler_combines_nothing_is_packed(platform):
+    plan = plan_of(TREES["200x1KiB"](), World(platform, (8,), 1))
+    assert len(plan.packs) == 200
+    assert plan.algorithm == "native"
+    assert plan.temporary_bytes == 0
+    assert "the compiler combines all-reduces itself" in plan.reasons[0]
+
+
+def test_many_small_leaves_between_processes_share_a_pack():
+    plan = plan_of(TREES["200x1KiB"]())
+    assert len(plan.packs) == 1
+    assert "against" in plan.reasons[0]
+    assert "every leaf alone" in plan.reasons[0]
+    assert plan.terms.source in plan.reasons[0]
+
+
+def test_big_leaves_are_not_copied_and_little_memory_is_taken():
+    plan = plan_of(TREES["gpt2-small"]())
+    assert plan.temporary_bytes < plan.nbytes / 2
+    assert any(p.is_leaf(plan.leaves) for p in plan.packs)
+
+
+def test_a_pack_is_exchanged_only_where_that_is_worth_its_kernels():
+    world = World("cpu", (4,), processes=4)
+    prices = Prices(preset(world), (4,))
+    for nbytes in (1 << 10, 1 << 20, 64 << 20):
+        leaf = Leaf("x", (nbytes // 4,), F32, F32, (4,))
+        ((_, (pack,), cost),) = priced([leaf], [Unpacked()], algorithms_for(world), prices)
+        ((_, _, own),) = priced([leaf], [Unpacked()], ["native"], prices)
+        if pack.algorithm == "native":
+            assert cost == own
+        else:
+            assert cost.seconds < WORTH * own.seconds
+    assert pack.algorithm == "native"
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        World("cpu", (2, 4), processes=2),
+        World("cpu", (4,), processes=4, partly_mapped=True),
+        World("gpu", (4,), processes=4),
+        World("cpu", (8,)),
+    ],
+)
+def test_exchanges_of_our_own_stand_in_between_cpu_processes_on_one_axis_only(world):
+    assert algorithms_for(world) == ("native",)
+
+
+def test_the_exchange_fits_the_number_of_replicas():
+    assert algorithms_for(GLOO) == ("native", "halving_doubling")
+    assert algorithms_for(World("cpu", (6,), processes=6)) == ("native", "shuffle")
+
+
+def test_a_leaf_that_must_keep_its_shape_has_the_compilers_own():
+    leaf = Leaf("x", (64,), F32, F32, (4,), solid=True)
+    plan = make_plan(jc.ReduceOp.SUM, [leaf], jc.CommunicationOptions(), GLOO)
+    assert [pack.algorithm for pack in plan.packs] == ["native"]
+
+
+def test_asked_packs_still_get_the_algorithm_that_suits_their_size():
+    plan = plan_of([(1 << 8,), (1 << 24,)], bytes_per_pack=1 << 10)
+    assert [pack.algorithm for pack in plan.packs] == ["halving_doubling", "native"]
+    assert plan.algorithm == "halving_doubling and native"
+    assert "exchanges of our own" in str(plan)
+
+
+def test_rules_in_words():
+    assert [said(rule) for rule in RULES[:2]] == [
+        "every leaf alone",
+        "leaves over 256 KiB alone, others in packs of at most 2 MiB",
+    ]
+    assert said(RULES[-1]) == "one pack of each type"
+    assert said(BytesPerPack(1 << 20)) == "packs of at most 1 MiB"
+    assert "NumPacks" in said(NumPacks(2))
+    assert rules_for(World("tpu", (8,))) == (Unpacked(),)
+
+
+def test_the_plan_carries_what_it_predicts_and_from_what():
+    plan = plan_of(TREES["resnet50"]())
+    data = plan.to_dict()
+    assert data["predicted_seconds"] == plan.predicted.seconds
+    assert data["predicted_from"] == plan.terms.source
+    assert data["alternatives"] == [dataclasses.asdict(way) for way in plan.alternatives]
+    assert {"packing", "packs", "seconds"} == set(data["alternatives"][0])
+    assert f"from {plan.terms.source}" in str(plan)
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+@pytest.mark.parametrize("keeps_memory", [False, True])
+@pytest.mark.parametrize("tree", ["resnet50", "gpt2-small", "one-big"])
+def test_trees_with_big_leaves_take_no_more_memory_than_themselves(replicas, keeps_memory, tree):
+    world = World("cpu", (replicas,), processes=replicas)
+    plan = plan_of(TREES[tree](), world, preset(world, keeps_memory=keeps_memory))
+    assert plan.temporary_bytes <= plan.nbytes
+
+
+def test_an_empty_tree_and_one_replica_cost_nothing():
+    assert plan_of([]).predicted.seconds == 0
+    alone = plan_of([(8,)], World("cpu", (1,)))
+    assert alone.packs == ()
+    assert alone.predicted.seconds == 0
+
+
+def test_what_is_stated_as_temporary_is_what_the_compiler_allots():
+    tree = [jax.ShapeDtypeStruct((1000,), F32)] * 20
+    options = jc.CommunicationOptions(bytes_per_pack=1 << 20)
+    reduce = functools.partial(jc.all_reduce, "sum", axis_name="data", options=options)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    program = jax.jit(
+        jax.shard_map(
+            lambda t: reduce(jax.tree.map(lambda x: x * x[0], t)),
+            mesh=mesh,
+            in_specs=spec("data"),
+            out_specs=spec(),
+        )
+    )
+    rows = [jax.ShapeDtypeStruct((8000,), F32)] * 20
+    memory = program.lower(rows).compile().memory_analysis()
+    plan = jc.plan(tree, mesh=mesh, options=options)
+    assert plan.temporary_bytes == 2 * 20 * 4000
+    assert memory.temp_size_in_bytes == pytest.approx(plan.temporary_bytes, rel=0.55)
