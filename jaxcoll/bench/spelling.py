@@ -20,7 +20,7 @@ def options_of(name: str) -> CommunicationOptions:
     """The options that an algorithm's name stands for.
 
     Args:
-      name: "auto", or an algorithm with - or _ between words ("halving-doubling"), or
+      name: "auto", "reproducible", or an algorithm with - or _ between words ("halving-doubling"), or
         "inner/outer" for two axes; then perhaps "@" and the largest pack ("ring@4MiB"), or
         "@all" for one pack.
 
@@ -38,11 +38,15 @@ def options_of(name: str) -> CommunicationOptions:
     said = {}
     if at:
         said["bytes_per_pack"] = _EVERYTHING if pack == "all" else bytes_of(pack)
-    if algorithm != "auto":
+    if algorithm == "reproducible":
+        said["reproducible"] = True
+    elif algorithm != "auto":
         try:
             said["algorithm"] = canonical(algorithm.replace("-", "_"))
         except ValueError:
-            known = ", ".join([BASELINE, "auto", *(a.replace("_", "-") for a in DESCRIPTIONS)])
+            known = ", ".join(
+                [BASELINE, "auto", "reproducible", *(a.replace("_", "-") for a in DESCRIPTIONS)]
+            )
             raise ValueError(
                 f"no algorithm {name!r}: choose {known}, or inner/outer made of two; @4MiB or "
                 "@all behind it says how large packs are."

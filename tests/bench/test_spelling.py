@@ -16,7 +16,7 @@ def test_algorithms():
     assert options_of("halving-doubling") == options_of("halving_doubling")
     with pytest.raises(
         ValueError,
-        match=r"no algorithm 'magic': choose per-leaf, auto, native, ring, halving-doubling",
+        match=r"no algorithm 'magic': choose per-leaf, auto, reproducible, native, ring, ",
     ):
         options_of("magic")
     with pytest.raises(ValueError, match=r"expected a size such as 1KiB, 4MiB or 1GiB; got 'much'"):
@@ -83,3 +83,8 @@ def test_rounds_are_reversed_every_other_time_and_ratios_are_paired():
     assert order == list("abbaab")
     assert ratio([2.0, 20.0, 4.0], [1.0, 10.0, 2.0]).median == 2.0
     assert ratio([1.0], [0.0]) is None
+
+
+def test_reproducible_is_spelled_like_an_algorithm():
+    assert options_of("reproducible@all").reproducible
+    assert options_of("reproducible").algorithm is None
