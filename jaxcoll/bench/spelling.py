@@ -20,7 +20,7 @@ def options_of(name: str) -> CommunicationOptions:
     """The options that an algorithm's name stands for.
 
     Args:
-      name: "auto", "reproducible", or an algorithm with - or _ between words ("halving-doubling"), or
+      name: "auto", "reproducible", or an algorithm with - or _ in it ("halving-doubling"), or
         "inner/outer" for two axes; then perhaps "@" and the largest pack ("ring@4MiB"), or
         "@all" for one pack.
 
