@@ -13,6 +13,9 @@ from jaxcoll._plan.terms import Link, Terms
 
 KiB, MiB = 1 << 10, 1 << 20
 
+ONE = 16 * MiB
+"""Largest array that stands for leaves which the compiler combines."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
@@ -54,10 +57,11 @@ class Probes:
     arrays: int
     packs: tuple[tuple[int, int], tuple[int, int]]
 
-    def of(self, axes: int, replicas: int) -> tuple[Probe, ...]:
+    def of(self, axes: int, terms: Terms) -> tuple[Probe, ...]:
         """All programs, for a world of so many axes; exchanges are over one."""
+        replicas = terms.key.replicas
         return (
-            *(Probe("native", 1, size) for size in self.sizes),
+            *(_whole(size, terms.combine) for size in self.sizes),
             Probe("native", self.arrays, self.sizes[0]),
             *(Probe("native", count, size, packed=True) for count, size in self.packs),
             *(Probe(exchange(replicas), 1, size) for size in self.exchanged if axes == 1),
@@ -70,6 +74,16 @@ PROBES = Probes(
     arrays=16,
     packs=((8, 2 * MiB), (256, KiB)),
 )
+
+
+def _whole(nbytes: int, combine: int) -> Probe:
+    """One array; or, of so many bytes as no leaf has where leaves are combined, a few.
+
+    Malloc gives back every array over 32 MiB, unless it is told otherwise: one such array costs
+    more than all the leaves that are combined to its size.
+    """
+    count = max(1, nbytes // ONE) if nbytes < combine else 1
+    return Probe("native", count, nbytes // count)
 
 
 def exchange(replicas: int) -> str:
@@ -91,12 +105,18 @@ def fitted(usual: Terms, sizes: tuple[int, ...], seconds: Mapping[Probe, float])
     """
     key = usual.key
     islands = key.processes if key.backend == "gloo" else key.hosts
-    alone = {p.nbytes: t for p, t in seconds.items() if p.algorithm == "native" and p.count == 1}
+    many = _many(seconds)
+    whole = {
+        p.count * p.nbytes: (p.count, t)
+        for p, t in seconds.items()
+        if p.algorithm == "native" and not p.packed and p != many
+    }
+    alone = {size: t for size, (_, t) in whole.items()}
     curve = Curve(tuple(sorted(alone.items())), key.replicas, islands)
     others = (c for c in usual.native if (c.replicas, c.islands) != (key.replicas, islands))
-    array = _array(seconds, curve, usual.combine)
+    array = _array(many, seconds[many], curve, usual.combine)
     if usual.combine:  # there one array has cost `array` as well
-        points = ((size, max(t - array, t / 2)) for size, t in curve.points)
+        points = ((size, max(t - k * array, t / 2)) for size, (k, t) in sorted(whole.items()))
         curve = dataclasses.replace(curve, points=tuple(points))
     copy, piece = _copies(seconds, alone)
     found = dataclasses.replace(usual, native=(curve, *others), array=array, copy=copy, slice=piece)
@@ -111,13 +131,17 @@ def fitted(usual: Terms, sizes: tuple[int, ...], seconds: Mapping[Probe, float])
     )
 
 
-def _array(seconds: Mapping[Probe, float], curve: Curve, combine: int) -> float:
+def _many(seconds: Mapping[Probe, float]) -> Probe:
+    """The program of several arrays of the smallest size."""
+    found = (p for p in seconds if p.algorithm == "native" and p.count > 1 and not p.packed)
+    return min(found, key=lambda p: p.nbytes)
+
+
+def _array(many: Probe, t: float, curve: Curve, combine: int) -> float:
     """Seconds of one more array in the same program, beyond what the curve says of it."""
-    (many,) = (p for p in seconds if p.algorithm == "native" and p.count > 1 and not p.packed)
     if many.count * many.nbytes < combine:
-        together = seconds[many] - curve.seconds(many.count * many.nbytes)
-        return max(0.0, together / (many.count - 1))
-    return max(0.0, (seconds[many] - curve.latency) / (many.count - 1) - curve.latency)
+        return max(0.0, (t - curve.seconds(many.count * many.nbytes)) / (many.count - 1))
+    return max(0.0, (t - curve.latency) / (many.count - 1) - curve.latency)
 
 
 def _copies(seconds: Mapping[Probe, float], alone: Mapping[int, float]) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from jaxcoll._host.world import mesh_scope, mesh_world
 from jaxcoll._observe.collective import wire_bytes
 from jaxcoll._observe.hlo import read_hlo
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.terms import Key, terms_of
+from jaxcoll._plan.terms import terms_of
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.scope import entered
 from jaxcoll.bench.launch import join
@@ -121,7 +121,7 @@ class JaxRank(Rank):
         }
 
     def build(
-        self, name: str, algorithm: str, first: int, stop: int, terms: dict[str, Any] | None = None
+        self, name: str, algorithm: str, first: int, stop: int, terms: dict[str, Any]
     ) -> float | None:
         """Compile a contestant of some of the leaves, for `time` by its name.
 
@@ -130,17 +130,16 @@ class JaxRank(Rank):
           algorithm: as on the command line.
           first: number of its first leaf.
           stop: behind its last.
-          terms: what this world costs, instead of what jaxcoll would go by.
+          terms: what this world costs; what jaxcoll would go by is not read.
 
         Returns:
           What the plan predicts, in seconds; None where there is no plan.
         """
         plans: list[Plan] = []
-        scope = dataclasses.replace(mesh_scope(self._mesh), record=plans.append)
-        if terms is not None:
-            given = terms_of(terms)
-            assert given.key == Key.of(self._world())
-            scope = dataclasses.replace(scope, terms=lambda world: given)
+        given = terms_of(terms)
+        scope = dataclasses.replace(
+            mesh_scope(self._mesh), terms=lambda world: given, record=plans.append
+        )
         self._parts[name] = slice(first, stop)
         with entered(scope):
             program = self._program(_reduction(algorithm, self._reduce_op, self._axes))
