@@ -1,5 +1,8 @@
 """The laboratory: eight CPU devices, strict promotion, warnings are errors (pyproject.toml)."""
 
+import os
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -7,6 +10,16 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+# Nobody's own calibration changes a test.
+os.environ.pop("JAXCOLL_TERMS", None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A folder that stays from run to run: Matplotlib keeps its list of fonts there.
+    cache = Path(config.rootpath) / ".pytest_cache" / "user"
+    os.environ["XDG_CACHE_HOME"] = str(cache)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxcoll.bench.counters import busy_seconds, idle_loopback_rate, loopback_bytes, machine
+from jaxcoll._host.terms import machine
+from jaxcoll.bench.counters import busy_seconds, idle_loopback_rate, loopback_bytes
 from jaxcoll.bench.results import Result
 from jaxcoll.bench.spelling import BASELINE
 from jaxcoll.bench.teams import Entry, Team

@@ -66,6 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--timeout", type=float, default=600, help="seconds for any single step (default: 600)"
     )
+    calibration = parser.add_argument_group("what the automatic choice goes by")
+    calibration.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure, for about ten seconds, what the cost model says of this machine and world, "
+        "and keep it where programs here find it; with --json, in that file, to be named by "
+        "JAXCOLL_TERMS",
+    )
     peers = parser.add_argument_group("against other libraries, in the same run")
     peers.add_argument(
         "--against",
@@ -101,6 +109,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.calibrate:
+        from jaxcoll.bench import calibrate
+
+        _check_installed("rich")
+        calibrate.check(args)
+        calibrate.run(args)
+        return 0
     workloads, names = _checked(args)
     from jaxcoll.bench.all_reduce import measure, steps
     from jaxcoll.bench.table import progress_bar, show
@@ -127,13 +142,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _checked(args: argparse.Namespace) -> tuple[list[Workload], list[str]]:
     """The workloads and algorithms; everything that can be refused is refused before the work."""
-    needs = ["rich", *["matplotlib"] * (args.plot is not None)]
-    missing = [name for name in needs if not importlib.util.find_spec(name)]
-    if missing:
-        raise ValueError(
-            f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
-            "installed: pip install 'jaxcoll[bench]'"
-        )
+    _check_installed("rich", *["matplotlib"] * (args.plot is not None))
     if args.rounds < 1:
         raise ValueError(f"--rounds must be at least 1; got {args.rounds}.")
     asked = _listed(args.algorithms)
@@ -157,6 +166,15 @@ def _checked(args: argparse.Namespace) -> tuple[list[Workload], list[str]]:
             raise ValueError(f"--plot: expected a name that ends in .png; got {args.plot}.")
         check_writable("--plot", args.plot)
     return workloads, list(dict.fromkeys([BASELINE, TWIN, *asked]))
+
+
+def _check_installed(*needs: str) -> None:
+    missing = [name for name in needs if not importlib.util.find_spec(name)]
+    if missing:
+        raise ValueError(
+            f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+            "installed: pip install 'jaxcoll[bench]'"
+        )
 
 
 def _listed(text: str) -> list[str]:

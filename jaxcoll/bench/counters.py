@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from pathlib import Path
 
 from jaxcoll._observe.kernel import busy_ticks, transmitted_bytes
 
-_NETWORK, _CORES, _PROCESSOR = (Path("/proc") / x for x in ("net/dev", "stat", "cpuinfo"))
+_NETWORK, _CORES = (Path("/proc") / x for x in ("net/dev", "stat"))
 
 
 def loopback_bytes() -> int | None:
@@ -29,15 +28,3 @@ def busy_seconds() -> float | None:
     if not _CORES.exists():
         return None
     return busy_ticks(_CORES.read_text()) / os.sysconf("SC_CLK_TCK")
-
-
-def machine() -> str:
-    """This machine's processor, and its cores as far as this process may use them."""
-    names = [
-        line.partition(":")[2].strip()
-        for line in (_PROCESSOR.read_text().splitlines() if _PROCESSOR.exists() else ())
-        if line.startswith("model name")
-    ]
-    name = names[0] if names else platform.processor() or platform.machine()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores"

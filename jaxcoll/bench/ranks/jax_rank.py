@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +14,14 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcoll as jc
+from jaxcoll._host.terms import circumstances, preset_here, saved
+from jaxcoll._host.world import mesh_scope, mesh_world
 from jaxcoll._observe.collective import wire_bytes
 from jaxcoll._observe.hlo import read_hlo
+from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.terms import terms_of
+from jaxcoll._plan.world import World
+from jaxcoll._spmd.scope import entered
 from jaxcoll.bench.launch import join
 from jaxcoll.bench.ranks.data import Exact, block, held, leaf
 from jaxcoll.bench.ranks.rank import Rank, serve
@@ -34,6 +41,7 @@ class JaxRank(Rank):
         self._axes = self._mesh.axis_names
         self._arrays: list[jax.Array] = []
         self._compiled: dict[str, Any] = {}
+        self._parts: dict[str, slice] = {}
         self._exact: dict[np.dtype, Exact] = {}
         every = NamedSharding(self._mesh, PartitionSpec(self._axes))
         self._ones = jax.make_array_from_callback(
@@ -54,7 +62,7 @@ class JaxRank(Rank):
 
     def prepare(self, leaves: list[dict[str, Any]], reduce_op: str) -> None:
         """See `Rank`."""
-        self._arrays, self._compiled, self._reduce_op = [], {}, reduce_op
+        self._arrays, self._compiled, self._parts, self._reduce_op = [], {}, {}, reduce_op
         self._specs = [jax.ShapeDtypeStruct(tuple(x["shape"]), x["dtype"]) for x in leaves]
         n, rows = self._mesh.size, NamedSharding(self._mesh, PartitionSpec(self._axes))
         blocks = [block(replica) for replica in range(n)]
@@ -99,7 +107,47 @@ class JaxRank(Rank):
 
     def call(self, name: str) -> None:
         """See `Rank`."""
-        jax.block_until_ready(self._compiled[name](self._arrays))
+        arrays = self._arrays[self._parts[name]] if name in self._parts else self._arrays
+        jax.block_until_ready(self._compiled[name](arrays))
+
+    def costs(self) -> dict[str, Any]:
+        """What a calibration starts from, and is kept by; the same on ranks that are alike."""
+        world = self._world()
+        return {
+            "usual": preset_here(world).to_dict(),
+            "sizes": world.sizes,
+            "measured_on": circumstances(world),
+            "file": str(saved(world)),
+        }
+
+    def build(
+        self, name: str, algorithm: str, first: int, stop: int, terms: dict[str, Any]
+    ) -> float | None:
+        """Compile a contestant of some of the leaves, for `time` by its name.
+
+        Args:
+          name: the contestant's.
+          algorithm: as on the command line.
+          first: number of its first leaf.
+          stop: behind its last.
+          terms: what this world costs; what jaxcoll would go by is not read.
+
+        Returns:
+          What the plan predicts, in seconds; None where there is no plan.
+        """
+        plans: list[Plan] = []
+        given = terms_of(terms)
+        scope = dataclasses.replace(
+            mesh_scope(self._mesh), terms=lambda world: given, record=plans.append
+        )
+        self._parts[name] = slice(first, stop)
+        with entered(scope):
+            program = self._program(_reduction(algorithm, self._reduce_op, self._axes))
+            self._compiled[name] = program.lower(self._arrays[first:stop]).compile()
+        return plans[0].predicted.seconds if plans else None
+
+    def _world(self) -> World:
+        return mesh_world(self._mesh, dict(self._mesh.shape))
 
     def _program(self, reduce: Callable[[Any], Any]) -> Any:
         """The jitted reduction of trees whose leaves have a leading replica dimension."""
