@@ -42,8 +42,15 @@ def terms_here(world: World) -> Terms:
 
 
 def preset_here(world: World) -> Terms:
-    """The preset for `world` on this machine, whatever has been calibrated."""
-    return preset(world, cores=cores(), keeps_memory=keeps_memory(world))
+    """The preset for `world` on this machine, whatever has been calibrated.
+
+    Nothing in it may differ between the processes of a job: plans that differ never meet. How many
+    cores there are and what malloc does is therefore asked only where all processes are known to
+    be on this host, and of the host, to whose cores single processes may be pinned.
+    """
+    if world.processes > 1 and not _on_this_host():
+        return preset(world)
+    return preset(world, cores=os.cpu_count() or 1, keeps_memory=keeps_memory(world))
 
 
 def saved(world: World) -> Path:

@@ -28,7 +28,7 @@ WORTH = 0.75
 """Of the compiler's own time, what an exchange may take, which compiles to a dozen kernels."""
 
 
-MODESTY = 1.15
+MODESTY = 1.25
 """How much longer a plan may take that needs no more memory than the tree, if the fastest does."""
 
 EXCHANGED = 16 * MiB

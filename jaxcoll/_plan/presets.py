@@ -249,7 +249,7 @@ _GLOO_SIZES = (1 * KiB, 64 * KiB, 256 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * Mi
 def _gloo(key: Key, cores: int, network: str | None, keeps_memory: bool) -> Terms:
     """CPU processes over Gloo: whatever a process does waits for its share of the cores."""
     turns = max(1.0, key.processes / key.hosts / cores)
-    between = Link(0.15e-3 * turns, 0.52e-9 * turns)
+    between = Link(0.2e-3 * turns, 0.55e-9 * turns)
     native: tuple[Curve, ...] = ()
     if key.hosts > 1:
         far = NETWORKS[network or "ethernet-100"].link(-(-key.processes // key.hosts))
@@ -273,10 +273,10 @@ def _gloo(key: Key, cores: int, network: str | None, keeps_memory: bool) -> Term
         source=f"preset: CPU processes over Gloo, {cores} cores a host, memory {pages}",
         between=between,
         call=0.05e-3 * turns,
-        array=0.0,
-        reduce=0.19e-9 * turns,
+        array=0.25e-3 * turns**2,
+        reduce=0.2e-9 * turns,
         copy=(0.12e-9 if keeps_memory else 0.4e-9) * turns,
-        slice=2 * MICRO * turns,
+        slice=6 * MICRO * turns,
         combine=0,
         native=native,
     )
@@ -285,7 +285,7 @@ def _gloo(key: Key, cores: int, network: str | None, keeps_memory: bool) -> Term
 def _memory(key: Key, cores: int) -> Terms:
     """Devices of one CPU process, whose copies all go through the same cores.
 
-    102 MB over 8 devices on 2 cores: 151 ms unpacked, ten times that packed.
+    Copies, pieces and arrays as calibrated over 8 devices on 2 cores.
     """
     turns = max(1.0, key.per_island / cores)
     link = Link(10 * MICRO, 0.185e-9 * turns)
@@ -295,9 +295,9 @@ def _memory(key: Key, cores: int) -> Terms:
         link,
         Link(0.6e-3, 0.75e-9),
         call=100 * MICRO,
-        array=5 * MICRO,
+        array=50 * MICRO * turns,
         reduce=0.05e-9 * turns,
-        copy=1.67e-9 * turns,
-        slice=50 * MICRO,
+        copy=0.3e-9 * turns,
+        slice=6 * MICRO * turns,
         combine=1 << 40,
     )
