@@ -154,6 +154,7 @@ class Terms:
         return json.dumps(self.to_dict(), indent=2)
 
 
+_AGAIN = "calibrate again, or delete the file to use the preset"
 _NUMBERS = ("call", "array", "reduce", "copy", "slice", "combine")
 
 
@@ -167,35 +168,39 @@ def read_terms(text: str, world: World | None = None) -> Terms:
     Raises:
       ValueError: it cannot be read, is not ours, is of a newer version, or of another world.
     """
-    again = "calibrate again, or delete the file to use the preset"
     try:
         data = json.loads(text)
     except ValueError as error:
         raise ValueError(
             f"these cost terms cannot be read: expected JSON as a calibration writes it, but "
-            f"{error}; {again}."
+            f"{error}; {_AGAIN}."
         ) from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(
-            f"this is no file of cost terms: expected the format {FORMAT!r}, got {found!r}; "
-            f"{again}."
-        )
-    if data.get("version") != VERSION:
-        raise ValueError(
-            f"these cost terms are of version {data.get('version')!r}, and this jaxcoll reads "
-            f"version {VERSION}: use the jaxcoll that wrote them, or {again}."
-        )
-    terms = _terms_of(data, again)
+    terms = terms_of(data)
     if world is not None and terms.key != Key.of(world):
         raise ValueError(
             f"these cost terms were measured on another world: {terms.key}; this one is "
-            f"{Key.of(world)}: {again}."
+            f"{Key.of(world)}: {_AGAIN}."
         )
     return terms
 
 
-def _terms_of(data: dict[str, Any], again: str) -> Terms:
+def terms_of(data: Any) -> Terms:
+    """The terms that `Terms.to_dict` took apart.
+
+    Raises:
+      ValueError: they are not ours, of a newer version, or damaged.
+    """
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(
+            f"this is no file of cost terms: expected the format {FORMAT!r}, got {found!r}; "
+            f"{_AGAIN}."
+        )
+    if data.get("version") != VERSION:
+        raise ValueError(
+            f"these cost terms are of version {data.get('version')!r}, and this jaxcoll reads "
+            f"version {VERSION}: use the jaxcoll that wrote them, or {_AGAIN}."
+        )
     given = {name: value for name, value in data.items() if name not in ("format", "version")}
     try:
         return Terms(
@@ -212,5 +217,5 @@ def _terms_of(data: dict[str, Any], again: str) -> Terms:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"these cost terms are damaged: {type(error).__name__}: {error}; {again}."
+            f"these cost terms are damaged: {type(error).__name__}: {error}; {_AGAIN}."
         ) from error
