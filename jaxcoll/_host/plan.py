@@ -17,6 +17,7 @@ from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.plan import Plan, make_plan
 from jaxcoll._plan.presets import preset
+from jaxcoll._plan.terms import Terms
 from jaxcoll._plan.topology import Topology, topology_named
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.sparse import is_sparse
@@ -70,11 +71,26 @@ def plan(
     else:
         world = _world_of(topology_named(topology), axis_size, mesh, axis_name)
         terms = preset(world)  # what was measured on this machine says nothing of that one
+    return plan_in(value, world, terms, options, op)
+
+
+def plan_in(
+    value: Any,
+    world: World,
+    terms: Terms,
+    options: CommunicationOptions | None = None,
+    reduce_op: ReduceOp = ReduceOp.MEAN,
+) -> Plan:
+    """The plan of `plan` in a world that is known.
+
+    Raises:
+      ValueError: as `plan`.
+    """
     leaves = [
-        _leaf(jax.tree_util.keystr(path), leaf, op, world)
+        _leaf(jax.tree_util.keystr(path), leaf, reduce_op, world)
         for path, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)[0]
     ]
-    return make_plan(op, leaves, checked(options), world, terms=terms)
+    return make_plan(reduce_op, leaves, checked(options), world, terms=terms)
 
 
 def _leaf(path: str, leaf: Any, reduce_op: ReduceOp, world: World) -> Leaf:

@@ -86,7 +86,8 @@ def compile_for(
       timeout_seconds: for the other process; None and 0: no limit.
 
     Returns:
-      The program's texts, and the plans of its reductions. Cost: about 3 s and the compiler's own time.
+      The program's texts, and the plans of its reductions. Cost: about 3 s and the compiler's
+      own time.
 
     Raises:
       ValueError: there is no such topology, or the program or its mesh does not fit it.
