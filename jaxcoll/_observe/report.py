@@ -223,6 +223,9 @@ class Report:
     def _repr_html_(self) -> str:
         return report_text.html(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
+
 
 def report_of(
     compiled: str,

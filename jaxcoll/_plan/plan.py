@@ -196,6 +196,9 @@ class Plan:
     def _repr_html_(self) -> str:
         return plan_html.html(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
+
 
 def _carried(leaves: Sequence[Leaf], pack: Pack) -> str:
     """The first and the last leaf of a pack, with the part of it where it is cut."""

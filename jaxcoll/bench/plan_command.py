@@ -8,8 +8,16 @@ import json
 import sys
 from pathlib import Path
 
+from jaxcoll._host.plan import plan_in
+from jaxcoll._host.terms import terms_here
+from jaxcoll._host.world import topology_world
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.presets import preset
+from jaxcoll._plan.topology import topology_named
+from jaxcoll._plan.world import World
 from jaxcoll.bench.files import check_writable, replacing
-from jaxcoll.bench.simulation import ALGORITHMS
+from jaxcoll.bench.simulation import ALGORITHMS, Simulation, simulate
 from jaxcoll.bench.spelling import options_of
 from jaxcoll.bench.trees import TREES, Workload, tree_of
 
@@ -62,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         workload = _checked(args)
         found = _simulation(args, workload) if args.simulate else _plan(args, workload)
         text = json.dumps(found.to_dict(), indent=2)
-        if args.plot:
+        if isinstance(found, Simulation) and args.plot:
             from jaxcoll.bench.simulation_picture import draw
 
             with replacing(args.plot) as partial:
@@ -101,15 +109,7 @@ def _checked(args: argparse.Namespace) -> Workload:
     return tree_of(args.tree, args.dtype)
 
 
-def _plan(args: argparse.Namespace, workload: Workload):
-    from jaxcoll._host.plan import plan_in
-    from jaxcoll._host.terms import terms_here
-    from jaxcoll._host.world import topology_world
-    from jaxcoll._plan.options import ReduceOp
-    from jaxcoll._plan.presets import preset
-    from jaxcoll._plan.topology import topology_named
-    from jaxcoll._plan.world import World
-
+def _plan(args: argparse.Namespace, workload: Workload) -> Plan:
     options = options_of(args.algorithm)
     two = (options.algorithm or "").count("/") + 1
     if args.topology:
@@ -124,10 +124,7 @@ def _plan(args: argparse.Namespace, workload: Workload):
     return plan_in(list(workload.leaves), world, terms, options, op)
 
 
-def _simulation(args: argparse.Namespace, workload: Workload):
-    from jaxcoll._plan.topology import topology_named
-    from jaxcoll.bench.simulation import simulate
-
+def _simulation(args: argparse.Namespace, workload: Workload) -> Simulation:
     if args.devices is not None:
         raise ValueError(
             "--simulate: devices of one process share one machine, however many there are; name "

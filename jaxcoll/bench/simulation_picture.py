@@ -12,7 +12,7 @@ from jaxcoll.bench.chart import BAND, COLORS, FAINT, INK, LINE, bare, label_ends
 from jaxcoll.bench.simulation import RANKS, Simulation
 from jaxcoll.bench.spelling import duration
 
-LEFT, RIGHT = 0.075, 0.835
+LEFT, RIGHT = 0.075, 0.79
 
 
 def draw(simulation: Simulation, path: Path) -> None:
@@ -26,7 +26,9 @@ def draw(simulation: Simulation, path: Path) -> None:
     size = f"{simulation.nbytes / 1e6:,.1f} MB"
     title = f"One all-reduce of {size}, from 2 to {RANKS[-1]:,} devices"
     figure.text(0.04, 0.925, title, size=21, weight="bold", color=INK)
-    said = f"{simulation.what} on {simulation.where}. {_answer(simulation)}"
+    said = f"{simulation.what} on {simulation.where}."
+    if any("/" in name for name in simulation.lines):
+        said += f" inner/outer: reduced within a {_island(simulation)} first, then between them."
     figure.text(0.04, 0.877, said, size=11.5, color=FAINT)
     axes = figure.add_axes((LEFT, 0.16, RIGHT - LEFT, 0.63))
     _lines(axes, simulation)
@@ -37,12 +39,8 @@ def draw(simulation: Simulation, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def _answer(simulation: Simulation) -> str:
-    """Which is fastest in the largest world, and by how much."""
-    last = RANKS[-1]
-    at = sorted((dict(line)[last].seconds, name) for name, line in simulation.lines.items())
-    best = f"Fastest on {last:,}: {at[0][1]}, {duration(at[0][0])}"
-    return f"{best}; slowest: {at[-1][1]}, {duration(at[-1][0])}." if len(at) > 1 else f"{best}."
+def _island(simulation: Simulation) -> str:
+    return "slice" if simulation.terms.within.torus else "host"
 
 
 def _lines(axes: Axes, simulation: Simulation) -> None:
@@ -55,17 +53,16 @@ def _lines(axes: Axes, simulation: Simulation) -> None:
         seconds = [cost.seconds for _, cost in line]
         # What coincides with an earlier line is still seen beside it.
         style = "-" if k != 1 else (0, (5, 2))
-        axes.plot(
-            [n for n, _ in line], seconds, linestyle=style, color=color, linewidth=2.6, zorder=3
-        )
-        axes.plot([n for n, _ in line], seconds, "o", color=color, markersize=4.5, zorder=3)
-        ends.append((seconds[-1], name, color))
+        ranks = [n for n, _ in line]
+        axes.plot(ranks, seconds, linestyle=style, color=color, linewidth=2.6, zorder=3)
+        axes.plot(ranks, seconds, "o", color=color, markersize=4.5, zorder=3, clip_on=False)
+        ends.append((seconds[-1], f"{name}, {duration(seconds[-1])}", color))
     low, high = axes.get_ylim()
     axes.set_ylim(low * 0.8, high * 1.25)
     if 2 < simulation.island < RANKS[-1]:
         axes.axvspan(RANKS[0] * 0.94, simulation.island * 1.09, color=BAND, linewidth=0, zorder=0)
         axes.text(
-            *(simulation.island * 0.98, 0.975, "one host or slice"),
+            *(simulation.island * 0.98, 0.975, f"one {_island(simulation)}"),
             transform=axes.get_xaxis_transform(), ha="right", va="top", size=10.5, color=FAINT,
         )  # fmt: skip
     bare(axes)
