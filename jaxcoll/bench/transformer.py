@@ -28,10 +28,11 @@ def example() -> tuple[Any, tuple[Any, ...]]:
         shapes,
         is_leaf=lambda s: isinstance(s, tuple),
     )
-    return data_parallel(_step), (params, jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32))
+    return data_parallel(step), (params, jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32))
 
 
-def _step(params: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+def step(params: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+    """Gradient descent."""
     value, grads = value_and_grad(_loss, "data")(params, tokens)
     return jax.tree.map(lambda p, g: p - jnp.bfloat16(1e-3) * g, params, grads), value
 
