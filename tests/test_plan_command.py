@@ -5,6 +5,7 @@ import json
 import pytest
 
 import jaxcoll as jc
+from jaxcoll.bench.transformer import example
 from jaxcoll.cli import main
 
 
@@ -102,3 +103,10 @@ def test_without_matplotlib(capsys, monkeypatch, tmp_path):
     status, _, error = ran(capsys, "--simulate", "--plot", tmp_path / "a.png")
     assert status == 2
     assert "pip install 'jaxcoll[cli]'" in error
+
+
+def test_there_is_something_large_to_look_into():
+    step, args = example()
+    (plan,) = step.plans(*args)
+    assert plan.nbytes == 367_575_044
+    assert len(plan.leaves) == 74
