@@ -10,6 +10,10 @@ import jaxcoll
 
 COMMANDS = {
     "demo": ("jaxcoll.bench.demo", "train on real data over several devices; show what is sent"),
+    "plan": (
+        "jaxcoll.bench.plan_command",
+        "show what a tree would send and what that would take, for a cluster you do not have",
+    ),
     "inspect": (
         "jaxcoll.bench.inspect_command",
         "show what a program will send, before it runs: requested beside compiled",

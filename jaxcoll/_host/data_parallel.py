@@ -235,12 +235,12 @@ class DataParallel:
         with no_mesh():
             return self._compiled.lower(*self._placed(args), **self._replicate(kwargs))
 
-    def lower_recorded(
+    def trace_recorded(
         self, record: Callable[[Plan], None], *args: Any, **kwargs: Any
-    ) -> jax.stages.Lowered:
-        """Like `lower`, from a trace made for the purpose that tells each plan to `record`."""
+    ) -> jax.stages.Traced:
+        """Like `trace`, made for the purpose, so that it tells each plan to `record`."""
         with no_mesh():
-            return self._jitted(record).lower(*self._placed(args), **self._replicate(kwargs))
+            return self._jitted(record).trace(*self._placed(args), **self._replicate(kwargs))
 
     def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
         """The plan of every reduction that the step makes with these arguments, in order.

@@ -11,6 +11,9 @@ import jax
 
 from jaxcoll._plan.errors import DeadlineExceededError
 
+_given_up: threading.Thread | None = None
+"""The last call that nobody waits for any more, which ends after all those before it."""
+
 
 def prepared(
     program: Any, timeout_seconds: float | None, *args: Any, **kwargs: Any
@@ -41,14 +44,21 @@ def finished(call: Callable[[], Any], timeout_seconds: float | None, what: str) 
 
     Raises:
       DeadlineExceededError: it took longer. The wait is given up, not the program: it ends
-        when it can, and the process stays usable.
+        when it can, and the process stays usable. What is called next begins after that, because
+        two programs at once would take each other's messages.
     """
+    global _given_up
+    before = _given_up
     if not timeout_seconds:
+        if before:
+            before.join()
         return call()
     outcome: list[Any] = []
     errors: list[BaseException] = []
 
     def wait() -> None:
+        if before:
+            before.join()
         try:
             outcome.append(jax.block_until_ready(call()))
         except BaseException as error:
@@ -60,5 +70,6 @@ def finished(call: Callable[[], Any], timeout_seconds: float | None, what: str) 
     if errors:
         raise errors[0]
     if not outcome:
+        _given_up = thread
         raise DeadlineExceededError(f"{what} did not finish within {timeout_seconds:g} s.")
     return outcome[0]

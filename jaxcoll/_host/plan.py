@@ -12,10 +12,12 @@ from jax.sharding import Mesh
 from jaxcoll._host.mesh import checked_mesh
 from jaxcoll._host.placement import is_array
 from jaxcoll._host.terms import terms_here
-from jaxcoll._host.world import mesh_world
+from jaxcoll._host.world import mesh_world, topology_world
 from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.plan import Plan, make_plan
+from jaxcoll._plan.presets import preset
+from jaxcoll._plan.terms import Terms
 from jaxcoll._plan.topology import Topology, topology_named
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.sparse import is_sparse
@@ -65,13 +67,30 @@ def plan(
     op = ReduceOp.of(reduce_op)
     if topology is None:
         world = _world(axis_size, mesh, axis_name)
+        terms = terms_here(world)
     else:
         world = _world_of(topology_named(topology), axis_size, mesh, axis_name)
+        terms = preset(world)  # what was measured on this machine says nothing of that one
+    return plan_in(value, world, terms, options, op)
+
+
+def plan_in(
+    value: Any,
+    world: World,
+    terms: Terms,
+    options: CommunicationOptions | None = None,
+    reduce_op: ReduceOp = ReduceOp.MEAN,
+) -> Plan:
+    """The plan of `plan` in a world that is known.
+
+    Raises:
+      ValueError: as `plan`.
+    """
     leaves = [
-        _leaf(jax.tree_util.keystr(path), leaf, op, world)
+        _leaf(jax.tree_util.keystr(path), leaf, reduce_op, world)
         for path, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)[0]
     ]
-    return make_plan(op, leaves, checked(options), world, terms=terms_here(world))
+    return make_plan(reduce_op, leaves, checked(options), world, terms=terms)
 
 
 def _leaf(path: str, leaf: Any, reduce_op: ReduceOp, world: World) -> Leaf:
@@ -120,7 +139,7 @@ def _world_of(
             f"`axis_size` {axis_size!r} makes {math.prod(sizes)} replicas, but {topology} has "
             f"{topology.size}."
         )
-    return World(topology.platform, sizes, topology.hosts)
+    return topology_world(topology, sizes)
 
 
 def _sizes(axis_size: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.mesh import abstract_mesh, fitted_mesh, given_mesh, no_mesh, takes_mesh
 from jaxcoll._host.placement import is_array
 from jaxcoll._host.world import topology_scope
+from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.topology import Topology
 from jaxcoll._spmd.scope import entered
 
@@ -27,6 +29,7 @@ def traced_over(
     kwargs: dict[str, Any],
     topology: Topology,
     mesh: Mesh | AbstractMesh | None = None,
+    record: Callable[[Plan], None] = lambda plan: None,
 ) -> jax.stages.Traced:
     """Trace `fun` as a program for `topology`.
 
@@ -40,24 +43,26 @@ def traced_over(
       topology: the cluster.
       mesh: how its replicas are arranged, as names and sizes; None: as the mesh that `fun` has,
         if that fits or has one axis only.
+      record: told the plan of each reduction, in order.
 
     Raises:
       ValueError: the mesh does not fit the topology.
     """
     if isinstance(fun, DataParallel):
         shapes, named = jax.tree.map(_shape_of, (args, kwargs))
-        return fun.over(topology, mesh).trace(*shapes, **named)
+        return fun.over(topology, mesh).trace_recorded(record, *shapes, **named)
     context = jax.sharding.get_abstract_mesh()
     if takes_mesh(fun, kwargs):
         over = abstract_mesh(topology, ("data",)) if mesh is None else fitted_mesh(mesh, topology)
-        return traced_over(given_mesh(fun, over), args, kwargs, topology, over)
+        return traced_over(given_mesh(fun, over), args, kwargs, topology, over, record)
     if mesh is None and not context.empty and context.size != topology.size:
         mesh = context
     over = None if mesh is None else fitted_mesh(mesh, topology)
     shapes, named = jax.tree.map(functools.partial(_as_argument, mesh=over), (args, kwargs))
     # What has no `trace` is a plain function, or pmapped.
     jitted: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
-    with _meshed(over), entered(topology_scope(topology)):
+    scope = dataclasses.replace(topology_scope(topology), record=record)
+    with _meshed(over), entered(scope):
         return jitted.trace(*shapes, **named)
 
 

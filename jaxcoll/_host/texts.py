@@ -9,8 +9,11 @@ from typing import Any
 import jax
 
 from jaxcoll._host.data_parallel import DataParallel
-from jaxcoll._host.world import scope_here
+from jaxcoll._host.mesh import line_of
+from jaxcoll._host.terms import terms_here
+from jaxcoll._host.world import mesh_world, scope_here
 from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.terms import Terms
 from jaxcoll._spmd.scope import entered
 
 
@@ -23,12 +26,14 @@ class Texts:
       requested: StableHLO with its lines of Python; None if there is none any more.
       plans: of the reductions that were traced for it.
       where: what it was compiled for; "" if for the devices that are here.
+      terms: what those devices cost; None if that is not known.
     """
 
     compiled: str
     requested: str | None = None
     plans: tuple[Plan, ...] = ()
     where: str = ""
+    terms: Terms | None = None
 
 
 def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str) -> Texts:
@@ -54,12 +59,19 @@ def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], calle
                 "function and its arguments, or the program alone."
             )
         if isinstance(program, jax.stages.Compiled):
-            return Texts(program.as_text() or "")
-        return Texts(program.compile().as_text() or "", program.as_text(debug_info=True))
+            return Texts(program.as_text() or "", terms=_terms())
+        requested = program.as_text(debug_info=True)
+        return Texts(program.compile().as_text() or "", requested, terms=_terms())
     plans: list[Plan] = []
     lowered = lowered_of(program, args, kwargs, plans.append, caller)
     requested = lowered.as_text(debug_info=True)
-    return Texts(lowered.compile().as_text() or "", requested, tuple(plans))
+    return Texts(lowered.compile().as_text() or "", requested, tuple(plans), terms=_terms())
+
+
+def _terms() -> Terms:
+    """What a program costs over all devices that are here."""
+    mesh = line_of(jax.devices(), "data")
+    return terms_here(mesh_world(mesh, {"data": mesh.size}))
 
 
 def lowered_of(
@@ -85,7 +97,7 @@ def lowered_of(
       ValueError: it is no function.
     """
     if isinstance(program, DataParallel):
-        return program.lower_recorded(record, *args, **kwargs)
+        return program.trace_recorded(record, *args, **kwargs).lower()
     if not callable(program):
         raise ValueError(
             f"`{caller}` expects a function and its arguments, a `data_parallel` step, what "

@@ -21,8 +21,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxcoll import _compat
 from jaxcoll._host.remesh import lowered_over, traced_over
+from jaxcoll._host.texts import Texts
 from jaxcoll._host.topology_child import has_compiler
+from jaxcoll._host.world import topology_world
 from jaxcoll._plan.errors import DeadlineExceededError
+from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.presets import preset
 from jaxcoll._plan.topology import Topology, topology_named
 
 PYTHON = "JAXCOLL_AOT_PYTHON"
@@ -32,13 +36,11 @@ _MESH = re.compile(r"sdy\.mesh @\w+ = <\[(.*?)\]")
 _FORCED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
 
-@dataclasses.dataclass(frozen=True)
-class Texts:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterTexts(Texts):
     """One program as it was requested, and as the compiler for a topology left it.
 
     Attributes:
-      requested: StableHLO, with source lines.
-      compiled: scheduled HLO.
       topology: what it was compiled for.
       device_kind: as the compiler calls its devices.
       hosts: processes, as the compiler counts them.
@@ -48,8 +50,6 @@ class Texts:
       versions: of the wheels that took part.
     """
 
-    requested: str
-    compiled: str
     topology: Topology
     device_kind: str
     hosts: int
@@ -68,7 +68,7 @@ def compile_for(
     mesh: Mesh | AbstractMesh | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     timeout_seconds: float | None = 600,
-) -> Texts:
+) -> ClusterTexts:
     """Compile a call of `fun` for a cluster that is not here.
 
     Law: the program is traced and lowered here, where its Python is; what another process is
@@ -86,7 +86,8 @@ def compile_for(
       timeout_seconds: for the other process; None and 0: no limit.
 
     Returns:
-      The program's texts. Cost: about 3 s and the compiler's own time.
+      The program's texts, and the plans of its reductions. Cost: about 3 s and the compiler's
+      own time.
 
     Raises:
       ValueError: there is no such topology, or the program or its mesh does not fit it.
@@ -98,7 +99,8 @@ def compile_for(
     python = os.environ.get(PYTHON) or sys.executable
     if python == sys.executable and not has_compiler(where.platform):
         raise ImportError(_how_to_install(where, python))
-    traced = traced_over(fun, args, kwargs, where, mesh)
+    plans: list[Plan] = []
+    traced = traced_over(fun, args, kwargs, where, mesh, plans.append)
     requested = lowered_over(traced, where)
     request = {
         "platform": where.platform,
@@ -113,7 +115,10 @@ def compile_for(
         (folder / "program.mlir").write_text(requested)
         found = _ask(folder, python, where, timeout_seconds)
         compiled = (folder / "compiled.txt").read_text()
-    return Texts(requested, compiled, where, **found)
+    terms = preset(topology_world(where))
+    return ClusterTexts(
+        compiled, requested, tuple(plans), str(where), terms, topology=where, **found
+    )
 
 
 def _mesh_sizes(requested: str, size: int) -> list[int]:

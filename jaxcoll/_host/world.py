@@ -38,12 +38,30 @@ def ambient_world(axes: dict[str, int]) -> World:
 
 def topology_scope(topology: Topology) -> Scope:
     """A scope for programs that are compiled for a cluster of which only the name is there."""
-    processes = range(topology.hosts)
-    # Processes of one TPU slice, or of CPUs, count as one host: no network of another kind is
-    # between them.
-    hosts = tuple(processes) if topology.platform == "gpu" else (0,) * len(processes)
     kind = _kind(topology.platform, topology.kind)
+    hosts = _hosts_of(topology)
     return Scope(world=functools.partial(_traced_world, topology.platform, kind, hosts))
+
+
+def topology_world(topology: Topology, sizes: tuple[int, ...] = ()) -> World:
+    """The world of a reduction over all of a cluster, along axes of these sizes; (): along one."""
+    return World(
+        topology.platform,
+        sizes or (topology.size,),
+        topology.hosts,
+        device_kind=_kind(topology.platform, topology.kind),
+        hosts=len(set(_hosts_of(topology))),
+    )
+
+
+def _hosts_of(topology: Topology) -> tuple[int, ...]:
+    """The host of each process.
+
+    Processes of one TPU slice, or of CPUs, count as one: no network of another kind is between
+    them.
+    """
+    processes = range(topology.hosts)
+    return tuple(processes) if topology.platform == "gpu" else (0,) * len(processes)
 
 
 def _traced_world(

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+
 from jaxcoll._host.texts import Texts, texts_of
+from jaxcoll._host.topology import compile_for
 from jaxcoll._observe.collective import KINDS
 from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.report_text import carried, counted, like, size
@@ -24,8 +27,12 @@ def inspect(fun: Any, *args: Any, topology: Any = None, **kwargs: Any) -> Report
         step; or, without arguments, what `.lower` or `.compile` returned, or HLO text. Of what is
         compiled already, what was requested is no longer known.
       *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
-      topology: what to compile for, in place of the devices that are here.
-      **kwargs: its keyword arguments, likewise.
+      topology: a cluster to compile for in place of the devices that are here, such as "h100:2x8"
+        or "v5p:8x8x8" (docs/clusters.md); the vendor's compiler must be installed, no device. A
+        `data_parallel` step is laid over it as it stands, a function that takes a `mesh` is given
+        one, and others use that of `jax.set_mesh`.
+      **kwargs: its keyword arguments, likewise. With a topology, `mesh` says how its devices are
+        arranged: `jax.sharding.AbstractMesh(sizes, names)`.
 
     Returns:
       A `Report`: print it for a table, `plot()` for a picture, `to_json()` for machines. Cost:
@@ -34,6 +41,9 @@ def inspect(fun: Any, *args: Any, topology: Any = None, **kwargs: Any) -> Report
     Raises:
       ValueError: `fun` is none of these, or a text is no HLO or is cut off. What `fun` itself
         raises while it is traced passes through.
+      ValueError: there is no such topology (the nearest are listed), or the mesh does not fit it.
+      ImportError: the compiler for the topology is not installed; the message has the command.
+      DeadlineExceededError: it took longer than ten minutes to compile for the topology.
 
     Examples:
       >>> import jax, jax.numpy as jnp, numpy as np
@@ -115,24 +125,28 @@ def assert_collectives(
 
 def _report(fun: Any, args: Any, kwargs: Any, topology: Any, caller: str) -> Report:
     if isinstance(fun, str):
-        if args or kwargs:
+        if args or kwargs or topology is not None:
             raise ValueError(
-                f"`{caller}` got arguments for a text, which is compiled already; pass the "
-                "function and its arguments, or the text alone."
+                f"`{caller}` got arguments or a topology for a text, which is compiled already; "
+                "pass the function and its arguments, or the text alone."
             )
         return report_of(fun)
     texts = _texts(fun, args, kwargs, topology, caller)
-    return report_of(texts.compiled, texts.requested, texts.plans, texts.where)
+    return report_of(texts.compiled, texts.requested, texts.plans, texts.where, texts.terms)
 
 
 def _texts(fun: Any, args: Any, kwargs: Any, topology: Any, caller: str) -> Texts:
     """The one place where a topology turns into texts."""
-    if topology is not None:
+    if topology is None:
+        return texts_of(fun, args, kwargs, caller)
+    if not callable(fun) or isinstance(fun, jax.stages.Compiled):
         raise ValueError(
-            f"`{caller}` cannot compile for the topology {topology!r}: only for the devices that "
-            "are here."
+            f"`{caller}` compiles functions for a topology, and got {type(fun).__name__}, which is "
+            "lowered for devices already, or no program; pass the function and its arguments."
         )
-    return texts_of(fun, args, kwargs, caller)
+    mesh = kwargs.get("mesh")
+    others = {name: value for name, value in kwargs.items() if name != "mesh"}
+    return compile_for(fun, args, others, topology, mesh=mesh)
 
 
 def _words(name: str, given: Iterable[str] | None) -> set[str] | None:

@@ -16,8 +16,10 @@ from jaxcoll._observe.collective import Collective, runs, wire_bytes
 from jaxcoll._observe.hlo import read_program
 from jaxcoll._observe.join import Origin, join
 from jaxcoll._observe.names import names, pack_of
+from jaxcoll._observe.seconds import predicted
 from jaxcoll._observe.stablehlo import read_stablehlo
 from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.terms import Terms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Report:
       instructions: of one run, the body of each loop once.
       uncounted: what may send and is not counted, and why; empty if nothing is left out.
       notes: what else is not known, and why.
+      terms: what the devices it was compiled for cost; None if that is not known.
       plans: the plans of the reductions by jaxcoll, in order; lost on the way through JSON.
     """
 
@@ -73,6 +76,7 @@ class Report:
     instructions: int
     uncounted: tuple[str, ...]
     notes: tuple[str, ...]
+    terms: Terms | None = None
     plans: tuple[Plan, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
@@ -151,6 +155,10 @@ class Report:
         asked = [(self.requested or ())[i].source for i in self.origins[k].requested]
         return tuple(dict.fromkeys(filter(None, [*asked, self.collectives[k].source])))
 
+    def seconds_of(self, k: int) -> float | None:
+        """What the cost model expects `collectives[k]` to take each time; None without terms."""
+        return None if self.terms is None else predicted(self.collectives[k], self.terms)
+
     def changes(self, k: int) -> tuple[str, ...]:
         """What the compiler did to `collectives[k]`, in words."""
         return tuple(_changes(self, k))
@@ -187,8 +195,9 @@ class Report:
 
         Args:
           path: a file to write, its ending saying the format.
-          seconds: a prediction for one collective; the bar of hidden and exposed communication
-            then counts these, and bytes otherwise.
+          seconds: a prediction for one collective, which the bar of hidden and exposed
+            communication counts; None: that of the cost model, from `terms`, and bytes where
+            these are not known.
 
         Returns:
           A `matplotlib.figure.Figure`.
@@ -214,9 +223,16 @@ class Report:
     def _repr_html_(self) -> str:
         return report_text.html(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
+
 
 def report_of(
-    compiled: str, requested: str | None = None, plans: Sequence[Plan] = (), where: str = ""
+    compiled: str,
+    requested: str | None = None,
+    plans: Sequence[Plan] = (),
+    where: str = "",
+    terms: Terms | None = None,
 ) -> Report:
     """A report from texts alone.
 
@@ -225,6 +241,7 @@ def report_of(
       requested: StableHLO, what `lowered.as_text(debug_info=True)` returns.
       plans: those that were recorded when it was traced.
       where: what it was compiled for.
+      terms: what that costs.
 
     Returns:
       The report.
@@ -248,6 +265,7 @@ def report_of(
         instructions=program.instructions,
         uncounted=program.uncounted,
         notes=(*program.notes, *more),
+        terms=terms,
         plans=tuple(plans),
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxcoll._observe.calls import Loop, Matmul
 from jaxcoll._observe.collective import Collective, Groups, Meanwhile, Operand
 from jaxcoll._observe.join import Origin
+from jaxcoll._plan.terms import terms_of
 
 if TYPE_CHECKING:
     from jaxcoll._observe.report import Report
@@ -28,6 +29,7 @@ def to_dict(report: Report) -> dict[str, Any]:
             "packs": list(report.packs_of(k)),
             "leaves": list(report.leaves_of(k)),
             "changes": list(report.changes(k)),
+            "predicted_seconds": report.seconds_of(k),
         }
         for k, (c, origin) in enumerate(zip(report.collectives, report.origins, strict=True))
     ]
@@ -52,6 +54,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "instructions": report.instructions,
         "uncounted": list(report.uncounted),
         "notes": list(report.notes),
+        "terms": None if report.terms is None else report.terms.to_dict(),
     }
 
 
@@ -85,6 +88,7 @@ def fields(data: Mapping[str, Any], pack: type) -> dict[str, Any]:
         "instructions": data["instructions"],
         "uncounted": tuple(data["uncounted"]),
         "notes": tuple(data["notes"]),
+        "terms": None if data["terms"] is None else terms_of(data["terms"]),
     }
 
 

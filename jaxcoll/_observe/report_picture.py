@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from jaxcoll._observe.collective import Collective
 from jaxcoll._observe.report_text import counted, packs_in_words, scaled, size, totals
+from jaxcoll._observe.seconds import predicted
 
 if TYPE_CHECKING:
     from jaxcoll._observe.report import Report
@@ -33,7 +35,8 @@ def draw(report: Report, seconds: Callable[[Collective], float] | None = None) -
 
     Args:
       report: what to show.
-      seconds: a prediction for one collective; None: count wire bytes.
+      seconds: a prediction for one collective; None: as `report.terms` have it, and wire bytes
+        where there are none.
 
     Returns:
       The figure. It is matplotlib's own kind, apart from pyplot's state, and needs no screen.
@@ -179,6 +182,13 @@ def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) ->
 
 def _hidden(axes: Axes, report: Report, seconds: Callable[[Collective], float] | None) -> None:
     """One bar: what travels beside matrix products, and what everything else waits for."""
+    known = report.terms
+    source = "as `seconds` predicts" if seconds else ""
+    if seconds is None and known is not None:
+        seconds, source = (
+            functools.partial(predicted, terms=known),
+            f"predicted from {known.source}",
+        )
     amounts = [(seconds or _bytes)(c) * (c.trips or 1) for c in report.collectives]
     hides = [bool(c.meanwhile and c.meanwhile.flops) for c in report.collectives]
     total = sum(amounts)
@@ -192,16 +202,16 @@ def _hidden(axes: Axes, report: Report, seconds: Callable[[Collective], float] |
     share = beside / total
     axes.add_patch(Rectangle((0, 0.0), share, 0.62, color=COLOURS[0], linewidth=0))
     axes.add_patch(Rectangle((share, 0.0), 1 - share, 0.62, color=COLOURS[1], linewidth=0))
-    unit = "predicted time" if seconds else "wire bytes"
     axes.text(0, 0.8, f"beside matrix products  {share:.0%}", size=11, color=COLOURS[0],
               weight="bold", va="bottom")  # fmt: skip
     axes.text(1, 0.8, f"exposed  {1 - share:.0%}", size=11, color=COLOURS[1], weight="bold",
               ha="right", va="bottom")  # fmt: skip
     axes.text(
         0, -0.28,
-        f"of {_amount(total, bool(seconds))}, by {unit}. A collective counts as hidden if a matrix "
-        "product is scheduled between its start and its end: the compiler's plan, not a time.",
-        size=9.5, color=FAINT, va="top",
+        f"of {_amount(total, bool(seconds))}, {source or 'counted in wire bytes'}.\nA collective "
+        "counts as hidden if a matrix product is scheduled between its start and its end: the "
+        "compiler's plan, not a measurement.",
+        size=9.5, color=FAINT, va="top", linespacing=1.5,
     )  # fmt: skip
 
 

@@ -192,6 +192,37 @@ def scaling(
     return found
 
 
+def collective(kind: str, nbytes: int, met: tuple[int, int, int], terms: Terms) -> Cost:
+    """The cost of one collective of a compiled program, alone.
+
+    A reduce-scatter and an all-gather are the halves of an all-reduce without a curve. Of an
+    all-to-all each device keeps an n-th; parts for its own island go by its links. Of a permute or
+    a broadcast the whole array takes the slowest link between any two of the group.
+
+    Args:
+      kind: as HLO has it.
+      nbytes: bytes of its operands on one device.
+      met: devices of the largest group, most of them on one island, and islands of it.
+      terms: what the world costs.
+    """
+    (n, p, k), link = met, terms.between if met[2] > 1 else terms.within
+    reached = _Met(n, p, k)
+    match kind:
+        case "all-reduce":
+            return _native(nbytes, terms, reached)
+        case "reduce-scatter" | "all-gather":
+            whole = nbytes * (n if kind == "all-gather" else 1)
+            added = 0.0 if kind == "all-gather" else (n - 1) / n * whole * terms.reduce
+            latency = (_latency(terms, reached) + terms.call) / 2
+            return Cost(latency, whole * _per_byte(terms, reached) / 2, added)
+        case "all-to-all" | "ragged-all-to-all":
+            latency = (_latency(terms, reached) + terms.call) / 2
+            near, far = (p - 1) * terms.within.per_byte, (n - p) * terms.between.per_byte
+            return Cost(latency, nbytes / n * max(near, far))
+        case _:
+            return Cost(terms.call + link.step, nbytes * link.per_byte)
+
+
 def _is_native(stages: tuple[Stage, ...]) -> bool:
     """Whether it is the backend's own all-reduce, in one collective."""
     return len(stages) == 1 and stages[0].algorithm == "native"

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+from jaxcoll._plan import plan_dict, plan_html
 from jaxcoll._plan.algorithms import Stage, stages, steps, wire_elements
 from jaxcoll._plan.automatic import (
     RULES,
@@ -37,7 +38,7 @@ from jaxcoll._plan.world import World
 class Plan:
     """What one `all_reduce` will send, decided from shapes alone.
 
-    `str(plan)` is a table; `plan.to_json()` the same for machines.
+    `str(plan)` is a table; `plan.to_json()` the same for machines, and `Plan.from_json` reads it.
 
     Attributes:
       reduce_op: SUM or MEAN.
@@ -123,51 +124,24 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain numbers and strings, bytes and elements counted on one replica."""
-        return {
-            "reduce_op": self.reduce_op.name,
-            "algorithm": self.algorithm,
-            "reproducible": self.reproducible,
-            "platform": self.world.platform,
-            "replicas": self.world.replicas,
-            "axis_sizes": list(self.world.sizes),
-            "processes": self.world.processes,
-            "leaves": len(self.leaves),
-            "bytes": self.nbytes,
-            "steps": self.steps,
-            "wire_bytes_per_device": self.wire_bytes,
-            "temporary_bytes": self.temporary_bytes,
-            "predicted_seconds": self.predicted.seconds,
-            "predicted_from": self.terms.source,
-            "alternatives": [dataclasses.asdict(way) for way in self.alternatives],
-            "reasons": list(self.reasons),
-            "packs": [
-                {
-                    "dtype": pack.dtype.name,
-                    "algorithm": pack.algorithm,
-                    "elements": pack.size,
-                    "bytes": pack.nbytes,
-                    "leaves": [
-                        {"path": self.leaves[s.leaf].path, "start": s.start, "elements": s.size}
-                        for s in pack.segments
-                    ],
-                }
-                for pack in self.packs
-            ],
-            "gathers": [
-                {
-                    "path": leaf.path,
-                    "dtype": leaf.dtype.name,
-                    "indices": str(leaf.indices),
-                    "rows": leaf.shape[0],
-                    "bytes": leaf.gathers,
-                }
-                for leaf in self.gathers
-            ],
-        }
+        return plan_dict.to_dict(self)
 
     def to_json(self) -> str:
         """`to_dict()` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Law: it is equal to that plan if `jc.plan` made it. One that a program carried out comes
+        back the same but for `Leaf.kind` and `Pack.kind`, which are words then: it can be read,
+        compared and priced, and not carried out.
+
+        Raises:
+          ValueError: the text is no such JSON, or is damaged.
+        """
+        return cls(**plan_dict.fields(text))
 
     def rows(self) -> list[tuple[str, str, str, str, str, str]]:
         """The table's cells: pack or "rows", dtype, algorithm, leaves, bytes, what it carries."""
@@ -193,25 +167,39 @@ class Plan:
             for leaf in self.gathers
         ]
 
-    def __str__(self) -> str:
-        head = (
+    @property
+    def headline(self) -> str:
+        """What is reduced over what, and what that sends, in one sentence."""
+        return (
             f"all_reduce {self.reduce_op.name} of {len(self.leaves)} leaves, {self.nbytes:,} bytes "
             f"a replica, over {self.world}: {len(self.packs) + 2 * len(self.gathers)} arrays, "
             f"{self.steps} steps, {self.wire_bytes:,} wire bytes a device"
         )
-        table = [("pack", "dtype", "algorithm", "leaves", "bytes", "carries"), *self.rows()]
+
+    @property
+    def prediction(self) -> str:
+        """What it is predicted to take, and from what, in one sentence."""
+        cost = self.predicted
+        return (
+            f"predicted: {cost.seconds * 1e3:.3g} ms ({cost.latency * 1e3:.3g} latency, "
+            f"{cost.bandwidth * 1e3:.3g} bandwidth, {cost.reduction * 1e3:.3g} sums, "
+            f"{cost.copy * 1e3:.3g} copies), from {self.terms.source}"
+        )
+
+    def __str__(self) -> str:
+        table = [plan_html.COLUMNS, *self.rows()]
         widths = [max(len(row[c]) for row in table) for c in range(5)]
         lines = [
             "  ".join([*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[5]])
             for row in table
         ]
-        cost = self.predicted
-        prediction = (
-            f"predicted: {cost.seconds * 1e3:.3g} ms ({cost.latency * 1e3:.3g} latency, "
-            f"{cost.bandwidth * 1e3:.3g} bandwidth, {cost.reduction * 1e3:.3g} sums, "
-            f"{cost.copy * 1e3:.3g} copies), from {self.terms.source}"
-        )
-        return "\n".join([head, *lines, *self.reasons, prediction])
+        return "\n".join([self.headline, *lines, *self.reasons, self.prediction])
+
+    def _repr_html_(self) -> str:
+        return plan_html.html(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
 
 
 def _carried(leaves: Sequence[Leaf], pack: Pack) -> str:

@@ -154,6 +154,7 @@ class Terms:
         return json.dumps(self.to_dict(), indent=2)
 
 
+_AGAIN = "calibrate again, or delete the file to use the preset"
 _NUMBERS = ("call", "array", "reduce", "copy", "slice", "combine")
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
 from jaxcoll.bench.results import Result
-from jaxcoll.bench.spelling import BASELINE, TWIN, spelled
+from jaxcoll.bench.spelling import BASELINE, TWIN, duration, spelled
 from jaxcoll.bench.table import world_of
 
 INK, FAINT, LINE, BAND = "#1d2433", "#717a8a", "#dfe3e9", "#eceff3"
@@ -95,14 +95,14 @@ def _curves(axes: Axes, results: Sequence[Result]) -> None:
         axes.plot(x, y, style, color=color, linewidth=2.2, marker="o", markersize=4, zorder=3)
         ends.append((y[-1], way, color))
     sizes = sorted({r.bytes for r in results})
-    _bare(axes)
+    bare(axes)
     axes.grid(axis="y", which="major", color=LINE, linewidth=0.8, zorder=0)
     axes.xaxis.set_major_locator(FixedLocator(sizes[:: math.ceil(len(sizes) / 12)]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: spelled(round(x))))
     _plain_ticks(axes, "y")
     axes.set_xlabel("bytes on each replica", color=FAINT, size=10.5, loc="right")
     axes.set_title("Bus bandwidth, GB/s", loc="left", size=13, weight="bold", color=INK, pad=14)
-    _label_ends(axes, ends)
+    label_ends(axes, ends)
 
 
 def _band(points: Sequence[Result]) -> tuple[list[int], list[float], list[float]]:
@@ -115,7 +115,7 @@ def _band(points: Sequence[Result]) -> tuple[list[int], list[float], list[float]
     )
 
 
-def _label_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
+def label_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
     """Each line's name beside its last point; names that would touch are spread around theirs."""
     low, high = (math.log(y) for y in axes.get_ylim())
     named = sorted(ends)
@@ -173,8 +173,8 @@ def _bars(axes: Axes, rows: Sequence[Result], trees: Sequence[Sequence[Result]])
         end = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "right"}
         times = f"× {_short(ratio.median)}"
         axes.text(1.13, k, times, size=11.5, weight="bold", color=color, **end)
-        axes.text(1.26, k, _duration(row.seconds.median), size=10.5, color=FAINT, **end)
-    _bare(axes)
+        axes.text(1.26, k, duration(row.seconds.median), size=10.5, color=FAINT, **end)
+    bare(axes)
     axes.set_yticks(range(len(shown)), [r.algorithm for r in shown])
     axes.tick_params(axis="y", labelsize=11.5, labelcolor=INK)
     axes.set_ylim(max(len(shown), 1) - 0.45, -0.55)
@@ -188,7 +188,7 @@ def _bars(axes: Axes, rows: Sequence[Result], trees: Sequence[Sequence[Result]])
         loc="left", size=13, weight="bold", color=INK, pad=12, x=-(LEFT - 0.35) / 7.7,
     )  # fmt: skip
     axes.set_title(
-        f"time ÷ that of a psum a leaf ({_duration(base.seconds.median)})",
+        f"time ÷ that of a psum a leaf ({duration(base.seconds.median)})",
         loc="right", size=10.5, color=FAINT, pad=12,
     )  # fmt: skip
 
@@ -214,20 +214,7 @@ def _short(value: float) -> str:
     return f"{value:#.{2 if value < 0.995 else 3}g}".rstrip(".")
 
 
-def _duration(seconds: float) -> str:
-    """Seconds in the unit that suits them.
-
-    Examples:
-      >>> _duration(0.000123), _duration(0.0123), _duration(1.5)
-      ('123 µs', '12.3 ms', '1.50 s')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:#.3g}".rstrip(".") + f" {unit}"
-    return f"{seconds * 1e6:#.3g}".rstrip(".") + " µs"
-
-
-def _bare(axes: Axes) -> None:
+def bare(axes: Axes) -> None:
     """Only what carries data."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)

@@ -105,3 +105,16 @@ def spelled(nbytes: int) -> str:
         if nbytes >= size and (10 * nbytes) % size == 0:
             return f"{nbytes / size:g}{unit}"
     return f"{nbytes}B"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that suits them.
+
+    Examples:
+      >>> duration(0.000123), duration(0.0123), duration(1.5)
+      ('123 µs', '12.3 ms', '1.50 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:#.3g}".rstrip(".") + f" {unit}"
+    return f"{seconds * 1e6:#.3g}".rstrip(".") + " µs"

@@ -2,15 +2,13 @@
 
 import os
 import re
-import stat
-import sys
-import textwrap
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_compiler import ANSWER, stand_in
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcoll as jc
@@ -225,24 +223,6 @@ def test_options_reach_the_compiler_and_its_refusal_comes_back():
         jax.errors.JaxRuntimeError, match="cpu:1 .*No such compile option: 'xla_jax"
     ):
         compile_for(fun, (X,), {}, "cpu:1")
-
-
-def stand_in(tmp_path, monkeypatch, body):
-    """Let something else play the other process: a script that is given the folder."""
-    script = tmp_path / "python"
-    script.write_text(f"#!{sys.executable}\nimport sys, json, os, pathlib, subprocess, time\n"
-                      f"folder = pathlib.Path(sys.argv[-1])\n{textwrap.dedent(body)}")  # fmt: skip
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv(service.PYTHON, str(script))
-
-
-ANSWER = """
-    (folder / "compiled.txt").write_text("HloModule stand_in")
-    request = json.loads((folder / "request.json").read_text())
-    (folder / "answer.json").write_text(json.dumps({
-        "seconds": 1.0, "versions": {}, "device_kind": str(request["compiler_options"]),
-        "hosts": request["size"], "order": str(request["mesh_sizes"]), "memory": {}}))
-"""
 
 
 def test_another_environments_compiler_is_asked_with_everything_it_needs(tmp_path, monkeypatch):

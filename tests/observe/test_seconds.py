@@ -1,0 +1,50 @@
+"""What the cost model expects of a compiled collective."""
+
+import pytest
+
+from jaxcoll._observe.collective import KINDS, Collective, Operand
+from jaxcoll._observe.seconds import predicted
+from jaxcoll._plan.algorithms import stages
+from jaxcoll._plan.cost import Prices
+from jaxcoll._plan.presets import preset
+from jaxcoll._plan.world import World
+
+TWO_HOSTS = preset(World("gpu", (16,), processes=2, device_kind="NVIDIA H100", hosts=2))
+ALL, INNER, OUTER = (
+    (tuple(range(16)),),
+    (tuple(range(8)), tuple(range(8, 16))),
+    tuple((k, k + 8) for k in range(8)),
+)
+
+
+def seconds(kind, groups, size=1 << 24):
+    c = Collective(kind, "c", (Operand("f32", (size,)),), max(map(len, groups)), groups, "main")
+    return predicted(c, TWO_HOSTS)
+
+
+@pytest.mark.parametrize(
+    ("groups", "sizes", "over"),
+    [(ALL, (16,), (16,)), (INNER, (2, 8), (1, 8)), (OUTER, (2, 8), (2, 1))],
+    ids=["all", "inner", "outer"],
+)
+def test_an_all_reduce_costs_what_a_plan_says(groups, sizes, over):
+    cost = Prices(TWO_HOSTS, sizes).of(stages("native", 0, over), 4 << 24)
+    assert seconds("all-reduce", groups) == pytest.approx(cost.seconds + TWO_HOSTS.array)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_law_links_between_hosts_cost_more_and_so_do_more_bytes(kind):
+    pairs = {"near": ((0, 1),), "far": ((0, 8),)}
+    assert 0 < seconds(kind, pairs["near"]) < seconds(kind, pairs["far"])
+    assert seconds(kind, INNER) < seconds(kind, INNER, size=1 << 26)
+
+
+def test_a_reduce_scatter_and_an_all_gather_of_its_shard_cost_the_same_bytes():
+    whole, shard = 1 << 26, 1 << 22
+    parts = seconds("reduce-scatter", ALL, whole), seconds("all-gather", ALL, shard)
+    added = 15 / 16 * 4 * whole * TWO_HOSTS.reduce  # a gather adds nothing up
+    assert parts[0] == pytest.approx(parts[1] + added)
+
+
+def test_a_group_of_one_costs_nothing():
+    assert seconds("all-reduce", ((0,), (1,))) == 0.0
