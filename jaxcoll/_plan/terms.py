@@ -193,17 +193,7 @@ def parsed(text: str) -> dict[str, Any]:
             f"these cost terms cannot be read: expected JSON as a calibration writes it, but "
             f"{error}; {_AGAIN}."
         ) from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(
-            f"this is no file of cost terms: expected the format {FORMAT!r}, got {found!r}; "
-            f"{_AGAIN}."
-        )
-    if data.get("version") != VERSION:
-        raise ValueError(
-            f"these cost terms are of version {data.get('version')!r}, and this jaxcoll reads "
-            f"version {VERSION}: use the jaxcoll that wrote them, or {_AGAIN}."
-        )
+    _check_ours(data)
     return data
 
 
@@ -211,8 +201,10 @@ def terms_of(data: dict[str, Any]) -> Terms:
     """The terms whose `to_dict()` is `data`.
 
     Raises:
-      ValueError: something is missing, too much, or no number.
+      ValueError: it is not ours, of a newer version, or something is missing, too much, or no
+        number.
     """
+    _check_ours(data)
     given = {name: value for name, value in data.items() if name not in ("format", "version")}
     try:
         return Terms(
@@ -231,3 +223,17 @@ def terms_of(data: dict[str, Any]) -> Terms:
         raise ValueError(
             f"these cost terms are damaged: {type(error).__name__}: {error}; {_AGAIN}."
         ) from error
+
+
+def _check_ours(data: Any) -> None:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(
+            f"this is no file of cost terms: expected the format {FORMAT!r}, got {found!r}; "
+            f"{_AGAIN}."
+        )
+    if data.get("version") != VERSION:
+        raise ValueError(
+            f"these cost terms are of version {data.get('version')!r}, and this jaxcoll reads "
+            f"version {VERSION}: use the jaxcoll that wrote them, or {_AGAIN}."
+        )
