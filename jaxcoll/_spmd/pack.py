@@ -80,6 +80,8 @@ def unpack(
 def _cut(array: jax.Array, segments: Sequence[Segment], hidden_by: str | None) -> list[jax.Array]:
     """The pieces of a pack, one after another."""
     alike = Counter(s.size for s in segments)
+    if array.size > np.iinfo(np.int32).max:  # an offset that is data would not fit
+        hidden_by = None
     # Zero, as no compiler knows: the axis's index has no sign bit.
     zero = hidden_by and lax.shift_right_logical(
         _compat.as_invariant(lax.axis_index(hidden_by), (hidden_by,)), np.int32(31)

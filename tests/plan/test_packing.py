@@ -223,3 +223,11 @@ def test_E8_packs_are_of_one_dtype_and_the_limit_is_a_ceiling():
     shapes = [((2, 4, 4), "f4"), ((8,), "i4"), ((10, 10), "i8"), ((1,), "i4")]
     packs = plan_packs([leaf(shape, dtype) for shape, dtype in shapes], BytesPerPack(200))
     assert [[s.leaf for s in p.segments] for p in packs] == [[0], [1, 3], [2]]
+
+
+def test_a_pack_too_long_for_offsets_of_32_bits_is_cut_by_static_slices():
+    leaves = [leaf((1 << 30,), np.float16)] * 3
+    packs = plan_packs(leaves, BytesPerPack(1 << 40))
+    packed = [jax.ShapeDtypeStruct((3 << 30,), np.float16)]
+    cut = jax.eval_shape(lambda p: unpack(p, packs, leaves, one_kernel_a_shape="data"), packed)
+    assert [piece.shape for piece in cut] == [(1 << 30,)] * 3
