@@ -97,3 +97,9 @@ def test_modules(tmp_path):
         strict=True,
     ):  # fmt: skip
         assert words in line
+
+
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_a_place_that_cannot_be_written_is_named_before_anything_is_read(flag, tmp_path, capsys):
+    assert main(["inspect", "no such file.hlo", flag, str(tmp_path)]) == 2
+    assert f"{flag}: cannot write {tmp_path} (it is a folder)" in capsys.readouterr().err

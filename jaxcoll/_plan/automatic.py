@@ -141,7 +141,7 @@ def algorithms_for(world: World) -> tuple[str, ...]:
     slower than a shuffle, nor a shuffle than a ring (docs/performance.md); elsewhere the
     backend's library chooses among its own. They need one axis, and all axes mapped.
     """
-    if not is_gloo(world) or len(world.sizes) > 1 or world.partly_mapped:
+    if not world.over_gloo or len(world.sizes) > 1 or world.partly_mapped:
         return ("native",)
     in_pairs = world.replicas.bit_count() == 1
     return ("native", "halving_doubling" if in_pairs else "shuffle")
@@ -153,17 +153,12 @@ def rules_for(world: World) -> tuple[PackingRule, ...]:
     Within one process, and on accelerators, the compiler combines all-reduces by itself, and a
     copy of ours would be a second one.
     """
-    return RULES if is_gloo(world) else (Unpacked(),)
-
-
-def is_gloo(world: World) -> bool:
-    """Whether Gloo carries what leaves a device."""
-    return world.platform == "cpu" and world.processes > 1
+    return RULES if world.over_gloo else (Unpacked(),)
 
 
 def usual(world: World) -> PackingRule:
     """How to pack what no cost model speaks of."""
-    return BytesPerPack(16 * MiB, 2 * MiB) if is_gloo(world) else Unpacked()
+    return BytesPerPack(16 * MiB, 2 * MiB) if world.over_gloo else Unpacked()
 
 
 def _seconds(name: str, pack: Pack, prices: Prices) -> float:

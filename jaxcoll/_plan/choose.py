@@ -97,7 +97,7 @@ def _carried(asked: str, options: CommunicationOptions, world: World) -> tuple[s
     carrier = {
         "gpu": "NCCL (RCCL on AMD)",
         "tpu": "the TPU interconnect",
-        "cpu": "Gloo" if world.processes > 1 else "memory shared by the devices of this process",
+        "cpu": "Gloo" if world.over_gloo else "memory shared by the devices of this process",
     }.get(world.platform, f"the {world.platform} backend")
     if asked == "native":
         if options.implementation is CommunicationImplementation.NCCL and world.platform != "gpu":

@@ -18,7 +18,6 @@ from jaxcoll._plan.automatic import (
     Way,
     algorithms_for,
     fastest,
-    is_gloo,
     priced,
     rules_for,
     said,
@@ -285,7 +284,7 @@ def _why(
     world: World,
 ) -> str:
     """Why an automatic packing is the one it is."""
-    if not is_gloo(world):
+    if not world.over_gloo:
         return (
             "packs: none, because inside one process and on accelerators the compiler combines "
             "all-reduces itself and a copy would only cost time"

@@ -44,7 +44,7 @@ class Key:
           >>> str(Key.of(World("cpu", (2, 4), processes=2)))
           'gloo, 8 replicas, 2 processes, 1 host'
         """
-        backend = {"gpu": "nccl", "cpu": "gloo" if world.processes > 1 else "memory"}
+        backend = {"gpu": "nccl", "cpu": "gloo" if world.over_gloo else "memory"}
         return cls(
             backend.get(world.platform, world.platform),
             world.device_kind,

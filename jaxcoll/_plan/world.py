@@ -31,6 +31,11 @@ class World:
         """Devices along the reduced axes together."""
         return math.prod(self.sizes)
 
+    @property
+    def over_gloo(self) -> bool:
+        """Whether Gloo carries what leaves a device: CPU devices of several processes."""
+        return self.platform == "cpu" and self.processes > 1
+
     def __str__(self) -> str:
         where = f"{self.processes} processes" if self.processes > 1 else "one process"
         return f"{' × '.join(map(str, self.sizes))} × {self.platform}, {where}"

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
-import os
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
 import jaxcoll as jc
 from jaxcoll.bench.devices import SIMULATED, devices_of
+from jaxcoll.bench.files import check_writable, replacing
 
 _NEEDS = {"rich": "rich", "matplotlib": "matplotlib", "optax": "optax", "sklearn": "scikit-learn"}
 
@@ -83,11 +80,11 @@ def run(args: argparse.Namespace) -> int:
     jax.config.update("jax_default_matmul_precision", "highest")
     with progress_bars(devices, steps) as progress:
         outcome = demonstrate(devices, steps, args.seed, options, progress)
-    with _replacing(_picture(args)) as partial:
+    with replacing(_picture(args)) as partial:
         draw(outcome, partial)
     if args.json is not None:
         figures = {**outcome.to_dict(), "picture": str(_picture(args))}
-        with _replacing(args.json) as partial:
+        with replacing(args.json) as partial:
             partial.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     show(outcome, _picture(args))
     for shortfall in outcome.shortfalls():
@@ -113,7 +110,8 @@ def _checked(
             "device needs one in each step."
         )
     for flag, file in (("--out", _picture(args)), ("--json", args.json)):
-        _check_writable(flag, file)
+        if file is not None:
+            check_writable(flag, file)
     return steps, options, devices_of(args.platform, args.devices)
 
 
@@ -128,30 +126,3 @@ def _check_extras() -> None:
             f"needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
             "installed: pip install 'jaxcoll[cli,train]'"
         )
-
-
-def _check_writable(flag: str, file: Path | None) -> None:
-    try:
-        if file is not None:
-            with _replacing(file):
-                pass
-    except OSError as error:
-        raise ValueError(
-            f"{flag}: cannot write {file} ({error.strerror}); name a place that can be written."
-        ) from error
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A file to write beside `path`, which takes its place if something was written in the end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.suffix)
-    os.close(handle)
-    partial = Path(name)
-    try:
-        yield partial
-        if partial.stat().st_size:
-            partial.chmod(0o644)
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxcoll._observe.report import Report, report_of
+from jaxcoll.bench.files import check_writable, replacing
 
 EPILOG = """\
 TARGET is a file of HLO text, as `compiled.as_text()` returns it; or module:name. The name is a
@@ -48,12 +49,18 @@ def run(args: argparse.Namespace) -> int:
     Returns:
       The exit status: 0, or 2 with one line on standard error.
     """
+    file = Path(args.json) if args.json and args.json != "-" else None
     try:
+        for flag, path in (("--json", file), ("--plot", args.plot)):
+            if path:
+                check_writable(flag, path)
         report = _report(args)
         if args.plot:
-            report.plot(args.plot)
-        if args.json and args.json != "-":
-            Path(args.json).write_text(report.to_json() + "\n", encoding="utf-8")
+            with replacing(args.plot) as partial:
+                report.plot(partial)
+        if file:
+            with replacing(file) as partial:
+                partial.write_text(report.to_json() + "\n", encoding="utf-8")
     except (ValueError, OSError, ImportError) as error:
         print(f"jaxcoll inspect: {_one_line(error)}", file=sys.stderr)
         return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import json
 import os
@@ -23,7 +24,7 @@ Entry = tuple[str, ...]
 """Names of contestants, of which the fastest takes part."""
 
 
-class Team:
+class Team(abc.ABC):
     """Ranks of one library that are told the same at the same time.
 
     Attributes:
@@ -40,9 +41,9 @@ class Team:
         self.entries = tuple(entries)
         self.world = world
 
+    @abc.abstractmethod
     def do(self, what: str, **arguments: Any) -> list[Any]:
         """Have each rank carry out a method of `Rank`; returns the answers in rank order."""
-        raise NotImplementedError
 
 
 class Here(Team):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import json
 import os
 import sys
@@ -10,35 +11,35 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Rank:
+class Rank(abc.ABC):
     """What a library has to offer in order to be measured; all ranks are asked the same."""
 
+    @abc.abstractmethod
     def world(self) -> dict[str, Any]:
         """Number of `devices` and `processes`, `platform`, and `library` with its version."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def prepare(self, leaves: list[dict[str, Any]], reduce_op: str) -> None:
         """Hold the values of a tree, given by its leaves' `shape` and `dtype`, and no other."""
-        raise NotImplementedError
 
     def compile(self, name: str) -> float | None:
         """Build the program of a contestant from nothing; returns seconds. None: there is none."""
         return None
 
+    @abc.abstractmethod
     def describe(self, name: str) -> dict[str, Any]:
         """Carry it out once: its largest `error`, and what the library can tell about it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks."""
-        raise NotImplementedError
 
-    def reset(self, name: str) -> None:
+    def reset(self, name: str) -> None:  # noqa: B027 most overwrite nothing
         """Bring back what `call` overwrites; not timed."""
 
+    @abc.abstractmethod
     def call(self, name: str) -> None:
         """Carry it out, and wait for its result."""
-        raise NotImplementedError
 
     def cpu_seconds(self) -> float:
         """User and system time of this process so far, all threads."""
