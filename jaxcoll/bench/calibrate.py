@@ -36,6 +36,7 @@ _LEFT_OUT = {
     "rounds": 20,
     "against": "",
     "plot": None,
+    "overlap": None,
 }
 """Flags that say what else to measure, as they are when nobody gives them."""
 

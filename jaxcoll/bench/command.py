@@ -52,6 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of two for several devices on each of several processes; @4MiB or @all behind one says "
         f"how large its packs are (default: auto); {BASELINE} and its A/A twin always take part",
     )
+    how.add_argument(
+        "--overlap",
+        type=int,
+        metavar="N",
+        help="reduce each tree by N programs, dispatched one by one while the host sleeps in the "
+        "place of an accelerator's backward pass, and measure what of it a step waits for",
+    )
     how.add_argument("--rounds", type=int, default=20, help="timed rounds (default: 20)")
     where = parser.add_argument_group("where")
     where.add_argument(
@@ -117,6 +124,11 @@ def _run(args: argparse.Namespace) -> int:
         calibrate.run(args)
         return 0
     workloads, names = _checked(args)
+    if args.overlap is not None:
+        from jaxcoll.bench import overlap
+
+        overlap.run(args, workloads, names[-1])
+        return 0
     from jaxcoll.bench.all_reduce import measure, steps
     from jaxcoll.bench.table import progress_bar, show
     from jaxcoll.bench.worlds import is_first, teams_of

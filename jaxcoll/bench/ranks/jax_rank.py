@@ -110,6 +110,28 @@ class JaxRank(Rank):
         arrays = self._arrays[self._parts[name]] if name in self._parts else self._arrays
         jax.block_until_ready(self._compiled[name](arrays))
 
+    def pipelined(self, names: list[str], compute: float, *, send: bool) -> float:
+        """Dispatch contestants one by one, each after its part of a backward pass.
+
+        Args:
+          names: in the order in which their gradients are ready.
+          compute: seconds of the whole backward pass, which the host sleeps for.
+          send: whether anything is dispatched at all.
+
+        Returns:
+          Seconds until the last result is there.
+        """
+        self.barrier()
+        start = time.perf_counter()
+        results = []
+        for name in names:
+            if compute:
+                time.sleep(compute / len(names))
+            if send:
+                results.append(self._compiled[name](self._arrays[self._parts[name]]))
+        jax.block_until_ready(results)
+        return time.perf_counter() - start
+
     def costs(self) -> dict[str, Any]:
         """What a calibration starts from, and is kept by; the same on ranks that are alike."""
         world = self._world()

@@ -1,0 +1,219 @@
+"""`jaxcoll bench --overlap N`: how much of an exchange in N programs a step has to wait for.
+
+A backward pass on an accelerator leaves the host's cores alone, so it is a sleep here: after each
+N-th of it one more part of the gradients is ready, and its reduction is dispatched. XLA's CPU
+runtime runs what is dispatched beside the host, while within one program it waits for each
+collective.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jaxcoll.bench.files import check_writable, replacing
+from jaxcoll.bench.spelling import BASELINE
+from jaxcoll.bench.teams import Team
+from jaxcoll.bench.timing import Estimate, estimate, interleaved
+from jaxcoll.bench.trees import Workload
+
+WARM = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlapped:
+    """What came out; seconds are those of the slowest rank.
+
+    Attributes:
+      workload: name of the tree.
+      bytes: of the tree.
+      processes: that exchange it.
+      parts: programs that reduce it.
+      algorithm: of all of them, as on the command line.
+      communication: seconds of the programs alone, one dispatched right after the other.
+      compute: seconds of the sleeps alone, asked to be as long.
+      step: seconds of both.
+      exposed: (step - compute) / communication, by rounds.
+      twin: communication over itself, measured again in the same rounds.
+    """
+
+    workload: str
+    bytes: int
+    processes: int
+    parts: int
+    algorithm: str
+    communication: Estimate
+    compute: Estimate
+    step: Estimate
+    exposed: Estimate
+    twin: Estimate
+
+
+def parts_of(workload: Workload, count: int) -> list[tuple[int, int]]:
+    """Ranges of neighbouring leaves, at most `count`, of sizes as even as whole leaves allow.
+
+    Examples:
+      >>> import jax
+      >>> leaves = tuple(jax.ShapeDtypeStruct((n,), "float32") for n in (4, 1, 1, 2, 8))
+      >>> parts_of(Workload("tree", leaves), 3)
+      [(0, 2), (2, 4), (4, 5)]
+    """
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in workload.leaves]
+    total, seen, stops = sum(sizes), 0, [0]
+    for k, size in enumerate(sizes):
+        if seen + size / 2 > total * len(stops) / count and k > stops[-1]:
+            stops.append(k)
+        seen += size
+    return list(zip(stops, [*stops[1:], len(sizes)], strict=True))
+
+
+def measure(
+    workload: Workload,
+    team: Team,
+    *,
+    parts: int,
+    algorithm: str,
+    rounds: int,
+    progress: Callable[[str], None],
+) -> Overlapped:
+    """Measure the exchange of one tree.
+
+    Args:
+      workload: the tree.
+      team: of JAX.
+      parts: programs to reduce it with.
+      algorithm: as on the command line.
+      rounds: timed ones.
+      progress: told what is being done, at most `parts + WARM + rounds + 1` times.
+
+    Raises:
+      LaunchError: a rank failed.
+    """
+    progress("values")
+    leaves = [{"shape": x.shape, "dtype": x.dtype.name} for x in workload.leaves]
+    team.do("prepare", leaves=leaves, reduce_op="mean")
+    terms = team.do("costs")[0]["usual"]
+    names = []
+    for first, stop in parts_of(workload, parts):
+        names.append(f"leaves {first} to {stop - 1}")
+        progress(f"build {names[-1]}")
+        team.do("build", name=names[-1], algorithm=algorithm, first=first, stop=stop, terms=terms)
+
+    def seconds(compute: float, *, send: bool = True) -> float:
+        return max(team.do("pipelined", names=names, compute=compute, send=send))
+
+    slept = 0.0
+    for _ in range(WARM):
+        progress("warm up")
+        slept = seconds(0.0)
+    turns = {
+        "communication": lambda: seconds(0.0),
+        "compute": lambda: seconds(slept, send=False),
+        "step": lambda: seconds(slept),
+        "twin": lambda: seconds(0.0),
+    }
+    found = []
+    for measured in interleaved(turns, rounds):
+        progress(f"measure, round {len(found) + 1} of {rounds}")
+        found.append(measured)
+        slept = measured["communication"]  # a step that computes for as long as it communicates
+    of = {name: [measured[name] for measured in found] for name in turns}
+    waited = [step - compute for step, compute in zip(of["step"], of["compute"], strict=True)]
+    return Overlapped(
+        workload=workload.name,
+        bytes=workload.nbytes,
+        processes=team.world["processes"],
+        parts=len(names),
+        algorithm=algorithm,
+        communication=estimate(of["communication"]),
+        compute=estimate(of["compute"]),
+        step=estimate(of["step"]),
+        exposed=_share(waited, of["communication"]),
+        twin=_share(of["twin"], of["communication"]),
+    )
+
+
+def _share(part: Sequence[float], whole: Sequence[float]) -> Estimate:
+    return estimate([a / b for a, b in zip(part, whole, strict=True)])
+
+
+def run(args: argparse.Namespace, workloads: list[Workload], algorithm: str) -> None:
+    """Measure what the flags ask for; show and write it.
+
+    Raises:
+      ValueError: the flags ask for what cannot be measured.
+    """
+    from jaxcoll.bench.table import progress_bar
+    from jaxcoll.bench.worlds import is_first, teams_of
+
+    _check(args)
+    found = []
+    with teams_of(args, [(BASELINE,)]) as teams:
+        shown = is_first(teams)
+        steps = len(workloads) * (args.overlap + WARM + args.rounds + 1)
+        with progress_bar(steps, shown=shown) as progress:
+            for workload in workloads:
+                found.append(
+                    measure(
+                        workload,
+                        teams[0],
+                        parts=args.overlap,
+                        algorithm=algorithm,
+                        rounds=args.rounds,
+                        progress=lambda words, name=workload.name: progress(f"{name}: {words}"),
+                    )
+                )
+    if not shown:
+        return
+    _show(found, to_stderr=args.json == "-")
+    lines = "".join(json.dumps(dataclasses.asdict(each)) + "\n" for each in found)
+    if args.json == "-":
+        sys.stdout.write(lines)
+    elif args.json:
+        with replacing(Path(args.json)) as partial:
+            partial.write_text(lines, encoding="utf-8")
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.overlap < 1:
+        raise ValueError(f"--overlap must be at least 1 program; got {args.overlap}.")
+    for flag in ("against", "plot", "sizes"):
+        if getattr(args, flag):
+            raise ValueError(f"--overlap measures trees, beside themselves: leave --{flag} out.")
+    if args.json not in (None, "-"):
+        check_writable("--json", Path(args.json))
+
+
+def _show(found: list[Overlapped], *, to_stderr: bool) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from jaxcoll.bench.table import WIDTH
+
+    console = Console(stderr=to_stderr, highlight=False)
+    if console.width < WIDTH:
+        console = Console(stderr=to_stderr, highlight=False, width=WIDTH)
+    table = Table(
+        title=f"overlap over {found[0].processes} processes, by {found[0].algorithm}: "
+        "medians [95 %], compute is a sleep",
+        title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+    )  # fmt: skip
+    for column in ("tree", "MB", "programs", "communication ms", "compute ms", "step ms"):
+        table.add_column(column, justify="left" if column == "tree" else "right")
+    table.add_column("exposed", justify="right")
+    table.add_column("A/A", justify="right")
+    for each in found:
+        milliseconds = [_ms(x) for x in (each.communication, each.compute, each.step)]
+        cells = [each.workload, f"{each.bytes / 1e6:,.1f}", str(each.parts), *milliseconds]
+        table.add_row(*cells, str(each.exposed), str(each.twin))
+    console.print(table)
+    console.print("[dim]exposed: (step - compute) ÷ communication, paired by round[/]")
+
+
+def _ms(seconds: Estimate) -> str:
+    return f"{seconds.median * 1e3:,.0f}"

@@ -1,0 +1,93 @@
+"""`jaxcoll bench --overlap`: what of an exchange a step waits for."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxcoll.bench.overlap import measure, parts_of
+from jaxcoll.bench.teams import Team
+from jaxcoll.bench.trees import Workload
+from jaxcoll.cli import main
+
+
+class Machine(Team):
+    """Communication takes 8 ms, of which a step waits for two; one rank is faster."""
+
+    def __init__(self):
+        super().__init__([], {"processes": 4})
+        self.built = []
+
+    def do(self, what, **arguments):
+        if what == "costs":
+            return [{"usual": {}}] * 2
+        if what == "build":
+            self.built.append((arguments["first"], arguments["stop"]))
+        if what == "pipelined":
+            assert len(arguments["names"]) == len(self.built)
+            waits = 0.002 if arguments["compute"] else 0.008
+            seconds = arguments["compute"] + waits * arguments["send"]
+            return [seconds, seconds / 2]
+        return [None, None]
+
+
+def tree(*sizes):
+    return Workload("tree", tuple(jax.ShapeDtypeStruct((n,), "float32") for n in sizes))
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 12))
+def test_every_leaf_is_in_one_part_and_no_part_is_larger_than_an_even_share_and_a_leaf(
+    sizes, count
+):
+    parts = parts_of(tree(*sizes), count)
+    assert [i for first, stop in parts for i in range(first, stop)] == list(range(len(sizes)))
+    assert len(parts) <= count
+    assert all(first < stop for first, stop in parts)
+    even = sum(sizes) / count
+    assert all(sum(sizes[first:stop]) <= even + 2 * max(sizes) for first, stop in parts)
+
+
+def test_what_is_exposed_is_what_the_step_takes_beside_the_computation():
+    machine, words = Machine(), []
+    found = measure(
+        tree(*[10] * 8), machine, parts=4, algorithm="auto", rounds=5, progress=words.append
+    )
+    assert machine.built == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert found.exposed.median == pytest.approx(0.25)
+    assert found.communication.median == pytest.approx(0.008)
+    assert found.compute.median == pytest.approx(0.008), "as long as the communication"
+    assert found.twin.median == 1
+    assert len(words) <= 4 + 3 + 5 + 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--overlap", "0"], "--overlap must be at least 1 program; got 0"),
+        (["--overlap", "2", "--sizes", "1KiB"], "leave --sizes out"),
+        (["--overlap", "2", "--plot", "a.png"], "leave --plot out"),
+        (["--overlap", "2", "--calibrate"], "leave --overlap out"),
+    ],
+)
+def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
+    assert main(["bench", *flags]) == 2
+    printed, complaint = capsys.readouterr()
+    assert printed == ""
+    assert words in complaint
+
+
+@pytest.mark.processes
+def test_over_two_processes(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxcoll", "bench", "--processes", "2", "--tree", "200x1KiB",
+         "--overlap", "3", "--rounds", "2", "--json", "-"],
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = map(json.loads, done.stdout.splitlines())
+    assert (line["processes"], line["parts"], line["bytes"]) == (2, 3, 204800)
+    assert "exposed" in done.stderr
