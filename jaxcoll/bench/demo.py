@@ -6,7 +6,9 @@ import argparse
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -17,15 +19,23 @@ from jaxcoll.bench.files import check_writable, replacing
 _NEEDS = {"rich": "rich", "matplotlib": "matplotlib", "optax": "optax", "sklearn": "scikit-learn"}
 
 EPILOG = """\
-The exit status is 0; 1 when the trained parameters differ from one device's by more than 1e-4,
-or when the default number of steps (or more) does not reach a test accuracy of 0.96; 2 when the
-flags cannot be met.
+digits: a small network on handwritten digits, and the parameters beside those of one device.
+gpt: a small GPT on the source of Python's standard library, in every way to exchange gradients, and
+each loss curve beside that of one device.
+
+The exit status is 0; 1 when parameters (digits) or losses (gpt) differ from one device's by more
+than 1e-4, or when the default number of steps (or more) does not reach a test accuracy of 0.96; 2
+when the flags cannot be met.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "what", choices=["digits", "gpt"], nargs="?", default="digits", help="default: digits"
+    )
     parser.add_argument(
         "--platform",
         choices=["cpu", "gpu", "tpu", "auto"],
@@ -39,15 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"how many (default: {SIMULATED} simulated ones, or all accelerators)",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="updates of the parameters (default: 600)"
+        "--steps", type=int, metavar="N", help="updates of the parameters (default: 600, gpt 100)"
     )
     parser.add_argument(
         "--bytes-per-pack",
         type=int,
         default=0,
         metavar="N",
-        help="close a pack of gradients before it exceeds N bytes (default: decided automatically)",
+        help="digits: close a pack of gradients before it exceeds N bytes (default: decided "
+        "automatically)",
     )
+    parser.add_argument("--modes", metavar="LIST", help="gpt: some of the ways (default: all)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument(
@@ -65,58 +77,77 @@ def run(args: argparse.Namespace) -> int:
     Returns:
       The exit status; see `EPILOG`.
     """
+    picture = args.out / ("demo.png" if args.what == "digits" else f"{args.what}.png")
     try:
         _check_extras()
-        steps, options, devices = _checked(args)
+        # An accelerator may round the factors of a matrix product to fewer bits, and would do so
+        # differently for a share of the batch than for all of it.
+        jax.config.update("jax_default_matmul_precision", "highest")
+        _check(args, picture)
+        demonstrated = _digits(args) if args.what == "digits" else _gpt(args)
     except ValueError as error:
         print(f"jaxcoll demo: {error}", file=sys.stderr)
         return 2
-    from jaxcoll.bench.demo_report import progress_bars, show
-    from jaxcoll.bench.demonstration import demonstrate
-    from jaxcoll.bench.picture import draw
-
-    # An accelerator may round the factors of a matrix product to fewer bits, and would do so
-    # differently for a share of the batch than for all of it.
-    jax.config.update("jax_default_matmul_precision", "highest")
-    with progress_bars(devices, steps) as progress:
-        outcome = demonstrate(devices, steps, args.seed, options, progress)
-    with replacing(_picture(args)) as partial:
+    outcome, draw, show = demonstrated
+    with replacing(picture) as partial:
         draw(outcome, partial)
     if args.json is not None:
-        figures = {**outcome.to_dict(), "picture": str(_picture(args))}
+        figures = {**outcome.to_dict(), "picture": str(picture)}
         with replacing(args.json) as partial:
             partial.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    show(outcome, _picture(args))
+    show(outcome, picture)
     for shortfall in outcome.shortfalls():
         print(f"jaxcoll demo: {shortfall}", file=sys.stderr)
     return 1 if outcome.shortfalls() else 0
 
 
-def _checked(
-    args: argparse.Namespace,
-) -> tuple[int, jc.CommunicationOptions, list[jax.Device]]:
-    """What the flags ask for: everything that can be refused is refused before the work."""
-    from jaxcoll.bench.demonstration import STEPS
-    from jaxcoll.bench.digits import TRAINING_IMAGES
-
-    steps = STEPS if args.steps is None else args.steps
-    for flag, value, least in (("--steps", steps, 1), ("--seed", args.seed, 0)):
-        if value < least:
+def _check(args: argparse.Namespace, picture: Path) -> None:
+    """Refuse what can be refused before the work."""
+    for flag, value, least in (("--steps", args.steps, 1), ("--seed", args.seed, 0)):
+        if value is not None and value < least:
             raise ValueError(f"{flag} must be at least {least}; got {value}.")
-    options = jc.CommunicationOptions(bytes_per_pack=args.bytes_per_pack)
+    for flag, file in (("--out", picture), ("--json", args.json)):
+        if file is not None:
+            check_writable(flag, file)
+
+
+def _digits(args: argparse.Namespace) -> tuple[Any, Callable[..., None], Callable[..., None]]:
+    """The outcome, what draws it, and what shows it."""
+    from jaxcoll.bench.demo_report import progress_bars, show
+    from jaxcoll.bench.demonstration import STEPS, demonstrate
+    from jaxcoll.bench.digits import TRAINING_IMAGES
+    from jaxcoll.bench.picture import draw
+
+    if args.modes is not None:
+        raise ValueError("--modes is for gpt; leave it out.")
     if args.devices is not None and args.devices > TRAINING_IMAGES:
         raise ValueError(
             f"--devices {args.devices}: there are {TRAINING_IMAGES} images to train on, and each "
             "device needs one in each step."
         )
-    for flag, file in (("--out", _picture(args)), ("--json", args.json)):
-        if file is not None:
-            check_writable(flag, file)
-    return steps, options, devices_of(args.platform, args.devices)
+    steps = STEPS if args.steps is None else args.steps
+    options = jc.CommunicationOptions(bytes_per_pack=args.bytes_per_pack)
+    devices = devices_of(args.platform, args.devices)
+    with progress_bars(devices, steps) as progress:
+        outcome = demonstrate(devices, steps, args.seed, options, progress)
+    return outcome, draw, show
 
 
-def _picture(args: argparse.Namespace) -> Path:
-    return args.out / "demo.png"
+def _gpt(args: argparse.Namespace) -> tuple[Any, Callable[..., None], Callable[..., None]]:
+    """Likewise."""
+    from jaxcoll.bench.gpt_demo import STEPS, demonstrate
+    from jaxcoll.bench.gpt_picture import draw
+    from jaxcoll.bench.gpt_report import progress_bars, show
+    from jaxcoll.bench.gpt_training import modes_of
+
+    if args.bytes_per_pack:
+        raise ValueError("--bytes-per-pack is for digits; leave it out.")
+    modes = modes_of(args.modes)
+    steps = STEPS if args.steps is None else args.steps
+    devices = devices_of(args.platform, args.devices)
+    with progress_bars(devices, list(modes), steps) as progress:
+        outcome = demonstrate(devices, modes, steps, args.seed, progress)
+    return outcome, draw, show
 
 
 def _check_extras() -> None:

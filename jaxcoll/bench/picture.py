@@ -35,7 +35,7 @@ def draw(outcome: Outcome, path: Path) -> None:
         0.863,
         f"UCI handwritten digits, {counted(outcome.steps, 'step')} of {outcome.batch_size} images. "
         f"{outcome.accuracy:.1%} of the test images are read correctly; the parameters differ "
-        f"from one device's by {_power(outcome.difference)}.",
+        f"from one device's by {power(outcome.difference)}.",
         size=11,
         color=FAINT,
     )
@@ -52,9 +52,9 @@ def _losses(axes: Axes, outcome: Outcome) -> None:
     steps = np.arange(1, outcome.steps + 1)
     many, one = (np.array(t.losses) for t in (outcome.training, outcome.reference))
     axes.semilogy(steps, many, color=LINE, linewidth=1)
-    axes.semilogy(steps, _smooth(many), color=MANY, linewidth=6, solid_capstyle="round")
-    axes.semilogy(steps, _smooth(one), color=ONE, linewidth=1.8)
-    _bare(axes)
+    axes.semilogy(steps, smooth(many), color=MANY, linewidth=6, solid_capstyle="round")
+    axes.semilogy(steps, smooth(one), color=ONE, linewidth=1.8)
+    bare(axes)
     axes.grid(axis="y", which="major", color=LINE, linewidth=0.8, zorder=0)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
@@ -71,7 +71,7 @@ def _losses(axes: Axes, outcome: Outcome) -> None:
         axes.text(x, 1.04, label, size=11.5, weight="bold", color=color, **above)
 
 
-def _smooth(losses: np.ndarray) -> np.ndarray:
+def smooth(losses: np.ndarray) -> np.ndarray:
     """A running geometric mean over a twentieth of the steps, over fewer at the ends."""
     window = np.ones(2 * (len(losses) // 40) + 1)
     total, count = (np.convolve(x, window, "same") for x in (np.log(losses), np.ones(len(losses))))
@@ -167,14 +167,15 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 1024:.1f} KiB" if nbytes < 1 << 20 else f"{nbytes / (1 << 20):.1f} MiB"
 
 
-def _power(value: float) -> str:
+def power(value: float) -> str:
+    """A number as a power of ten, for matplotlib."""
     if not value:
         return "nothing"
     mantissa, exponent = f"{value:.0e}".split("e")
     return f"${mantissa}\\cdot 10^{{{int(exponent)}}}$"
 
 
-def _bare(axes: Axes) -> None:
+def bare(axes: Axes) -> None:
     """Only what carries data."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
