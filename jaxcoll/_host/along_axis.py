@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoll._host.copies import of_here
 from jaxcoll._host.cross_device_ops import CrossDeviceOps
+from jaxcoll._host.mesh import span_processes
 from jaxcoll._host.uneven import check_parts, parts_of
 from jaxcoll._host.values import DistributedValues, PerReplica, rows_over
 from jaxcoll._plan.leaves import check_reducible, where
@@ -43,7 +45,7 @@ def reduce_along(
       options: what carries the sums from replica to replica.
 
     Returns:
-      The plain value, on the first device.
+      The plain value, on the first device; of several processes, on each one's own.
 
     Raises:
       ValueError: there is no such dimension, or the parts do not fit together.
@@ -53,11 +55,12 @@ def reduce_along(
         sums, counts = _sums_of_rows(reduce_op, value, axis)
     else:
         sums, counts = _sums_of_parts(reduce_op, value, axis, devices)
-    total = ops.reduce(ReduceOp.SUM, sums, devices[0], options)
+    wanted = sums if span_processes(devices) else devices[0]
+    total = of_here(ops.reduce(ReduceOp.SUM, sums, wanted, options))
     if reduce_op is ReduceOp.SUM:
         return total
     part = value.tree if isinstance(value, DistributedValues) else value[0]
-    return jax.tree.map(_divided, total, counts, part)
+    return jax.tree.map(divided, total, counts, part)
 
 
 def _sums_of_rows(reduce_op: ReduceOp, value: Any, axis: Any) -> tuple[Any, Any]:
@@ -73,11 +76,11 @@ def _sums_of_rows(reduce_op: ReduceOp, value: Any, axis: Any) -> tuple[Any, Any]
                 "Reduce it with axis None, or make it an array with `to_dense` first."
             )
         check_reducible(name, leaf.dtype)
-        found = _dimensions(axis, leaf.shape[shift:], name)
+        found = dimensions_of(axis, leaf.shape[shift:], name)
         axes.append(tuple(k + shift for k in found))
         counts.append(len(value) * math.prod(leaf.shape[k + shift] for k in found))
     sharding = rows_over(value.devices) if shift else None
-    program = _local_sums(reduce_op, tuple(axes), sharding)
+    program = local_sums(reduce_op, tuple(axes), sharding)
     sums = treedef.unflatten(program([leaf for _, leaf in flat]))
     return type(value).of(sums), treedef.unflatten(counts)
 
@@ -87,16 +90,21 @@ def _sums_of_parts(
 ) -> tuple[PerReplica, int]:
     parts = parts_of("reduce", value, len(devices))
     check_reducible("", parts[0].dtype)
-    axes = _dimensions(axis, parts[0].shape, "")
+    axes = dimensions_of(axis, parts[0].shape, "")
     check_parts("reduce", parts, axes)
-    program = _local_sums(reduce_op, (axes,), None)
+    program = local_sums(reduce_op, (axes,), None)
     moved = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
     sums = [program([part])[0] for part in moved]
     count = sum(math.prod(part.shape[k] for k in axes) for part in parts)
     return PerReplica(sums, devices=devices), count
 
 
-def _dimensions(axis: Any, shape: Sequence[int], path: str) -> tuple[int, ...]:
+def dimensions_of(axis: Any, shape: Sequence[int], path: str) -> tuple[int, ...]:
+    """The dimensions that `axis` names, counted from the first.
+
+    Raises:
+      ValueError: there is no such dimension, none is named, or one twice.
+    """
     who = f"`reduce`: {where(path)}"
     axes = axis if isinstance(axis, tuple | list) else [axis]
     found = tuple(dimension(k, shape, who) for k in axes)
@@ -106,7 +114,7 @@ def _dimensions(axis: Any, shape: Sequence[int], path: str) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _local_sums(
+def local_sums(
     reduce_op: ReduceOp, axes: tuple[tuple[int, ...], ...], sharding: Any
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
     """The sums of arrays along dimensions of their own, in the type in which a mean is made."""
@@ -132,5 +140,6 @@ def _wide(array: Any) -> np.dtype:
     return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
 
-def _divided(total: jax.Array, count: int, part: Any) -> jax.Array:
+def divided(total: jax.Array, count: int, part: Any) -> jax.Array:
+    """The mean that has this sum, in the type of the mean of such a part."""
     return (total / count).astype(_mean_dtype(part))

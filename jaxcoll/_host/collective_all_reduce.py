@@ -23,13 +23,13 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
 
     Args:
       devices: this worker's devices, or device strings.
-      group_size: devices of all workers together; of one worker, all there are here, the number
-        of `devices`.
+      group_size: devices of all workers together: the number of `devices`, or, with several
+        processes, the number of all devices.
       options: defaults for every call.
 
     Raises:
       ValueError: `devices` are none or repeat; `group_size` is no multiple of their number, or
-        one that takes several workers. On a call: a value that lies on other devices.
+        takes more workers than there are. On a call: a value that lies on other devices.
 
     Examples:
       >>> import jax
@@ -58,11 +58,7 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
                 f"that every worker has as many; got {group_size!r}."
             )
         if group_size > count:
-            raise ValueError(
-                f"`group_size` {group_size} takes {group_size // count} workers of {count} "
-                f"devices, but a group spans one process here: pass group_size={count}, or all "
-                f"{group_size} devices."
-            )
+            self._devices = _of_all_workers(self._devices, int(group_size))
         self._options = checked(options)
         self._said = {"devices": list(map(str, found)), "group_size": int(group_size)}
         self._said |= {"options": self._options} if options else {}
@@ -71,6 +67,24 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
         check_same_devices(type(self).__name__, devices, self._devices)
         mesh, _ = super()._arranged(self._devices)
         return mesh, (Route(),)
+
+
+def _of_all_workers(devices: tuple[jax.Device, ...], group_size: int) -> tuple[jax.Device, ...]:
+    """The devices of all processes, where those of this one are given.
+
+    Raises:
+      ValueError: they are others, or `group_size` is not the number of all.
+    """
+    every = jax.devices()
+    if set(devices) != set(jax.local_devices()) or group_size != len(every):
+        raise ValueError(
+            f"`group_size` {group_size} takes {group_size // len(devices)} workers of "
+            f"{len(devices)} devices; there {'is' if jax.process_count() == 1 else 'are'} "
+            f"{jax.process_count()}, with {len(every)} devices together, "
+            f"{len(jax.local_devices())} of them here. Pass group_size={len(devices)}, or this "
+            f"process's devices and group_size={len(every)}."
+        )
+    return tuple(sorted(every, key=lambda device: (device.process_index, device.id)))
 
 
 def check_same_devices(

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcoll._host.mesh import no_mesh
+from jaxcoll._host.mesh import no_mesh, of_this_process
 from jaxcoll._host.placement import place
 from jaxcoll._host.values import PerReplica, rows_over
 
@@ -16,8 +16,10 @@ from jaxcoll._host.values import PerReplica, rows_over
 class DistributedDataset:
     """The batches of an iterable, each split over the replicas; iterate over it.
 
-    Law: replica i gets the i-th of R equal, consecutive shares of every batch. Nothing is read
-    ahead, and iterating again iterates over the source again.
+    Law: replica i gets the i-th of R equal, consecutive shares of every batch. With several
+    processes each iterates over its own rows, which are split over its own replicas: the global
+    batch is theirs one after another. Nothing is read ahead, and iterating again iterates over
+    the source again.
     """
 
     def __init__(self, batches: Iterable[Any], devices: tuple[jax.Device, ...]) -> None:
@@ -36,7 +38,7 @@ class DistributedDataset:
 
 def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
     """One batch as a tree of `PerReplica`s."""
-    replicas = len(devices)
+    here = len(of_this_process(devices))
 
     def shares(path: Any, leaf: Any) -> PerReplica:
         name = f"batch {number}" + (f": leaf {jax.tree_util.keystr(path)}" if path else "")
@@ -48,10 +50,11 @@ def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
                 raise ValueError(f"{name} holds no numbers: it is an array of {leaf.dtype}.")
         if not leaf.ndim:
             raise ValueError(
-                f"{name} is a scalar and has no rows to split over {replicas} replicas; pass what "
+                f"{name} is a scalar and has no rows to split over {here} replicas; pass what "
                 "all replicas share to `run` beside the batch."
             )
-        rows = leaf.shape[0]
+        is_whole = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        replicas, rows = len(devices) if is_whole else here, leaf.shape[0]
         if rows % replicas:
             raise ValueError(
                 f"{name} has {rows} rows, which do not divide over {replicas} replicas ({rows} = "

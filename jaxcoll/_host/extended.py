@@ -184,4 +184,4 @@ def _rows(value: Any) -> Any:
     """The arrays of a `PerReplica`; of a `Mirrored` the same with a row for each copy."""
     if isinstance(value, PerReplica):
         return value.tree
-    return PerReplica(list(value), devices=value.devices).tree
+    return PerReplica.from_function(value.__getitem__, devices=value.devices).tree

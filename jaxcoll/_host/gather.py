@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxcoll._host.assemble import part_on
 from jaxcoll._host.copies import copied, copy_near
 from jaxcoll._host.deadline import prepared
-from jaxcoll._host.mesh import line_of
+from jaxcoll._host.mesh import line_of, span_processes
 from jaxcoll._host.placement import is_array
 from jaxcoll._host.uneven import check_parts, parts_of
 from jaxcoll._host.values import AXIS, Mirrored, PerReplica
@@ -52,6 +52,11 @@ def prepare_gather(
         whole = len(value) > 1 and set(value.devices) == set(destinations)
         if isinstance(value, PerReplica) and whole:
             return _prepare_program(value, destinations, axis, options)
+        if isinstance(value, PerReplica) and span_processes((*destinations, *value.devices)):
+            raise ValueError(
+                "`gather` copies between the devices of one process; over several, gather to the "
+                "value's own devices, and take the copy of this process with `result[i]`."
+            )
         parts, rows = _parts(value, destinations[0]), isinstance(value, PerReplica)
     else:
         parts, rows = _plain_parts(value, axis), False

@@ -39,6 +39,16 @@ def checked_devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ..
     return found
 
 
+def of_this_process(devices: Sequence[jax.Device]) -> list[int]:
+    """Positions in `devices` of those that this process can reach."""
+    return [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
+
+
+def span_processes(devices: Sequence[jax.Device]) -> bool:
+    """Whether some of `devices` belong to other processes than others do."""
+    return len({d.process_index for d in devices}) > 1
+
+
 def line_of(devices: Sequence[jax.Device], axis_name: str) -> Mesh:
     """A mesh of one Auto axis over `devices`, in their order."""
     return Mesh(np.array(devices, dtype=object), (axis_name,), axis_types=(AxisType.Auto,))

@@ -1,4 +1,4 @@
-"""The strategies of one process: all its devices, or those that are named."""
+"""The strategies: over the devices of one process, or over those of all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 from jaxcoll._host.collective_all_reduce import CollectiveAllReduce
 from jaxcoll._host.cross_device_ops import CrossDeviceOps
 from jaxcoll._host.destinations import device_named
-from jaxcoll._host.mesh import checked_devices
+from jaxcoll._host.mesh import checked_devices, span_processes
 from jaxcoll._host.nccl_all_reduce import NcclAllReduce
 from jaxcoll._host.strategy import Strategy
 from jaxcoll._plan.options import CommunicationOptions
@@ -20,13 +20,14 @@ class MirroredStrategy(Strategy):
     """Replicas on the devices of one process.
 
     Args:
-      devices: devices or device strings, a replica on each, in this order. None: all.
+      devices: devices or device strings, a replica on each, in this order. None: all of this
+        process.
       cross_device_ops: what reduces and gathers between programs; None: `NcclAllReduce()`. A
         reduction inside `run` is compiled into its program, and is told by options instead.
 
     Raises:
-      ValueError: there is no device, one is listed twice or is none, or `cross_device_ops` is
-        no `CrossDeviceOps`.
+      ValueError: there is no device, one is listed twice or is none, they belong to several
+        processes, or `cross_device_ops` is no `CrossDeviceOps`.
 
     Examples:
       >>> strategy = MirroredStrategy()
@@ -51,15 +52,22 @@ class MirroredStrategy(Strategy):
                 "`MirroredStrategy` expects `cross_device_ops` to be a CrossDeviceOps, such as "
                 f"`jc.NcclAllReduce()`, or None; got {cross_device_ops!r}."
             )
-        super().__init__(
-            _devices(devices, "MirroredStrategy"),
-            cross_device_ops or NcclAllReduce(),
-            CommunicationOptions(),
-        )
+        found = _devices(jax.local_devices() if devices is None else devices, "MirroredStrategy")
+        if span_processes(found):
+            raise ValueError(
+                "`MirroredStrategy` has its replicas in one process; these devices belong to "
+                f"several: {', '.join(map(str, found))}. `MultiWorkerMirroredStrategy` spans them."
+            )
+        super().__init__(found, cross_device_ops or NcclAllReduce(), CommunicationOptions())
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """Replicas on all devices of all processes; in this release, of one.
+    """Replicas on all devices of all processes, worker by worker.
+
+    Law: every process makes the same calls in the same order, and passes what it holds: its own
+    rows of a batch, its own value of a plain number. What all replicas share must be equal on
+    all; `extended.broadcast_to` makes it so, from the first worker's. Results are global, and
+    `experimental_local_results` has those of this process's replicas.
 
     Args:
       cluster_resolver: None. Several processes find each other with `jax.distributed`.
@@ -67,8 +75,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         programs.
 
     Raises:
-      ValueError: `cluster_resolver` is given, there are several processes, or
-        `communication_options` is no `CommunicationOptions`.
+      ValueError: `cluster_resolver` is given, or `communication_options` is no
+        `CommunicationOptions`.
 
     Examples:
       >>> options = CommunicationOptions(bytes_per_pack=1 << 20)
@@ -81,11 +89,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: Any = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
-        if cluster_resolver is not None or jax.process_count() > 1:
+        if cluster_resolver is not None:
             raise ValueError(
-                "`MultiWorkerMirroredStrategy` runs in one process here, and takes no "
-                "`cluster_resolver`: strategies of several processes come with a later release. "
-                "Until then use `jc.data_parallel` with `jax.distributed`."
+                "`MultiWorkerMirroredStrategy` takes no `cluster_resolver`: strategies of several "
+                "processes come with a later release."
             )
         options = communication_options or CommunicationOptions()
         if not isinstance(options, CommunicationOptions):
@@ -93,11 +100,10 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "`communication_options` must be a CommunicationOptions or None; got "
                 f"{communication_options!r}."
             )
-        devices = _devices(None, "MultiWorkerMirroredStrategy")
-        super().__init__(devices, CollectiveAllReduce(devices, len(devices)), options)
+        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        super().__init__(tuple(devices), CollectiveAllReduce(devices, len(devices)), options)
 
 
-def _devices(devices: Sequence[Any] | None, caller: str) -> tuple[jax.Device, ...]:
-    found = jax.devices() if devices is None else devices
-    named = [device_named(d, caller) if isinstance(d, str) else d for d in found]
+def _devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
+    named = [device_named(d, caller) if isinstance(d, str) else d for d in devices]
     return checked_devices(named, caller)

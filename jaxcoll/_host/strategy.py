@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -12,11 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoll._host.along_axis import reduce_along
+from jaxcoll._host.between_processes import (
+    gather_between,
+    reduce_along_between,
+    reduce_between,
+)
 from jaxcoll._host.cross_device_ops import CrossDeviceOps
 from jaxcoll._host.dataset import DistributedDataset
 from jaxcoll._host.deadline import finished, prepared
 from jaxcoll._host.extended import StrategyExtended, check_has_sum
-from jaxcoll._host.mesh import no_mesh
+from jaxcoll._host.mesh import no_mesh, of_this_process
 from jaxcoll._host.placement import is_array
 from jaxcoll._host.replica_context import ReplicaContext, check_cross_replica
 from jaxcoll._host.replica_program import is_distributed, placed_arguments, replica_program
@@ -58,6 +64,8 @@ class Strategy:
         self._devices = devices
         self._ops = ops
         self._options = options
+        self._here = of_this_process(devices)
+        self._spans_processes = len(self._here) < len(devices)
         self._context = ReplicaContext(self, len(devices))
         self._extended = StrategyExtended(type(self).__name__, ops, options, len(devices))
 
@@ -163,7 +171,8 @@ class Strategy:
         """Reduce over the replicas, and along dimensions of each one's value.
 
         Law: with an axis, a mean is the sum of all elements over their number, so that a
-        replica with a smaller share counts for less.
+        replica with a smaller share counts for less. With several processes all of them call
+        it, and each gets the result.
 
         Args:
           reduce_op: SUM or MEAN, or their names in any case.
@@ -173,8 +182,11 @@ class Strategy:
           axis: None: over the replicas only. A dimension, or a tuple or list of them: along
             these too; negative ones count from the last.
 
+        With several processes a plain value is one of each process, and is reduced over these; a
+        list or tuple has an array for each replica of this process.
+
         Returns:
-          Plain arrays, on the first device, in the structure of `value`.
+          Plain arrays, on this process's first device, in the structure of `value`.
 
         Raises:
           RuntimeError: called in a replica function.
@@ -189,13 +201,17 @@ class Strategy:
           3.0
         """
         self._check("reduce", "call `jc.get_replica_context().all_reduce(...)`")
-        op, first = ReduceOp.of(reduce_op), self._devices[0]
+        op, first = ReduceOp.of(reduce_op), self._devices[self._here[0]]
         caller = f"{type(self).__name__}.reduce"
         flat, treedef = jax.tree.flatten(
             value, is_leaf=is_distributed if axis is None else self._has_parts
         )
+        if axis is None and self._spans_processes:
+            return treedef.unflatten(
+                reduce_between(self._ops, op, flat, self._devices, self._options)
+            )
         for leaf in flat:
-            if not _is_zero(leaf):
+            if not (_is_zero(leaf) or self._spans_processes):
                 check_has_sum(caller, op, leaf, len(self._devices))
         if axis is None:
             return treedef.unflatten(
@@ -209,11 +225,11 @@ class Strategy:
 
         Args:
           value: a `PerReplica` or `Mirrored`, or a pytree of them; or a list or tuple with one
-            array for each replica, whose sizes along `axis` may differ.
+            array for each replica (of this process), whose sizes along `axis` may differ.
           axis: the dimension; negative ones count from the last.
 
         Returns:
-          Plain arrays, on the first device, in the structure of `value`.
+          Plain arrays, on this process's first device, in the structure of `value`.
 
         Raises:
           RuntimeError: called in a replica function.
@@ -235,6 +251,8 @@ class Strategy:
                     "replica's and has no parts to join. `Mirrored` is one that every replica "
                     "holds, `PerReplica` one with parts."
                 )
+            if self._spans_processes:
+                return gather_between(self._ops, leaf, self._devices, axis, self._options)
             if isinstance(leaf, list | tuple):
                 leaf = parts_of(f"{type(self).__name__}.gather", leaf, len(self._devices))
             return self._ops.gather(leaf, self._devices[0], axis, self._options)
@@ -259,13 +277,15 @@ class Strategy:
         parts = jax.tree.leaves(value, is_leaf=is_distributed)
         if not any(isinstance(part, DistributedValues | Uneven) for part in parts):
             return (value,)
+
+        def of(k: int, i: int, part: Any) -> Any:
+            if isinstance(part, Uneven):
+                return part[k]
+            return part[i] if isinstance(part, DistributedValues) else part
+
         return tuple(
-            jax.tree.map(
-                lambda v: v[i] if isinstance(v, DistributedValues | Uneven) else v,  # noqa: B023
-                value,
-                is_leaf=is_distributed,
-            )
-            for i in range(len(self._devices))
+            jax.tree.map(functools.partial(of, k, i), value, is_leaf=is_distributed)
+            for k, i in enumerate(self._here)
         )
 
     def experimental_distribute_values_from_function(
@@ -275,7 +295,8 @@ class Strategy:
 
         Args:
           value_fn: from a `ValueContext`, which has `replica_id_in_sync_group` and
-            `num_replicas_in_sync`, to a pytree of numbers and arrays.
+            `num_replicas_in_sync`, to a pytree of numbers and arrays; called for the replicas of
+            this process.
 
         Returns:
           That tree with a `PerReplica` in the place of each leaf; where the replicas' shapes
@@ -296,18 +317,19 @@ class Strategy:
         )
         replicas = len(self._devices)
         return distributed(
-            [value_fn(ValueContext(i, replicas)) for i in range(replicas)], self._devices
+            {i: value_fn(ValueContext(i, replicas)) for i in self._here}, self._devices
         )
 
     def experimental_distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
         """Split every batch of an iterable over the replicas.
 
         Args:
-          dataset: pytrees of arrays, whose leading dimension is the global batch.
+          dataset: pytrees of arrays, whose leading dimension is the global batch; with several
+            processes, this process's rows of it.
 
         Returns:
-          An iterable of the same trees with a `PerReplica` in the place of each array: replica
-          i has the i-th of R equal, consecutive shares. Nothing is read ahead.
+          An iterable of the same trees with a `PerReplica` in the place of each array: the
+          replicas (of this process) have equal, consecutive shares. Nothing is read ahead.
 
         Raises:
           RuntimeError: called in a replica function.
@@ -342,6 +364,8 @@ class Strategy:
         return is_distributed(value) or bool(plain)
 
     def _along(self, op: ReduceOp, leaf: Any, axis: Any) -> Any:
+        if self._spans_processes and not isinstance(leaf, DistributedValues):
+            return reduce_along_between(self._ops, op, leaf, axis, self._devices, self._options)
         if is_array(leaf):  # one that all share, or zero
             leaf = self._ops.broadcast(leaf, self._devices[0])
             return jnp.mean(leaf, axis) if op is ReduceOp.MEAN else jnp.sum(leaf, axis)

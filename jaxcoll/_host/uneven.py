@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jaxcoll._spmd.sparse import is_sparse
 
 
 class Uneven(tuple):
-    """One array for each replica, each of a shape of its own, on its replica's device.
+    """One array for each replica of this process, of a shape of its own, on its replica's device.
 
     JAX takes it for a leaf. `gather` and `reduce` along an axis take any list or tuple of
     arrays for one; this class tells it from a tuple of values.
@@ -73,11 +73,11 @@ def check_parts(caller: str, parts: Sequence[Any], axes: Sequence[int]) -> None:
             )
 
 
-def distributed(values: Sequence[Any], devices: tuple[jax.Device, ...]) -> Any:
+def distributed(values: Mapping[int, Any], devices: tuple[jax.Device, ...]) -> Any:
     """A tree of distributed values, from the tree of each replica.
 
     Args:
-      values: one pytree of numbers and arrays for each replica.
+      values: pytrees of numbers and arrays, for each replica of this process by its number.
       devices: one a replica.
 
     Returns:
@@ -87,20 +87,22 @@ def distributed(values: Sequence[Any], devices: tuple[jax.Device, ...]) -> Any:
     Raises:
       ValueError: they disagree in structure or dtype, or hold what is no array.
     """
-    structures = [jax.tree.structure(value, is_leaf=is_sparse) for value in values]
-    for i, structure in enumerate(structures):
-        if structure != structures[0]:
+    first, *_ = values
+    structures = {i: jax.tree.structure(v, is_leaf=is_sparse) for i, v in values.items()}
+    for i, structure in structures.items():
+        if structure != structures[first]:
             raise ValueError(
                 "`experimental_distribute_values_from_function` expects one structure for all "
-                f"replicas; replica {i} has {structure}, replica 0 {structures[0]}."
+                f"replicas; replica {i} has {structure}, replica {first} {structures[first]}."
             )
-    columns = zip(*(jax.tree.leaves(value, is_leaf=is_sparse) for value in values), strict=True)
-    return structures[0].unflatten([_column(column, devices) for column in columns])
+    leaves = (jax.tree.leaves(value, is_leaf=is_sparse) for value in values.values())
+    columns = (dict(zip(values, column, strict=True)) for column in zip(*leaves, strict=True))
+    return structures[first].unflatten([_column(column, devices) for column in columns])
 
 
-def _column(parts: Sequence[Any], devices: tuple[jax.Device, ...]) -> PerReplica | Uneven:
-    alike = len({np.shape(part) for part in parts if is_array(part)}) < 2
+def _column(parts: Mapping[int, Any], devices: tuple[jax.Device, ...]) -> PerReplica | Uneven:
+    alike = len({np.shape(part) for part in parts.values() if is_array(part)}) < 2
     if alike:
-        return PerReplica(list(parts), devices=devices)
-    arrays = parts_of("experimental_distribute_values_from_function", parts, len(devices))
-    return Uneven(jax.device_put(x, device) for x, device in zip(arrays, devices, strict=True))
+        return PerReplica.from_function(parts.__getitem__, devices=devices)
+    arrays = parts_of("experimental_distribute_values_from_function", [*parts.values()])
+    return Uneven(jax.device_put(x, devices[i]) for i, x in zip(parts, arrays, strict=True))

@@ -286,7 +286,7 @@ def test_its_deadline_bounds_every_call(monkeypatch):
         ((["cpu:0"], 0), "must be a positive multiple .*; got 0"),
         ((["cpu:0"], 1.0), "must be a positive multiple .*; got 1.0"),
         ((["cpu:0"], True), "must be a positive multiple .*; got True"),
-        ((["cpu:0", "cpu:1"], 4), "`group_size` 4 takes 2 workers of 2 devices, but a group spans one process"),
+        ((["cpu:0", "cpu:1"], 4), "`group_size` 4 takes 2 workers of 2 devices; there is 1, with 8 devices together, 8 of them here"),
         ((["cpu:0"], 1, "ring"), "`options` must be a CommunicationOptions or None; got 'ring'"),
     ],
 )  # fmt: skip

@@ -1,0 +1,115 @@
+"""What each worker of a strategy over several processes runs; prints one line that the tests read."""
+
+from jaxcoll.bench.launch import join
+
+assert join()
+
+import hashlib  # noqa: E402
+import json  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import jaxcoll as jc  # noqa: E402
+
+strategy = jc.MultiWorkerMirroredStrategy()
+rank, workers, n = jax.process_index(), jax.process_count(), strategy.num_replicas_in_sync
+context = jc.get_replica_context
+found = {}
+
+
+def plain(tree):
+    return jax.tree.map(lambda x: np.asarray(x).tolist(), tree)
+
+
+def of_replica(fun):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: fun(context.replica_id_in_sync_group)
+    )
+
+
+def refused(fun):
+    try:
+        fun()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+# Which replicas are whose.
+ids = strategy.run(lambda: context().replica_id_in_sync_group)
+found["ids"] = plain(strategy.experimental_local_results(ids))
+
+# Reductions between programs: over replicas, and of plain values over workers.
+value = of_replica(lambda i: {"x": np.full(3, 1.0 + i, np.float32), "n": 1 + i})
+found["sum"] = plain(strategy.reduce("sum", value, axis=None))
+found["mean of a mirrored"] = plain(
+    strategy.reduce("mean", jc.Mirrored.of(strategy.run(lambda: 2.0).tree), None)
+)
+found["host sum"] = plain(strategy.reduce("sum", float(rank + 1), axis=None))
+found["host mean"] = plain(strategy.reduce("mean", {"loss": np.float32(rank)}, axis=None))
+found["rows sum"] = plain(strategy.reduce("sum", of_replica(lambda i: np.arange(i, i + 3)), axis=0))
+uneven = [np.arange(1.0 + rank + k, dtype=np.float32) for k in range(len(found["ids"]))]
+found["uneven mean"] = plain(strategy.reduce("mean", uneven, axis=0))
+found["host rows"] = plain(strategy.reduce("mean", np.arange(1.0 + rank), axis=0))
+
+# Gathers.
+found["gather"] = plain(strategy.gather(of_replica(lambda i: np.array([[i, 10 * i]])), axis=0))
+found["uneven gather"] = plain(strategy.gather(uneven, axis=0))
+wrong = [np.ones((2, 2 + rank), np.float32)] * len(found["ids"])
+found["refused gather"] = refused(lambda: strategy.gather(wrong, axis=0))
+found["refused device"] = refused(
+    lambda: jc.NcclAllReduce().gather(of_replica(lambda i: np.ones(2)), strategy.devices[0], 0)
+)
+found["refused strategy"] = refused(lambda: jc.MirroredStrategy(list(strategy.devices)))
+found["local strategy"] = jc.MirroredStrategy().num_replicas_in_sync
+found["refused destination"] = refused(
+    lambda: strategy.extended.reduce_to("sum", of_replica(float), strategy.devices[0])
+)
+
+# Destinations, broadcasts and updates.
+shared = strategy.extended.broadcast_to({"w": np.full(2, rank, np.float32), "on": rank == 0}, ids)
+found["broadcast"] = plain(strategy.experimental_local_results(shared))
+summed = strategy.extended.reduce_to("sum", of_replica(float), ids)
+found["reduced to"] = plain(strategy.experimental_local_results(summed))
+updated = strategy.extended.update(of_replica(float), lambda x, y: x + y, (summed,))
+found["updated"] = plain(strategy.experimental_local_results(updated))
+spec = "nccl/rechd" if n > workers else "xring"
+ops = jc.MultiWorkerAllReduce([f"/job:worker/task:{k}" for k in range(workers)], n // workers, spec)
+number = of_replica(float)
+found["whole group"] = plain(
+    jc.CollectiveAllReduce(jax.local_devices(), n).reduce("sum", number, number)[strategy._here[0]]
+)
+found["by worker"] = plain(ops.reduce("sum", number, number)[strategy._here[0]])
+
+# Training: each worker feeds its own rows, and starts from the first worker's parameters.
+rng = np.random.default_rng(0)
+x, y = rng.standard_normal((24, 5)).astype("f"), rng.standard_normal(24).astype("f")
+share = slice(rank * 24 // workers, (rank + 1) * 24 // workers)
+
+
+def loss(w, x, y):
+    return jnp.mean((x @ w - y) ** 2)
+
+
+def step(w, batch):
+    value, grad = jc.value_and_grad(loss, "replica")(w, *batch)
+    return w - 0.1 * grad, value
+
+
+w = strategy.extended.broadcast_to(np.full(5, float(rank), np.float32), ids)
+losses = []
+for batch in strategy.experimental_distribute_dataset([(x[share], y[share])] * 3):
+    w, value = strategy.run(step, (w, batch))
+    losses.append(float(strategy.experimental_local_results(value)[0]))
+reference = np.zeros(5, np.float32)
+for k in range(3):
+    value, grad = jax.value_and_grad(loss)(reference, x, y)
+    np.testing.assert_allclose(losses[k], value, rtol=1e-5)
+    reference = reference - np.float32(0.1) * np.asarray(grad)
+mine = strategy.experimental_local_results(w)
+np.testing.assert_allclose(mine[0], reference, rtol=1e-5)
+found["bits"] = [hashlib.sha256(np.asarray(copy).tobytes()).hexdigest() for copy in mine]
+
+print("RESULT " + json.dumps(found))
