@@ -16,6 +16,8 @@ from jaxcoll._observe.collective import Collective, runs, wire_bytes
 from jaxcoll._observe.hlo import read_program
 from jaxcoll._observe.join import Origin, join
 from jaxcoll._observe.names import names, pack_of
+from jaxcoll._observe.narrow import narrow_sums
+from jaxcoll._observe.overlap import Overlap, exposed, overlap
 from jaxcoll._observe.seconds import predicted
 from jaxcoll._observe.stablehlo import read_stablehlo
 from jaxcoll._plan.plan import Plan
@@ -159,6 +161,45 @@ class Report:
         """What the cost model expects `collectives[k]` to take each time; None without terms."""
         return None if self.terms is None else predicted(self.collectives[k], self.terms)
 
+    @functools.cached_property
+    def overlap(self) -> Overlap:
+        """What the schedule hides behind matrix products, in bytes and operations."""
+        return overlap(self.collectives, self.matmuls)
+
+    @property
+    def overlapped(self) -> float | None:
+        """Share of the reduced bytes that travel behind matrix products; None if none is reduced.
+
+        Counted are all-reduces and reduce-scatters, loops' turns included; behind products are
+        those in asynchronous collectives with a product scheduled between their start and end.
+        """
+        reduced = self.overlap.reduced
+        return reduced.behind / reduced.nbytes if reduced.nbytes else None
+
+    @functools.cached_property
+    def seconds(self) -> float | None:
+        """What the cost model expects one run to communicate; None without terms."""
+        each = [self.seconds_of(k) for k in range(self.count)]
+        turns = (1 if c.trips is None else c.trips for c in self.collectives)
+        return None if None in each else sum(n * s for n, s in zip(turns, each, strict=True) if s)
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """Of `seconds`, what no matrix product hides (docs/cost_model.md); None if not known."""
+        left = self._exposed
+        return None if left is None else sum(left)
+
+    def exposed_of(self, k: int) -> float | None:
+        """Seconds of `collectives[k]` in one run that no product hides; None if not known."""
+        return None if self._exposed is None else self._exposed[k]
+
+    @functools.cached_property
+    def _exposed(self) -> list[float] | None:
+        if self.terms is None:
+            return None
+        seconds = [predicted(c, self.terms) for c in self.collectives]
+        return exposed(self.collectives, seconds, self.matmuls, self.terms)
+
     def changes(self, k: int) -> tuple[str, ...]:
         """What the compiler did to `collectives[k]`, in words."""
         return tuple(_changes(self, k))
@@ -271,9 +312,9 @@ def report_of(
 
 
 def _requested(text: str) -> tuple[tuple[Collective, ...] | None, list[str]]:
-    """What is requested, or, where its notation is not known, a note in its place."""
+    """What is requested, and notes; where its notation is not known, a note in its place."""
     try:
-        return read_stablehlo(text), []
+        return read_stablehlo(text), narrow_sums(text)
     except ValueError as error:
         return None, [f"what was requested could not be read: {error}"]
 

@@ -13,8 +13,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from jaxcoll._observe.collective import Collective
-from jaxcoll._observe.report_text import counted, packs_in_words, scaled, size, totals
+from jaxcoll._observe.report_text import packs_in_words, totals
 from jaxcoll._observe.seconds import predicted
+from jaxcoll._observe.words import counted, scaled, size
 
 if TYPE_CHECKING:
     from jaxcoll._observe.report import Report
