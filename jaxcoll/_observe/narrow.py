@@ -11,17 +11,16 @@ from jaxcoll._observe.words import counted, some
 
 _BITS = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
 _FUNCTION = re.compile(r"func\.func ")
-_REDUCES = re.compile(
-    r'(%[\w$.\-]+)(?::\d+)? = "stablehlo\.(all_reduce|reduce_scatter)"\(([^)]*)\)'
-)
+_REDUCES = re.compile(r'= "stablehlo\.(?:all_reduce|reduce_scatter)"\(([^)]*)\)')
 _RESHAPES = re.compile(
-    r"(%[\w$.\-]+) = stablehlo\.(?:reshape|transpose|slice|concatenate|divide|multiply|reduce|"
+    r"= stablehlo\.(?:reshape|transpose|slice|concatenate|divide|multiply|reduce|"
     r"broadcast_in_dim)[ (]([^:]*):"
 )
 _CONVERTS = re.compile(
-    r"(%[\w$.\-]+) = stablehlo\.convert (%[\w$.\-]+)(?:#\d+)? : "
+    r"= stablehlo\.convert (%[\w$.\-]+)(?:#\d+)? : "
     r"\(tensor<(?:\d+x)*(\w+)>\) -> tensor<(?:\d+x)*(\w+)>"
 )
+_DEFINES = re.compile(r"\s*(%[\w$.\-]+)(?::\d+)? = ")
 _VALUE = re.compile(r"%[\w$.\-]+")
 
 
@@ -30,7 +29,7 @@ def narrow_sums(text: str) -> list[str]:
 
     Autodiff makes such sums of a float32 parameter that is used in bfloat16 wherever it sums by
     itself (under a checked `shard_map`): it sums the gradient of the bfloat16 copy, and casts the
-    sum to float32 after that. A cast to the narrow type right before says that somebody asked for it.
+    sum to float32 after that. A cast to the narrow type right before says that it was asked for.
 
     Args:
       text: StableHLO, as in `read_stablehlo`.
@@ -85,16 +84,20 @@ def _widened(lines: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     sums: dict[str, list[str]] = {}
     ends: list[str] = []
     for line in lines:
+        defined = _DEFINES.match(line)
+        name = defined[1] if defined else ""
+        sums.pop(name, None)
+        narrowed.discard(name)  # a region may give a name again that one before it had
         if sum_ := _REDUCES.search(line):
-            asked = set(_VALUE.findall(sum_[3])) <= narrowed
+            asked = set(_VALUE.findall(sum_[1])) <= narrowed
             own = [] if asked else [line]
-            sums[sum_[1]] = own
+            sums[name] = own
             ends = own
         elif ends and line.lstrip().startswith("})"):
             ends[0] = line
             ends = []
         elif found := _CONVERTS.search(line):
-            name, value, before, after = found.groups()
+            value, before, after = found.groups()
             fewer = _BITS.get(after, 0) < _BITS.get(before, 0)
             if fewer and after in _BITS:
                 narrowed.add(name)
@@ -102,9 +105,9 @@ def _widened(lines: Iterable[str]) -> Iterator[tuple[str, str, str]]:
             if more and sums.get(value):
                 yield before, after, sums[value].pop()
         elif found := _RESHAPES.search(line):
-            values = _VALUE.findall(found[2])
+            values = _VALUE.findall(found[1])
             if values and set(values) <= narrowed:
-                narrowed.add(found[1])
+                narrowed.add(name)
             carried = next((sums[value] for value in values if value in sums), None)
             if carried is not None:
-                sums[found[1]] = carried
+                sums[name] = carried
