@@ -13,6 +13,7 @@ from jaxcoll._host.in_program import all_gather as all_gather
 from jaxcoll._host.in_program import all_reduce as all_reduce
 from jaxcoll._host.in_program import broadcast as broadcast
 from jaxcoll._host.in_program import grad as grad
+from jaxcoll._host.in_program import sync_in_backward as sync_in_backward
 from jaxcoll._host.in_program import value_and_grad as value_and_grad
 from jaxcoll._host.mirrored_strategy import MirroredStrategy as MirroredStrategy
 from jaxcoll._host.mirrored_strategy import (

@@ -7,7 +7,7 @@ keeps the mesh axes it varies over, and how a type is told that it varies no lon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -115,10 +115,14 @@ def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False) -> Any:
 
 
 def _as_invariant_aval(aval: Any, *, axes: tuple[str, ...], summed: bool) -> Any:
+    return _retyped(aval, frozenset(aval.manual_axis_type.varying) - set(axes))
+
+
+def _retyped(aval: Any, varying: frozenset[str]) -> Any:
+    """The same type, but for the axes it varies over."""
     manual = aval.manual_axis_type
     kept = {k: getattr(manual, k) for k in ("unreduced", "reduced")}
-    settled = type(manual)(varying=frozenset(manual.varying) - set(axes), **kept)
-    return aval.update(manual_axis_type=settled)
+    return aval.update(manual_axis_type=type(manual)(varying=varying, **kept))
 
 
 def _as_invariant_transpose(cotangent: Any, *, axes: tuple[str, ...], summed: bool) -> list[Any]:
@@ -154,6 +158,83 @@ _same_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_same_p, lambda ctx, x, **_: [x])
 batching.defvectorized(_same_p)
 ad.deflinear(_same_p, lambda cotangent, **_: [cotangent])
+
+
+def through_backward(
+    arrays: Sequence[Any],
+    through: Callable[[dict[int, Any], dict[int, frozenset[str]]], dict[int, Any]],
+    axes: Sequence[str],
+) -> list[Any]:
+    """`arrays` themselves, whose cotangents go through a function together.
+
+    A custom derivative rule would say as much, but takes no forward mode, and sends the zeros of
+    arrays that nobody differentiates.
+
+    Args:
+      arrays: floating ones.
+      through: hashable; is given the cotangents by their arrays' numbers, those that are known to
+        be zero left out, and the axes that each array varies over by its type, which its result
+        must vary over, too.
+      axes: axes that the results vary over by their type, whatever the arrays do.
+    """
+    typed = tuple(a for a in axes if tracks_variance(a))
+    which = tuple(range(len(arrays)))
+    return _through_p.bind(*arrays, through=through, which=which, axes=typed) if arrays else []
+
+
+THROUGH = "sync_in_backward"
+"""The name of the primitive of `through_backward`."""
+
+
+def _through_avals(*avals: Any, axes: tuple[str, ...], **_: Any) -> list[Any]:
+    if not axes:
+        return list(avals)
+    # What was made outside of the mesh, a constant, does not know it yet.
+    mesh = jax.sharding.get_abstract_mesh()
+    avals = tuple(aval.update(sharding=aval.sharding.update(mesh=mesh)) for aval in avals)
+    return [_retyped(a, frozenset(a.manual_axis_type.varying).union(axes)) for a in avals]
+
+
+def _through_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, which: tuple[int, ...], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    out = _through_p.bind(*primals, which=which, **params)
+    moved = [k for k, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+    tangents_out: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+    if moved:
+        some = tuple(which[k] for k in moved)
+        results = _through_p.bind(*(tangents[k] for k in moved), which=some, **params)
+        for k, result in zip(moved, results, strict=True):
+            tangents_out[k] = result
+    return out, tangents_out
+
+
+def _through_transpose(
+    cotangents: Sequence[Any], *args: Any, through: Any, which: tuple[int, ...], **_: Any
+) -> list[Any]:
+    avals = dict(zip(which, (arg.aval for arg in args), strict=True))
+    known = {i: ct for i, ct in zip(which, cotangents, strict=True) if not isinstance(ct, ad.Zero)}
+    varying = {
+        i: frozenset(getattr(getattr(avals[i], "manual_axis_type", None), "varying", ()))
+        for i in known
+    }
+    results = through(known, varying) if known else {}
+    return [
+        results[i] if i in results else ad.Zero(aval.to_tangent_aval()) for i, aval in avals.items()
+    ]
+
+
+_through_p = Primitive(THROUGH)
+_through_p.multiple_results = True
+_through_p.def_impl(lambda *xs, **_: list(xs))
+_through_p.def_abstract_eval(_through_avals)
+mlir.register_lowering(_through_p, lambda ctx, *xs, **_: list(xs))
+batching.primitive_batchers[_through_p] = lambda xs, dims, **params: (
+    _through_p.bind(*xs, **params),
+    dims,
+)
+ad.primitive_jvps[_through_p] = _through_jvp
+ad.primitive_transposes[_through_p] = _through_transpose
 
 
 def as_stored(x: Any, *, backward: bool = False) -> Any:

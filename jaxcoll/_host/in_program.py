@@ -8,7 +8,7 @@ from typing import Any
 from jaxcoll._host.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import broadcast as _broadcast
-from jaxcoll._spmd import gather, gradient, reduce
+from jaxcoll._spmd import gather, gradient, reduce, sync
 
 
 def all_reduce(
@@ -215,6 +215,62 @@ def grad(
     return _gradient(fun, axis_name, reduce_op, argnums, has_aux, options, with_value=False)
 
 
+def sync_in_backward(
+    params: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    options: CommunicationOptions | None = None,
+) -> Any:
+    """`params` themselves, whose gradient is reduced over replicas as soon as it exists.
+
+    Made for models that scan over their layers. Called inside the scan's body on that layer's
+    slice of the stacked parameters, it puts one `all_reduce` of that layer's gradient inside the
+    loop of the backward pass, where it can travel while the layer before is differentiated.
+
+    Law: the forward pass is the identity. In the backward pass the gradients of the group are
+    one `all_reduce`, packed by a plan, in the dtype of `params`: what is cast to bfloat16 after
+    it travels as float32. Works under `jax.checkpoint`, in nested scans, for parameters used
+    more than once, and for derivatives of any order and direction.
+
+    Inside the loss of `jc.value_and_grad` or `jc.grad`, which is where it belongs, n devices
+    equal one device for every mixture of leaves that are synced, partly synced or not synced:
+    what is proven to be the same everywhere is not sent again. Inside plain `jax.grad` the synced
+    leaves are all that is right: others keep each replica's own gradient or, under a checked
+    `shard_map`, the sum that autodiff makes of it.
+
+    Args:
+      params: a pytree of floating arrays, *invariant* or *varying* over the axes; None passes.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner.
+      reduce_op: MEAN or SUM, or their names in any case. Inside `jc.value_and_grad` MEAN, which
+        that makes a sum or a weighted mean of where it was asked for one.
+      options: as in `all_reduce`; unset ones are those of the enclosing `jc.value_and_grad`, then
+        of the enclosing program.
+
+    Returns:
+      A pytree like `params`, *varying* over the axes, so that autodiff adds no sum of its own.
+      The loss must be this replica's own: one that was averaged over replicas has gradients that
+      were divided by their number already. Cost: none forward; backward an `all_reduce`.
+
+    Raises:
+      NameError: an axis is not mapped here; the message lists those that are.
+      ValueError: a leaf has no gradient (its path is named), or SUM was asked for inside
+        `jc.value_and_grad`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> def loss(stack, x):
+      ...     def layer(x, w):
+      ...         return x * sync_in_backward(w, "data"), None
+      ...     return jax.lax.scan(layer, x, stack)[0]
+      >>> step = jax.vmap(grad(loss, "data"), in_axes=(None, 0), axis_name="data")
+      >>> step(jnp.array([2.0, 5.0]), jnp.array([1.0, 3.0]))[0].tolist()
+      [10.0, 4.0]
+    """
+    scope = scope_here().merged(checked(options))
+    return sync.sync_in_backward(params, axis_name, reduce_op=ReduceOp.of(reduce_op), scope=scope)
+
+
 def _gradient(
     fun: Callable[..., Any],
     axis_name: str | tuple[str, ...],
@@ -225,7 +281,6 @@ def _gradient(
     *,
     with_value: bool,
 ) -> Callable[..., Any]:
-    said = checked(options)
     return gradient.reduced_gradient(
         fun,
         axis_name,
@@ -233,5 +288,6 @@ def _gradient(
         argnums=argnums,
         has_aux=has_aux,
         with_value=with_value,
-        scope=lambda: scope_here().merged(said),
+        scope=scope_here,
+        options=checked(options),
     )

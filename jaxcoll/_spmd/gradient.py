@@ -12,11 +12,13 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
-from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._spmd.axes import bound_axes
+from jaxcoll._spmd.backward import Traced, traced
 from jaxcoll._spmd.local import value_and_local_grad
 from jaxcoll._spmd.reduce import all_reduce
-from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.replication import has, same_outputs
+from jaxcoll._spmd.scope import Differentiation, Scope
 
 _LOSS_ALREADY_REDUCED = """\
 `{caller}` over {axes}: the loss is already the same on every replica, so its gradient would be \
@@ -29,6 +31,10 @@ _TUPLE_LOSS = """\
 `has_aux=True`. If it is a weight (tokens, unpadded examples), return \
 `jc.WeightedLoss(total, weight)`: the sum of the weighted losses of this replica and the sum of \
 their weights."""
+
+
+_SYNCED = """\
+not sent again: {n} leaves that `sync_in_backward` has made the same on every replica: {paths}"""
 
 
 @jax.tree_util.register_dataclass
@@ -74,6 +80,7 @@ def reduced_gradient(
     has_aux: bool,
     with_value: bool,
     scope: Callable[[], Scope],
+    options: CommunicationOptions,
 ) -> Callable[..., Any]:
     """The body of `jc.value_and_grad` and `jc.grad`, which say what it does.
 
@@ -84,7 +91,8 @@ def reduced_gradient(
       argnums: as in `jax.value_and_grad`.
       has_aux: whether `fun` returns a pair of loss and auxiliary output.
       with_value: whether the loss is reduced and returned too.
-      scope: asked at each trace for options and world.
+      scope: asked at each trace for world and defaults.
+      options: of the reduction, and of what `sync_in_backward` reduces before.
 
     Returns:
       A function with `fun`'s arguments.
@@ -103,10 +111,10 @@ def reduced_gradient(
 
     def reduced(*args: Any, **kwargs: Any) -> Any:
         axes = bound_axes(axis_name, caller)
-        told = scope()
-        (value, (weight, aux)), grads = value_and_local_grad(
-            loss, argnums, tuple(axes), args, kwargs
-        )
+        told = scope().merged(options)
+        differentiation = Differentiation(tuple(axes), options)
+        program = traced(value_and_local_grad, loss, argnums, differentiation, args, kwargs)
+        (value, (weight, aux)), grads = program.evaluate()
         _check_local(value, axes, caller)
         if weight is not None and reduce_op is ReduceOp.SUM:
             raise ValueError(
@@ -116,8 +124,16 @@ def reduced_gradient(
             )
         weight = None if weight is None else _compat.as_varying(weight, tuple(axes))
         local = _Local(value if with_value else None, weight, grads)
+        same = _synced(program, tuple(axes))
         local = all_reduce(
-            reduce_op if weight is None else ReduceOp.SUM, local, axis_name, scope=told
+            reduce_op if weight is None else ReduceOp.SUM,
+            local,
+            axis_name,
+            scope=told,
+            same=same,
+            reasons=(_SYNCED.format(n=len(same), paths=" … ".join([*same][:: len(same) - 1 or 1])),)
+            if same
+            else (),
         )
         value, grads = local.value, local.grads
         if weight is not None:
@@ -128,6 +144,19 @@ def reduced_gradient(
         return outputs if with_value else ((grads, aux) if has_aux else grads)
 
     return reduced
+
+
+def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]:
+    """Paths of the gradients that `sync_in_backward` left equal, and the axes along which.
+
+    Only a proof counts: a gradient that is reduced once more is right, too, because the mean of
+    equal numbers is that number; but one that is left out must be equal.
+    """
+    if not has(program.program.jaxpr, _compat.THROUGH):
+        return {}
+    _, grads = program.result(same_outputs(program.program, axes))
+    found, _ = jax.tree_util.tree_flatten_with_path(_Local(None, None, grads))
+    return {jax.tree_util.keystr(path): along for path, along in found if along}
 
 
 def _check_scalars(loss: WeightedLoss, caller: str) -> None:

@@ -7,6 +7,7 @@ parameters as varying first keeps each replica's gradient its own.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
 from jaxcoll._spmd.replication import mentions
+from jaxcoll._spmd.scope import Differentiation, differentiated
 
 Differentiated = tuple[tuple[Any, Any], Any]
 
@@ -23,7 +25,7 @@ Differentiated = tuple[tuple[Any, Any], Any]
 def value_and_local_grad(
     loss: Callable[..., tuple[Any, Any]],
     argnums: int | Sequence[int],
-    axes: Sequence[str],
+    differentiation: Differentiation,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Differentiated:
@@ -41,6 +43,7 @@ def value_and_local_grad(
     Raises:
       TypeError: the loss's own; or JAX's, where neither way to trace the loss type-checks.
     """
+    axes = differentiation.axes
     differentiate = jax.value_and_grad(loss, argnums, has_aux=True)
     try:
         chosen = {argnums} if isinstance(argnums, int) else set(argnums)
@@ -49,11 +52,13 @@ def value_and_local_grad(
             _vary(jax.tree.map(jnp.asarray, a), axes) if i in chosen else a
             for i, a in enumerate(args)
         ]
-        return differentiate(*marked, **kwargs)
+        with differentiated(differentiation):
+            return differentiate(*marked, **kwargs)
     except TypeError as error:
         if not _compat.is_variance_mismatch(error):
             raise
-        result = _differentiate_untyped(loss, differentiate, axes, args, kwargs)
+        with differentiated(dataclasses.replace(differentiation, untyped=True)):
+            result = _differentiate_untyped(loss, differentiate, axes, args, kwargs)
         if result is None:
             raise
         return result

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
 import jax
@@ -44,6 +46,8 @@ def all_reduce(
     scope: Scope,
     invariant: Invariant = "error",
     packing: PackingRule | None = None,
+    same: Mapping[str, frozenset[str]] = MappingProxyType({}),
+    reasons: tuple[str, ...] = (),
 ) -> Any:
     """Reduce every leaf of `value` over the replicas along `axis_name`; see `jc.all_reduce`.
 
@@ -54,6 +58,9 @@ def all_reduce(
       scope: options, world, and who wants to know.
       invariant: what a leaf that is already the same everywhere is taken for.
       packing: a packing rule that stands whatever the options say.
+      same: paths of leaves that were proven to be equal on every replica along some axes, and
+        those axes: they are taken as "replicated" there, whatever their types say.
+      reasons: what else the plan should say.
 
     Returns:
       The reduced tree, *invariant* over the axes.
@@ -76,7 +83,7 @@ def all_reduce(
     taken = [_taken(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
     arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
     recipes = [
-        _recipe(reduce_op, path, array, axes, world, invariant)
+        _recipe(reduce_op, path, array, axes, world, invariant, same.get(path, frozenset()))
         for path, array in zip(paths, arrays, strict=True)
     ]
     leaves = [
@@ -93,6 +100,7 @@ def all_reduce(
         for path, whole, array, recipe in zip(paths, taken, arrays, recipes, strict=True)
     ]
     plan = make_plan(reduce_op, leaves, scope.options, world, packing, scope.terms(world))
+    plan = dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
     scope.record(plan)
     reduced = unpack(
         _carry_out(plan, pack(arrays, plan.packs, leaves)),
@@ -143,10 +151,12 @@ def _recipe(
     axes: dict[str, int],
     world: World,
     invariant: Invariant,
+    same: frozenset[str],
 ) -> Recipe:
     varying = _compat.varying_axes(array)
     missing = {a: n for a, n in axes.items() if a not in varying and _compat.tracks_variance(a)}
-    if missing and invariant == "error":
+    missing = {a: n for a, n in axes.items() if a in missing or a in same}
+    if invariant == "error" and not same.issuperset(missing):
         raise AlreadyReducedError(
             _ALREADY_REDUCED.format(
                 axes=_named(axes), leaf=where(path), missing=_named(missing), n=count(missing)

@@ -38,6 +38,30 @@ def varying_outputs(jaxpr: ClosedJaxpr, axis: str, varying: Sequence[bool]) -> l
     return _outputs(jaxpr.jaxpr, axis, [False] * len(jaxpr.jaxpr.constvars), list(varying))
 
 
+def same_outputs(program: ClosedJaxpr, axes: Sequence[str]) -> list[frozenset[str]]:
+    """Along which of `axes` each output is the same, whatever the program was made from.
+
+    Law: as in `varying_outputs`, with inputs and captured values that all vary.
+    """
+    jaxpr = program.jaxpr
+    varying = {
+        axis: _outputs(jaxpr, axis, [True] * len(jaxpr.constvars), [True] * len(jaxpr.invars))
+        for axis in axes
+    }
+    return [
+        frozenset(axis for axis in axes if not varying[axis][k]) for k in range(len(jaxpr.outvars))
+    ]
+
+
+def has(program: Jaxpr, primitive: str) -> bool:
+    """Whether a traced program has an equation of that name anywhere."""
+    return any(
+        eqn.primitive.name == primitive
+        or any(has(inner, primitive) for inner in _programs(eqn.params))
+        for eqn in program.eqns
+    )
+
+
 def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
     """Whether any equation of a traced program has to do with one of `axes`."""
     return any(

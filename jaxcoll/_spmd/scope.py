@@ -53,7 +53,23 @@ class Scope:
         return result
 
 
+@dataclasses.dataclass(frozen=True)
+class Differentiation:
+    """That what is traced is a loss whose gradient is going to be reduced; equal by value.
+
+    Attributes:
+      axes: what the gradient is reduced over.
+      options: of that reduction.
+      untyped: whether types have been taken away that tell replicas apart along `axes`.
+    """
+
+    axes: tuple[str, ...]
+    options: CommunicationOptions = CommunicationOptions()
+    untyped: bool = False
+
+
 _current = jax.make_user_context(default_value=None)
+_differentiation = jax.make_user_context(default_value=None)
 
 
 def current() -> Scope | None:
@@ -65,4 +81,16 @@ def current() -> Scope | None:
 def entered(scope: Scope) -> Iterator[None]:
     """Trace what follows under `scope`."""
     with _current(scope):
+        yield
+
+
+def differentiation() -> Differentiation | None:
+    """Whose loss this point of the trace belongs to; None outside every such loss."""
+    return _differentiation.value
+
+
+@contextlib.contextmanager
+def differentiated(differentiation: Differentiation) -> Iterator[None]:
+    """Trace what follows as part of a loss."""
+    with _differentiation(differentiation):
         yield

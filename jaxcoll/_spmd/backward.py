@@ -1,0 +1,61 @@
+"""A traced program as a value: it can be read before its equations become part of another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What a function did when it was traced, with its arguments and whatever it captured.
+
+    Attributes:
+      program: its equations. Arguments and captured values are constants of it; its outputs are
+        the arrays among the leaves of the result, in the order of the tree.
+      treedef: of the result.
+      others: for each leaf of the result None if it is an array, else the leaf in a tuple.
+    """
+
+    program: ClosedJaxpr
+    treedef: jax.tree_util.PyTreeDef
+    others: tuple[tuple[Any] | None, ...]
+
+    def evaluate(self) -> Any:
+        """The result, of equations that are now part of the program at hand."""
+        return self.result(jaxpr_as_fun(self.program)())
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """A tree like the result, with `outputs` where the arrays are."""
+        arrays = iter(outputs)
+        leaves = [next(arrays) if other is None else other[0] for other in self.others]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def traced(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Traced:
+    """Trace `fun(*args, **kwargs)` without putting its equations into the program at hand.
+
+    Law: `traced(fun, ...).evaluate()` is `fun(...)`, in value, types and source lines; `fun` is
+    called once. Leaves of the result that are no `jax.Array` are those of that call.
+
+    Args:
+      fun: of anything; what it captures may belong to the program at hand.
+      *args: likewise.
+      **kwargs: likewise.
+    """
+    found: list[tuple[Any, tuple[tuple[Any] | None, ...]]] = []
+
+    def program() -> list[Any]:
+        leaves, treedef = jax.tree.flatten(fun(*args, **kwargs))
+        is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+        others = tuple(None if a else (x,) for a, x in zip(is_array, leaves, strict=True))
+        found.append((treedef, others))
+        return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
+
+    closed = jax.make_jaxpr(program)()
+    ((treedef, others),) = found
+    return Traced(closed, treedef, others)

@@ -1,0 +1,95 @@
+"""A reduction in the backward pass, at the place where a group of gradients appears."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoll import _compat
+from jaxcoll._plan.leaves import where
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._spmd.axes import bound_axes
+from jaxcoll._spmd.reduce import all_reduce
+from jaxcoll._spmd.scope import Scope, differentiation
+
+_SUM_OF_A_MEAN = """\
+`sync_in_backward` over {axes} with reduce_op SUM, inside the loss of `jc.value_and_grad` or \
+`jc.grad`: what they differentiate is this replica's own loss, and they make a sum or a weighted \
+mean of synced gradients themselves. Leave reduce_op at "mean" here, whatever theirs is."""
+
+_REASON = "when: in the backward pass, as soon as these gradients exist"
+
+
+def sync_in_backward(
+    params: Any, axis_name: str | tuple[str, ...], *, reduce_op: ReduceOp, scope: Scope
+) -> Any:
+    """`params`, whose cotangents are reduced where they appear; see `jc.sync_in_backward`.
+
+    Args:
+      params: a pytree of floating arrays.
+      axis_name: one axis, or several, outer first.
+      reduce_op: SUM or MEAN.
+      scope: options, world, and who wants to know.
+
+    Returns:
+      A tree like it, *varying* over the axes where types tell.
+    """
+    axes = tuple(bound_axes(axis_name, "sync_in_backward"))
+    outer = differentiation()
+    if outer is not None and set(outer.axes).intersection(axes):
+        if reduce_op is not ReduceOp.MEAN:
+            raise ValueError(_SUM_OF_A_MEAN.format(axes=", ".join(map(repr, axes))))
+        scope = dataclasses.replace(scope, options=outer.options.merge(scope.options))
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    arrays = [_floating(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
+    typed = [a for a in axes if outer is None or not outer.untyped or a not in outer.axes]
+    reduction = _Reduction(reduce_op, axes, treedef, scope)
+    return treedef.unflatten(_compat.through_backward(arrays, reduction, typed))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reduction:
+    """What the cotangents of one group go through."""
+
+    reduce_op: ReduceOp
+    axes: tuple[str, ...]
+    treedef: jax.tree_util.PyTreeDef
+    scope: Scope
+
+    def __call__(
+        self, cotangents: dict[int, jax.Array], varying: dict[int, frozenset[str]]
+    ) -> dict[int, jax.Array]:
+        """The reduced cotangents, each typed as its parameter and marked as equal everywhere."""
+        held = {i: _compat.as_varying(ct, self.axes) for i, ct in cotangents.items()}
+        tree = self.treedef.unflatten(map(held.get, range(self.treedef.num_leaves)))
+        reduced = all_reduce(self.reduce_op, tree, self.axes, scope=self.scope, reasons=(_REASON,))
+        return {
+            i: functools.reduce(
+                _compat.as_same, self.axes, _compat.as_varying(x, tuple(varying[i]))
+            )
+            for i, x in zip(held, jax.tree.leaves(reduced), strict=True)
+        }
+
+
+def _floating(path: str, value: Any) -> jax.Array:
+    """`value` as an array that has a gradient, or an error that names its place."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None and isinstance(value, bool | int | float | complex):
+        dtype = np.result_type(value)
+    if dtype is None:
+        raise ValueError(
+            f"`sync_in_backward` cannot take {where(path)}: expected a floating array, got "
+            f"{type(value).__name__}."
+        )
+    if not jax.dtypes.issubdtype(dtype, np.inexact):
+        raise ValueError(
+            f"`sync_in_backward` cannot take {where(path)}: an array of {dtype} has no gradient "
+            "that could be reduced. Pass only what is differentiated, and hand the rest on "
+            "beside it; None may stand in its place."
+        )
+    return jnp.asarray(value)
