@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxcoll._observe import report_dict, report_text
 from jaxcoll._observe.calls import Loop, Matmul
+from jaxcoll._observe.changes import changes
 from jaxcoll._observe.collective import Collective, runs, wire_bytes
 from jaxcoll._observe.hlo import read_program
 from jaxcoll._observe.join import Origin, join
@@ -202,7 +204,7 @@ class Report:
 
     def changes(self, k: int) -> tuple[str, ...]:
         """What the compiler did to `collectives[k]`, in words."""
-        return tuple(_changes(self, k))
+        return tuple(changes(self, k))
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain numbers and strings, bytes and elements counted on one device."""
@@ -246,17 +248,36 @@ class Report:
         Raises:
           ImportError: matplotlib is not installed.
         """
-        try:
-            from jaxcoll._observe.report_picture import draw
-        except ImportError as error:
-            raise ImportError(
-                "`Report.plot` needs matplotlib, which is not installed: "
-                "pip install 'jaxcoll[cli]'."
-            ) from error
-        figure = draw(self, seconds)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        draw = _picture("report_picture", "plot")
+        return _saved(draw(self, seconds), path)
+
+    def timeline(
+        self,
+        path: str | Path | None = None,
+        *,
+        name: str = "",
+        beside: Mapping[str, Report] | None = None,
+    ) -> Any:
+        """Draw the compiled schedule over time, as the cost model predicts it.
+
+        One lane multiplies, one carries; where the program comes to the end of a collective that
+        is not through, everything waits. A matrix product takes its operations at the rate of its
+        type, everything else no time, so that more waits than would.
+
+        Args:
+          path: a file to write, its ending saying the format.
+          name: above the panel; "": the program's.
+          beside: other reports, drawn below on the same axis, by their names.
+
+        Returns:
+          A `matplotlib.figure.Figure`.
+
+        Raises:
+          ValueError: `terms` are not known, or do not say how fast matrices are multiplied.
+          ImportError: matplotlib is not installed.
+        """
+        draw = _picture("timeline_picture", "timeline")
+        return _saved(draw({name or self.name: self, **(beside or {})}), path)
 
     def __str__(self) -> str:
         return report_text.text(self)
@@ -266,6 +287,27 @@ class Report:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
+
+
+def _picture(module: str, method: str) -> Callable[..., Any]:
+    """The function that draws.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    try:
+        return importlib.import_module(f"jaxcoll._observe.{module}").draw
+    except ImportError as error:
+        raise ImportError(
+            f"`Report.{method}` needs matplotlib, which is not installed: "
+            "pip install 'jaxcoll[cli]'."
+        ) from error
+
+
+def _saved(figure: Any, path: str | Path | None) -> Any:
+    if path is not None:
+        figure.savefig(path)
+    return figure
 
 
 def report_of(
@@ -331,43 +373,3 @@ def _packed(plans: Sequence[Plan]) -> list[PackedLeaves]:
                 name = f"{plan.name}/rows{k}"
                 found[name] = PackedLeaves(name, leaf.dtype.name, leaf.gathers, (leaf.path,))
     return list(found.values())
-
-
-def _changes(report: Report, k: int) -> Iterable[str]:
-    c, origin = report.collectives[k], report.origins[k]
-    if report.requested is not None:
-        asked = [report.requested[i] for i in origin.requested]
-        if not asked:
-            yield "added by the compiler" if not report.dropped else "origin unknown"
-        if origin.again:
-            yield "repeated"
-        elif len(asked) > 1:
-            yield f"merged {len(asked)}"
-        if any(report.carriers[i] > 1 for i in origin.requested):
-            yield "split"
-        before = Counter(r.kind for r in asked)
-        if asked and c.kind not in before:
-            yield f"was {', '.join(before)}"
-        yield from _dtype_change(asked, c)
-        if asked and any(r.loops for r in asked) and not c.loops:
-            yield "out of its loop"
-    if c.is_async:
-        yield "asynchronous"
-
-
-def _dtype_change(asked: Sequence[Collective], c: Collective) -> Iterable[str]:
-    """Types that fewer elements have than was requested, and those that more have."""
-    before, after = _elements(asked), _elements([c])
-    if before.total() == after.total() and before != after:
-        fewer, more = sorted(before - after), sorted(after - before)
-        yield f"{', '.join(fewer)} → {', '.join(more)}"
-    elif asked and not set(after) <= set(before):
-        yield f"{', '.join(sorted(before))} → {', '.join(sorted(after))}"
-
-
-def _elements(collectives: Iterable[Collective]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for c in collectives:
-        for operand in c.operands:
-            found[operand.dtype] += operand.size
-    return found

@@ -16,6 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxcoll._host.data_parallel import data_parallel
+from jaxcoll._host.in_program import sync_in_backward, value_and_grad
+from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll.bench.transformer import BATCH, LAYERS, LENGTH, WIDTH, layer, through
 
 Example = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -25,8 +28,20 @@ SMALL_LAYERS, SMALL_WIDTH = 2, 512
 """25 MB of gradients, which XLA for GPUs makes one collective of."""
 
 
+def scanned() -> Example:
+    """12 layers in a `lax.scan`, each layer's gradient reduced in the loop of the backward pass."""
+
+    def body(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
+        return through(sync_in_backward(each, "data"), x), None
+
+    def stack(layers: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(body, x, layers)[0]
+
+    return _by_jaxcoll(stack), _arguments(layer(WIDTH, jnp.float32, LAYERS), WIDTH)
+
+
 def scanned_plain() -> Example:
-    """12 layers in a `lax.scan`, 604 MB of gradients, averaged when all are there."""
+    """The same layers in a `lax.scan`, 604 MB of gradients averaged when all are there."""
     return _plainly(_scan), _arguments(layer(WIDTH, jnp.float32, LAYERS), WIDTH)
 
 
@@ -46,6 +61,18 @@ def _small() -> Any:
 
 def _arguments(layers: Any, width: int) -> tuple[Any, ...]:
     return layers, jax.ShapeDtypeStruct((BATCH, LENGTH, width), jnp.bfloat16)
+
+
+def _by_jaxcoll(
+    stack: Callable[..., jax.Array], options: CommunicationOptions | None = None
+) -> Callable[..., Any]:
+    """The step with jaxcoll."""
+
+    def step(layers: Any, x: jax.Array) -> Any:
+        value, grads = value_and_grad(_loss(stack), "data")(layers, x)
+        return _descend(layers, grads), value
+
+    return data_parallel(step, options=options)
 
 
 def _plainly(stack: Callable[..., jax.Array]) -> Callable[..., Any]:
