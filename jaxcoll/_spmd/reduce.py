@@ -81,6 +81,11 @@ def all_reduce(
     flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
     paths = [jax.tree_util.keystr(path) for path, _ in flat]
     taken = [_taken(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
+    # Equal values are those of the first replica, which alone has their cotangent.
+    taken = [
+        _compat.as_invariant(x, tuple(same[path]), summed=True) if path in same else x
+        for path, x in zip(paths, taken, strict=True)
+    ]
     arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
     recipes = [
         _recipe(reduce_op, path, array, axes, world, invariant, same.get(path, frozenset()))
