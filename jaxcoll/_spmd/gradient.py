@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +14,11 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
 from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.overlap import wants_order
 from jaxcoll._spmd.axes import bound_axes
+from jaxcoll._spmd.backward import traced
 from jaxcoll._spmd.local import value_and_local_grad
+from jaxcoll._spmd.ready import places
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope
 
@@ -104,9 +108,16 @@ def reduced_gradient(
     def reduced(*args: Any, **kwargs: Any) -> Any:
         axes = bound_axes(axis_name, caller)
         told = scope()
-        (value, (weight, aux)), grads = value_and_local_grad(
-            loss, argnums, tuple(axes), args, kwargs
+        differentiate = functools.partial(
+            value_and_local_grad, loss, argnums, tuple(axes), args, kwargs
         )
+        if wants_order(told.options, told.world(axes)):
+            program = traced(differentiate)
+            (value, (weight, aux)), grads = program.evaluate()
+            (_, order) = program.result(places(program.program))
+        else:
+            (value, (weight, aux)), grads = differentiate()
+            order = None
         _check_local(value, axes, caller)
         if weight is not None and reduce_op is ReduceOp.SUM:
             raise ValueError(
@@ -117,7 +128,12 @@ def reduced_gradient(
         weight = None if weight is None else _compat.as_varying(weight, tuple(axes))
         local = _Local(value if with_value else None, weight, grads)
         local = all_reduce(
-            reduce_op if weight is None else ReduceOp.SUM, local, axis_name, scope=told
+            reduce_op if weight is None else ReduceOp.SUM,
+            local,
+            axis_name,
+            scope=told,
+            # The loss is there before any gradient.
+            ready=None if order is None else jax.tree.leaves(_loss_first(local, order)),
         )
         value, grads = local.value, local.grads
         if weight is not None:
@@ -128,6 +144,12 @@ def reduced_gradient(
         return outputs if with_value else ((grads, aux) if has_aux else grads)
 
     return reduced
+
+
+def _loss_first(local: _Local, order: Any) -> _Local:
+    """A tree like `local` with the place of each of its leaves."""
+    value, weight = jax.tree.map(lambda _: -1, (local.value, local.weight))
+    return _Local(value, weight, order)
 
 
 def _check_scalars(loss: WeightedLoss, caller: str) -> None:
