@@ -45,6 +45,19 @@ def test_a_file(capsys, tmp_path):
     assert picture.stat().st_size > 10_000
 
 
+def test_two_files_side_by_side(capsys):
+    files = [str(GOLDEN / f"gpu-0.12.0.1-{name}.hlo") for name in ("overlapped", "packs")]
+    assert main(["inspect", files[0], "--against", files[1]]) == 0
+    out = capsys.readouterr().out
+    assert out.split("\n")[0].split() == [Path(file).name for file in files] + ["ratio"]
+    assert "reduced behind products" in out
+    assert main(["inspect", files[0], "--against", files[1], "--json", "-"]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert (both["count"], both["against"]["count"]) == (2, 1)
+    assert main(["inspect", files[0], "--against", "nowhere.hlo"]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

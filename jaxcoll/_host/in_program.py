@@ -267,8 +267,13 @@ def sync_in_backward(
       >>> step(jnp.array([2.0, 5.0]), jnp.array([1.0, 3.0]))[0].tolist()
       [10.0, 4.0]
     """
-    scope = scope_here().merged(checked(options))
-    return sync.sync_in_backward(params, axis_name, reduce_op=ReduceOp.of(reduce_op), scope=scope)
+    return sync.sync_in_backward(
+        params,
+        axis_name,
+        reduce_op=ReduceOp.of(reduce_op),
+        scope=scope_here(),
+        options=checked(options),
+    )
 
 
 def _gradient(

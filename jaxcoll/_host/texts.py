@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxcoll._host.data_parallel import DataParallel
-from jaxcoll._host.mesh import line_of
+from jaxcoll._host.mesh import given_mesh, line_of, takes_mesh
 from jaxcoll._host.terms import terms_here
 from jaxcoll._host.world import mesh_world, scope_here
 from jaxcoll._plan.plan import Plan
@@ -62,6 +62,8 @@ def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], calle
             return Texts(program.as_text() or "", terms=_terms())
         requested = program.as_text(debug_info=True)
         return Texts(program.compile().as_text() or "", requested, terms=_terms())
+    if callable(program) and takes_mesh(program, kwargs):
+        program = given_mesh(program, line_of(jax.devices(), "data"))
     plans: list[Plan] = []
     lowered = lowered_of(program, args, kwargs, plans.append, caller)
     requested = lowered.as_text(debug_info=True)

@@ -11,7 +11,8 @@ from jaxcoll._host.texts import Texts, texts_of
 from jaxcoll._host.topology import compile_for
 from jaxcoll._observe.collective import KINDS
 from jaxcoll._observe.report import Report, report_of
-from jaxcoll._observe.report_text import carried, counted, like, size
+from jaxcoll._observe.report_text import carried, like
+from jaxcoll._observe.words import counted, size
 
 
 def inspect(fun: Any, *args: Any, topology: Any = None, **kwargs: Any) -> Report:

@@ -48,12 +48,15 @@ class Matmul:
       flops: floating-point operations each time.
       trips: how often one run carries it out; None when a loop does not say how often it turns.
       at: its place in the schedule, as in `Collective`.
+      dtype: the element type of what it multiplies (of several, of the largest); "" if the text
+        does not say.
     """
 
     name: str
     flops: int
     trips: int | None = 1
     at: int = 0
+    dtype: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxcoll._observe import report_dict, report_text
 from jaxcoll._observe.calls import Loop, Matmul
+from jaxcoll._observe.changes import changes
 from jaxcoll._observe.collective import Collective, runs, wire_bytes
 from jaxcoll._observe.hlo import read_program
 from jaxcoll._observe.join import Origin, join
 from jaxcoll._observe.names import names, pack_of
+from jaxcoll._observe.narrow import narrow_sums
+from jaxcoll._observe.overlap import Overlap, exposed, overlap
 from jaxcoll._observe.seconds import predicted
 from jaxcoll._observe.stablehlo import read_stablehlo
 from jaxcoll._plan.plan import Plan
@@ -159,9 +163,48 @@ class Report:
         """What the cost model expects `collectives[k]` to take each time; None without terms."""
         return None if self.terms is None else predicted(self.collectives[k], self.terms)
 
+    @functools.cached_property
+    def overlap(self) -> Overlap:
+        """What the schedule hides behind matrix products, in bytes and operations."""
+        return overlap(self.collectives, self.matmuls)
+
+    @property
+    def overlapped(self) -> float | None:
+        """Share of the reduced bytes that travel behind matrix products; None if none is reduced.
+
+        Counted are all-reduces and reduce-scatters, loops' turns included; behind products are
+        those in asynchronous collectives with a product scheduled between their start and end.
+        """
+        reduced = self.overlap.reduced
+        return reduced.behind / reduced.nbytes if reduced.nbytes else None
+
+    @functools.cached_property
+    def seconds(self) -> float | None:
+        """What the cost model expects one run to communicate; None without terms."""
+        each = [self.seconds_of(k) for k in range(self.count)]
+        turns = (1 if c.trips is None else c.trips for c in self.collectives)
+        return None if None in each else sum(n * s for n, s in zip(turns, each, strict=True) if s)
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """Of `seconds`, what no matrix product hides (docs/cost_model.md); None if not known."""
+        left = self._exposed
+        return None if left is None else sum(left)
+
+    def exposed_of(self, k: int) -> float | None:
+        """Seconds of `collectives[k]` in one run that no product hides; None if not known."""
+        return None if self._exposed is None else self._exposed[k]
+
+    @functools.cached_property
+    def _exposed(self) -> list[float] | None:
+        if self.terms is None:
+            return None
+        seconds = [predicted(c, self.terms) for c in self.collectives]
+        return exposed(self.collectives, seconds, self.matmuls, self.terms)
+
     def changes(self, k: int) -> tuple[str, ...]:
         """What the compiler did to `collectives[k]`, in words."""
-        return tuple(_changes(self, k))
+        return tuple(changes(self, k))
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain numbers and strings, bytes and elements counted on one device."""
@@ -205,17 +248,36 @@ class Report:
         Raises:
           ImportError: matplotlib is not installed.
         """
-        try:
-            from jaxcoll._observe.report_picture import draw
-        except ImportError as error:
-            raise ImportError(
-                "`Report.plot` needs matplotlib, which is not installed: "
-                "pip install 'jaxcoll[cli]'."
-            ) from error
-        figure = draw(self, seconds)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        draw = _picture("report_picture", "plot")
+        return _saved(draw(self, seconds), path)
+
+    def timeline(
+        self,
+        path: str | Path | None = None,
+        *,
+        name: str = "",
+        beside: Mapping[str, Report] | None = None,
+    ) -> Any:
+        """Draw the compiled schedule over time, as the cost model predicts it.
+
+        One lane multiplies, one carries; where the program comes to the end of a collective that
+        is not through, everything waits. A matrix product takes its operations at the rate of its
+        type, everything else no time, so that more waits than would.
+
+        Args:
+          path: a file to write, its ending saying the format.
+          name: above the panel; "": the program's.
+          beside: other reports, drawn below on the same axis, by their names.
+
+        Returns:
+          A `matplotlib.figure.Figure`.
+
+        Raises:
+          ValueError: `terms` are not known, or do not say how fast matrices are multiplied.
+          ImportError: matplotlib is not installed.
+        """
+        draw = _picture("timeline_picture", "timeline")
+        return _saved(draw({name or self.name: self, **(beside or {})}), path)
 
     def __str__(self) -> str:
         return report_text.text(self)
@@ -225,6 +287,27 @@ class Report:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
+
+
+def _picture(module: str, method: str) -> Callable[..., Any]:
+    """The function that draws.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    try:
+        return importlib.import_module(f"jaxcoll._observe.{module}").draw
+    except ImportError as error:
+        raise ImportError(
+            f"`Report.{method}` needs matplotlib, which is not installed: "
+            "pip install 'jaxcoll[cli]'."
+        ) from error
+
+
+def _saved(figure: Any, path: str | Path | None) -> Any:
+    if path is not None:
+        figure.savefig(path)
+    return figure
 
 
 def report_of(
@@ -271,9 +354,9 @@ def report_of(
 
 
 def _requested(text: str) -> tuple[tuple[Collective, ...] | None, list[str]]:
-    """What is requested, or, where its notation is not known, a note in its place."""
+    """What is requested, and notes; where its notation is not known, a note in its place."""
     try:
-        return read_stablehlo(text), []
+        return read_stablehlo(text), narrow_sums(text)
     except ValueError as error:
         return None, [f"what was requested could not be read: {error}"]
 
@@ -290,43 +373,3 @@ def _packed(plans: Sequence[Plan]) -> list[PackedLeaves]:
                 name = f"{plan.name}/rows{k}"
                 found[name] = PackedLeaves(name, leaf.dtype.name, leaf.gathers, (leaf.path,))
     return list(found.values())
-
-
-def _changes(report: Report, k: int) -> Iterable[str]:
-    c, origin = report.collectives[k], report.origins[k]
-    if report.requested is not None:
-        asked = [report.requested[i] for i in origin.requested]
-        if not asked:
-            yield "added by the compiler" if not report.dropped else "origin unknown"
-        if origin.again:
-            yield "repeated"
-        elif len(asked) > 1:
-            yield f"merged {len(asked)}"
-        if any(report.carriers[i] > 1 for i in origin.requested):
-            yield "split"
-        before = Counter(r.kind for r in asked)
-        if asked and c.kind not in before:
-            yield f"was {', '.join(before)}"
-        yield from _dtype_change(asked, c)
-        if asked and any(r.loops for r in asked) and not c.loops:
-            yield "out of its loop"
-    if c.is_async:
-        yield "asynchronous"
-
-
-def _dtype_change(asked: Sequence[Collective], c: Collective) -> Iterable[str]:
-    """Types that fewer elements have than was requested, and those that more have."""
-    before, after = _elements(asked), _elements([c])
-    if before.total() == after.total() and before != after:
-        fewer, more = sorted(before - after), sorted(after - before)
-        yield f"{', '.join(fewer)} → {', '.join(more)}"
-    elif asked and not set(after) <= set(before):
-        yield f"{', '.join(sorted(before))} → {', '.join(sorted(after))}"
-
-
-def _elements(collectives: Iterable[Collective]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for c in collectives:
-        for operand in c.operands:
-            found[operand.dtype] += operand.size
-    return found

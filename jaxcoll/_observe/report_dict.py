@@ -30,6 +30,7 @@ def to_dict(report: Report) -> dict[str, Any]:
             "leaves": list(report.leaves_of(k)),
             "changes": list(report.changes(k)),
             "predicted_seconds": report.seconds_of(k),
+            "exposed_seconds": report.exposed_of(k),
         }
         for k, (c, origin) in enumerate(zip(report.collectives, report.origins, strict=True))
     ]
@@ -41,6 +42,16 @@ def to_dict(report: Report) -> dict[str, Any]:
         "runs": report.runs,
         "wire_bytes_per_device": report.wire_bytes,
         "requested_wire_bytes_per_device": report.requested_wire_bytes,
+        "overlap": {
+            "overlapped": report.overlapped,
+            "bytes": {
+                kind: {"sent": s.nbytes, "behind_matmuls": s.behind}
+                for kind, s in report.overlap.shares.items()
+            },
+            "flops": report.overlap.flops,
+            "seconds": report.seconds,
+            "exposed_seconds": report.exposed_seconds,
+        },
         "dropped": list(report.dropped),
         "requested": requested,
         "compiled": compiled,
@@ -49,7 +60,7 @@ def to_dict(report: Report) -> dict[str, Any]:
             {"name": p.name, "dtype": p.dtype, "bytes": p.nbytes, "leaves": list(p.leaves)}
             for p in report.packs
         ],
-        "matmuls": [[m.name, m.flops, m.trips, m.at] for m in report.matmuls],
+        "matmuls": [[m.name, m.flops, m.trips, m.at, m.dtype] for m in report.matmuls],
         "loops": [[x.name, x.trips, x.at, x.until] for x in report.loops],
         "instructions": report.instructions,
         "uncounted": list(report.uncounted),

@@ -13,8 +13,10 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from jaxcoll._observe.collective import Collective
-from jaxcoll._observe.report_text import counted, packs_in_words, scaled, size, totals
+from jaxcoll._observe.overlap import exposed
+from jaxcoll._observe.report_text import packs_in_words, totals
 from jaxcoll._observe.seconds import predicted
+from jaxcoll._observe.words import counted, scaled, size
 
 if TYPE_CHECKING:
     from jaxcoll._observe.report import Report
@@ -181,7 +183,7 @@ def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) ->
 
 
 def _hidden(axes: Axes, report: Report, seconds: Callable[[Collective], float] | None) -> None:
-    """One bar: what travels beside matrix products, and what everything else waits for."""
+    """One bar: what matrix products hide, and what everything else waits for."""
     known = report.terms
     source = "as `seconds` predicts" if seconds else ""
     if seconds is None and known is not None:
@@ -189,10 +191,20 @@ def _hidden(axes: Axes, report: Report, seconds: Callable[[Collective], float] |
             functools.partial(predicted, terms=known),
             f"predicted from {known.source}",
         )
-    amounts = [(seconds or _bytes)(c) * (c.trips or 1) for c in report.collectives]
-    hides = [bool(c.meanwhile and c.meanwhile.flops) for c in report.collectives]
-    total = sum(amounts)
-    beside = sum(a for a, hidden in zip(amounts, hides, strict=True) if hidden)
+    turns = [1 if c.trips is None else c.trips for c in report.collectives]
+    each = [(seconds or _bytes)(c) for c in report.collectives]
+    total = sum(n * one for n, one in zip(turns, each, strict=True))
+    left = known and seconds and exposed(report.collectives, each, report.matmuls, known)
+    if left is None:  # it is not known how long a product takes
+        waits = [not (c.meanwhile and c.meanwhile.flops) for c in report.collectives]
+        left = [n * one * w for n, one, w in zip(turns, each, waits, strict=True)]
+        rule = (
+            "A collective counts as hidden if a matrix product is scheduled between its start and "
+            "its end"
+        )
+    else:
+        rule = "A collective is hidden for as long as the matrix products between its start and end"
+    beside = total - sum(left)
     axes.set_axis_off()
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1)
@@ -202,15 +214,14 @@ def _hidden(axes: Axes, report: Report, seconds: Callable[[Collective], float] |
     share = beside / total
     axes.add_patch(Rectangle((0, 0.0), share, 0.62, color=COLOURS[0], linewidth=0))
     axes.add_patch(Rectangle((share, 0.0), 1 - share, 0.62, color=COLOURS[1], linewidth=0))
-    axes.text(0, 0.8, f"beside matrix products  {share:.0%}", size=11, color=COLOURS[0],
+    axes.text(0, 0.8, f"behind matrix products  {share:.0%}", size=11, color=COLOURS[0],
               weight="bold", va="bottom")  # fmt: skip
     axes.text(1, 0.8, f"exposed  {1 - share:.0%}", size=11, color=COLOURS[1], weight="bold",
               ha="right", va="bottom")  # fmt: skip
     axes.text(
         0, -0.28,
-        f"of {_amount(total, bool(seconds))}, {source or 'counted in wire bytes'}.\nA collective "
-        "counts as hidden if a matrix product is scheduled between its start and its end: the "
-        "compiler's plan, not a measurement.",
+        f"of {_amount(total, bool(seconds))}, {source or 'counted in wire bytes'}.\n{rule}: "
+        "the compiler's plan, not a measurement.",
         size=9.5, color=FAINT, va="top", linespacing=1.5,
     )  # fmt: skip
 

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from jaxcoll._observe import overlap_text
 from jaxcoll._observe.collective import Collective, Meanwhile
+from jaxcoll._observe.words import WIDTH, counted, fold, scaled, shortened, size, some
 
 if TYPE_CHECKING:
     from jaxcoll._observe.report import Report
 
-WIDTH = 118
 MOST = 40
 """Rows of each table; the rest are counted."""
 
@@ -26,7 +27,7 @@ def text(report: Report) -> str:
     """The headline, a row for each compiled collective, what was dropped, and the notes."""
     alike = like(report)
     rows = [COLUMNS, *(row(report, each) for each in alike[:MOST])]
-    parts = [fold(headline(report))]
+    parts = [fold(line) for line in (headline(report), overlap_text.summary(report)) if line]
     if report.count:
         widths = [max(len(r[c]) for r in rows) for c in range(len(COLUMNS) - 1)]
         lines = []
@@ -62,8 +63,10 @@ def html(report: Report) -> str:
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
     rest = [*_dropped(report), *_notes(report)]
     below = "".join(f"<div style='white-space:pre'>{_html.escape(line)}</div>" for line in rest)
+    hidden = overlap_text.summary(report)
+    beneath = f"<p>{_html.escape(hidden)}</p>" if hidden else ""
     return (
-        f"<div><p><b>{_html.escape(headline(report))}</b></p>"
+        f"<div><p><b>{_html.escape(headline(report))}</b></p>{beneath}"
         f"{table if report.count else ''}{below}</div>"
     )
 
@@ -169,62 +172,6 @@ def during(meanwhile: Meanwhile | None) -> str:
         return "nothing"
     operations = counted(meanwhile.instructions, "op")
     return f"{scaled(meanwhile.flops)}FLOP, {operations}" if meanwhile.matmuls else operations
-
-
-def size(nbytes: int) -> str:
-    """Bytes in decimal units.
-
-    Examples:
-      >>> size(28), size(178_900_000), size(7_340_036)
-      ('28 B', '178.9 MB', '7.34 MB')
-    """
-    return f"{scaled(nbytes)}B"
-
-
-def scaled(number: int) -> str:
-    """A number with its decimal prefix, and a blank between them.
-
-    Examples:
-      >>> scaled(999), scaled(1000), scaled(17_179_869_184)
-      ('999 ', '1.00 k', '17.2 G')
-    """
-    if number < 1000:
-        return f"{number} "
-    value, prefixes = float(number), iter("kMGTPE")
-    prefix = ""
-    while value >= 999.95:
-        value, prefix = value / 1000, next(prefixes)
-    return f"{value:.2f} {prefix}" if value < 10 else f"{value:.1f} {prefix}"
-
-
-def counted(n: int, noun: str) -> str:
-    """A number with its noun.
-
-    Examples:
-      >>> counted(1, "device"), counted(1200, "op")
-      ('1 device', '1,200 ops')
-    """
-    return f"{n:,} {noun}{'s' * (n != 1)}"
-
-
-def some(items: Sequence[str], most: int) -> list[str]:
-    """The first few, and how many more there are."""
-    return [*items[:most], *([f"{len(items) - most} more"] if len(items) > most else [])]
-
-
-def shortened(line: str, width: int) -> str:
-    """`line`, with its end left out where it is too long."""
-    return line if len(line) <= width else line[: width - 1] + "…"
-
-
-def fold(line: str) -> str:
-    """`line` in lines of at most `WIDTH`."""
-    lines, width = [""], WIDTH
-    for word in line.split():
-        if len(lines[-1]) + len(word) >= width and lines[-1]:
-            lines.append(" ")
-        lines[-1] += (" " if lines[-1] else "") + word
-    return "\n".join(lines)
 
 
 def _dropped(report: Report) -> list[str]:

@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 from jaxcoll._observe.calls import Bodies, Call, Matmul, busy_among
 from jaxcoll._observe.collective import Collective, Meanwhile
-from jaxcoll._observe.hlo_text import Module, definitions, pair_ends, parse_instruction
+from jaxcoll._observe.hlo_text import (
+    Module,
+    definitions,
+    operands_of,
+    pair_ends,
+    parse_instruction,
+)
 from jaxcoll._observe.matmul import flops, is_matmul
 
 _NAME = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
@@ -27,14 +33,17 @@ _TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 
 
 class Work(NamedTuple):
-    """Matrix products, and their floating-point operations."""
+    """Matrix products, their floating-point operations, and the type that most of them are of."""
 
     matmuls: int = 0
     flops: int = 0
+    dtype: str = ""
 
     def plus(self, other: Work, times: int = 1) -> Work:
         """Both together."""
-        return Work(self.matmuls + times * other.matmuls, self.flops + times * other.flops)
+        more = times * other.flops
+        dtype = self.dtype if self.dtype and self.flops >= more else other.dtype
+        return Work(self.matmuls + times * other.matmuls, self.flops + more, dtype)
 
 
 class Schedule:
@@ -66,7 +75,8 @@ class Schedule:
         lines, direct = self._module.computations[name], self._direct_work(name)
         ends = self._ends(name)
         items: list[Collective | Call | Matmul] = [
-            Matmul(_defined_name(lines[at]), work.flops, at=at) for at, work in direct.items()
+            Matmul(_defined_name(lines[at]), work.flops, at=at, dtype=work.dtype)
+            for at, work in direct.items()
         ]
         for item in self._bodies[name]:
             if isinstance(item, Matmul) or (isinstance(item, Call) and self._is_dropped(item)):
@@ -167,14 +177,16 @@ class Schedule:
                         "which is not counted."
                     )
             defined = definitions(lines) if defined is None else defined
-            operations = flops(parse_instruction(line), defined)
+            instruction = parse_instruction(line)
+            operations = flops(instruction, defined)
             if operations is None:
                 self._notes.append(
                     f"{_defined_name(line)!r} multiplies matrices of sizes that its text does not "
                     "say: its floating-point operations are not counted."
                 )
             if operations != 0:
-                found[at] = Work(1, operations or 0)
+                operands = operands_of(instruction, defined)
+                found[at] = Work(1, operations or 0, operands[0].dtype if operands else "")
         return found
 
     def _ends(self, name: str) -> dict[str, int]:

@@ -47,12 +47,17 @@ NETWORKS = {
     "dcn-v5e": Network(50 * MICRO, 3.1e9),
     "dcn-v5p": Network(50 * MICRO, 6.25e9),
     "dcn-v6e": Network(50 * MICRO, 12.5e9),
+    "dcn-tpu7x": Network(50 * MICRO, 6.25e9),  # 100 Gbit/s a chip of two devices
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """One kind of accelerator, as JAX names it, and the host it is usually in."""
+    """One kind of accelerator, as JAX names it, and the host it is usually in.
+
+    `peaks` are specified operations a second of dense matrix products, by element type, and
+    `reached` is the share of them that large products reach.
+    """
 
     kinds: tuple[str, ...]
     source: str
@@ -60,6 +65,8 @@ class Accelerator:
     call: float
     memory: float
     network: str
+    peaks: tuple[tuple[str, float], ...]
+    reached: float
     native: tuple[Curve, ...] = ()
 
     def terms(self, key: Key, network: str) -> Terms:
@@ -76,7 +83,14 @@ class Accelerator:
             slice=2 * MICRO,  # assumed
             combine=30 * MiB,  # XLA's default
             native=tuple(c for c in self.native if c.islands == 1 or network == self.network),
+            rates=tuple((dtype, self.reached * peak) for dtype, peak in self.peaks),
         )
+
+
+def _peaks(bf16: float, f32: float, f8: float | None = None) -> tuple[tuple[str, float], ...]:
+    """Specified TFLOP/s; of float32 at JAX's default precision: TF32 on GPUs, bfloat16 on TPUs."""
+    known = (("bf16", bf16), ("f16", bf16), ("f32", f32), ("f8", f8))
+    return tuple((dtype, tera * 1e12) for dtype, tera in known if tera)
 
 
 def _microseconds(replicas: int, *points: tuple[int, float], islands: int = 1) -> Curve:
@@ -142,6 +156,7 @@ _AMPERE = _microseconds(
     (16 * GiB, 127997.0),
 )
 
+# Reached, in bfloat16: the largest of a search over shapes (ml-engineering, MAMF); TPUs: assumed.
 ACCELERATORS = (
     # `call` and `step`: 15.2 µs for 8 B on 8 H200; 23.5 µs, and 20.5 µs for a reduce-scatter, on 8
     # B200 (ml-engineering). Rings: 363 and 673 GB/s on 4 devices, 361 and 668 for an all-gather.
@@ -152,6 +167,8 @@ ACCELERATORS = (
         9.2 * MICRO,
         4.8e12,
         "infiniband-400",
+        _peaks(989.4, 494.7, 1978.9),
+        0.803,
         (_HOPPER, _by_ring(_HOPPER, 4, 363.3e9)),
     ),
     Accelerator(
@@ -161,6 +178,8 @@ ACCELERATORS = (
         17.4 * MICRO,
         8.0e12,
         "efa-400",
+        _peaks(2250, 1125, 4500),
+        0.776,
         (_BLACKWELL, _by_ring(_BLACKWELL, 5, 677.8e9), _BLACKWELL_HOSTS),
     ),
     Accelerator(
@@ -170,6 +189,8 @@ ACCELERATORS = (
         12 * MICRO,  # assumed
         2.0e12,
         "infiniband-200",
+        _peaks(312, 156),
+        0.869,
         (_AMPERE,),
     ),
     # Specified link rates, all ports of a chip, one way; 1 µs a hop and 2 µs a call are assumed.
@@ -180,6 +201,8 @@ ACCELERATORS = (
         2 * MICRO,
         0.819e12,
         "dcn-v5e",
+        _peaks(197, 197),
+        0.8,
     ),
     Accelerator(
         ("v6 lite", "v6e"),
@@ -188,6 +211,8 @@ ACCELERATORS = (
         2 * MICRO,
         1.638e12,
         "dcn-v6e",
+        _peaks(918, 918),
+        0.8,
     ),
     Accelerator(
         ("tpu v5", "v5p"),
@@ -196,6 +221,18 @@ ACCELERATORS = (
         2 * MICRO,
         2.765e12,
         "dcn-v5p",
+        _peaks(459, 459),
+        0.8,
+    ),
+    Accelerator(  # a chip is two devices, which share its links and its memory
+        ("tpu7x",),
+        "TPU7x, specified 1200 GB/s both ways (docs.cloud.google.com/tpu/docs/tpu7x)",
+        Link(1 * MICRO, 1 / 300e9, torus=3),
+        2 * MICRO,
+        3.69e12,
+        "dcn-tpu7x",
+        _peaks(1153.5, 1153.5, 2307),
+        0.8,
     ),
 )
 USUAL = {"gpu": ACCELERATORS[0], "tpu": ACCELERATORS[3]}

@@ -115,9 +115,11 @@ class Terms:
       combine: bytes up to which the compiler makes one collective of several of its own
         all-reduces; 0: the runtime takes them one by one.
       native: curves of the backend's own all-reduce; those between islands included.
+      rates: for element types, as HLO spells them ("f8" for all of 8 bits), floating-point
+        operations a second that matrix products reach; () where that is not known.
 
     Raises:
-      ValueError: a number is negative or not finite.
+      ValueError: a number is negative or not finite, or a rate is zero.
     """
 
     key: Key
@@ -131,9 +133,13 @@ class Terms:
     slice: float = 0.0
     combine: int = 0
     native: tuple[Curve, ...] = ()
+    rates: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
+        if 0 in dict(self.rates).values():
+            raise ValueError(f"`rates` of the cost terms must be above zero; got {self.rates!r}.")
         for name, value in (
+            *((f"rates[{dtype!r}]", rate) for dtype, rate in self.rates),
             *((name, getattr(self, name)) for name in _NUMBERS),
             *((f"within.{name}", value) for name, value in vars(self.within).items()),
             *((f"between.{name}", value) for name, value in vars(self.between).items()),
@@ -144,6 +150,10 @@ class Terms:
                     f"`{name}` of the cost terms must be a finite number that is not negative; "
                     f"got {value!r}."
                 )
+
+    def rate(self, dtype: str) -> float | None:
+        """Operations a second of products of an element type; None where that is not known."""
+        return dict(self.rates).get("f8" if dtype.startswith("f8") else dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """The terms in plain numbers and strings, with a version and the world's key."""
@@ -217,6 +227,7 @@ def terms_of(data: dict[str, Any]) -> Terms:
                     Curve(tuple((size, t) for size, t in c["points"]), c["replicas"], c["islands"])
                     for c in given["native"]
                 ),
+                "rates": tuple((dtype, rate) for dtype, rate in given.get("rates", ())),
             }
         )
     except (KeyError, TypeError, ValueError) as error:

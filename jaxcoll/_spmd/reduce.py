@@ -48,6 +48,7 @@ def all_reduce(
     packing: PackingRule | None = None,
     same: Mapping[str, frozenset[str]] = MappingProxyType({}),
     reasons: tuple[str, ...] = (),
+    ready: Sequence[int] | None = None,
 ) -> Any:
     """Reduce every leaf of `value` over the replicas along `axis_name`; see `jc.all_reduce`.
 
@@ -61,6 +62,8 @@ def all_reduce(
       same: paths of leaves that were proven to be equal on every replica along some axes, and
         those axes: they are taken as "replicated" there, whatever their types say.
       reasons: what else the plan should say.
+      ready: for each leaf, in the tree's order, its place in the order in which they become
+        ready; None: not known.
 
     Returns:
       The reduced tree, *invariant* over the axes.
@@ -81,6 +84,11 @@ def all_reduce(
     flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
     paths = [jax.tree_util.keystr(path) for path, _ in flat]
     taken = [_taken(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
+    # Equal values are those of the first replica, which alone has their cotangent.
+    taken = [
+        _compat.as_invariant(x, tuple(same[path]), summed=True) if path in same else x
+        for path, x in zip(paths, taken, strict=True)
+    ]
     arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
     recipes = [
         _recipe(reduce_op, path, array, axes, world, invariant, same.get(path, frozenset()))
@@ -96,8 +104,11 @@ def all_reduce(
             over=tuple(n if a in recipe.over else 1 for a, n in axes.items()),
             solid=_compat.is_partially_sharded(array),
             indices=np.dtype(whole.indices.dtype) if isinstance(whole, IndexedSlices) else None,
+            ready=None if ready is None else ready[i],
         )
-        for path, whole, array, recipe in zip(paths, taken, arrays, recipes, strict=True)
+        for i, (path, whole, array, recipe) in enumerate(
+            zip(paths, taken, arrays, recipes, strict=True)
+        )
     ]
     plan = make_plan(reduce_op, leaves, scope.options, world, packing, scope.terms(world))
     plan = dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
@@ -132,11 +143,14 @@ def _settled(
 
 def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
     """Each pack summed, by the stages that the plan has for it."""
-    sums = []
+    sums, total = [], None
     for k, (planned, array) in enumerate(zip(plan.packs, packs, strict=True)):
         recipe = cast(Recipe, planned.kind)
         with jax.named_scope(f"{plan.name}/pack{k}"):
-            total = algorithms.all_reduce(before(array, recipe), plan.stages(planned), recipe.axes)
+            array = before(array, recipe)
+            if plan.overlap and total is not None:
+                array = _compat.ordered(array, after=total)
+            total = algorithms.all_reduce(array, plan.stages(planned), recipe.axes)
             result = after(total, recipe)
             # A quotient that goes into a sum next must not be rounded with it.
             divided = plan.reproducible and (recipe.divisor or recipe.times > 1)

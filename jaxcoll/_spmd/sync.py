@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxcoll import _compat
 from jaxcoll._plan.leaves import where
-from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope, differentiation
@@ -26,7 +26,12 @@ _REASON = "when: in the backward pass, as soon as these gradients exist"
 
 
 def sync_in_backward(
-    params: Any, axis_name: str | tuple[str, ...], *, reduce_op: ReduceOp, scope: Scope
+    params: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    reduce_op: ReduceOp,
+    scope: Scope,
+    options: CommunicationOptions,
 ) -> Any:
     """`params`, whose cotangents are reduced where they appear; see `jc.sync_in_backward`.
 
@@ -34,22 +39,29 @@ def sync_in_backward(
       params: a pytree of floating arrays.
       axis_name: one axis, or several, outer first.
       reduce_op: SUM or MEAN.
-      scope: options, world, and who wants to know.
+      scope: defaults, world, and who wants to know.
+      options: of this call, over those of an enclosing `jc.value_and_grad`.
 
     Returns:
       A tree like it, *varying* over the axes where types tell.
+
+    Raises:
+      NameError: an axis is not bound here.
+      ValueError: a leaf has no gradient, or a sum is asked for where a mean is taken.
     """
-    axes = tuple(bound_axes(axis_name, "sync_in_backward"))
     outer = differentiation()
+    untyped = outer is not None and outer.untyped and axis_name in (outer.axes, *outer.axes)
+    # A second trace of the same loss; to ask for the axes would make it one that communicates.
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    axes = names if untyped else tuple(bound_axes(axis_name, "sync_in_backward"))
     if outer is not None and set(outer.axes).intersection(axes):
         if reduce_op is not ReduceOp.MEAN:
             raise ValueError(_SUM_OF_A_MEAN.format(axes=", ".join(map(repr, axes))))
-        scope = dataclasses.replace(scope, options=outer.options.merge(scope.options))
+        scope = scope.merged(outer.options)
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     arrays = [_floating(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
-    typed = [a for a in axes if outer is None or not outer.untyped or a not in outer.axes]
-    reduction = _Reduction(reduce_op, axes, treedef, scope)
-    return treedef.unflatten(_compat.through_backward(arrays, reduction, typed))
+    reduction = _Reduction(reduce_op, axes, treedef, scope.merged(options))
+    return treedef.unflatten(_compat.through_backward(arrays, reduction, () if untyped else axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +99,9 @@ def _floating(path: str, value: Any) -> jax.Array:
             f"{type(value).__name__}."
         )
     if not jax.dtypes.issubdtype(dtype, np.inexact):
+        kind = "float0" if dtype == jax.dtypes.float0 else dtype
         raise ValueError(
-            f"`sync_in_backward` cannot take {where(path)}: an array of {dtype} has no gradient "
+            f"`sync_in_backward` cannot take {where(path)}: an array of {kind} has no gradient "
             "that could be reduced. Pass only what is differentiated, and hand the rest on "
             "beside it; None may stand in its place."
         )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+from jaxcoll._observe.overlap_text import against
 from jaxcoll._observe.report import Report, report_of
 from jaxcoll.bench.files import check_writable, replacing
 
@@ -15,8 +17,8 @@ EPILOG = """\
 TARGET is a file of HLO text, as `compiled.as_text()` returns it; or module:name. The name is a
 function that has its arguments in an attribute `example_args`, a tuple of arrays or
 jax.ShapeDtypeStructs; or one that takes none and returns (fun, args), (fun, args, kwargs), or
-what `.lower` returned. Nothing of it is run on a device. The exit status is 0, or 2 with one
-line on standard error.
+what `.lower` returned. Nothing of it is run on a device. With --against there is a table of both
+instead of the report of one. The exit status is 0, or 2 with one line on standard error.
 """
 
 
@@ -24,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
     parser.add_argument("target", metavar="TARGET", help="FILE.hlo, or module:name")
+    parser.add_argument(
+        "--against", metavar="OTHER", help="another TARGET, of which the figures stand beside"
+    )
     parser.add_argument(
         "--devices",
         type=int,
@@ -54,26 +59,41 @@ def run(args: argparse.Namespace) -> int:
         for flag, path in (("--json", file), ("--plot", args.plot)):
             if path:
                 check_writable(flag, path)
-        report = _report(args)
+        report = _report(args.target, args)
+        other = _report(args.against, args) if args.against else None
+        shown = report.to_dict() | ({"against": other.to_dict()} if other else {})
+        text = json.dumps(shown, indent=1)
         if args.plot:
             with replacing(args.plot) as partial:
                 report.plot(partial)
         if file:
             with replacing(file) as partial:
-                partial.write_text(report.to_json() + "\n", encoding="utf-8")
+                partial.write_text(text + "\n", encoding="utf-8")
     except (ValueError, OSError, ImportError) as error:
         print(f"jaxcoll inspect: {_one_line(error)}", file=sys.stderr)
         return 2
-    print(report.to_json() if args.json == "-" else report)
+    if args.json == "-":
+        print(text)
+    elif other:
+        print(against(report, other, _named(args.target), _named(args.against)))
+    else:
+        print(report)
     return 0
 
 
-def _report(args: argparse.Namespace) -> Report:
-    module, colon, name = args.target.rpartition(":")
-    if Path(args.target).is_file() or not colon:
+def _named(target: str) -> str:
+    """A target without the folders or packages that it is in."""
+    module, colon, name = target.rpartition(":")
+    is_file = Path(target).is_file() or not colon
+    return PurePath(target).name if is_file else f"{module.rpartition('.')[2]}:{name}"
+
+
+def _report(target: str, args: argparse.Namespace) -> Report:
+    module, colon, name = target.rpartition(":")
+    if Path(target).is_file() or not colon:
         if args.topology:
             raise ValueError("--topology is for module:name; a file is compiled already.")
-        text = Path(args.target).read_text(encoding="utf-8", errors="replace")
+        text = Path(target).read_text(encoding="utf-8", errors="replace")
         return report_of(text)
     import jax
 
@@ -91,7 +111,7 @@ def _report(args: argparse.Namespace) -> Report:
         return inspect(fun, *given, topology=args.topology, **named)
     except Exception as error:
         # Whatever a user's function raises while it is traced, or a compiler while it compiles.
-        raise ValueError(f"{args.target} cannot be compiled: {_one_line(error)}") from error
+        raise ValueError(f"{target} cannot be compiled: {_one_line(error)}") from error
 
 
 def _asked_for(module: str, name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

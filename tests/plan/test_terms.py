@@ -40,6 +40,15 @@ def test_what_is_not_ours_is_refused(text, words):
         read_terms(text)
 
 
+def test_rates_of_products_by_type():
+    terms = preset(World("gpu", (8,), device_kind="NVIDIA H100"))
+    assert terms.rate("bf16") == pytest.approx(0.803 * 989.4e12)
+    assert terms.rate("f8e4m3fn") > terms.rate("bf16") > terms.rate("f32")
+    assert (terms.rate("s4"), preset(GLOO).rate("f32")) == (None, None)
+    with pytest.raises(ValueError, match="`rates` of the cost terms must be above zero"):
+        dataclasses.replace(terms, rates=(("bf16", 0),))
+
+
 def changed(**changes):
     return json.dumps({**preset(GLOO).to_dict(), **changes})
 

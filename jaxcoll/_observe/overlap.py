@@ -1,0 +1,146 @@
+"""How much of what a program sends travels behind its matrix products, and what is left exposed."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jaxcoll._observe.calls import Matmul
+from jaxcoll._observe.collective import Collective
+from jaxcoll._plan.terms import Terms
+
+REDUCTIONS = ("all-reduce", "reduce-scatter")
+"""The kinds that gradients travel in."""
+
+
+class Share(NamedTuple):
+    """Bytes of collectives of one kind, each turn of a loop counted.
+
+    Attributes:
+      nbytes: what one device puts in.
+      behind: of these, bytes in asynchronous collectives that have a matrix product scheduled
+        between their start and their end.
+    """
+
+    nbytes: int = 0
+    behind: int = 0
+
+
+class Overlap(NamedTuple):
+    """What the compiler's schedule hides.
+
+    Attributes:
+      shares: for each kind of collective that sends anything, its share.
+      flops: operations of the matrix products between a start and an end, each product once.
+    """
+
+    shares: dict[str, Share]
+    flops: int
+
+    @property
+    def reduced(self) -> Share:
+        """What gradients travel in: all-reduces and reduce-scatters together."""
+        found = [self.shares[kind] for kind in REDUCTIONS if kind in self.shares]
+        return Share(sum(s.nbytes for s in found), sum(s.behind for s in found))
+
+
+def overlap(collectives: Sequence[Collective], matmuls: Sequence[Matmul]) -> Overlap:
+    """What is scheduled behind matrix products.
+
+    Law: a loop that does not say how often it turns counts one turn; of a conditional every
+    branch counts; a collective among one device sends nothing and does not count.
+
+    Args:
+      collectives: of a compiled program.
+      matmuls: of the same.
+
+    Returns:
+      Bytes and operations; no time.
+
+    Examples:
+      >>> from jaxcoll._observe.collective import Meanwhile, Operand
+      >>> pair = tuple(range(2))
+      >>> def sends(n, at, until, trips):
+      ...     there = [m for m in products if at < m.at < until]
+      ...     during = Meanwhile(len(there), len(there), sum(m.flops for m in there))
+      ...     data = (Operand("f32", (n,)),)
+      ...     return Collective("all-reduce", "ar", data, 2, (pair,), "main", trips, True,
+      ...         at=at, until=until, meanwhile=during)
+      >>> products = [Matmul("dot", 1000, 3, at=5)]
+      >>> found = overlap([sends(100, 4, 6, 3), sends(200, 7, 8, 1)], products)
+      >>> found.shares["all-reduce"], found.flops
+      (Share(nbytes=2000, behind=1200), 3000)
+    """
+    shares: dict[str, Share] = {}
+    for c in collectives:
+        if c.group_size > 1:
+            known, turns = shares.get(c.kind, Share()), _turns(c)
+            behind = turns * c.nbytes if _hides(c) else 0
+            shares[c.kind] = Share(known.nbytes + turns * c.nbytes, known.behind + behind)
+    inside = (m for m, open_now in _meetings(collectives, matmuls) if open_now)
+    return Overlap(shares, sum(_turns(m) * m.flops for m in inside))
+
+
+def exposed(
+    collectives: Sequence[Collective],
+    seconds: Sequence[float],
+    matmuls: Sequence[Matmul],
+    terms: Terms,
+) -> list[float] | None:
+    """Of each collective the seconds in one run that no matrix product hides.
+
+    Law: a second of matrix products hides a second of one collective, and no more, however many
+    are under way: of those it stands between start and end of, the one that ends first and is
+    not hidden yet. No other choice hides more in all (F. Glover, Maximum matching in a convex
+    bipartite graph, Naval Research Logistics Quarterly 14, 1967). Only matrix products hide:
+    what else runs meanwhile is not priced.
+
+    Args:
+      collectives: of a compiled program.
+      seconds: of each of them, each time.
+      matmuls: of the same program.
+      terms: what its devices do in a second.
+
+    Returns:
+      Seconds, never below 0; None if products stand beside collectives, and how fast any type is
+      multiplied is not known. A product of a type of unknown rate hides nothing.
+    """
+    left = [_turns(c) * each for c, each in zip(collectives, seconds, strict=True)]
+    for m, open_now in _meetings(collectives, matmuls):
+        if open_now and not terms.rates:
+            return None
+        rate = terms.rate(m.dtype)
+        spare = _turns(m) * m.flops / rate if rate else 0.0
+        for k in open_now:
+            hidden = min(left[k], spare)
+            left[k] -= hidden
+            spare -= hidden
+    return left
+
+
+def _meetings(
+    collectives: Sequence[Collective], matmuls: Sequence[Matmul]
+) -> Iterator[tuple[Matmul, list[int]]]:
+    """Each product, in order, with the collectives under way, those that end first in front."""
+    starts = sorted(
+        (k for k, c in enumerate(collectives) if c.is_async and c.group_size > 1),
+        key=lambda k: collectives[k].at,
+        reverse=True,
+    )
+    open_now: list[tuple[int, int]] = []
+    for m in sorted(matmuls, key=lambda m: m.at):
+        while starts and collectives[starts[-1]].at < m.at:
+            k = starts.pop()
+            heapq.heappush(open_now, (collectives[k].until, k))
+        while open_now and open_now[0][0] <= m.at:
+            heapq.heappop(open_now)
+        yield m, [k for _, k in sorted(open_now)]
+
+
+def _hides(c: Collective) -> bool:
+    return c.is_async and c.meanwhile is not None and c.meanwhile.matmuls > 0
+
+
+def _turns(each: Collective | Matmul) -> int:
+    return 1 if each.trips is None else each.trips

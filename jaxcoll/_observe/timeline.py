@@ -1,0 +1,128 @@
+"""Plays a compiled schedule by the cost model: one lane multiplies, one carries."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxcoll._observe.calls import Loop, Matmul
+
+if TYPE_CHECKING:
+    from jaxcoll._observe.report import Report
+
+MOST_TURNS = 200
+"""Of one loop that are played; the rest would make no picture."""
+
+
+class Sent(NamedTuple):
+    """One collective, carried out once.
+
+    Attributes:
+      k: its position in `report.collectives`.
+      start: seconds at which the program starts it.
+      begins: when it has the links for itself.
+      ends: when it is through.
+      done: when the program goes on behind its end; from when it asked to, it waited.
+      asked: when the program came to its end.
+    """
+
+    k: int
+    start: float
+    begins: float
+    ends: float
+    asked: float
+    done: float
+
+
+class Timeline(NamedTuple):
+    """A run of the program by the cost model, in seconds from its beginning.
+
+    Attributes:
+      products: when matrix products begin and end, one after another.
+      sent: every collective that is carried out.
+      seconds: when everything is through.
+    """
+
+    products: tuple[tuple[float, float], ...]
+    sent: tuple[Sent, ...]
+    seconds: float
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which nothing is multiplied because a collective is not through."""
+        return sum(s.done - s.asked for s in self.sent)
+
+
+def timeline(report: Report) -> Timeline:
+    """Plays the compiled schedule.
+
+    Law: instructions are carried out in the compiler's order; a matrix product takes its operations
+    at the rate of its type, everything else no time; collectives have the links one after another,
+    in the order of their starts; behind the end of one the program goes on when it is through.
+
+    Args:
+      report: whose `terms` are known, with rates if it multiplies matrices. Each loop is played as
+        often as it turns, at most 200 times; one that does not say so once.
+
+    Returns:
+      The timeline.
+
+    Raises:
+      ValueError: the terms are not known.
+    """
+    terms = report.terms
+    if terms is None or (report.matmuls and not terms.rates):
+        raise ValueError(
+            "a timeline needs to know what collectives and matrix products take, and the terms of "
+            f"this report are {'not known' if terms is None else 'without rates'}: compile for an "
+            "accelerator, as in `jc.inspect(..., topology='h100:8')`."
+        )
+    clock = free = 0.0
+    products: list[tuple[float, float]] = []
+    sent: list[Sent] = []
+    open_now: dict[int, tuple[float, float, float]] = {}
+    for event, k in _played(report):
+        if isinstance(event, Matmul):
+            spent = event.flops / (terms.rate(event.dtype) or float("inf"))
+            products.append((clock, clock + spent))
+            clock += spent
+        elif event == "start":
+            begins = max(clock, free)
+            free = begins + (report.seconds_of(k) or 0.0)
+            open_now[k] = (clock, begins, free)
+        else:
+            start, begins, ends = open_now.pop(k)
+            done = max(clock, ends)
+            sent.append(Sent(k, start, begins, ends, clock, done))
+            clock = done
+    return Timeline(tuple(products), tuple(sent), clock)
+
+
+def _played(report: Report) -> Iterator[tuple[Matmul | str, int]]:
+    """Products, and starts and ends of collectives with their position, in order, loops turned."""
+    marks: list[tuple[float, int, Matmul | str, int]] = [
+        (m.at, 1, m, k) for k, m in enumerate(report.matmuls)
+    ]
+    for k, c in enumerate(report.collectives):
+        if c.group_size > 1:
+            marks.append((c.at, 0, "start", k))
+            until = max(c.until, c.at) if c.is_async else c.at
+            marks.append((until, 2, "end", k))
+    marks.sort(key=lambda mark: mark[:2])
+    places = [mark[0] for mark in marks]
+
+    def within(first: int, last: int, loops: Sequence[Loop]) -> Iterator[tuple[Matmul | str, int]]:
+        here = first
+        while loops:
+            loop, *rest = loops
+            inside = [x for x in rest if x.at >= loop.at and x.until <= loop.until]
+            low = bisect.bisect_left(places, loop.at, here, last)
+            high = bisect.bisect_right(places, loop.until, low, last)
+            yield from ((event, k) for _, _, event, k in marks[here:low])
+            for _ in range(min(loop.trips or 1, MOST_TURNS)):
+                yield from within(low, high, inside)
+            here, loops = high, [x for x in rest if x not in inside]
+        yield from ((event, k) for _, _, event, k in marks[here:last])
+
+    yield from within(0, len(marks), sorted(report.loops, key=lambda x: (x.at, -x.until)))

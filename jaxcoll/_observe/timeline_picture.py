@@ -1,0 +1,109 @@
+"""The picture of a timeline: what multiplies, what travels behind it, and where all wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from jaxcoll._observe.report_picture import COLOURS, FAINT, INK, LINE
+from jaxcoll._observe.timeline import Timeline, timeline
+from jaxcoll._observe.words import milliseconds, percent
+
+if TYPE_CHECKING:
+    from jaxcoll._observe.report import Report
+
+MULTIPLIES, WAITS = "#3d4a5c", "#e2725b"
+CARRIES = (COLOURS[0], "#6fb3c4")
+WIDE, HIGH = 12.8, 2.45
+TOP, BOTTOM = 0.95, 0.75
+"""Inches: of a figure, of each panel, and of what is above and below all."""
+
+
+def draw(reports: Mapping[str, Report]) -> Figure:
+    """A figure with a panel for each report, over one axis of time.
+
+    Args:
+      reports: by the name that stands above the panel.
+
+    Returns:
+      The figure. It is matplotlib's own kind, apart from pyplot's state, and needs no screen.
+
+    Raises:
+      ValueError: as in `timeline`.
+    """
+    played = {name: timeline(report) for name, report in reports.items()}
+    high = TOP + BOTTOM + HIGH * len(played)
+    figure = Figure(figsize=(WIDE, high), dpi=150, facecolor="white")
+    first = next(iter(reports.values()))
+    figure.text(0.04, 1 - 0.42 / high, f"One step on {first.where}", size=17, weight="bold",
+                color=INK, va="center")  # fmt: skip
+    _legend(figure, 1 - 0.80 / high)
+    end = max(each.seconds for each in played.values()) * 1e3
+    for n, (name, each) in enumerate(played.items()):
+        bottom = (BOTTOM + HIGH * (len(played) - 1 - n) + 0.25) / high
+        axes = figure.add_axes((0.105, bottom, 0.86, (HIGH - 0.95) / high))
+        _panel(axes, name, each, end, is_last=n == len(played) - 1)
+    return figure
+
+
+def _panel(axes: Axes, name: str, played: Timeline, end: float, *, is_last: bool) -> None:
+    axes.set_xlim(0, end)
+    axes.set_ylim(0, 2)
+    _blocks(axes, played.products, (1.12, 0.76), MULTIPLIES)
+    waits = [(s.asked, s.done) for s in played.sent if s.done > s.asked]
+    _blocks(axes, waits, (1.12, 0.76), WAITS)
+    for parity in (0, 1):
+        carried = [(s.begins, s.ends) for n, s in enumerate(played.sent) if n % 2 == parity]
+        _blocks(axes, carried, (0.12, 0.62), CARRIES[parity])
+    for s in played.sent:
+        axes.plot([s.start * 1e3] * 2, [0.74, 0.9], color=CARRIES[0], linewidth=0.9)
+        axes.plot([s.done * 1e3] * 2, [0.9, 1.06], color=FAINT, linewidth=0.9)
+    for y, words in ((1.5, "multiplies"), (0.43, "carries")):
+        axes.text(-end * 0.008, y, words, size=10.5, color=FAINT, ha="right", va="center")
+    axes.text(0, 2.16, name, size=12, weight="bold", color=INK, va="bottom")
+    axes.text(end, 2.16, _said(played), size=10.5, color=FAINT, va="bottom", ha="right")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(LINE)
+    axes.set_yticks([])
+    axes.tick_params(colors=FAINT, length=0, labelsize=9.5)
+    axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    if is_last:
+        axes.set_xlabel("milliseconds, as the cost model predicts", color=FAINT, size=10,
+                        loc="right")  # fmt: skip
+
+
+def _blocks(
+    axes: Axes, spans: list[tuple[float, float]] | tuple[tuple[float, float], ...],
+    y: tuple[float, float], colour: str,
+) -> None:  # fmt: skip
+    wide = [(start * 1e3, (end - start) * 1e3) for start, end in spans]
+    axes.broken_barh(wide, y, facecolor=colour, edgecolor="white", linewidth=0.35)
+
+
+def _said(played: Timeline) -> str:
+    carried = sum(s.ends - s.begins for s in played.sent)
+    return (
+        f"{milliseconds(played.seconds)}: {milliseconds(played.waited)} of "
+        f"{milliseconds(carried)} of communication waited for ({percent(played.waited, carried)})"
+    )
+
+
+def _legend(figure: Figure, y: float) -> None:
+    x = 0.041
+    for words, colour, width in (
+        ("matrix products", MULTIPLIES, 0.125),
+        ("a collective has the links", CARRIES[0], 0.18),
+        ("everything waits for one", WAITS, 0.17),
+        ("started", CARRIES[0], 0.07),
+        ("its end", FAINT, 0.07),
+    ):
+        mark = "|" if words in ("started", "its end") else "■"
+        figure.text(x, y, mark, size=11, color=colour, va="center")
+        figure.text(x + 0.013, y, words, size=10, color=FAINT, va="center")
+        x += width

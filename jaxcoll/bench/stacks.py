@@ -1,0 +1,109 @@
+r"""Stacks of transformer layers, trained as people write it and by jaxcoll.
+
+    jaxcoll inspect jaxcoll.bench.stacks:scanned --topology h100:8 \\
+        --against jaxcoll.bench.stacks:scanned_plain
+
+Parameters and gradients are float32, the layers compute in bfloat16. A stack has no embedding:
+the gradient of one is the last to be ready and can hide behind nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxcoll._host.data_parallel import data_parallel
+from jaxcoll._host.in_program import sync_in_backward, value_and_grad
+from jaxcoll._plan.options import CommunicationOptions
+from jaxcoll.bench.transformer import BATCH, LAYERS, LENGTH, WIDTH, layer, through
+
+Example = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A step, and its arguments by their shapes."""
+
+SMALL_LAYERS, SMALL_WIDTH = 2, 512
+"""25 MB of gradients, which XLA for GPUs makes one collective of."""
+
+
+def scanned() -> Example:
+    """12 layers in a `lax.scan`, each layer's gradient reduced in the loop of the backward pass."""
+
+    def body(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
+        return through(sync_in_backward(each, "data"), x), None
+
+    def stack(layers: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(body, x, layers)[0]
+
+    return _by_jaxcoll(stack), _arguments(layer(WIDTH, jnp.float32, LAYERS), WIDTH)
+
+
+def scanned_plain() -> Example:
+    """The same layers in a `lax.scan`, 604 MB of gradients averaged when all are there."""
+    return _plainly(_scan), _arguments(layer(WIDTH, jnp.float32, LAYERS), WIDTH)
+
+
+def unrolled_plain() -> Example:
+    """The same layers in a Python loop, their gradients averaged leaf by leaf."""
+    return _plainly(_loop), _arguments([layer(WIDTH, jnp.float32)] * LAYERS, WIDTH)
+
+
+def small_plain() -> Example:
+    """Two layers, 25 MB of gradients, averaged leaf by leaf."""
+    return _plainly(_loop), _arguments(_small(), SMALL_WIDTH)
+
+
+def _small() -> Any:
+    return [layer(SMALL_WIDTH, jnp.float32)] * SMALL_LAYERS
+
+
+def _arguments(layers: Any, width: int) -> tuple[Any, ...]:
+    return layers, jax.ShapeDtypeStruct((BATCH, LENGTH, width), jnp.bfloat16)
+
+
+def _by_jaxcoll(
+    stack: Callable[..., jax.Array], options: CommunicationOptions | None = None
+) -> Callable[..., Any]:
+    """The step with jaxcoll."""
+
+    def step(layers: Any, x: jax.Array) -> Any:
+        value, grads = value_and_grad(_loss(stack), "data")(layers, x)
+        return _descend(layers, grads), value
+
+    return data_parallel(step, options=options)
+
+
+def _plainly(stack: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """The step with JAX alone: `pmean` of the gradients, without `shard_map`'s checks."""
+
+    def step(layers: Any, x: jax.Array, *, mesh: Any) -> Any:
+        def replica(layers: Any, x: jax.Array) -> Any:
+            value, grads = jax.value_and_grad(_loss(stack))(layers, x)
+            grads = jax.lax.pmean(grads, "data")
+            return _descend(layers, grads), jax.lax.pmean(value, "data")
+
+        return jax.shard_map(
+            replica, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+        )(layers, x)
+
+    return step
+
+
+def _loss(stack: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda layers, x: jnp.mean(stack(layers, x).astype(jnp.float32) ** 2)
+
+
+def _scan(layers: Any, x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, each: (through(each, x), None), x, layers)[0]
+
+
+def _loop(layers: Any, x: jax.Array) -> jax.Array:
+    for each in layers:
+        x = through(each, x)
+    return x
+
+
+def _descend(layers: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda p, g: p - jnp.float32(1e-3) * g, layers, grads)

@@ -1,0 +1,373 @@
+"""A gradient that is reduced where it appears is the gradient, in every mixture and mode."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import RUNNERS, lowered, mesh_of, run
+
+import jaxcoll as jc
+from jaxcoll import _compat
+
+P = jax.sharding.PartitionSpec
+RNG = np.random.default_rng(0)
+WIDTH, LAYERS = 4, 6
+X = RNG.standard_normal((16, WIDTH)).astype("f")
+WEIGHT = np.repeat([1.0, 0.0, 3.0, 1.0], 4).astype("f")
+PARAMS = {
+    "ends": RNG.standard_normal((WIDTH, WIDTH)).astype("f"),
+    "stack": {
+        "w": RNG.standard_normal((LAYERS, WIDTH, WIDTH)).astype("f") / 2,
+        "b": np.zeros((LAYERS, WIDTH), "f"),
+    },
+}
+
+
+def sync(tree, **given):
+    return jc.sync_in_backward(tree, "data", **given)
+
+
+def same(tree):
+    return tree
+
+
+def layer(sync, x, p):
+    p = sync(p)
+    return jnp.tanh(x @ p["w"] + p["b"][None]), None
+
+
+def scanned(p, x, sync):
+    x, _ = jax.lax.scan(functools.partial(layer, sync), x @ p["ends"], p["stack"])
+    return x
+
+
+def nested(p, x, sync):
+    groups = jax.tree.map(lambda a: a.reshape(2, 3, *a.shape[1:]), p["stack"])
+    inner = functools.partial(jax.lax.scan, functools.partial(layer, sync))
+    return jax.lax.scan(inner, x @ sync(p["ends"]), groups)[0]
+
+
+def checkpointed(p, x, sync):
+    body = jax.checkpoint(functools.partial(layer, sync))
+    return jax.lax.scan(body, x @ sync(p["ends"]), p["stack"])[0]
+
+
+def checkpointed_twice(p, x, sync):
+    return jax.checkpoint(lambda p, x: checkpointed(p, x, sync))(p, x)
+
+
+def used_twice(p, x, sync):
+    """Both ends are one matrix, synced once; every layer is run twice, synced both times."""
+    ends = sync(p["ends"])
+    for _ in range(2):
+        x = scanned({**p, "ends": ends}, x, sync)
+    return x @ ends.T
+
+
+def partly(p, x, sync):
+    """One of two uses is synced, and one of two leaves; one is for nothing."""
+    x = scanned(p, x, lambda layer: {**sync({"w": layer["w"]}), "b": layer["b"]})
+    sync({"unused": p["stack"]["b"]})
+    return x @ p["ends"].T + x @ sync(p["ends"])
+
+
+def unrolled(p, x, sync):
+    for k in range(LAYERS):
+        x, _ = layer(sync, x, jax.tree.map(lambda a, k=k: a[k], p["stack"]))
+    return x @ p["ends"]
+
+
+MODELS = {
+    f.__name__: f
+    for f in (scanned, nested, checkpointed, checkpointed_twice, used_twice, partly, unrolled)
+}
+
+
+def mean_loss(model, sync, p, x):
+    return jnp.mean(model(p, x, sync) ** 2)
+
+
+def weighted(model, sync, p, x, weight):
+    return jc.WeightedLoss(
+        jnp.sum(weight[:, None] * model(p, x, sync) ** 2), jnp.sum(weight) * WIDTH
+    )
+
+
+def shards(n, tree):
+    return jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), tree)
+
+
+def on_replicas(runner, f, n, *batch, **how):
+    return jax.tree.map(lambda x: x[0], run(runner, f, n, *shards(n, batch), **how))
+
+
+def close(got, want, **tolerance):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    tolerance = {"rtol": 2e-5, "atol": 2e-6, **tolerance}
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(g), np.asarray(w), **tolerance)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_n_devices_equal_one(runner, model):
+    """Mean, sum and weighted mean; what is synced and what is not."""
+    loss = functools.partial(mean_loss, model)
+
+    def replica(x, weight):
+        mean = jc.value_and_grad(functools.partial(loss, sync), "data")
+        total = jc.grad(functools.partial(loss, sync), "data", reduce_op="sum")
+        weights = jc.value_and_grad(functools.partial(weighted, model, sync), "data")
+        return mean(PARAMS, x), total(PARAMS, x), weights(PARAMS, x, weight)
+
+    @jax.jit
+    def one(p):
+        def weights(p):
+            loss = weighted(model, same, p, X, WEIGHT)
+            return loss.total / loss.weight
+
+        mean = jax.value_and_grad(functools.partial(loss, same))(p, X)
+        return mean, jax.tree.map(lambda g: 4 * g, mean[1]), jax.value_and_grad(weights)(p)
+
+    close(on_replicas(runner, replica, 4, X, WEIGHT), one(PARAMS))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_plain_grad_has_the_mean_or_the_sum_where_it_is_synced(runner):
+    """Under a checked `shard_map`, too, where autodiff would have summed by itself."""
+    want = jax.grad(functools.partial(mean_loss, nested, same))(PARAMS, X)
+    for op, times in (("mean", 1), ("SUM", 4)):
+        f = jax.grad(functools.partial(mean_loss, nested, functools.partial(sync, reduce_op=op)))
+        got = on_replicas(runner, lambda x, f=f: f(PARAMS, x), 4, X)
+        close(got, jax.tree.map(lambda g, k=times: k * g, want), rtol=1e-4)
+
+
+@pytest.mark.parametrize("typed", ["invariant", "varying"])
+def test_autodiff_adds_no_sum_of_its_own(typed):
+    """One requested all-reduce for each leaf; the gradient has its parameter's type."""
+
+    def replica(x):
+        stack = jax.tree.map(jnp.asarray, PARAMS["stack"])
+        if typed == "varying":
+            stack = jax.tree.map(lambda a: jax.lax.pcast(a, "data", to="varying"), stack)
+        loss = lambda stack: mean_loss(scanned, sync, {**PARAMS, "stack": stack}, x)
+        grads = jax.grad(loss)(stack)
+        assert {"data" in _compat.varying_axes(g) for g in grads.values()} == {typed == "varying"}
+        return jax.tree.map(lambda g: jax.lax.pmax(g, "data"), grads)
+
+    text = lowered(replica, 4, shards(4, X)).as_text()
+    assert text.count('"stablehlo.all_reduce"') == 2 + 2  # ours, and `pmax`
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_the_reduction_is_in_the_loop_and_nothing_of_it_after(op):
+    def step(p, x):
+        return jc.value_and_grad(
+            functools.partial(mean_loss, nested, sync), "data", reduce_op=op
+        )(p, x)  # fmt: skip
+
+    report = jc.inspect(jc.data_parallel(step), PARAMS, X)
+    depth = {
+        path: len(c.loops) for k, c in enumerate(report.collectives) for path in report.leaves_of(k)
+    }
+    assert depth == {".value": 0, "": 0, "['w']": 2, "['b']": 2}
+    elements = sum(c.nbytes * len(c.loops or "1") for c in report.collectives)
+    assert elements
+    last = report.plans[-1]
+    assert [p.dtype.name for p in last.packs] == ["float32"]
+    assert last.nbytes == 4
+    told = "not sent again: 3 leaves that `sync_in_backward` has made the same on every replica: "
+    assert told + ".grads['ends'] … .grads['stack']['w']" in last.reasons
+    assert all("when: in the backward pass" in str(plan) for plan in report.plans[:-1])
+
+
+def test_a_part_that_is_not_synced_is_sent_once_more():
+    def step(p, x):
+        return jc.grad(functools.partial(mean_loss, partly, sync), "data")(p, x)
+
+    *_, last = jc.data_parallel(step).plans(PARAMS, X)
+    sent = {last.leaves[s.leaf].path for pack in last.packs for s in pack.segments}
+    assert sent == {".grads['ends']", ".grads['stack']['b']"}
+
+
+def test_a_gradient_travels_in_the_parameters_dtype():
+    """The sum that autodiff makes by itself travels in the type of the computation."""
+
+    def loss(sync, p, x):
+        def layer(x, w):
+            return jnp.tanh(x @ sync(w).astype(jnp.bfloat16)), None
+
+        x, _ = jax.lax.scan(layer, x.astype(jnp.bfloat16), p)
+        return jnp.mean(x.astype(jnp.float32))
+
+    def wires(sync):
+        text = lowered(
+            lambda x: jax.grad(functools.partial(loss, sync))(PARAMS["stack"]["w"], x),
+            4,
+            shards(4, X),
+        ).as_text()
+        chunks = text.split('"stablehlo.all_reduce"')[1:]
+        return {chunk.split("stablehlo.add", 1)[1].split("tensor<")[1][:4] for chunk in chunks}
+
+    assert wires(sync) == {"f32>"}
+    assert wires(same) == {"bf16"}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_derivatives_of_every_order_and_direction(runner):
+    p, v = PARAMS["stack"]["w"], np.ones_like(PARAMS["stack"]["w"])
+
+    def loss(sync, w, x):
+        return mean_loss(scanned, sync, {"ends": PARAMS["ends"], "stack": {**PARAMS["stack"], "w": w}}, x)  # fmt: skip
+
+    def forward_over_reverse(x, grad, f):
+        return jax.jvp(lambda w: grad(f, w, x), (p,), (v,))[1]
+
+    def reverse_over_forward(x, grad, f):
+        return grad(lambda w, x: jax.jvp(lambda w: f(w, x), (w,), (v,))[1], p, x)
+
+    def replica(x):
+        ours = lambda f, w, x: jc.grad(f, "data")(w, x)
+        f = functools.partial(loss, sync)
+        slope = jax.jvp(lambda w: f(w, x), (p,), (v,))[1]
+        if runner == "checked":  # `jvp` wants tangents of the parameters' own type, invariant
+            slope = jax.lax.pmean(slope, "data")
+        else:
+            slope = jc.all_reduce("mean", slope, "data")
+        return forward_over_reverse(x, ours, f), reverse_over_forward(x, ours, f), slope
+
+    plain = lambda f, w, x: jax.grad(f)(w, x)
+    f = functools.partial(loss, same)
+    want = forward_over_reverse(X, plain, f)
+    slope = jax.jvp(lambda w: f(w, X), (p,), (v,))[1]
+    close(on_replicas(runner, replica, 4, X), (want, want, slope), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("runner", ["pmap", "checked", "unchecked"])
+def test_a_gradient_of_a_gradient(runner):
+    """(d/dw)² of the mean of (w·x)³ over all replicas."""
+
+    def replica(x):
+        inner = jc.grad(lambda w: (sync(w) * x[0]) ** 3, "data")
+        return jc.grad(lambda w: inner(w) + 0 * x[0], "data")(2.0)
+
+    x = np.array([1.0, 2.0], "f")
+    assert on_replicas(runner, replica, 2, x) == 6 * 2 * np.mean(x**3)
+
+
+@pytest.mark.parametrize("runner", ["checked", "unchecked"])
+def test_without_jit_and_under_vmap(runner):
+    def replica(x):
+        rows = lambda p, row: mean_loss(scanned, sync, p, row[None])
+        return jc.grad(lambda p: jnp.mean(jax.vmap(rows, (None, 0))(p, x)), "data")(PARAMS)
+
+    want = jax.grad(functools.partial(mean_loss, scanned, same))(PARAMS, X)
+    close(on_replicas(runner, replica, 2, X, jit=False), want, rtol=1e-4)
+
+
+def test_along_one_of_two_axes_the_other_is_still_to_be_reduced():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
+    loss = functools.partial(mean_loss, scanned, sync)
+    both = functools.partial(jc.sync_in_backward, axis_name=("node", "data"))
+
+    def step(p, x):
+        one = jc.grad(loss, ("node", "data"), reduce_op="sum")(p, x)
+        return one, jc.grad(functools.partial(mean_loss, nested, both), ("node", "data"))(p, x)
+
+    axes = ("node", "data")
+    program = jc.data_parallel(step, mesh=mesh, axis_name=axes)
+    want = [jax.grad(functools.partial(mean_loss, f, same))(PARAMS, X) for f in (scanned, nested)]
+    close(program(PARAMS, X), (jax.tree.map(lambda g: 8 * g, want[0]), want[1]), rtol=1e-4)
+    last = [plan for plan in program.plans(PARAMS, X) if ".grads['stack']['w']" in str(plan)]
+    assert [leaf.over for leaf in last[0].leaves if "stack" in leaf.path] == [(2, 1)] * 2
+
+
+def test_one_replica_has_no_collective():
+    f = jc.value_and_grad(functools.partial(mean_loss, nested, sync), "data")
+    assert "all_reduce" not in lowered(lambda x: f(PARAMS, x), 1, shards(1, X)).as_text().replace(
+        "all_reduce_", ""
+    )
+
+
+def test_options_come_from_the_gradient_then_from_the_program():
+    loss = functools.partial(mean_loss, scanned, sync)
+    ring = jc.CommunicationOptions(algorithm="ring")
+
+    def permutes(gradient=None, program=None):
+        step = jc.data_parallel(
+            lambda p, x: jc.grad(loss, "data", options=gradient)(p, x), options=program
+        )
+        return [plan.algorithm for plan in step.plans(PARAMS, X)]
+
+    shuffle = jc.CommunicationOptions(algorithm="shuffle")
+    assert permutes() == ["native", "native"]
+    assert permutes(gradient=ring) == permutes(program=ring) == ["ring", "ring"]
+    assert permutes(gradient=ring, program=shuffle) == ["ring", "ring"]
+
+
+def test_a_loop_that_starts_from_a_constant_may_hold_one():
+    """Its types do not say which replica's they are; see docs/sharp_bits.md."""
+
+    def loss(sync, p, x):
+        def body(total, layer):
+            return total + jnp.mean(jnp.tanh(x @ sync(layer)["w"])), None
+
+        return jax.lax.scan(body, 0.0, p["stack"])[0]
+
+    got = on_replicas(
+        "checked", lambda x: jc.grad(functools.partial(loss, sync), "data")(PARAMS, x), 4, X
+    )
+    close(got, jax.grad(functools.partial(loss, same))(PARAMS, X))
+
+
+def test_what_is_not_differentiated_is_not_sent():
+    def step(p, x):
+        def loss(w):
+            return mean_loss(scanned, sync, {**p, "stack": {**p["stack"], "w": w}}, x)
+
+        return jc.grad(loss, "data")(p["stack"]["w"])
+
+    first, *_ = jc.data_parallel(step).plans(PARAMS, X)
+    assert [leaf.path for leaf in first.leaves] == ["['w']"]
+
+
+def test_inside_a_strategys_replica_function():
+    strategy = jc.MirroredStrategy(devices=jax.devices()[:4])
+    f = jc.grad(functools.partial(mean_loss, scanned, lambda p: jc.sync_in_backward(p, "replica")),
+                "replica")  # fmt: skip
+    x = jc.PerReplica([jnp.asarray(row) for row in shards(4, X)])
+    got = strategy.run(lambda p, x: f(p, x), args=(PARAMS, x))
+    want = jax.grad(functools.partial(mean_loss, scanned, same))(PARAMS, X)
+    close(jax.tree.map(np.asarray, strategy.experimental_local_results(got)[0]), want)
+
+
+def refused(match, tree, **given):
+    with pytest.raises(ValueError, match=match):
+        run("vmap", lambda x: sync(tree, **given) and x, 2, jnp.ones(2))
+
+
+def test_what_has_no_gradient_is_refused_by_its_path():
+    refused(r"leaf \['ids'\]: an array of int32 has no gradient.*None may stand", {"ids": np.ones(3, "i")})  # fmt: skip
+    refused(r"leaf \[1\]: an array of bool", [np.ones(3, "f"), True])
+    refused(r"the value: an array of key<fry>", jax.random.key(0))
+    refused(r"leaf \['name'\]: expected a floating array, got str", {"name": "w"})
+    refused(r"an array of float0", np.zeros(3, jax.dtypes.float0))
+
+
+def test_none_and_the_empty_tree_pass():
+    assert run("vmap", lambda x: (sync(None), sync({"a": None})) and x, 2, jnp.ones(2)).tolist()
+
+
+def test_a_sum_inside_a_gradient_that_is_reduced_is_refused():
+    loss = lambda w, x: jnp.mean(sync(w, reduce_op="sum") * x)
+    for gradient, name in ((jc.grad, "jc.grad"), (jc.value_and_grad, "value_and_grad")):
+        with pytest.raises(ValueError, match=rf"over 'data' with reduce_op SUM, inside.*{name}"):
+            run("vmap", lambda x, g=gradient: g(loss, "data")(2.0, x), 2, jnp.ones(2))
+
+
+def test_an_axis_that_is_not_mapped_is_refused():
+    with pytest.raises(NameError, match="`sync_in_backward` over axis 'model': no such axis"):
+        run("vmap", lambda x: jc.sync_in_backward(x, "model"), 2, jnp.ones(2))
+    assert mesh_of(1).size == 1
