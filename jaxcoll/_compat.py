@@ -149,6 +149,16 @@ def as_same(x: Any, axis: str) -> Any:
     return _same_p.bind(x, axes=(axis,))
 
 
+def ordered(x: Any, after: Any) -> Any:
+    """`x` as it is, but not before `after` is there, as far as compilers keep the order.
+
+    JAX 0.10 types both results of a barrier as varying over what either does, so `after` is made
+    to vary over no more than `x`: nobody sees what comes of it.
+    """
+    more = varying_axes(after) - varying_axes(x)
+    return lax.optimization_barrier((x, as_invariant(after, sorted(more))))[0]
+
+
 SAME = "same_everywhere"
 """The name of the mark's primitive."""
 

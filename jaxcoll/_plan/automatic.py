@@ -9,7 +9,14 @@ from typing import NamedTuple
 from jaxcoll._plan.algorithms import stages
 from jaxcoll._plan.cost import Cost, Prices, loads
 from jaxcoll._plan.leaves import Leaf
-from jaxcoll._plan.packing import BytesPerPack, Pack, PackingRule, Unpacked, plan_packs
+from jaxcoll._plan.packing import (
+    BytesPerPack,
+    Pack,
+    PackingRule,
+    ReadyOrder,
+    Unpacked,
+    plan_packs,
+)
 from jaxcoll._plan.world import World
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -85,6 +92,8 @@ def said(rule: PackingRule) -> str:
     """
     if isinstance(rule, Unpacked):
         return "every leaf alone"
+    if isinstance(rule, ReadyOrder):
+        return f"as leaves become ready, packs of at most {_size(rule.limit)}"
     if not isinstance(rule, BytesPerPack):
         return str(rule)
     if rule.limit >= 1 << 50:

@@ -26,6 +26,7 @@ class Leaf:
       kind: whatever else must agree before two leaves may share a pack.
       solid: it must keep its shape, so it shares no pack at all.
       indices: of rows by their indices, the indices' type: they are gathered, in no pack.
+      ready: its place in the order in which leaves become ready; None: not known.
     """
 
     path: str
@@ -36,6 +37,7 @@ class Leaf:
     kind: Hashable = ()
     solid: bool = False
     indices: np.dtype | None = None
+    ready: int | None = None
 
     @property
     def size(self) -> int:

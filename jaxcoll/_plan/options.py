@@ -90,6 +90,7 @@ _DEFAULTS: dict[str, Any] = {
     "algorithm": None,
     "shards": 0,
     "reproducible": False,
+    "overlap": None,
 }
 
 # Both say what carries a reduction, so that what an override says of either replaces both.
@@ -134,6 +135,14 @@ def _reproducible(value: Any) -> bool:
     raise ValueError(f"`reproducible` must be True or False; got {_shown(value)}.")
 
 
+def _overlap(value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise ValueError(
+        f"`overlap` must be True, False or None (decided automatically); got {_shown(value)}."
+    )
+
+
 _CHECKS: dict[str, Any] = {
     "bytes_per_pack": lambda v: _count(
         "bytes_per_pack", "number of bytes (0: decided automatically)", v
@@ -143,6 +152,7 @@ _CHECKS: dict[str, Any] = {
     "algorithm": _algorithm,
     "shards": lambda v: _count("shards", "(0: as many as the algorithm has by itself)", v),
     "reproducible": _reproducible,
+    "overlap": _overlap,
 }
 
 
@@ -178,6 +188,11 @@ class CommunicationOptions:
         leave the choice, by halving_doubling for a power of two of replicas, else by shuffle. An
         algorithm that has another order is refused where it meets more than one replica. See
         the page on reproducible results for what this cannot promise.
+      overlap: the exchange is to run while the backward pass still computes. Leaves are packed in
+        the order in which their gradients become ready, which `jc.value_and_grad` and `jc.grad`
+        read from the backward pass (`jc.all_reduce` takes leaves from last to first); packs get
+        smaller towards the end, and the compiler is kept from combining them. None: where that
+        pays, which is on GPUs in `jc.value_and_grad` and `jc.grad`.
 
     Raises:
       ValueError: an argument has an impossible value, which the message names with it; or
@@ -203,8 +218,17 @@ class CommunicationOptions:
         algorithm: str | _Unset | None = UNSET,
         shards: int | _Unset = UNSET,
         reproducible: bool | _Unset = UNSET,
+        overlap: bool | _Unset | None = UNSET,
     ) -> None:
-        said = (bytes_per_pack, timeout_seconds, implementation, algorithm, shards, reproducible)
+        said = (
+            bytes_per_pack,
+            timeout_seconds,
+            implementation,
+            algorithm,
+            shards,
+            reproducible,
+            overlap,
+        )
         given = tuple(
             (name, _CHECKS[name](value))
             for name, value in zip(_DEFAULTS, said, strict=True)
@@ -247,6 +271,11 @@ class CommunicationOptions:
     def reproducible(self) -> bool:
         """Whether sums have the same bits however they are packed, placed and carried."""
         return self._read("reproducible")
+
+    @property
+    def overlap(self) -> bool | None:
+        """Whether packs are made to travel during the backward pass; None when it is automatic."""
+        return self._read("overlap")
 
     def replace(self, **changes: Any) -> CommunicationOptions:
         """These options with some changed; `UNSET` takes an option back to "not said"."""

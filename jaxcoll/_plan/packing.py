@@ -55,7 +55,23 @@ class GroupSmall:
     max_group: int
 
 
-PackingRule = BytesPerPack | NumPacks | GroupSmall | Unpacked
+@dataclasses.dataclass(frozen=True)
+class ReadyOrder:
+    """Packs in the order in which leaves become ready, small ones at the end.
+
+    A pack holds at most `limit` bytes, and at most half of what is still to come with it; but
+    `last` bytes in any case. So the last ones halve, and what is left when nothing is computed
+    any more is small. Leaves of more than `limit` bytes travel alone and whole; only towards the
+    end leaves are cut. Those of less than `small` bytes, `last` bytes of them at most, wait for
+    the last pack, so that they cost the large ones between them no copy.
+    """
+
+    limit: int
+    last: int
+    small: int
+
+
+PackingRule = BytesPerPack | NumPacks | GroupSmall | ReadyOrder | Unpacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,15 +123,17 @@ def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
 
     Law: a pack holds one dtype and one kind, summed over the same axes; leaves keep their order
     inside a pack; leaves that do not travel are in none. Packs are ordered by the first leaf
-    they carry.
+    they carry; with `ReadyOrder` leaves and packs are in the order in which they are ready.
 
     Args:
       leaves: the leaves of a tree, in its order.
       rule: what closes a pack.
 
     Returns:
-      The packs, ordered by the leaf they begin with.
+      The packs, in that order.
     """
+    if isinstance(rule, ReadyOrder):
+        return _as_they_are_ready(leaves, rule)
     packs = [
         Pack(leaf.wire, leaf.over, leaf.kind, (Segment(i, 0, leaf.size),), leaf.solid)
         for i, leaf in enumerate(leaves)
@@ -164,6 +182,56 @@ def _groups(leaves: Sequence[Leaf]) -> dict[Agreement, list[int]]:
         if leaf.travels and not leaf.solid:
             groups.setdefault(_agreement(leaf), []).append(i)
     return groups
+
+
+def _as_they_are_ready(leaves: Sequence[Leaf], rule: ReadyOrder) -> tuple[Pack, ...]:
+    """Each kind's packs, ordered by when their last leaf is ready."""
+
+    def ready(leaf: int) -> int:
+        return leaves[leaf].ready or 0
+
+    packs = [
+        Pack(leaf.wire, leaf.over, leaf.kind, (Segment(i, 0, leaf.size),), True)
+        for i, leaf in enumerate(leaves)
+        if leaf.travels and leaf.solid
+    ]
+    for agreed, members in _groups(leaves).items():
+        contents = _halving(leaves, sorted(members, key=ready), rule)
+        packs += [Pack(*agreed, tuple(segments)) for segments in contents]
+    return tuple(sorted(packs, key=lambda p: max(ready(s.leaf) for s in p.segments)))
+
+
+def _halving(
+    leaves: Sequence[Leaf], members: Sequence[int], rule: ReadyOrder
+) -> Iterator[list[Segment]]:
+    """The segments of one pack after another; see `ReadyOrder`."""
+    waiting: dict[int, None] = {}
+    for i in members:
+        if leaves[i].nbytes < rule.small:
+            with_it = sum(leaves[k].nbytes for k in waiting) + leaves[i].nbytes
+            waiting.update({i: None} if with_it <= rule.last else {})
+    rest = sum(leaves[i].nbytes for i in members if i not in waiting)
+    pack: list[Segment] = []
+    room = 0
+    for i in members:
+        start = leaves[i].size if i in waiting else 0
+        while start < leaves[i].size:
+            if not pack:
+                room = max(rule.last, min(rule.limit, rest // 2))
+            left = leaves[i].size - start
+            width = leaves[i].wire.itemsize
+            size = min(left, max(room // width, not pack))
+            if size < left and rest // 2 >= rule.limit:  # not near the end: leaves stay whole
+                size = 0 if pack else left
+            if size:
+                pack.append(Segment(i, start, size))
+            start, room, rest = start + size, room - size * width, rest - size * width
+            if not size or room < width:
+                yield pack
+                pack = []
+    pack += [Segment(i, 0, leaves[i].size) for i in waiting]
+    if pack:
+        yield pack
 
 
 def _small_runs(leaves: Sequence[Leaf], rule: GroupSmall) -> Iterator[list[int]]:

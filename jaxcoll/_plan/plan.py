@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxcoll._plan import plan_dict, plan_html
+from jaxcoll._plan import overlap, plan_dict, plan_html
 from jaxcoll._plan.algorithms import Stage, stages, steps, wire_elements
 from jaxcoll._plan.automatic import (
     RULES,
@@ -48,6 +48,7 @@ class Plan:
       terms: what that world costs, as the prediction has it.
       reasons: one sentence for each decision, what was asked and not done included.
       reproducible: whether every element has the same bits in every other plan that is.
+      overlap: whether packs travel one after another, in their order, and are not to be combined.
     """
 
     reduce_op: ReduceOp
@@ -58,6 +59,7 @@ class Plan:
     terms: Terms
     reasons: tuple[str, ...]
     reproducible: bool = False
+    overlap: bool = False
 
     @property
     def algorithm(self) -> str:
@@ -67,7 +69,8 @@ class Plan:
     @property
     def predicted(self) -> Cost:
         """What the cost model expects of it; see docs/cost_model.md."""
-        prices = Prices(self.terms, self.world.sizes)
+        terms = dataclasses.replace(self.terms, combine=0) if self.overlap else self.terms
+        prices = Prices(terms, self.world.sizes)
         return prices.predict(loads(self.packs, self.leaves, self.stages))
 
     @property
@@ -120,6 +123,18 @@ class Plan:
     def stages(self, pack: Pack) -> tuple[Stage, ...]:
         """What is done along each axis to sum `pack`, inner first."""
         return stages(pack.algorithm, self.owners, pack.over)
+
+    def compiler_options(self, platform: str | None = None) -> dict[str, Any]:
+        """What a program with this plan should be compiled with, for its packs to stay apart.
+
+        Args:
+          platform: "cpu", "gpu" or "tpu"; None: that of the plan.
+
+        Returns:
+          Options for `jax.jit(..., compiler_options=...)`, which hold for one program and not for
+          the process; {} if none are needed.
+        """
+        return overlap.compiler_options(platform or self.world.platform) if self.overlap else {}
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain numbers and strings, bytes and elements counted on one replica."""
@@ -238,9 +253,16 @@ def make_plan(
     """
     terms = terms or preset(world)
     choice = choose(options, world, packing)
+    prices = Prices(terms, world.sizes)
+    apart = overlap.is_wanted(options, world, leaves)
+    given = tuple(leaves)
+    if apart and packing is None:
+        leaves = overlap.with_guess(leaves)
+        rule = overlap.rule_for(leaves, options.bytes_per_pack, prices)
+        choice = dataclasses.replace(choice, packing=rule)
     names = (choice.algorithm,) if choice.fixed else algorithms_for(world)
     rules = (choice.packing,) if choice.packing else rules_for(world)
-    found = list(priced(leaves, rules, names, Prices(terms, world.sizes)))
+    found = list(priced(leaves, rules, names, prices))
     rule, packs, cost = fastest(found, leaves)
     packs = cut(packs, choice.parts)
     if options.reproducible:
@@ -250,7 +272,9 @@ def make_plan(
         reasons.insert(0, _why(rule, cost, found, terms, world))
     if any(pack.algorithm != choice.algorithm and not pack.solid for pack in packs):
         reasons.append("small packs: by exchanges of our own, which are predicted to be faster")
-    if any(pack.algorithm == "native" and not pack.is_leaf(leaves) for pack in packs):
+    if apart:
+        reasons += overlap.reasons(given, packs, rule, world)
+    elif any(pack.algorithm == "native" and not pack.is_leaf(leaves) for pack in packs):
         reasons.append("compiled: the compiler may combine packs further; packs are what is asked")
     widened = sorted({f"{x.dtype.name} as {x.wire.name}" for x in leaves if x.wire != x.dtype})
     if widened:
@@ -273,6 +297,7 @@ def make_plan(
         terms,
         tuple(reasons),
         options.reproducible,
+        apart,
     )
 
 

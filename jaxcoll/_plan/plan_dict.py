@@ -30,6 +30,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "reduce_op": plan.reduce_op.name,
         "algorithm": plan.algorithm,
         "reproducible": plan.reproducible,
+        "overlap": plan.overlap,
         "platform": plan.world.platform,
         "replicas": plan.world.replicas,
         "axis_sizes": list(plan.world.sizes),
@@ -96,6 +97,7 @@ def fields(text: str) -> dict[str, Any]:
             "terms": terms_of(found["terms"]),
             "reasons": tuple(data["reasons"]),
             "reproducible": data["reproducible"],
+            "overlap": data.get("overlap", False),
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -114,6 +116,7 @@ def _leaf(leaf: Leaf) -> dict[str, Any]:
         "kind": _said(leaf.kind),
         "solid": leaf.solid,
         "indices": leaf.indices and leaf.indices.name,
+        "ready": leaf.ready,
     }
 
 
@@ -127,6 +130,7 @@ def _read_leaf(data: Mapping[str, Any]) -> Leaf:
         data["kind"] or (),
         data["solid"],
         data["indices"] and np.dtype(data["indices"]),
+        data.get("ready"),
     )
 
 

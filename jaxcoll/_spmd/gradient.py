@@ -13,9 +13,11 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.overlap import wants_order
 from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.backward import Traced, traced
 from jaxcoll._spmd.local import value_and_local_grad
+from jaxcoll._spmd.ready import places
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.replication import has, same_outputs
 from jaxcoll._spmd.scope import Differentiation, Scope
@@ -115,6 +117,9 @@ def reduced_gradient(
         differentiation = Differentiation(tuple(axes), options)
         program = traced(value_and_local_grad, loss, argnums, differentiation, args, kwargs)
         (value, (weight, aux)), grads = program.evaluate()
+        order = None
+        if wants_order(told.options, told.world(axes)):
+            (_, order) = program.result(places(program.program))
         _check_local(value, axes, caller)
         if weight is not None and reduce_op is ReduceOp.SUM:
             raise ValueError(
@@ -130,10 +135,10 @@ def reduced_gradient(
             local,
             axis_name,
             scope=told,
+            # The loss is there before any gradient.
+            ready=None if order is None else jax.tree.leaves(_loss_first(local, order)),
             same=same,
-            reasons=(_SYNCED.format(n=len(same), paths=" … ".join([*same][:: len(same) - 1 or 1])),)
-            if same
-            else (),
+            reasons=_not_again(list(same)),
         )
         value, grads = local.value, local.grads
         if weight is not None:
@@ -144,6 +149,12 @@ def reduced_gradient(
         return outputs if with_value else ((grads, aux) if has_aux else grads)
 
     return reduced
+
+
+def _loss_first(local: _Local, order: Any) -> _Local:
+    """A tree like `local` with the place of each of its leaves."""
+    value, weight = jax.tree.map(lambda _: -1, (local.value, local.weight))
+    return _Local(value, weight, order)
 
 
 def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]:
@@ -157,6 +168,12 @@ def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]
     _, grads = program.result(same_outputs(program.program, axes))
     found, _ = jax.tree_util.tree_flatten_with_path(_Local(None, None, grads))
     return {jax.tree_util.keystr(path): along for path, along in found if along}
+
+
+def _not_again(paths: list[str]) -> tuple[str, ...]:
+    """What the plan says of leaves that were reduced before."""
+    ends = " … ".join(dict.fromkeys([*paths[:1], *paths[-1:]]))
+    return (_SYNCED.format(n=len(paths), paths=ends),) if paths else ()
 
 
 def _check_scalars(loss: WeightedLoss, caller: str) -> None:

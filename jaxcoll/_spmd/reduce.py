@@ -46,6 +46,7 @@ def all_reduce(
     scope: Scope,
     invariant: Invariant = "error",
     packing: PackingRule | None = None,
+    ready: Sequence[int] | None = None,
     same: Mapping[str, frozenset[str]] = MappingProxyType({}),
     reasons: tuple[str, ...] = (),
 ) -> Any:
@@ -58,6 +59,8 @@ def all_reduce(
       scope: options, world, and who wants to know.
       invariant: what a leaf that is already the same everywhere is taken for.
       packing: a packing rule that stands whatever the options say.
+      ready: for each leaf, in the tree's order, its place in the order in which they become
+        ready; None: not known.
       same: paths of leaves that were proven to be equal on every replica along some axes, and
         those axes: they are taken as "replicated" there, whatever their types say.
       reasons: what else the plan should say.
@@ -101,8 +104,11 @@ def all_reduce(
             over=tuple(n if a in recipe.over else 1 for a, n in axes.items()),
             solid=_compat.is_partially_sharded(array),
             indices=np.dtype(whole.indices.dtype) if isinstance(whole, IndexedSlices) else None,
+            ready=None if ready is None else ready[i],
         )
-        for path, whole, array, recipe in zip(paths, taken, arrays, recipes, strict=True)
+        for i, (path, whole, array, recipe) in enumerate(
+            zip(paths, taken, arrays, recipes, strict=True)
+        )
     ]
     plan = make_plan(reduce_op, leaves, scope.options, world, packing, scope.terms(world))
     plan = dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
@@ -137,11 +143,14 @@ def _settled(
 
 def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
     """Each pack summed, by the stages that the plan has for it."""
-    sums = []
+    sums, total = [], None
     for k, (planned, array) in enumerate(zip(plan.packs, packs, strict=True)):
         recipe = cast(Recipe, planned.kind)
         with jax.named_scope(f"{plan.name}/pack{k}"):
-            total = algorithms.all_reduce(before(array, recipe), plan.stages(planned), recipe.axes)
+            array = before(array, recipe)
+            if plan.overlap and total is not None:
+                array = _compat.ordered(array, after=total)
+            total = algorithms.all_reduce(array, plan.stages(planned), recipe.axes)
             result = after(total, recipe)
             # A quotient that goes into a sum next must not be rounded with it.
             divided = plan.reproducible and (recipe.divisor or recipe.times > 1)

@@ -7,17 +7,16 @@ a constant accepted. What such types would have said of its results is read off 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxcoll import _compat
+from jaxcoll._spmd.programs import CALLS, opened, programs
 
 _EQUALIZING = {"psum", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _ASK_THE_HOST = ("callback", "infeed", "rng_uniform")
-_CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
-_CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 def varying_outputs(jaxpr: ClosedJaxpr, axis: str, varying: Sequence[bool]) -> list[bool]:
@@ -57,7 +56,7 @@ def has(program: Jaxpr, primitive: str) -> bool:
     """Whether a traced program has an equation of that name anywhere."""
     return any(
         eqn.primitive.name == primitive
-        or any(has(inner, primitive) for inner in _programs(eqn.params))
+        or any(has(inner, primitive) for inner in programs(eqn.params))
         for eqn in program.eqns
     )
 
@@ -67,7 +66,7 @@ def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
     return any(
         # A jitted function's own name is no axis.
         any(_says({k: v for k, v in eqn.params.items() if k != "name"}, axis) for axis in axes)
-        or any(mentions(inner, axes) for inner in _programs(eqn.params))
+        or any(mentions(inner, axes) for inner in programs(eqn.params))
         for eqn in program.eqns
     )
 
@@ -95,21 +94,13 @@ def _equation(eqn: JaxprEqn, axis: str, inputs: list[bool]) -> list[bool]:
         return [not same] * len(eqn.outvars)
     if _asks_the_host(name) or any(hasattr(x.aval, "inner_aval") for x in eqn.invars):
         return [True] * len(eqn.outvars)  # who knows what the host says, or a `Ref` has been given
-    if not any(_programs(params)):
+    if not any(programs(params)):
         return [any(inputs)] * len(eqn.outvars)
     return _RULES.get(name, _call)(eqn, axis, inputs)
 
 
 def _asks_the_host(name: str) -> bool:
     return any(word in name for word in _ASK_THE_HOST)
-
-
-def _programs(params: dict[str, Any]) -> Iterator[Jaxpr]:
-    """The programs among an equation's parameters."""
-    for param in params.values():
-        for p in param if isinstance(param, tuple | list) else [param]:
-            if hasattr(_open(p), "eqns"):
-                yield _open(p)
 
 
 def _says(params: dict[str, Any], axis: str) -> bool:
@@ -122,15 +113,15 @@ def _says(params: dict[str, Any], axis: str) -> bool:
 
 def _call(eqn: JaxprEqn, axis: str, inputs: list[bool]) -> list[bool]:
     """A call of one program with the equation's own operands; of anything else the worst."""
-    body, *others = _programs(eqn.params)
-    if eqn.primitive.name in _CALLS and not others and len(body.invars) == len(inputs):
+    body, *others = programs(eqn.params)
+    if eqn.primitive.name in CALLS and not others and len(body.invars) == len(inputs):
         return _body(body, axis, inputs)
-    worst = any(inputs) or any(_may_vary(body, axis) for body in _programs(eqn.params))
+    worst = any(inputs) or any(_may_vary(body, axis) for body in programs(eqn.params))
     return [worst] * len(eqn.outvars)
 
 
 def _scan(eqn: JaxprEqn, axis: str, inputs: list[bool]) -> list[bool]:
-    body = _open(eqn.params["jaxpr"])
+    body = opened(eqn.params["jaxpr"])
     # What is sliced, and what is stacked, has a dimension more outside than inside.
     sliced = sum(
         _shape(outer) != _shape(inner) for outer, inner in zip(eqn.invars, body.invars, strict=True)
@@ -182,12 +173,8 @@ def _settled(body: Any, axis: str, inputs: list[bool], first: int, carried: int)
 
 
 def _body(body: Any, axis: str, inputs: list[bool]) -> list[bool]:
-    jaxpr = _open(body)
+    jaxpr = opened(body)
     return _outputs(jaxpr, axis, [False] * len(jaxpr.constvars), inputs)
-
-
-def _open(body: Any) -> Any:
-    return getattr(body, "jaxpr", body)
 
 
 def _may_vary(body: Jaxpr, axis: str) -> bool:
@@ -195,6 +182,6 @@ def _may_vary(body: Jaxpr, axis: str) -> bool:
     return any(
         _says(eqn.params, axis)
         or _asks_the_host(eqn.primitive.name)
-        or any(_may_vary(inner, axis) for inner in _programs(eqn.params))
+        or any(_may_vary(inner, axis) for inner in programs(eqn.params))
         for eqn in body.eqns
     )

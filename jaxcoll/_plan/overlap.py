@@ -1,0 +1,138 @@
+"""Packs for an exchange that runs while the backward pass still computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxcoll._plan.algorithms import stages
+from jaxcoll._plan.cost import Prices
+from jaxcoll._plan.leaves import Leaf
+from jaxcoll._plan.options import CommunicationOptions
+from jaxcoll._plan.packing import Pack, PackingRule, ReadyOrder
+from jaxcoll._plan.world import World
+
+KiB, MiB = 1 << 10, 1 << 20
+
+LAST = MiB
+"""Bytes of the last pack, whose exchange nothing is left to hide: what DistributedDataParallel
+gives its smallest bucket, and about the size below which an all-reduce is nothing but latency."""
+
+FEWEST, MOST = 8, 48
+"""Packs of a tree that is larger than so many `LAST`: enough that most of the exchange runs while
+something is computed, and no more than compilers were seen to place well."""
+
+HALF = 2.0
+"""Of the time that its bytes would need at full bandwidth, what a pack may take."""
+
+ALONE = 64 * KiB
+"""Bytes of leaves that are too small to be worth their place in the order."""
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "cpu": {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"},
+    "gpu": {},  # packs are chained
+    "tpu": {"xla_jf_crs_combiner_threshold_in_bytes": ALONE},
+}
+
+_WHERE = {
+    "cpu": (
+        "overlap: packs keep their order and stay apart as asked, but XLA's CPU runtime waits for "
+        "each collective, so that nothing is computed meanwhile"
+    ),
+    "gpu": "apart: each pack waits for the one before, so that the compiler cannot combine them",
+}
+
+
+def wants_order(options: CommunicationOptions, world: World) -> bool:
+    """Whether it matters in which order leaves become ready.
+
+    Without being asked on GPUs, whose compiler starts collectives early and computes meanwhile;
+    not on CPUs, which wait for each, nor on TPUs, where most generations do.
+    """
+    if options.overlap is None:
+        return world.platform == "gpu" and world.replicas > 1
+    return options.overlap
+
+
+def is_wanted(options: CommunicationOptions, world: World, leaves: Sequence[Leaf]) -> bool:
+    """Whether packs are to travel one by one: as asked, or where the order is known and it pays."""
+    if options.overlap is not None or not wants_order(options, world):
+        return bool(options.overlap)
+    known = any(leaf.ready is not None for leaf in leaves)
+    return known and sum(leaf.nbytes for leaf in leaves if leaf.travels) > 2 * LAST
+
+
+def rule_for(leaves: Sequence[Leaf], asked: int, prices: Prices) -> ReadyOrder:
+    """How large packs are: the smallest that the network carries at half its bandwidth or more.
+
+    Args:
+      leaves: what travels.
+      asked: bytes of a pack, if that was asked; 0: decided here.
+      prices: what the world costs.
+    """
+    total = sum(leaf.nbytes for leaf in leaves if leaf.travels)
+    if asked:
+        return ReadyOrder(asked, min(asked, LAST), min(asked, ALONE))
+    composed = stages("native", 0, prices.sizes)
+    whole = prices.of(composed, 1 << 30).bandwidth / (1 << 30)
+    limit = LAST
+    while limit < total and prices.of(composed, limit).seconds > HALF * limit * whole:
+        limit *= 2
+    limit = max(LAST, min(max(limit, total // MOST), total // FEWEST))
+    return ReadyOrder(limit, LAST, ALONE)
+
+
+def with_guess(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
+    """Leaves whose order nobody knows, as a backward pass would make them: the last one first."""
+    if any(leaf.ready is not None for leaf in leaves):
+        return tuple(leaves)
+    last = len(leaves) - 1
+    return tuple(dataclasses.replace(leaf, ready=last - i) for i, leaf in enumerate(leaves))
+
+
+def reasons(
+    leaves: Sequence[Leaf], packs: Sequence[Pack], rule: PackingRule, world: World
+) -> Iterator[str]:
+    """What was decided, a sentence each.
+
+    Args:
+      leaves: as they came, with or without their order.
+      packs: what they became.
+      rule: the packing.
+      world: where it runs.
+
+    Yields:
+      Sentences for `Plan.reasons`.
+    """
+    if isinstance(rule, ReadyOrder):
+        last = packs[-1].nbytes if packs else 0
+        yield (
+            f"packs: of at most {rule.limit:,} bytes, larger leaves alone; towards the end smaller"
+            f" ones, the last of {last:,} bytes"
+        )
+        yield (
+            "order: that in which the gradients become ready in the backward pass"
+            if any(leaf.ready is not None for leaf in leaves)
+            else "order: leaves from last to first, for it is not known here when each is ready; "
+            "`jc.value_and_grad` and `jc.grad` read it from the backward pass"
+        )
+    yield _WHERE.get(world.platform) or _by_options(world.platform)
+    if world.platform == "cpu":
+        yield _by_options(world.platform)
+
+
+def compiler_options(platform: str) -> dict[str, Any]:
+    """What keeps packs apart in a program that is compiled for `platform`."""
+    return dict(_OPTIONS.get(platform, {}))
+
+
+def _by_options(platform: str) -> str:
+    found = compiler_options(platform)
+    if not found:
+        return f"apart: no way is known to keep packs apart on {platform}"
+    said = ", ".join(f"{name}={value}" for name, value in found.items())
+    return (
+        f"apart: by the compiler option {said}, which `jc.data_parallel(options=...)` sets for "
+        "its own program; give it to a `jax.jit` of your own (`Plan.compiler_options`)"
+    )
