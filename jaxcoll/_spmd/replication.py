@@ -16,8 +16,8 @@ from jaxcoll import _compat
 
 _EQUALIZING = {"psum", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _ASK_THE_HOST = ("callback", "infeed", "rng_uniform")
-_CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
-_CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
+CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
+CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 def varying_outputs(jaxpr: ClosedJaxpr, axis: str, varying: Sequence[bool]) -> list[bool]:
@@ -43,7 +43,7 @@ def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
     return any(
         # A jitted function's own name is no axis.
         any(_says({k: v for k, v in eqn.params.items() if k != "name"}, axis) for axis in axes)
-        or any(mentions(inner, axes) for inner in _programs(eqn.params))
+        or any(mentions(inner, axes) for inner in programs(eqn.params))
         for eqn in program.eqns
     )
 
@@ -71,7 +71,7 @@ def _equation(eqn: JaxprEqn, axis: str, inputs: list[bool]) -> list[bool]:
         return [not same] * len(eqn.outvars)
     if _asks_the_host(name) or any(hasattr(x.aval, "inner_aval") for x in eqn.invars):
         return [True] * len(eqn.outvars)  # who knows what the host says, or a `Ref` has been given
-    if not any(_programs(params)):
+    if not any(programs(params)):
         return [any(inputs)] * len(eqn.outvars)
     return _RULES.get(name, _call)(eqn, axis, inputs)
 
@@ -80,12 +80,12 @@ def _asks_the_host(name: str) -> bool:
     return any(word in name for word in _ASK_THE_HOST)
 
 
-def _programs(params: dict[str, Any]) -> Iterator[Jaxpr]:
+def programs(params: dict[str, Any]) -> Iterator[Jaxpr]:
     """The programs among an equation's parameters."""
     for param in params.values():
         for p in param if isinstance(param, tuple | list) else [param]:
-            if hasattr(_open(p), "eqns"):
-                yield _open(p)
+            if hasattr(opened(p), "eqns"):
+                yield opened(p)
 
 
 def _says(params: dict[str, Any], axis: str) -> bool:
@@ -98,15 +98,20 @@ def _says(params: dict[str, Any], axis: str) -> bool:
 
 def _call(eqn: JaxprEqn, axis: str, inputs: list[bool]) -> list[bool]:
     """A call of one program with the equation's own operands; of anything else the worst."""
-    body, *others = _programs(eqn.params)
-    if eqn.primitive.name in _CALLS and not others and len(body.invars) == len(inputs):
+    body, *others = programs(eqn.params)
+    if eqn.primitive.name in CALLS and not others and len(body.invars) == len(inputs):
         return _body(body, axis, inputs)
-    worst = any(inputs) or any(_may_vary(body, axis) for body in _programs(eqn.params))
+    worst = any(inputs) or any(_may_vary(body, axis) for body in programs(eqn.params))
     return [worst] * len(eqn.outvars)
 
 
 def _scan(eqn: JaxprEqn, axis: str, inputs: list[bool]) -> list[bool]:
-    body = _open(eqn.params["jaxpr"])
+    return _settled(eqn.params["jaxpr"], axis, inputs, *scan_parts(eqn))
+
+
+def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Which input of a scan's body is the first of its carry, and how many there are."""
+    body = opened(eqn.params["jaxpr"])
     # What is sliced, and what is stacked, has a dimension more outside than inside.
     sliced = sum(
         _shape(outer) != _shape(inner) for outer, inner in zip(eqn.invars, body.invars, strict=True)
@@ -115,8 +120,7 @@ def _scan(eqn: JaxprEqn, axis: str, inputs: list[bool]) -> list[bool]:
         _shape(outer) == _shape(inner)
         for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
     )
-    first = len(inputs) - sliced - carried
-    return _settled(eqn.params["jaxpr"], axis, inputs, first, carried)
+    return len(eqn.invars) - sliced - carried, carried
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
@@ -158,11 +162,12 @@ def _settled(body: Any, axis: str, inputs: list[bool], first: int, carried: int)
 
 
 def _body(body: Any, axis: str, inputs: list[bool]) -> list[bool]:
-    jaxpr = _open(body)
+    jaxpr = opened(body)
     return _outputs(jaxpr, axis, [False] * len(jaxpr.constvars), inputs)
 
 
-def _open(body: Any) -> Any:
+def opened(body: Any) -> Any:
+    """A program itself, without the constants that come with it."""
     return getattr(body, "jaxpr", body)
 
 
@@ -171,6 +176,6 @@ def _may_vary(body: Jaxpr, axis: str) -> bool:
     return any(
         _says(eqn.params, axis)
         or _asks_the_host(eqn.primitive.name)
-        or any(_may_vary(inner, axis) for inner in _programs(eqn.params))
+        or any(_may_vary(inner, axis) for inner in programs(eqn.params))
         for eqn in body.eqns
     )
