@@ -99,10 +99,10 @@ def reduce_metrics(
     """Many metrics over all replicas in one collective.
 
     Law: each `Total` becomes the sum, each `WeightedMean` the mean, that one device would have of
-    everything; all travel in one pack. Metrics that a scan stacked are added up first, so a step
-    of many pieces or layers needs one call, after the scan. Metrics that the loss of
-    `value_and_grad` or `accumulate` returns in its `aux` need no call: they travel with the
-    gradients.
+    everything; all travel in one pack, whatever options say of packing. Metrics that a scan
+    stacked are added up first, so a step of many pieces or layers needs one call, after the scan.
+    Metrics that the loss of `value_and_grad` or `accumulate` returns in its `aux` need no call:
+    they travel with the gradients.
 
     Args:
       value: a pytree of `WeightedMean` and `Total`; None passes through.

@@ -59,7 +59,7 @@ class Report:
       loops: the loops that collectives or matrix products stand in.
       instructions: of one run, the body of each loop once.
       uncounted: what may send and is not counted, and why; empty if nothing is left out.
-      notes: what else is not known, and why.
+      notes: what else is not known, and why; and what should not be so.
       terms: what the devices it was compiled for cost; None if that is not known.
       plans: the plans of the reductions by jaxcoll, in order; lost on the way through JSON.
     """
@@ -233,6 +233,7 @@ def report_of(
     plans: Sequence[Plan] = (),
     where: str = "",
     terms: Terms | None = None,
+    notes: Sequence[str] = (),
 ) -> Report:
     """A report from texts alone.
 
@@ -242,6 +243,7 @@ def report_of(
       plans: those that were recorded when it was traced.
       where: what it was compiled for.
       terms: what that costs.
+      notes: what else is known of it and should be said.
 
     Returns:
       The report.
@@ -264,7 +266,7 @@ def report_of(
         loops=program.loops,
         instructions=program.instructions,
         uncounted=program.uncounted,
-        notes=(*program.notes, *more),
+        notes=(*program.notes, *more, *notes),
         terms=terms,
         plans=tuple(plans),
     )

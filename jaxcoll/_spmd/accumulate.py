@@ -20,6 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxcoll import _compat
 from jaxcoll._plan.errors import ReductionInLoopWarning
+from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.in_loops import moved_reductions, told
 
 _MOVABLE = """\
@@ -103,7 +104,7 @@ def accumulated(
         added = [t + x.astype(t.dtype) for t, x in zip(totals, found, strict=False)]
         return added, found[sums.num_leaves :]
 
-    zeros = [_compat.zeros_like_aval(aval, _wide(aval.dtype)) for aval in types]
+    zeros = [_compat.zeros_like_aval(aval, wide(aval.dtype)) for aval in types]
     totals, stacked = lax.scan(turn, zeros, pieces)
     value, weight, metrics, grads = jax.tree.unflatten(
         sums, list(map(_Sum, totals, [aval.dtype for aval in types]))
@@ -125,11 +126,6 @@ class _Sum:
         return (self.total / parts if parts > 1 else self.total).astype(self.dtype)
 
 
-def _wide(dtype: np.dtype) -> np.dtype:
-    narrow = jnp.issubdtype(dtype, np.floating) and dtype.itemsize < 4
-    return np.dtype(np.float32) if narrow else dtype
-
-
 def _in_pieces(
     args: tuple[Any, ...], micro: MicroBatches, argnums: int | Sequence[int]
 ) -> dict[int, Any]:
@@ -145,8 +141,8 @@ def _in_pieces(
     both = {i % len(args) for i in learned if args} & set(chosen)
     if both:
         raise ValueError(
-            f"`jc.accumulate`: argument {min(both)} is in `argnums` and in `batch_argnums`; what is "
-            "differentiated must be whole in every micro-batch."
+            f"`jc.accumulate`: argument {min(both)} is in `argnums` and in `batch_argnums`; what "
+            "is differentiated must be whole in every micro-batch."
         )
     return {
         i: jax.tree_util.tree_map_with_path(functools.partial(_cut, i, micro.count), args[i])
@@ -163,8 +159,8 @@ def _cut(i: int, count: int, path: Any, leaf: Any) -> Any:
         )
     if shape[0] % count:
         raise ValueError(
-            f"`jc.accumulate`: {name} has {shape[0]} rows on each replica, which do not divide into "
-            f"{count} micro-batches ({shape[0]} = {count} × {shape[0] // count} + "
+            f"`jc.accumulate`: {name} has {shape[0]} rows on each replica, which do not divide "
+            f"into {count} micro-batches ({shape[0]} = {count} × {shape[0] // count} + "
             f"{shape[0] % count}); take a number that divides {shape[0]}, or pad the batch and "
             "return a `jc.WeightedLoss`."
         )

@@ -68,8 +68,8 @@ class WeightedLoss:
 _MEAN = ReduceOp.MEAN
 
 _WEIGHT_IN_SUM = """\
-`{caller}` got a WeightedLoss with reduce_op SUM, which has no use for the weight. For the weighted \
-mean pass reduce_op="mean"; for the sum return the total alone."""
+`{caller}` got a WeightedLoss with reduce_op SUM, which has no use for the weight. For the \
+weighted mean pass reduce_op="mean"; for the sum return the total alone."""
 
 
 class _Local(NamedTuple):
@@ -161,7 +161,9 @@ def _pair(out: Any, caller: str) -> tuple[Any, Any]:
     if isinstance(out, tuple | list) and len(out) == 2:
         return out[0], out[1]
     got = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
-    raise TypeError(f"`{caller}` with has_aux=True expects the loss to return (loss, aux); got {got}.")
+    raise TypeError(
+        f"`{caller}` with has_aux=True expects the loss to return (loss, aux); got {got}."
+    )
 
 
 def _check_scalar(loss: Any, caller: str) -> None:

@@ -61,6 +61,9 @@ class _Flat(NamedTuple):
     ins: list[int]
     outs: list[int | None]
 
+    def made_by(self) -> dict[int | None, _Step]:
+        return {out: step for step in self.steps for out in step.outs}
+
 
 def moved_reductions(program: Any) -> tuple[Repeated, ...]:
     """Of a loop's body whose results are all added up or kept: the reductions they come from.
@@ -121,18 +124,30 @@ def _in_loops(jaxpr: Any) -> Iterator[JaxprEqn]:
 def _added_up(body: Any, first: int, carried: int) -> Iterator[JaxprEqn]:
     """The reductions whose results a loop's body adds to its carry, and does nothing else with."""
     flat = _flat(opened(body))
-    made_by = {out: step for step in flat.steps for out in step.outs}
-    for k, out in enumerate(flat.outs[:carried]):
-        step, accumulator = made_by.get(out), flat.ins[first + k]
+    made_by = flat.made_by()
+    for accumulator, out in zip(flat.ins[first:], flat.outs[:carried], strict=False):
+        sums = _casts(out, made_by)
+        step = made_by.get(sums[-1])
         if step is None or step.eqn.primitive.name not in ("add", "add_any"):
             continue
         for mine, other in (step.ins, step.ins[::-1]):
-            if mine != accumulator:
+            before = _casts(mine, made_by)
+            if before[-1] != accumulator:
                 continue
             found, _ = _behind(flat, other)
             touched = _depending(flat, accumulator)
-            if found and other not in touched and touched <= {accumulator, out}:
+            seen = {*before, *sums}
+            kept = sum(value in seen for value in flat.outs)
+            if found and other not in touched and touched <= seen and kept == 1:
                 yield from found
+
+
+def _casts(value: int | None, made_by: Mapping[int | None, _Step]) -> list[int | None]:
+    """A value, and back through changes of its type what it was before."""
+    found = [value]
+    while (step := made_by.get(found[-1])) and step.eqn.primitive.name == "convert_element_type":
+        found.append(step.ins[0])
+    return found
 
 
 def _depending(flat: _Flat, value: int) -> set[int | None]:
@@ -145,7 +160,7 @@ def _depending(flat: _Flat, value: int) -> set[int | None]:
 
 def _behind(flat: _Flat, value: int | None) -> tuple[list[JaxprEqn], set[int]]:
     """The reductions that a value is made of by moves alone; and so the inputs, by position."""
-    made_by = {out: step for step in flat.steps for out in step.outs}
+    made_by = flat.made_by()
     waiting, seen = [value], {value}
     found: list[JaxprEqn] = []
     while waiting:
@@ -171,7 +186,7 @@ def _sends(eqn: JaxprEqn) -> bool:
 
 
 def _moved_from(
-    step: _Step, k: int, made_by: Mapping[int, _Step]
+    step: _Step, k: int, made_by: Mapping[int | None, _Step]
 ) -> tuple[list[JaxprEqn], Sequence[int | None]]:
     """Behind one equation's k-th result: reductions inside it, and operands it is moved from."""
     name = step.eqn.primitive.name

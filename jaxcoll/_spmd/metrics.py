@@ -15,6 +15,8 @@ from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
 from jaxcoll._plan.leaves import where
 from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.packing import NumPacks
+from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope
@@ -119,7 +121,8 @@ def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
             f"`{caller}` expects jc.WeightedMean(total, weight) or jc.Total(value); "
             f"{where(jax.tree_util.keystr(path))} is {kind}, which does not say how it is added up."
         )
-    parts = all_reduce(ReduceOp.SUM, varied(parts, axes, caller), axis_name, scope=scope)
+    parts = varied(parts, axes, caller)
+    parts = all_reduce(ReduceOp.SUM, parts, axis_name, scope=scope, packing=NumPacks(1))
     return put_together(rest, settled(parts, 1))
 
 
@@ -200,12 +203,12 @@ def _summed(value: Any, path: str, caller: str) -> tuple[jax.Array, Any]:
     dtype = getattr(value, "dtype", None)
     if dtype is None and isinstance(value, bool | int | float | complex):
         dtype = np.result_type(value)
-    if dtype is None or not (dtype == bool or jnp.issubdtype(dtype, np.number)):
+    if dtype is None or not any(jnp.issubdtype(dtype, k) for k in (np.number, np.bool_)):
         raise ValueError(
             f"`{caller}`: metric {path or 'itself'} is made of "
             f"{type(value).__name__ if dtype is None else dtype}; expected numbers."
         )
     array = jnp.asarray(value)
     whole = None if jnp.issubdtype(array.dtype, np.inexact) else array.dtype
-    total = jnp.sum(array.astype(jnp.promote_types(array.dtype, np.float32)))
+    total = jnp.sum(array.astype(wide(array.dtype)))
     return total, np.dtype(np.int32) if whole == np.dtype(bool) else whole

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._plan.leaves import where
 from jaxcoll._plan.options import ReduceOp
+from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope
@@ -87,14 +86,12 @@ def _counted_once(square: jax.Array, x: jax.Array, axes: dict[str, int]) -> jax.
 
 
 def _squared(x: jax.Array) -> jax.Array:
-    x = x.astype(jnp.promote_types(x.dtype, np.float32))
-    return jnp.sum(jnp.square(jnp.abs(x)))
+    return jnp.sum(jnp.square(jnp.abs(x.astype(wide(x.dtype)))))
 
 
 def _added(numbers: Sequence[jax.Array]) -> jax.Array:
-    widest = functools.reduce(jnp.promote_types, [x.dtype for x in numbers], np.dtype("f"))
-    zero = jnp.zeros((), widest)
-    return functools.reduce(operator.add, [x.astype(widest) for x in numbers], zero)
+    widest = np.result_type(np.float32, *(x.dtype for x in numbers))
+    return sum((x.astype(widest) for x in numbers), jnp.zeros((), widest))
 
 
 def _arrays(tree: Any, caller: str) -> list[jax.Array]:
