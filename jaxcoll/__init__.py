@@ -6,6 +6,7 @@ from jaxcoll._host.collective_all_reduce import CollectiveAllReduce as Collectiv
 from jaxcoll._host.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxcoll._host.data_parallel import DataParallel as DataParallel
 from jaxcoll._host.data_parallel import data_parallel as data_parallel
+from jaxcoll._host.for_optax import all_reduce_updates as all_reduce_updates
 from jaxcoll._host.hierarchical_copy import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
 )
@@ -15,6 +16,10 @@ from jaxcoll._host.in_program import broadcast as broadcast
 from jaxcoll._host.in_program import grad as grad
 from jaxcoll._host.in_program import sync_in_backward as sync_in_backward
 from jaxcoll._host.in_program import value_and_grad as value_and_grad
+from jaxcoll._host.in_step import accumulate as accumulate
+from jaxcoll._host.in_step import all_finite as all_finite
+from jaxcoll._host.in_step import global_norm as global_norm
+from jaxcoll._host.in_step import reduce_metrics as reduce_metrics
 from jaxcoll._host.mirrored_strategy import MirroredStrategy as MirroredStrategy
 from jaxcoll._host.mirrored_strategy import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
@@ -33,6 +38,7 @@ from jaxcoll._look.inspect import inspect as inspect
 from jaxcoll._observe.report import Report as Report
 from jaxcoll._plan.errors import AlreadyReducedError as AlreadyReducedError
 from jaxcoll._plan.errors import DeadlineExceededError as DeadlineExceededError
+from jaxcoll._plan.errors import ReductionInLoopWarning as ReductionInLoopWarning
 from jaxcoll._plan.errors import ReplicaDivergenceError as ReplicaDivergenceError
 from jaxcoll._plan.options import UNSET as UNSET
 from jaxcoll._plan.options import CollectiveCommunication as CollectiveCommunication
@@ -44,5 +50,7 @@ from jaxcoll._plan.plan import Plan as Plan
 from jaxcoll._spmd.check_replicas import ReplicaCheck as ReplicaCheck
 from jaxcoll._spmd.gradient import WeightedLoss as WeightedLoss
 from jaxcoll._spmd.indexed_slices import IndexedSlices as IndexedSlices
+from jaxcoll._spmd.metrics import Total as Total
+from jaxcoll._spmd.metrics import WeightedMean as WeightedMean
 
 __version__ = "0.1.0"

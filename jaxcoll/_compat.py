@@ -7,6 +7,7 @@ keeps the mesh axes it varies over, and how a type is told that it varies no lon
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,6 +80,30 @@ def varying_axes(x: Any) -> frozenset[str]:
     """Axes over which `x` is typed as varying; empty wherever types are not tracked."""
     manual = _manual(x)
     return frozenset() if manual is None else frozenset(manual.varying)
+
+
+def zeros_like_aval(aval: Any, dtype: Any) -> jax.Array:
+    """Zeros of the shape of a traced program's result, varying as it does, to begin a loop with.
+
+    Args:
+      aval: the result's type.
+      dtype: the zeros' own.
+    """
+    manual = getattr(aval, "manual_axis_type", None)
+    varying = () if manual is None else tuple(sorted(manual.varying))
+    return as_varying(jnp.zeros(aval.shape, dtype), varying)
+
+
+def users_line(eqn: Any) -> str:
+    """The innermost line of Python behind an equation that is not a library's, as file:line."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    for frame in getattr(traceback, "frames", ()):
+        if not _LIBRARIES.search(frame.file_name):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""
+
+
+_LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]jaxcoll[/\\]_\w+[/\\.]")
 
 
 def tracks_variance(axis: str) -> bool:

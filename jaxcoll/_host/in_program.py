@@ -170,12 +170,14 @@ def value_and_grad(
     Returns:
       A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux),
       grads)`. Value and gradients are *invariant* over the axes; `aux` is this replica's own
-      (*varying*). Cost: one `all_reduce` of the gradients with the loss among them.
+      (*varying*), but each `WeightedMean` and `Total` in it comes back as a number over all
+      replicas (*invariant*). Cost: one `all_reduce` of the gradients with loss and metrics
+      among them.
 
     Raises:
       NameError: an axis is not mapped here.
       ValueError: a WeightedLoss meets SUM, or an argument is invalid.
-      TypeError: the loss returns a tuple without `has_aux`.
+      TypeError: the loss is no scalar, or a tuple without `has_aux`.
       AlreadyReducedError: the loss was reduced inside `fun`.
 
     Examples:

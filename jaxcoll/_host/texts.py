@@ -14,6 +14,7 @@ from jaxcoll._host.terms import terms_here
 from jaxcoll._host.world import mesh_world, scope_here
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.terms import Terms
+from jaxcoll._spmd.in_loops import Repeated, repeated_reductions
 from jaxcoll._spmd.scope import entered
 
 
@@ -27,6 +28,8 @@ class Texts:
       plans: of the reductions that were traced for it.
       where: what it was compiled for; "" if for the devices that are here.
       terms: what those devices cost; None if that is not known.
+      repeated: reductions that stand in a loop which only adds up what they return; of a program
+        that was lowered or compiled already, and of `jax.pmap`'s, nobody has looked.
     """
 
     compiled: str
@@ -34,6 +37,7 @@ class Texts:
     plans: tuple[Plan, ...] = ()
     where: str = ""
     terms: Terms | None = None
+    repeated: tuple[Repeated, ...] = ()
 
 
 def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str) -> Texts:
@@ -65,9 +69,16 @@ def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], calle
     if callable(program) and takes_mesh(program, kwargs):
         program = given_mesh(program, line_of(jax.devices(), "data"))
     plans: list[Plan] = []
-    lowered = lowered_of(program, args, kwargs, plans.append, caller)
-    requested = lowered.as_text(debug_info=True)
-    return Texts(lowered.compile().as_text() or "", requested, tuple(plans), terms=_terms())
+    traced = _traced(program, args, kwargs, plans.append, caller)
+    is_traced = isinstance(traced, jax.stages.Traced)
+    lowered = traced.lower() if is_traced else traced
+    return Texts(
+        lowered.compile().as_text() or "",
+        lowered.as_text(debug_info=True),
+        tuple(plans),
+        terms=_terms(),
+        repeated=repeated_reductions(traced.jaxpr) if is_traced else (),
+    )
 
 
 def _terms() -> Terms:
@@ -76,30 +87,22 @@ def _terms() -> Terms:
     return terms_here(mesh_world(mesh, {"data": mesh.size}))
 
 
-def lowered_of(
+def _traced(
     program: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     record: Callable[[Plan], None],
     caller: str,
-) -> jax.stages.Lowered:
-    """The program lowered anew, so that every reduction in it says its plan.
+) -> jax.stages.Traced | jax.stages.Lowered:
+    """The program traced anew, so that every reduction in it says its plan.
 
-    Args:
-      program: a function, one that `jax.jit` or `jax.pmap` returned, or a `data_parallel` step.
-      args: arrays, or `jax.ShapeDtypeStruct`s in their place.
-      kwargs: likewise.
-      record: told each plan, in order.
-      caller: who is named in a message.
-
-    Returns:
-      What `.lower` returns.
+    Of what `jax.pmap` returned there is no step between the function and the lowered program.
 
     Raises:
       ValueError: it is no function.
     """
     if isinstance(program, DataParallel):
-        return program.trace_recorded(record, *args, **kwargs).lower()
+        return program.trace_recorded(record, *args, **kwargs)
     if not callable(program):
         raise ValueError(
             f"`{caller}` expects a function and its arguments, a `data_parallel` step, what "
@@ -108,4 +111,5 @@ def lowered_of(
     jitted: Any = program if hasattr(program, "lower") else jax.jit(program)
     # A scope of its own is part of the key of JAX's caches: no older trace is taken for this one.
     with entered(dataclasses.replace(scope_here(), record=record)):
-        return jitted.lower(*args, **kwargs)
+        trace = getattr(jitted, "trace", jitted.lower)
+        return trace(*args, **kwargs)

@@ -28,6 +28,7 @@ from jaxcoll._plan.errors import DeadlineExceededError
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.presets import preset
 from jaxcoll._plan.topology import Topology, topology_named
+from jaxcoll._spmd.in_loops import repeated_reductions
 
 PYTHON = "JAXCOLL_AOT_PYTHON"
 """Names the Python, of another environment, that has the compilers installed."""
@@ -116,8 +117,9 @@ def compile_for(
         found = _ask(folder, python, where, timeout_seconds)
         compiled = (folder / "compiled.txt").read_text()
     terms = preset(topology_world(where))
+    repeated = repeated_reductions(traced.jaxpr)
     return ClusterTexts(
-        compiled, requested, tuple(plans), str(where), terms, topology=where, **found
+        compiled, requested, tuple(plans), str(where), terms, repeated, topology=where, **found
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,14 @@ from jaxcoll._observe.collective import KINDS
 from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.report_text import carried, like
 from jaxcoll._observe.words import counted, size
+from jaxcoll._plan.errors import ReductionInLoopWarning
+from jaxcoll._spmd.in_loops import told
+
+_REPEATED = (
+    "reductions stand in a loop, and all that becomes of their results there is that they are "
+    "added up: {found}. Add up what each replica has and reduce it once, after the loop; "
+    "`jc.accumulate` does so for gradients, `jc.reduce_metrics` for metrics."
+)
 
 
 def inspect(fun: Any, *args: Any, topology: Any = None, **kwargs: Any) -> Report:
@@ -45,6 +54,10 @@ def inspect(fun: Any, *args: Any, topology: Any = None, **kwargs: Any) -> Report
       ValueError: there is no such topology (the nearest are listed), or the mesh does not fit it.
       ImportError: the compiler for the topology is not installed; the message has the command.
       DeadlineExceededError: it took longer than ten minutes to compile for the topology.
+
+    Warns:
+      ReductionInLoopWarning: reductions stand in a loop that only adds up their results. It is
+        also among `Report.notes`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, numpy as np
@@ -133,7 +146,10 @@ def _report(fun: Any, args: Any, kwargs: Any, topology: Any, caller: str) -> Rep
             )
         return report_of(fun)
     texts = _texts(fun, args, kwargs, topology, caller)
-    return report_of(texts.compiled, texts.requested, texts.plans, texts.where, texts.terms)
+    notes = [_REPEATED.format(found=told(texts.repeated))] if texts.repeated else []
+    for note in notes:
+        warnings.warn(f"`{caller}`: {note}", ReductionInLoopWarning, stacklevel=3)
+    return report_of(texts.compiled, texts.requested, texts.plans, texts.where, texts.terms, notes)
 
 
 def _texts(fun: Any, args: Any, kwargs: Any, topology: Any, caller: str) -> Texts:

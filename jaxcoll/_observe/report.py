@@ -63,7 +63,7 @@ class Report:
       loops: the loops that collectives or matrix products stand in.
       instructions: of one run, the body of each loop once.
       uncounted: what may send and is not counted, and why; empty if nothing is left out.
-      notes: what else is not known, and why.
+      notes: what else is not known, and why; and what should not be so.
       terms: what the devices it was compiled for cost; None if that is not known.
       plans: the plans of the reductions by jaxcoll, in order; lost on the way through JSON.
     """
@@ -316,6 +316,7 @@ def report_of(
     plans: Sequence[Plan] = (),
     where: str = "",
     terms: Terms | None = None,
+    notes: Sequence[str] = (),
 ) -> Report:
     """A report from texts alone.
 
@@ -325,6 +326,7 @@ def report_of(
       plans: those that were recorded when it was traced.
       where: what it was compiled for.
       terms: what that costs.
+      notes: what else is known of it and should be said.
 
     Returns:
       The report.
@@ -347,7 +349,7 @@ def report_of(
         loops=program.loops,
         instructions=program.instructions,
         uncounted=program.uncounted,
-        notes=(*program.notes, *more),
+        notes=(*program.notes, *more, *notes),
         terms=terms,
         plans=tuple(plans),
     )

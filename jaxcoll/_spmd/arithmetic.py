@@ -58,3 +58,10 @@ def after(total: jax.Array, recipe: Recipe) -> jax.Array:
         return (total.astype(np.float32) * share).astype(recipe.dtype)
     mean = jnp.true_divide(total, recipe.divisor)  # of integers: a float of JAX's choice
     return mean if jnp.issubdtype(recipe.dtype, jnp.integer) else mean.astype(recipe.dtype)
+
+
+def wide(dtype: np.dtype) -> np.dtype:
+    """The type in which numbers of `dtype` are added up locally: a float of at least 32 bits."""
+    if jnp.issubdtype(dtype, np.complexfloating) or dtype == np.float64:
+        return dtype
+    return np.dtype(np.float32)

@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.overlap import wants_order
-from jaxcoll._spmd.axes import bound_axes
+from jaxcoll._spmd import metrics
+from jaxcoll._spmd.accumulate import Beside, Differentiated, MicroBatches, accumulated
+from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.backward import Traced, traced
 from jaxcoll._spmd.local import value_and_local_grad
 from jaxcoll._spmd.ready import places
@@ -33,6 +36,11 @@ _TUPLE_LOSS = """\
 `has_aux=True`. If it is a weight (tokens, unpadded examples), return \
 `jc.WeightedLoss(total, weight)`: the sum of the weighted losses of this replica and the sum of \
 their weights."""
+
+_NO_SCALAR = """\
+`{caller}` expects the loss to be a scalar or a `jc.WeightedLoss`; got {got}. Return its mean over \
+this replica's share (`jnp.mean`), or, for examples that count differently, their weighted sum and \
+the sum of the weights as `jc.WeightedLoss(total, weight)`."""
 
 
 _SYNCED = """\
@@ -65,11 +73,19 @@ class WeightedLoss:
     weight: Any
 
 
+_MEAN = ReduceOp.MEAN
+
+_WEIGHT_IN_SUM = """\
+`{caller}` got a WeightedLoss with reduce_op SUM, which has no use for the weight. For the \
+weighted mean pass reduce_op="mean"; for the sum return the total alone."""
+
+
 class _Local(NamedTuple):
     """What one replica brings to the reduction; the field names are the plan's leaf paths."""
 
     value: Any
     weight: Any
+    metrics: Any
     grads: Any
 
 
@@ -83,8 +99,9 @@ def reduced_gradient(
     with_value: bool,
     scope: Callable[[], Scope],
     options: CommunicationOptions,
+    micro_batches: MicroBatches | None = None,
 ) -> Callable[..., Any]:
-    """The body of `jc.value_and_grad` and `jc.grad`, which say what it does.
+    """The body of `jc.value_and_grad`, `jc.grad` and `jc.accumulate`, which say what it does.
 
     Args:
       fun: the loss of one replica's share.
@@ -95,66 +112,82 @@ def reduced_gradient(
       with_value: whether the loss is reduced and returned too.
       scope: asked at each trace for world and defaults.
       options: of the reduction, and of what `sync_in_backward` reduces before.
+      micro_batches: how each share is cut; None: not at all.
 
     Returns:
       A function with `fun`'s arguments.
     """
     caller = "jc.value_and_grad" if with_value else "jc.grad"
+    caller = caller if micro_batches is None else "jc.accumulate"
 
-    def loss(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+    def loss(*args: Any, **kwargs: Any) -> tuple[Any, Beside]:
         out = fun(*args, **kwargs)
-        out, aux = out if has_aux else (out, None)
+        out, aux = _pair(out, caller) if has_aux else (out, None)
+        parts, rest = metrics.taken_apart(aux, caller)
         if isinstance(out, WeightedLoss):
             _check_scalars(out, caller)
-            return out.total, (lax.stop_gradient(out.weight), aux)
-        if isinstance(out, tuple):
-            raise TypeError(_TUPLE_LOSS.format(caller=caller, n=len(out)))
-        return out, (None, aux)
+            return out.total, Beside(lax.stop_gradient(out.weight), parts, rest)
+        _check_scalar(out, caller)
+        return out, Beside(None, parts, rest)
 
     def reduced(*args: Any, **kwargs: Any) -> Any:
         axes = bound_axes(axis_name, caller)
         told = scope().merged(options)
         differentiation = Differentiation(tuple(axes), options)
-        program = traced(value_and_local_grad, loss, argnums, differentiation, args, kwargs)
-        (value, (weight, aux)), grads = program.evaluate()
+
+        def differentiate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Differentiated:
+            result = value_and_local_grad(loss, argnums, differentiation, args, kwargs)
+            (value, beside), grads = result
+            _check_local(value, axes, caller)
+            if beside.weight is not None and reduce_op is ReduceOp.SUM:
+                raise ValueError(_WEIGHT_IN_SUM.format(caller=caller))
+            parts = metrics.varied(beside.metrics, axes, caller)
+            weight = jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), beside.weight)
+            return (value, Beside(weight, parts, beside.aux)), grads
+
+        def whole_share() -> Differentiated:
+            if micro_batches is None:
+                return differentiate(args, kwargs)
+            mean = reduce_op is _MEAN
+            return accumulated(
+                differentiate, args, kwargs, micro_batches, argnums=argnums, mean=mean
+            )
+
+        program = traced(whole_share)
+        (value, beside), grads = program.evaluate()
         order = None
         if wants_order(told.options, told.world(axes)):
             (_, order) = program.result(places(program.program))
-        _check_local(value, axes, caller)
-        if weight is not None and reduce_op is ReduceOp.SUM:
-            raise ValueError(
-                f"`{caller}` got a WeightedLoss with reduce_op SUM, which has no use for the "
-                'weight. For the weighted mean pass reduce_op="mean"; for the sum return the '
-                "total alone."
-            )
-        weight = None if weight is None else _compat.as_varying(weight, tuple(axes))
-        local = _Local(value if with_value else None, weight, grads)
         same = _synced(program, tuple(axes))
+        op = reduce_op if beside.weight is None else ReduceOp.SUM
+        local = _Local(value if with_value else None, beside.weight, beside.metrics, grads)
         local = all_reduce(
-            reduce_op if weight is None else ReduceOp.SUM,
+            op,
             local,
             axis_name,
             scope=told,
-            # The loss is there before any gradient.
-            ready=None if order is None else jax.tree.leaves(_loss_first(local, order)),
+            # All but the gradients is there before any of them.
+            ready=None if order is None else jax.tree.leaves(_gradients_last(local, order)),
             same=same,
             reasons=_not_again(list(same)),
         )
         value, grads = local.value, local.grads
-        if weight is not None:
+        if local.weight is not None:
             value, grads = jax.tree.map(
                 lambda x: (x / local.weight).astype(x.dtype), (value, grads)
             )
+        numbers = metrics.settled(local.metrics, count(axes) if op is _MEAN else 1)
+        aux = metrics.put_together(beside.aux, numbers)
         outputs = ((value, aux) if has_aux else value, grads)
         return outputs if with_value else ((grads, aux) if has_aux else grads)
 
     return reduced
 
 
-def _loss_first(local: _Local, order: Any) -> _Local:
+def _gradients_last(local: _Local, order: Any) -> _Local:
     """A tree like `local` with the place of each of its leaves."""
-    value, weight = jax.tree.map(lambda _: -1, (local.value, local.weight))
-    return _Local(value, weight, order)
+    before = jax.tree.map(lambda _: -1, (local.value, local.weight, local.metrics))
+    return _Local(*before, order)
 
 
 def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]:
@@ -166,7 +199,7 @@ def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]
     if not has(program.program.jaxpr, _compat.THROUGH):
         return {}
     _, grads = program.result(same_outputs(program.program, axes))
-    found, _ = jax.tree_util.tree_flatten_with_path(_Local(None, None, grads))
+    found, _ = jax.tree_util.tree_flatten_with_path(_Local(None, None, None, grads))
     return {jax.tree_util.keystr(path): along for path, along in found if along}
 
 
@@ -174,6 +207,26 @@ def _not_again(paths: list[str]) -> tuple[str, ...]:
     """What the plan says of leaves that were reduced before."""
     ends = " … ".join(dict.fromkeys([*paths[:1], *paths[-1:]]))
     return (_SYNCED.format(n=len(paths), paths=ends),) if paths else ()
+
+
+def _pair(out: Any, caller: str) -> tuple[Any, Any]:
+    if isinstance(out, tuple | list) and len(out) == 2:
+        return out[0], out[1]
+    got = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
+    raise TypeError(
+        f"`{caller}` with has_aux=True expects the loss to return (loss, aux); got {got}."
+    )
+
+
+def _check_scalar(loss: Any, caller: str) -> None:
+    if isinstance(loss, tuple):
+        raise TypeError(_TUPLE_LOSS.format(caller=caller, n=len(loss)))
+    is_array = hasattr(loss, "shape") and hasattr(loss, "dtype")
+    if not is_array and not isinstance(loss, bool | int | float | complex):
+        raise TypeError(_NO_SCALAR.format(caller=caller, got=type(loss).__name__))
+    if np.shape(loss):
+        shape = ", ".join(map(str, loss.shape))
+        raise TypeError(_NO_SCALAR.format(caller=caller, got=f"{loss.dtype.name}[{shape}]"))
 
 
 def _check_scalars(loss: WeightedLoss, caller: str) -> None:

@@ -121,6 +121,11 @@ def _call(eqn: JaxprEqn, axis: str, inputs: list[bool]) -> list[bool]:
 
 
 def _scan(eqn: JaxprEqn, axis: str, inputs: list[bool]) -> list[bool]:
+    return _settled(eqn.params["jaxpr"], axis, inputs, *scan_parts(eqn))
+
+
+def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Which input of a scan's body is the first of its carry, and how many there are."""
     body = opened(eqn.params["jaxpr"])
     # What is sliced, and what is stacked, has a dimension more outside than inside.
     sliced = sum(
@@ -130,8 +135,7 @@ def _scan(eqn: JaxprEqn, axis: str, inputs: list[bool]) -> list[bool]:
         _shape(outer) == _shape(inner)
         for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
     )
-    first = len(inputs) - sliced - carried
-    return _settled(eqn.params["jaxpr"], axis, inputs, first, carried)
+    return len(eqn.invars) - sliced - carried, carried
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

@@ -63,7 +63,12 @@ MODES = {
     mode.name: mode
     for mode in (
         Mode("plain", "one reduction after the backward pass", _by(jc.value_and_grad(loss, AXIS))),
-        Mode("packed", "one reduction, in packs of 64 KiB", _by(jc.value_and_grad(loss, AXIS)), options=jc.CommunicationOptions(bytes_per_pack=65536)),
+        Mode(
+            "packed",
+            "one reduction, in packs of 64 KiB",
+            _by(jc.value_and_grad(loss, AXIS)),
+            options=jc.CommunicationOptions(bytes_per_pack=65536),
+        ),
     )
 }
 

@@ -1,0 +1,214 @@
+"""Metrics: numbers that say themselves how they are added up, so that one reduction takes all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxcoll import _compat
+from jaxcoll._plan.errors import AlreadyReducedError
+from jaxcoll._plan.leaves import where
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.packing import NumPacks
+from jaxcoll._spmd.arithmetic import wide
+from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.reduce import all_reduce
+from jaxcoll._spmd.scope import Scope
+
+_ALREADY_REDUCED = """\
+`{caller}`: the total of metric {path} is already the same on every replica along {missing}, so \
+adding it up would count it {n} times. Hand over this replica's own numbers and leave the \
+reduction to `{caller}`; if every replica's copy does count, say so with \
+`jax.lax.pcast(x, {missing}, to="varying")`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WeightedMean:
+    """A metric that is a mean: of a loss, an accuracy, a gradient's norm.
+
+    Law: over micro-batches and replicas it becomes sum(total) / sum(weight), the mean that one
+    device would have of everything.
+
+    Attributes:
+      total: the sum of weight times value over this replica's share; a number, or an array of
+        them (as a scan stacks them), all of whose elements are added.
+      weight: the sum of the weights, of the same shape.
+
+    Examples:
+      >>> right, real = jnp.array([1.0, 0.0, 1.0]), jnp.array([1.0, 1.0, 0.0])
+      >>> accuracy = WeightedMean((right * real).sum(), real.sum())
+      >>> float(accuracy.total / accuracy.weight)
+      0.5
+    """
+
+    total: Any
+    weight: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """A metric that is a sum: of tokens, of examples, of overflows.
+
+    Law: over micro-batches and replicas it becomes the sum of all elements of all `value`s.
+
+    Attributes:
+      value: this replica's; a number, or an array whose elements are added.
+
+    Examples:
+      >>> seen = jax.vmap(lambda x: reduce_metrics(Total(x), "data"), axis_name="data")
+      >>> seen(jnp.array([3, 4])).tolist()
+      [7, 7]
+    """
+
+    value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What of a metric travels: floats, so that one pack takes all.
+
+    Attributes:
+      total: float32[], or wider where the metric is.
+      weight: likewise; None for a `Total`.
+      whole: the integer type that the result has again; None for a float.
+      own: the total is a constant of the program, of which each replica's copy counts.
+    """
+
+    total: Any
+    weight: Any
+    whole: Any = dataclasses.field(metadata={"static": True})
+    own: bool = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a metric stood in a tree."""
+
+    path: str
+
+
+def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
+    """One reduction for all metrics; see `jc.reduce_metrics`.
+
+    Args:
+      metrics: a pytree of `WeightedMean` and `Total`.
+      axis_name: one axis, or several, outer first.
+      scope: options and world.
+
+    Returns:
+      A number for each metric, *invariant* over the axes.
+
+    Raises:
+      NameError: an axis is not bound here.
+      ValueError: a leaf is no metric, or a metric's parts do not fit together.
+    """
+    caller = "jc.reduce_metrics"
+    axes = bound_axes(axis_name, caller)
+    parts, rest = taken_apart(metrics, caller)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(rest)[0]:
+        kind = type(leaf).__name__ if not hasattr(leaf, "dtype") else f"an array of {leaf.dtype}"
+        raise ValueError(
+            f"`{caller}` expects jc.WeightedMean(total, weight) or jc.Total(value); "
+            f"{where(jax.tree_util.keystr(path))} is {kind}, which does not say how it is added up."
+        )
+    parts = varied(parts, axes, caller)
+    parts = all_reduce(ReduceOp.SUM, parts, axis_name, scope=scope, packing=NumPacks(1))
+    return put_together(rest, settled(parts, 1))
+
+
+def taken_apart(tree: Any, caller: str) -> tuple[dict[str, Part], Any]:
+    """What of a tree's metrics travels, by path, and the tree with a place for each.
+
+    Raises:
+      ValueError: total and weight of a metric differ in shape, or one holds no numbers.
+    """
+    parts: dict[str, Part] = {}
+
+    def leave(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, WeightedMean | Total):
+            return leaf
+        name = jax.tree_util.keystr(path)
+        parts[name] = _part(leaf, name, caller)
+        return _Place(name)
+
+    is_metric = lambda x: isinstance(x, WeightedMean | Total)  # noqa: E731
+    return parts, jax.tree_util.tree_map_with_path(leave, tree, is_leaf=is_metric)
+
+
+def put_together(tree: Any, numbers: Mapping[str, Any]) -> Any:
+    """The tree with a number in every place that `taken_apart` left."""
+    return jax.tree.map(
+        lambda x: numbers[x.path] if isinstance(x, _Place) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, _Place),
+    )
+
+
+def varied(parts: dict[str, Part], axes: dict[str, int], caller: str) -> dict[str, Part]:
+    """The parts typed as varying over the axes, which is what each replica's own numbers are.
+
+    Raises:
+      AlreadyReducedError: a total that the program computed is the same everywhere.
+    """
+    for path, part in parts.items():
+        varying = _compat.varying_axes(part.total)
+        missing = {a: n for a, n in axes.items() if a not in varying and _compat.tracks_variance(a)}
+        if missing and not part.own:
+            names = tuple(missing) if len(missing) > 1 else next(iter(missing))
+            raise AlreadyReducedError(
+                _ALREADY_REDUCED.format(
+                    caller=caller, path=path or "itself", missing=repr(names), n=count(missing)
+                )
+            )
+    return jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), parts)
+
+
+def settled(parts: Mapping[str, Part], times: int) -> dict[str, jax.Array]:
+    """The metrics' numbers, from parts that were summed and divided by `times`."""
+    return {path: _settled(part, times) for path, part in parts.items()}
+
+
+def _settled(part: Part, times: int) -> jax.Array:
+    if part.weight is not None:
+        return part.total / part.weight
+    total = part.total * times if times > 1 else part.total
+    return total if part.whole is None else jnp.round(total).astype(part.whole)
+
+
+def _part(metric: WeightedMean | Total, path: str, caller: str) -> Part:
+    if isinstance(metric, Total):
+        total, whole = _summed(metric.value, path, caller)
+        return Part(total, None, whole, not isinstance(metric.value, Tracer))
+    if np.shape(metric.total) != np.shape(metric.weight):
+        raise ValueError(
+            f"`{caller}`: metric {path or 'itself'} has a total of shape {np.shape(metric.total)} "
+            f"and a weight of shape {np.shape(metric.weight)}; expected one weight for each total."
+        )
+    (total, _), (weight, _) = (_summed(x, path, caller) for x in (metric.total, metric.weight))
+    return Part(total, weight, None, not isinstance(metric.total, Tracer))
+
+
+def _summed(value: Any, path: str, caller: str) -> tuple[jax.Array, Any]:
+    """All elements added, as a float; and the type that it had, if an integer."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None and isinstance(value, bool | int | float | complex):
+        dtype = np.result_type(value)
+    if dtype is None or not any(jnp.issubdtype(dtype, k) for k in (np.number, np.bool_)):
+        raise ValueError(
+            f"`{caller}`: metric {path or 'itself'} is made of "
+            f"{type(value).__name__ if dtype is None else dtype}; expected numbers."
+        )
+    array = jnp.asarray(value)
+    whole = None if jnp.issubdtype(array.dtype, np.inexact) else array.dtype
+    total = jnp.sum(array.astype(wide(array.dtype)))
+    return total, np.dtype(np.int32) if whole == np.dtype(bool) else whole

@@ -1,0 +1,286 @@
+"""Micro-batches equal the whole batch, and are reduced once."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import RUNNERS, lowered, mesh_of, run
+
+import jaxcoll as jc
+
+P = jax.sharding.PartitionSpec
+RNG = np.random.default_rng(3)
+X = RNG.standard_normal((64, 5)).astype("f")
+Y = RNG.standard_normal((64, 3)).astype("f")
+# Uneven: one micro-batch of all padding, one replica with hardly a token.
+REAL = (RNG.random(64) < 0.6).astype("f")
+REAL[8:24] = 0
+PARAMS = {"w": RNG.standard_normal((5, 3)).astype("f"), "b": np.zeros(3, "f")}
+
+
+def errors(p, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ p["w"] + p["b"][None]) - batch["y"]) ** 2, axis=1)
+
+
+def mean_loss(p, batch):
+    return jnp.mean(errors(p, batch))
+
+
+def sum_loss(p, batch):
+    return jnp.sum(errors(p, batch))
+
+
+def weighted_loss(p, batch):
+    return jc.WeightedLoss(jnp.sum(batch["real"] * errors(p, batch)), jnp.sum(batch["real"]))
+
+
+def scanned_loss(p, batch):
+    """Its loop starts from a constant, which a checked shard_map refuses by itself."""
+    row = lambda total, row: (total + mean_loss(p, jax.tree.map(lambda x: x[None], row)), None)
+    return jax.lax.scan(row, 0.0, batch)[0] / batch["x"].shape[0]
+
+
+def checkpointed_loss(p, batch):
+    return jax.checkpoint(mean_loss)(p, batch)
+
+
+BATCH = {"x": X, "y": Y, "real": REAL}
+
+
+def whole(loss):
+    """What one device has of everything."""
+
+    def value(p):
+        found = loss(p, BATCH)
+        return found.total / found.weight if isinstance(found, jc.WeightedLoss) else found
+
+    return jax.value_and_grad(value)(PARAMS)
+
+
+def on_replicas(runner, f, n=4, batch=BATCH):
+    shares = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
+    return jax.tree.map(lambda x: x[0], run(runner, f, n, shares))
+
+
+def close(got, want, **tolerance):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6, **tolerance}
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(g), np.asarray(w), **tolerance)
+
+
+LOSSES = [
+    (mean_loss, "mean"),
+    (sum_loss, "sum"),
+    (weighted_loss, "mean"),
+    (scanned_loss, "mean"),
+    (checkpointed_loss, "mean"),
+]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(("loss", "op"), LOSSES, ids=[f.__name__ for f, _ in LOSSES])
+def test_micro_batches_equal_the_whole_batch(runner, loss, op):
+    step = jc.accumulate(loss, "data", 4, reduce_op=op)
+    close(on_replicas(runner, lambda b: step(PARAMS, b)), whole(loss), rtol=3e-5)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 16])
+def test_any_number_that_divides(pieces):
+    step = jc.accumulate(weighted_loss, "data", pieces)
+    close(on_replicas("checked", lambda b: step(PARAMS, b)), whole(weighted_loss))
+
+
+def test_over_two_axes_and_in_data_parallel_with_another_axis_of_copies():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
+    both = ("node", "data")
+    step = jc.data_parallel(jc.accumulate(mean_loss, both, 4), mesh=mesh, axis_name=both)
+    close(step(PARAMS, BATCH), whole(mean_loss))
+    copies = jc.data_parallel(jc.accumulate(mean_loss, "data", 4), mesh=mesh)
+    close(copies(PARAMS, BATCH), whole(mean_loss))
+
+
+def test_several_batch_arguments_keywords_and_argnums():
+    def loss(x, s, p, y, *, scale):
+        return scale * s * mean_loss(p, {"x": x, "y": y})
+
+    step = jc.accumulate(loss, "data", 2, batch_argnums=(0, 3), argnums=(2, 1))
+    got = on_replicas("checked", lambda b: step(b["x"], 2.0, PARAMS, b["y"], scale=3.0))
+    want = jax.value_and_grad(loss, argnums=(2, 1))(X, 2.0, PARAMS, Y, scale=3.0)
+    close(got, want)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_metrics_become_one_number_and_other_aux_is_stacked(runner):
+    def loss(p, batch):
+        metrics = {
+            "error": jc.WeightedMean(
+                jnp.sum(batch["real"] * errors(p, batch)), batch["real"].sum()
+            ),
+            "tokens": jc.Total(batch["real"].sum().astype(int)),
+            "pieces": jc.Total(1),
+        }
+        return mean_loss(p, batch), (metrics, None, batch["x"][0, 0])
+
+    def both(batch):
+        (value, (metrics, _, firsts)), grads = jc.accumulate(loss, "data", 4, has_aux=True)(
+            PARAMS, batch
+        )
+        assert firsts.shape == (4,)
+        return value, metrics, grads, jc.all_reduce("sum", firsts, "data")
+
+    value, metrics, grads, firsts = on_replicas(runner, both)
+    close((value, grads), whole(mean_loss))
+    close(metrics["error"], whole(weighted_loss)[0])
+    assert int(metrics["tokens"]) == REAL.sum()
+    assert int(metrics["pieces"]) == 16
+    assert metrics["tokens"].dtype == jnp.int32
+    np.testing.assert_allclose(firsts, X[:, 0].reshape(4, 4, 4)[:, :, 0].sum(0), rtol=1e-5)
+
+
+def test_narrow_gradients_are_added_in_float32_and_travel_in_their_own_type():
+    """256 + seven ones: a sum in bfloat16 stays at 256."""
+    rows = np.array([256.0] + 7 * [1.0], "f")
+    step = jc.accumulate(lambda w, x: jnp.sum(w * x), "data", 8, reduce_op="sum")
+    param = jnp.ones((), jnp.bfloat16)
+
+    def f(x):
+        return step(param, x.astype(jnp.bfloat16))
+
+    _, grad = on_replicas("checked", f, 1, rows)
+    assert (grad.dtype, float(grad)) == (jnp.bfloat16, 264.0)
+    text = lowered(f, 2, np.stack([rows, rows])).as_text()
+    assert "tensor<bf16>" in text.split("stablehlo.all_reduce", 1)[1]
+
+
+def test_other_random_numbers_in_every_piece():
+    loss = lambda w, x, keys: jnp.mean(w * x * jax.random.uniform(keys[0]))
+
+    def f(x, seed):
+        keys = jax.random.split(jax.random.key(seed), 4)
+        return jc.accumulate(loss, "data", 4, batch_argnums=(1, 2))(1.0, x, keys)[0]
+
+    ones, seeds = np.ones((2, 8), "f"), np.arange(2)
+    drawn = [
+        jax.random.uniform(key)
+        for seed in seeds
+        for key in jax.random.split(jax.random.key(seed), 4)
+    ]
+    np.testing.assert_allclose(run("checked", f, 2, ones, seeds)[0], np.mean(drawn), rtol=1e-6)
+
+
+def test_eight_micro_batches_send_an_eighth():
+    """Read from the compiled programs: one reduction after the loop, and one in every turn."""
+    once = jc.data_parallel(jc.accumulate(mean_loss, "data", 8))
+
+    def each(p, batch):
+        pieces = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)
+        zero = (0.0, jax.tree.map(jnp.zeros_like, p))
+        turn = lambda total, piece: (
+            jax.tree.map(jnp.add, total, jc.value_and_grad(mean_loss, "data")(p, piece)),
+            None,
+        )
+        return jax.tree.map(lambda x: x / 8, jax.lax.scan(turn, zero, pieces)[0])
+
+    report = jc.assert_collectives(once, PARAMS, BATCH, none_in_loops=True, max_count=1)
+    with pytest.warns(jc.ReductionInLoopWarning, match=r"added up.*float32\[5, 3\]"):
+        every_turn = jc.inspect(jc.data_parallel(each), PARAMS, BATCH)
+    assert every_turn.wire_bytes == 8 * report.wire_bytes > 0
+    assert any("added up" in note for note in every_turn.notes)
+    close(jc.data_parallel(each)(PARAMS, BATCH), once(PARAMS, BATCH))
+
+
+@pytest.mark.parametrize("runner", ["pmap", "checked"])
+@pytest.mark.parametrize("what", ["loss", "aux"])
+def test_a_reduction_that_is_only_added_up_or_kept_is_warned_of(runner, what):
+    def loss(p, batch):
+        value = mean_loss(p, batch)
+        if what == "aux":
+            return value, {"loss": jax.lax.pmean(value, "data")}
+        return jc.all_reduce("mean", value, "data"), None
+
+    def f(batch):
+        (value, _), grads = jc.accumulate(loss, "data", 4, has_aux=True)(PARAMS, batch)
+        return value, grads
+
+    expected = pytest.warns(
+        jc.ReductionInLoopWarning, match=r"(?s)sent 4 times.*test_accumulate.py:"
+    )
+    if runner == "checked" and what == "loss":
+        with pytest.raises(
+            jc.AlreadyReducedError, match="`jc.accumulate` over 'data': the loss is"
+        ):
+            on_replicas(runner, f)
+    else:
+        with expected:
+            on_replicas(runner, f)
+
+
+def test_statistics_over_replicas_inside_the_loss_are_no_repetition():
+    def loss(p, batch):
+        rows = errors(p, batch)
+        return jnp.mean((rows - jax.lax.pmean(jnp.mean(rows), "data")) ** 2)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_replicas("checked", lambda b: jc.accumulate(loss, "data", 4)(PARAMS, b))
+
+
+@pytest.mark.parametrize(
+    ("said", "args", "message"),
+    [
+        ({}, (1.0, np.ones((6, 2), "f")), r"args\[1\] has 6 rows.*\(6 = 4 × 1 \+ 2\)"),
+        ({}, (1.0, {"x": np.ones(8, "f"), "t": 2.0}), r"args\[1\]\['t'\] is a scalar"),
+        ({"batch_argnums": 2}, (1.0, np.ones(8, "f")), "argument 2 is named in `batch_argnums`"),
+        ({"argnums": (0, 1)}, (1.0, np.ones(8, "f")), "argument 1 is in `argnums` and in"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(said, args, message):
+    step = jc.accumulate(lambda w, x: jnp.mean(w * x), "data", 4, **said)
+    with pytest.raises(ValueError, match=message):
+        run("vmap", lambda _: step(*args), 2, jnp.ones(2))
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.0])
+def test_a_number_of_micro_batches_that_is_none_is_refused(count):
+    with pytest.raises(ValueError, match="`num_micro_batches` to be an integer of at least 1; got"):
+        jc.accumulate(mean_loss, "data", count)
+
+
+@pytest.mark.parametrize("positions", [(), "1"])
+def test_batch_positions_that_are_none_are_refused(positions):
+    with pytest.raises(ValueError, match="`batch_argnums` to be a position or several; got"):
+        jc.accumulate(mean_loss, "data", 2, batch_argnums=positions)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda p, x: p * x, r"scalar or a `jc.WeightedLoss`; got float32\[4\]"),
+        (lambda p, x: {"loss": p}, r"got dict\. Return its mean"),
+        (lambda p, x: None, "got NoneType"),
+    ],
+)
+@pytest.mark.parametrize("made", [jc.value_and_grad, jc.grad, jc.accumulate])
+def test_a_loss_that_is_no_scalar_is_refused(loss, message, made):
+    step = made(loss, "data", 1) if made is jc.accumulate else made(loss, "data")
+    with pytest.raises(TypeError, match=f"`jc.{made.__name__}` expects the loss.*{message}"):
+        run("vmap", lambda x: step(jnp.float32(1), x), 2, jnp.ones((2, 4)))
+
+
+def test_has_aux_without_a_pair_is_refused():
+    step = jc.grad(lambda p, x: jnp.mean(p * x), "data", has_aux=True)
+    with pytest.raises(TypeError, match=r"has_aux=True expects the loss to return \(loss, aux\)"):
+        run("vmap", lambda x: step(jnp.float32(1), x), 2, jnp.ones((2, 4)))
+
+
+def test_the_program_holds_the_loss_once():
+    """Tracing it for its types leaves nothing behind."""
+    text = lowered(
+        lambda b: jc.accumulate(mean_loss, "data", 4)(PARAMS, b),
+        *(1, jax.tree.map(lambda x: x[None], BATCH)),
+    ).as_text()
+    assert text.count("stablehlo.tanh") == 1
+    assert mesh_of(1).size == 1

@@ -1,0 +1,116 @@
+"""Metrics: numbers that say how they are added up, and one collective for all of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import RUNNERS, run
+
+import jaxcoll as jc
+
+X = np.random.default_rng(5).standard_normal((8, 6)).astype("f")
+
+
+def reduced(runner, f, n, *values):
+    return jax.tree.map(lambda x: x[0], run(runner, f, n, *values))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("n", [3, 8])
+def test_they_are_what_one_device_has_of_everything(runner, n):
+    x, real = X[:n], np.arange(n * 6).reshape(n, 6) % 3
+
+    def f(x, real):
+        metrics = {
+            "mean": jc.WeightedMean(jnp.sum(real.astype("f") * x), real.sum()),
+            "stacked": [jc.WeightedMean(real.astype("f") * x, real), None],
+            "half": jc.Total(x.astype(jnp.float16)),
+            "tokens": jc.Total(real),
+            "over": jc.Total(x > 1),
+            "replicas": jc.Total(1),
+        }
+        return jc.reduce_metrics(metrics, "data")
+
+    got = reduced(runner, f, n, x, real)
+    np.testing.assert_allclose(got["mean"], np.average(x, weights=real), rtol=1e-5)
+    np.testing.assert_allclose(got["stacked"][0], got["mean"], rtol=1e-5)
+    np.testing.assert_allclose(got["half"], x.astype(np.float16).astype("f").sum(), rtol=1e-4)
+    assert [int(got[k]) for k in ("tokens", "over", "replicas")] == [real.sum(), (x > 1).sum(), n]
+    assert [got[k].dtype.name for k in ("half", "tokens")] == ["float32", "int32"]
+
+
+def test_one_collective_for_all_of_them_however_they_were_made():
+    """Twenty metrics of six types, half of them stacked by a scan: one pack of floats."""
+
+    def step(x):
+        def layer(h, _):
+            h = jnp.tanh(h)
+            mine = {f"m{i}": jc.WeightedMean(h.sum() * i, 6.0) for i in range(5)}
+            return h, mine | {f"t{i}": jc.Total((h > 0.1 * i).sum()) for i in range(5)}
+
+        x = x[0]
+        _, stacked = jax.lax.scan(layer, x, None, length=7)
+        last = {f"m{i}": jc.WeightedMean(x.sum().astype(jnp.bfloat16), 6) for i in range(5)}
+        last |= {f"t{i}": jc.Total(x.argmax()) for i in range(5)}
+        return jc.reduce_metrics([stacked, last], "data")
+
+    report = jc.assert_collectives(
+        jc.data_parallel(step), X, none_in_loops=True, max_count=1, dtypes=["f32"]
+    )
+    (asked,) = report.requested
+    assert (report.count, asked.operands[0].size) == (1, 30)
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_those_of_a_loss_travel_in_the_pack_of_its_gradients(op):
+    """Held apart by `bytes_per_pack=1 << 20` for each type: one pack is requested, and compiled."""
+
+    def loss(w, x):
+        metrics = {"top": jc.WeightedMean(x.max(), 1), "rows": jc.Total(x.shape[0])}
+        return jnp.sum(w[None] * x), (metrics, x[0, 0])
+
+    def step(w, x):
+        f = jc.value_and_grad(loss, "data", reduce_op=op, has_aux=True)
+        (value, (metrics, _)), grad = f(w, x)
+        return value, metrics, grad
+
+    options = jc.CommunicationOptions(bytes_per_pack=1 << 20)
+    wrapped = jc.data_parallel(step, options=options)
+    report = jc.inspect(wrapped, np.ones(6, "f"), X)
+    assert (report.count, len(report.requested)) == (1, 1)
+    assert ".metrics[\"[0]['top']\"].total" in report.leaves_of(0)
+    value, metrics, _ = wrapped(np.ones(6, "f"), X)
+    np.testing.assert_allclose(value, X.sum() / (8 if op == "mean" else 1), rtol=1e-5)
+    np.testing.assert_allclose(metrics["top"], X.max(axis=1).mean(), rtol=1e-6)
+    assert metrics["rows"] == 8
+
+
+@pytest.mark.parametrize("n", [3, 7])
+def test_counts_stay_whole_beside_the_gradients_of_a_mean(n):
+    f = jc.value_and_grad(lambda w, x: (w * x, jc.Total(12345)), "data", has_aux=True)
+    (_, total), _ = reduced("checked", lambda x: f(1.0, x), n, np.ones(n, "f"))
+    assert total == 12345 * n
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        ({"a": 1.0}, r"leaf \['a'\] is float, which does not say how it is added up"),
+        ([jnp.ones(2)], r"leaf \[0\] is an array of float32"),
+        (jc.Total("x"), "metric itself is made of str; expected numbers"),
+        ({"k": jc.Total(jax.random.key(0))}, r"metric \['k'\] is made of key<fry>"),
+        (jc.WeightedMean(np.ones(3), 1), r"a total of shape \(3,\) and a weight of shape \(\)"),
+    ],
+)
+def test_what_is_no_metric_is_refused(metric, message):
+    with pytest.raises(ValueError, match=message):
+        run("vmap", lambda _: jc.reduce_metrics(metric, "data"), 2, jnp.ones(2))
+
+
+def test_a_total_that_was_reduced_is_refused():
+    total = lambda x: jc.Total(jax.lax.psum(x, "data"))
+    with pytest.raises(jc.AlreadyReducedError, match="`jc.reduce_metrics`: the total of metric"):
+        run("checked", lambda x: jc.reduce_metrics(total(x), "data"), 4, jnp.ones(4))
+    f = jc.grad(lambda w, x: (w * x, {"n": total(x)}), "data", has_aux=True)
+    with pytest.raises(jc.AlreadyReducedError, match=r"`jc.grad`: the total of metric \['n'\]"):
+        run("checked", lambda x: f(1.0, x), 4, jnp.ones(4))

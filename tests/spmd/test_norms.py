@@ -1,0 +1,103 @@
+"""Norm and finiteness of whole gradients and of shards, the same on every replica."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import RUNNERS, run
+
+import jaxcoll as jc
+
+RNG = np.random.default_rng(7)
+TREE = {
+    "w": RNG.standard_normal((8, 5)).astype("f"),
+    "half": RNG.standard_normal((8, 3)).astype(np.float16),
+    "none": None,
+    "scalar": np.arange(8, dtype="f"),
+    "complex": (RNG.standard_normal(8) + 1j * RNG.standard_normal(8)).astype(np.complex64),
+}
+
+
+def of_all(tree):
+    return np.sqrt(sum(np.sum(np.abs(x.astype(np.complex128)) ** 2) for x in jax.tree.leaves(tree)))
+
+
+def test_a_whole_tree_needs_no_collective():
+    whole = {k: v for k, v in TREE.items() if k in ("w", "scalar")}
+    np.testing.assert_allclose(jc.global_norm(TREE), of_all(TREE), rtol=1e-6)
+    np.testing.assert_allclose(jc.global_norm(whole), optax.tree.norm(whole), rtol=1e-6)
+    step = jc.data_parallel(lambda t, x: (jc.global_norm(t), jc.all_finite(t)))
+    jc.assert_collectives(step, TREE, np.ones(8, "f"), max_count=0)
+    assert jc.global_norm({}) == 0
+    assert jc.all_finite({"a": None, "n": 3})
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_of_shards_over_all_replicas(runner):
+    norms = run(runner, lambda t: jc.global_norm(t, "data"), 8, TREE)
+    np.testing.assert_allclose(norms, np.full(8, of_all(TREE)), rtol=1e-6)
+
+
+def test_what_every_replica_holds_counts_once_beside_shards():
+    """Over two axes: whole, a shard over one axis, a shard over both. One scalar travels."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
+    both, spec = ("node", "data"), jax.sharding.PartitionSpec
+    specs = {"whole": spec(), "some": spec("data"), "all": spec(both)}
+    tree = {k: RNG.standard_normal(16).astype("f") for k in specs}
+
+    def f(tree):
+        return jc.global_norm(tree, both), jc.all_finite(tree, both)
+
+    mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=spec()))
+    norm, finite = mapped(tree)
+    np.testing.assert_allclose(norm, of_all(tree), rtol=1e-6)
+    assert finite
+    assert mapped.lower(tree).as_text().count('"stablehlo.all_reduce"') == 2
+    tree["some"][5] = np.inf
+    assert not mapped(tree)[1]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_one_bad_element_anywhere_is_known_everywhere(runner, bad):
+    tree = {"a": np.ones((4, 3), "f"), "b": np.ones(4, np.float16), "n": np.ones(4, int)}
+    assert run(runner, lambda t: jc.all_finite(t, "data"), 4, tree).all()
+    tree["b"][2] = bad
+    assert not run(runner, lambda t: jc.all_finite(t, "data"), 4, tree).any()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "op"),
+    [("native", "mean"), ("native", "sum"), ("ring", "mean"), ("halving_doubling", "mean"),
+     ("shuffle", "mean")],
+)  # fmt: skip
+def test_a_reduced_gradient_is_finite_only_if_every_replicas_was(algorithm, op):
+    """So nobody has to ask: inf and NaN come through every algorithm, packing and scaling."""
+    options = jc.CommunicationOptions(algorithm=algorithm, bytes_per_pack=1 << 20)
+    kinds = {"f": jnp.float32, "h": jnp.float16, "b": jnp.bfloat16}
+    tree = {k: jnp.ones((8, 5), kind) for k, kind in kinds.items()}
+    cases = [tree] + [
+        tree | {leaf: tree[leaf].at[5, 1].set(value)}
+        for leaf, value in (("f", np.inf), ("h", np.nan), ("h", np.inf), ("b", -np.inf))
+    ]
+
+    def f(t):
+        grads = jc.all_reduce(op, t, "data", options=options)
+        return jc.all_finite(grads), jnp.isfinite(jc.global_norm(grads))
+
+    step = jax.pmap(f, axis_name="data")
+    assert [np.unique(np.stack(step(t))).tolist() for t in cases] == [[True]] + 4 * [[False]]
+
+
+@pytest.mark.parametrize("function", [jc.global_norm, jc.all_finite])
+def test_what_has_no_norm_is_refused(function):
+    for leaf, message in (
+        ("word", r"leaf \['a'\]: expected numbers, got str"),
+        (np.ones(2, bool), "expected numbers, got bool"),
+        (jc.IndexedSlices(np.ones((1, 2)), [0], (3, 2)), r"leaf \['a'\] is an IndexedSlices"),
+    ):
+        with pytest.raises(ValueError, match=f"`jc.{function.__name__}`.*{message}"):
+            function({"a": leaf})
+    with pytest.raises(NameError, match=f"`jc.{function.__name__}` over axis 'nowhere'"):
+        function(np.ones(3), "nowhere")
