@@ -13,6 +13,7 @@ from jaxcoll._host.in_program import all_gather as all_gather
 from jaxcoll._host.in_program import all_reduce as all_reduce
 from jaxcoll._host.in_program import broadcast as broadcast
 from jaxcoll._host.in_program import grad as grad
+from jaxcoll._host.in_program import reduce_scatter as reduce_scatter
 from jaxcoll._host.in_program import value_and_grad as value_and_grad
 from jaxcoll._host.mirrored_strategy import MirroredStrategy as MirroredStrategy
 from jaxcoll._host.mirrored_strategy import (
@@ -43,5 +44,6 @@ from jaxcoll._plan.plan import Plan as Plan
 from jaxcoll._spmd.check_replicas import ReplicaCheck as ReplicaCheck
 from jaxcoll._spmd.gradient import WeightedLoss as WeightedLoss
 from jaxcoll._spmd.indexed_slices import IndexedSlices as IndexedSlices
+from jaxcoll._spmd.shards import Shards as Shards
 
 __version__ = "0.1.0"

@@ -17,6 +17,7 @@ from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.local import value_and_local_grad
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.shards import reduce_scatter
 
 _LOSS_ALREADY_REDUCED = """\
 `{caller}` over {axes}: the loss is already the same on every replica, so its gradient would be \
@@ -72,6 +73,7 @@ def reduced_gradient(
     reduce_op: ReduceOp,
     argnums: int | Sequence[int],
     has_aux: bool,
+    scatter: bool,
     with_value: bool,
     scope: Callable[[], Scope],
 ) -> Callable[..., Any]:
@@ -83,6 +85,7 @@ def reduced_gradient(
       reduce_op: SUM or MEAN.
       argnums: as in `jax.value_and_grad`.
       has_aux: whether `fun` returns a pair of loss and auxiliary output.
+      scatter: whether each replica gets its part of the gradients only.
       with_value: whether the loss is reduced and returned too.
       scope: asked at each trace for options and world.
 
@@ -115,11 +118,12 @@ def reduced_gradient(
                 "total alone."
             )
         weight = None if weight is None else _compat.as_varying(weight, tuple(axes))
-        local = _Local(value if with_value else None, weight, grads)
-        local = all_reduce(
-            reduce_op if weight is None else ReduceOp.SUM, local, axis_name, scope=told
-        )
-        value, grads = local.value, local.grads
+        op = reduce_op if weight is None else ReduceOp.SUM
+        if scatter:
+            grads = reduce_scatter(op, grads, axis_name, scope=told)
+        local = _Local(value if with_value else None, weight, None if scatter else grads)
+        local = all_reduce(op, local, axis_name, scope=told)
+        value, grads = local.value, grads if scatter else local.grads
         if weight is not None:
             value, grads = jax.tree.map(
                 lambda x: (x / local.weight).astype(x.dtype), (value, grads)

@@ -1,0 +1,345 @@
+"""Reduce-scatter and all-gather of trees: packs in rows of 128, as many on every replica."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcoll import _compat
+from jaxcoll._plan.errors import AlreadyReducedError
+from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.shard_layout import (
+    LANES,
+    ShardedLeaf,
+    ShardLayout,
+    first_difference,
+    layout_of,
+    padded,
+)
+from jaxcoll._plan.shard_plan import plan_half
+from jaxcoll._spmd import algorithms
+from jaxcoll._spmd.arithmetic import Recipe, before, divided
+from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.pack import pack, unpack
+from jaxcoll._spmd.reduce import hiding_axis
+from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.sparse import is_sparse
+
+_ALREADY_REDUCED = """\
+`reduce_scatter` over {axes}: {leaf} is already the same on every replica, so reducing it again \
+would count it {n} times. What probably happened: autodiff has summed this gradient already, \
+because its parameter enters a checked `shard_map` replicated. Take the gradient with \
+`jc.value_and_grad(..., scatter=True)`, which sums it once and leaves each replica its part; or, if \
+it is the mean already, give it to the optimizer's `update` with `reduced=True`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """A tree of which every replica holds an n-th: a pytree, on which elementwise code works as is.
+
+    Inside a program `parts` are this replica's, *varying*; between programs they are the global
+    arrays of all replicas' parts, laid out over the mesh. `jc.data_parallel` takes and returns
+    them so by itself. What adds, scales or compares elements by themselves (`jax.tree.map`, an
+    elementwise optimizer) sees the zeros at the end of each pack as well; what looks at the shape
+    of leaves, or sums over them, sees rows of 128 and one replica's part.
+
+    Attributes:
+      parts: an array for each pack, of shape (rows, 128); of all n replicas (n * rows, 128).
+      layout: which elements of which leaf they hold; static, hashable, the same on all replicas.
+      axes: the mesh axes that the parts are split over, outer first.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> def mean(v):
+      ...     shards = reduce_scatter("mean", {"w": v}, "data")
+      ...     return all_gather(jax.tree.map(lambda x: 2 * x, shards), "data")
+      >>> jax.vmap(mean, axis_name="data")(jnp.array([[1.0, 2.0], [3.0, 6.0]]))["w"].tolist()
+      [[4.0, 8.0], [4.0, 8.0]]
+    """
+
+    parts: tuple[Any, ...]
+    layout: ShardLayout = dataclasses.field(metadata={"static": True})
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    def replace(self, parts: Sequence[Any]) -> Shards:
+        """Other values in the same places."""
+        return dataclasses.replace(self, parts=tuple(parts))
+
+
+def is_shards(x: Any) -> bool:
+    """Whether `x` is a `Shards`; to be passed as `is_leaf`."""
+    return isinstance(x, Shards)
+
+
+def shards_in(tree: Any) -> list[Shards]:
+    """Every `Shards` in a tree, in order."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_shards) if is_shards(x)]
+
+
+def sharded_leaves(tree: Any, replicas: int, caller: str) -> tuple[Any, tuple[Leaf, ...]]:
+    """The structure of a tree, and what a layout knows of its leaves.
+
+    Args:
+      tree: of arrays, numbers, or `jax.ShapeDtypeStruct`s.
+      replicas: how many it will be cut for.
+      caller: the function to name in a message.
+
+    Raises:
+      ValueError: a leaf is no array, or of a kind that has no shards.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_special)
+    leaves = []
+    for path, leaf in flat:
+        name = jax.tree_util.keystr(path)
+        dtype = getattr(leaf, "dtype", None)
+        if _is_special(leaf):
+            raise ValueError(
+                f"`{caller}` cannot cut {where(name)} in shards: expected an array, got "
+                f"{type(leaf).__name__}."
+                + (" `to_dense()` makes it one." if is_sparse(leaf) else "")
+            )
+        if dtype is None and not isinstance(leaf, bool | int | float | complex):
+            raise ValueError(
+                f"`{caller}` cannot cut {where(name)} in shards: expected an array or a number, "
+                f"got {type(leaf).__name__}."
+            )
+        if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+            raise ValueError(
+                f"`{caller}` cannot cut {where(name)} in shards: {dtype} holds no numbers; leave "
+                "it out of the tree (None in its place)."
+            )
+        if isinstance(leaf, jax.Array) and _compat.is_partially_sharded(leaf):
+            raise ValueError(
+                f"`{caller}` cannot cut {where(name)} in shards: it is sharded over another axis "
+                "of the mesh already. Map that axis, too, in `jax.shard_map`."
+            )
+        known = np.dtype(
+            jax.dtypes.canonicalize_dtype(np.result_type(leaf) if dtype is None else dtype)
+        )
+        leaves.append(ShardedLeaf(name, tuple(np.shape(leaf)), known, known, (replicas,)))
+    return treedef, tuple(leaves)
+
+
+def reduce_scatter(
+    reduce_op: ReduceOp,
+    value: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    scope: Scope,
+    layout: ShardLayout | None = None,
+) -> Shards:
+    """This replica's part of the reduced tree; see `jc.reduce_scatter`.
+
+    Args:
+      reduce_op: SUM or MEAN.
+      value: a pytree of arrays.
+      axis_name: one axis, or several, outer first.
+      scope: options, world, and who wants to know.
+      layout: where the elements go; None: as the options say.
+
+    Returns:
+      This replica's shards, *varying*.
+
+    Raises:
+      NameError: an axis is not bound here.
+      ValueError: a leaf cannot be reduced or cut, the tree is not the layout's, or the options do
+        not fit.
+      AlreadyReducedError: a leaf is the same on every replica already.
+    """
+    axes = bound_axes(axis_name, "reduce_scatter")
+    world = scope.world(axes)
+    treedef, found = sharded_leaves(value, count(axes), "reduce_scatter")
+    arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
+    recipes = []
+    for leaf, array in zip(found, arrays, strict=True):
+        check_reducible(leaf.path, leaf.dtype, "reduce_scatter")
+        _check_varies(leaf.path, array, axes)
+        over = tuple(a for a, n in axes.items() if n > 1)
+        wire = wire_dtype(leaf.dtype, reduce_op, world)
+        divisor = count(axes) if reduce_op is ReduceOp.MEAN else None
+        varying = _compat.varying_axes(array)
+        recipes.append(Recipe(over, tuple(axes), varying, leaf.dtype, wire, 1, divisor))
+    if layout is None:
+        results = tuple(
+            dataclasses.replace(leaf, dtype=dtype, wire=dtype, kind=_kind(leaf, recipe))
+            for leaf, recipe in zip(found, recipes, strict=True)
+            for dtype in (_result_dtype(recipe),)
+        )
+        layout = layout_of(treedef, results, count(axes), scope.options.bytes_per_pack)
+    else:
+        check_fits(layout, treedef, found, count(axes), "reduce_scatter")
+    travelling = tuple(
+        dataclasses.replace(leaf, wire=recipe.wire, over=tuple(axes.values()))
+        for leaf, recipe in zip(layout.leaves, recipes, strict=True)
+    )
+    plan = plan_half(
+        "reduce_scatter", reduce_op, layout, travelling, scope.options, world, scope.terms(world)
+    )
+    scope.record(plan)
+    parts = []
+    for k, (planned, packed) in enumerate(
+        zip(plan.packs, pack(arrays, layout.packs, layout.leaves), strict=True)
+    ):
+        recipe = recipes[planned.segments[0].leaf]
+        with jax.named_scope(f"{plan.name}/pack{k}"):
+            blocks = _blocks(before(packed, recipe), layout, k)
+            total = algorithms.reduce_scatter(blocks, plan.stages(planned), tuple(axes))
+            part = divided(total, recipe)
+            parts.append(_compat.as_stored(part) if plan.reproducible and recipe.divisor else part)
+    return Shards(tuple(parts), layout, tuple(axes))
+
+
+def own_part(value: Any, layout: ShardLayout, axis_name: Any, caller: str) -> Shards:
+    """This replica's part of a tree that all replicas hold: nothing is sent.
+
+    Args:
+      value: a pytree of arrays, the same everywhere.
+      layout: where the elements go.
+      axis_name: one axis, or several, outer first.
+      caller: the function to name in a message.
+
+    Returns:
+      This replica's shards, *varying*.
+
+    Raises:
+      NameError: an axis is not bound here.
+      ValueError: the tree is not the layout's.
+    """
+    axes = bound_axes(axis_name, caller)
+    treedef, found = sharded_leaves(value, count(axes), caller)
+    check_fits(layout, treedef, found, count(axes), caller)
+    arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
+    rank = _compat.as_varying(lax.axis_index(tuple(axes)), tuple(axes))
+    parts = [
+        lax.dynamic_index_in_dim(_blocks(packed, layout, k), rank, keepdims=False)
+        for k, packed in enumerate(pack(arrays, layout.packs, layout.leaves))
+    ]
+    return Shards(tuple(parts), layout, tuple(axes))
+
+
+def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope) -> Any:
+    """The tree that `shards` are the parts of; see `jc.all_gather`.
+
+    Args:
+      shards: this replica's.
+      axis_name: the axes that they were made over.
+      scope: options, world, and who wants to know.
+
+    Returns:
+      The whole tree, *invariant*.
+
+    Raises:
+      NameError: an axis is not bound here.
+      ValueError: they were made over other axes, or for another number of replicas.
+    """
+    axes = bound_axes(axis_name, "all_gather")
+    layout = shards.layout
+    if tuple(axes) != shards.axes or count(axes) != layout.replicas:
+        raise ValueError(
+            f"`all_gather` over {_named(axes)} got Shards of {layout.replicas} replicas over "
+            f"{', '.join(map(repr, shards.axes))}; gather them over the axes they were made over."
+        )
+    world = scope.world(axes)
+    leaves = tuple(
+        dataclasses.replace(leaf, over=tuple(axes.values()), wire=leaf.dtype)
+        for leaf in layout.leaves
+    )
+    plan = plan_half(
+        "all_gather", ReduceOp.SUM, layout, leaves, scope.options, world, scope.terms(world)
+    )
+    scope.record(plan)
+    wholes = []
+    for k, (planned, part) in enumerate(zip(plan.packs, shards.parts, strict=True)):
+        with jax.named_scope(f"{plan.name}/pack{k}"):
+            part = _compat.as_varying(part, tuple(axes))
+            blocks = algorithms.all_gather(part, plan.stages(planned), tuple(axes))
+            wholes.append(_whole(blocks, layout, k))
+    hidden = hiding_axis(axes) if world.platform == "cpu" else None
+    return scope.vouched(tree_of(wholes, layout, hidden), axes)
+
+
+def tree_of(wholes: Sequence[jax.Array], layout: ShardLayout, hidden: str | None = None) -> Any:
+    """The tree again, from its whole packs without their padding."""
+    found = unpack(wholes, layout.packs, layout.leaves, one_kernel_a_shape=hidden)
+    arrays = [
+        jnp.zeros(leaf.shape, leaf.dtype) if array is None else array
+        for array, leaf in zip(found, layout.leaves, strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
+
+
+def check_fits(
+    layout: ShardLayout, treedef: Any, found: Sequence[Leaf], replicas: int, caller: str
+) -> None:
+    """Refuse a tree, or a number of replicas, that `layout` was not made for.
+
+    Raises:
+      ValueError: it names the first difference.
+    """
+    if layout.replicas != replicas:
+        raise ValueError(
+            f"`{caller}`: these shards are one of {layout.replicas} each, and here are {replicas} "
+            "replicas. Bring the state to them between programs, with the optimizer's `unshard` "
+            "and then `shard` of one that is made for them."
+        )
+    difference = first_difference(found, layout.leaves)
+    if not difference and treedef != layout.treedef:
+        difference = f"its structure is {treedef}, and was {layout.treedef}"
+    if difference:
+        raise ValueError(
+            f"`{caller}`: the tree is not the one that the shards were made of: {difference}. An "
+            "optimizer's state belongs to the parameters that `init` was given: call `init` again, "
+            "or bring the leaf back to the shape and type it had."
+        )
+
+
+def _blocks(packed: jax.Array, layout: ShardLayout, k: int) -> jax.Array:
+    """A whole pack as one block for each replica."""
+    planned = layout.packs[k]
+    flat = packed.reshape(-1)
+    filled = jnp.pad(flat, (0, padded(planned.size, layout.replicas) - flat.size))
+    return filled.reshape(layout.replicas, layout.rows(planned), LANES)
+
+
+def _whole(blocks: jax.Array, layout: ShardLayout, k: int) -> jax.Array:
+    """A pack without its padding; of one leaf, in that leaf's shape."""
+    planned = layout.packs[k]
+    flat = blocks.reshape(-1)[: planned.size]
+    leaf = layout.leaves[planned.segments[0].leaf]
+    return flat.reshape(leaf.shape) if planned.is_leaf(layout.leaves) else flat
+
+
+def _kind(leaf: Leaf, recipe: Recipe) -> tuple[str, ...]:
+    """What leaves agree in that share a pack: their type, and the other axes they vary over."""
+    return (leaf.dtype.name, *sorted(recipe.varying - set(recipe.axes)))
+
+
+def _result_dtype(recipe: Recipe) -> np.dtype:
+    wired = jax.ShapeDtypeStruct((), recipe.wire)
+    return np.dtype(jax.eval_shape(lambda x: divided(x, recipe), wired).dtype)
+
+
+def _check_varies(path: str, array: jax.Array, axes: dict[str, int]) -> None:
+    varying = _compat.varying_axes(array)
+    missing = {a: n for a, n in axes.items() if a not in varying and _compat.tracks_variance(a)}
+    if missing:
+        raise AlreadyReducedError(
+            _ALREADY_REDUCED.format(axes=_named(axes), leaf=where(path), n=count(missing))
+        )
+
+
+def _is_special(x: Any) -> bool:
+    """What is a tree to JAX, but must not be cut."""
+    return is_sparse(x) or is_shards(x)
+
+
+def _named(axes: dict[str, int]) -> str:
+    return ", ".join(f"{name!r} (size {size})" for name, size in axes.items())
