@@ -26,6 +26,8 @@ from jaxcoll._host.one_device import ReductionToOneDevice as ReductionToOneDevic
 from jaxcoll._host.plan import plan as plan
 from jaxcoll._host.replica_context import ReplicaContext as ReplicaContext
 from jaxcoll._host.replica_context import get_replica_context as get_replica_context
+from jaxcoll._host.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+from jaxcoll._host.sharded_optimizer import sharded_optimizer as sharded_optimizer
 from jaxcoll._host.values import Mirrored as Mirrored
 from jaxcoll._host.values import PerReplica as PerReplica
 from jaxcoll._look.inspect import assert_collectives as assert_collectives

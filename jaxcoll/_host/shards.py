@@ -92,7 +92,7 @@ def joined(shards: Shards) -> Any:
     layout = shards.layout
     found: list[np.ndarray] = [np.zeros(leaf.shape, leaf.dtype) for leaf in layout.leaves]
     for pack, part in zip(layout.packs, shards.parts, strict=True):
-        flat, start = _whole(part).reshape(-1), 0
+        flat, start = read(part).reshape(-1), 0
         for s in pack.segments:
             # A copy, so that no leaf keeps a whole pack alive.
             piece = flat[start : start + s.size].copy()
@@ -103,7 +103,8 @@ def joined(shards: Shards) -> Any:
 
 
 
-def _whole(x: Any) -> np.ndarray:
+def read(x: Any) -> np.ndarray:
+    """`x` as a numpy array, wherever its parts are; all processes that hold some must call."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
         mesh = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
         assert mesh is not None, "the parts of Shards lie over a mesh"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,13 +84,19 @@ def shards_in(tree: Any) -> list[Shards]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_shards) if is_shards(x)]
 
 
-def sharded_leaves(tree: Any, replicas: int, caller: str) -> tuple[Any, tuple[Leaf, ...]]:
+def sharded_leaves(
+    tree: Any, axes: Mapping[str, int], caller: str
+) -> tuple[Any, tuple[Leaf, ...]]:
     """The structure of a tree, and what a layout knows of its leaves.
 
     Args:
       tree: of arrays, numbers, or `jax.ShapeDtypeStruct`s.
-      replicas: how many it will be cut for.
+      axes: the axes over which it will be cut, and their sizes.
       caller: the function to name in a message.
+
+    Returns:
+      The structure, and the leaves; leaves of one type that vary over the same other axes may
+      share a pack.
 
     Raises:
       ValueError: a leaf is no array, or of a kind that has no shards.
@@ -124,7 +130,11 @@ def sharded_leaves(tree: Any, replicas: int, caller: str) -> tuple[Any, tuple[Le
         known = np.dtype(
             jax.dtypes.canonicalize_dtype(np.result_type(leaf) if dtype is None else dtype)
         )
-        leaves.append(ShardedLeaf(name, tuple(np.shape(leaf)), known, known, (replicas,)))
+        varying = _compat.varying_axes(leaf) if isinstance(leaf, jax.Array) else frozenset()
+        kind = (known.name, *sorted(varying - set(axes)))
+        leaves.append(
+            ShardedLeaf(name, tuple(np.shape(leaf)), known, known, tuple(axes.values()), kind)
+        )
     return treedef, tuple(leaves)
 
 
@@ -156,7 +166,7 @@ def reduce_scatter(
     """
     axes = bound_axes(axis_name, "reduce_scatter")
     world = scope.world(axes)
-    treedef, found = sharded_leaves(value, count(axes), "reduce_scatter")
+    treedef, found = sharded_leaves(value, axes, "reduce_scatter")
     arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
     recipes = []
     for leaf, array in zip(found, arrays, strict=True):
@@ -169,7 +179,7 @@ def reduce_scatter(
         recipes.append(Recipe(over, tuple(axes), varying, leaf.dtype, wire, 1, divisor))
     if layout is None:
         results = tuple(
-            dataclasses.replace(leaf, dtype=dtype, wire=dtype, kind=_kind(leaf, recipe))
+            dataclasses.replace(leaf, dtype=dtype, wire=dtype)
             for leaf, recipe in zip(found, recipes, strict=True)
             for dtype in (_result_dtype(recipe),)
         )
@@ -177,7 +187,7 @@ def reduce_scatter(
     else:
         check_fits(layout, treedef, found, count(axes), "reduce_scatter")
     travelling = tuple(
-        dataclasses.replace(leaf, wire=recipe.wire, over=tuple(axes.values()))
+        dataclasses.replace(leaf, wire=recipe.wire)
         for leaf, recipe in zip(layout.leaves, recipes, strict=True)
     )
     plan = plan_half(
@@ -197,14 +207,17 @@ def reduce_scatter(
     return Shards(tuple(parts), layout, tuple(axes))
 
 
-def own_part(value: Any, layout: ShardLayout, axis_name: Any, caller: str) -> Shards:
+def own_part(
+    value: Any, axis_name: Any, caller: str, *, scope: Scope, layout: ShardLayout | None = None
+) -> Shards:
     """This replica's part of a tree that all replicas hold: nothing is sent.
 
     Args:
       value: a pytree of arrays, the same everywhere.
-      layout: where the elements go.
       axis_name: one axis, or several, outer first.
       caller: the function to name in a message.
+      scope: options.
+      layout: where the elements go; None: as the options say.
 
     Returns:
       This replica's shards, *varying*.
@@ -214,8 +227,11 @@ def own_part(value: Any, layout: ShardLayout, axis_name: Any, caller: str) -> Sh
       ValueError: the tree is not the layout's.
     """
     axes = bound_axes(axis_name, caller)
-    treedef, found = sharded_leaves(value, count(axes), caller)
-    check_fits(layout, treedef, found, count(axes), caller)
+    treedef, found = sharded_leaves(value, axes, caller)
+    if layout is None:
+        layout = layout_of(treedef, found, count(axes), scope.options.bytes_per_pack)
+    else:
+        check_fits(layout, treedef, found, count(axes), caller)
     arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
     rank = _compat.as_varying(lax.axis_index(tuple(axes)), tuple(axes))
     parts = [
@@ -248,12 +264,8 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
             f"{', '.join(map(repr, shards.axes))}; gather them over the axes they were made over."
         )
     world = scope.world(axes)
-    leaves = tuple(
-        dataclasses.replace(leaf, over=tuple(axes.values()), wire=leaf.dtype)
-        for leaf in layout.leaves
-    )
     plan = plan_half(
-        "all_gather", ReduceOp.SUM, layout, leaves, scope.options, world, scope.terms(world)
+        "all_gather", ReduceOp.SUM, layout, layout.leaves, scope.options, world, scope.terms(world)
     )
     scope.record(plan)
     wholes = []
@@ -315,11 +327,6 @@ def _whole(blocks: jax.Array, layout: ShardLayout, k: int) -> jax.Array:
     flat = blocks.reshape(-1)[: planned.size]
     leaf = layout.leaves[planned.segments[0].leaf]
     return flat.reshape(leaf.shape) if planned.is_leaf(layout.leaves) else flat
-
-
-def _kind(leaf: Leaf, recipe: Recipe) -> tuple[str, ...]:
-    """What leaves agree in that share a pack: their type, and the other axes they vary over."""
-    return (leaf.dtype.name, *sorted(recipe.varying - set(recipe.axes)))
 
 
 def _result_dtype(recipe: Recipe) -> np.dtype:
