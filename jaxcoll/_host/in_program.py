@@ -8,7 +8,9 @@ from typing import Any
 from jaxcoll._host.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import broadcast as _broadcast
-from jaxcoll._spmd import gather, gradient, reduce, shards
+from jaxcoll._spmd import gather, gradient, reduce
+from jaxcoll._spmd import reduce_scatter as _halves
+from jaxcoll._spmd.shards import Shards, is_shards
 
 
 def all_reduce(
@@ -107,13 +109,13 @@ def all_gather(
       [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
     scope = scope_here().merged(checked(options))
-    if isinstance(value, shards.Shards):
+    if is_shards(value):
         if axis != 0:
             raise ValueError(
-                f"`all_gather` of Shards gives the tree that they are parts of; `axis` is {axis!r}, "
-                "and has no meaning there: leave it out."
+                f"`all_gather` of Shards gives the tree that they are parts of; `axis` ({axis!r}) "
+                "has no meaning there: leave it out."
             )
-        return shards.all_gather(value, axis_name, scope=scope)
+        return _halves.all_gather(value, axis_name, scope=scope)
     return gather.all_gather(value, axis_name, axis=axis, scope=scope)
 
 
@@ -123,7 +125,7 @@ def reduce_scatter(
     axis_name: str | tuple[str, ...],
     *,
     options: CommunicationOptions | None = None,
-) -> shards.Shards:
+) -> Shards:
     """The first half of an `all_reduce`: every replica ends with an n-th of the reduced tree.
 
     Law: `all_gather(reduce_scatter(op, value, axis), axis)` is `all_reduce(op, value, axis)`, to
@@ -156,7 +158,7 @@ def reduce_scatter(
       ([(2, 2, 128)], 812.0)
     """
     scope = scope_here().merged(checked(options))
-    return shards.reduce_scatter(ReduceOp.of(reduce_op), value, axis_name, scope=scope)
+    return _halves.reduce_scatter(ReduceOp.of(reduce_op), value, axis_name, scope=scope)
 
 
 def broadcast(

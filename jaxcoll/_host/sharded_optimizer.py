@@ -18,10 +18,17 @@ from jaxcoll._host.shards import abstract, cut, joined, read, specs_of
 from jaxcoll._host.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.shard_layout import ShardLayout, layout_of
-from jaxcoll._spmd import shards as in_program
+from jaxcoll._spmd import reduce_scatter as halves
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.clip import clipped
-from jaxcoll._spmd.shards import Shards, is_shards, shards_in
+from jaxcoll._spmd.shards import (
+    Shards,
+    check_fits,
+    is_shards,
+    own_part,
+    sharded_leaves,
+    shards_in,
+)
 
 
 def sharded_optimizer(
@@ -148,7 +155,7 @@ class ShardedOptimizer:
             check_on_structure(self._tx, params)
         if set(self._axes) <= set(_compat.axes_in_scope()):
             scope = scope_here().merged(self._options)
-            own = in_program.own_part(params, self._axis_name, _CALLER, scope=scope)
+            own = own_part(params, self._axis_name, _CALLER, scope=scope)
             return _varying(self._tx.init(own))
         layout, leaves = self._layout(params)
         shapes = jax.eval_shape(self._tx.init, abstract(layout, self._axes))
@@ -193,20 +200,18 @@ class ShardedOptimizer:
         if is_shards(grads):
             _check_like(grads, layout, count(axes))
         elif reduced:
-            grads = in_program.own_part(grads, self._axis_name, _CALLER, scope=scope, layout=layout)
+            grads = own_part(grads, self._axis_name, _CALLER, scope=scope, layout=layout)
         else:
-            grads = in_program.reduce_scatter(
+            grads = halves.reduce_scatter(
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
             )
         self._check_state(grads, state)
         if self._max_norm is not None:
             grads = clipped(grads, self._max_norm, scope=scope)
         if params is not None:
-            params = in_program.own_part(
-                params, self._axis_name, _CALLER, scope=scope, layout=grads.layout
-            )
+            params = own_part(params, self._axis_name, _CALLER, scope=scope, layout=grads.layout)
         updates, state = self._tx.update(grads, state, params, **extra)
-        return in_program.all_gather(updates, self._axis_name, scope=scope), _varying(state)
+        return halves.all_gather(updates, self._axis_name, scope=scope), _varying(state)
 
     def unshard(self, state: Any) -> Any:
         """The state that the unsharded `tx` would have: for checkpoints, whatever n is.
@@ -268,7 +273,7 @@ class ShardedOptimizer:
     def _layout(self, params: Any) -> tuple[ShardLayout, list[Any]]:
         """The layout over this mesh, and the leaves."""
         axes = {a: self.mesh.shape[a] for a in self._axes}
-        treedef, leaves = in_program.sharded_leaves(params, axes, _CALLER)
+        treedef, leaves = sharded_leaves(params, axes, _CALLER)
         layout = layout_of(treedef, leaves, count(axes), self._options.bytes_per_pack)
         return layout, treedef.flatten_up_to(params)
 
@@ -279,8 +284,8 @@ class ShardedOptimizer:
             return
         if shards_in(expected) and not shards_in(state):
             raise ValueError(
-                f"`{_CALLER}.update` expects a state with Shards in it, and this one has none: make "
-                "it with this optimizer's `init`, or `shard` the state of the unsharded one."
+                f"`{_CALLER}.update` expects a state with Shards in it, and this one has none: "
+                "make it with this optimizer's `init`, or `shard` the state of the unsharded one."
             )
         raise ValueError(
             f"`{_CALLER}.update` expects a state like {jax.tree.structure(expected)}; got "
@@ -292,9 +297,7 @@ def _check_like(grads: Shards, layout: ShardLayout | None, replicas: int) -> Non
     """Refuse shards that are laid out otherwise than the state's."""
     if layout is None or grads.layout == layout:
         return
-    in_program.check_fits(
-        layout, grads.layout.treedef, grads.layout.leaves, replicas, f"{_CALLER}.update"
-    )
+    check_fits(layout, grads.layout.treedef, grads.layout.leaves, replicas, f"{_CALLER}.update")
     raise ValueError(
         f"`{_CALLER}.update`: the gradients' shards are packed otherwise than the state's "
         f"({grads.layout} and {layout}). Give `bytes_per_pack` to both, in the options of "

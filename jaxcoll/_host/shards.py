@@ -20,7 +20,9 @@ def specs_of(tree: Any) -> Any:
     What `jax.shard_map` takes as `in_specs` and `out_specs`.
     """
     return jax.tree.map(
-        lambda x: PartitionSpec(x.axes) if is_shards(x) else PartitionSpec(), tree, is_leaf=is_shards
+        lambda x: PartitionSpec(x.axes) if is_shards(x) else PartitionSpec(),
+        tree,
+        is_leaf=is_shards,
     )
 
 
@@ -36,14 +38,14 @@ def place_shards(shards: Shards, mesh: Mesh) -> Shards:
         had = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
         raise ValueError(
             f"`data_parallel`: Shards of {shards.layout.replicas} replicas along "
-            f"{', '.join(map(repr, shards.axes))} do not fit the mesh ({had}). Bring an optimizer's "
-            "state to it with `unshard`, and then `shard` of an optimizer made for this mesh."
+            f"{', '.join(map(repr, shards.axes))} do not fit the mesh ({had}). Bring an "
+            "optimizer's state to it with `unshard`, and then `shard` of an optimizer made for it."
         )
     for pack, part in zip(shards.layout.packs, shards.parts, strict=True):
         expected = (n * shards.layout.rows(pack), LANES)
         if np.shape(part) != expected:
             raise ValueError(
-                f"`data_parallel`: the parts of Shards between programs are global arrays, here of "
+                "`data_parallel`: the parts of Shards between programs are global arrays, here of "
                 f"shape {expected}; got {np.shape(part)}. What `pmap` returns stays with `pmap`."
             )
     return place(shards, NamedSharding(mesh, PartitionSpec(shards.axes)))
@@ -99,8 +101,6 @@ def joined(shards: Shards) -> Any:
             found[s.leaf] = piece.reshape(layout.leaves[s.leaf].shape)
             start += s.size
     return jax.tree_util.tree_unflatten(layout.treedef, found)  # pyright: ignore[reportArgumentType]
-
-
 
 
 def read(x: Any) -> np.ndarray:

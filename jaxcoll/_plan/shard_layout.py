@@ -109,7 +109,8 @@ def first_difference(found: Sequence[Leaf], expected: Sequence[Leaf]) -> str:
 
     Examples:
       >>> import numpy as np
-      >>> w, longer = (ShardedLeaf("['w']", (k,), np.dtype("f"), np.dtype("f"), (2,)) for k in (3, 4))
+      >>> f = np.dtype("f")
+      >>> w, longer = (ShardedLeaf("['w']", (k,), f, f, (2,)) for k in (3, 4))
       >>> first_difference([longer], [w])
       "leaf ['w'] is float32[4], and was float32[3]"
       >>> first_difference([], [w])

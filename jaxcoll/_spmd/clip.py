@@ -33,9 +33,7 @@ def clipped(shards: Shards, max_norm: float, *, scope: Scope) -> Shards:
     within = norm < max_norm
 
     def scaled(x: jax.Array) -> jax.Array:
-        return lax.select(
-            jnp.broadcast_to(within, x.shape), x, x / norm.astype(x.dtype) * max_norm
-        )
+        return lax.select(jnp.broadcast_to(within, x.shape), x, x / norm.astype(x.dtype) * max_norm)
 
     return jax.tree.map(scaled, shards)
 

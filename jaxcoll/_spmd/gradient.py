@@ -16,8 +16,8 @@ from jaxcoll._plan.options import ReduceOp
 from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.local import value_and_local_grad
 from jaxcoll._spmd.reduce import all_reduce
+from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.shards import reduce_scatter
 
 _LOSS_ALREADY_REDUCED = """\
 `{caller}` over {axes}: the loss is already the same on every replica, so its gradient would be \

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather of trees: packs in rows of 128, as many on every replica."""
+"""Trees of which every replica holds an n-th: packs in rows of 128, as many on every replica."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.errors import AlreadyReducedError
-from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
-from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.leaves import Leaf, where
 from jaxcoll._plan.shard_layout import (
     LANES,
     ShardedLeaf,
@@ -23,21 +21,10 @@ from jaxcoll._plan.shard_layout import (
     layout_of,
     padded,
 )
-from jaxcoll._plan.shard_plan import plan_half
-from jaxcoll._spmd import algorithms
-from jaxcoll._spmd.arithmetic import Recipe, before, divided
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.pack import pack, unpack
-from jaxcoll._spmd.reduce import hiding_axis
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import is_sparse
-
-_ALREADY_REDUCED = """\
-`reduce_scatter` over {axes}: {leaf} is already the same on every replica, so reducing it again \
-would count it {n} times. What probably happened: autodiff has summed this gradient already, \
-because its parameter enters a checked `shard_map` replicated. Take the gradient with \
-`jc.value_and_grad(..., scatter=True)`, which sums it once and leaves each replica its part; or, if \
-it is the mean already, give it to the optimizer's `update` with `reduced=True`."""
 
 
 @jax.tree_util.register_dataclass
@@ -84,9 +71,7 @@ def shards_in(tree: Any) -> list[Shards]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_shards) if is_shards(x)]
 
 
-def sharded_leaves(
-    tree: Any, axes: Mapping[str, int], caller: str
-) -> tuple[Any, tuple[Leaf, ...]]:
+def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any, tuple[Leaf, ...]]:
     """The structure of a tree, and what a layout knows of its leaves.
 
     Args:
@@ -138,75 +123,6 @@ def sharded_leaves(
     return treedef, tuple(leaves)
 
 
-def reduce_scatter(
-    reduce_op: ReduceOp,
-    value: Any,
-    axis_name: str | tuple[str, ...],
-    *,
-    scope: Scope,
-    layout: ShardLayout | None = None,
-) -> Shards:
-    """This replica's part of the reduced tree; see `jc.reduce_scatter`.
-
-    Args:
-      reduce_op: SUM or MEAN.
-      value: a pytree of arrays.
-      axis_name: one axis, or several, outer first.
-      scope: options, world, and who wants to know.
-      layout: where the elements go; None: as the options say.
-
-    Returns:
-      This replica's shards, *varying*.
-
-    Raises:
-      NameError: an axis is not bound here.
-      ValueError: a leaf cannot be reduced or cut, the tree is not the layout's, or the options do
-        not fit.
-      AlreadyReducedError: a leaf is the same on every replica already.
-    """
-    axes = bound_axes(axis_name, "reduce_scatter")
-    world = scope.world(axes)
-    treedef, found = sharded_leaves(value, axes, "reduce_scatter")
-    arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
-    recipes = []
-    for leaf, array in zip(found, arrays, strict=True):
-        check_reducible(leaf.path, leaf.dtype, "reduce_scatter")
-        _check_varies(leaf.path, array, axes)
-        over = tuple(a for a, n in axes.items() if n > 1)
-        wire = wire_dtype(leaf.dtype, reduce_op, world)
-        divisor = count(axes) if reduce_op is ReduceOp.MEAN else None
-        varying = _compat.varying_axes(array)
-        recipes.append(Recipe(over, tuple(axes), varying, leaf.dtype, wire, 1, divisor))
-    if layout is None:
-        results = tuple(
-            dataclasses.replace(leaf, dtype=dtype, wire=dtype)
-            for leaf, recipe in zip(found, recipes, strict=True)
-            for dtype in (_result_dtype(recipe),)
-        )
-        layout = layout_of(treedef, results, count(axes), scope.options.bytes_per_pack)
-    else:
-        check_fits(layout, treedef, found, count(axes), "reduce_scatter")
-    travelling = tuple(
-        dataclasses.replace(leaf, wire=recipe.wire)
-        for leaf, recipe in zip(layout.leaves, recipes, strict=True)
-    )
-    plan = plan_half(
-        "reduce_scatter", reduce_op, layout, travelling, scope.options, world, scope.terms(world)
-    )
-    scope.record(plan)
-    parts = []
-    for k, (planned, packed) in enumerate(
-        zip(plan.packs, pack(arrays, layout.packs, layout.leaves), strict=True)
-    ):
-        recipe = recipes[planned.segments[0].leaf]
-        with jax.named_scope(f"{plan.name}/pack{k}"):
-            blocks = _blocks(before(packed, recipe), layout, k)
-            total = algorithms.reduce_scatter(blocks, plan.stages(planned), tuple(axes))
-            part = divided(total, recipe)
-            parts.append(_compat.as_stored(part) if plan.reproducible and recipe.divisor else part)
-    return Shards(tuple(parts), layout, tuple(axes))
-
-
 def own_part(
     value: Any, axis_name: Any, caller: str, *, scope: Scope, layout: ShardLayout | None = None
 ) -> Shards:
@@ -235,57 +151,10 @@ def own_part(
     arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
     rank = _compat.as_varying(lax.axis_index(tuple(axes)), tuple(axes))
     parts = [
-        lax.dynamic_index_in_dim(_blocks(packed, layout, k), rank, keepdims=False)
+        lax.dynamic_index_in_dim(blocks_of(packed, layout, k), rank, keepdims=False)
         for k, packed in enumerate(pack(arrays, layout.packs, layout.leaves))
     ]
     return Shards(tuple(parts), layout, tuple(axes))
-
-
-def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope) -> Any:
-    """The tree that `shards` are the parts of; see `jc.all_gather`.
-
-    Args:
-      shards: this replica's.
-      axis_name: the axes that they were made over.
-      scope: options, world, and who wants to know.
-
-    Returns:
-      The whole tree, *invariant*.
-
-    Raises:
-      NameError: an axis is not bound here.
-      ValueError: they were made over other axes, or for another number of replicas.
-    """
-    axes = bound_axes(axis_name, "all_gather")
-    layout = shards.layout
-    if tuple(axes) != shards.axes or count(axes) != layout.replicas:
-        raise ValueError(
-            f"`all_gather` over {_named(axes)} got Shards of {layout.replicas} replicas over "
-            f"{', '.join(map(repr, shards.axes))}; gather them over the axes they were made over."
-        )
-    world = scope.world(axes)
-    plan = plan_half(
-        "all_gather", ReduceOp.SUM, layout, layout.leaves, scope.options, world, scope.terms(world)
-    )
-    scope.record(plan)
-    wholes = []
-    for k, (planned, part) in enumerate(zip(plan.packs, shards.parts, strict=True)):
-        with jax.named_scope(f"{plan.name}/pack{k}"):
-            part = _compat.as_varying(part, tuple(axes))
-            blocks = algorithms.all_gather(part, plan.stages(planned), tuple(axes))
-            wholes.append(_whole(blocks, layout, k))
-    hidden = hiding_axis(axes) if world.platform == "cpu" else None
-    return scope.vouched(tree_of(wholes, layout, hidden), axes)
-
-
-def tree_of(wholes: Sequence[jax.Array], layout: ShardLayout, hidden: str | None = None) -> Any:
-    """The tree again, from its whole packs without their padding."""
-    found = unpack(wholes, layout.packs, layout.leaves, one_kernel_a_shape=hidden)
-    arrays = [
-        jnp.zeros(leaf.shape, leaf.dtype) if array is None else array
-        for array, leaf in zip(found, layout.leaves, strict=True)
-    ]
-    return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
 
 
 def check_fits(
@@ -313,7 +182,7 @@ def check_fits(
         )
 
 
-def _blocks(packed: jax.Array, layout: ShardLayout, k: int) -> jax.Array:
+def blocks_of(packed: jax.Array, layout: ShardLayout, k: int) -> jax.Array:
     """A whole pack as one block for each replica."""
     planned = layout.packs[k]
     flat = packed.reshape(-1)
@@ -321,7 +190,7 @@ def _blocks(packed: jax.Array, layout: ShardLayout, k: int) -> jax.Array:
     return filled.reshape(layout.replicas, layout.rows(planned), LANES)
 
 
-def _whole(blocks: jax.Array, layout: ShardLayout, k: int) -> jax.Array:
+def whole_of(blocks: jax.Array, layout: ShardLayout, k: int) -> jax.Array:
     """A pack without its padding; of one leaf, in that leaf's shape."""
     planned = layout.packs[k]
     flat = blocks.reshape(-1)[: planned.size]
@@ -329,24 +198,16 @@ def _whole(blocks: jax.Array, layout: ShardLayout, k: int) -> jax.Array:
     return flat.reshape(leaf.shape) if planned.is_leaf(layout.leaves) else flat
 
 
-def _result_dtype(recipe: Recipe) -> np.dtype:
-    wired = jax.ShapeDtypeStruct((), recipe.wire)
-    return np.dtype(jax.eval_shape(lambda x: divided(x, recipe), wired).dtype)
-
-
-def _check_varies(path: str, array: jax.Array, axes: dict[str, int]) -> None:
-    varying = _compat.varying_axes(array)
-    missing = {a: n for a, n in axes.items() if a not in varying and _compat.tracks_variance(a)}
-    if missing:
-        raise AlreadyReducedError(
-            _ALREADY_REDUCED.format(axes=_named(axes), leaf=where(path), n=count(missing))
-        )
+def tree_of(wholes: Sequence[jax.Array], layout: ShardLayout, hidden: str | None = None) -> Any:
+    """The tree again, from its whole packs without their padding."""
+    found = unpack(wholes, layout.packs, layout.leaves, one_kernel_a_shape=hidden)
+    arrays = [
+        jnp.zeros(leaf.shape, leaf.dtype) if array is None else array
+        for array, leaf in zip(found, layout.leaves, strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
 
 
 def _is_special(x: Any) -> bool:
     """What is a tree to JAX, but must not be cut."""
     return is_sparse(x) or is_shards(x)
-
-
-def _named(axes: dict[str, int]) -> str:
-    return ", ".join(f"{name!r} (size {size})" for name, size in axes.items())
