@@ -14,6 +14,7 @@ from jaxcoll._host.in_program import all_gather as all_gather
 from jaxcoll._host.in_program import all_reduce as all_reduce
 from jaxcoll._host.in_program import broadcast as broadcast
 from jaxcoll._host.in_program import grad as grad
+from jaxcoll._host.in_program import reduce_scatter as reduce_scatter
 from jaxcoll._host.in_program import sync_in_backward as sync_in_backward
 from jaxcoll._host.in_program import value_and_grad as value_and_grad
 from jaxcoll._host.in_step import accumulate as accumulate
@@ -31,6 +32,8 @@ from jaxcoll._host.one_device import ReductionToOneDevice as ReductionToOneDevic
 from jaxcoll._host.plan import plan as plan
 from jaxcoll._host.replica_context import ReplicaContext as ReplicaContext
 from jaxcoll._host.replica_context import get_replica_context as get_replica_context
+from jaxcoll._host.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+from jaxcoll._host.sharded_optimizer import sharded_optimizer as sharded_optimizer
 from jaxcoll._host.values import Mirrored as Mirrored
 from jaxcoll._host.values import PerReplica as PerReplica
 from jaxcoll._look.inspect import assert_collectives as assert_collectives
@@ -52,5 +55,6 @@ from jaxcoll._spmd.gradient import WeightedLoss as WeightedLoss
 from jaxcoll._spmd.indexed_slices import IndexedSlices as IndexedSlices
 from jaxcoll._spmd.metrics import Total as Total
 from jaxcoll._spmd.metrics import WeightedMean as WeightedMean
+from jaxcoll._spmd.shards import Shards as Shards
 
 __version__ = "0.1.0"

@@ -17,11 +17,13 @@ from jaxcoll import _compat
 from jaxcoll._host.deadline import finished, prepared
 from jaxcoll._host.mesh import abstract_mesh, checked_mesh, fitted_mesh, has_axes, no_mesh
 from jaxcoll._host.placement import check_rows, place
+from jaxcoll._host.shards import place_shards, specs_of
 from jaxcoll._host.world import mesh_scope, topology_scope
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.topology import Topology
 from jaxcoll._spmd.scope import Scope, entered
+from jaxcoll._spmd.shards import is_shards
 
 VaryingOutputs = Literal["error", "concatenate"]
 
@@ -38,9 +40,10 @@ def data_parallel(
 ) -> Any:
     """Run an ordinary step on every replica, each with its share of the batch.
 
-    Law: the step sees its replica's rows of the batch and whole copies of everything else;
-    what it returns must be the same on every replica, and JAX's own `shard_map` checks, which
-    stay on, prove it. Can be used as a decorator, with or without arguments.
+    Law: the step sees its replica's rows of the batch, its own part of `Shards` wherever they
+    are, and whole copies of everything else; what it returns, but for `Shards`, must be the same
+    on every replica, and JAX's own `shard_map` checks, which stay on, prove it. Can be used as a
+    decorator, with or without arguments.
 
     Args:
       step: a function of positional and keyword arguments, pytrees of arrays all; it reduces
@@ -271,9 +274,9 @@ class DataParallel:
         """What is traced: the step inside a checked `shard_map` over the whole mesh."""
         batch = PartitionSpec(self._axis_name)
         split = {i % len(args) for i in self._batch_argnums} if args else set()
-        specs = tuple(batch if i in split else PartitionSpec() for i in range(len(args)))
+        specs = tuple(batch if i in split else specs_of(args[i]) for i in range(len(args)))
         mapped = functools.partial(
-            jax.shard_map, mesh=self.mesh, in_specs=(specs, PartitionSpec()), check_vma=True
+            jax.shard_map, mesh=self.mesh, in_specs=(specs, specs_of(kwargs)), check_vma=True
         )
         scope = dataclasses.replace(self._scope, options=self._options, record=record)
         # One trace of the step serves both passes: the first only asks how its outputs vary.
@@ -281,7 +284,10 @@ class DataParallel:
         found: list[Any] = []
 
         def ask(args: Any, kwargs: Any) -> None:
-            found.append(jax.tree_util.tree_map_with_path(self._out_spec, step(*args, **kwargs)))
+            results = step(*args, **kwargs)
+            found.append(
+                jax.tree_util.tree_map_with_path(self._out_spec, results, is_leaf=is_shards)
+            )
 
         with entered(scope):
             jax.eval_shape(mapped(ask, out_specs=None), args, kwargs)
@@ -289,6 +295,8 @@ class DataParallel:
             return run(args, kwargs)
 
     def _out_spec(self, path: Any, output: Any) -> PartitionSpec:
+        if is_shards(output):
+            return specs_of(output)
         # The order of the rows is that of the batch: `axis_name`'s, before other axes.
         order = dict.fromkeys((*self._axes, *self.mesh.axis_names))
         varying = [a for a in order if a in _compat.varying_axes(output)]
@@ -328,4 +336,10 @@ class DataParallel:
         )
 
     def _replicate(self, tree: Any) -> Any:
-        return place(tree, NamedSharding(self.mesh, PartitionSpec()))
+        """Copies of everything on every device, but for `Shards`: each device has its own."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.tree.map(
+            lambda x: place_shards(x, self.mesh) if is_shards(x) else place(x, whole),
+            tree,
+            is_leaf=is_shards,
+        )

@@ -9,6 +9,8 @@ from jaxcoll._host.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import broadcast as _broadcast
 from jaxcoll._spmd import gather, gradient, reduce, sync
+from jaxcoll._spmd import reduce_scatter as _halves
+from jaxcoll._spmd.shards import Shards, is_shards
 
 
 def all_reduce(
@@ -76,19 +78,24 @@ def all_gather(
 ) -> Any:
     """Join every leaf of a pytree with those of the other replicas, in replica order.
 
-    Law: the result is `jnp.concatenate` of the replicas' leaves along `axis`, to the bit. The
-    cotangent of a leaf is its own slice of the sum of the replicas' cotangents.
+    Law: the result is `jnp.concatenate` of the replicas' leaves along `axis`, to the bit. Of the
+    `Shards` that `reduce_scatter` returns it is the tree whose parts they are: its structure,
+    shapes and dtypes. The cotangent of a leaf is its own slice of the sum of the replicas'
+    cotangents.
 
     Args:
       value: any pytree of arrays, of any dtype, equal on all replicas in structure and shape;
-        none may be a scalar.
-      axis_name: as in `all_reduce`; along several axes the outer counts slowest.
-      axis: the dimension along which each leaf is joined; negative ones count from the last.
+        none may be a scalar. Or a `Shards`.
+      axis_name: as in `all_reduce`; along several axes the outer counts slowest. Of `Shards` the
+        one they were made over.
+      axis: the dimension along which each leaf is joined; negative ones count from the last. It
+        has no meaning for `Shards`.
       options: as in `all_reduce`; there is nothing to cut in `shards`.
 
     Returns:
-      A pytree like `value`, with n times the size along `axis`, *invariant* over the axes. Cost:
-      one collective a pack; a device sends its own bytes to n-1 others, (n-1)/n of the result.
+      A pytree like `value`, with n times the size along `axis`, or the tree of the `Shards`;
+      *invariant* over the axes. Cost: one collective a pack; a device sends its own bytes to n-1
+      others, (n-1)/n of the result.
 
     Raises:
       NameError: an axis is not mapped here; the message lists those that are.
@@ -102,7 +109,56 @@ def all_gather(
       [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
     scope = scope_here().merged(checked(options))
+    if is_shards(value):
+        if axis != 0:
+            raise ValueError(
+                f"`all_gather` of Shards gives the tree that they are parts of; `axis` ({axis!r}) "
+                "has no meaning there: leave it out."
+            )
+        return _halves.all_gather(value, axis_name, scope=scope)
     return gather.all_gather(value, axis_name, axis=axis, scope=scope)
+
+
+def reduce_scatter(
+    reduce_op: ReduceOp | str,
+    value: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    options: CommunicationOptions | None = None,
+) -> Shards:
+    """The first half of an `all_reduce`: every replica ends with an n-th of the reduced tree.
+
+    Law: `all_gather(reduce_scatter(op, value, axis), axis)` is `all_reduce(op, value, axis)`, to
+    rounding. The cotangent of `value` is the `all_gather` of the shards' cotangents, divided by n
+    for a MEAN; that of the gathered tree is reduce-scattered, as a SUM.
+
+    Args:
+      reduce_op: as in `all_reduce`.
+      value: any pytree of numeric arrays, equal on all replicas in structure and shape; empty
+        arrays, scalars and None come back from `all_gather` as they were.
+      axis_name: as in `all_reduce`.
+      options: as in `all_reduce`; without `bytes_per_pack`, leaves over 2 MiB are packs of their
+        own and others share packs of 16 MiB. `shards` is refused: there is one for each replica.
+
+    Returns:
+      `Shards`, *varying* over the axes: for each pack an array of shape (rows, 128), of which less
+      than a row is padding. Cost: (n-1)/n of the bytes leave each device, half of an `all_reduce`;
+      one collective a pack before the compiler combines them.
+
+    Raises:
+      NameError: an axis is not mapped here; the message lists those that are.
+      ValueError: a leaf cannot be reduced or cut (its path is named), or an argument is invalid.
+      AlreadyReducedError: a leaf is the same on every replica already.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jnp.arange(2 * 300.0).reshape(2, 300)
+      >>> shards = jax.vmap(lambda v: reduce_scatter("sum", v, "data"), axis_name="data")(x)
+      >>> [part.shape for part in shards.parts], float(shards.parts[0][1, 0, 0])
+      ([(2, 2, 128)], 812.0)
+    """
+    scope = scope_here().merged(checked(options))
+    return _halves.reduce_scatter(ReduceOp.of(reduce_op), value, axis_name, scope=scope)
 
 
 def broadcast(
@@ -149,6 +205,7 @@ def value_and_grad(
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    scatter: bool = False,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of the loss over all replicas, from the loss of each one's share.
@@ -165,14 +222,16 @@ def value_and_grad(
       reduce_op: MEAN or SUM, or their names in any case.
       argnums: positions of the arguments to differentiate, as in `jax.value_and_grad`.
       has_aux: whether `fun` returns `(loss, aux)`.
+      scatter: leave each replica an n-th of the gradients only, as `Shards`, for the `update` of a
+        `sharded_optimizer`.
       options: as in `all_reduce`.
 
     Returns:
       A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux),
-      grads)`. Value and gradients are *invariant* over the axes; `aux` is this replica's own
-      (*varying*), but each `WeightedMean` and `Total` in it comes back as a number over all
-      replicas (*invariant*). Cost: one `all_reduce` of the gradients with loss and metrics
-      among them.
+      grads)`. Value and gradients are *invariant* over the axes, gradients in `Shards` *varying*;
+      `aux` is this replica's own (*varying*), but each `WeightedMean` and `Total` in it comes back
+      as a number over all replicas (*invariant*). Cost: one `all_reduce` of the gradients with loss
+      and metrics among them; with `scatter` a `reduce_scatter`, and an `all_reduce` of the rest.
 
     Raises:
       NameError: an axis is not mapped here.
@@ -188,7 +247,7 @@ def value_and_grad(
       >>> value.tolist(), grad.tolist()
       ([5.0, 5.0], [2.5, 2.5])
     """
-    return _gradient(fun, axis_name, reduce_op, argnums, has_aux, options, with_value=True)
+    return _gradient(fun, axis_name, reduce_op, argnums, has_aux, scatter, options, with_value=True)
 
 
 def grad(
@@ -198,6 +257,7 @@ def grad(
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    scatter: bool = False,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
     """`value_and_grad` without the value, which is then not reduced either.
@@ -208,13 +268,16 @@ def grad(
       reduce_op: MEAN or SUM, or their names in any case.
       argnums: positions of the arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
+      scatter: as in `value_and_grad`.
       options: as in `all_reduce`.
 
     Returns:
       A function with `fun`'s arguments that returns `grads`, or `(grads, aux)`; the gradients
       are *invariant* over the axes, `aux` *varying*.
     """
-    return _gradient(fun, axis_name, reduce_op, argnums, has_aux, options, with_value=False)
+    return _gradient(
+        fun, axis_name, reduce_op, argnums, has_aux, scatter, options, with_value=False
+    )
 
 
 def sync_in_backward(
@@ -284,6 +347,7 @@ def _gradient(
     reduce_op: ReduceOp | str,
     argnums: int | Sequence[int],
     has_aux: bool,
+    scatter: bool,
     options: CommunicationOptions | None,
     *,
     with_value: bool,
@@ -294,6 +358,7 @@ def _gradient(
         reduce_op=ReduceOp.of(reduce_op),
         argnums=argnums,
         has_aux=has_aux,
+        scatter=scatter,
         with_value=with_value,
         scope=scope_here,
         options=checked(options),

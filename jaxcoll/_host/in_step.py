@@ -20,6 +20,7 @@ def accumulate(
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    scatter: bool = False,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
     """`value_and_grad` of a batch that is taken in pieces: one reduction a step, not one a piece.
@@ -39,11 +40,12 @@ def accumulate(
       reduce_op: MEAN or SUM, or their names in any case.
       argnums: positions of the arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
+      scatter: as in `value_and_grad`.
       options: as in `all_reduce`.
 
     Returns:
       A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`.
-      Value and gradients are *invariant*. Each `WeightedMean` and `Total` in `aux` becomes one
+      Value and gradients are *invariant*, gradients in `Shards` *varying*. Each `WeightedMean` and `Total` in `aux` becomes one
       number over pieces and replicas; the rest of `aux` is this replica's own (*varying*), with
       the pieces along a new leading dimension. Gradients narrower than 32 bits are added up in
       float32 and travel in their own type. Cost: the memory of one piece and of one gradient more
@@ -77,15 +79,16 @@ def accumulate(
             "`jc.accumulate` expects `batch_argnums` to be a position or several; "
             f"got {batch_argnums!r}."
         )
-    said = checked(options)
     return gradient.reduced_gradient(
         fun,
         axis_name,
         reduce_op=ReduceOp.of(reduce_op),
         argnums=argnums,
         has_aux=has_aux,
+        scatter=scatter,
         with_value=True,
-        scope=lambda: scope_here().merged(said),
+        scope=scope_here,
+        options=checked(options),
         micro_batches=MicroBatches(count, positions),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -17,9 +17,14 @@ from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.plan import Plan, make_plan
 from jaxcoll._plan.presets import preset
+from jaxcoll._plan.shard_layout import layout_of
+from jaxcoll._plan.shard_plan import Half, plan_half
 from jaxcoll._plan.terms import Terms
 from jaxcoll._plan.topology import Topology, topology_named
 from jaxcoll._plan.world import World
+from jaxcoll._spmd.reduce_scatter import plan_scatter
+from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.shards import sharded_leaves
 from jaxcoll._spmd.sparse import is_sparse
 
 
@@ -32,8 +37,9 @@ def plan(
     options: CommunicationOptions | None = None,
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
     topology: str | None = None,
+    collective: str = "all_reduce",
 ) -> Plan:
-    """What `all_reduce` will send for a tree of these shapes, and why.
+    """What `all_reduce`, or a half of it, will send for a tree of these shapes, and why.
 
     Law: it is the plan that `all_reduce` carries out with the same options on the same world.
 
@@ -49,6 +55,7 @@ def plan(
       topology: a cluster to plan for instead of the devices here, such as "h100:2x8" for two
         hosts of eight GPUs or "v5p:8x8x8" for the chips of a TPU pod along each dimension. With
         two axes and no `axis_size` they are its hosts and what each host has.
+      collective: "all_reduce", "reduce_scatter", or "all_gather", that of such a tree's `Shards`.
 
     Returns:
       A `Plan`: print it for a table; `to_json()` for machines. Cost: nothing is compiled.
@@ -71,7 +78,20 @@ def plan(
     else:
         world = _world_of(topology_named(topology), axis_size, mesh, axis_name)
         terms = preset(world)  # what was measured on this machine says nothing of that one
-    return plan_in(value, world, terms, options, op)
+    if collective == "all_reduce":
+        return plan_in(value, world, terms, options, op)
+    if collective not in get_args(Half):
+        raise ValueError(
+            "`collective` must be 'all_reduce', 'reduce_scatter' or 'all_gather'; got "
+            f"{collective!r}."
+        )
+    said, axes = checked(options), {f"axis{i}": n for i, n in enumerate(world.sizes)}
+    treedef, leaves = sharded_leaves(value, axes, "plan")
+    if collective == "reduce_scatter":
+        scope = Scope(lambda _: world, lambda _: terms, said)
+        return plan_scatter(treedef, leaves, op, axes, world, scope)[0]
+    layout = layout_of(treedef, leaves, world.replicas, said.bytes_per_pack)
+    return plan_half("all_gather", ReduceOp.SUM, layout, layout.leaves, said, world, terms)
 
 
 def plan_in(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-_PACK = re.compile(r"\b(all_reduce_[0-9a-f]{6}|all_gather)\)*/(?:\w+\()*(pack\d+|rows\d+)\b")
+_CALL = r"(?:all_reduce|reduce_scatter|all_gather)_[0-9a-f]{6}|all_gather"
+_PACK = re.compile(rf"\b({_CALL})\)*/(?:\w+\()*(pack\d+|rows\d+)\b")
 
 
 def names(op_name: str) -> tuple[str, ...]:

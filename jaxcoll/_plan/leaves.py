@@ -82,7 +82,7 @@ def wire_dtype(dtype: np.dtype, reduce_op: ReduceOp, world: World) -> np.dtype:
     return dtype
 
 
-def check_reducible(path: str, dtype: np.dtype) -> None:
+def check_reducible(path: str, dtype: np.dtype, caller: str = "all_reduce") -> None:
     """Refuse what has no sum over replicas.
 
     Raises:
@@ -90,7 +90,7 @@ def check_reducible(path: str, dtype: np.dtype) -> None:
     """
     reason = _why_not_reducible(dtype)
     if reason:
-        raise ValueError(f"`all_reduce` cannot reduce {where(path)}: {reason}.")
+        raise ValueError(f"`{caller}` cannot reduce {where(path)}: {reason}.")
 
 
 def where(path: str) -> str:

@@ -29,13 +29,14 @@ from jaxcoll._plan.leaves import Leaf, where
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packing import Pack, PackingRule, cut
 from jaxcoll._plan.presets import preset
+from jaxcoll._plan.shard_layout import padded
 from jaxcoll._plan.terms import Terms
 from jaxcoll._plan.world import World
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one `all_reduce` will send, decided from shapes alone.
+    """What one `all_reduce`, or one half of it, will send, decided from shapes alone.
 
     `str(plan)` is a table; `plan.to_json()` the same for machines, and `Plan.from_json` reads it.
 
@@ -49,6 +50,8 @@ class Plan:
       reasons: one sentence for each decision, what was asked and not done included.
       reproducible: whether every element has the same bits in every other plan that is.
       overlap: whether packs travel one after another, in their order, and are not to be combined.
+      collective: "all_reduce", or one of its halves: "reduce_scatter" or "all_gather", whose packs
+        are padded to as many rows of 128 elements on each replica.
     """
 
     reduce_op: ReduceOp
@@ -60,6 +63,7 @@ class Plan:
     reasons: tuple[str, ...]
     reproducible: bool = False
     overlap: bool = False
+    collective: str = "all_reduce"
 
     @property
     def algorithm(self) -> str:
@@ -71,11 +75,20 @@ class Plan:
         """What the cost model expects of it; see docs/cost_model.md."""
         terms = dataclasses.replace(self.terms, combine=0) if self.overlap else self.terms
         prices = Prices(terms, self.world.sizes)
-        return prices.predict(loads(self.packs, self.leaves, self.stages))
+        whole = prices.predict(loads(self.packs, self.leaves, self.stages))
+        if self.collective == "all_reduce":
+            return whole
+        added = whole.reduction * (self.collective == "reduce_scatter")
+        return Cost(whole.latency / 2, whole.bandwidth / 2, added, whole.copy / 2)
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
-        """What the cost model expects of other ways to pack the same leaves, fastest first."""
+        """What the cost model expects of other ways to pack the same leaves, fastest first.
+
+        None for a half, whose packs are where the shards are.
+        """
+        if self.collective != "all_reduce":
+            return ()
         prices = Prices(self.terms, self.world.sizes)
         found = priced(self.leaves, RULES, algorithms_for(self.world), prices)
         ways = [Alternative(said(rule), len(packs), cost.seconds) for rule, packs, cost in found]
@@ -97,7 +110,7 @@ class Plan:
             for pack in self.packs
         ]
         told = repr((self.reduce_op.name, self.algorithm, [x.path for x in self.leaves], packs))
-        return f"all_reduce_{zlib.crc32(told.encode()) & 0xFFFFFF:06x}"
+        return f"{self.collective}_{zlib.crc32(told.encode()) & 0xFFFFFF:06x}"
 
     @property
     def gathers(self) -> tuple[Leaf, ...]:
@@ -112,13 +125,25 @@ class Plan:
     @property
     def wire_bytes(self) -> int:
         """Bytes that leave the device that sends most, padding included."""
+        if self.collective != "all_reduce":
+            return sum(
+                wire_elements(self.stages(p), padded(p.size, self.world.replicas))
+                * p.dtype.itemsize
+                // 2
+                for p in self.packs
+            )
         packed = sum(wire_elements(self.stages(p), p.size) * p.dtype.itemsize for p in self.packs)
         return packed + sum((math.prod(x.over) - 1) * x.gathers for x in self.gathers)
 
     @property
     def steps(self) -> int:
         """Collectives that are requested; the compiler may combine those of its own kind."""
-        return sum(steps(self.stages(pack)) for pack in self.packs) + 2 * len(self.gathers)
+        of_packs = sum(steps(self.stages(pack)) for pack in self.packs)
+        if self.collective != "all_reduce":
+            # The compiler's own all-reduce, at the end, is one step and would be two halves.
+            last = [self.stages(pack)[-1:] for pack in self.packs]
+            return (of_packs + sum(s.algorithm == "native" for at in last for s in at)) // 2
+        return of_packs + 2 * len(self.gathers)
 
     def stages(self, pack: Pack) -> tuple[Stage, ...]:
         """What is done along each axis to sum `pack`, inner first."""
@@ -182,10 +207,15 @@ class Plan:
         ]
 
     @property
+    def _called(self) -> str:
+        named = f"{self.collective} {self.reduce_op.name}"
+        return self.collective if self.collective == "all_gather" else named
+
+    @property
     def headline(self) -> str:
         """What is reduced over what, and what that sends, in one sentence."""
         return (
-            f"all_reduce {self.reduce_op.name} of {len(self.leaves)} leaves, {self.nbytes:,} bytes "
+            f"{self._called} of {len(self.leaves)} leaves, {self.nbytes:,} bytes "
             f"a replica, over {self.world}: {len(self.packs) + 2 * len(self.gathers)} arrays, "
             f"{self.steps} steps, {self.wire_bytes:,} wire bytes a device"
         )

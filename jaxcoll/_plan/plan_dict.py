@@ -27,6 +27,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
+        "collective": plan.collective,
         "reduce_op": plan.reduce_op.name,
         "algorithm": plan.algorithm,
         "reproducible": plan.reproducible,
@@ -98,6 +99,7 @@ def fields(text: str) -> dict[str, Any]:
             "reasons": tuple(data["reasons"]),
             "reproducible": data["reproducible"],
             "overlap": data.get("overlap", False),
+            "collective": data.get("collective", "all_reduce"),
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

@@ -70,6 +70,58 @@ def _summed(flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> ja
     return gathered.reshape(-1)[: flat.size]
 
 
+def reduce_scatter(blocks: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
+    """This replica's block of `blocks`, summed over all replicas along the axes of the stages.
+
+    Args:
+      blocks: of shape (n, rows, lanes), a block for each replica, the outermost counting slowest.
+      stages: as in `all_reduce`, one for each axis from inner to outer.
+      axes: as in `all_reduce`.
+
+    Returns:
+      Of shape (rows, lanes), *varying*. Cost: half of the stages' all-reduce.
+
+    Raises:
+      ValueError: as in `all_reduce`.
+    """
+    block = blocks.shape[1:]
+    for stage in stages:
+        m = stage.replicas
+        # The blocks of all replicas that share this one's place along the inner axes come to it.
+        rest = len(blocks) // m
+        sent = blocks.reshape(rest, m, *block).swapaxes(0, 1)
+        shape = (m, rest * block[0], *block[1:]) if stage.algorithm == "native" else (m, -1)
+        algorithm = ALGORITHMS[stage.algorithm]
+        blocks = algorithm.reduce_scatter(sent.reshape(shape), _names(stage, axes))
+        blocks = blocks.reshape(rest, *block)
+    return blocks.reshape(block)
+
+
+def all_gather(shard: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
+    """What `reduce_scatter` has taken apart.
+
+    Args:
+      shard: this replica's block, of shape (rows, lanes).
+      stages: as in `all_reduce`.
+      axes: as in `all_reduce`.
+
+    Returns:
+      All blocks, of shape (n, rows, lanes), *invariant*. Cost: half of the stages' all-reduce.
+
+    Raises:
+      ValueError: as in `all_reduce`.
+    """
+    block = shard.shape
+    blocks = shard[None]
+    for stage in reversed(stages):
+        m, rest = stage.replicas, len(blocks)
+        sent = blocks.reshape(rest * block[0], *block[1:])
+        sent = sent if stage.algorithm == "native" else sent.reshape(-1)
+        gathered = ALGORITHMS[stage.algorithm].all_gather(sent, m, _names(stage, axes))
+        blocks = gathered.reshape(m, rest, *block).swapaxes(0, 1).reshape(m * rest, *block)
+    return _compat.as_invariant(blocks, axes, summed=True)
+
+
 def _names(stage: Stage, axes: Sequence[str]) -> tuple[str, ...]:
     names = tuple(axes[i] for i in stage.axes)
     local = [name for name in names if _compat.is_vmapped(name)]

@@ -50,7 +50,11 @@ def before(array: jax.Array, recipe: Recipe) -> jax.Array:
 
 def after(total: jax.Array, recipe: Recipe) -> jax.Array:
     """The sum made the result: divided or multiplied, in its own type, *invariant*."""
-    total = _compat.as_invariant(total, recipe.axes)
+    return divided(_compat.as_invariant(total, recipe.axes), recipe)
+
+
+def divided(total: jax.Array, recipe: Recipe) -> jax.Array:
+    """The sum, or a part of it, made the result, varying as it does."""
     if recipe.divisor is None:
         return (total * recipe.times if recipe.times > 1 else total).astype(recipe.dtype)
     if recipe.halvings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jax import lax
@@ -62,6 +63,6 @@ def _size(name: str, caller: str) -> int:
         ) from None
 
 
-def count(axes: dict[str, int]) -> int:
+def count(axes: Mapping[str, int]) -> int:
     """Replicas along all of `axes` together."""
     return math.prod(axes.values())

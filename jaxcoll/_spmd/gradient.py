@@ -22,6 +22,7 @@ from jaxcoll._spmd.backward import Traced, traced
 from jaxcoll._spmd.local import value_and_local_grad
 from jaxcoll._spmd.ready import places
 from jaxcoll._spmd.reduce import all_reduce
+from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.replication import has, same_outputs
 from jaxcoll._spmd.scope import Differentiation, Scope
 
@@ -96,6 +97,7 @@ def reduced_gradient(
     reduce_op: ReduceOp,
     argnums: int | Sequence[int],
     has_aux: bool,
+    scatter: bool,
     with_value: bool,
     scope: Callable[[], Scope],
     options: CommunicationOptions,
@@ -109,6 +111,7 @@ def reduced_gradient(
       reduce_op: SUM or MEAN.
       argnums: as in `jax.value_and_grad`.
       has_aux: whether `fun` returns a pair of loss and auxiliary output.
+      scatter: whether each replica gets its part of the gradients only.
       with_value: whether the loss is reduced and returned too.
       scope: asked at each trace for world and defaults.
       options: of the reduction, and of what `sync_in_backward` reduces before.
@@ -155,12 +158,14 @@ def reduced_gradient(
 
         program = traced(whole_share)
         (value, beside), grads = program.evaluate()
-        order = None
-        if wants_order(told.options, told.world(axes)):
-            (_, order) = program.result(places(program.program))
-        same = _synced(program, tuple(axes))
         op = reduce_op if beside.weight is None else ReduceOp.SUM
         local = _Local(value if with_value else None, beside.weight, beside.metrics, grads)
+        same, order = _synced(program, tuple(axes)), None
+        if scatter:
+            grads, same = reduce_scatter(op, grads, axis_name, scope=told), {}
+            local = local._replace(grads=None)
+        elif wants_order(told.options, told.world(axes)):
+            (_, order) = program.result(places(program.program))
         local = all_reduce(
             op,
             local,
@@ -171,7 +176,7 @@ def reduced_gradient(
             same=same,
             reasons=_not_again(list(same)),
         )
-        value, grads = local.value, local.grads
+        value, grads = local.value, grads if scatter else local.grads
         if local.weight is not None:
             value, grads = jax.tree.map(
                 lambda x: (x / local.weight).astype(x.dtype), (value, grads)
@@ -225,8 +230,8 @@ def _check_scalar(loss: Any, caller: str) -> None:
     if not is_array and not isinstance(loss, bool | int | float | complex):
         raise TypeError(_NO_SCALAR.format(caller=caller, got=type(loss).__name__))
     if np.shape(loss):
-        shape = ", ".join(map(str, loss.shape))
-        raise TypeError(_NO_SCALAR.format(caller=caller, got=f"{loss.dtype.name}[{shape}]"))
+        shape = ", ".join(map(str, np.shape(loss)))
+        raise TypeError(_NO_SCALAR.format(caller=caller, got=f"{jnp.result_type(loss)}[{shape}]"))
 
 
 def _check_scalars(loss: WeightedLoss, caller: str) -> None:

@@ -25,11 +25,12 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """This replica's own shard, summed over all replicas along `axes`.
 
     Args:
-      shards: of shape (n, k), one row for each of n replicas.
+      shards: of shape (n, ...), one row for each of n replicas. Of rows without dimensions TPUs
+        make an all-reduce.
       axes: names of the axes, outer first.
 
     Returns:
-      Row `rank` of the sum, of shape (k,), *varying*. Cost: one collective; (n-1)/n of the bytes.
+      Row `rank` of the sum, *varying*. Cost: one collective; (n-1)/n of the bytes.
     """
     return lax.psum_scatter(shards, axes)
 
@@ -38,12 +39,12 @@ def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array
     """The replicas' shards along `axes`.
 
     Args:
-      shard: this replica's own, of shape (k,).
+      shard: this replica's own, of any shape.
       count: how many there are: as many as replicas.
       axes: names of the axes, outer first.
 
     Returns:
-      All shards in the replicas' order, of shape (count, k), typed *varying*, with the same bits
+      All shards in the replicas' order, of shape (count, ...), typed *varying*, with the same bits
       everywhere. Cost: one collective; (n-1)/n of their bytes.
     """
     return lax.all_gather(shard, axes)

@@ -117,7 +117,7 @@ def all_reduce(
         _carry_out(plan, pack(arrays, plan.packs, leaves)),
         plan.packs,
         leaves,
-        one_kernel_a_shape=_hiding_axis(axes) if world.platform == "cpu" else None,
+        one_kernel_a_shape=hiding_axis(axes) if world.platform == "cpu" else None,
     )
     results = [
         _settled(leaf, recipe, packed, f"{plan.name}/rows{k}")
@@ -126,7 +126,7 @@ def all_reduce(
     return scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
 
 
-def _hiding_axis(axes: dict[str, int]) -> str | None:
+def hiding_axis(axes: dict[str, int]) -> str | None:
     """An axis whose index no compiler knows beforehand."""
     return next((a for a, n in axes.items() if n > 1 and not _compat.is_vmapped(a)), None)
 

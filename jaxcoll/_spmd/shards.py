@@ -1,0 +1,213 @@
+"""Trees of which every replica holds an n-th: packs in rows of 128, as many on every replica."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcoll import _compat
+from jaxcoll._plan.leaves import Leaf, where
+from jaxcoll._plan.shard_layout import (
+    LANES,
+    ShardedLeaf,
+    ShardLayout,
+    first_difference,
+    layout_of,
+    padded,
+)
+from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.pack import pack, unpack
+from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.sparse import is_sparse
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """A tree of which every replica holds an n-th: a pytree, on which elementwise code works as is.
+
+    Inside a program `parts` are this replica's, *varying*; between programs they are the global
+    arrays of all replicas' parts, laid out over the mesh. `jc.data_parallel` takes and returns
+    them so by itself. What adds, scales or compares elements by themselves (`jax.tree.map`, an
+    elementwise optimizer) sees the zeros at the end of each pack as well; what looks at the shape
+    of leaves, or sums over them, sees rows of 128 and one replica's part.
+
+    Attributes:
+      parts: an array for each pack, of shape (rows, 128); of all n replicas (n * rows, 128).
+      layout: which elements of which leaf they hold; static, hashable, the same on all replicas.
+      axes: the mesh axes that the parts are split over, outer first.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> def mean(v):
+      ...     shards = reduce_scatter("mean", {"w": v}, "data")
+      ...     return all_gather(jax.tree.map(lambda x: 2 * x, shards), "data")
+      >>> jax.vmap(mean, axis_name="data")(jnp.array([[1.0, 2.0], [3.0, 6.0]]))["w"].tolist()
+      [[4.0, 8.0], [4.0, 8.0]]
+    """
+
+    parts: tuple[Any, ...]
+    layout: ShardLayout = dataclasses.field(metadata={"static": True})
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    def replace(self, parts: Sequence[Any]) -> Shards:
+        """Other values in the same places."""
+        return dataclasses.replace(self, parts=tuple(parts))
+
+
+def is_shards(x: Any) -> bool:
+    """Whether `x` is a `Shards`; to be passed as `is_leaf`."""
+    return isinstance(x, Shards)
+
+
+def shards_in(tree: Any) -> list[Shards]:
+    """Every `Shards` in a tree, in order."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_shards) if is_shards(x)]
+
+
+def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any, tuple[Leaf, ...]]:
+    """The structure of a tree, and what a layout knows of its leaves.
+
+    Args:
+      tree: of arrays, numbers, or `jax.ShapeDtypeStruct`s.
+      axes: the axes over which it will be cut, and their sizes.
+      caller: the function to name in a message.
+
+    Returns:
+      The structure, and the leaves; leaves of one type that vary over the same other axes may
+      share a pack.
+
+    Raises:
+      ValueError: a leaf is no array, or of a kind that has no shards.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_special)
+    leaves = []
+    for path, leaf in flat:
+        name = jax.tree_util.keystr(path)
+        dtype = getattr(leaf, "dtype", None)
+        if _is_special(leaf):
+            raise ValueError(
+                f"`{caller}` cannot cut {where(name)} in shards: expected an array, got "
+                f"{type(leaf).__name__}."
+                + (" `to_dense()` makes it one." if is_sparse(leaf) else "")
+            )
+        if dtype is None and not isinstance(leaf, bool | int | float | complex):
+            raise ValueError(
+                f"`{caller}` cannot cut {where(name)} in shards: expected an array or a number, "
+                f"got {type(leaf).__name__}."
+            )
+        if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+            raise ValueError(
+                f"`{caller}` cannot cut {where(name)} in shards: {dtype} holds no numbers; leave "
+                "it out of the tree (None in its place)."
+            )
+        if isinstance(leaf, jax.Array) and _compat.is_partially_sharded(leaf):
+            raise ValueError(
+                f"`{caller}` cannot cut {where(name)} in shards: it is sharded over another axis "
+                "of the mesh already. Map that axis, too, in `jax.shard_map`."
+            )
+        known = np.dtype(
+            jax.dtypes.canonicalize_dtype(np.result_type(leaf) if dtype is None else dtype)
+        )
+        varying = _compat.varying_axes(leaf) if isinstance(leaf, jax.Array) else frozenset()
+        kind = (known.name, *sorted(varying - set(axes)))
+        leaves.append(
+            ShardedLeaf(name, tuple(np.shape(leaf)), known, known, tuple(axes.values()), kind)
+        )
+    return treedef, tuple(leaves)
+
+
+def own_part(
+    value: Any, axis_name: Any, caller: str, *, scope: Scope, layout: ShardLayout | None = None
+) -> Shards:
+    """This replica's part of a tree that all replicas hold: nothing is sent.
+
+    Args:
+      value: a pytree of arrays, the same everywhere.
+      axis_name: one axis, or several, outer first.
+      caller: the function to name in a message.
+      scope: options.
+      layout: where the elements go; None: as the options say.
+
+    Returns:
+      This replica's shards, *varying*.
+
+    Raises:
+      NameError: an axis is not bound here.
+      ValueError: the tree is not the layout's.
+    """
+    axes = bound_axes(axis_name, caller)
+    treedef, found = sharded_leaves(value, axes, caller)
+    if layout is None:
+        layout = layout_of(treedef, found, count(axes), scope.options.bytes_per_pack)
+    else:
+        check_fits(layout, treedef, found, count(axes), caller)
+    arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
+    rank = _compat.as_varying(lax.axis_index(tuple(axes)), tuple(axes))
+    parts = [
+        lax.dynamic_index_in_dim(blocks_of(packed, layout, k), rank, keepdims=False)
+        for k, packed in enumerate(pack(arrays, layout.packs, layout.leaves))
+    ]
+    return Shards(tuple(parts), layout, tuple(axes))
+
+
+def check_fits(
+    layout: ShardLayout, treedef: Any, found: Sequence[Leaf], replicas: int, caller: str
+) -> None:
+    """Refuse a tree, or a number of replicas, that `layout` was not made for.
+
+    Raises:
+      ValueError: it names the first difference.
+    """
+    if layout.replicas != replicas:
+        raise ValueError(
+            f"`{caller}`: these shards are one of {layout.replicas} each, and here are {replicas} "
+            "replicas. Bring the state to them between programs, with the optimizer's `unshard` "
+            "and then `shard` of one that is made for them."
+        )
+    difference = first_difference(found, layout.leaves)
+    if not difference and treedef != layout.treedef:
+        difference = f"its structure is {treedef}, and was {layout.treedef}"
+    if difference:
+        raise ValueError(
+            f"`{caller}`: the tree is not the one that the shards were made of: {difference}. An "
+            "optimizer's state belongs to the parameters that `init` was given: call `init` again, "
+            "or bring the leaf back to the shape and type it had."
+        )
+
+
+def blocks_of(packed: jax.Array, layout: ShardLayout, k: int) -> jax.Array:
+    """A whole pack as one block for each replica."""
+    planned = layout.packs[k]
+    flat = packed.reshape(-1)
+    filled = jnp.pad(flat, (0, padded(planned.size, layout.replicas) - flat.size))
+    return filled.reshape(layout.replicas, layout.rows(planned), LANES)
+
+
+def whole_of(blocks: jax.Array, layout: ShardLayout, k: int) -> jax.Array:
+    """A pack without its padding; of one leaf, in that leaf's shape."""
+    planned = layout.packs[k]
+    flat = blocks.reshape(-1)[: planned.size]
+    leaf = layout.leaves[planned.segments[0].leaf]
+    return flat.reshape(leaf.shape) if planned.is_leaf(layout.leaves) else flat
+
+
+def tree_of(wholes: Sequence[jax.Array], layout: ShardLayout, hidden: str | None = None) -> Any:
+    """The tree again, from its whole packs without their padding."""
+    found = unpack(wholes, layout.packs, layout.leaves, one_kernel_a_shape=hidden)
+    arrays = [
+        jnp.zeros(leaf.shape, leaf.dtype) if array is None else array
+        for array, leaf in zip(found, layout.leaves, strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
+
+
+def _is_special(x: Any) -> bool:
+    """What is a tree to JAX, but must not be cut."""
+    return is_sparse(x) or is_shards(x)
