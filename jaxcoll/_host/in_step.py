@@ -45,10 +45,10 @@ def accumulate(
 
     Returns:
       A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`.
-      Value and gradients are *invariant*, gradients in `Shards` *varying*. Each `WeightedMean` and `Total` in `aux` becomes one
-      number over pieces and replicas; the rest of `aux` is this replica's own (*varying*), with
-      the pieces along a new leading dimension. Gradients narrower than 32 bits are added up in
-      float32 and travel in their own type. Cost: the memory of one piece and of one gradient more
+      Value and gradients are *invariant*, gradients in `Shards` *varying*. Each `WeightedMean` and
+      `Total` in `aux` becomes one number over pieces and replicas; the rest of `aux` is this
+      replica's own (*varying*), with the pieces along a new leading dimension. Gradients narrower
+      than 32 bits are added up in float32 and travel in their own type. Cost: the memory of one piece and of one gradient more
       (in float32); one `all_reduce` for all.
 
     Raises:

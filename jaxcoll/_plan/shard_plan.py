@@ -63,7 +63,15 @@ def plan_half(
         *choice.reasons[1:],
     )
     return Plan(
-        reduce_op, tuple(leaves), packs, 0, world, terms, reasons, options.reproducible, half
+        reduce_op=reduce_op,
+        leaves=tuple(leaves),
+        packs=packs,
+        owners=0,
+        world=world,
+        terms=terms,
+        reasons=reasons,
+        reproducible=options.reproducible,
+        collective=half,
     )
 
 

@@ -191,8 +191,8 @@ def reduced_gradient(
 
 def _gradients_last(local: _Local, order: Any) -> _Local:
     """A tree like `local` with the place of each of its leaves."""
-    before = jax.tree.map(lambda _: -1, (local.value, local.weight, local.metrics))
-    return _Local(*before, order)
+    before = jax.tree.map(lambda _: -1, local._replace(grads=None))
+    return before._replace(grads=order)
 
 
 def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]:

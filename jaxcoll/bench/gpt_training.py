@@ -29,14 +29,14 @@ class Mode:
       says: what it does, in a few words.
       step: from the optimizer, to a step of (params, state, tokens) on one replica, which returns
         new parameters, a new state, and the loss.
-      optimizer: what becomes of the plain one.
+      optimizer: from the plain one and the mesh, to the one that is used.
       options: what the reductions are asked for; None: nothing in particular.
     """
 
     name: str
     says: str
     step: Callable[[Any], Callable[..., Any]]
-    optimizer: Callable[[Any], Any] = lambda tx: tx
+    optimizer: Callable[[Any, Mesh], Any] = lambda tx, mesh: tx
     options: jc.CommunicationOptions | None = None
 
 
@@ -44,7 +44,7 @@ def _by(value_and_grad: Callable[..., Any]) -> Callable[[Any], Callable[..., Any
     """The usual step: a loss and gradients, an update, new parameters."""
 
     def of(tx: Any) -> Callable[..., Any]:
-        def step(params: Params, state: Any, tokens: jax.Array) -> tuple[Params, Any, jax.Array]:
+        def step(params: Params, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
             value, grads = value_and_grad(params, tokens)
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state, value
@@ -64,10 +64,26 @@ MODES = {
     for mode in (
         Mode("plain", "one reduction after the backward pass", _by(jc.value_and_grad(loss, AXIS))),
         Mode(
-            "packed",
-            "one reduction, in packs of 64 KiB",
+            "overlap",
+            "packs apart, in the order in which gradients are ready",
             _by(jc.value_and_grad(loss, AXIS)),
-            options=jc.CommunicationOptions(bytes_per_pack=65536),
+            options=jc.CommunicationOptions(overlap=True, bytes_per_pack=1 << 18),
+        ),
+        Mode(
+            "sync",
+            "each layer's gradient inside the backward loop",
+            _by(jc.value_and_grad(_synced, AXIS)),
+        ),
+        Mode(
+            "accumulate",
+            f"{MICRO_BATCHES} micro-batches, one reduction",
+            _by(jc.accumulate(loss, AXIS, MICRO_BATCHES)),
+        ),
+        Mode(
+            "sharded",
+            "each device keeps its part of the optimizer's state",
+            _by(jc.value_and_grad(loss, AXIS, scatter=True)),
+            optimizer=lambda tx, mesh: jc.sharded_optimizer(tx, AXIS, mesh=mesh),
         ),
     )
 }
@@ -130,7 +146,7 @@ def train(
         step = jax.jit(_by(jax.value_and_grad(loss))(tx))
     else:
         mesh = Mesh(np.array(devices, dtype=object), (AXIS,))
-        tx = mode.optimizer(tx)
+        tx = mode.optimizer(tx, mesh)
         step = jc.data_parallel(mode.step(tx), mesh=mesh, options=mode.options)
     state = tx.init(params)
     losses: list[float] = []
