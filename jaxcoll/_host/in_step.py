@@ -48,8 +48,8 @@ def accumulate(
       Value and gradients are *invariant*, gradients in `Shards` *varying*. Each `WeightedMean` and
       `Total` in `aux` becomes one number over pieces and replicas; the rest of `aux` is this
       replica's own (*varying*), with the pieces along a new leading dimension. Gradients narrower
-      than 32 bits are added up in float32 and travel in their own type. Cost: the memory of one piece and of one gradient more
-      (in float32); one `all_reduce` for all.
+      than 32 bits are added up in float32 and travel in their own type. Cost: the memory of one
+      piece and of one gradient more (in float32); one `all_reduce` for all.
 
     Raises:
       ValueError: the pieces do not divide a share, a leaf of the batch is a scalar, an argument is
