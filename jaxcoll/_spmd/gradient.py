@@ -135,12 +135,10 @@ def reduced_gradient(
             local,
             axis_name,
             scope=told,
-            same=same,
-            reasons=(_SYNCED.format(n=len(same), paths=" … ".join([*same][:: len(same) - 1 or 1])),)
-            if same
-            else (),
             # The loss is there before any gradient.
             ready=None if order is None else jax.tree.leaves(_loss_first(local, order)),
+            same=same,
+            reasons=_not_again(list(same)),
         )
         value, grads = local.value, local.grads
         if weight is not None:
@@ -151,6 +149,12 @@ def reduced_gradient(
         return outputs if with_value else ((grads, aux) if has_aux else grads)
 
     return reduced
+
+
+def _loss_first(local: _Local, order: Any) -> _Local:
+    """A tree like `local` with the place of each of its leaves."""
+    value, weight = jax.tree.map(lambda _: -1, (local.value, local.weight))
+    return _Local(value, weight, order)
 
 
 def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]:
@@ -166,10 +170,10 @@ def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]
     return {jax.tree_util.keystr(path): along for path, along in found if along}
 
 
-def _loss_first(local: _Local, order: Any) -> _Local:
-    """A tree like `local` with the place of each of its leaves."""
-    value, weight = jax.tree.map(lambda _: -1, (local.value, local.weight))
-    return _Local(value, weight, order)
+def _not_again(paths: list[str]) -> tuple[str, ...]:
+    """What the plan says of leaves that were reduced before."""
+    ends = " … ".join(dict.fromkeys([*paths[:1], *paths[-1:]]))
+    return (_SYNCED.format(n=len(paths), paths=ends),) if paths else ()
 
 
 def _check_scalars(loss: WeightedLoss, caller: str) -> None:

@@ -46,9 +46,9 @@ def all_reduce(
     scope: Scope,
     invariant: Invariant = "error",
     packing: PackingRule | None = None,
+    ready: Sequence[int] | None = None,
     same: Mapping[str, frozenset[str]] = MappingProxyType({}),
     reasons: tuple[str, ...] = (),
-    ready: Sequence[int] | None = None,
 ) -> Any:
     """Reduce every leaf of `value` over the replicas along `axis_name`; see `jc.all_reduce`.
 
@@ -59,11 +59,11 @@ def all_reduce(
       scope: options, world, and who wants to know.
       invariant: what a leaf that is already the same everywhere is taken for.
       packing: a packing rule that stands whatever the options say.
+      ready: for each leaf, in the tree's order, its place in the order in which they become
+        ready; None: not known.
       same: paths of leaves that were proven to be equal on every replica along some axes, and
         those axes: they are taken as "replicated" there, whatever their types say.
       reasons: what else the plan should say.
-      ready: for each leaf, in the tree's order, its place in the order in which they become
-        ready; None: not known.
 
     Returns:
       The reduced tree, *invariant* over the axes.
