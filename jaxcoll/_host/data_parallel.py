@@ -14,12 +14,14 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll import _compat
+from jaxcoll._host.compiler_options import known_options
 from jaxcoll._host.deadline import finished, prepared
 from jaxcoll._host.mesh import abstract_mesh, checked_mesh, fitted_mesh, has_axes, no_mesh
 from jaxcoll._host.placement import check_rows, place
 from jaxcoll._host.shards import place_shards, specs_of
 from jaxcoll._host.world import mesh_scope, topology_scope
 from jaxcoll._plan.options import CommunicationOptions, checked
+from jaxcoll._plan.overlap import compiler_options
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.topology import Topology
 from jaxcoll._spmd.scope import Scope, entered
@@ -54,7 +56,8 @@ def data_parallel(
       batch_argnums: positions of the arguments split along their leading dimension; the rest,
         and keyword arguments, are replicated. Default: the last positional argument.
       donate_argnums: positions of the arguments whose memory may be reused for the results.
-      options: defaults for the reductions inside; `timeout_seconds` bounds each call.
+      options: defaults for the reductions inside; `timeout_seconds` bounds each call, and
+        `overlap` also sets the compiler options that keep packs apart, for this program alone.
       varying_outputs: what to do with an output that differs between replicas. "error": refuse
         it and name it. "concatenate": join it along its leading dimension, in replica order,
         as for the predictions of a batch.
@@ -268,7 +271,20 @@ class DataParallel:
     def _jitted(self, record: Callable[[Plan], None]) -> Any:
         program = functools.partial(self._program, record)
         functools.update_wrapper(program, self._step, updated=())
-        return jax.jit(program, donate_argnums=self._donate_argnums)
+        return jax.jit(
+            program,
+            donate_argnums=self._donate_argnums,
+            compiler_options=self._compiler_options(),
+        )
+
+    def _compiler_options(self) -> dict[str, Any]:
+        """What keeps packs apart; where that is automatic, none are needed."""
+        if not self._options.overlap:
+            return {}
+        world = self._scope.world({a: self.mesh.shape[a] for a in self._axes})
+        wanted = compiler_options(world.platform)
+        here = isinstance(self.mesh, Mesh)
+        return known_options(wanted, self.mesh.devices.flat[0]) if here else wanted
 
     def _program(self, record: Callable[[Plan], None], *args: Any, **kwargs: Any) -> Any:
         """What is traced: the step inside a checked `shard_map` over the whole mesh."""

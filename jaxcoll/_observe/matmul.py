@@ -6,11 +6,16 @@ import math
 import re
 from collections.abc import Mapping
 
+import numpy as np
+
 from jaxcoll._observe.collective import Operand
 from jaxcoll._observe.hlo_text import Instruction, arrays, operands_of
 
 _CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
 _CONTRACTED_IN_CONFIG = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+_ALL_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
+_WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
+_FIELD = re.compile(r"(\w+)=([\w\-]+)")
 _LABELS = re.compile(r"\bdim_labels=\w+_(\w+)->")
 _TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 _PRODUCT = re.compile(r"gemm|matmul", re.IGNORECASE)
@@ -25,8 +30,10 @@ def is_matmul(line: str) -> bool:
 def flops(instruction: Instruction, defined: Mapping[str, str]) -> int | None:
     """Floating-point operations of an instruction: 2 for each multiplication and addition.
 
-    Law: a product with an output of N elements that sums over K has 2·N·K of them; so has a
-    convolution, K being the elements of its kernel for one output feature, padding included.
+    Law: a product with an output of N elements that sums over K has 2·N·K of them. A convolution
+    has 2 for each element of an output and of its kernel that meet an element of the input, and
+    neither padding nor what dilation puts between elements; a library's convolution, whose text
+    says less, has those, too.
 
     Args:
       instruction: any.
@@ -50,6 +57,8 @@ def flops(instruction: Instruction, defined: Mapping[str, str]) -> int | None:
     results, given = arrays(instruction.type), operands_of(instruction, defined)
     if not results or len(given) < 2:
         return None
+    if opcode == "convolution":
+        return _convolved(attributes, given[0], given[1], results[0])
     summed = _kernel(attributes, given[1]) if convolves else _contracted(attributes, given[0])
     return None if summed is None else 2 * results[0].size * summed
 
@@ -71,3 +80,31 @@ def _kernel(attributes: str, kernel: Operand) -> int | None:
     if not found or len(found[1]) != len(kernel.shape) or "o" not in found[1]:
         return None
     return math.prod(n for n, label in zip(kernel.shape, found[1], strict=True) if label != "o")
+
+
+def _convolved(attributes: str, left: Operand, kernel: Operand, output: Operand) -> int | None:
+    """Operations of a convolution; TPUs write every product as one, batches as dilated windows."""
+    labels, window = _ALL_LABELS.search(attributes), _WINDOW.search(attributes)
+    if not labels or [*map(len, labels.groups())] != [
+        len(each.shape) for each in (left, kernel, output)
+    ]:
+        return None
+    inputs, weights, outputs = (
+        dict(zip(named, each.shape, strict=True))
+        for named, each in zip(labels.groups(), (left, kernel, output), strict=True)
+    )
+    given = dict(_FIELD.findall(window[1])) if window else {}
+    found = 2 * weights["i"] * outputs["b"] * outputs["f"]
+    for k, dim in enumerate(sorted(filter(str.isdigit, inputs))):
+
+        def of(field: str, otherwise: int, k: int = k) -> int:
+            return (
+                int(given[field].split("x")[k].partition("_")[0]) if field in given else otherwise
+            )
+
+        dilated = of("lhs_dilate", 1)
+        at = np.arange(outputs[dim])[:, None] * of("stride", 1) - of("pad", 0)
+        at = at + np.arange(weights[dim])[None] * of("rhs_dilate", 1)
+        inside = (at >= 0) & (at <= (inputs[dim] - 1) * dilated) & (at % dilated == 0)
+        found *= int(inside.sum())
+    return found

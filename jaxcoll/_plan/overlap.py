@@ -16,12 +16,12 @@ from jaxcoll._plan.world import World
 KiB, MiB = 1 << 10, 1 << 20
 
 LAST = MiB
-"""Bytes of the last pack, whose exchange nothing is left to hide: what DistributedDataParallel
-gives its smallest bucket, and about the size below which an all-reduce is nothing but latency."""
+"""Bytes of the last pack, whose exchange nothing is left to hide: that of PyTorch's smallest
+bucket, and about the size below which an all-reduce is nothing but latency."""
 
 FEWEST, MOST = 8, 48
-"""Packs of a tree that is larger than so many `LAST`: enough that most of the exchange runs while
-something is computed, and no more than compilers were seen to place well."""
+"""Packs of a tree that is not tiny, those at the end apart: enough that most of the exchange runs
+while something is computed, and no more than XLA was seen to place well (docs/decisions.md)."""
 
 HALF = 2.0
 """Of the time that its bytes would need at full bandwidth, what a pack may take."""
@@ -78,7 +78,7 @@ def rule_for(leaves: Sequence[Leaf], asked: int, prices: Prices) -> ReadyOrder:
     whole = prices.of(composed, 1 << 30).bandwidth / (1 << 30)
     limit = LAST
     while limit < total and prices.of(composed, limit).seconds > HALF * limit * whole:
-        limit *= 2
+        limit += limit // 4
     limit = max(LAST, min(max(limit, total // MOST), total // FEWEST))
     return ReadyOrder(limit, LAST, ALONE)
 
@@ -108,8 +108,8 @@ def reasons(
     if isinstance(rule, ReadyOrder):
         last = packs[-1].nbytes if packs else 0
         yield (
-            f"packs: of at most {rule.limit:,} bytes, larger leaves alone; towards the end smaller"
-            f" ones, the last of {last:,} bytes"
+            f"packs: smaller ones towards the end, the last of {last:,} bytes; leaves of more than "
+            f"{rule.limit:,} bytes alone"
         )
         yield (
             "order: that in which the gradients become ready in the backward pass"

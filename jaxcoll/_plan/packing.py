@@ -59,11 +59,11 @@ class GroupSmall:
 class ReadyOrder:
     """Packs in the order in which leaves become ready, small ones at the end.
 
-    A pack holds at most `limit` bytes, and at most half of what is still to come with it; but
-    `last` bytes in any case. So the last ones halve, and what is left when nothing is computed
-    any more is small. Leaves of more than `limit` bytes travel alone and whole; only towards the
-    end leaves are cut. Those of less than `small` bytes, `last` bytes of them at most, wait for
-    the last pack, so that they cost the large ones between them no copy.
+    A pack holds at most `limit` bytes, and at most a quarter of what is still to come with it; but
+    `last` bytes in any case. So what is left when nothing is computed any more is small. Leaves
+    of more than `limit` bytes travel alone and whole; only towards the end leaves are cut. Those
+    of less than `small` bytes, `last` bytes of them at most, wait for the last pack, so that they
+    cost the large ones between them no copy.
     """
 
     limit: int
@@ -196,12 +196,12 @@ def _as_they_are_ready(leaves: Sequence[Leaf], rule: ReadyOrder) -> tuple[Pack, 
         if leaf.travels and leaf.solid
     ]
     for agreed, members in _groups(leaves).items():
-        contents = _halving(leaves, sorted(members, key=ready), rule)
+        contents = _tapering(leaves, sorted(members, key=ready), rule)
         packs += [Pack(*agreed, tuple(segments)) for segments in contents]
     return tuple(sorted(packs, key=lambda p: max(ready(s.leaf) for s in p.segments)))
 
 
-def _halving(
+def _tapering(
     leaves: Sequence[Leaf], members: Sequence[int], rule: ReadyOrder
 ) -> Iterator[list[Segment]]:
     """The segments of one pack after another; see `ReadyOrder`."""
@@ -217,11 +217,11 @@ def _halving(
         start = leaves[i].size if i in waiting else 0
         while start < leaves[i].size:
             if not pack:
-                room = max(rule.last, min(rule.limit, rest // 2))
+                room = max(rule.last, min(rule.limit, rest // 4))
             left = leaves[i].size - start
             width = leaves[i].wire.itemsize
             size = min(left, max(room // width, not pack))
-            if size < left and rest // 2 >= rule.limit:  # not near the end: leaves stay whole
+            if size < left and rest // 4 >= rule.limit:  # not near the end: leaves stay whole
                 size = 0 if pack else left
             if size:
                 pack.append(Segment(i, start, size))
@@ -229,9 +229,9 @@ def _halving(
             if not size or room < width:
                 yield pack
                 pack = []
-    pack += [Segment(i, 0, leaves[i].size) for i in waiting]
-    if pack:
-        yield pack
+    last = [Segment(i, 0, leaves[i].size) for i in waiting]
+    together = sum(leaves[s.leaf].wire.itemsize * s.size for s in pack + last) <= rule.limit
+    yield from filter(None, [pack + last] if together else [pack, last])
 
 
 def _small_runs(leaves: Sequence[Leaf], rule: GroupSmall) -> Iterator[list[int]]:

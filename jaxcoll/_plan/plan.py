@@ -149,6 +149,14 @@ class Plan:
         """What is done along each axis to sum `pack`, inner first."""
         return stages(pack.algorithm, self.owners, pack.over)
 
+    @property
+    def chained(self) -> bool:
+        """Whether each pack waits for the sum of the one before.
+
+        It keeps packs apart in any program on GPUs; on TPUs it would cost most of what overlaps.
+        """
+        return self.overlap and self.world.platform != "tpu"
+
     def compiler_options(self, platform: str | None = None) -> dict[str, Any]:
         """What a program with this plan should be compiled with, for its packs to stay apart.
 

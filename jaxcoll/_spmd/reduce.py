@@ -148,7 +148,7 @@ def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
         recipe = cast(Recipe, planned.kind)
         with jax.named_scope(f"{plan.name}/pack{k}"):
             array = before(array, recipe)
-            if plan.overlap and total is not None:
+            if plan.chained and total is not None:
                 array = _compat.ordered(array, after=total)
             total = algorithms.all_reduce(array, plan.stages(planned), recipe.axes)
             result = after(total, recipe)

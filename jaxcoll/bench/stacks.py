@@ -19,10 +19,13 @@ from jax.sharding import PartitionSpec as P
 from jaxcoll._host.data_parallel import data_parallel
 from jaxcoll._host.in_program import sync_in_backward, value_and_grad
 from jaxcoll._plan.options import CommunicationOptions
-from jaxcoll.bench.transformer import BATCH, LAYERS, LENGTH, WIDTH, layer, through
+from jaxcoll.bench.transformer import LAYERS, WIDTH, layer, through
 
 Example = tuple[Callable[..., Any], tuple[Any, ...]]
 """A step, and its arguments by their shapes."""
+
+TEXTS, LENGTH = 96, 1024
+"""On each of eight devices 12 texts of 1,024 tokens, as nanoGPT trains GPT-2 by default."""
 
 SMALL_LAYERS, SMALL_WIDTH = 2, 512
 """25 MB of gradients, which XLA for GPUs makes one collective of."""
@@ -45,13 +48,24 @@ def scanned_plain() -> Example:
     return _plainly(_scan), _arguments(layer(WIDTH, jnp.float32, LAYERS), WIDTH)
 
 
+def unrolled() -> Example:
+    """12 layers in a Python loop, packs of their gradients reduced as they become ready."""
+    overlap = CommunicationOptions(overlap=True)
+    return _by_jaxcoll(_loop, overlap), _arguments([layer(WIDTH, jnp.float32)] * LAYERS, WIDTH)
+
+
 def unrolled_plain() -> Example:
-    """The same layers in a Python loop, their gradients averaged leaf by leaf."""
+    """The same, their gradients averaged leaf by leaf."""
     return _plainly(_loop), _arguments([layer(WIDTH, jnp.float32)] * LAYERS, WIDTH)
 
 
+def small() -> Example:
+    """Two layers, 25 MB of gradients, packs of them reduced as they become ready."""
+    return _by_jaxcoll(_loop, CommunicationOptions(overlap=True)), _arguments(_small(), SMALL_WIDTH)
+
+
 def small_plain() -> Example:
-    """Two layers, 25 MB of gradients, averaged leaf by leaf."""
+    """The same, averaged leaf by leaf."""
     return _plainly(_loop), _arguments(_small(), SMALL_WIDTH)
 
 
@@ -60,7 +74,7 @@ def _small() -> Any:
 
 
 def _arguments(layers: Any, width: int) -> tuple[Any, ...]:
-    return layers, jax.ShapeDtypeStruct((BATCH, LENGTH, width), jnp.bfloat16)
+    return layers, jax.ShapeDtypeStruct((TEXTS, LENGTH, width), jnp.bfloat16)
 
 
 def _by_jaxcoll(
