@@ -25,7 +25,13 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxcoll import _compat
 from jaxcoll._spmd.replication import CALLS, opened, programs, scan_parts
 
-_REDUCTIONS = {"psum", "psum_invariant", "all_gather", "all_gather_invariant", "ppermute"}
+_REDUCTIONS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "ppermute": "collective-permute",
+}
 _MOVES = {"reshape", "slice", "dynamic_slice", "squeeze", "transpose", "concatenate", "split"}
 _MOVES |= {"stack", "unstack", "expand_dims", "rev"}
 _MOVES |= {"convert_element_type", "reduce_precision", "copy", "neg", "add", "add_any", "sub"}
@@ -38,7 +44,7 @@ class Repeated:
     """A reduction that could stand after its loop.
 
     Attributes:
-      kind: the primitive's name.
+      kind: as HLO has it.
       like: its result, as in float32[3, 5].
       nbytes: of the result.
       line: of the user's Python that asked for it; "" if that is not known.
@@ -103,7 +109,7 @@ def told(found: Sequence[Repeated]) -> str:
 
 
 def _repeated(eqn: JaxprEqn) -> Repeated:
-    (kind, avals) = eqn.primitive.name, [out.aval for out in eqn.outvars]
+    kind, avals = _REDUCTIONS[eqn.primitive.name], [out.aval for out in eqn.outvars]
     like = ", ".join(f"{a.dtype.name}[{', '.join(map(str, a.shape))}]" for a in avals)
     nbytes = sum(a.size * a.dtype.itemsize for a in avals)
     return Repeated(kind, like, nbytes, _compat.users_line(eqn))
