@@ -173,8 +173,9 @@ def _check_scalar(loss: Any, caller: str) -> None:
     if not is_array and not isinstance(loss, bool | int | float | complex):
         raise TypeError(_NO_SCALAR.format(caller=caller, got=type(loss).__name__))
     if np.shape(loss):
-        shape = ", ".join(map(str, loss.shape))
-        raise TypeError(_NO_SCALAR.format(caller=caller, got=f"{loss.dtype.name}[{shape}]"))
+        shape = ", ".join(map(str, np.shape(loss)))
+        got = f"{jnp.result_type(loss).name}[{shape}]"
+        raise TypeError(_NO_SCALAR.format(caller=caller, got=got))
 
 
 def _check_scalars(loss: WeightedLoss, caller: str) -> None:

@@ -109,7 +109,7 @@ def told(found: Sequence[Repeated]) -> str:
 
 
 def _repeated(eqn: JaxprEqn) -> Repeated:
-    kind, avals = _REDUCTIONS[eqn.primitive.name], [out.aval for out in eqn.outvars]
+    kind, avals = _REDUCTIONS[eqn.primitive.name], [_type(out) for out in eqn.outvars]
     like = ", ".join(f"{a.dtype.name}[{', '.join(map(str, a.shape))}]" for a in avals)
     nbytes = sum(a.size * a.dtype.itemsize for a in avals)
     return Repeated(kind, like, nbytes, _compat.users_line(eqn))
@@ -233,7 +233,11 @@ def _inside(
 
 
 def _grows(eqn: JaxprEqn) -> bool:
-    return eqn.invars[0].aval.size != eqn.outvars[0].aval.size
+    return _type(eqn.invars[0]).size != _type(eqn.outvars[0]).size
+
+
+def _type(atom: Any) -> Any:
+    return atom.aval
 
 
 def _is_number(step: _Step | None) -> bool:
