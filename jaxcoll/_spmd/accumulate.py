@@ -68,7 +68,7 @@ def accumulated(
     Law: value, weight, metrics and gradients are the sums over the pieces (value and gradients
     their mean, for a mean without weights); `aux` has a leading dimension more. Gradients narrower
     than 32 bits are added in float32 and have their own type again at the end: adding eight
-    numbers in bfloat16 costs half of its digits.
+    numbers in bfloat16 may cost three of its eight bits.
 
     Args:
       differentiate: what is done with each piece; local.

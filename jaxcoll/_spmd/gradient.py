@@ -231,7 +231,8 @@ def _check_scalar(loss: Any, caller: str) -> None:
         raise TypeError(_NO_SCALAR.format(caller=caller, got=type(loss).__name__))
     if np.shape(loss):
         shape = ", ".join(map(str, np.shape(loss)))
-        raise TypeError(_NO_SCALAR.format(caller=caller, got=f"{jnp.result_type(loss)}[{shape}]"))
+        got = f"{jnp.result_type(loss).name}[{shape}]"
+        raise TypeError(_NO_SCALAR.format(caller=caller, got=got))
 
 
 def _check_scalars(loss: WeightedLoss, caller: str) -> None:

@@ -26,10 +26,18 @@ from jaxcoll import _compat
 from jaxcoll._spmd.programs import CALLS, opened, programs
 from jaxcoll._spmd.replication import scan_parts
 
-_REDUCTIONS = {"psum", "psum_invariant", "all_gather", "all_gather_invariant", "ppermute"}
+_REDUCTIONS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "ppermute": "collective-permute",
+}
 _MOVES = {"reshape", "slice", "dynamic_slice", "squeeze", "transpose", "concatenate", "split"}
+_MOVES |= {"stack", "unstack", "expand_dims", "rev"}
 _MOVES |= {"convert_element_type", "reduce_precision", "copy", "neg", "add", "add_any", "sub"}
 _MOVES |= {"pvary", "pcast", "as_invariant", "as_stored", "optimization_barrier", _compat.SAME}
+_CHOICES = {"select_n", "cond"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Repeated:
     """A reduction that could stand after its loop.
 
     Attributes:
-      kind: the primitive's name.
+      kind: as HLO has it.
       like: its result, as in float32[3, 5].
       nbytes: of the result.
       line: of the user's Python that asked for it; "" if that is not known.
@@ -102,7 +110,7 @@ def told(found: Sequence[Repeated]) -> str:
 
 
 def _repeated(eqn: JaxprEqn) -> Repeated:
-    (kind, avals) = eqn.primitive.name, [out.aval for out in eqn.outvars]
+    kind, avals = _REDUCTIONS[eqn.primitive.name], [_type(out) for out in eqn.outvars]
     like = ", ".join(f"{a.dtype.name}[{', '.join(map(str, a.shape))}]" for a in avals)
     nbytes = sum(a.size * a.dtype.itemsize for a in avals)
     return Repeated(kind, like, nbytes, _compat.users_line(eqn))
@@ -151,8 +159,8 @@ def _casts(value: int | None, made_by: Mapping[int | None, _Step]) -> list[int |
     return found
 
 
-def _depending(flat: _Flat, value: int) -> set[int | None]:
-    touched: set[int | None] = {value}
+def _depending(flat: _Flat, *values: int) -> set[int | None]:
+    touched: set[int | None] = {*values}
     for step in flat.steps:
         if touched.intersection(step.ins):
             touched.update(step.outs)
@@ -162,6 +170,7 @@ def _depending(flat: _Flat, value: int) -> set[int | None]:
 def _behind(flat: _Flat, value: int | None) -> tuple[list[JaxprEqn], set[int]]:
     """The reductions that a value is made of by moves alone; and so the inputs, by position."""
     made_by = flat.made_by()
+    told = _depending(flat, *flat.ins)
     waiting, seen = [value], {value}
     found: list[JaxprEqn] = []
     while waiting:
@@ -172,7 +181,10 @@ def _behind(flat: _Flat, value: int | None) -> tuple[list[JaxprEqn], set[int]]:
         if step.eqn.primitive.name in _REDUCTIONS and _sends(step.eqn):
             found.append(step.eqn)
             continue
-        inner, onward = _moved_from(step, step.outs.index(at), made_by)
+        moved_from = _chosen_from if step.eqn.primitive.name in _CHOICES else _moved_from
+        if moved_from is _chosen_from and step.ins[0] in told:
+            continue  # not by the replica's place, as in an exchange
+        inner, onward = moved_from(step, step.outs.index(at), made_by)
         found += inner
         waiting += [x for x in onward if x is not None and x not in seen]
         seen.update(onward)
@@ -201,14 +213,32 @@ def _moved_from(
         scaled = [x for x in step.ins if x is not None and not _is_number(made_by.get(x))]
         return [], scaled if len(scaled) == 1 else []
     if name == "scan":
-        body = _flat(opened(step.eqn.params["jaxpr"]))
-        found, positions = _behind(body, body.outs[k])
-        return found, [step.ins[i] for i in positions]
+        return _inside(step.eqn.params["jaxpr"], step.ins, k)
     return [], []
 
 
+def _chosen_from(step: _Step, k: int, _: Any) -> tuple[list[JaxprEqn], Sequence[int | None]]:
+    """Likewise, of a choice between values or between programs."""
+    if step.eqn.primitive.name == "select_n":
+        return [], step.ins[1:]
+    inside = [_inside(branch, step.ins[1:], k) for branch in step.eqn.params["branches"]]
+    return [eqn for found, _ in inside for eqn in found], [x for _, ins in inside for x in ins]
+
+
+def _inside(
+    body: Any, ins: Sequence[int | None], k: int
+) -> tuple[list[JaxprEqn], list[int | None]]:
+    flat = _flat(opened(body))
+    found, positions = _behind(flat, flat.outs[k])
+    return found, [ins[i] for i in positions]
+
+
 def _grows(eqn: JaxprEqn) -> bool:
-    return eqn.invars[0].aval.size != eqn.outvars[0].aval.size
+    return _type(eqn.invars[0]).size != _type(eqn.outvars[0]).size
+
+
+def _type(atom: Any) -> Any:
+    return atom.aval
 
 
 def _is_number(step: _Step | None) -> bool:
