@@ -114,7 +114,7 @@ def run_job(
     timeout: float | None = None,
     grace: float = GRACE,
     keep_going: bool = False,
-    interrupted: Callable[[], int] = lambda: 0,
+    signals: Sequence[int] = (),
     watched: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Run one process for each set of variables, and end all when one fails.
@@ -127,7 +127,7 @@ def run_job(
       grace: seconds between asking them to end, by the signal that was asked for or SIGTERM, and
         killing them.
       keep_going: let the others run when one fails.
-      interrupted: says by which signal the job is to end; 0: by none.
+      signals: that came so far; the first one ends the job, and a second takes the grace away.
       watched: called now and then.
 
     Returns:
@@ -143,7 +143,7 @@ def run_job(
         outcome = Outcome([None] * len(variables))
         while None in outcome.statuses:
             _note_ended(running, outcome)
-            outcome.interrupted = interrupted()
+            outcome.interrupted = signals[0] if signals else 0
             outcome.late = deadline is not None and time.monotonic() > deadline
             failed = outcome.failed and not keep_going
             if failed or outcome.interrupted or (outcome.late and None in outcome.statuses):
@@ -151,7 +151,7 @@ def run_job(
             lines.pass_on(_BEAT)
             watched()
         outcome.late = outcome.late and None in outcome.statuses
-        _ask_to_end(running, lines, outcome.interrupted or signal.SIGTERM, grace, interrupted)
+        _ask_to_end(running, lines, outcome.interrupted or signal.SIGTERM, grace, signals)
         lines.finish()
     return outcome
 
@@ -170,14 +170,14 @@ def _note_ended(running: Running, outcome: Outcome) -> None:
 
 
 def _ask_to_end(
-    running: Running, lines: Lines, number: int, grace: float, interrupted: Callable[[], int]
+    running: Running, lines: Lines, number: int, grace: float, signals: Sequence[int]
 ) -> None:
     """Give processes some time to end by themselves; a second interruption takes it from them."""
     if grace and any(process.poll() is None for process in running.processes):
         running.signal(number)
-        before, until = interrupted(), time.monotonic() + grace
+        before, until = len(signals), time.monotonic() + grace
         while any(process.poll() is None for process in running.processes):
-            if time.monotonic() > until or interrupted() != before:
+            if time.monotonic() > until or len(signals) > before:
                 break
             lines.pass_on(_BEAT)
 
@@ -223,9 +223,14 @@ def world(processes: int, log: Any = subprocess.DEVNULL) -> Iterator[list[dict[s
       Each rank's environment variables, by which it can `join`.
     """
     with coordinated(processes, log) as coordinator:
-        common = {k: os.environ.get(k, v) for k, v in KEEP_MEMORY.items()}
-        common |= {COORDINATOR: coordinator.address, PROCESSES: str(processes)}
-        yield [{**common, RANK: str(rank)} for rank in range(processes)]
+        yield world_variables(coordinator.address, processes)
+
+
+def world_variables(address: str, processes: int) -> list[dict[str, str]]:
+    """Each rank's environment variables, by which it finds the coordinator at an address."""
+    common = {k: os.environ.get(k, v) for k, v in KEEP_MEMORY.items()}
+    common |= {COORDINATOR: address, PROCESSES: str(processes)}
+    return [{**common, RANK: str(rank)} for rank in range(processes)]
 
 
 @contextlib.contextmanager
