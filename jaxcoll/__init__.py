@@ -32,6 +32,8 @@ from jaxcoll._look.inspect import inspect as inspect
 from jaxcoll._observe.report import Report as Report
 from jaxcoll._plan.errors import AlreadyReducedError as AlreadyReducedError
 from jaxcoll._plan.errors import DeadlineExceededError as DeadlineExceededError
+from jaxcoll._plan.errors import PeerLostError as PeerLostError
+from jaxcoll._plan.errors import ProgramMismatchError as ProgramMismatchError
 from jaxcoll._plan.errors import ReplicaDivergenceError as ReplicaDivergenceError
 from jaxcoll._plan.options import UNSET as UNSET
 from jaxcoll._plan.options import CollectiveCommunication as CollectiveCommunication
