@@ -7,6 +7,7 @@ keeps the mesh axes it varies over, and how a type is told that it varies no lon
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -211,6 +212,15 @@ def is_partially_sharded(x: Any) -> bool:
 def compiler_options(traced: Any) -> dict[str, Any]:
     """The `compiler_options` that a function was jitted with, which JAX keeps to itself."""
     return dict(getattr(traced, "_params", {}).get("compiler_options_kvs", ()))
+
+
+def configuration() -> Any:
+    """All of this thread's configuration that a trace depends on, as a hashable value.
+
+    JAX keeps it to itself; None where it is not found, as if it never changed.
+    """
+    module = sys.modules[type(jax.config).__module__]
+    return getattr(module, "trace_context", lambda: None)()
 
 
 def cluster_devices(request: dict[str, Any], mesh_sizes: Sequence[int]) -> tuple[list[Any], str]:
