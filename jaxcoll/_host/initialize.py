@@ -139,6 +139,14 @@ def initialize(
     return None
 
 
+def own_address() -> str | None:
+    """This host's address on the way to the coordinator; None: nobody was joined here."""
+    if _joined is None:
+        return None
+    with socket.socket(fileno=os.dup(_joined.line)) as line:
+        return line.getsockname()[0]
+
+
 def _member(
     address: str | None,
     count: int | None,
