@@ -12,6 +12,7 @@ import pytest
 import jaxcoll as jc
 from jaxcoll._host.arrival import arrive
 from jaxcoll._host.coordinator import start_coordinator
+from jaxcoll._host.initialize import _start
 from jaxcoll._plan.cluster import Member
 
 
@@ -126,12 +127,30 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use():
         with pytest.raises(ValueError, match=f"what answers at {address} is no coordinator"):
             arrive(Member(address, 2, 1), 5)
         thread.join()
-        with pytest.raises(OSError, match="Address already in use"):
-            start_coordinator(address, 2)
+        with pytest.raises(
+            OSError,
+            match=f"process 0 cannot listen at {address}.*: Address already in use. Choose a free",
+        ):
+            _start(Member(address, 2, 0), None, True, 1, 1)
     with pytest.raises(
         ValueError, match=r"'no-such-host.invalid:1' has no address here .*came from the arguments"
     ):
         arrive(Member("no-such-host.invalid:1", 2, 1), 5)
+    with pytest.raises(
+        ValueError, match="'no-such-host.invalid', where it is to listen, has no addr"
+    ):
+        _start(Member("no-such-host.invalid:1", 2, 0), None, True, 1, 1)
+
+
+def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch):
+    def unknown(*_, **__):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", unknown)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with pytest.raises(ValueError, match="Open MPI does not say where .* JAX_COORDINATOR_ADDRESS"):
+        jc.initialize()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,12 @@ jc.initialize()
 import jax
 jc.initialize()
 rank = jax.process_index()
+try:
+    jc.initialize("127.0.0.1:1", 3, 0)
+except RuntimeError as error:
+    assert "already, and cannot become process 0 of 3 as well" in str(error)
+else:
+    sys.exit("a second job was entered")
 assert len(jax.local_devices()) == 2
 print("devices", jax.device_count(), *sys.argv[1:])
 print("aside", file=sys.stderr)
