@@ -2,6 +2,9 @@
 
 from jaxcoll._host.all_reduce_ops import AllReduceCrossDeviceOps as AllReduceCrossDeviceOps
 from jaxcoll._host.check_replicas import check_replicas as check_replicas
+from jaxcoll._host.cluster_resolver import ClusterResolver as ClusterResolver
+from jaxcoll._host.cluster_resolver import SlurmClusterResolver as SlurmClusterResolver
+from jaxcoll._host.cluster_resolver import TFConfigClusterResolver as TFConfigClusterResolver
 from jaxcoll._host.collective_all_reduce import CollectiveAllReduce as CollectiveAllReduce
 from jaxcoll._host.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxcoll._host.data_parallel import DataParallel as DataParallel
@@ -21,6 +24,7 @@ from jaxcoll._host.in_step import accumulate as accumulate
 from jaxcoll._host.in_step import all_finite as all_finite
 from jaxcoll._host.in_step import global_norm as global_norm
 from jaxcoll._host.in_step import reduce_metrics as reduce_metrics
+from jaxcoll._host.initialize import initialize as initialize
 from jaxcoll._host.mirrored_strategy import MirroredStrategy as MirroredStrategy
 from jaxcoll._host.mirrored_strategy import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
@@ -41,6 +45,8 @@ from jaxcoll._look.inspect import inspect as inspect
 from jaxcoll._observe.report import Report as Report
 from jaxcoll._plan.errors import AlreadyReducedError as AlreadyReducedError
 from jaxcoll._plan.errors import DeadlineExceededError as DeadlineExceededError
+from jaxcoll._plan.errors import PeerLostError as PeerLostError
+from jaxcoll._plan.errors import ProgramMismatchError as ProgramMismatchError
 from jaxcoll._plan.errors import ReductionInLoopWarning as ReductionInLoopWarning
 from jaxcoll._plan.errors import ReplicaDivergenceError as ReplicaDivergenceError
 from jaxcoll._plan.options import UNSET as UNSET

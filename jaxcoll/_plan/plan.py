@@ -169,6 +169,10 @@ class Plan:
         """
         return overlap.compiler_options(platform or self.world.platform) if self.overlap else {}
 
+    def carried(self, pack: int) -> str:
+        """The first and the last leaf that a pack carries."""
+        return _carried(self.leaves, self.packs[pack])
+
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain numbers and strings, bytes and elements counted on one replica."""
         return plan_dict.to_dict(self)
