@@ -15,9 +15,11 @@ from jaxcoll._plan.world import World
 
 KiB, MiB = 1 << 10, 1 << 20
 
-LAST = MiB
-"""Bytes of the last pack, whose exchange nothing is left to hide: that of PyTorch's smallest
-bucket, and about the size below which an all-reduce is nothing but latency."""
+LAST, LEAST = MiB, 256 * KiB
+"""Bytes of the last packs, whose exchange nothing is left to hide: of a large tree as many as
+PyTorch's smallest bucket has, of others a `PARTS`-th, but not so few that they are all latency."""
+
+PARTS = 64
 
 FEWEST, MOST = 8, 48
 """Packs of a tree that is not tiny, those at the end apart: enough that most of the exchange runs
@@ -29,10 +31,14 @@ HALF = 2.0
 ALONE = 64 * KiB
 """Bytes of leaves that are too small to be worth their place in the order."""
 
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "cpu": {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"},
-    "gpu": {},  # packs are chained
-    "tpu": {"xla_jf_crs_combiner_threshold_in_bytes": ALONE},
+_OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
+    ("cpu", "all-reduce"): {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"},
+    ("gpu", "all-reduce"): {},  # packs are chained
+    # Counted in bytes of the shard that a device ends with, so that no size of a pack would do.
+    ("gpu", "reduce-scatter"): {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1},
+    ("gpu", "all-gather"): {"xla_gpu_all_gather_combine_threshold_bytes": 1},
+    # Packs are larger than this, metrics are not, which then still travel together.
+    ("tpu", "all-reduce"): {"xla_jf_crs_combiner_threshold_in_bytes": ALONE},
 }
 
 _WHERE = {
@@ -55,9 +61,14 @@ def wants_order(options: CommunicationOptions, world: World) -> bool:
     return options.overlap
 
 
-def is_wanted(options: CommunicationOptions, world: World, leaves: Sequence[Leaf]) -> bool:
-    """Whether packs are to travel one by one: as asked, or where the order is known and it pays."""
-    if options.overlap is not None or not wants_order(options, world):
+def is_wanted(
+    options: CommunicationOptions, world: World, leaves: Sequence[Leaf], algorithm: str
+) -> bool:
+    """Whether packs are to travel one by one: as asked, or where the order is known and it pays.
+
+    Exchanges of our own are not chained without being asked.
+    """
+    if options.overlap is not None or not wants_order(options, world) or algorithm != "native":
         return bool(options.overlap)
     known = any(leaf.ready is not None for leaf in leaves)
     return known and sum(leaf.nbytes for leaf in leaves if leaf.travels) > 2 * LAST
@@ -80,7 +91,7 @@ def rule_for(leaves: Sequence[Leaf], asked: int, prices: Prices) -> ReadyOrder:
     while limit < total and prices.of(composed, limit).seconds > HALF * limit * whole:
         limit += limit // 4
     limit = max(LAST, min(max(limit, total // MOST), total // FEWEST))
-    return ReadyOrder(limit, LAST, ALONE)
+    return ReadyOrder(limit, max(LEAST, min(LAST, total // PARTS)), ALONE)
 
 
 def with_guess(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
@@ -122,9 +133,9 @@ def reasons(
         yield _by_options(world.platform)
 
 
-def compiler_options(platform: str) -> dict[str, Any]:
-    """What keeps packs apart in a program that is compiled for `platform`."""
-    return dict(_OPTIONS.get(platform, {}))
+def compiler_options(platform: str, kind: str = "all-reduce") -> dict[str, Any]:
+    """What keeps packs apart in a program that is compiled for `platform`, by their collective."""
+    return dict(_OPTIONS.get((platform, kind), {}))
 
 
 def _by_options(platform: str) -> str:
