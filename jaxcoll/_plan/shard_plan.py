@@ -52,6 +52,7 @@ def plan_half(
             pack,
             dtype=leaves[pack.segments[0].leaf].wire,
             over=world.sizes,
+            kind=(),
             algorithm=algorithm,
         )
         for pack in layout.packs
@@ -62,9 +63,8 @@ def plan_half(
         reason,
         *choice.reasons[1:],
     )
-    return Plan(
-        reduce_op, tuple(leaves), packs, 0, world, terms, reasons, options.reproducible, half
-    )
+    shown = tuple(Leaf(x.path, x.shape, x.dtype, x.wire, world.sizes) for x in leaves)
+    return Plan(reduce_op, shown, packs, 0, world, terms, reasons, options.reproducible, half)
 
 
 def _carried(algorithm: str, why: str, world: World) -> tuple[str, str]:

@@ -117,7 +117,7 @@ def test_each_device_holds_an_eighth_of_the_state():
     params = {"w": normal(0, 512, 1024), "b": np.zeros(1024, "f")}
     optimizer = jc.sharded_optimizer(optax.adam(1e-3), "data")
     state = optimizer.init(params)
-    per_device = {d: 0 for d in jax.devices()}
+    per_device = dict.fromkeys(jax.devices(), 0)
     for leaf in jax.tree.leaves(state):
         for shard in leaf.addressable_shards:
             per_device[shard.device] += shard.data.nbytes
