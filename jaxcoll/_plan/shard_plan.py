@@ -52,6 +52,7 @@ def plan_half(
             pack,
             dtype=leaves[pack.segments[0].leaf].wire,
             over=world.sizes,
+            kind=(),
             algorithm=algorithm,
         )
         for pack in layout.packs
@@ -62,9 +63,10 @@ def plan_half(
         reason,
         *choice.reasons[1:],
     )
+    shown = tuple(Leaf(x.path, x.shape, x.dtype, x.wire, world.sizes) for x in leaves)
     return Plan(
         reduce_op=reduce_op,
-        leaves=tuple(leaves),
+        leaves=shown,
         packs=packs,
         owners=0,
         world=world,

@@ -25,6 +25,8 @@ def test_training_equals_one_device_and_all_processes_agree_to_the_bit():
         assert r["world"] == f"{processes} × cpu, {processes} processes"
         assert "ms for every leaf alone (preset: CPU processes over Gloo" in r["reason"]
         assert r["packs"] == 1
+        assert r["scatters"] == 0, "the compiler's own over Gloo is reported to go wrong"
+        assert r["rows"] == [[1, 128]]
 
 
 def test_a_bare_call_packs_for_gloo_too():

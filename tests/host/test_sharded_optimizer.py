@@ -1,0 +1,348 @@
+"""sharded_optimizer: n devices train as one, each with an n-th of the state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import mesh_of
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+import jaxcoll as jc
+
+
+@pytest.fixture(autouse=True)
+def _dtypes_may_mix():
+    """Optax counts in integers and multiplies them with floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def normal(seed, *shape):
+    return (np.random.default_rng(seed).standard_normal(shape) / np.sqrt(shape[0])).astype("f")
+
+
+PARAMS = {
+    "in": {"w": normal(0, 32, 48), "b": np.zeros(48, "f")},
+    "out": [normal(1, 48, 10), None, np.zeros((0, 3), "f")],
+    "scale": np.float32(1),
+}
+BATCHES = [normal(2, 24, 32) * 5, normal(3, 24, 32) * 5]
+
+
+def loss(p, x):
+    hidden = jnp.tanh(x @ p["in"]["w"] + p["in"]["b"][None])
+    return jnp.mean(jax.nn.logsumexp(hidden @ p["out"][0] * p["scale"], -1) - x[:, 0] ** 2)
+
+
+def steps(tx, params, state, count):
+    """The reference: one device, the whole batch."""
+    for i in range(count):
+        grads = jax.grad(loss)(params, BATCHES[i % 2])
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def train_step(optimizer, n, grads="scatter"):
+    def step(p, state, x):
+        if grads == "local":
+            mine = jax.tree.map(lambda a: jax.lax.pcast(a, "data", to="varying"), p)
+            updates, state = optimizer.update(jax.grad(loss)(mine, x), state, p)
+        else:
+            _, g = jc.value_and_grad(loss, "data", scatter=grads == "scatter")(p, x)
+            updates, state = optimizer.update(g, state, p, reduced=grads == "reduced")
+        return optax.apply_updates(p, updates), state
+
+    return jc.data_parallel(step, mesh=mesh_of(n))
+
+
+def close(got, want, tolerance=1e-5):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.asarray(a).dtype == np.asarray(b).dtype
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+
+
+SAME = {
+    "adam": (optax.adam(1e-2), optax.adam(1e-2), {}),
+    "clipped": (
+        optax.adamw(optax.cosine_decay_schedule(1e-2, 60)),
+        optax.chain(
+            optax.clip_by_global_norm(0.02),
+            optax.adamw(optax.cosine_decay_schedule(1e-2, 60)),
+        ),
+        {"max_norm": 0.02},
+    ),
+    "accumulated": (optax.MultiSteps(optax.lion(1e-3), 2),) * 2 + ({},),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "grads"),
+    [("adam", 8, "scatter"), ("clipped", 3, "reduced"), ("accumulated", 6, "local")],
+)
+def test_fifty_steps_are_those_of_one_device(name, n, grads):
+    tx, whole, more = SAME[name]
+    optimizer = jc.sharded_optimizer(tx, "data", mesh=mesh_of(n), **more)
+    step = train_step(optimizer, n, grads)
+    params, state = PARAMS, optimizer.init(PARAMS)
+    one = jax.jit(lambda p, s, x: _one(whole, p, s, x))
+    want, want_state = PARAMS, whole.init(PARAMS)
+    for i in range(50):
+        params, state = step(params, state, BATCHES[i % 2])
+        want, want_state = one(want, want_state, BATCHES[i % 2])
+    close(params, want)
+    if name != "clipped":  # there the reference has a state more, that of the clipping
+        close(optimizer.unshard(state), want_state)
+
+
+def _one(tx, params, state, x):
+    updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def test_clipping_is_by_the_norm_of_all_shards_and_only_if_that_is_large():
+    grads = {"a": normal(0, 700) * 30, "h": np.float16([3, 4]), "none": None}
+    for largest in (1.0, 1e4):
+        optimizer = jc.sharded_optimizer(optax.sgd(1.0), "data", max_norm=largest)
+        step = jc.data_parallel(
+            lambda g, x, o=optimizer: o.update(g, o.init(g), g, reduced=True)[0]
+        )
+        want, _ = optax.clip_by_global_norm(largest).update(grads, optax.EmptyState())
+        close(step(grads, np.zeros(8)), jax.tree.map(lambda x: -x, want), 1e-3)
+
+
+def test_each_device_holds_an_eighth_of_the_state():
+    params = {"w": normal(0, 512, 1024), "b": np.zeros(1024, "f")}
+    optimizer = jc.sharded_optimizer(optax.adam(1e-3), "data")
+    state = optimizer.init(params)
+    per_device = dict.fromkeys(jax.devices(), 0)
+    for leaf in jax.tree.leaves(state):
+        for shard in leaf.addressable_shards:
+            per_device[shard.device] += shard.data.nbytes
+    whole = sum(np.asarray(x).nbytes for x in jax.tree.leaves(optax.adam(1e-3).init(params)))
+    assert len(set(per_device.values())) == 1
+    assert max(per_device.values()) <= 0.13 * whole
+    assert isinstance(state[0].mu, jc.Shards)
+    assert state[0].mu.parts[0].sharding.spec == PartitionSpec("data")
+
+
+def test_a_checkpoint_goes_from_eight_devices_to_three_and_back(tmp_path):
+    tx, params = optax.adamw(1e-2, mu_dtype=jnp.bfloat16), PARAMS
+    one = jax.jit(lambda p, s, x: _one(tx, p, s, x))
+    want, want_state = PARAMS, tx.init(PARAMS)
+    structure = jax.tree.structure(jax.eval_shape(tx.init, PARAMS))
+    saved = want_state
+    for n in (8, 3, 8):
+        optimizer = jc.sharded_optimizer(tx, "data", mesh=mesh_of(n))
+        step, state = train_step(optimizer, n), optimizer.shard(saved, params)
+        params = jax.tree.map(np.asarray, params)
+        for i in range(6):
+            params, state = step(params, state, BATCHES[i % 2])
+            want, want_state = one(want, want_state, BATCHES[i % 2])
+        leaves = jax.tree.leaves(optimizer.unshard(state))
+        np.savez(
+            tmp_path / "state.npz",
+            *[x.astype("f") if x.dtype == jnp.bfloat16 else x for x in leaves],
+        )
+        loaded = np.load(tmp_path / "state.npz").values()
+        saved = structure.unflatten(x.astype(y.dtype) for x, y in zip(loaded, leaves, strict=True))
+    close(params, want, 1e-3)
+    close(
+        jax.tree.map(lambda x: np.asarray(x, "f"), saved),
+        jax.tree.map(lambda x: np.asarray(x, "f"), want_state),
+        1e-2,
+    )
+
+
+def test_a_state_made_inside_a_program_is_the_one_made_outside():
+    optimizer = jc.sharded_optimizer(optax.adam(1e-3), "data")
+    made = jc.data_parallel(lambda p, x: jax.tree.map(lambda a: a + 1, optimizer.init(p)))(
+        PARAMS, np.ones(8)
+    )
+    outside = jax.tree.map(lambda x: x + 1, optimizer.init(PARAMS))
+    assert jax.tree.structure(made) == jax.tree.structure(outside)
+    close(optimizer.unshard(made), optimizer.unshard(outside), 0)
+
+
+def test_under_pmap_parts_stay_on_their_devices():
+    def step(p, x):
+        optimizer = jc.sharded_optimizer(optax.adam(1e-2), "data")
+        updates, state = optimizer.update(jax.grad(loss)(p, x), optimizer.init(p), p)
+        return optax.apply_updates(p, updates), state
+
+    params, state = jax.pmap(step, "data", in_axes=(None, 0))(PARAMS, BATCHES[0].reshape(8, 3, 32))
+    want, _ = steps(optax.adam(1e-2), PARAMS, optax.adam(1e-2).init(PARAMS), 1)
+    close(jax.tree.map(lambda x: x[5], params), want)
+    assert state[0].mu.parts[0].shape == (8, 3, 128)
+    optimizer = jc.sharded_optimizer(optax.adam(1e-2), "data")
+    with pytest.raises(
+        ValueError, match=r"are global arrays, here of shape \(24, 128\); got \(8, 3, 128\)"
+    ):
+        jc.data_parallel(lambda s, x: s)(state, np.ones(8))
+    assert optimizer.init(PARAMS)[0].mu.parts[0].shape == (24, 128)
+
+
+def test_the_program_reduce_scatters_and_gathers_once_and_fits_a_cluster_by_its_shapes():
+    optimizer = jc.sharded_optimizer(optax.adam(1e-2), "data", max_norm=1.0)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
+    state = optimizer.init(shapes)
+    report = jc.assert_collectives(
+        train_step(optimizer, 8), shapes, state, BATCHES[0],
+        kinds=["reduce-scatter", "all-reduce", "all-gather"],
+    )  # fmt: skip
+    assert report.count == 3
+    wide = AbstractMesh((16,), ("data",), (AxisType.Auto,))
+    abstract = jc.sharded_optimizer(optax.adam(1e-2), "data", mesh=wide).init(PARAMS)
+    assert {x.shape for x in abstract[0].mu.parts} == {(32, 128)}
+
+
+LAMB = optax.lamb(1e-3)
+NOT_ELEMENTWISE = {
+    "a norm of each leaf": LAMB,
+    "a norm of all leaves": optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(0.1)),
+    "factored moments": optax.chain(optax.scale_by_factored_rms(), optax.scale(-0.1)),
+    "a mask by rank": optax.adamw(1e-3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    "labels by leaf": optax.multi_transform(
+        {"a": optax.adam(0.1), "b": optax.sgd(0.1)},
+        lambda p: jax.tree.map(lambda x: "a" if x.ndim > 1 else "b", p),
+    ),
+    "what is finite elsewhere": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "random numbers": optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(0)), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("what", NOT_ELEMENTWISE)
+def test_what_is_not_elementwise_is_refused(what):
+    with pytest.raises(
+        ValueError,
+        match=r"expects an elementwise optimizer.*whole and in 2 shards.*pass `max_norm`",
+    ):
+        jc.sharded_optimizer(NOT_ELEMENTWISE[what], "data")
+
+
+def test_masks_by_name_are_found_out_by_the_parameters():
+    fixed = optax.adamw(1e-3, mask=jax.tree.map(lambda x: True, PARAMS))
+    with pytest.raises(
+        ValueError, match=r"(?s)does not run there \(ValueError.*assume_elementwise=True"
+    ):
+        jc.sharded_optimizer(fixed, "data")
+    named = optax.adamw(
+        1e-3, mask=lambda p: jax.tree_util.tree_map_with_path(lambda at, x: "'b'" not in str(at), p)
+    )
+    optimizer = jc.sharded_optimizer(named, "data")
+    with pytest.raises(ValueError, match=r"the update of an element of \['in'\]\['b'\] in step 1"):
+        optimizer.init(PARAMS)
+    broken = optax.GradientTransformation(
+        optax.sgd(0.1).init, lambda g, s, p=None: (jnp.zeros(3), s)
+    )
+    with pytest.raises(
+        ValueError, match=r"does not run on shards \(ValueError: expected updates like"
+    ):
+        jc.sharded_optimizer(broken, "data")
+    needs = optax.GradientTransformationExtraArgs(
+        optax.sgd(0.1).init,
+        lambda g, s, p=None, *, value: (jax.tree.map(lambda x: value * x, g), s),
+    )
+    with pytest.raises(ValueError, match=r"further arguments"):
+        jc.sharded_optimizer(needs, "data")
+    word = jc.sharded_optimizer(needs, "data", assume_elementwise=True)
+    step = jc.data_parallel(lambda p, x: word.update(p, word.init(p), reduced=True, value=2.0)[0])
+    close(step(PARAMS, np.ones(8)), jax.tree.map(lambda x: 2 * x, PARAMS), 0)
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"something with `init` and `update`; got float"):
+        jc.sharded_optimizer(0.1, "data")
+    with pytest.raises(ValueError, match=r"`max_norm` must be None or a positive number; got 0"):
+        jc.sharded_optimizer(optax.sgd(0.1), "data", max_norm=0)
+    with pytest.raises(
+        ValueError, match=r"`sharded_optimizer` over axis 'x': the mesh has no such axis"
+    ):
+        jc.sharded_optimizer(optax.sgd(0.1), "x", mesh=mesh_of(2))
+    with pytest.raises(ValueError, match=r"over axis 'x': the mesh has no such axis"):
+        jc.sharded_optimizer(optax.sgd(0.1), "x", mesh=AbstractMesh((2,), ("data",)))
+    optimizer = jc.sharded_optimizer(optax.sgd(0.1), "data")
+    with pytest.raises(
+        NameError, match=r"`sharded_optimizer.update` over axis 'data': no such axis here"
+    ):
+        optimizer.update(PARAMS, optimizer.init(PARAMS))
+
+
+ADAM = optax.adam(1e-2)
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        (
+            {**PARAMS, "scale": np.ones(2, "f")},
+            r"leaf \['scale'\] is float32\[2\], and was float32\[\]",
+        ),
+        (
+            {**PARAMS, "scale": np.float16(1)},
+            r"leaf \['scale'\] is float16\[\], and was float32\[\]",
+        ),
+        ({**PARAMS, "more": np.ones(2, "f")}, r"leaf \['more'\] \(float32\[2\]\) is new"),
+        (
+            {k: v for k, v in PARAMS.items() if k != "scale"},
+            r"leaf \['scale'\] \(float32\[\]\) is gone",
+        ),
+        ({**PARAMS, "out": tuple(PARAMS["out"])}, r"its structure is PyTreeDef"),
+    ],
+    ids=["shape", "dtype", "new", "gone", "structure"],
+)
+@pytest.mark.parametrize("given", ["shards", "tree"])
+def test_a_tree_that_has_changed_since_the_state_was_made_is_named(params, match, given):
+    optimizer = jc.sharded_optimizer(ADAM, "data")
+
+    def step(p, state, x):
+        grads = jax.tree.map(lambda a: (x.sum() * a).astype(a.dtype), p)
+        if given == "shards":
+            grads = jc.reduce_scatter("mean", grads, "data")
+        return optimizer.update(grads, state, p)
+
+    with pytest.raises(ValueError, match=match):
+        jc.data_parallel(step)(params, optimizer.init(PARAMS), np.ones(8, "f"))
+
+
+def test_a_state_that_does_not_belong_is_refused():
+    optimizer = jc.sharded_optimizer(ADAM, "data")
+    step, state = train_step(optimizer, 8), optimizer.init(PARAMS)
+    with pytest.raises(
+        ValueError, match=r"expects a state with Shards in it.*`shard` the state of the unsharded"
+    ):
+        step(PARAMS, ADAM.init(PARAMS), BATCHES[0])
+    with pytest.raises(
+        ValueError, match=r"expects a state like PyTreeDef.*this optimizer's `init` or `shard`"
+    ):
+        step(PARAMS, state[0], BATCHES[0])
+    with pytest.raises(
+        ValueError,
+        match=r"Shards of 8 replicas along 'data' do not fit the mesh \(data=3\).*`unshard`",
+    ):
+        train_step(optimizer, 3)(PARAMS, state, BATCHES[0])
+    packed = jc.sharded_optimizer(
+        ADAM, "data", options=jc.CommunicationOptions(bytes_per_pack=1 << 10)
+    )
+    with pytest.raises(
+        ValueError, match=r"packed otherwise.*5 leaves in 3 packs.*Give `bytes_per_pack` to both"
+    ):
+        step(PARAMS, packed.init(PARAMS), BATCHES[0])
+    with pytest.raises(jc.AlreadyReducedError, match=r"leaf \['in'\]\['b'\] is already the same"):
+        train_step(optimizer, 8, grads="")(PARAMS, state, BATCHES[0])
+    with pytest.raises(ValueError, match=r"this one has another structure"):
+        optimizer.shard((1, 2, 3), PARAMS)
+    with pytest.raises(
+        ValueError, match=r"not like the parameters. It has leaves of shapes \[\(49,\)"
+    ):
+        optimizer.shard(
+            ADAM.init({**PARAMS, "in": {"w": np.ones((32, 49)), "b": np.ones(49)}}), PARAMS
+        )
+
+    of_two = jc.sharded_optimizer(ADAM, "data", mesh=mesh_of(2)).init(PARAMS)
+    with pytest.raises(
+        ValueError, match=r"these shards are one of 2 each, and here are 8 replicas"
+    ):
+        jax.vmap(lambda x: optimizer.update(PARAMS, of_two, PARAMS), axis_name="data")(np.ones(8))

@@ -1,0 +1,262 @@
+"""reduce_scatter and the all_gather of its Shards: together an all_reduce, each half by itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import OPTIONS, RUNNERS, assert_trees_equal, lowered, per_replica, rows, run, tree
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxcoll as jc
+from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.shard_layout import layout_of
+from jaxcoll._spmd.shards import sharded_leaves
+
+P = PartitionSpec
+CASES = [
+    (name, runner, n)
+    for name in ("auto", "packed", "ring", "halving_doubling", "shuffle")
+    for runner in RUNNERS
+    for n in ((1, 7, 8) if runner == "checked" and name != "packed" else (3,))
+]
+
+
+def both(op, options=None):
+    def halves(v):
+        return jc.all_gather(
+            jc.reduce_scatter(op, v, "data", options=options), "data", options=options
+        )
+
+    return halves
+
+
+@pytest.mark.parametrize(("name", "runner", "n"), CASES)
+def test_the_halves_together_are_an_all_reduce_of_any_tree(name, runner, n):
+    value = tree(n)  # small integers and halves: sums of them are exact
+    got = run(runner, both("sum", OPTIONS[name]), n, value)
+    want = run(runner, lambda v: jc.all_reduce("sum", v, "data"), n, value)
+    assert_trees_equal(got, want)
+
+
+def test_means_have_the_types_of_all_reduce_and_float16_does_not_overflow():
+    value = {
+        **tree(4),
+        "bytes": rows(4, 3, dtype=np.int8),
+        "huge": jnp.full((4, 5), 4e4, np.float16),
+    }
+    got = run("checked", both("mean"), 4, value)
+    want = run("checked", lambda v: jc.all_reduce("mean", v, "data"), 4, value)
+    assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(want)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), got, want)
+    assert got["huge"].max() == 4e4
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("name", ["auto", "ring", "shuffle"])
+def test_each_half_is_the_transpose_of_the_other(runner, name):
+    """y = gather(2 scatter(x)) · c with another x and c on each replica."""
+    n, options = 3, OPTIONS[name]
+
+    def grads(x, c):
+        def loss(v):
+            shards = jc.reduce_scatter("mean", {"v": v}, "data", options=options)
+            doubled = jax.tree.map(lambda part: 2 * part, shards)
+            return jnp.sum(jc.all_gather(doubled, "data", options=options)["v"] * c)
+
+        return jax.grad(loss)(x)
+
+    c = rows(n, 5, 7)
+    got = per_replica(runner, grads, n, rows(n, 5, 7, seed=1), c)
+    for i in range(n):
+        np.testing.assert_allclose(got[i], 2 * np.asarray(c).sum(0) / n, rtol=1e-6)
+
+
+def test_each_replica_has_as_much_and_little_of_it_is_padding():
+    n, value = 8, {"w": rows(8, 300, 40), "b": rows(8, 77), "h": rows(8, 9, dtype=np.float16)}
+    shards = per_replica("checked", lambda v: jc.reduce_scatter("sum", v, "data"), n, value)
+    assert isinstance(shards, jc.Shards)
+    assert [(p.shape, p.dtype.name) for p in shards.parts] == [
+        ((8, 12, 128), "float32"), ((8, 1, 128), "float16")
+    ]  # fmt: skip
+    assert shards.layout.nbytes == (12 * 4 + 2) * 128
+    whole = np.asarray(shards.parts[0]).reshape(-1)
+    np.testing.assert_array_equal(whole[:77], np.asarray(value["b"]).sum(0))
+    np.testing.assert_array_equal(whole[77 : 77 + 12000], np.asarray(value["w"]).sum(0).reshape(-1))
+    assert not whole[77 + 12000 :].any()
+    # The layout is a value: made from shapes alone it is the same, and a static argument.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), value)
+    again = layout_of(*sharded_leaves(shapes, {"data": n}, "test"), n)
+    assert again == shards.layout
+    assert hash(again) == hash(shards.layout)
+    assert repr(again) == "ShardLayout(3 leaves in 2 packs, 8 shards each)"
+
+
+def test_rows_stay_reduce_scatters_and_nothing_else_is_sent():
+    value = {"w": rows(8, 64, 128), "b": rows(8, 10)}
+    options = jc.CommunicationOptions(bytes_per_pack=1000)
+    requested = lowered(both("mean", options), 8, value)
+    text = requested.as_text()
+    assert text.count('"stablehlo.reduce_scatter"') == text.count('"stablehlo.all_gather"') == 2
+    assert "(tensor<8x8x128xf32>) -> tensor<1x8x128xf32>" in text  # no flat buffer: see the docs
+    assert "all_reduce" not in text
+    compiled = requested.compile().as_text()
+    assert " reduce-scatter(" in compiled
+    assert " all-reduce(" not in compiled
+
+
+@pytest.mark.parametrize("algorithm", ["native/native", "ring/halving_doubling", "shuffle/native"])
+def test_over_two_axes_the_parts_are_in_the_order_of_the_replicas(algorithm):
+    mesh = jax.make_mesh((2, 4), ("node", "data"), axis_types=(AxisType.Auto,) * 2)
+    options = jc.CommunicationOptions(algorithm=algorithm)
+    axes, x = ("node", "data"), rows(8, 2000)
+
+    def f(v):
+        shards = jc.reduce_scatter("sum", v[0], axes, options=options)
+        return shards.parts[0], jc.all_gather(shards, axes, options=options)
+
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=P(axes), out_specs=(P(axes), P()))
+    parts, whole = jax.jit(mapped)(x)
+    np.testing.assert_array_equal(whole, np.asarray(x).sum(0))
+    np.testing.assert_array_equal(np.asarray(parts).reshape(-1)[:2000], np.asarray(x).sum(0))
+
+
+def test_reproducible_sums_have_the_same_bits_by_every_algorithm_and_packing():
+    value = {
+        "a": jnp.asarray(np.random.default_rng(0).standard_normal((8, 999)), "f"),
+        "b": rows(8, 5),
+    }
+    said = [{}, {"bytes_per_pack": 64}, {"algorithm": "shuffle"}, {"algorithm": "halving_doubling"}]
+    options = [jc.CommunicationOptions(reproducible=True, **more) for more in said]
+    first, *others = [run("checked", both("mean", o), 8, value) for o in options]
+    want = run("checked", lambda v: jc.all_reduce("mean", v, "data", options=options[0]), 8, value)
+    for got in [first, *others]:
+        assert_trees_equal(got, want)
+
+
+def test_the_plan_is_what_is_carried_out_and_half_of_an_all_reduce():
+    value = {"w": np.ones((64, 128), "f"), "b": np.ones(10, np.float16)}
+    options = jc.CommunicationOptions(algorithm="rechd", bytes_per_pack=1 << 12)
+    step = jc.data_parallel(
+        lambda t, x: both("mean")(jax.tree.map(lambda y: x.sum().astype(y.dtype) * y, t)),
+        options=options,
+    )
+    scatter, gather = step.plans(value, np.ones(8, "f"))
+    kinds = ("reduce_scatter", "all_gather")
+    asked = [jc.plan(value, axis_size=8, options=options, collective=kind) for kind in kinds]
+    for made, plan in zip((scatter, gather), asked, strict=True):
+        assert made.packs == plan.packs
+        assert made.reasons == plan.reasons
+        assert made.name == plan.name
+        assert made.wire_bytes == plan.wire_bytes
+        assert (plan.steps, plan.alternatives) == (2 * 3, ())
+        assert Plan.from_json(plan.to_json()) == plan
+    whole = jc.plan({"w": value["w"]}, axis_size=8)
+    half = jc.plan({"w": value["w"]}, axis_size=8, collective="reduce_scatter")
+    assert whole.wire_bytes == 2 * half.wire_bytes
+    assert half.steps == 1
+    assert "reduce_scatter MEAN of 1 leaves" in str(half)
+    assert "the compiler's own reduce-scatter and all-gather, carried by memory" in str(half)
+    assert str(asked[1]).startswith("all_gather of 2 leaves")
+    assert 0 < half.predicted.seconds < whole.predicted.seconds
+    report = str(jc.inspect(step, value, np.ones(8, "f")))
+    assert f"pack 1 of {scatter.name} (['w'])" in report
+    assert f"pack 0 of {gather.name} (['b'])" in report
+
+
+def bad(value, op="sum", **options):
+    said = jc.CommunicationOptions(**options)
+    return lambda: per_replica(
+        "checked", lambda v: jc.reduce_scatter(op, v, "data", options=said), 2, value
+    )
+
+
+def test_what_cannot_be_cut_is_refused_by_its_path():
+    sparse = lambda v: jc.reduce_scatter(
+        "sum", {"t": jc.IndexedSlices(v, jnp.zeros(1, int), (3, 1))}, "data"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"`reduce_scatter` cannot cut leaf \['t'\] in shards: .* IndexedSlices. `to_dense",
+    ):
+        per_replica("checked", sparse, 2, rows(2, 1, 1))
+    with pytest.raises(
+        ValueError, match=r"leaf \['s'\] in shards: expected an array or a number, got str"
+    ):
+        per_replica("checked", lambda v: jc.reduce_scatter("sum", {"s": "x"}, "data"), 2, rows(2))
+    with pytest.raises(ValueError, match=r"leaf \['k'\] in shards: key<fry> holds no numbers"):
+        bad({"k": jax.random.split(jax.random.key(0), 2)})()
+    with pytest.raises(
+        ValueError, match=r"`reduce_scatter` cannot reduce leaf \['f'\]: booleans have no sum"
+    ):
+        bad({"f": rows(2, 3) > 0})()
+    with pytest.raises(ValueError, match=r"one shard for each replica, and `shards=2`"):
+        bad({"f": rows(2, 3)}, shards=2)()
+    with pytest.raises(ValueError, match=r"`collective` must be 'all_reduce', 'reduce_scatter' or"):
+        jc.plan(np.ones(3), axis_size=2, collective="psum")
+    with pytest.raises(ValueError, match=r"`all_gather` of Shards gives the tree .* `axis` \(1\)"):
+        per_replica(
+            "checked",
+            lambda v: jc.all_gather(jc.reduce_scatter("sum", v, "data"), "data", axis=1),
+            2,
+            rows(2),
+        )
+
+
+def test_a_leaf_sharded_over_an_axis_that_is_not_mapped_is_refused():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.device_put(np.ones((2, 8), "f"), jax.NamedSharding(mesh, P("data", "model")))
+    f = jax.shard_map(lambda v: jc.reduce_scatter("sum", v, "data").parts[0], mesh=mesh,
+                      in_specs=P("data"), out_specs=P("data"), axis_names={"data"})  # fmt: skip
+    with pytest.raises(ValueError, match=r"the value in shards: it is sharded over another axis"):
+        jax.jit(f)(x)
+
+
+def test_a_leaf_that_is_the_same_everywhere_is_refused():
+    with pytest.raises(
+        jc.AlreadyReducedError,
+        match=r"leaf \['w'\] is already the same .* count it 2 times.*scatter=True.*reduced=True",
+    ):
+        per_replica(
+            "checked",
+            lambda v: jc.reduce_scatter("mean", {"w": jnp.ones(3), "v": v}, "data"),
+            2,
+            rows(2),
+        )
+
+
+def test_shards_are_gathered_over_the_axes_they_were_made_over():
+    mesh = jax.make_mesh((2, 4), ("node", "data"), axis_types=(AxisType.Auto,) * 2)
+    f = lambda v: jc.all_gather(jc.reduce_scatter("sum", v, ("node", "data")), "data")
+    with pytest.raises(
+        ValueError, match=r"over 'data' \(size 4\) got Shards of 8 replicas over 'node', 'data'"
+    ):
+        jax.shard_map(f, mesh=mesh, in_specs=P(("node", "data")), out_specs=P())(np.ones(8, "f"))
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_value_and_grad_can_leave_the_gradients_in_shards(op):
+    w, x = {"a": np.full(300, 0.5, "f"), "b": np.float32(2.0)}, rows(3, 4, 300)
+    loss = lambda w, x: jnp.sum(jnp.tanh(x @ w["a"] + w["b"]))
+
+    def whole(x, w=w):
+        value, grads = jc.value_and_grad(loss, "data", reduce_op=op, scatter=True)(w, x)
+        only = jc.grad(loss, "data", reduce_op=op, scatter=True)(w, x)
+        return value, jc.all_gather(grads, "data"), jc.all_gather(only, "data")
+
+    value, grads, only = run("checked", whole, 3, x)
+    want = run("checked", lambda x: jc.value_and_grad(loss, "data", reduce_op=op)(w, x), 3, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), (value, grads), want)
+    assert_trees_equal(only, grads)
+
+
+def test_a_weighted_mean_is_exact_in_shards_too():
+    x, real = rows(3, 4), jnp.array([[1.0] * 4, [1, 0, 0, 0], [0] * 4])
+    loss = lambda w, x, m: jc.WeightedLoss(jnp.sum((w * x) ** 2 * m), jnp.sum(m))
+
+    def whole(x, m):
+        value, grads = jc.value_and_grad(loss, "data", scatter=True)(np.float32(3.0), x, m)
+        return value, jc.all_gather(grads, "data")
+
+    got = run("checked", whole, 3, x, real)
+    mean = np.sum(np.asarray(x) ** 2 * np.asarray(real)) / 5
+    np.testing.assert_allclose([got[0][0], got[1][0]], [9 * mean, 6 * mean], rtol=1e-6)
