@@ -28,8 +28,9 @@ def prepared(
 ) -> Callable[[], Any]:
     """A call of a jitted program, ready for `finished`.
 
-    With a deadline, or with other processes, it will run in another thread, so it is compiled
-    here: a trace belongs to the thread whose JAX configuration it was asked for under.
+    With a deadline it will run in another thread, so it is compiled here: a trace belongs to the
+    thread whose JAX configuration it was asked for under. With other processes it is compiled
+    here, too, because they compare what was compiled.
 
     Args:
       program: what `jax.jit` returned.
@@ -50,30 +51,38 @@ def prepared(
 
 
 def _together(team: Team, known: Program, args: Any, kwargs: Any) -> Any:
-    job = _worked.on
-    team.interrupt = job.worker.interrupt
-    job.team, job.program, job.position = team, known, team.last.position + 1
+    job = getattr(_worked, "on", None)
+    if job is not None:
+        team.interrupt = job.worker.interrupt
+        job.team, job.program, job.position = team, known, team.last.position + 1
     return team.run(known, args, kwargs)
 
 
 class _Job:
-    """One call in the hands of a worker: it settles once, by whatever comes first."""
+    """One call in the hands of a worker: it settles once, by whatever comes first.
+
+    It is waited for with a bare lock, whose hand-over takes half the time of an event's.
+    """
 
     def __init__(self, worker: _Worker, call: Callable[[], Any], wait: bool) -> None:
         self.worker, self.call, self.wait = worker, call, wait
-        self.settled = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
         self.team: Team | None = None
         self.program: Program | None = None
         self.position = 0
-        self._lock = threading.Lock()
+        self._settling, self._open = threading.Lock(), threading.Lock()
+        self._open.acquire()
 
     def settle(self, error: BaseException | None, result: Any = None) -> None:
-        with self._lock:
-            if not self.settled.is_set():
-                self.error, self.result = error, result
-                self.settled.set()
+        if self._settling.acquire(blocking=False):
+            self.error, self.result = error, result
+            self._open.release()
+
+    def settled(self, timeout_seconds: float | None) -> bool:
+        """Wait; whether it has settled by then."""
+        bound = min(timeout_seconds, threading.TIMEOUT_MAX) if timeout_seconds else -1
+        return self._open.acquire(timeout=bound)
 
     def run(self) -> None:
         try:
@@ -159,16 +168,17 @@ def finished(
     team = team_of(across)
     name = team.name if team else ""
     worker = _workers.get(name)
+    if team is not None:
+        team.check()
     if team is None and not timeout_seconds and not (worker and worker.busy):
         return call()
     if worker is None:
         worker = _workers[name] = _Worker()
     if team is not None:
         team.interrupt = worker.interrupt
-        team.check()
     job = _Job(worker, call, wait=bool(timeout_seconds))
     worker.take(job)
-    if not job.settled.wait(timeout_seconds or None):
+    if not job.settled(timeout_seconds):
         said, ranks = _late(job, team)
         said = f"{what} did not finish within {timeout_seconds:g} s.{said}"
         raise DeadlineExceededError(said, ranks=ranks)

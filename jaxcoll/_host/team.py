@@ -112,7 +112,7 @@ class Team:
             self._inside, self._since = True, time.monotonic()
         try:
             step = (before.mark, call.mark)
-            if step not in self._followed:
+            if not before.mark or step not in self._followed:  # "": at first, and after a refusal
                 self._agree(program, call)
                 self._followed |= {step, (call.mark, call.mark)}
             self._agreed = call
@@ -144,6 +144,8 @@ class Team:
 
     def explained(self, error: Exception) -> Exception:
         """A transport's error as the loss of a process, if one is lost; else the error itself."""
+        if self.failure:  # the transport only tells that others have noticed first
+            return self.failure
         if not any(word in str(error).lower() for word in _TRANSPORT):
             return error
         lost = self._watch.lost.intersection(self.processes) or self._unanswered()
