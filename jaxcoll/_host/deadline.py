@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxcoll._host.program import Program, compiled_for
-from jaxcoll._host.team import Team, arrivals, team_of
+from jaxcoll._host.team import Team, team_of
 from jaxcoll._plan.errors import DeadlineExceededError
 
 Devices = Sequence[jax.Device]
@@ -196,5 +196,5 @@ def _late(job: _Job, team: Team | None) -> tuple[str, tuple[int, ...]]:
             " It has not begun: an earlier call over the same processes, which was given up, has "
             "not ended yet."
         ), ()
-    ranks, who = arrivals(job.team, job.position)
-    return f" {who} {job.program.waits_at}", ranks
+    ranks, who = job.team.arrivals(job.position)
+    return f" {who} {job.program.starts_with}", ranks

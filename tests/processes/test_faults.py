@@ -88,7 +88,7 @@ def test_a_late_process_is_named_with_the_collective_that_waits(faulty):
     for words in (
         "Call 2 of `total` did not finish within 1.5 s. Process 1 of 2 did not arrive",
         "process 1 has been outside of any call for 1.",
-        "`total` of float32[2,4] waits at collective 1",
+        "of `total` of float32[2,4] is ",
         "/pack0 has (the value)",
     ):
         assert words in late["message"], late["message"]
