@@ -1,0 +1,149 @@
+"""What each process of a faulty Gloo world runs; prints one line a fault for the tests to read."""
+
+import sys
+
+import jax
+
+from jaxcoll.bench.launch import join
+
+jax.config.update("jax_enable_recoverability", True)
+assert join()
+
+import json  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
+import time  # noqa: E402
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import jaxcoll as jc  # noqa: E402
+from jaxcoll._host import coordination  # noqa: E402
+
+WATCH = coordination.watch()
+RANK = WATCH.process
+HURRIED = jc.CommunicationOptions(timeout_seconds=1.5)
+
+
+def total(tree):
+    return jc.all_reduce("sum", jax.tree.map(lambda x: x[0], tree), "data")
+
+
+def double(tree):
+    return jc.all_reduce("sum", jax.tree.map(lambda x: 2 * x[0], tree), "data")
+
+
+def average(tree):
+    return jc.all_reduce("mean", jax.tree.map(lambda x: x[0], tree), "data")
+
+
+step, twice, mean = map(jc.data_parallel, (total, double, average))
+hurried = jc.data_parallel(total, options=HURRIED)
+
+
+def ones(size=4, dtype="float32"):
+    return np.ones((1, size), dtype)
+
+
+def attempt(name, call):
+    start = time.monotonic()
+    try:
+        result = jax.tree.leaves(call())[0]
+        said = {"sum": float(np.asarray(result.addressable_data(0)).ravel()[0])}
+    except Exception as error:
+        said = {
+            "error": type(error).__name__,
+            "message": str(error),
+            "ranks": list(getattr(error, "ranks", ())),
+        }
+    said["seconds"] = time.monotonic() - start
+    print("FAULT " + json.dumps({"fault": name, **said}), flush=True)
+
+
+def meet(name, processes=None):
+    WATCH.store.barrier(name, 60, processes)
+
+
+def out_of_step():
+    """Two processes that go on after each fault, until the last ones."""
+    odd = RANK == 1
+    attempt("none", lambda: step(ones()))
+    attempt("shape", lambda: step(ones(6 if odd else 5)))
+    attempt("dtype", lambda: step(ones(4, "int32" if odd else "float32")))
+    attempt("tree", lambda: step({"b" if odd else "a": ones()}))
+    attempt("order in a tree", lambda: step({"a": ones(2 + odd), "b": ones(3 - odd)}))
+    attempt("op", lambda: (mean if odd else step)(ones(8)))
+    ring = jc.data_parallel(total, options=jc.CommunicationOptions(algorithm="ring"))
+    attempt("options", lambda: (ring if odd else step)(ones(9)))
+    for name, f in zip(
+        "first second".split(), (twice, step) if odd else (step, twice), strict=True
+    ):
+        attempt(f"swapped {name}", lambda f=f: f(ones(7)))
+    ops = jc.NcclAllReduce()
+    per_replica = jc.PerReplica.from_global(
+        jax.make_array_from_process_local_data(
+            jax.NamedSharding(
+                jax.sharding.Mesh(np.array(jax.devices()), ("x",)), jax.sharding.PartitionSpec("x")
+            ),
+            ones(3),
+        )
+    )
+    attempt(
+        "cross-device op",
+        lambda: ops.reduce("mean" if odd else "sum", per_replica, per_replica).tree,
+    )
+    attempt("afterwards", lambda: step(ones()))
+    for f in (step, twice, step, twice, twice, step, step):
+        f(ones())
+    for f in (twice, step) if odd else (step, twice):
+        attempt("swapped repeats", lambda f=f: f(ones()))
+    time.sleep(3)
+    attempt("after swapped repeats", lambda: step(ones()))
+    meet("generation")
+    coordination.begin_generation("next")
+    attempt("new generation", lambda: hurried(ones()))
+    attempt("one recompiles", lambda: hurried(ones(11 if odd else 4)))
+    meet("end")
+
+
+def late():
+    """One comes twice as late as the other waits for it, and both go on."""
+    attempt("warm", lambda: hurried(ones()))
+    time.sleep(3 * (RANK == 1))
+    attempt("late", lambda: hurried(ones()))
+    attempt("afterwards", lambda: step(ones()))
+    meet("end")
+
+
+def losses():
+    """Four processes: one is killed, then one is stopped, and two are left."""
+    attempt("none", lambda: step(ones()))
+    if RANK == 2:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    attempt("killed", lambda: step(ones()))
+    attempt("again", lambda: step(ones()))
+    attempt("three", lambda: hurried.on(of([0, 1, 3]))(ones()))
+    if RANK == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    attempt("stopped", lambda: hurried.on(of([0, 1, 3]))(ones()))
+    attempt("two", lambda: hurried.on(of([0, 1]))(ones()))
+    if RANK == 1:
+        sys.exit()
+    attempt("ended", lambda: step.on(of([0, 1]))(jnp.ones((1, 5))))
+
+
+def of(processes):
+    chosen = [d for d in jax.devices() if d.process_index in processes]
+    return jax.sharding.Mesh(np.array(chosen), ("data",))
+
+
+if __name__ == "__main__":
+    try:
+        globals()[sys.argv[1]]()
+    finally:
+        WATCH = coordination.watch()
+        WATCH.end()
+        sys.stdout.flush()
+        time.sleep(0.5 * (RANK == 0))
+        os._exit(0)  # without the service's farewell, which waits for the dead
