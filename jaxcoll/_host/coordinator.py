@@ -216,7 +216,8 @@ class _Coordinator:
             self._tell({"error": wrong, "kind": "lost", "ranks": [rank]})
 
     def _begin(self) -> None:
-        from jaxlib import _jax  # the service has no public name
+        # The service has no public name.
+        from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
         self._selector.unregister(self._listener)
         self._listener.close()
