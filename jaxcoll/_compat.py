@@ -342,5 +342,5 @@ def let_gloo_listen_at(host: str) -> bool:
 
 
 def configured(name: str) -> Any:
-    """The value of an option of JAX's: `jax.config.jax_<name>`, of which type checkers know none."""
+    """The value of an option of JAX: `jax.config.jax_<name>`, unknown to type checkers."""
     return getattr(jax.config, f"jax_{name}")

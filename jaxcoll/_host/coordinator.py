@@ -26,6 +26,9 @@ from typing import Any
 LONGEST = 4096
 """Bytes of a line; who sends more is no process of this job."""
 
+STRANGERS = 256
+"""Connections that may be open beside those of the job's own processes."""
+
 
 @dataclasses.dataclass
 class Coordinator:
@@ -177,9 +180,12 @@ class _Coordinator:
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
+        if len(self._lines) >= self._arrivals.expected + STRANGERS:
+            return connection.close()
         connection.setblocking(False)
         self._lines[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ, self._hear)
+        return None
 
     def _hear(self, connection: socket.socket) -> None:
         try:
@@ -188,9 +194,9 @@ class _Coordinator:
             chunk = b""
         if not chunk:
             return self._left(connection)
-        line = self._lines[connection] = self._lines[connection] + chunk
-        if connection in self._members:
+        if connection in self._members:  # it has said all there is to say
             return None
+        line = self._lines[connection] = self._lines[connection] + chunk
         if b"\n" in line or len(line) > LONGEST:
             hello = _hello(line)
             if hello is None:
