@@ -30,8 +30,9 @@ class Running:
         self, command: Sequence[str], env: Mapping[str, str], **streams: Any
     ) -> subprocess.Popen[bytes]:
         """Start one more; `env` is added to the environment, `streams` are `Popen`'s."""
-        process: subprocess.Popen[bytes] = subprocess.Popen(
-            command, env={**os.environ, **env}, start_new_session=True, **streams
+        whole = {**os.environ, **env}
+        process: subprocess.Popen[Any] = subprocess.Popen(
+            command, env=whole, start_new_session=True, **streams
         )
         assert self._watch.stdin is not None
         self._watch.stdin.write(b"%d\n" % process.pid)
