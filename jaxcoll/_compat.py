@@ -436,7 +436,7 @@ def let_gloo_listen_at(host: str) -> bool:
     """
     from jax.experimental import multihost_utils
     from jax.extend.backend import register_backend_factory
-    from jaxlib import _jax
+    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
     bridge = getattr(multihost_utils, "xla_bridge", None)
     state = getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
@@ -444,7 +444,7 @@ def let_gloo_listen_at(host: str) -> bool:
     if (
         make_client is None
         or state is None
-        or jax.config.jax_cpu_collectives_implementation != "gloo"
+        or configured("cpu_collectives_implementation") != "gloo"
     ):
         return False
 
@@ -455,3 +455,8 @@ def let_gloo_listen_at(host: str) -> bool:
 
     register_backend_factory("cpu", client, priority=0, fail_quietly=False)
     return True
+
+
+def configured(name: str) -> Any:
+    """The value of an option of JAX: `jax.config.jax_<name>`, unknown to type checkers."""
+    return getattr(jax.config, f"jax_{name}")

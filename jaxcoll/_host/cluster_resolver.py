@@ -71,8 +71,9 @@ class ClusterResolver(abc.ABC):
 
         It looks for devices, so it comes after `jc.initialize`.
         """
-        kinds = [{"cuda": "GPU", "rocm": "GPU"}.get(d.platform, d.platform.upper())
-                 for d in jax.local_devices() if d.platform != "cpu"]  # fmt: skip
+        names = {"cuda": "GPU", "rocm": "GPU"}
+        found = [str(d.platform) for d in jax.local_devices() if d.platform != "cpu"]
+        kinds = [names.get(platform, platform.upper()) for platform in found]
         return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
     def member(self) -> Member | None:
@@ -168,9 +169,7 @@ class SlurmClusterResolver(ClusterResolver):
                 f"`SlurmClusterResolver`: {', '.join(missing)} is missing from the environment: "
                 "this is no task of a step. Start it with `srun`."
             )
-        hosts, counts = (
-            f(said[name]) for f, name in zip((hosts_of, counts_of), names, strict=False)
-        )
+        hosts, counts = hosts_of(said[names[0]]), counts_of(said[names[1]])
         if tasks_per_node is not None:
             counts = [tasks_per_node] * len(hosts)
         if len(counts) != len(hosts):

@@ -21,10 +21,13 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 LONGEST = 4096
 """Bytes of a line; who sends more is no process of this job."""
+
+STRANGERS = 256
+"""Connections that may be open beside those of the job's own processes."""
 
 
 @dataclasses.dataclass
@@ -165,9 +168,6 @@ class _Coordinator:
                     self._tell(self._arrivals.missing())
             for key, _ in self._selector.select(waits):
                 key.data(key.fileobj)
-                if not self._selector.get_map():
-                    return None
-        return None
 
     def _lifeline(self, fd: int) -> None:
         """Nobody writes to it: it is readable when whoever started this has gone."""
@@ -177,9 +177,12 @@ class _Coordinator:
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
+        if len(self._lines) >= self._arrivals.expected + STRANGERS:
+            return connection.close()
         connection.setblocking(False)
         self._lines[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ, self._hear)
+        return None
 
     def _hear(self, connection: socket.socket) -> None:
         try:
@@ -188,9 +191,9 @@ class _Coordinator:
             chunk = b""
         if not chunk:
             return self._left(connection)
-        line = self._lines[connection] = self._lines[connection] + chunk
-        if connection in self._members:
+        if connection in self._members:  # it has said all there is to say
             return None
+        line = self._lines[connection] = self._lines[connection] + chunk
         if b"\n" in line or len(line) > LONGEST:
             hello = _hello(line)
             if hello is None:
@@ -216,7 +219,8 @@ class _Coordinator:
             self._tell({"error": wrong, "kind": "lost", "ranks": [rank]})
 
     def _begin(self) -> None:
-        from jaxlib import _jax  # the service has no public name
+        # The service has no public name.
+        from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
         self._selector.unregister(self._listener)
         self._listener.close()
@@ -231,16 +235,11 @@ class _Coordinator:
                 connection.sendall(b'{"go": true}\n')
         return None
 
-    def _tell(self, answer: dict[str, Any]) -> None:
+    def _tell(self, answer: dict[str, Any]) -> NoReturn:
         """Tell all who are here why it will not be, and end."""
-        for connection in list(self._lines):
-            if connection in self._members:
-                with contextlib.suppress(OSError):
-                    connection.sendall(json.dumps(answer).encode() + b"\n")
-            connection.close()
-        self._members.clear()
-        self._wanted = False
-        self._selector.close()
+        for connection in self._members:
+            with contextlib.suppress(OSError):
+                connection.sendall(json.dumps(answer).encode() + b"\n")
         os._exit(1)
 
 
@@ -249,10 +248,8 @@ def _hello(line: bytes) -> dict[str, Any] | None:
     kinds = {"process_id": int, "num_processes": int, "patience": float, "who": str}
     try:
         said = json.loads(line)
-        if (
-            all(type(said[name]) is kind for name, kind in kinds.items())
-            and said["process_id"] >= 0
-        ):
+        typed = all(type(said[name]) is kind for name, kind in kinds.items())
+        if typed and 0 <= said["process_id"] < said["num_processes"] and said["patience"] > 0:
             return said
     except (ValueError, KeyError, TypeError):
         pass

@@ -260,17 +260,18 @@ def _by_jax(
     """Leave the rest to what JAX knows of clusters; where it knows none, this process is alone."""
     if member is None and _compat.has_backend():
         return
-    before = jax.config.jax_enable_recoverability
+    before = _compat.configured("enable_recoverability")
     jax.config.update("jax_enable_recoverability", recoverable)
     try:
+        known = member or Member(None, 1, 0)
+        told = {
+            "num_processes": known.num_processes,
+            "process_id": known.process_id,
+            "local_device_ids": known.local_device_ids,
+        }
         jax.distributed.initialize(
-            None,
-            *(None, None, None) if member is None else (
-                member.num_processes, member.process_id, member.local_device_ids,
-            ),
-            coordinator_bind_address=bind,
-            **seconds,
-        )  # fmt: skip
+            coordinator_bind_address=bind, **seconds, **(told if member is not None else {})
+        )
     except ValueError as error:
         if "coordinator_address" not in str(error):
             raise

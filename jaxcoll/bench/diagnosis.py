@@ -161,7 +161,8 @@ def pair_findings(bandwidths: Mapping[tuple[int, int], float]) -> list[Finding]:
         return []
     low, high = min(bandwidths.values()), max(bandwidths.values())
     slow = [pair for pair, value in bandwidths.items() if value * LOPSIDED < high]
-    words = f"{low / 1e9:.2f} … {high / 1e9:.2f} GB/s over {len(bandwidths)} neighbours"
+    links = f"{len(bandwidths)} link{'s' * (len(bandwidths) > 1)}"
+    words = f"{low / 1e9:.2f} … {high / 1e9:.2f} GB/s over {links}"
     if not slow:
         return [Finding("ok", "between ranks", words)]
     named = ", ".join(f"{a} → {b}" for a, b in slow[:4])

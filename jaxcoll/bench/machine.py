@@ -17,6 +17,7 @@ import jax
 import jaxlib
 
 import jaxcoll
+from jaxcoll._compat import configured
 from jaxcoll.bench.launch import KEEP_MEMORY
 
 _SHARED = Path("/dev/shm")
@@ -44,7 +45,7 @@ def facts() -> dict[str, Any]:
         "platform": local[0].platform,
         "kind": local[0].device_kind,
         "devices": len(local),
-        "collectives": str(jax.config.jax_cpu_collectives_implementation),
+        "collectives": str(configured("cpu_collectives_implementation")),
         "malloc": {name: os.environ.get(name) for name in KEEP_MEMORY},
         "glibc": platform.libc_ver()[0] == "glibc",
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],

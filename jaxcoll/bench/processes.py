@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 # Reads the numbers of process groups, a line each, until whoever writes them is gone.
-_WATCH = 'while read -r group; do set -- "$@" "-$group"; done; kill -KILL -- "$@" 2>/dev/null'
+_WATCH = 'while read -r group; do set -- "$@" "-$group"; done; kill -s KILL -- "$@" 2>/dev/null'
 
 
 class Running:
@@ -30,8 +30,9 @@ class Running:
         self, command: Sequence[str], env: Mapping[str, str], **streams: Any
     ) -> subprocess.Popen[bytes]:
         """Start one more; `env` is added to the environment, `streams` are `Popen`'s."""
-        process = subprocess.Popen(
-            command, env={**os.environ, **env}, start_new_session=True, **streams
+        whole = {**os.environ, **env}
+        process: subprocess.Popen[Any] = subprocess.Popen(
+            command, env=whole, start_new_session=True, **streams
         )
         assert self._watch.stdin is not None
         self._watch.stdin.write(b"%d\n" % process.pid)
@@ -119,12 +120,14 @@ class Lines:
             return self._end(key)
         *whole, rest = (self._unfinished.get(key.fd, b"") + chunk).split(b"\n")
         self._unfinished[key.fd] = rest
+        rank, stream = key.data
         for line in whole:
-            self._say(*key.data, line + b"\n")
+            self._say(rank, stream, line + b"\n")
         return None
 
     def _end(self, key: selectors.SelectorKey) -> None:
         if rest := self._unfinished.pop(key.fd, b""):
-            self._say(*key.data, rest + b"\n")
+            rank, stream = key.data
+            self._say(rank, stream, rest + b"\n")
         self._selector.unregister(key.fileobj)
         key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]

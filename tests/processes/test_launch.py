@@ -209,7 +209,7 @@ def test_the_doctor_looks_over_a_job_and_sees_devices_that_differ(tmp_path):
     assert found["processes"]["found"] == "2 on 1 host"
     assert found["interface"]["found"] == "127.0.0.1"
     assert found["version of jax"]["level"] == "ok"
-    assert "GB/s over 1 neighbour" in found["between ranks"]["found"]
+    assert "GB/s over 1 link" in found["between ranks"]["found"]
     ill = run("-n", "2", file)
     assert ill.returncode == 2, ill.stderr
     found = {f["what"]: f for f in told(ill)}
