@@ -15,9 +15,11 @@ from jaxcoll._plan.world import World
 
 KiB, MiB = 1 << 10, 1 << 20
 
-LAST = MiB
-"""Bytes of the last pack, whose exchange nothing is left to hide: that of PyTorch's smallest
-bucket, and about the size below which an all-reduce is nothing but latency."""
+LAST, LEAST = MiB, 256 * KiB
+"""Bytes of the last packs, whose exchange nothing is left to hide: of a large tree as many as
+PyTorch's smallest bucket has, of others a `PARTS`-th, but not so few that they are all latency."""
+
+PARTS = 64
 
 FEWEST, MOST = 8, 48
 """Packs of a tree that is not tiny, those at the end apart: enough that most of the exchange runs
@@ -80,7 +82,7 @@ def rule_for(leaves: Sequence[Leaf], asked: int, prices: Prices) -> ReadyOrder:
     while limit < total and prices.of(composed, limit).seconds > HALF * limit * whole:
         limit += limit // 4
     limit = max(LAST, min(max(limit, total // MOST), total // FEWEST))
-    return ReadyOrder(limit, LAST, ALONE)
+    return ReadyOrder(limit, max(LEAST, min(LAST, total // PARTS)), ALONE)
 
 
 def with_guess(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:

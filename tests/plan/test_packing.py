@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcoll._plan.leaves import Leaf
-from jaxcoll._plan.packing import BytesPerPack, GroupSmall, NumPacks, Unpacked, plan_packs
+from jaxcoll._plan.packing import (
+    BytesPerPack,
+    GroupSmall,
+    NumPacks,
+    ReadyOrder,
+    Unpacked,
+    plan_packs,
+)
 from jaxcoll._spmd.pack import pack, unpack
 
 DTYPES = [
@@ -30,13 +37,15 @@ def leaf(shape, dtype=np.float32, **more):
 
 leaves = st.lists(
     st.builds(leaf, st.sampled_from(SHAPES), st.sampled_from(DTYPES), kind=st.sampled_from("ab"),
-              over=st.sampled_from([(2,), (2, 3), (1, 1)]), solid=st.booleans()),
+              over=st.sampled_from([(2,), (2, 3), (1, 1)]), solid=st.booleans(),
+              ready=st.integers(0, 5)),
     max_size=12,
 )  # fmt: skip
 rules = st.one_of(
     st.builds(BytesPerPack, st.integers(1, 200)),
     st.builds(NumPacks, st.integers(1, 9)),
     st.builds(GroupSmall, st.integers(0, 200), st.integers(1, 5)),
+    st.builds(ReadyOrder, st.integers(1, 200), st.integers(1, 60), st.integers(0, 20)),
     st.just(Unpacked()),
 )
 
@@ -52,9 +61,10 @@ def test_every_element_is_in_exactly_one_pack_in_order(leaves, rule):
             assert s.start == covered[s.leaf]
             assert s.size > 0
             covered[s.leaf] += s.size
-        assert [s.leaf for s in p.segments] == sorted(s.leaf for s in p.segments)
+        if not isinstance(rule, ReadyOrder):
+            assert [s.leaf for s in p.segments] == sorted(s.leaf for s in p.segments)
     assert covered == {i: leaves[i].size for i in covered}
-    assert starts == sorted(starts)
+    assert starts == sorted(starts) or isinstance(rule, ReadyOrder)
 
 
 @given(leaves, rules)
@@ -88,6 +98,26 @@ def test_a_pack_closes_before_it_would_exceed_its_bytes(leaves, limit):
             first = leaves[p.segments[0].leaf].nbytes
             assert before.nbytes + first > limit, "a pack that had room was closed"
         open_packs[p.dtype, p.over, p.kind] = p
+
+
+@given(leaves, st.integers(8, 200), st.integers(1, 8))
+def test_packs_in_ready_order_come_as_their_last_leaf_is_ready(leaves, limit, last):
+    packs = plan_packs(leaves, ReadyOrder(limit, last, 0))
+    done = [max(leaves[s.leaf].ready for s in p.segments) for p in packs]
+    assert done == sorted(done)
+    for p in packs:
+        whole = all(s.size == leaves[s.leaf].size for s in p.segments)
+        assert p.nbytes <= max(limit, p.dtype.itemsize) or (whole and len(p.segments) == 1)
+
+
+def test_packs_in_ready_order_taper_and_spare_large_leaves_a_copy():
+    matrices = [leaf((1000,), ready=9 - i) for i in range(10)]
+    biases = [leaf((2,), ready=9 - i) for i in range(10)]
+    packs = plan_packs([*matrices, *biases], ReadyOrder(4000, 400, 100))
+    assert [p.segments[0].leaf for p in packs[:6]] == [9, 8, 7, 6, 5, 4]
+    tapering = [3000, 2248, 1688, 1264, 948, 712, 532, 400, 400, 400, 400, 8 + 10 * 8]
+    assert [p.nbytes for p in packs] == [4000] * 7 + tapering
+    assert [s.leaf for s in packs[-1].segments if s.leaf >= 10] == [19 - i for i in range(10)]
 
 
 @given(leaves, st.integers(1, 20))

@@ -1,0 +1,83 @@
+"""What the planner decides for an exchange that runs during the backward pass."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import jaxcoll as jc
+from jaxcoll._host.plan import plan_in
+from jaxcoll._host.world import topology_world
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.plan import Plan, make_plan
+from jaxcoll._plan.presets import preset
+from jaxcoll._plan.topology import topology_named
+
+H100 = topology_world(topology_named("h100:8"))
+ASKED = jc.CommunicationOptions(overlap=True)
+
+
+def layers(count, width, dtype=np.float32):
+    shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width)}
+    shapes |= {"down": (4 * width, width), "norm": (width,)}
+    return [
+        {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+        for _ in range(count)
+    ]
+
+
+def known(tree, options=None, world=H100):
+    """The plan of a tree whose last leaf is ready first."""
+    bare = plan_in(tree, world, preset(world))
+    leaves = [dataclasses.replace(x, ready=-i) for i, x in enumerate(bare.leaves)]
+    return make_plan(ReduceOp.MEAN, leaves, options or jc.CommunicationOptions(), world)
+
+
+@pytest.mark.parametrize(
+    ("tree", "fewest", "most"),
+    [(layers(12, 1024), 24, 60), (layers(2, 512), 6, 24), (layers(48, 2048), 40, 220)],
+    ids=["604MB", "25MB", "9.7GB"],
+)
+def test_gpus_get_several_packs_and_small_ones_last(tree, fewest, most):
+    plan = known(tree)
+    assert plan.overlap
+    assert plan.chained
+    assert fewest <= len(plan.packs) <= most
+    assert plan.packs[-1].nbytes <= 2 << 20
+    assert min(p.nbytes for p in plan.packs[:3]) > 2 * plan.packs[-1].nbytes
+    assert any("order: that in which the gradients" in reason for reason in plan.reasons)
+
+
+def test_what_is_tiny_or_not_asked_for_is_left_to_the_compiler():
+    assert not known(layers(1, 64)).overlap
+    assert not known(layers(2, 512), jc.CommunicationOptions(overlap=False)).overlap
+    assert not plan_in(layers(2, 512), H100, preset(H100)).overlap  # its order is not known
+    for where in ("v5p:2x2x2", "tpu7x:2x2x1"):
+        world = topology_world(topology_named(where))
+        assert not known(layers(2, 512), world=world).overlap
+        asked = known(layers(2, 512), ASKED, world)
+        assert asked.overlap
+        assert not asked.chained
+        assert any("xla_jf_crs_combiner_threshold_in_bytes" in r for r in asked.reasons)
+
+
+def test_on_cpus_the_plan_says_that_nothing_is_computed_meanwhile():
+    plan = jc.plan(layers(2, 512), axis_size=8, options=ASKED)
+    assert plan.overlap
+    assert any("waits for each collective" in reason for reason in plan.reasons)
+    assert plan.predicted.latency > jc.plan(layers(2, 512), axis_size=8).predicted.latency
+
+
+def test_a_plan_that_overlaps_survives_json():
+    plan = jc.plan(layers(2, 512), axis_size=8, options=ASKED)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert [leaf.ready for leaf in again.leaves] == [leaf.ready for leaf in plan.leaves]
+
+
+def test_overlap_is_true_false_or_not_said():
+    assert jc.CommunicationOptions().overlap is None
+    assert ASKED.merge(jc.CommunicationOptions(overlap=None)).overlap is None
+    with pytest.raises(ValueError, match="`overlap` must be True, False or None"):
+        jc.CommunicationOptions(overlap=1)

@@ -1,0 +1,84 @@
+"""Reductions that are made to overlap: the same values, in another order."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import RUNNERS, lowered, rows, run
+from jax.sharding import Mesh, PartitionSpec
+
+import jaxcoll as jc
+
+OVERLAP = jc.CommunicationOptions(overlap=True, bytes_per_pack=64)
+PARAMS = {f"w{i}": np.full((4, 4), 0.1 * i + 0.1, np.float32) for i in range(4)} | {
+    f"b{i}": np.ones((1, 4), np.float32) for i in range(4)
+}
+
+
+def loss(params, x):
+    for i in range(4):
+        x = jnp.tanh(x @ params[f"w{i}"] + params[f"b{i}"])
+    return jc.WeightedLoss(jnp.sum(x), jnp.float32(x.shape[0])), {"x": x, "name": "text"}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_overlapping_changes_no_value(runner):
+    def step(options, x):
+        gradient = jc.value_and_grad(loss, "data", has_aux=True, options=options)
+        (value, aux), grads = gradient(PARAMS, x)
+        assert aux["name"] == "text"
+        return value, grads
+
+    x = rows(4, 2, 4)
+    got = run(runner, functools.partial(step, OVERLAP), 4, x)
+    want = run(runner, functools.partial(step, None), 4, x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, want)
+
+
+def test_packs_are_chained_in_the_order_they_are_ready():
+    def step(x):
+        return jc.grad(loss, "data", has_aux=True, options=OVERLAP)(PARAMS, x)[0]
+
+    text = lowered(step, 4, rows(4, 2, 4)).as_text()
+    assert text.count("optimization_barrier") == text.count("stablehlo.all_reduce") - 1 > 3
+    starts = [line for line in text.splitlines() if "optimization_barrier" in line]
+    assert len(starts) == len(set(starts))
+
+
+def test_a_leaf_that_varies_over_another_axis_waits_for_one_that_does_not():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+
+    def step(a, b):
+        reduced = jc.all_reduce("mean", [a, b], "data", options=OVERLAP)
+        return reduced[0], reduced[1]
+
+    specs = (PartitionSpec("data"), PartitionSpec("data", "model"))
+    out = (PartitionSpec(), PartitionSpec(None, "model"))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out)
+    a, b = rows(2, 30), rows(2, 40)
+    got = jax.jit(mapped)(a, b)
+    np.testing.assert_allclose(got[0], np.mean(a, 0, keepdims=True))
+    np.testing.assert_allclose(got[1], np.mean(b, 0, keepdims=True))
+
+
+def test_a_bare_reduction_goes_from_last_to_first_and_says_so():
+    def step(x):
+        return jc.all_reduce("mean", {"a": x, "b": x, "c": x}, "data", options=OVERLAP)
+
+    plan = jc.plan({k: rows(1, 16)[0] for k in "abc"}, axis_size=4, options=OVERLAP)
+    assert [plan.leaves[p.segments[0].leaf].path for p in plan.packs] == ["['c']", "['b']", "['a']"]
+    assert any("not known here when each is ready" in reason for reason in plan.reasons)
+    out = run("checked", step, 4, rows(4, 16))
+    np.testing.assert_allclose(out["a"][0], np.mean(rows(4, 16), 0))
+
+
+def test_the_gradient_of_an_overlapping_reduction_is_that_of_any():
+    def second(options, x):
+        total = jc.value_and_grad(lambda w, x: jnp.sum(w * w * x), "data", options=options)
+        return jax.grad(lambda w: jnp.sum(total(w, x)[1]))(jnp.ones((4,)))
+
+    x = rows(4, 4)
+    got = run("pmap", functools.partial(second, jc.CommunicationOptions(overlap=True)), 4, x)
+    np.testing.assert_allclose(got, run("pmap", functools.partial(second, None), 4, x))
