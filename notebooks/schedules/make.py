@@ -16,7 +16,7 @@ import jaxcoll as jc
 from jaxcoll.bench import stacks
 
 HERE = Path(__file__).parent
-STORED = ("scanned_plain", "scanned", "unrolled_plain", "unrolled")
+STORED = ("scanned_plain", "scanned", "scanned_by_fours", "unrolled_plain", "unrolled")
 NAMES = (*STORED, "small_plain", "small")
 
 
