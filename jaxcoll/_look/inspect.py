@@ -35,7 +35,8 @@ def inspect(fun: Any, *args: Any, topology: Any = None, **kwargs: Any) -> Report
     Args:
       fun: a function, jitted here; one that `jax.jit` or `jax.pmap` returned; a `data_parallel`
         step; or, without arguments, what `.lower` or `.compile` returned, or HLO text. Of what is
-        compiled already, what was requested is no longer known.
+        compiled already, what was requested is no longer known. A function that takes a `mesh` is
+        given one, of all devices on the axis "data".
       *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
       topology: a cluster to compile for in place of the devices that are here, such as "h100:2x8"
         or "v5p:8x8x8" (docs/clusters.md); the vendor's compiler must be installed, no device. A

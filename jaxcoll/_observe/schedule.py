@@ -83,9 +83,9 @@ class Schedule:
                 continue
             if item.is_async and not (isinstance(item, Call) and item.callee not in self._busy):
                 own = item.site if isinstance(item, Call) else item.name
-                until = ends.get(own, item.at)
-                meanwhile = self._meanwhile(name, item.at, until)
-                items.append(dataclasses.replace(item, until=until, meanwhile=meanwhile))
+                at, until = ends.get(own, (item.at, item.at))
+                meanwhile = self._meanwhile(name, at, until)
+                items.append(dataclasses.replace(item, at=at, until=until, meanwhile=meanwhile))
             else:
                 items.append(item)
             if isinstance(item, Call) and item.is_loop and item.trips is None:
@@ -189,11 +189,22 @@ class Schedule:
                 found[at] = Work(1, operations or 0, operands[0].dtype if operands else "")
         return found
 
-    def _ends(self, name: str) -> dict[str, int]:
-        """The line on which each asynchronous instruction ends, by the name of its start."""
+    def _ends(self, name: str) -> dict[str, tuple[int, int]]:
+        """Where what each asynchronous start begins travels, and where it ends, by its name.
+
+        A start that is given nothing yet only prepares; what it sends comes with its update.
+        """
         if not any(i.is_async for i in self._bodies[name] if not isinstance(i, Matmul)):
             return {}
-        return {start: at for at, _, _, start in pair_ends(self._module.computations[name])}
+        lines = self._module.computations[name]
+        places = {_defined_name(line): at for at, line in enumerate(lines) if "-start(" in line}
+        found: dict[str, tuple[int, int]] = {}
+        for at, _, opcode, start in pair_ends(lines):
+            begins, _ = found.get(start, (places.get(start, at), at))
+            if opcode.endswith("-update") and "-start()" in lines[begins]:
+                begins = at
+            found[start] = (begins, at)
+        return found
 
 
 def _defined_name(line: str) -> str:

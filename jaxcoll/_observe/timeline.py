@@ -78,25 +78,25 @@ def timeline(report: Report) -> Timeline:
             f"this report are {'not known' if terms is None else 'without rates'}: compile for an "
             "accelerator, as in `jc.inspect(..., topology='h100:8')`."
         )
-    clock = free = 0.0
+    here = free = 0.0
     products: list[tuple[float, float]] = []
     sent: list[Sent] = []
     open_now: dict[int, tuple[float, float, float]] = {}
     for event, k in _played(report):
         if isinstance(event, Matmul):
             spent = event.flops / (terms.rate(event.dtype) or float("inf"))
-            products.append((clock, clock + spent))
-            clock += spent
+            products.append((here, here + spent))
+            here += spent
         elif event == "start":
-            begins = max(clock, free)
+            begins = max(here, free)
             free = begins + (report.seconds_of(k) or 0.0)
-            open_now[k] = (clock, begins, free)
+            open_now[k] = (here, begins, free)
         else:
             start, begins, ends = open_now.pop(k)
-            done = max(clock, ends)
-            sent.append(Sent(k, start, begins, ends, clock, done))
-            clock = done
-    return Timeline(tuple(products), tuple(sent), clock)
+            done = max(here, ends)
+            sent.append(Sent(k, start, begins, ends, here, done))
+            here = done
+    return Timeline(tuple(products), tuple(sent), here)
 
 
 def _played(report: Report) -> Iterator[tuple[Matmul | str, int]]:

@@ -27,6 +27,9 @@ Example = tuple[Callable[..., Any], tuple[Any, ...]]
 TEXTS, LENGTH = 96, 1024
 """On each of eight devices 12 texts of 1,024 tokens, as nanoGPT trains GPT-2 by default."""
 
+HALVES = (("up", "down", "norm2"), ("qkv", "out", "norm1"))
+"""Of a layer: what is differentiated first, and what follows."""
+
 SMALL_LAYERS, SMALL_WIDTH = 2, 512
 """25 MB of gradients, which XLA for GPUs makes one collective of."""
 
@@ -39,6 +42,26 @@ def scanned() -> Example:
 
     def stack(layers: Any, x: jax.Array) -> jax.Array:
         return jax.lax.scan(body, x, layers)[0]
+
+    return _by_jaxcoll(stack), _arguments(layer(WIDTH, jnp.float32, LAYERS), WIDTH)
+
+
+def scanned_by_fours() -> Example:
+    """The same with four layers a turn of the loop, each half of a layer one pack.
+
+    A collective ends in the turn in which it started; of four layers only the last has nothing but
+    itself to hide behind.
+    """
+    whole = CommunicationOptions(bytes_per_pack=64 << 20)
+
+    def body(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
+        for half in HALVES:
+            part = {name: each[name] for name in half}
+            each = {**each, **sync_in_backward(part, "data", options=whole)}
+        return through(each, x), None
+
+    def stack(layers: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(body, x, layers, unroll=4)[0]
 
     return _by_jaxcoll(stack), _arguments(layer(WIDTH, jnp.float32, LAYERS), WIDTH)
 

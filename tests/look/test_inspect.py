@@ -352,3 +352,12 @@ class TestLimits:
     def test_limits_that_are_none(self, limits, words):
         with pytest.raises(ValueError, match=words):
             jc.assert_collectives(self.report("psum"), **limits)
+
+
+def test_a_function_that_takes_a_mesh_is_given_all_devices():
+    def step(x, *, mesh):
+        return jax.shard_map(
+            lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+        )(x)
+
+    assert jc.inspect(step, np.ones(8, np.float32)).devices == 8

@@ -1,0 +1,48 @@
+"""Compiles the stacks for eight H100s, stores their reports here, and prints the table of docs/overlap.md.
+
+    JAXCOLL_AOT_PYTHON=... python notebooks/schedules/make.py
+
+Three minutes. It needs the compiler for GPUs (docs/clusters.md) and no GPU.
+"""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import jax
+
+import jaxcoll as jc
+from jaxcoll.bench import stacks
+
+HERE = Path(__file__).parent
+STORED = ("scanned_plain", "scanned", "scanned_by_fours", "unrolled_plain", "unrolled")
+NAMES = (*STORED, "small_plain", "small")
+
+
+def main() -> None:
+    """Compile, store, draw and print."""
+    jax.config.update("jax_platforms", "cpu")
+    reports = {}
+    for name in NAMES:
+        fun, args = getattr(stacks, name)()
+        report = reports[name] = jc.inspect(fun, *args, topology="h100:8")
+        print(
+            f"| `{name}` | {report.runs} | {report.overlapped:.0%} | "
+            f"{report.overlap.flops / 1e12:.2f} T | {report.seconds * 1e3:.2f} ms | "
+            f"{report.exposed_seconds * 1e3:.2f} ms, "
+            f"{report.exposed_seconds / report.seconds:.0%} |",
+            flush=True,
+        )
+        if name in STORED:
+            packed = gzip.compress(report.to_json().encode(), mtime=0)
+            (HERE / f"{name}.json.gz").write_bytes(packed)
+    reports["unrolled_plain"].timeline(
+        HERE.parents[1] / "docs/images/overlap.png",
+        name="jax.grad and lax.pmean",
+        beside={"packs in the order gradients become ready": reports["unrolled"]},
+    )
+
+
+if __name__ == "__main__":
+    main()
