@@ -31,10 +31,14 @@ HALF = 2.0
 ALONE = 64 * KiB
 """Bytes of leaves that are too small to be worth their place in the order."""
 
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "cpu": {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"},
-    "gpu": {},  # packs are chained
-    "tpu": {"xla_jf_crs_combiner_threshold_in_bytes": ALONE},
+_OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
+    ("cpu", "all-reduce"): {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"},
+    ("gpu", "all-reduce"): {},  # packs are chained
+    # Counted in bytes of the shard that a device ends with, so that no size of a pack would do.
+    ("gpu", "reduce-scatter"): {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1},
+    ("gpu", "all-gather"): {"xla_gpu_all_gather_combine_threshold_bytes": 1},
+    # Packs are larger than this, metrics are not, which then still travel together.
+    ("tpu", "all-reduce"): {"xla_jf_crs_combiner_threshold_in_bytes": ALONE},
 }
 
 _WHERE = {
@@ -57,9 +61,14 @@ def wants_order(options: CommunicationOptions, world: World) -> bool:
     return options.overlap
 
 
-def is_wanted(options: CommunicationOptions, world: World, leaves: Sequence[Leaf]) -> bool:
-    """Whether packs are to travel one by one: as asked, or where the order is known and it pays."""
-    if options.overlap is not None or not wants_order(options, world):
+def is_wanted(
+    options: CommunicationOptions, world: World, leaves: Sequence[Leaf], algorithm: str
+) -> bool:
+    """Whether packs are to travel one by one: as asked, or where the order is known and it pays.
+
+    Exchanges of our own are not chained without being asked.
+    """
+    if options.overlap is not None or not wants_order(options, world) or algorithm != "native":
         return bool(options.overlap)
     known = any(leaf.ready is not None for leaf in leaves)
     return known and sum(leaf.nbytes for leaf in leaves if leaf.travels) > 2 * LAST
@@ -124,9 +133,9 @@ def reasons(
         yield _by_options(world.platform)
 
 
-def compiler_options(platform: str) -> dict[str, Any]:
-    """What keeps packs apart in a program that is compiled for `platform`."""
-    return dict(_OPTIONS.get(platform, {}))
+def compiler_options(platform: str, kind: str = "all-reduce") -> dict[str, Any]:
+    """What keeps packs apart in a program that is compiled for `platform`, by their collective."""
+    return dict(_OPTIONS.get((platform, kind), {}))
 
 
 def _by_options(platform: str) -> str:

@@ -262,7 +262,7 @@ def make_plan(
     terms = terms or preset(world)
     choice = choose(options, world, packing)
     prices = Prices(terms, world.sizes)
-    apart = overlap.is_wanted(options, world, leaves)
+    apart = overlap.is_wanted(options, world, leaves, choice.algorithm)
     given = tuple(leaves)
     if apart and packing is None:
         leaves = overlap.with_guess(leaves)

