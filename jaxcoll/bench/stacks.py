@@ -46,10 +46,10 @@ def scanned() -> Example:
     return _by_jaxcoll(stack), _arguments(layer(WIDTH, jnp.float32, LAYERS), WIDTH)
 
 
-def scanned_by_fours() -> Example:
-    """The same with four layers a turn of the loop, each half of a layer one pack.
+def scanned_by_sixes() -> Example:
+    """The same with six layers a turn of the loop, each half of a layer one pack.
 
-    A collective ends in the turn in which it started; of four layers only the last has nothing but
+    A collective ends in the turn in which it started; of six layers only the last has nothing but
     itself to hide behind.
     """
     whole = CommunicationOptions(bytes_per_pack=64 << 20)
@@ -61,7 +61,7 @@ def scanned_by_fours() -> Example:
         return through(each, x), None
 
     def stack(layers: Any, x: jax.Array) -> jax.Array:
-        return jax.lax.scan(body, x, layers, unroll=4)[0]
+        return jax.lax.scan(body, x, layers, unroll=6)[0]
 
     return _by_jaxcoll(stack), _arguments(layer(WIDTH, jnp.float32, LAYERS), WIDTH)
 
@@ -72,8 +72,11 @@ def scanned_plain() -> Example:
 
 
 def unrolled() -> Example:
-    """12 layers in a Python loop, packs of their gradients reduced as they become ready."""
-    overlap = CommunicationOptions(overlap=True)
+    """12 layers in a Python loop, packs of their gradients reduced as they become ready.
+
+    A pack holds one of the large matrices, or the two smaller ones of a layer.
+    """
+    overlap = CommunicationOptions(overlap=True, bytes_per_pack=17 << 20)
     return _by_jaxcoll(_loop, overlap), _arguments([layer(WIDTH, jnp.float32)] * LAYERS, WIDTH)
 
 
