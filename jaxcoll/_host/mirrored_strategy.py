@@ -7,9 +7,12 @@ from typing import Any
 
 import jax
 
+from jaxcoll import _compat
+from jaxcoll._host.cluster_resolver import ClusterResolver
 from jaxcoll._host.collective_all_reduce import CollectiveAllReduce
 from jaxcoll._host.cross_device_ops import CrossDeviceOps
 from jaxcoll._host.destinations import device_named
+from jaxcoll._host.initialize import initialize
 from jaxcoll._host.mesh import checked_devices, span_processes
 from jaxcoll._host.nccl_all_reduce import NcclAllReduce
 from jaxcoll._host.strategy import Strategy
@@ -70,13 +73,15 @@ class MultiWorkerMirroredStrategy(Strategy):
     `experimental_local_results` has those of this process's replicas.
 
     Args:
-      cluster_resolver: None. Several processes find each other with `jax.distributed`.
+      cluster_resolver: says which processes there are, as for `jc.initialize`, which is called.
+        None: the environment says so (TF_CONFIG, Slurm, ...), unless a job was entered or JAX was
+        used before.
       communication_options: defaults for every reduction and gather, inside `run` and between
         programs.
 
     Raises:
-      ValueError: `cluster_resolver` is given, or `communication_options` is no
-        `CommunicationOptions`.
+      ValueError: `cluster_resolver` is no `ClusterResolver`, or `communication_options` is no
+        `CommunicationOptions`; and, like all other errors, from `jc.initialize`.
 
     Examples:
       >>> options = CommunicationOptions(bytes_per_pack=1 << 20)
@@ -86,13 +91,14 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def __init__(
         self,
-        cluster_resolver: Any = None,
+        cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
-        if cluster_resolver is not None:
+        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise ValueError(
-                "`MultiWorkerMirroredStrategy` takes no `cluster_resolver`: strategies of several "
-                "processes come with a later release."
+                "`MultiWorkerMirroredStrategy` expects `cluster_resolver` to be a ClusterResolver, "
+                "such as `jc.TFConfigClusterResolver()`, or None for what the environment says; "
+                f"got {cluster_resolver!r}."
             )
         options = communication_options or CommunicationOptions()
         if not isinstance(options, CommunicationOptions):
@@ -100,6 +106,8 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "`communication_options` must be a CommunicationOptions or None; got "
                 f"{communication_options!r}."
             )
+        if cluster_resolver is not None or not _compat.has_backend():
+            initialize(cluster_resolver=cluster_resolver)
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
         super().__init__(tuple(devices), CollectiveAllReduce(devices, len(devices)), options)
 

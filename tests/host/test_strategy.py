@@ -924,7 +924,7 @@ def test_devices_that_are_none_are_refused(devices, message):
 
 def test_H38_arguments_of_a_strategy_that_are_none_are_refused():
     with pytest.raises(
-        ValueError, match="strategies of several processes come with a later release"
+        ValueError, match="expects `cluster_resolver` to be a ClusterResolver, such"
     ):
         jc.MultiWorkerMirroredStrategy(cluster_resolver=object())
     with pytest.raises(

@@ -1,17 +1,25 @@
 """What each worker of a strategy over several processes runs; prints one line that the tests read."""
 
+import hashlib
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxcoll as jc
 from jaxcoll.bench.launch import join
 
-assert join()
-
-import hashlib  # noqa: E402
-import json  # noqa: E402
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-
-import jaxcoll as jc  # noqa: E402
+if "PORTS" in os.environ:  # TensorFlow's way into the same job
+    own, *others = (
+        os.environ.pop(f"JAXCOLL_{name}") for name in ("RANK", "PROCESSES", "COORDINATOR")
+    )
+    workers = [f"127.0.0.1:{port}" for port in os.environ["PORTS"].split()]
+    task = {"type": "worker", "index": int(own)}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
+else:
+    assert join()
 
 strategy = jc.MultiWorkerMirroredStrategy()
 rank, workers, n = jax.process_index(), jax.process_count(), strategy.num_replicas_in_sync

@@ -7,16 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxcoll.bench.launch import launch
+from jaxcoll.bench.launch import free_port, launch
 
 pytestmark = pytest.mark.processes
 SCRIPT = Path(__file__).with_name("strategy.py")
 
 
-@pytest.mark.parametrize(("workers", "devices"), [(2, 2), (3, 1)])
-def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results(workers, devices):
+@pytest.mark.parametrize(("workers", "devices", "by"), [(2, 2, "TF_CONFIG"), (3, 1, "launch")])
+def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results(workers, devices, by):
     n = workers * devices
-    env = {"JAX_NUM_CPU_DEVICES": str(devices)}
+    env = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    if by == "TF_CONFIG":
+        env["PORTS"] = " ".join(str(free_port()) for _ in range(workers))
     ended = launch([sys.executable, str(SCRIPT)], workers, timeout=180, env=env)
     results = []
     for each in ended:
