@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxcoll import _compat
+from jaxcoll import _compat_compiler
 from jaxcoll._host.remesh import lowered_over, traced_over
 from jaxcoll._host.texts import Texts
 from jaxcoll._host.topology_child import has_compiler
@@ -108,7 +108,10 @@ def compile_for(
         "size": where.size,
         "cluster": where.request(),
         "mesh_sizes": _mesh_sizes(requested, where.size),
-        "compiler_options": {**_compat.compiler_options(traced), **(compiler_options or {})},
+        "compiler_options": {
+            **_compat_compiler.compiler_options(traced),
+            **(compiler_options or {}),
+        },
     }
     with tempfile.TemporaryDirectory(prefix="jaxcoll-") as name:
         folder = Path(name)

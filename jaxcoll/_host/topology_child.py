@@ -49,17 +49,17 @@ def answer(folder: Path) -> dict[str, Any]:
         return {"missing": versions}
     import jax
 
-    from jaxcoll import _compat
+    from jaxcoll import _compat_compiler
 
     jax.config.update("jax_platforms", "cpu")
     if request["platform"] == "cpu":
         jax.config.update("jax_num_cpu_devices", request["size"])
         devices, order = list(jax.devices("cpu")), "as JAX lists them"
     else:
-        devices, order = _compat.cluster_devices(request["cluster"], request["mesh_sizes"])
+        devices, order = _compat_compiler.cluster_devices(request["cluster"], request["mesh_sizes"])
     program = (folder / "program.mlir").read_text()
     start = time.monotonic()
-    compiled = _compat.compile_text(program, devices, request["compiler_options"])
+    compiled = _compat_compiler.compile_text(program, devices, request["compiler_options"])
     (folder / "compiled.txt").write_text(compiled.pop("text"))
     return {
         "seconds": time.monotonic() - start,

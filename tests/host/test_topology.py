@@ -12,7 +12,6 @@ from fake_compiler import ANSWER, stand_in
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcoll as jc
-from jaxcoll import _compat
 from jaxcoll._host import topology as service
 from jaxcoll._host.remesh import lowered_over, traced_over
 from jaxcoll._host.topology import compile_for
@@ -188,7 +187,7 @@ def here(topology, fun):
     """The text that JAX gets in this process for the same cluster."""
     devices = [*jax.devices()]
     if topology.platform != "cpu":
-        devices, _ = _compat.cluster_devices(topology.request(), [topology.size])
+        devices, _ = _compat_compiler.cluster_devices(topology.request(), [topology.size])
     mesh = Mesh(np.array(devices, dtype=object), ("data",), axis_types=(AxisType.Auto,))
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (W, X)]
     return fun(mesh).lower(*types).compile().as_text()

@@ -1,0 +1,93 @@
+"""The compiler of a cluster that is not here, and what JAX keeps to itself about compiling.
+
+The third file that knows what is private to JAX, apart from `_compat.py` because nothing that is
+traced needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def compiler_options(traced: Any) -> dict[str, Any]:
+    """The `compiler_options` that a function was jitted with, which JAX keeps to itself."""
+    return dict(getattr(traced, "_params", {}).get("compiler_options_kvs", ()))
+
+
+def cluster_devices(request: dict[str, Any], mesh_sizes: Sequence[int]) -> tuple[list[Any], str]:
+    """Devices of a cluster that is not here, to compile for, and how they are ordered.
+
+    Args:
+      request: the arguments of `jax.experimental.topologies.get_topology_desc`.
+      mesh_sizes: the sizes of the mesh they are for.
+    """
+    from jax.experimental import topologies
+
+    cluster = topologies.get_topology_desc(**request)
+    names = tuple(f"axis{i}" for i in range(len(mesh_sizes)))
+    try:
+        mesh = topologies.make_mesh(cluster, tuple(mesh_sizes), names)
+    except (NotImplementedError, AssertionError, ValueError):  # it knows no order of this shape
+        return list(cluster.devices), "as JAX lists them"
+    return list(mesh.devices.flat), "as `jax.make_mesh` puts them"
+
+
+def compile_text(program: str, devices: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Compile StableHLO text for `devices`, as `jax.jit` compiles what it lowered.
+
+    JAX compiles ahead of time for what it has traced itself; a text of another process goes to
+    the client, by the same call that JAX makes.
+
+    Args:
+      program: with one partition for each device, in their order.
+      devices: of a cluster that is not here, or of this process.
+      options: compiler options.
+
+    Returns:
+      "text", the compiled program, and "memory", bytes by name.
+    """
+    from jax.extend.mlir import ir
+    from jax.interpreters.mlir import make_ir_context
+    from jaxlib.xla_client import CompileOptions, DeviceAssignment, DeviceList
+
+    asked = CompileOptions()
+    asked.num_replicas, asked.num_partitions = 1, len(devices)
+    asked.device_assignment = DeviceAssignment.create(np.array([[d.id for d in devices]]))
+    build = asked.executable_build_options
+    build.use_spmd_partitioning = True
+    build.use_shardy_partitioner = "sdy." in program
+    for name in ("optimization_level", "memory_fitting_level"):
+        if name in options:
+            setattr(build, name, options[name])
+    asked.env_option_overrides = [(k, v) for k, v in options.items() if not hasattr(build, k)]
+    client = devices[0].client
+    # One of real devices compiles what it then loads, the other cannot load anything.
+    run = client.compile_and_load if devices[0] in jax.devices() else client.compile
+    with make_ir_context():
+        module = ir.Module.parse(program)
+        main: Any = next(f for f in module.body if str(f.attributes["sym_name"]) == '"main"')
+        build.allow_spmd_sharding_propagation_to_parameters = _unsharded(main, "arg_attrs")
+        build.allow_spmd_sharding_propagation_to_output = _unsharded(main, "res_attrs")
+        compiled = run(module, DeviceList(tuple(devices)), asked)
+    stats = compiled.get_compiled_memory_stats()
+    return {
+        "text": compiled.hlo_modules()[0].to_string(),
+        "memory": {
+            name: getattr(stats, f"{name}_size_in_bytes")
+            for name in ("argument", "output", "alias", "temp", "generated_code")
+        },
+    }
+
+
+def _unsharded(function: Any, which: str) -> list[bool]:
+    """Of each argument or result whether its sharding is the compiler's to choose."""
+    if which not in function.attributes:
+        return []
+    return [
+        not {"sdy.sharding", "mhlo.sharding"} & {named.name for named in attributes}
+        for attributes in function.attributes[which]
+    ]
