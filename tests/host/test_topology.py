@@ -12,6 +12,7 @@ from fake_compiler import ANSWER, stand_in
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcoll as jc
+from jaxcoll import _compat_compiler
 from jaxcoll._host import topology as service
 from jaxcoll._host.remesh import lowered_over, traced_over
 from jaxcoll._host.topology import compile_for
