@@ -2,10 +2,14 @@
 
 from jaxcoll._host.all_reduce_ops import AllReduceCrossDeviceOps as AllReduceCrossDeviceOps
 from jaxcoll._host.check_replicas import check_replicas as check_replicas
+from jaxcoll._host.checkpoint import restore_checkpoint as restore_checkpoint
+from jaxcoll._host.checkpoint import save_checkpoint as save_checkpoint
 from jaxcoll._host.collective_all_reduce import CollectiveAllReduce as CollectiveAllReduce
 from jaxcoll._host.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxcoll._host.data_parallel import DataParallel as DataParallel
 from jaxcoll._host.data_parallel import data_parallel as data_parallel
+from jaxcoll._host.elastic import Elastic as Elastic
+from jaxcoll._host.elastic import WorldChange as WorldChange
 from jaxcoll._host.hierarchical_copy import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
 )
@@ -32,6 +36,8 @@ from jaxcoll._look.inspect import inspect as inspect
 from jaxcoll._observe.report import Report as Report
 from jaxcoll._plan.errors import AlreadyReducedError as AlreadyReducedError
 from jaxcoll._plan.errors import DeadlineExceededError as DeadlineExceededError
+from jaxcoll._plan.errors import PeerLostError as PeerLostError
+from jaxcoll._plan.errors import ProgramMismatchError as ProgramMismatchError
 from jaxcoll._plan.errors import ReplicaDivergenceError as ReplicaDivergenceError
 from jaxcoll._plan.options import UNSET as UNSET
 from jaxcoll._plan.options import CollectiveCommunication as CollectiveCommunication

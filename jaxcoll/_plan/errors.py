@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 class AlreadyReducedError(ValueError):
@@ -14,7 +14,35 @@ class AlreadyReducedError(ValueError):
 
 
 class DeadlineExceededError(TimeoutError):
-    """A host-level call or a wrapped step took longer than its `timeout_seconds`."""
+    """A host-level call or a wrapped step took longer than its `timeout_seconds`.
+
+    Attributes:
+      ranks: the processes that did not arrive, as far as that is known.
+    """
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class PeerLostError(ConnectionError):
+    """A process that took part in a call has died, or was cut off from the others.
+
+    Attributes:
+      ranks: the processes that are lost.
+    """
+
+    def __init__(self, message: str, *, ranks: Iterable[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class ProgramMismatchError(RuntimeError):
+    """Processes that should run the same program are about to run, or run, different ones.
+
+    Every process that takes part raises it. The message shows both sides of the first
+    difference.
+    """
 
 
 class ReplicaDivergenceError(RuntimeError):
