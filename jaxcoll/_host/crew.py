@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxcoll._compat_coordination import StoreUnreachableError
+from jaxcoll._plan.errors import DeadlineExceededError
 
 BEAT_SECONDS = 0.5
 """How often a worker says that it lives."""
@@ -54,6 +55,7 @@ class Decision:
       source: the member that has the state after that step.
       given: whether some member has it not, and is given it.
       lost: names of those of the generation before that are not in this one.
+      joined: names of those that were not in it.
       why: what ended the generation before, in words.
       ended: the work is done; there are no members.
     """
@@ -64,6 +66,7 @@ class Decision:
     source: str = ""
     given: bool = False
     lost: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
     why: str = ""
     ended: bool = False
 
@@ -157,6 +160,26 @@ class Crew:
     def is_current(self) -> bool:
         """Whether no later generation has begun, perhaps without this worker."""
         return self._tell(lambda: self.store.try_get(self._key(self.number + 1, "decision"))) is None
+
+    def meet(self) -> None:
+        """Wait until every process of the job is here, or was once.
+
+        Raises:
+          DeadlineExceededError: some did not come in time; they are named.
+        """
+        self._tell(lambda: self.store.set(f"{self._root}/here/{self.store.process}", self.name))
+        until = time.monotonic() + self._startup
+        while len(here := self._all(f"{self._root}/here")) < self.store.processes:
+            if self._unreachable:
+                raise CoordinatorLostError
+            if time.monotonic() > until:
+                absent = [r for r in range(self.store.processes) if str(r) not in here]
+                raise DeadlineExceededError(
+                    f"Worker{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of "
+                    f"{self.store.processes} did not begin to train within {self._startup:g} s.",
+                    ranks=absent,
+                )
+            time.sleep(_POLL_SECONDS)
 
     def enter(self, step: int) -> Decision | None:
         """Take part in the first generation, or wait to be taken into a later one.
@@ -294,6 +317,7 @@ class Crew:
             source=having[0],
             given=any(m not in having for m in members),
             lost=tuple(m for m in before if m not in ready),
+            joined=tuple(m for m in members if number and m not in before),
             why=why,
         )
 

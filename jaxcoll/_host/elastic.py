@@ -145,6 +145,7 @@ class Elastic:
           taken in.
 
         Raises:
+          DeadlineExceededError: a worker did not begin within `startup_seconds`.
           PeerLostError: too few workers are left, the coordinator died, or the others left this
             worker behind. The state was saved, if there is a file for it, except by one left behind.
           ReplicaDivergenceError: workers hold different states.
@@ -168,9 +169,11 @@ class Elastic:
             startup=self._startup,
             most=self._most,
         )
-        when_coordinator_is_lost(crew.lose_coordinator)
         try:
-            return _Run(self, crew, batches, steps).run()
+            crew.meet()
+            jax.devices()  # JAX exchanges them among all processes when they are first asked for
+            with when_coordinator_is_lost(crew.lose_coordinator):
+                return _Run(self, crew, batches, steps).run()
         except CoordinatorLostError:
             raise self._without_coordinator() from None
         finally:
@@ -210,10 +213,10 @@ class _Run:
         entered = self._crew.enter(self._state.finished)
         if entered is None:
             return None
-        decision, before = entered, entered.ranks if entered.number == 0 else ()
+        decision, self._began = entered, time.monotonic()
         while True:
             try:
-                self._settle(decision, before)
+                self._settle(decision)
                 self._train(decision)
                 self._crew.gather("finished", "")
                 self._crew.finish()
@@ -221,13 +224,12 @@ class _Run:
             except RegroupError:
                 self._began = time.monotonic()
                 self._change = None
-                before = decision.ranks
                 decision = self._crew.decide(self._state.finished, self._state.held)
         if self._trainer._path is not None and self._crew.name == decision.members[0]:
             self._trainer._save(self._steps)
         return self._state.latest
 
-    def _settle(self, decision: Decision, before: tuple[int, ...]) -> None:
+    def _settle(self, decision: Decision) -> None:
         """Take the place, the mesh and the state that were decided."""
         lost = tuple(map(rank_of, decision.lost))
         if self._crew.name not in decision.members:
@@ -239,7 +241,7 @@ class _Run:
             )
         if len(decision.members) < self._trainer._fewest:
             self._give_up(decision, lost)
-        joined = tuple(r for r in decision.ranks if r not in before)
+        joined = tuple(map(rank_of, decision.joined))
         self._trainer.workers = decision.ranks
         if decision.number:
             _LOG.warning(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
 from jaxcoll._host.crew import BEAT_SECONDS, LOST_SECONDS, Crew, RegroupError
 
 _left: list[threading.Thread] = []
-_first_to_end = True
+_status: Any = None
 
 
 def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what: str) -> Any:
@@ -60,7 +63,7 @@ def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what:
             if left < LOST_SECONDS + BEAT_SECONDS:
                 crew.observe()
         except BaseException:
-            _leave(thread, crew)
+            _leave(thread)
             raise
         crew.woken.wait(min(left, BEAT_SECONDS))
     result, error = outcome[0]
@@ -69,22 +72,39 @@ def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what:
     return result
 
 
-def _leave(thread: threading.Thread, crew: Crew) -> None:
-    global _first_to_end
+def _leave(thread: threading.Thread) -> None:
     if not _left:
         atexit.register(_end)
+        sys.exit = _exit
     _left[:] = [other for other in _left if other.is_alive()] + [thread]
-    decision = crew.decision
-    _first_to_end = decision is None or decision.members[0] == crew.name
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    """`sys.exit`, which tells nobody else what it was given."""
+    global _status
+    _status = status
+    raise SystemExit(status)
 
 
 def _end() -> None:
-    """Let the threads that were left behind come home before Python ends.
+    """End the process, if threads that were left behind are still not home.
 
-    They come when a peer closes its connections, and a thread that comes while Python ends takes
-    the process down with a signal. Where all wait for one that is stopped, the first ends with its
-    thread asleep, and so wakes the others, who are patient.
+    They come home when a peer closes its connections. One that comes while Python ends, or after,
+    takes the process down with a signal; and Python ends by closing them. So what Python does at
+    exit is done here, and the process then ends at once. (A status is known from `sys.exit` or an
+    uncaught exception; one that was only raised, as `SystemExit`, would be taken for 0.)
     """
-    until = time.monotonic() + (BEAT_SECONDS if _first_to_end else 10.0)
+    until = time.monotonic() + BEAT_SECONDS
     for thread in _left:
         thread.join(max(0.0, until - time.monotonic()))
+    if not any(thread.is_alive() for thread in _left):
+        return
+    atexit._run_exitfuncs()
+    status = 1 if getattr(sys, "last_value", None) is not None else _status
+    if status is not None and not isinstance(status, int):
+        sys.stderr.write(f"{status}\n")
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit((status or 0) & 0xFF)

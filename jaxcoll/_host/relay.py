@@ -2,8 +2,9 @@
 
 JAX ends a process with a signal, at once and without asking Python, when its connection to the
 coordinator breaks. So the client is connected to a Unix socket of its own process, and what passes
-is copied to the coordinator and back. When the coordinator dies that socket stays open, silent: JAX
-notices nothing until its heartbeat timeout, and until then there is time to save and to say why.
+is copied to the coordinator and back. When the coordinator dies while somebody here listens for it, that socket stays
+open, silent: JAX notices nothing until its heartbeat timeout, and until then there is time to save
+and to say why.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _CHUNK = 1 << 16
 _relay: Relay | None = None
@@ -25,13 +26,14 @@ class Relay:
 
     Attributes:
       address: what the client is given for the coordinator's address.
+      callbacks: called, from another thread, when the coordinator has died.
     """
 
     def __init__(self, upstream: str) -> None:
         host, _, port = upstream.rpartition(":")
         self._upstream = (host.strip("[]"), int(port))
         self._lost = threading.Event()
-        self._callbacks: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], None]] = []
         folder = tempfile.mkdtemp(prefix="jaxcoll-")  # nobody else may look into it
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         self.address = f"unix:{folder}/coordinator"
@@ -39,12 +41,6 @@ class Relay:
         self._listener.bind(f"{folder}/coordinator")
         self._listener.listen()
         self._start(self._accept)
-
-    def when_lost(self, callback: Callable[[], None]) -> None:
-        """Call this, from another thread, once the coordinator has died."""
-        self._callbacks.append(callback)
-        if self._lost.is_set():
-            callback()
 
     def _start(self, target: Callable[..., None], *args: socket.socket) -> None:
         threading.Thread(target=target, args=args, name="jaxcoll-relay", daemon=True).start()
@@ -55,8 +51,8 @@ class Relay:
             try:
                 far = socket.create_connection(self._upstream, 5.0)
             except OSError:
-                if self._lost.is_set():
-                    self._kept = near  # silent, but open
+                if self._lost.is_set() and self.callbacks:
+                    near.detach()
                 else:
                     near.close()
                 continue
@@ -76,7 +72,12 @@ class Relay:
         if near.fileno() < 0:  # this process has hung up
             return
         self._lost.set()
-        for callback in self._callbacks:
+        if not self.callbacks:
+            with contextlib.suppress(OSError):
+                near.shutdown(socket.SHUT_RDWR)
+            return
+        near.detach()  # open and silent for as long as the process lives
+        for callback in list(self.callbacks):
             callback()
 
 
@@ -93,7 +94,18 @@ def through_relay(address: str) -> str:
     return _relay.address
 
 
-def when_coordinator_is_lost(callback: Callable[[], None]) -> None:
-    """Call this once the coordinator has died, if this process has a relay."""
-    if _relay is not None:
-        _relay.when_lost(callback)
+@contextlib.contextmanager
+def when_coordinator_is_lost(callback: Callable[[], None]) -> Iterator[None]:
+    """In here this is called, from another thread, if the coordinator dies and there is a relay.
+
+    Yields:
+      Nothing.
+    """
+    if _relay is None:
+        yield
+        return
+    _relay.callbacks.append(callback)
+    try:
+        yield
+    finally:
+        _relay.callbacks.remove(callback)
