@@ -4,6 +4,9 @@ from jaxcoll._host.all_reduce_ops import AllReduceCrossDeviceOps as AllReduceCro
 from jaxcoll._host.check_replicas import check_replicas as check_replicas
 from jaxcoll._host.checkpoint import restore_checkpoint as restore_checkpoint
 from jaxcoll._host.checkpoint import save_checkpoint as save_checkpoint
+from jaxcoll._host.cluster_resolver import ClusterResolver as ClusterResolver
+from jaxcoll._host.cluster_resolver import SlurmClusterResolver as SlurmClusterResolver
+from jaxcoll._host.cluster_resolver import TFConfigClusterResolver as TFConfigClusterResolver
 from jaxcoll._host.collective_all_reduce import CollectiveAllReduce as CollectiveAllReduce
 from jaxcoll._host.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxcoll._host.data_parallel import DataParallel as DataParallel
@@ -18,6 +21,7 @@ from jaxcoll._host.in_program import all_reduce as all_reduce
 from jaxcoll._host.in_program import broadcast as broadcast
 from jaxcoll._host.in_program import grad as grad
 from jaxcoll._host.in_program import value_and_grad as value_and_grad
+from jaxcoll._host.initialize import initialize as initialize
 from jaxcoll._host.mirrored_strategy import MirroredStrategy as MirroredStrategy
 from jaxcoll._host.mirrored_strategy import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,

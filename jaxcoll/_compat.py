@@ -7,6 +7,7 @@ keeps the mesh axes it varies over, and how a type is told that it varies no lon
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -213,6 +214,15 @@ def compiler_options(traced: Any) -> dict[str, Any]:
     return dict(getattr(traced, "_params", {}).get("compiler_options_kvs", ()))
 
 
+def configuration() -> Any:
+    """All of this thread's configuration that a trace depends on, as a hashable value.
+
+    JAX keeps it to itself; None where it is not found, as if it never changed.
+    """
+    module = sys.modules[type(jax.config).__module__]
+    return getattr(module, "trace_context", lambda: None)()
+
+
 def cluster_devices(request: dict[str, Any], mesh_sizes: Sequence[int]) -> tuple[list[Any], str]:
     """Devices of a cluster that is not here, to compile for, and how they are ordered.
 
@@ -286,3 +296,51 @@ def _unsharded(function: Any, which: str) -> list[bool]:
         not {"sdy.sharding", "mhlo.sharding"} & {named.name for named in attributes}
         for attributes in function.attributes[which]
     ]
+
+
+def has_backend() -> bool:
+    """Whether JAX has begun to use devices, after which processes cannot be joined any more."""
+    from jax.experimental import multihost_utils
+
+    bridge = getattr(multihost_utils, "xla_bridge", None)
+    return bool(bridge and bridge.backends_are_initialized())
+
+
+def let_gloo_listen_at(host: str) -> bool:
+    """Have CPU devices meet over Gloo at one address of this host.
+
+    By itself Gloo listens at whatever the host's own name stands for. To be called when the
+    processes are joined, and before there are devices.
+
+    Args:
+      host: the address.
+
+    Returns:
+      Whether this JAX can be told.
+    """
+    from jax.experimental import multihost_utils
+    from jax.extend.backend import register_backend_factory
+    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+    bridge = getattr(multihost_utils, "xla_bridge", None)
+    state = getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
+    make_client = getattr(bridge, "make_cpu_client", None)
+    if (
+        make_client is None
+        or state is None
+        or configured("cpu_collectives_implementation") != "gloo"
+    ):
+        return False
+
+    def client() -> Any:
+        if state.client is None:  # the processes have parted since
+            return make_client()
+        return make_client(_jax.make_gloo_tcp_collectives(state.client, hostname=host))
+
+    register_backend_factory("cpu", client, priority=0, fail_quietly=False)
+    return True
+
+
+def configured(name: str) -> Any:
+    """The value of an option of JAX: `jax.config.jax_<name>`, unknown to type checkers."""
+    return getattr(jax.config, f"jax_{name}")

@@ -30,9 +30,13 @@ class Store:
     """
 
     def __init__(self, client: Any, process: int, processes: int) -> None:
-        self._client = client
+        self._client: Any = client
         self.process = process
         self.processes = processes
+
+    def is_of(self, other: Store) -> bool:
+        """Whether both speak through one client: of one world, joined once."""
+        return self._client is other._client
 
     def set(self, key: str, value: str) -> None:
         """Write, over what stands there."""
@@ -111,7 +115,7 @@ class Store:
 
 def store() -> Store | None:
     """The store of the world that this process has joined; None: it is alone."""
-    state = getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
+    state: Any = getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
     client = getattr(state, "client", None)
     if client is None:
         return None

@@ -18,6 +18,8 @@ COMMANDS = {
         "jaxcoll.bench.inspect_command",
         "show what a program will send, before it runs: requested beside compiled",
     ),
+    "launch": ("jaxcoll.bench.launch_command", "run a program in several processes on this host"),
+    "doctor": ("jaxcoll.bench.doctor", "look over this machine, or a running job: what to fix"),
     "bench": ("jaxcoll.bench.command", "measure all-reduces beside JAX's own"),
 }
 """Each command's module, which has `add_arguments(parser)` and `run(arguments)`; and its help."""

@@ -135,7 +135,13 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         routes = tuple(
             Route(r.options.merge(carried), None if packed else r.packing, r.limit) for r in routes
         )
-        run = prepared(all_reduce_program(mesh, reduce_op, routes), options.timeout_seconds, values)
+        run = prepared(
+            all_reduce_program(mesh, reduce_op, routes),
+            options.timeout_seconds,
+            (values,),
+            across=devices,
+            told=repr((reduce_op, routes)),
+        )
 
         def call() -> list[Mirrored]:
             return [s.reordered(r.destinations) for s, r in zip(run(), reductions, strict=True)]

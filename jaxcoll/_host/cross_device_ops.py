@@ -226,7 +226,9 @@ class CrossDeviceOps(abc.ABC):
         devices = destination_devices(destinations, "gather")
         with no_mesh():
             call = prepare_gather(per_replica_value, devices, axis, said)
-            return finished(call, said.timeout_seconds, f"`{type(self).__name__}.gather`")
+            return finished(
+                call, said.timeout_seconds, f"`{type(self).__name__}.gather`", across=devices
+            )
 
     @abc.abstractmethod
     def _prepare(
@@ -263,7 +265,8 @@ class CrossDeviceOps(abc.ABC):
             what = f"`{type(self).__name__}.{caller}` ({op.name} of {count})"
             with no_mesh():
                 call = self._prepare(op, moving, said)
-                results = iter(finished(call, said.timeout_seconds, what))
+                across = [d for r in moving for d in r.value.devices]
+                results = iter(finished(call, said.timeout_seconds, what, across=across))
         return [r.value[0] if r.is_in_place(op) else next(results) for r in reductions]
 
 

@@ -17,8 +17,9 @@ from jaxcoll import _compat
 from jaxcoll._host.deadline import finished, prepared
 from jaxcoll._host.mesh import abstract_mesh, checked_mesh, fitted_mesh, has_axes, no_mesh
 from jaxcoll._host.placement import check_rows, place
+from jaxcoll._host.program import remember
 from jaxcoll._host.world import mesh_scope, topology_scope
-from jaxcoll._plan.options import CommunicationOptions, checked
+from jaxcoll._plan.options import UNSET, CommunicationOptions, checked
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.topology import Topology
 from jaxcoll._spmd.scope import Scope, entered
@@ -146,6 +147,14 @@ class DataParallel:
         return mesh_scope(self.mesh)
 
     @functools.cached_property
+    def _devices(self) -> tuple[jax.Device, ...]:
+        return tuple(self.mesh.devices.flat)
+
+    @functools.cached_property
+    def _told(self) -> str:
+        return repr(self._options.replace(timeout_seconds=UNSET))
+
+    @functools.cached_property
     def _processes(self) -> int:
         return len({d.process_index for d in self.mesh.devices.flat})
 
@@ -171,8 +180,11 @@ class DataParallel:
         name = getattr(self._step, "__name__", "step")
         with no_mesh():
             args, kwargs = self._placed(args), self._replicate(kwargs)
-            call = prepared(self._compiled, deadline, *args, **kwargs)
-            return finished(call, deadline, f"Call {self._calls} of `{name}`")
+            call = prepared(
+                self._compiled, deadline, args, kwargs, across=self._devices, told=self._told
+            )
+            what = f"Call {self._calls} of `{name}`"
+            return finished(call, deadline, what, across=self._devices)
 
     def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:
         """This step on a cluster that is not here: to be traced and lowered, not to be called.
@@ -214,7 +226,7 @@ class DataParallel:
 
     def _twin(self, **changed: Any) -> DataParallel:
         twin = copy.copy(self)
-        for cached in ("mesh", "_scope", "_processes", "_compiled"):
+        for cached in ("mesh", "_scope", "_devices", "_processes", "_compiled"):
             vars(twin).pop(cached, None)
         vars(twin).update(changed)
         return twin
@@ -270,7 +282,7 @@ class DataParallel:
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        return self._jitted(lambda plan: None)
+        return self._jitted(remember)
 
     def _jitted(self, record: Callable[[Plan], None]) -> Any:
         program = functools.partial(self._program, record)

@@ -1,75 +1,190 @@
-"""Bounds the time that the host waits for a program."""
+"""The one place where the host calls programs: with others, in time, and in order."""
 
 from __future__ import annotations
 
 import functools
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from jaxcoll._host.program import Program, compiled_for
+from jaxcoll._host.team import Team, arrivals, team_of
 from jaxcoll._plan.errors import DeadlineExceededError
 
-_given_up: threading.Thread | None = None
-"""The last call that nobody waits for any more, which ends after all those before it."""
+Devices = Sequence[jax.Device]
 
 
 def prepared(
-    program: Any, timeout_seconds: float | None, *args: Any, **kwargs: Any
+    program: Any,
+    timeout_seconds: float | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    across: Devices = (),
+    told: str = "",
 ) -> Callable[[], Any]:
     """A call of a jitted program, ready for `finished`.
 
-    With a deadline it will run in another thread, so it is compiled here: a trace belongs to
-    the thread whose JAX configuration it was asked for under.
+    With a deadline, or with other processes, it will run in another thread, so it is compiled
+    here: a trace belongs to the thread whose JAX configuration it was asked for under.
+
+    Args:
+      program: what `jax.jit` returned.
+      timeout_seconds: as in `finished`.
+      args: placed.
+      kwargs: placed.
+      across: the devices of its mesh; others' processes run it, too.
+      told: options that processes have to have in common.
     """
-    if timeout_seconds:
-        program = program.lower(*args, **kwargs).compile()
-    return functools.partial(program, *args, **kwargs)
+    kwargs = dict(kwargs or {})
+    team = team_of(across)
+    if team is None and not timeout_seconds:
+        return functools.partial(program, *args, **kwargs)
+    known = compiled_for(program, args, kwargs, told, shared=team is not None)
+    if team is None:
+        return functools.partial(known.compiled, *args, **kwargs)
+    return functools.partial(_together, team, known, args, kwargs)
 
 
-def finished(call: Callable[[], Any], timeout_seconds: float | None, what: str) -> Any:
+def _together(team: Team, known: Program, args: Any, kwargs: Any) -> Any:
+    job = _worked.on
+    team.interrupt = job.worker.interrupt
+    job.team, job.program, job.position = team, known, team.last.position + 1
+    return team.run(known, args, kwargs)
+
+
+class _Job:
+    """One call in the hands of a worker: it settles once, by whatever comes first."""
+
+    def __init__(self, worker: _Worker, call: Callable[[], Any], wait: bool) -> None:
+        self.worker, self.call, self.wait = worker, call, wait
+        self.settled = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.team: Team | None = None
+        self.program: Program | None = None
+        self.position = 0
+        self._lock = threading.Lock()
+
+    def settle(self, error: BaseException | None, result: Any = None) -> None:
+        with self._lock:
+            if not self.settled.is_set():
+                self.error, self.result = error, result
+                self.settled.set()
+
+    def run(self) -> None:
+        try:
+            result = self.call()
+            self.settle(None, jax.block_until_ready(result) if self.wait else result)
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            self.settle(self.team.explained(error) if self.team else error)
+        except BaseException as error:
+            self.settle(error)
+
+
+class _Worker:
+    """A thread that makes one call after another.
+
+    A call that is given up stays in its hands to the end, and what is called next begins after
+    it, because two programs at once would take each other's messages.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._pending: list[_Job] = []
+        threading.Thread(target=self._work, name="jaxcoll-worker", daemon=True).start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether it still has a call that somebody gave up."""
+        with self._lock:
+            return bool(self._pending)
+
+    def take(self, job: _Job) -> None:
+        with self._lock:
+            self._pending.append(job)
+        self._jobs.put(job)
+
+    def interrupt(self, error: Exception) -> None:
+        """End the wait for all it has."""
+        with self._lock:
+            for job in self._pending:
+                job.settle(error)
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            _worked.on = job
+            job.run()
+            with self._lock:
+                self._pending.remove(job)
+            del job
+            _worked.on = None
+
+
+_worked = threading.local()
+_workers: dict[str, _Worker] = {}
+"""By the name of the team, "" for calls within this process: other teams' messages are others."""
+
+
+def finished(
+    call: Callable[[], Any], timeout_seconds: float | None, what: str, *, across: Devices = ()
+) -> Any:
     """`call()`, waited for to the end if there is a deadline.
 
     The call itself is made in a thread, because a backend may run a program while it
-    dispatches it, as XLA's CPU does in a process with one device.
+    dispatches it, as XLA's CPU does in a process with one device; and over several processes
+    always, so that news of another's failure ends the wait.
 
     Args:
       call: dispatches compiled programs and traces nothing; see `prepared`.
       timeout_seconds: seconds; None and 0 mean no deadline, and then nothing is waited for.
       what: what is named in the message.
+      across: the devices of the mesh, as for `prepared`.
 
     Returns:
       What `call` returns.
 
     Raises:
-      DeadlineExceededError: it took longer. The wait is given up, not the program: it ends
-        when it can, and the process stays usable. What is called next begins after that, because
-        two programs at once would take each other's messages.
+      PeerLostError: another process has died, or was cut off.
+      ProgramMismatchError: processes call different programs.
+      DeadlineExceededError: it took longer; it names the processes that did not arrive. The wait
+        is given up, not the program: it ends when it can, and the process stays usable. What is
+        called next over the same processes begins after that.
     """
-    global _given_up
-    before = _given_up
-    if not timeout_seconds:
-        if before:
-            before.join()
+    team = team_of(across)
+    name = team.name if team else ""
+    worker = _workers.get(name)
+    if team is None and not timeout_seconds and not (worker and worker.busy):
         return call()
-    outcome: list[Any] = []
-    errors: list[BaseException] = []
+    if worker is None:
+        worker = _workers[name] = _Worker()
+    if team is not None:
+        team.interrupt = worker.interrupt
+        team.check()
+    job = _Job(worker, call, wait=bool(timeout_seconds))
+    worker.take(job)
+    if not job.settled.wait(timeout_seconds or None):
+        said, ranks = _late(job, team)
+        said = f"{what} did not finish within {timeout_seconds:g} s.{said}"
+        raise DeadlineExceededError(said, ranks=ranks)
+    if job.error is not None:
+        raise job.error
+    return job.result
 
-    def wait() -> None:
-        if before:
-            before.join()
-        try:
-            outcome.append(jax.block_until_ready(call()))
-        except BaseException as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=wait, name="jaxcoll-deadline", daemon=True)
-    thread.start()
-    thread.join(timeout_seconds)
-    if errors:
-        raise errors[0]
-    if not outcome:
-        _given_up = thread
-        raise DeadlineExceededError(f"{what} did not finish within {timeout_seconds:g} s.")
-    return outcome[0]
+def _late(job: _Job, team: Team | None) -> tuple[str, tuple[int, ...]]:
+    """Why a call is late, in words, and the processes that did not arrive."""
+    if team is None:
+        return "", ()
+    if job.team is None or job.program is None:
+        return (
+            " It has not begun: an earlier call over the same processes, which was given up, has "
+            "not ended yet."
+        ), ()
+    ranks, who = arrivals(job.team, job.position)
+    return f" {who} {job.program.waits_at}", ranks

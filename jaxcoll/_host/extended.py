@@ -146,11 +146,14 @@ class StrategyExtended:
             )
         devices = parts[0].devices
         said = self._options
-        program = replica_program(devices, fn, said.replace(timeout_seconds=UNSET), None)
+        carried = said.replace(timeout_seconds=UNSET)
+        program = replica_program(devices, fn, carried, None)
         with no_mesh():
             placed = placed_arguments(caller, ((value, *args), dict(kwargs or {})), devices)
-            call = prepared(program, said.timeout_seconds, *placed)
-            result = finished(call, said.timeout_seconds, f"`{caller}`")
+            call = prepared(
+                program, said.timeout_seconds, placed, across=devices, told=repr(carried)
+            )
+            result = finished(call, said.timeout_seconds, f"`{caller}`", across=devices)
             return _joined(result) if isinstance(value, DistributedValues) else result
 
     def _check(self, method: str, instead: str) -> None:

@@ -56,7 +56,7 @@ def prepare_gather(
     else:
         parts, rows = _plain_parts(value, axis), False
     moved = jax.device_put(parts, destinations[0])
-    run = prepared(_joining_program(axis, rows), options.timeout_seconds, moved)
+    run = prepared(_joining_program(axis, rows), options.timeout_seconds, (moved,))
     return lambda: copied(run(), destinations)
 
 
@@ -99,8 +99,14 @@ def _prepare_program(
     axis: int,
     options: CommunicationOptions,
 ) -> Callable[[], Mirrored]:
-    program = gather_program(value.devices, int(axis), options.replace(timeout_seconds=UNSET))
-    run = prepared(program, options.timeout_seconds, value)
+    carried = options.replace(timeout_seconds=UNSET)
+    run = prepared(
+        gather_program(value.devices, int(axis), carried),
+        options.timeout_seconds,
+        (value,),
+        across=value.devices,
+        told=repr((axis, carried)),
+    )
     return lambda: run().reordered(destinations)
 
 

@@ -99,7 +99,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             device, reduce_op, self._accumulation_fn, rows, options.reproducible
         )
         moved = jax.device_put(components, device)
-        run = prepared(program, options.timeout_seconds, moved)
+        run = prepared(program, options.timeout_seconds, (moved,))
         return lambda: copied(run(), reduction.destinations)
 
 

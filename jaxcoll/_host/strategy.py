@@ -150,14 +150,17 @@ class Strategy:
                 f"a {type(fn).__name__} cannot be a key: it has no hash. Wrap it in a function."
             ) from None
         said = self._options.merge(checked(options))
-        program = replica_program(
-            self._devices, fn, said.replace(timeout_seconds=UNSET), self._context
-        )
+        carried = said.replace(timeout_seconds=UNSET)
+        program = replica_program(self._devices, fn, carried, self._context)
         with no_mesh():
             placed = placed_arguments(caller, (tuple(args), dict(kwargs or {})), self._devices)
-            call = prepared(program, said.timeout_seconds, *placed)
+            call = prepared(
+                program, said.timeout_seconds, placed, across=self._devices, told=repr(carried)
+            )
             name = getattr(fn, "__name__", type(fn).__name__)
-            return finished(call, said.timeout_seconds, f"`{caller}` of `{name}`")
+            return finished(
+                call, said.timeout_seconds, f"`{caller}` of `{name}`", across=self._devices
+            )
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
         """Reduce over the replicas, and along dimensions of each one's value.

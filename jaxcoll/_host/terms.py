@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jaxcoll._plan.cluster import COORDINATOR, JAX_COORDINATOR
 from jaxcoll._plan.presets import preset
 from jaxcoll._plan.terms import Key, Terms, parsed, terms_of
 from jaxcoll._plan.world import World
@@ -21,7 +22,7 @@ FILE = "JAXCOLL_TERMS"
 """The environment variable that names a calibration file."""
 
 _PROCESSOR = Path("/proc/cpuinfo")
-_COORDINATORS = ("JAXCOLL_COORDINATOR", "JAX_COORDINATOR_ADDRESS")
+_COORDINATORS = (COORDINATOR, JAX_COORDINATOR)
 
 
 def terms_here(world: World) -> Terms:

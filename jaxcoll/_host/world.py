@@ -9,6 +9,7 @@ import math
 import jax
 import numpy as np
 
+from jaxcoll._host.program import remember
 from jaxcoll._host.terms import terms_here
 from jaxcoll._plan.topology import Topology
 from jaxcoll._plan.world import World
@@ -106,7 +107,7 @@ def mesh_scope(mesh: jax.sharding.Mesh) -> Scope:
         here = {name: size for name, size in axes if name in mesh.axis_names}
         return dataclasses.replace(mesh_world(mesh, here), sizes=tuple(size for _, size in axes))
 
-    return Scope(world=lambda axes: known(tuple(axes.items())), terms=terms_here)
+    return Scope(world=lambda axes: known(tuple(axes.items())), terms=terms_here, record=remember)
 
 
 def _host(device: jax.Device) -> int:

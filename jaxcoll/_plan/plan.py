@@ -121,6 +121,10 @@ class Plan:
         """What is done along each axis to sum `pack`, inner first."""
         return stages(pack.algorithm, self.owners, pack.over)
 
+    def carried(self, pack: int) -> str:
+        """The first and the last leaf that a pack carries."""
+        return _carried(self.leaves, self.packs[pack])
+
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain numbers and strings, bytes and elements counted on one replica."""
         return plan_dict.to_dict(self)

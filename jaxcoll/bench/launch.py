@@ -8,14 +8,21 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 
-_COORDINATOR, _COUNT, _RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"
+from jaxcoll._host.coordinator import Coordinator, start_coordinator
+from jaxcoll._host.initialize import initialize
+from jaxcoll._plan.cluster import COORDINATOR, PROCESSES, RANK
+from jaxcoll.bench.processes import Lines, Running, surely_ended
+
+GRACE = 5.0
+"""Seconds that processes have to end when they are asked to."""
+
+_BEAT = 0.05  # seconds between two looks at who has ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +38,23 @@ class Ended:
     rank: int
     status: int
     log: str
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+      statuses: of each process, as `Ended.status`, before anything was ended here.
+      failed: the ranks that failed by themselves, the first one first.
+      late: whether the time was up.
+      interrupted: the signal by which the job was to end; 0: none.
+    """
+
+    statuses: list[int | None]
+    failed: list[int] = dataclasses.field(default_factory=list)
+    late: bool = False
+    interrupted: int = 0
 
 
 class LaunchError(RuntimeError):
@@ -59,42 +83,103 @@ def launch(
       LaunchError: one ended with a status other than 0, or the time was up. All others were
         killed by then: no process outlives this call.
     """
-    with tempfile.TemporaryDirectory(prefix="jaxcoll-") as folder, surely_ended() as running:
-        logs = [Path(folder) / f"{rank}.log" for rank in range(processes)]
-        for log, variables in zip(logs, world(processes), strict=True):
-            with log.open("wb") as out:
-                running.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                        env={**os.environ, **(env or {}), **variables},
-                        start_new_session=True,
-                    )
-                )
-        deadline = time.monotonic() + timeout
-        while any(p.poll() is None for p in running):
-            if any(p.poll() for p in running) or time.monotonic() > deadline:
+    logs = [bytearray() for _ in range(processes)]
+    with world(processes) as variables:
+        told = [{**(env or {}), **each} for each in variables]
+        outcome = run_job(
+            command, told, lambda rank, stream, line: logs[rank].extend(line),
+            timeout=timeout, grace=0,
+        )  # fmt: skip
+    texts = [log.decode(errors="replace") for log in logs]
+    if outcome.failed:
+        first = outcome.failed[0]
+        raise LaunchError(
+            f"process {first} of {processes} ended with status {outcome.statuses[first]}:\n"
+            + _tail(texts[first])
+        )
+    if outcome.late:
+        late = [rank for rank, status in enumerate(outcome.statuses) if status is None]
+        raise LaunchError(
+            f"processes {late} of {processes} did not end within {timeout:g} s:\n"
+            + _tail(texts[late[0]])
+        )
+    return [Ended(rank, 0, text) for rank, text in enumerate(texts)]
+
+
+def run_job(
+    command: Sequence[str],
+    variables: Sequence[Mapping[str, str]],
+    say: Callable[[int, str, bytes], None],
+    *,
+    timeout: float | None = None,
+    grace: float = GRACE,
+    keep_going: bool = False,
+    signals: Sequence[int] = (),
+    watched: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Run one process for each set of variables, and end all when one fails.
+
+    Args:
+      command: what to run.
+      variables: each rank's own environment variables, over this process's.
+      say: told the rank, the stream ("out" or "err") and each line as it comes.
+      timeout: seconds after which all are ended; None: none.
+      grace: seconds between asking them to end, by the signal that was asked for or SIGTERM, and
+        killing them.
+      keep_going: let the others run when one fails.
+      signals: that came so far; the first one ends the job, and a second takes the grace away.
+      watched: called now and then.
+
+    Returns:
+      How it ended. No process outlives this call.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    lines = Lines(say)
+    with surely_ended() as running:
+        for rank, own in enumerate(variables):
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+            process = running.start(command, own, stderr=subprocess.PIPE, **pipes)
+            lines.of(rank, process)
+        outcome = Outcome([None] * len(variables))
+        while None in outcome.statuses:
+            _note_ended(running, outcome)
+            outcome.interrupted = signals[0] if signals else 0
+            outcome.late = deadline is not None and time.monotonic() > deadline
+            failed = outcome.failed and not keep_going
+            if failed or outcome.interrupted or (outcome.late and None in outcome.statuses):
                 break
-            time.sleep(0.02)
-        late = [rank for rank, p in enumerate(running) if p.poll() is None]
-        failed = [rank for rank, p in enumerate(running) if p.poll()]
-        if failed:
-            status = running[failed[0]].returncode
-            raise LaunchError(
-                f"process {failed[0]} of {processes} ended with status {status}:\n"
-                + _tail(logs[failed[0]])
-            )
-        if late:
-            raise LaunchError(
-                f"processes {late} of {processes} did not end within {timeout:g} s:\n"
-                + _tail(logs[late[0]])
-            )
-        return [
-            Ended(rank, running[rank].returncode, log.read_text(errors="replace"))
-            for rank, log in enumerate(logs)
-        ]
+            lines.pass_on(_BEAT)
+            watched()
+        outcome.late = outcome.late and None in outcome.statuses
+        _ask_to_end(running, lines, outcome.interrupted or signal.SIGTERM, grace, signals)
+        lines.finish()
+    return outcome
+
+
+def _note_ended(running: Running, outcome: Outcome) -> None:
+    """Who has ended since the last look; of several that failed, those that were killed first."""
+    new = []
+    for rank, process in enumerate(running.processes):
+        if outcome.statuses[rank] is None and process.poll() is not None:
+            outcome.statuses[rank] = process.returncode
+            if process.returncode:
+                new.append(rank)
+    # A process that aborts, or ends with an error, most often does so because of another.
+    killed = {rank for rank in new if outcome.statuses[rank] in (-signal.SIGKILL, -signal.SIGSEGV)}
+    outcome.failed += sorted(new, key=lambda rank: (rank not in killed, rank))
+
+
+def _ask_to_end(
+    running: Running, lines: Lines, number: int, grace: float, signals: Sequence[int]
+) -> None:
+    """Give processes some time to end by themselves; a second interruption takes it from them."""
+    if grace and any(process.poll() is None for process in running.processes):
+        running.signal(number)
+        before, until = len(signals), time.monotonic() + grace
+        while any(process.poll() is None for process in running.processes):
+            if time.monotonic() > until or len(signals) > before:
+                break
+            lines.pass_on(_BEAT)
 
 
 def join() -> bool:
@@ -102,18 +187,11 @@ def join() -> bool:
 
     Returns:
       Whether it did.
-
-    Raises:
-      LaunchError: the port at which the processes were to meet is in use.
     """
-    if _RANK not in os.environ:
+    if RANK not in os.environ:
         return False
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    address, rank = os.environ[_COORDINATOR], int(os.environ[_RANK])
-    if rank == 0:
-        _check_free(address)
-    jax.distributed.initialize(address, int(os.environ[_COUNT]), rank)
+    initialize()
     return True
 
 
@@ -131,14 +209,46 @@ much as the exchange (docs/performance.md). Other C libraries do not read these 
 """
 
 
-def world(processes: int) -> list[dict[str, str]]:
-    """The environment variables by which each rank of a new world on this host can `join` it.
+@contextlib.contextmanager
+def world(processes: int, log: Any = subprocess.DEVNULL) -> Iterator[list[dict[str, str]]]:
+    """A new world on this host, with its coordinator, at which nobody has arrived yet.
 
-    They make the processes keep their memory, but where the user's own say otherwise.
+    The processes are made to keep their memory, but where the user's own variables say otherwise.
+
+    Args:
+      processes: how many are to arrive.
+      log: a file for what the coordinator says.
+
+    Yields:
+      Each rank's environment variables, by which it can `join`.
     """
+    with coordinated(processes, log) as coordinator:
+        yield world_variables(coordinator.address, processes)
+
+
+def world_variables(address: str, processes: int) -> list[dict[str, str]]:
+    """Each rank's environment variables, by which it finds the coordinator at an address."""
     common = {k: os.environ.get(k, v) for k, v in KEEP_MEMORY.items()}
-    common |= {_COORDINATOR: f"127.0.0.1:{free_port()}", _COUNT: str(processes)}
-    return [{**common, _RANK: str(rank)} for rank in range(processes)]
+    common |= {COORDINATOR: address, PROCESSES: str(processes)}
+    return [{**common, RANK: str(rank)} for rank in range(processes)]
+
+
+@contextlib.contextmanager
+def coordinated(processes: int, log: Any = subprocess.DEVNULL) -> Iterator[Coordinator]:
+    """A coordinator that listens on the loopback interface only.
+
+    Args:
+      processes: how many are to arrive.
+      log: a file for what it says.
+
+    Yields:
+      The coordinator, which is ended afterwards.
+    """
+    coordinator = start_coordinator("127.0.0.1:0", processes, log=log)
+    try:
+        yield coordinator
+    finally:
+        coordinator.end()
 
 
 def free_port() -> int:
@@ -148,32 +258,5 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _check_free(address: str) -> None:
-    """Refuse a port in use, at which JAX itself may fail with no more than a signal."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", int(address.rpartition(":")[2])))
-        except OSError as error:
-            raise LaunchError(
-                f"cannot listen at {address}, where the processes were to meet: "
-                f"{error.strerror}. Run this again, which takes another port."
-            ) from error
-
-
-@contextlib.contextmanager
-def surely_ended() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """A list for processes that lead sessions of their own; at the end all of them are killed."""
-    running: list[subprocess.Popen[bytes]] = []
-    try:
-        yield running
-    finally:
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in running:
-            process.wait()
-
-
-def _tail(log: Path, lines: int = 30) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+def _tail(log: str, lines: int = 30) -> str:
+    return "\n".join(log.splitlines()[-lines:])

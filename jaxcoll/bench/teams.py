@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxcoll.bench.launch import LaunchError, surely_ended
+from jaxcoll.bench.launch import LaunchError
+from jaxcoll.bench.processes import surely_ended
 from jaxcoll.bench.ranks.rank import Rank
 
 Entry = tuple[str, ...]
@@ -193,20 +194,12 @@ def launched(
         logs = [Path(folder) / f"{rank}.log" for rank in range(len(worlds))]
         for log, variables in zip(logs, worlds, strict=True):
             with log.open("wb") as out:
-                running.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=out,
-                        env={**os.environ, **variables},
-                        start_new_session=True,
-                    )
-                )
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                running.start(command, variables, stderr=out, **pipes)
         try:
-            yield Launched(label, entries, running, logs, timeout)
+            yield Launched(label, entries, running.processes, logs, timeout)
         finally:
-            for process in running:
+            for process in running.processes:
                 for pipe in (process.stdin, process.stdout):
                     assert pipe is not None
                     with contextlib.suppress(BrokenPipeError):

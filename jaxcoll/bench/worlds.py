@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from jaxcoll._host.initialize import initialize
 from jaxcoll.bench.devices import devices_of
 from jaxcoll.bench.launch import join, world
 from jaxcoll.bench.peers import peer
@@ -55,7 +56,8 @@ def teams_of(args: argparse.Namespace, entries: Sequence[Entry]) -> Iterator[lis
         for name in args.against:
             python = getattr(args, f"{name}_python")
             teams.append(stack.enter_context(peer(name, python, n, args.timeout)))
-        jax_team = launched("jax", entries, command, world(n), args.timeout)
+        variables = stack.enter_context(world(n))
+        jax_team = launched("jax", entries, command, variables, args.timeout)
         yield [stack.enter_context(jax_team), *teams]
 
 
@@ -73,14 +75,9 @@ def _here(args: argparse.Namespace, entries: Sequence[Entry]) -> Here:
 
 
 def _clustered() -> bool:
-    """Enter the world of a launcher that JAX knows (Slurm, Open MPI, ...), if one is there."""
-    try:
-        jax.distributed.initialize()
-    except ValueError as error:
-        if "coordinator_address" in str(error):
-            return False
-        raise
-    return True
+    """Enter the job of a launcher that `initialize` knows (Slurm, Open MPI, ...), if in one."""
+    initialize()
+    return jax.distributed.is_initialized()
 
 
 def is_first(teams: Sequence[Team]) -> bool:

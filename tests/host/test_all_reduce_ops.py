@@ -260,7 +260,7 @@ def test_L25_L26_dtypes_may_mix_in_one_pack_of_options():
 def test_its_deadline_bounds_every_call(monkeypatch):
     waits = []
 
-    def never(call, timeout_seconds, what):
+    def never(call, timeout_seconds, what, **_):
         waits.append((timeout_seconds, what))
         return call()
 

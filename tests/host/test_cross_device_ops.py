@@ -538,7 +538,7 @@ def test_a_deadline_bounds_an_all_reduce(monkeypatch):
     value = PerReplica([1.0, 3.0])
     waits = []
 
-    def never(call, timeout_seconds, what):
+    def never(call, timeout_seconds, what, **_):
         waits.append((timeout_seconds, what))
         return call()
 

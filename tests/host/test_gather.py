@@ -119,7 +119,7 @@ def test_the_options_of_a_call_and_of_the_object_are_in_the_program():
 def test_a_deadline_changes_no_result(ops, monkeypatch):
     waits = []
 
-    def waited(call, seconds, what):
+    def waited(call, seconds, what, **_):
         waits.append((seconds, what))
         return call()
 

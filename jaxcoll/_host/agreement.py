@@ -1,0 +1,146 @@
+"""Before one program follows another for the first time, processes compare what they will run.
+
+Everyone writes the mark of its program; the first process of the team reads them all and writes
+the verdict, which the others wait for. That is two messages a process, and three for the first,
+whatever their number; the lines of a program travel only where marks differ.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxcoll._host.coordination import BEAT_SECONDS, Watch
+from jaxcoll._host.fingerprint import first_difference
+from jaxcoll._plan.errors import PeerLostError
+
+if TYPE_CHECKING:
+    from jaxcoll._host.team import Entered, Team
+
+PATIENCE_SECONDS = 0.25
+"""How long one who does not write its mark is waited for before it is asked what it does."""
+
+LOST_SECONDS = 5.0
+"""How long one who was there and does not answer is waited for: it may only be out of breath."""
+
+SHOW_SECONDS = 2.0
+"""How long the lines of another process are waited for."""
+
+
+def agreed(watch: Watch, team: Team, program: Any, call: Entered) -> tuple[str, bool] | None:
+    """Wait until all processes of a team are about to run the same program.
+
+    Args:
+      watch: of this process.
+      team: who.
+      program: a `Program`.
+      call: which call of it.
+
+    Returns:
+      None, if they are; else what differs, in words, and whether nobody has run anything.
+    """
+    folder = f"{watch.root}/agree/{team.name}/{call.position}"
+    watch.store.set(f"{folder}/marks/{watch.process}", call.mark)
+    if watch.process == team.processes[0]:
+        verdict = _judged(watch, team, call, folder)
+        watch.store.set(f"{folder}/verdict", json.dumps(verdict))
+    else:
+        verdict = _awaited(watch, team, call, folder)
+    if verdict["same"]:
+        return None
+    if not verdict.get("show"):
+        return verdict["said"], False
+    if watch.process in verdict["show"]:
+        watch.store.set(f"{folder}/lines/{watch.process}", json.dumps(program.lines))
+    sides = {}
+    for process in verdict["show"]:
+        try:
+            sides[process] = json.loads(watch.store.get(f"{folder}/lines/{process}", SHOW_SECONDS))
+        except TimeoutError:
+            sides[process] = ("(its lines did not arrive)",)
+    return _SAID.format(position=call.position, sides=first_difference(sides)), True
+
+
+_SAID = """\
+Processes are about to run different programs as call {position}; nothing was run. The first \
+difference:
+{sides}
+Every process has to call the same function, with arguments of the same structure, shapes and \
+dtypes and the same options, under the same version of JAX."""
+
+
+def _judged(watch: Watch, team: Team, call: Entered, folder: str) -> dict[str, Any]:
+    """The verdict, by the one who reads all marks."""
+    inquiry = _Inquiry(watch, team, call)
+    pause = 0.001
+    while True:
+        marks = {int(p): m for p, m in watch.store.all(f"{folder}/marks").items()}
+        other = next((p for p in sorted(marks) if marks[p] != call.mark), None)
+        if other is not None:
+            return {"same": False, "show": [watch.process, other]}
+        missing = [p for p in team.processes if p not in marks]
+        if not missing:
+            return {"same": True}
+        if said := inquiry.about(missing):
+            return {"same": False, "said": said}
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+def _awaited(watch: Watch, team: Team, call: Entered, folder: str) -> dict[str, Any]:
+    """The verdict of the first process; or one of this process's own, if that one does not come."""
+    inquiry = _Inquiry(watch, team, call)
+    while True:
+        try:
+            return json.loads(watch.store.get(f"{folder}/verdict", PATIENCE_SECONDS))
+        except TimeoutError:
+            if said := inquiry.about(team.processes[:1]):
+                return {"same": False, "said": said}
+
+
+class _Inquiry:
+    """Asks those who do not come, at growing intervals, what they do instead."""
+
+    def __init__(self, watch: Watch, team: Team, call: Entered) -> None:
+        self._watch, self._team, self._call = watch, team, call
+        self._heard: dict[int, float] = {}
+        self._wait = PATIENCE_SECONDS
+        self._next = time.monotonic() + self._wait
+
+    def about(self, missing: Sequence[int]) -> str:
+        """What somebody runs in the place of this call, in words; "" if nobody is known to.
+
+        Raises:
+          PeerLostError: one has ended, or has not answered for long.
+        """
+        now = time.monotonic()
+        if now < self._next:
+            return ""
+        answers = self._watch.roll_call(self._team.name, self._call.position, missing)
+        self._wait = min(2 * self._wait, BEAT_SECONDS)
+        self._next = time.monotonic() + self._wait
+        lost = [p for p in missing if p not in answers and self._is_lost(p, now)]
+        if lost:
+            raise PeerLostError("it did not come to agree upon the next program.", ranks=lost)
+        for process, answer in sorted(answers.items()):
+            self._heard.pop(process, None)
+            if answer.get("mark") and answer["mark"] != self._call.mark:
+                return self._said(process, answer["then"])
+        return ""
+
+    def _is_lost(self, process: int, now: float) -> bool:
+        known = self._watch.known(process)
+        silent = now - self._heard.setdefault(process, now)
+        return known == "ended" or (known == "here" and silent >= LOST_SECONDS)
+
+    def _said(self, process: int, name: str) -> str:
+        sides = sorted([(self._watch.process, self._call.name), (process, name)])
+        return (
+            f"Processes run different programs as call {self._call.position}. The first "
+            "difference:\n"
+            + "\n".join(f"process {p}: {name}" for p, name in sides)
+            + f"\nProcess {process} may wait in it for the others. Every process has to make the "
+            "same calls, with arguments of the same shapes, in the same order."
+        )

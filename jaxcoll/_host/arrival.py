@@ -1,0 +1,113 @@
+"""How a process arrives at the coordinator, before JAX's own meeting."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from typing import Any
+
+from jaxcoll._host.coordinator import LONGEST
+from jaxcoll._plan.cluster import Member, host_and_port
+from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
+
+_AGAIN = 0.05  # seconds between two attempts to reach a coordinator that is not there yet
+
+
+def arrive(member: Member, timeout: float) -> socket.socket:
+    """Report to the coordinator and wait until all others have.
+
+    Args:
+      member: who this is, and where the coordinator is.
+      timeout: seconds after which to wait no longer; then all others are told so as well.
+
+    Returns:
+      The connection, to be kept open for as long as this process lives: the coordinator stays for
+      as long as somebody is connected.
+
+    Raises:
+      ValueError: the coordinator's host has no address; what answers there is no coordinator; or
+        two processes have one number, or count the others differently.
+      DeadlineExceededError: nobody listens there, or processes are missing, which are named.
+      PeerLostError: a process that had arrived has died.
+    """
+    deadline = time.monotonic() + timeout
+    refused = "nobody listens there"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            line = socket.create_connection(host_and_port(member.coordinator_address), left)
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_AGAIN:
+                raise ValueError(
+                    f"{_here(member)}: the coordinator's host in "
+                    f"{member.coordinator_address!r} has no address here ({error.strerror}). Check "
+                    f"the name, which came from {member.source}."
+                ) from None
+            refused = f"its host has no address yet ({error.strerror})"
+        except OSError as error:
+            refused = error.strerror or str(error)
+        else:
+            answer = _answer(line, member, deadline)
+            if answer is not None:
+                return _accepted(line, answer, member)
+            refused = "it hung up"
+        time.sleep(min(_AGAIN, max(0.0, deadline - time.monotonic())))
+    raise DeadlineExceededError(
+        f"{_here(member)}: the coordinator at {member.coordinator_address} was not reached within "
+        f"{timeout:g} s ({refused}). Is process 0 running there, and can this host reach it? A "
+        "larger `initialization_timeout` waits longer."
+    )
+
+
+def _answer(line: socket.socket, member: Member, deadline: float) -> dict[str, Any] | None:
+    """What the coordinator says once it knows; None: it hung up."""
+    hello = {
+        "process_id": member.process_id,
+        "num_processes": member.num_processes,
+        "patience": deadline - time.monotonic(),
+        "who": f"{socket.gethostname()}:{os.getpid()}",
+    }
+    heard = b""
+    # The coordinator speaks first where time is up; half a second more is for its words to arrive.
+    line.settimeout(max(0.0, deadline - time.monotonic()) + 0.5)
+    try:
+        line.sendall(json.dumps(hello).encode() + b"\n")
+        while b"\n" not in heard and len(heard) <= LONGEST:
+            chunk = line.recv(LONGEST)
+            if not chunk:
+                break
+            heard += chunk
+        answer = json.loads(heard) if heard else None
+        if answer is None or isinstance(answer, dict):
+            return answer
+    except TimeoutError:
+        return {"error": "the coordinator does not answer.", "kind": "deadline"}
+    except OSError:
+        return None
+    except ValueError:
+        pass
+    line.close()
+    raise ValueError(
+        f"{_here(member)}: what answers at {member.coordinator_address} is no coordinator "
+        "that waits for processes: another program has that port, or the job has begun without "
+        "this one. Choose another port."
+    )
+
+
+def _accepted(line: socket.socket, answer: dict[str, Any], member: Member) -> socket.socket:
+    if "go" in answer:
+        line.settimeout(None)
+        return line
+    line.close()
+    words = f"{_here(member)}: {answer.get('error')}"
+    match answer.get("kind"):
+        case "deadline":
+            raise DeadlineExceededError(words, ranks=answer.get("ranks", ()))
+        case "lost":
+            raise PeerLostError(words, ranks=answer.get("ranks", ()))
+    raise ValueError(words)
+
+
+def _here(member: Member) -> str:
+    return f"`initialize` on process {member.process_id} of {member.num_processes}"

@@ -1,0 +1,285 @@
+"""The coordinator: a process of its own, so that any other process of a job may die.
+
+    python -P coordinator.py '{"address": "127.0.0.1:0", "num_processes": 4, ...}'
+
+It waits for all processes on the port of the coordination service, then starts the service there,
+and ends when nobody needs it any more: its standard input is closed, and every process has left.
+JAX by itself ends a process with a signal where another one does not arrive; here all who did
+arrive are told in words. Messages are lines of JSON.
+
+It is run as a file: importing the package would import JAX, for which a coordinator has no use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from typing import Any, NoReturn
+
+LONGEST = 4096
+"""Bytes of a line; who sends more is no process of this job."""
+
+STRANGERS = 256
+"""Connections that may be open beside those of the job's own processes."""
+
+
+@dataclasses.dataclass
+class Coordinator:
+    """A coordinator that was started here.
+
+    Attributes:
+      address: where it listens, "host:port".
+      process: it.
+      lifeline: the end of a pipe. While it is open, here, the coordinator stays though nobody is
+        connected; the system closes it when this process ends.
+    """
+
+    address: str
+    process: subprocess.Popen[bytes]
+    lifeline: int
+
+    def leave(self) -> None:
+        """Let it live for as long as anybody needs it, this process or another."""
+        self.process.returncode = 0  # nobody here will wait for it
+
+    def end(self) -> None:
+        """End it now."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self.lifeline)
+
+
+def start_coordinator(
+    address: str,
+    num_processes: int,
+    *,
+    recoverable: bool = True,
+    heartbeat_timeout_seconds: int = 100,
+    shutdown_timeout_seconds: int = 300,
+    log: Any = subprocess.DEVNULL,
+) -> Coordinator:
+    """Start a coordinator on this host.
+
+    Args:
+      address: where it listens, and nowhere else, as "host:port"; of port 0 it chooses one.
+      num_processes: how many are to arrive.
+      recoverable: whether the job goes on when one of them dies.
+      heartbeat_timeout_seconds: after which silence a process counts as dead.
+      shutdown_timeout_seconds: how long those of a job that is not recoverable wait for each other
+        at the end.
+      log: a file for what the service says.
+
+    Raises:
+      OSError: it cannot listen there.
+    """
+    settings = {
+        "address": address,
+        "num_processes": num_processes,
+        "service": {
+            "heartbeat_timeout": heartbeat_timeout_seconds,
+            "shutdown_timeout": shutdown_timeout_seconds,
+            "recoverable": recoverable,
+        },
+    }
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    theirs, lifeline = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-P", __file__, json.dumps(settings)],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environment,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    assert process.stdout is not None
+    with process.stdout as answers:
+        answer = json.loads(answers.readline() or b"{}")
+    started = Coordinator(answer.get("address", ""), process, lifeline)
+    if "address" not in answer:
+        started.end()
+        raise OSError(answer.get("error", f"its process ended with status {process.returncode}"))
+    return started
+
+
+class _Arrivals:
+    """Who has arrived, until all have or it is clear that they will not."""
+
+    def __init__(self, num_processes: int) -> None:
+        self.expected = num_processes
+        self.present: dict[int, dict[str, Any]] = {}
+        self.deadline = float("inf")
+
+    def arrive(self, hello: dict[str, Any]) -> str:
+        """Tick one off; returns what is wrong, or nothing."""
+        rank, who = hello["process_id"], hello["who"]
+        if hello["num_processes"] != self.expected:
+            return (
+                f"process {rank} ({who}) was told that there are {hello['num_processes']} "
+                f"processes, and the coordinator that there are {self.expected}: give all the same."
+            )
+        if rank in self.present:
+            return (
+                f"two processes say that they are process {rank} of {self.expected}: "
+                f"{self.present[rank]['who']} and {who} (host:pid)."
+            )
+        self.present[rank] = hello
+        self.deadline = min(self.deadline, time.monotonic() + hello["patience"])
+        return ""
+
+    def missing(self) -> dict[str, Any]:
+        """Who did not come."""
+        absent = [rank for rank in range(self.expected) if rank not in self.present]
+        patience = min(hello["patience"] for hello in self.present.values())
+        words = (
+            f"process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} of {self.expected} "
+            f"did not arrive within the {patience:.1f} s of the first that waits no longer."
+        )
+        return {"error": words, "kind": "deadline", "ranks": absent}
+
+
+class _Coordinator:
+    def __init__(self, listener: socket.socket, settings: dict[str, Any]) -> None:
+        self._listener, self._settings = listener, settings
+        self._arrivals = _Arrivals(settings["num_processes"])
+        self._lines: dict[socket.socket, bytes] = {}
+        self._members: dict[socket.socket, int] = {}
+        self._service: Any = None
+        self._wanted = True
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(0, selectors.EVENT_READ, self._lifeline)
+
+    def run(self) -> None:
+        """Until nobody needs it, or somebody does not arrive in time."""
+        while self._wanted or self._members:
+            waits = None
+            if self._service is None and self._members:
+                waits = self._arrivals.deadline - time.monotonic()
+                if waits <= 0:
+                    self._tell(self._arrivals.missing())
+            for key, _ in self._selector.select(waits):
+                key.data(key.fileobj)
+
+    def _lifeline(self, fd: int) -> None:
+        """Nobody writes to it: it is readable when whoever started this has gone."""
+        if not os.read(fd, LONGEST):
+            self._selector.unregister(fd)
+            self._wanted = False
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        if len(self._lines) >= self._arrivals.expected + STRANGERS:
+            return connection.close()
+        connection.setblocking(False)
+        self._lines[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ, self._hear)
+        return None
+
+    def _hear(self, connection: socket.socket) -> None:
+        try:
+            chunk = connection.recv(LONGEST)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            return self._left(connection)
+        if connection in self._members:  # it has said all there is to say
+            return None
+        line = self._lines[connection] = self._lines[connection] + chunk
+        if b"\n" in line or len(line) > LONGEST:
+            hello = _hello(line)
+            if hello is None:
+                return self._left(connection)
+            self._members[connection] = hello["process_id"]
+            if wrong := self._arrivals.arrive(hello):
+                return self._tell({"error": wrong, "kind": "world"})
+            if len(self._arrivals.present) == self._arrivals.expected:
+                return self._begin()
+        return None
+
+    def _left(self, connection: socket.socket) -> None:
+        """A stranger is forgotten; a process that goes before all are here is named."""
+        self._selector.unregister(connection)
+        connection.close()
+        del self._lines[connection]
+        rank = self._members.pop(connection, None)
+        if rank is not None and self._service is None:
+            who = self._arrivals.present[rank]["who"]
+            wrong = (
+                f"process {rank} ({who}) ended before all {self._arrivals.expected} had arrived."
+            )
+            self._tell({"error": wrong, "kind": "lost", "ranks": [rank]})
+
+    def _begin(self) -> None:
+        # The service has no public name.
+        from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        try:
+            self._service = _jax.get_distributed_runtime_service(
+                self._settings["address"], self._arrivals.expected, **self._settings["service"]
+            )
+        except RuntimeError as error:
+            return self._tell({"error": f"the service did not start: {error}", "kind": "world"})
+        for connection in self._members:
+            with contextlib.suppress(OSError):
+                connection.sendall(b'{"go": true}\n')
+        return None
+
+    def _tell(self, answer: dict[str, Any]) -> NoReturn:
+        """Tell all who are here why it will not be, and end."""
+        for connection in self._members:
+            with contextlib.suppress(OSError):
+                connection.sendall(json.dumps(answer).encode() + b"\n")
+        os._exit(1)
+
+
+def _hello(line: bytes) -> dict[str, Any] | None:
+    """What a process says of itself, if this is one that speaks so."""
+    kinds = {"process_id": int, "num_processes": int, "patience": float, "who": str}
+    try:
+        said = json.loads(line)
+        typed = all(type(said[name]) is kind for name, kind in kinds.items())
+        if typed and 0 <= said["process_id"] < said["num_processes"] and said["patience"] > 0:
+            return said
+    except (ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def main() -> None:
+    """Listen, say where on standard output, and serve."""
+    settings = json.loads(sys.argv[1])
+    host, _, port = settings["address"].rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    # The service takes the port over from those who are connected here. Two services on one port,
+    # which Linux would let gRPC have, are found out by listening without SO_REUSEPORT.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    answer: dict[str, str]
+    try:
+        listener.bind((host.strip("[]"), int(port)))
+        listener.listen(1024)
+        settings["address"] = f"{host}:{listener.getsockname()[1]}"
+        answer = {"address": settings["address"]}
+    except OSError as error:
+        answer = {"error": error.strerror or str(error)}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    if "error" not in answer:
+        _Coordinator(listener, settings).run()
+    os._exit(0)  # the service's threads need no leave
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What a compiled program is, in lines that processes can compare and a person can read."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jaxlib
+
+_COLLECTIVE = re.compile(
+    r"^ *(?:ROOT )?%?\S+ = (?P<type>\(.*?\)|\S+) (?P<kind>(?:all-reduce|all-gather|reduce-scatter"
+    r"|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast|send|recv)(?:-start)?)"
+    r"\((?P<rest>.*)$",
+    re.MULTILINE,
+)
+_WHO = re.compile(r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}|\[.*?\]<=\S+)")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_PACK = re.compile(r"\b(all_reduce_[0-9a-f]{6}|all_gather)\)*/(?:\w+\()*(?:pack|rows)\d+")
+_ASKED = re.compile(r'op_name="[^"]*?(\w+)[:)]*"')
+_LAYOUT = re.compile(r"\{[\d,]*(?::[^}]*)?\}|/\*index=\d+\*/")
+
+
+def collectives(compiled: str) -> tuple[str, ...]:
+    """The collectives of a compiled program in the order of its text, one line each.
+
+    What two processes must have in common is in the line: the kind, the element types and shapes,
+    the groups, the channel, and the pack of jaxcoll that travels.
+
+    Args:
+      compiled: HLO.
+
+    Examples:
+      >>> collectives("%a.1 = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}")
+      ('all-reduce f32[8] among {{0,1}}, channel 1',)
+    """
+    return tuple(_lines(compiled))
+
+
+def _lines(compiled: str) -> Iterator[str]:
+    for found in _COLLECTIVE.finditer(compiled):
+        rest = found["rest"]
+        who, channel, asked = _WHO.search(rest), _CHANNEL.search(rest), _ASKED.search(rest)
+        packs = dict.fromkeys(match[0] for match in _PACK.finditer(rest))
+        yield (
+            f"{found['kind'].removesuffix('-start')} {_LAYOUT.sub('', found['type'])}"
+            + (f" among {who[1]}" if who else "")
+            + (f", channel {channel[1]}" if channel else "")
+            + (f", asked for as {asked[1]}" if asked else "")
+            + (f", carrying {' and '.join(packs)}" if packs else "")
+        )
+
+
+def fingerprint(
+    name: str, options: str, lowered: jax.stages.Lowered, moved: Sequence[str]
+) -> tuple[str, ...]:
+    """All that processes must agree upon before they run a program together.
+
+    Args:
+      name: what the program is called.
+      options: those that decided something.
+      lowered: the program, which knows its arguments and results.
+      moved: its `collectives`.
+
+    Returns:
+      Lines, the most telling differences first.
+    """
+    args, kwargs = lowered.args_info
+    return (
+        f"JAX {jax.__version__} with jaxlib {jaxlib.__version__}",
+        f"program {name}",
+        *([f"options {options}"] if options else []),
+        *(f"argument {line}" for line in _arrays((args, kwargs), ("args", "kwargs"))),
+        *(f"result {line}" for line in _arrays((lowered.out_info,), ("",))),
+        *(f"collective {k + 1}: {line}" for k, line in enumerate(moved)),
+    )
+
+
+def _arrays(trees: tuple[Any, ...], names: tuple[str, ...]) -> Iterator[str]:
+    for name, tree in zip(names, trees, strict=True):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            sizes = ",".join(map(str, leaf.shape))
+            yield f"{name}{jax.tree_util.keystr(path)}: {leaf.dtype}[{sizes}]"
+
+
+def mark(lines: Sequence[str]) -> str:
+    """A short name that two programs share if their lines are the same."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def first_difference(sides: dict[int, Sequence[str]]) -> str:
+    """Two processes' lines where they first differ, in words.
+
+    Args:
+      sides: the lines of two processes, by process.
+
+    Examples:
+      >>> print(first_difference({0: ["program a", "x: f32[4]"], 2: ["program a", "x: f32[8]"]}))
+      process 0: x: f32[4]
+      process 2: x: f32[8]
+    """
+    pairs = itertools.zip_longest(*sides.values(), fillvalue="(nothing more)")
+    lines = next((pair for pair in pairs if len(set(pair)) > 1), ("(no difference)",) * len(sides))
+    return "\n".join(f"process {p}: {line}" for p, line in zip(sides, lines, strict=True))

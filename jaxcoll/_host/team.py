@@ -1,0 +1,315 @@
+"""Processes that run programs together, and how far each of them is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jaxcoll._compat_coordination import StoreUnreachableError
+from jaxcoll._host.agreement import agreed
+from jaxcoll._host.coordination import Watch, watch
+from jaxcoll._plan.errors import PeerLostError, ProgramMismatchError
+
+RECENT = 1 << 14
+"""Calls that a process can be ahead of another before they are no longer compared."""
+
+SHOWN = 32
+"""Calls that a process tells the names of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entered:
+    """One call of a program.
+
+    Attributes:
+      position: its number among the calls of this team.
+      mark: what is short for the program.
+      name: what it is called.
+      digest: of the marks up to here, in order.
+    """
+
+    position: int
+    mark: str
+    name: str
+    digest: int
+
+
+class Team:
+    """The processes of one mesh, this one among them.
+
+    Law: all of them run the same programs in the same order. A program that follows on another
+    for the first time is agreed upon before any of its data moves; the order in which programs
+    are repeated is compared after the fact, about once a second, by neighbours.
+
+    Attributes:
+      processes: their numbers, sorted.
+      name: short for them.
+      failure: the error that all calls raise from now on.
+    """
+
+    def __init__(self, watch: Watch, processes: tuple[int, ...]) -> None:
+        self.processes = processes
+        self.name = f"{processes[0]}-{processes[-1]}-{zlib.crc32(repr(processes).encode()):08x}"
+        self.failure: Exception | None = None
+        self.interrupt: Callable[[Exception], None] = lambda error: None
+        self._watch = watch
+        self._lock = threading.Lock()
+        self._calls: deque[Entered] = deque([Entered(0, "", "nothing", 0)], maxlen=RECENT)
+        self._followed: set[tuple[str, str]] = set()
+        self._agreed = self._calls[0]
+        self._inside = False
+        self._since = time.monotonic()
+        self._told = 0
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The processes but this one."""
+        return tuple(p for p in self.processes if p != self._watch.process)
+
+    @property
+    def last(self) -> Entered:
+        """The call that was entered last."""
+        return self._calls[-1]
+
+    def check(self) -> None:
+        """Refuse to begin anything with processes that are lost or out of step.
+
+        Raises:
+          PeerLostError: some are lost.
+          ProgramMismatchError: they are out of step.
+        """
+        if self.failure:
+            raise self.failure
+        if lost := self._watch.lost.intersection(self.processes):
+            raise self._loss(lost, "it was known before this call, which was not begun")
+
+    def run(self, program: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a `Program` together with the others.
+
+        Raises:
+          ProgramMismatchError: they call another one.
+          PeerLostError: the call failed, and somebody does not answer any more.
+        """
+        self.check()
+        before = self.last
+        call = Entered(
+            before.position + 1,
+            program.mark,
+            program.name,
+            zlib.crc32(program.mark.encode(), before.digest),
+        )
+        with self._lock:
+            self._calls.append(call)
+            self._inside, self._since = True, time.monotonic()
+        try:
+            step = (before.mark, call.mark)
+            if step not in self._followed:
+                self._agree(program, call)
+                self._followed |= {step, (call.mark, call.mark)}
+            self._agreed = call
+            return program.compiled(*args, **kwargs)
+        except StoreUnreachableError as error:
+            raise PeerLostError(
+                f"Call {call.position}, {call.name}, could not be agreed upon: the process of the "
+                f"coordination service is dead or cut off. What was seen: {error}",
+                ranks=(),
+            ) from error
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # of Gloo it is the latter
+            raise self.explained(error) from error
+        finally:
+            self._inside, self._since = False, time.monotonic()
+
+    def _agree(self, program: Any, call: Entered) -> None:
+        try:
+            complaint = agreed(self._watch, self, program, call)
+        except PeerLostError as error:
+            raise self.lost(error.ranks, str(error)) from None
+        if complaint is None:
+            return
+        said, untouched = complaint
+        if not untouched:
+            self.fail(ProgramMismatchError(said))
+        with self._lock:  # nobody has run it, so that it has a number and changes nothing else
+            self._calls[-1] = dataclasses.replace(self._calls[-2], position=call.position, mark="")
+        raise ProgramMismatchError(said)
+
+    def explained(self, error: Exception) -> Exception:
+        """A transport's error as the loss of a process, if one is lost; else the error itself."""
+        if not any(word in str(error).lower() for word in _TRANSPORT):
+            return error
+        lost = self._watch.lost.intersection(self.processes) or self._unanswered()
+        if not lost:
+            return error
+        return self.lost(lost, f"the transport said: {str(error).splitlines()[0]}")
+
+    def lost(self, lost: Iterable[int], why: str) -> PeerLostError:
+        """The error that names lost processes, of which all others are told."""
+        failure = self._loss(lost, why)
+        if not self._watch.lost.issuperset(lost):
+            self._watch.lost.update(lost)
+            self._tell(failure, {"lost": sorted(lost)})
+        return failure
+
+    def _loss(self, lost: Iterable[int], why: str) -> PeerLostError:
+        who = "; ".join(f"process {p} {self._watch.silent(p)}" for p in sorted(lost))
+        return PeerLostError(
+            f"Call {self.last.position} among {len(self.processes)} processes, {self.last.name}, "
+            f"failed: {who}. Those that live can go on over a mesh of their own devices. What was "
+            f"seen: {why}",
+            ranks=sorted(lost),
+        )
+
+    def _unanswered(self) -> set[int]:
+        answers = self._watch.roll_call(self.name, self.last.position, self.others)
+        return set(self.others) - set(answers)
+
+    def _tell(self, failure: Exception, more: dict[str, Any]) -> None:
+        alarm = {"error": type(failure).__name__, "text": str(failure), **more}
+        self._watch.alarm(self.name, [p for p in self.others if p not in self._watch.lost], alarm)
+
+    def fail(self, failure: ProgramMismatchError) -> None:
+        """Have every process of the team raise this, from now on."""
+        self.failure = self.failure or failure
+        self.interrupt(self.failure)
+        self._tell(failure, {})
+
+    def alarmed(self, alarm: dict[str, Any]) -> None:
+        """Another process told of a failure."""
+        if alarm["error"] == "PeerLostError":
+            failure = PeerLostError(alarm["text"], ranks=alarm["lost"])
+        else:
+            failure = self.failure = self.failure or ProgramMismatchError(alarm["text"])
+        self.interrupt(failure)
+
+    def whereabouts(self, position: int) -> dict[str, Any]:
+        """Where this process is, for one who is at `position`."""
+        with self._lock:
+            then = self._at(position)
+            return {
+                "at": self.last.position,
+                "name": self.last.name,
+                "inside": self._inside,
+                "seconds": time.monotonic() - self._since,
+                "mark": then and then.mark,
+                "then": then and then.name,
+            }
+
+    def _at(self, position: int) -> Entered | None:
+        back = self.last.position - position
+        return self._calls[-1 - back] if 0 <= back < len(self._calls) else None
+
+    def beat(self, watch: Watch) -> None:
+        """Tell how far this process is, and compare with the next one."""
+        with self._lock:
+            now = self._agreed
+            recent = [c for c in list(self._calls)[-SHOWN:] if c.position <= now.position]
+        me = self.processes.index(watch.process)
+        folder = f"{watch.root}/order/{self.name}"
+        if now.position != self._told:
+            self._told = now.position
+            told = {
+                "at": now.position,
+                "digest": now.digest,
+                "calls": [[c.position, c.name, c.mark] for c in recent],
+            }
+            watch.store.set(f"{folder}/{watch.process}", json.dumps(told))
+        elif not self._inside:
+            return
+        neighbour = self.processes[(me + 1) % len(self.processes)]
+        text = watch.store.try_get(f"{folder}/{neighbour}")
+        if text and not self.failure:
+            self._compare(neighbour, json.loads(text))
+
+    def _compare(self, neighbour: int, told: dict[str, Any]) -> None:
+        with self._lock:
+            mine = self._at(told["at"])
+            if mine is None or mine.position > self._agreed.position:
+                return  # not there yet, or it is being asked about
+            if mine.digest == told["digest"]:
+                return
+            here = self._watch.process
+            said = f"at or before call {told['calls'][0][0]} they called different programs"
+            for position, name, mark in told["calls"]:
+                own = self._at(position)
+                if own and own.mark != mark:
+                    said = (
+                        f"call {position} was {own.name} on process {here} and {name} on process "
+                        f"{neighbour}"
+                    )
+                    break
+        self.fail(
+            ProgramMismatchError(
+                f"Processes call programs in different orders: {said}. What these calls and those "
+                "after them returned is wrong. Every process has to make the same calls in the "
+                "same order."
+            )
+        )
+
+
+_TRANSPORT = (
+    "gloo",
+    "connection",
+    "peer",
+    "nccl",
+    "socket",
+    "heartbeat",
+    "unavailable",
+    "timed out",
+)
+
+
+@functools.lru_cache(maxsize=256)
+def _processes(devices: tuple[jax.Device, ...]) -> tuple[int, ...]:
+    return tuple(sorted({d.process_index for d in devices}))
+
+
+def team_of(devices: Sequence[jax.Device]) -> Team | None:
+    """The team of a mesh's devices; None: they are all in this process."""
+    if jax.process_count() == 1:
+        return None
+    processes = _processes(tuple(devices))
+    here = watch() if len(processes) > 1 else None
+    if here is None:
+        return None
+    found = here.teams.get(processes)
+    if found is None:
+        found = here.teams[processes] = Team(here, processes)
+        here.members[found.name] = found
+    return found
+
+
+def arrivals(team: Team, position: int) -> tuple[tuple[int, ...], str]:
+    """Which processes have not come as far as `position`, and that in words."""
+    try:
+        answers = team._watch.roll_call(team.name, position, team.others)
+        silent = {p: team._watch.silent(p) for p in team.others if p not in answers}
+    except (StoreUnreachableError, RuntimeError) as error:
+        return (), f"Who did not arrive is not known: {error}"
+    words = dict(silent)
+    for process, answer in answers.items():
+        if answer["at"] < position:
+            words[process] = (
+                f"is in call {answer['at']}, {answer['name']}, for {answer['seconds']:.1f} s"
+                if answer.get("inside")
+                else f"has been outside of any call for {answer['seconds']:.1f} s, since call "
+                f"{answer['at']}"
+                if answer["at"]
+                else "has made no call over these devices"
+            )
+    if not words:
+        return (), "All processes have arrived: the call itself is slow, or its transport is stuck."
+    missing = tuple(sorted(words))
+    who = "Process" if len(missing) == 1 else "Processes"
+    names = ", ".join(map(str, missing))
+    return missing, f"{who} {names} of {len(team.processes)} did not arrive: " + "; ".join(
+        f"process {p} {words[p]}" for p in missing
+    ) + "."

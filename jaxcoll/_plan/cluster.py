@@ -1,0 +1,232 @@
+"""Which process of which job this is, read off environment variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxcoll._plan.slurm import first_host
+from jaxcoll._plan.tf_config import TFConfig
+
+COORDINATOR, PROCESSES, RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"
+"""What `jaxcoll launch` tells the processes it starts, and a coordinator already runs."""
+
+JAX_COORDINATOR, JAX_BIND = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
+"""JAX's own variables."""
+
+LAUNCH = "jaxcoll launch"
+_HIGHEST_PORT, _PORTS = 65535, 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One process of a job.
+
+    Attributes:
+      coordinator_address: "host:port" where all meet; None: nobody said.
+      num_processes: how many there are.
+      process_id: this one's number, from 0.
+      local_device_ids: the accelerators that are its own; None: all that it sees.
+      source: where this came from, for messages.
+    """
+
+    coordinator_address: str | None
+    num_processes: int
+    process_id: int
+    local_device_ids: tuple[int, ...] | None = None
+    source: str = "the arguments"
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether a launcher of ours runs the coordinator."""
+        return self.source == LAUNCH
+
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+          ValueError: there is no such process, or the address is none.
+        """
+        whole = all(type(x) is int for x in (self.num_processes, self.process_id))
+        if not whole or not 0 <= self.process_id < self.num_processes:
+            raise ValueError(
+                "`initialize` expects `process_id` to be one of 0 … num_processes − 1; "
+                f"{self.source} gave process {self.process_id!r} of {self.num_processes!r}."
+            )
+        if self.coordinator_address is not None:
+            host_and_port(self.coordinator_address)
+
+
+def host_and_port(address: Any) -> tuple[str, int]:
+    """The two halves of "host:port".
+
+    Raises:
+      ValueError: it is something else.
+
+    Examples:
+      >>> host_and_port("node1:1234"), host_and_port("[::1]:1234")
+      (('node1', 1234), ('::1', 1234))
+    """
+    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    bare = host.removeprefix("[").removesuffix("]")
+    closed = host == bare if ":" not in bare else host == f"[{bare}]"
+    if not (colon and bare and closed and port.isdecimal() and int(port) <= _HIGHEST_PORT):
+        raise ValueError(
+            "an address is expected as 'host:port', or '[host]:port' of an IPv6 host, with a port "
+            f"of at most {_HIGHEST_PORT}; got {address!r}."
+        )
+    return bare, int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is one of this host's own, by its spelling alone."""
+    host, _ = host_and_port(address)
+    return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d+){3}", host) is not None
+
+
+def member_of(environment: Mapping[str, str]) -> Member | None:
+    """Which process this is, as the first launcher tells that left its variables.
+
+    In this order: `jaxcoll launch`, `TF_CONFIG`, Slurm, Open MPI, torchrun and those that write the
+    same variables. Where `JAX_COORDINATOR_ADDRESS` is set, it is where they meet, whoever started
+    them (but for `jaxcoll launch`).
+
+    Returns:
+      The process; None: there is no launcher's mark, or the task takes no part (an evaluator).
+
+    Raises:
+      ValueError: a launcher's variables contradict themselves or one is missing.
+    """
+    found = next((found for read in _READERS if (found := read(environment))), None)
+    if found is None or found.is_launched or JAX_COORDINATOR not in environment:
+        return found
+    return dataclasses.replace(found, coordinator_address=environment[JAX_COORDINATOR])
+
+
+def _launched(environment: Mapping[str, str]) -> Member | None:
+    if RANK not in environment:
+        return None
+    count, rank = _numbers(environment, (PROCESSES, RANK), LAUNCH)
+    return Member(_needed(environment, COORDINATOR, LAUNCH), count, rank, None, LAUNCH)
+
+
+def _tf_config(environment: Mapping[str, str]) -> Member | None:
+    return member_of_tasks(TFConfig.of(environment))
+
+
+def member_of_tasks(config: TFConfig) -> Member | None:
+    """The process that a task of a cluster is: the chief first, then the workers in their order.
+
+    Args:
+      config: whose `cluster` maps jobs to addresses.
+
+    Returns:
+      The process; None: there is no cluster, or an evaluator's task, which takes no part.
+
+    Raises:
+      ValueError: the cluster is for others, the task is none of it, or not said.
+    """
+    addresses = [a for job in ("chief", "worker") for a in config.cluster.get(job, ())]
+    if not config.cluster or config.task_type == "evaluator":
+        return None
+    config.check()
+    chiefs = len(config.cluster.get("chief", ()))
+    assert config.task_id is not None
+    rank = config.task_id + (0 if config.task_type == "chief" else chiefs)
+    return Member(addresses[0], len(addresses), rank, None, config.source)
+
+
+def _slurm(environment: Mapping[str, str]) -> Member | None:
+    if not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"} <= set(environment):
+        return None  # a shell of an allocation, or no task of `srun`
+    count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    names = (count, "SLURM_PROCID", "SLURM_JOB_ID")
+    processes, rank, job = _numbers(environment, names, "Slurm")
+    host = first_host(environment["SLURM_STEP_NODELIST"])
+    several = re.fullmatch(
+        r"1(\(x\d+\))?(,1(\(x\d+\))?)*", environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    )
+    own = None if several else _local(environment, "SLURM_LOCALID", "Slurm")
+    return Member(f"{host}:{_port(job)}", processes, rank, own, "Slurm")
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Member | None:
+    source = "Open MPI"
+    if "OMPI_COMM_WORLD_RANK" not in environment:
+        return None
+    processes, rank = _numbers(
+        environment, ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), source
+    )
+    alone = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+    own = None if alone else _local(environment, "OMPI_COMM_WORLD_LOCAL_RANK", source)
+    # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, of the process that started the others; from
+    # Open MPI 5 on there is nothing like it.
+    uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
+    parts = re.match(r"(\d+)\.\d+;tcp6?://(?:\[([^,\]]+)|([^,:\]]+))", uri)
+    if not parts:
+        return Member(None, processes, rank, own, source)
+    host = f"[{parts[2]}]" if parts[2] else parts[3]
+    return Member(f"{host}:{_port(int(parts[1]) // 4096)}", processes, rank, own, source)
+
+
+def _torchrun(environment: Mapping[str, str]) -> Member | None:
+    source = "MASTER_ADDR, RANK and WORLD_SIZE"
+    if not {"RANK", "WORLD_SIZE"} <= set(environment):
+        return None
+    processes, rank = _numbers(environment, ("WORLD_SIZE", "RANK"), source)
+    host = _needed(environment, "MASTER_ADDR", source)
+    (port,) = _numbers(environment, ("MASTER_PORT",), source)
+    # Where torchrun's agent listens at MASTER_PORT itself, the next one is taken.
+    port += environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    alone = environment.get("LOCAL_WORLD_SIZE") == "1"
+    own = None if alone else _local(environment, "LOCAL_RANK", source)
+    host = f"[{host}]" if ":" in host else host
+    return Member(f"{host}:{port}", processes, rank, own, source)
+
+
+_READERS: Sequence[Callable[[Mapping[str, str]], Member | None]] = (
+    *(_launched, _tf_config),
+    *(_slurm, _open_mpi, _torchrun),
+)
+
+
+def _port(job: int) -> int:
+    """A port that differs from job to job on one host, as JAX chooses it."""
+    return job % _PORTS + _HIGHEST_PORT - _PORTS + 1
+
+
+def _local(environment: Mapping[str, str], name: str, source: str) -> tuple[int, ...] | None:
+    """The one accelerator of a process that shares its host with others, as JAX gives it."""
+    return _numbers(environment, (name,), source) if name in environment else None
+
+
+def _needed(environment: Mapping[str, str], name: str, source: str) -> str:
+    if not environment.get(name):
+        raise ValueError(f"{source}: the environment variable {name} is missing.")
+    return environment[name]
+
+
+def _numbers(environment: Mapping[str, str], names: Sequence[str], source: str) -> tuple[int, ...]:
+    said = {name: _needed(environment, name, source) for name in names}
+    for name, value in said.items():
+        if not value.isdecimal():
+            raise ValueError(f"{source}: {name} must be a whole number; got {value!r}.")
+    return tuple(int(value) for value in said.values())
+
+
+def checked_seconds(name: str, value: Any) -> float:
+    """A time limit that can be waited for.
+
+    Raises:
+      ValueError: it is no positive, finite number of seconds.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise ValueError(
+            f"`initialize` expects `{name}` to be a finite number of seconds above 0: processes "
+            f"that do not come are not waited for without end; got {value!r}."
+        )
+    return float(value)

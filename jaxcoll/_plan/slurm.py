@@ -1,0 +1,71 @@
+"""How Slurm writes lists of hosts, and of how many tasks each has."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+
+
+def hosts_of(listed: str) -> list[str]:
+    """All hosts of a list.
+
+    Args:
+      listed: as Slurm writes it, with ranges in brackets.
+
+    Raises:
+      ValueError: it is no such list.
+
+    Examples:
+      >>> hosts_of("gpu[01-03,7],login")
+      ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']
+      >>> hosts_of("r[1-2]n[1-2]")
+      ['r1n1', 'r1n2', 'r2n1', 'r2n2']
+    """
+    names = re.findall(r"(?:[^,\[\]]|\[[\d,-]+\])+", listed)
+    if ",".join(names) != listed or not names:
+        raise ValueError(f"Slurm: this is no list of hosts: {listed!r}.")
+    return [host for name in names for host in _expanded(name)]
+
+
+def first_host(listed: str) -> str:
+    """The first host of a list.
+
+    Examples:
+      >>> first_host("node[007,9-12],other")
+      'node007'
+    """
+    return hosts_of(listed)[0]
+
+
+def counts_of(listed: str) -> list[int]:
+    """How many tasks each host has.
+
+    Raises:
+      ValueError: it is no such list.
+
+    Examples:
+      >>> counts_of("2(x3),1")
+      [2, 2, 2, 1]
+    """
+    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in listed.split(",")]
+    if not all(parts):
+        raise ValueError(f"Slurm: this does not say how many tasks a host has: {listed!r}.")
+    return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+
+
+def _expanded(name: str) -> Iterator[str]:
+    pieces = [
+        list(_range(piece[1:-1])) if piece.startswith("[") else [piece]
+        for piece in re.findall(r"\[[^\]]*\]|[^\[\]]+", name)
+    ]
+    return map("".join, itertools.product(*pieces))
+
+
+def _range(listed: str) -> Iterator[str]:
+    for part in listed.split(","):
+        first, _, last = part.partition("-")
+        if not first or (last and int(last) < int(first)):
+            raise ValueError(f"Slurm: this is no range of hosts: [{listed}].")
+        for number in range(int(first), int(last or first) + 1):
+            yield f"{number:0{len(first)}}"

@@ -1,0 +1,129 @@
+"""The environment variable `TF_CONFIG`, as TensorFlow documents it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+VARIABLE = "TF_CONFIG"
+_JOBS = ("chief", "worker", "ps", "evaluator")
+
+
+@dataclasses.dataclass(frozen=True)
+class TFConfig:
+    """A cluster of tasks, and which of them this process is.
+
+    Attributes:
+      cluster: the addresses of each job's tasks, "host:port"; empty: this process is alone.
+      task_type: this process's job; None: not said.
+      task_id: its number in the job; None: not said.
+      rpc_layer: what TensorFlow would speak; None: not said.
+      source: where this came from, for messages.
+    """
+
+    cluster: Mapping[str, tuple[str, ...]]
+    task_type: str | None = None
+    task_id: int | None = None
+    rpc_layer: str | None = None
+    source: str = VARIABLE
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> TFConfig:
+        """Read it; without the variable, or with an empty one, the cluster is empty.
+
+        Raises:
+          ValueError: it is not JSON, or not of this form.
+        """
+        text = environment.get(VARIABLE, "")
+        if not text.strip():
+            return cls({})
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(
+                f"{VARIABLE} is not JSON ({error}); it begins with {text[:40]!r}."
+            ) from None
+        data = _mapping(data, "the whole")
+        task = _mapping(data.get("task", {}), "'task'")
+        if "cluster" not in data and task:
+            raise ValueError(
+                f"{VARIABLE} has a 'task' and no 'cluster': that maps jobs to addresses, as in "
+                '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", '
+                '"index": 0}}.'
+            )
+        cluster = _mapping(data.get("cluster", {}), "'cluster'")
+        kind, index = task.get("type"), task.get("index")
+        return cls(
+            {str(job): _addresses(str(job), tasks) for job, tasks in cluster.items()},
+            None if kind is None else str(kind),
+            None if index is None else _index(index),
+            data.get("rpc_layer"),
+        )
+
+    def check(self) -> None:
+        """Refuse what cannot be: an unknown job, two chiefs, a task that is not there.
+
+        Raises:
+          ValueError: it says what is wrong, and the likely fix.
+        """
+        unknown = sorted(set(self.cluster) - set(_JOBS))
+        if unknown:
+            raise ValueError(
+                f"{self.source}: jobs are {', '.join(_JOBS)}; got {', '.join(unknown)}."
+            )
+        for job in ("chief", "evaluator"):
+            if len(self.cluster.get(job, ())) > 1:
+                raise ValueError(
+                    f"{self.source}: there can be one {job}; got "
+                    f"{', '.join(self.cluster[job])}. Make the others workers."
+                )
+        if self.cluster.get("ps") or self.task_type == "ps":
+            raise ValueError(
+                f"{self.source}: there are parameter servers (job 'ps'), and no strategy here "
+                "uses any. Start chief and workers only."
+            )
+        if self.task_type is None or self.task_id is None:
+            missing = "type" if self.task_type is None else "index"
+            raise ValueError(
+                f"{self.source} has a cluster, and does not say which task this process is: "
+                f"'{missing}' is missing from 'task'."
+            )
+        tasks = len(self.cluster.get(self.task_type, ()))
+        if not 0 <= self.task_id < tasks:
+            raise ValueError(
+                f"{self.source}: this is task {self.task_id} of job {self.task_type!r}, which has "
+                f"{tasks} (numbered from 0)."
+            )
+        addresses = [address for job in self.cluster.values() for address in job]
+        if twice := sorted({a for a in addresses if addresses.count(a) > 1}):
+            raise ValueError(f"{self.source}: two tasks have the address {', '.join(twice)}.")
+
+
+def _addresses(job: str, tasks: Any) -> tuple[str, ...]:
+    """The tasks of a job: a list, or a mapping from numbers."""
+    if isinstance(tasks, Mapping):
+        numbered = {_index(index): address for index, address in tasks.items()}
+        if sorted(numbered) != list(range(len(numbered))):
+            raise ValueError(
+                f"{VARIABLE}: the tasks of job {job!r} are numbered {sorted(numbered)}; here all "
+                "tasks from 0 on take part."
+            )
+        tasks = [numbered[index] for index in sorted(numbered)]
+    if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
+        raise ValueError(f"{VARIABLE}: job {job!r} must be a list of addresses; got {tasks!r}.")
+    return tuple(tasks)
+
+
+def _index(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{VARIABLE}: a task's number must be whole; got {value!r}.") from None
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{VARIABLE}: {what} must be a JSON object; got {value!r}.")
+    return value

@@ -1,0 +1,231 @@
+"""`jaxcoll launch` and `jaxcoll doctor`: what is passed on, what listens, and that all end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxcoll.cli import main
+
+pytestmark = pytest.mark.processes
+
+LAUNCH = [sys.executable, "-m", "jaxcoll", "launch"]
+
+JOB = """
+import os, signal, sys, time
+import jaxcoll as jc
+jc.initialize()
+import jax
+jc.initialize()
+rank = jax.process_index()
+try:
+    jc.initialize("127.0.0.1:1", 3, 0)
+except RuntimeError as error:
+    assert "already, and cannot become process 0 of 3 as well" in str(error)
+else:
+    sys.exit("a second job was entered")
+assert len(jax.local_devices()) == 2
+print("devices", jax.device_count(), *sys.argv[1:])
+print("aside", file=sys.stderr)
+if rank == 0:
+    for name in ("tcp", "tcp6"):
+        for line in open("/proc/net/" + name).readlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[7] == str(os.getuid()):
+                print("listens", words[1], words[9])
+    mine = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")]
+    print("mine", *mine)
+else:
+    time.sleep(2)  # process 0 has ended by then
+    print("late, and well")
+"""
+
+STUCK = """
+import os, signal, subprocess, sys, time
+rank = os.environ["JAXCOLL_RANK"]
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("pids", os.getpid(), child.pid, flush=True)
+if sys.argv[1] == "status" and rank == "1":
+    time.sleep(1)
+    sys.exit(7)
+if sys.argv[1] == "kill" and rank == "1":
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "deaf":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+if sys.argv[1] == "survive" and rank == "0":
+    time.sleep(2)
+    sys.exit(0)
+if sys.argv[1] == "survive":
+    sys.exit(5)
+time.sleep(600)
+"""
+
+
+def script(tmp_path, text):
+    file = tmp_path / "job.py"
+    file.write_text(text)
+    return str(file)
+
+
+def run(*flags):
+    return subprocess.run([*LAUNCH, *flags], capture_output=True, text=True, timeout=120)
+
+
+def gone(pids, within=10):
+    """Whether none of these processes is left (a zombie that nobody waits for has ended)."""
+    until = time.monotonic() + within
+    while time.monotonic() < until:
+        if not any(alive(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_job_on_the_loopback_interface_whose_first_process_may_end_first(tmp_path):
+    logs = tmp_path / "logs"
+    done = run(
+        "-n",
+        "2",
+        "--devices-per-process",
+        "2",
+        "--logs",
+        str(logs),
+        script(tmp_path, JOB),
+        "--a",
+        "b",
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert {line[:4] for line in lines} == {"[0] ", "[1] "}
+    assert {"[0] devices 4 --a b", "[1] devices 4 --a b", "[1] late, and well"} <= set(lines)
+    assert {"[0] aside", "[1] aside"} <= set(done.stderr.splitlines())
+    assert "late, and well" in (logs / "1.log").read_text()
+    assert sorted(p.name for p in logs.iterdir()) == ["0.log", "1.log", "coordinator.log"]
+    mine = re.findall(r"socket:\[(\d+)\]", done.stdout)
+    listening = [line.split()[2:] for line in lines if line.startswith("[0] listens ")]
+    own = [address.split(":")[0] for address, inode in listening if inode in mine]
+    assert own, "Gloo listens"
+    assert set(own) <= {"0100007F", "0000000000000000FFFF00000100007F"}, (
+        "127.0.0.1 and nothing else"
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "flags", "status", "words"),
+    [
+        ("status", [], 7, "process 1 of 2 ended with status 7; the others were ended."),
+        ("kill", [], 137, "process 1 of 2 was ended by SIGKILL; the others were ended."),
+        ("late", ["--timeout", "2"], 124, "not all processes ended within 2 s; they were ended."),
+        ("survive", ["--keep-going"], 0, "process 1 of 2 ended with status 5."),
+    ],
+)
+def test_the_first_failure_ends_all_and_is_the_exit_status(tmp_path, how, flags, status, words):
+    start = time.monotonic()
+    done = run("-n", "2", *flags, script(tmp_path, STUCK), how)
+    assert (done.returncode, done.stderr) == (status, f"jaxcoll launch: {words}\n")
+    assert time.monotonic() - start < 30
+    pids = [int(pid) for line in re.findall("pids (.*)", done.stdout) for pid in line.split()]
+    assert len(pids) == 4
+    assert gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "how", "status"),
+    [
+        ([signal.SIGINT], "wait", 130),
+        ([signal.SIGINT, signal.SIGINT], "deaf", 130),
+        ([signal.SIGTERM], "wait", 143),
+        ([signal.SIGKILL], "deaf", -signal.SIGKILL),
+    ],
+)
+def test_nothing_outlives_the_launcher_however_it_is_ended(tmp_path, numbers, how, status):
+    started = subprocess.Popen(
+        [*LAUNCH, "-n", "2", script(tmp_path, STUCK), how],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    pids = []
+    while len(pids) < 4:
+        pids += map(int, re.findall(r"\d+", started.stdout.readline().partition("pids")[2]))
+    pids += [int(x) for x in children(started.pid)]  # the coordinator and the watch, too
+    for number in numbers:
+        started.send_signal(number)
+        time.sleep(0.5)
+    _, errors = started.communicate(timeout=30)
+    assert started.returncode == status, errors
+    assert gone(pids)
+    if status > 0:
+        name = signal.Signals(status - 128).name
+        assert f"jaxcoll launch: {name}: all processes were ended." in errors
+
+
+def children(pid):
+    return subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True
+    ).stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["-n", "0", "x.py"], "-n must be at least 1; got 0"),
+        (["--devices-per-process", "0", "x.py"], "--devices-per-process must be at least 1; got 0"),
+        (["--timeout", "nan", "x.py"], "--timeout must be a number of seconds above 0; got nan"),
+        (["no-such.py"], "there is no file no-such.py"),
+        ([], "what is to run"),
+    ],
+)
+def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
+    assert main(["launch", *flags]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jaxcoll launch: ")
+    assert words in said
+
+
+def test_the_doctor_looks_over_a_job_and_sees_devices_that_differ(tmp_path):
+    file = script(
+        tmp_path,
+        "import os, sys\n"
+        "os.environ['JAX_NUM_CPU_DEVICES'] = str(1 + int(os.environ['JAXCOLL_RANK']))\n"
+        "from jaxcoll.cli import main\n"
+        "sys.exit(main(['doctor', '--json']))\n",
+    )
+    well = run("-n", "2", "-m", "jaxcoll", "doctor", "--json")
+    assert well.returncode in (0, 1), well.stderr
+    found = {f["what"]: f for f in told(well)}
+    assert found["processes"]["found"] == "2 on 1 host"
+    assert found["interface"]["found"] == "127.0.0.1"
+    assert found["version of jax"]["level"] == "ok"
+    assert "GB/s over 1 link" in found["between ranks"]["found"]
+    ill = run("-n", "2", file)
+    assert ill.returncode == 2, ill.stderr
+    found = {f["what"]: f for f in told(ill)}
+    assert found["devices of each process"]["found"] == "1 on process 0; 2 on process 1"
+    assert "as many devices" in found["devices of each process"]["fix"]
+
+
+def told(done):
+    lines = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
+    assert all("{" not in line or line.startswith("{") for line in lines), "one process prints"
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def test_the_doctor_looks_over_this_machine(capsys):
+    assert main(["doctor"]) in (0, 1)
+    said = capsys.readouterr().out
+    for what in ("versions", "devices", "collectives", "open files", "shared memory", "loopback"):
+        assert what in said
+    assert os.uname().nodename in said
