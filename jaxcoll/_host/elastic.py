@@ -20,6 +20,7 @@ from jaxcoll._host.crew import CoordinatorLostError, Crew, Decision, RegroupErro
 from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.given_up import outcome_of
 from jaxcoll._host.held_state import HeldState
+from jaxcoll._host.initialize import outlives_processes
 from jaxcoll._host.local_keys import LocalKeys
 from jaxcoll._host.mesh import line_of, no_mesh
 from jaxcoll._host.placement import place
@@ -156,7 +157,7 @@ class Elastic:
         if self._path is not None and self._path.exists():
             self._state.reset(*restore_checkpoint(self._path, self._state.latest))
         keys = store()
-        if keys is not None and not jax.config.jax_enable_recoverability:
+        if keys is not None and not outlives_processes():
             raise ValueError(
                 "`Elastic` needs a world that outlives its processes: start it with "
                 "`jc.initialize()`, or set `jax.config.update('jax_enable_recoverability', True)` "
