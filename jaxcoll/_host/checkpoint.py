@@ -14,6 +14,8 @@ from jaxcoll._host.files import replacing
 
 _ABOUT = "about.json"
 _FORMAT = "jaxcoll checkpoint 1"
+# What NumPy and zipfile raise for a file that is cut off, or is another's.
+_OTHER = (zipfile.BadZipFile, KeyError, EOFError, TypeError, AttributeError)
 
 
 def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
@@ -79,7 +81,7 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
     path = Path(path)
     wanted = _named(like)
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             about = json.loads(archive.zip.read(_ABOUT))
             if about["format"] != _FORMAT:
                 raise KeyError("format")
@@ -88,7 +90,7 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
                 archive[f"leaf{i}"].view(np.dtype(dtype)).reshape(shape)
                 for i, (dtype, shape) in enumerate(about["leaves"].values())
             ]
-    except (zipfile.BadZipFile, KeyError, EOFError, TypeError, AttributeError) as error:
+    except _OTHER as error:
         raise ValueError(
             f"{path} is no whole checkpoint of jaxcoll ({type(error).__name__}: {error})."
         ) from error

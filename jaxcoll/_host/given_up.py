@@ -99,6 +99,7 @@ def _end() -> None:
         thread.join(max(0.0, until - time.monotonic()))
     if not any(thread.is_alive() for thread in _left):
         return
+    atexit.unregister(_end)
     atexit._run_exitfuncs()
     status = 1 if getattr(sys, "last_value", None) is not None else _status
     if status is not None and not isinstance(status, int):
