@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxcoll._host.program import Program, compiled_for
-from jaxcoll._host.team import Team, arrivals, team_of
+from jaxcoll._host.team import Team, team_of
 from jaxcoll._plan.errors import DeadlineExceededError
 
 Devices = Sequence[jax.Device]
@@ -28,8 +28,9 @@ def prepared(
 ) -> Callable[[], Any]:
     """A call of a jitted program, ready for `finished`.
 
-    With a deadline, or with other processes, it will run in another thread, so it is compiled
-    here: a trace belongs to the thread whose JAX configuration it was asked for under.
+    With a deadline it will run in another thread, so it is compiled here: a trace belongs to the
+    thread whose JAX configuration it was asked for under. With other processes it is compiled
+    here, too, because they compare what was compiled.
 
     Args:
       program: what `jax.jit` returned.
@@ -50,30 +51,38 @@ def prepared(
 
 
 def _together(team: Team, known: Program, args: Any, kwargs: Any) -> Any:
-    job = _worked.on
-    team.interrupt = job.worker.interrupt
-    job.team, job.program, job.position = team, known, team.last.position + 1
+    job = getattr(_worked, "on", None)
+    if job is not None:
+        team.interrupt = job.worker.interrupt
+        job.team, job.program, job.position = team, known, team.last.position + 1
     return team.run(known, args, kwargs)
 
 
 class _Job:
-    """One call in the hands of a worker: it settles once, by whatever comes first."""
+    """One call in the hands of a worker: it settles once, by whatever comes first.
+
+    It is waited for with a bare lock, whose hand-over takes half the time of an event's.
+    """
 
     def __init__(self, worker: _Worker, call: Callable[[], Any], wait: bool) -> None:
         self.worker, self.call, self.wait = worker, call, wait
-        self.settled = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
         self.team: Team | None = None
         self.program: Program | None = None
         self.position = 0
-        self._lock = threading.Lock()
+        self._settling, self._open = threading.Lock(), threading.Lock()
+        self._open.acquire()
 
     def settle(self, error: BaseException | None, result: Any = None) -> None:
-        with self._lock:
-            if not self.settled.is_set():
-                self.error, self.result = error, result
-                self.settled.set()
+        if self._settling.acquire(blocking=False):
+            self.error, self.result = error, result
+            self._open.release()
+
+    def settled(self, timeout_seconds: float | None) -> bool:
+        """Wait; whether it has settled by then."""
+        bound = min(timeout_seconds, threading.TIMEOUT_MAX) if timeout_seconds else -1
+        return self._open.acquire(timeout=bound)
 
     def run(self) -> None:
         try:
@@ -159,16 +168,17 @@ def finished(
     team = team_of(across)
     name = team.name if team else ""
     worker = _workers.get(name)
+    if team is not None:
+        team.check()
     if team is None and not timeout_seconds and not (worker and worker.busy):
         return call()
     if worker is None:
         worker = _workers[name] = _Worker()
     if team is not None:
         team.interrupt = worker.interrupt
-        team.check()
     job = _Job(worker, call, wait=bool(timeout_seconds))
     worker.take(job)
-    if not job.settled.wait(timeout_seconds or None):
+    if not job.settled(timeout_seconds):
         said, ranks = _late(job, team)
         said = f"{what} did not finish within {timeout_seconds:g} s.{said}"
         raise DeadlineExceededError(said, ranks=ranks)
@@ -186,5 +196,5 @@ def _late(job: _Job, team: Team | None) -> tuple[str, tuple[int, ...]]:
             " It has not begun: an earlier call over the same processes, which was given up, has "
             "not ended yet."
         ), ()
-    ranks, who = arrivals(job.team, job.position)
-    return f" {who} {job.program.waits_at}", ranks
+    ranks, who = job.team.arrivals(job.position)
+    return f" {who} {job.program.starts_with}", ranks

@@ -36,12 +36,12 @@ class Program:
     moved: tuple[str, ...] = ()
 
     @property
-    def waits_at(self) -> str:
-        """Where it waits for processes that do not arrive, in a sentence."""
+    def starts_with(self) -> str:
+        """The collective at which processes that are here wait for others, in a sentence."""
         if not self.moved:
             return f"{self.name} has no collective."
         more = f" of {len(self.moved)}" * (len(self.moved) > 1)
-        return f"{self.name} waits at collective 1{more}: {self.moved[0]}{_leaves(self.moved[0])}."
+        return f"Collective 1{more} of {self.name} is {self.moved[0]}{_leaves(self.moved[0])}."
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[Any, Program]] = weakref.WeakKeyDictionary()

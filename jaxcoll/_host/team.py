@@ -112,7 +112,7 @@ class Team:
             self._inside, self._since = True, time.monotonic()
         try:
             step = (before.mark, call.mark)
-            if step not in self._followed:
+            if not before.mark or step not in self._followed:  # "": at first, and after a refusal
                 self._agree(program, call)
                 self._followed |= {step, (call.mark, call.mark)}
             self._agreed = call
@@ -144,6 +144,8 @@ class Team:
 
     def explained(self, error: Exception) -> Exception:
         """A transport's error as the loss of a process, if one is lost; else the error itself."""
+        if self.failure:  # the transport only tells that others have noticed first
+            return self.failure
         if not any(word in str(error).lower() for word in _TRANSPORT):
             return error
         lost = self._watch.lost.intersection(self.processes) or self._unanswered()
@@ -189,6 +191,21 @@ class Team:
         else:
             failure = self.failure = self.failure or ProgramMismatchError(alarm["text"])
         self.interrupt(failure)
+
+    def arrivals(self, position: int) -> tuple[tuple[int, ...], str]:
+        """Which processes have not come as far as `position`, and the same in words."""
+        try:
+            answers = self._watch.roll_call(self.name, position, self.others)
+            words = {p: self._watch.silent(p) for p in self.others if p not in answers}
+        except (StoreUnreachableError, RuntimeError) as error:
+            return (), f"Who did not arrive is not known: {error}"
+        words |= {p: _where(a) for p, a in answers.items() if a["at"] < position}
+        if not words:
+            return (), "All processes have arrived: the call is slow, or its transport is stuck."
+        late = sorted(words)
+        who = f"Process{'es' * (len(late) > 1)} {', '.join(map(str, late))}"
+        told = "; ".join(f"process {p} {words[p]}" for p in late)
+        return tuple(late), f"{who} of {len(self.processes)} did not arrive: {told}."
 
     def whereabouts(self, position: int) -> dict[str, Any]:
         """Where this process is, for one who is at `position`."""
@@ -255,6 +272,15 @@ class Team:
         )
 
 
+def _where(answer: dict[str, Any]) -> str:
+    """A process that is not where it is expected, in words."""
+    if not answer["at"]:
+        return "has made no call over these devices"
+    if answer["inside"]:
+        return f"is in call {answer['at']}, {answer['name']}, for {answer['seconds']:.1f} s"
+    return f"has been outside of any call for {answer['seconds']:.1f} s, since call {answer['at']}"
+
+
 _TRANSPORT = (
     "gloo",
     "connection",
@@ -285,31 +311,3 @@ def team_of(devices: Sequence[jax.Device]) -> Team | None:
         found = here.teams[processes] = Team(here, processes)
         here.members[found.name] = found
     return found
-
-
-def arrivals(team: Team, position: int) -> tuple[tuple[int, ...], str]:
-    """Which processes have not come as far as `position`, and that in words."""
-    try:
-        answers = team._watch.roll_call(team.name, position, team.others)
-        silent = {p: team._watch.silent(p) for p in team.others if p not in answers}
-    except (StoreUnreachableError, RuntimeError) as error:
-        return (), f"Who did not arrive is not known: {error}"
-    words = dict(silent)
-    for process, answer in answers.items():
-        if answer["at"] < position:
-            words[process] = (
-                f"is in call {answer['at']}, {answer['name']}, for {answer['seconds']:.1f} s"
-                if answer.get("inside")
-                else f"has been outside of any call for {answer['seconds']:.1f} s, since call "
-                f"{answer['at']}"
-                if answer["at"]
-                else "has made no call over these devices"
-            )
-    if not words:
-        return (), "All processes have arrived: the call itself is slow, or its transport is stuck."
-    missing = tuple(sorted(words))
-    who = "Process" if len(missing) == 1 else "Processes"
-    names = ", ".join(map(str, missing))
-    return missing, f"{who} {names} of {len(team.processes)} did not arrive: " + "; ".join(
-        f"process {p} {words[p]}" for p in missing
-    ) + "."

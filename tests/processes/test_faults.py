@@ -1,59 +1,110 @@
-"""Some rows of the campaign of faults (tests/processes/faults.py runs them all)."""
+"""Processes out of step, late, stopped and dead: each ends in an error that names what is wrong."""
 
-import socket
-import threading
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
-from processes.faults import FAULTS, run, seconds, wrong
 
-from jaxcoll._host import relay
+from jaxcoll.bench.launch import surely_ended, world
 
 pytestmark = pytest.mark.processes
-
-IN_CI = (
-    "SIGKILL of two at once",
-    "SIGSTOP, continued later",
-    "too few are left",
-    "started again and taken in",
-    "death of the coordinator",
-    "full disk at a checkpoint",
-)
+SCRIPT = Path(__file__).with_name("faults.py")
 
 
-@pytest.mark.parametrize("name", IN_CI)
-def test_a_fault_ends_in_the_named_error_or_in_training_that_goes_on(name, tmp_path):
-    (fault,) = [f for f in FAULTS if f.name == name]
-    became, hit = run(fault, tmp_path)
-    assert wrong(fault, became) == []
-    assert seconds(fault, became, hit) < 60
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """From what to run to what each process said of each fault, in order."""
+
+    def run(what, processes, ends):
+        folder = tmp_path_factory.mktemp(what)
+        logs = [folder / f"{rank}.log" for rank in range(processes)]
+        with surely_ended() as running:
+            for log, variables in zip(logs, world(processes), strict=True):
+                with log.open("wb") as out:
+                    command = [sys.executable, str(SCRIPT), what]
+                    env = {**os.environ, **variables}
+                    running.append(
+                        subprocess.Popen(
+                            command,
+                            stdout=out,
+                            stderr=subprocess.STDOUT,
+                            env=env,
+                            start_new_session=True,
+                        )
+                    )
+            until = time.monotonic() + 100
+            while any(running[rank].poll() is None for rank in ends) and time.monotonic() < until:
+                time.sleep(0.05)
+            texts = [log.read_text(errors="replace") for log in logs]
+            assert all(running[rank].poll() == 0 for rank in ends), "\n".join(texts)
+        said = [
+            [json.loads(x[6:]) for x in t.splitlines() if x.startswith("FAULT ")] for t in texts
+        ]
+        return [{each["fault"]: each for each in reversed(one)} for one in said]
+
+    return run
 
 
-def test_there_are_thirty_faults_of_names_that_differ():
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 30
+def test_processes_out_of_step_are_told_so_and_go_on(faulty):
+    both = faulty("out_of_step", 2, ends=(0, 1))
+    differences = {
+        "shape": r"process 0: argument args[0]: float32[2,5]\nprocess 1: argument args[0]: float32[2,6]",
+        "dtype": r"args[0]: float32[2,4]\nprocess 1: argument args[0]: int32[2,4]",
+        "tree": r"process 0: argument args[0]['a']: float32[2,4]\nprocess 1: argument args[0]['b']",
+        "order in a tree": r"args[0]['a']: float32[2,2]\nprocess 1: argument args[0]['a']: float32[2,3]",
+        "op": r"process 0: program `total`\nprocess 1: program `average`",
+        "options": r"options CommunicationOptions()\nprocess 1: options CommunicationOptions(algorithm='ring')",
+        "swapped first": r"process 0: program `total`\nprocess 1: program `double`",
+        "swapped second": r"process 0: program `double`\nprocess 1: program `total`",
+        "cross-device op": r"(<ReduceOp.SUM: 'SUM'>",
+    }
+    for said in both:
+        for fault, difference in differences.items():
+            assert said[fault]["error"] == "ProgramMismatchError", fault
+            assert "nothing was run" in said[fault]["message"]
+            assert difference.replace(r"\n", "\n") in said[fault]["message"], said[fault]["message"]
+        for fault in ("none", "afterwards", "new generation"):
+            assert said[fault].get("sum") == 2, said[fault]
+        after, recompiled = said["after swapped repeats"], said["one recompiles"]
+        assert after["error"] == recompiled["error"] == "ProgramMismatchError"
+        assert "in different orders: call " in after["message"]
+        assert "`double` of float32[2,4]" in after["message"]
+        assert (
+            "0: `total` of float32[2,4]\nprocess 1: `total` of float32[2,11]"
+            in recompiled["message"]
+        )
 
 
-@pytest.mark.parametrize("listened", [True, False])
-def test_a_relay_stays_open_when_the_coordinator_dies_if_somebody_listens(listened):
-    coordinator = socket.create_server(("127.0.0.1", 0))
-    one = relay.Relay(f"127.0.0.1:{coordinator.getsockname()[1]}")
-    client = socket.socket(socket.AF_UNIX)
-    client.connect(one.address.removeprefix("unix:"))
-    far, _ = coordinator.accept()
-    client.sendall(b"ping")
-    assert far.recv(10) == b"ping"
-    far.sendall(b"pong")
-    assert client.recv(10) == b"pong"
-    heard = threading.Event()
-    if listened:
-        one.callbacks.append(heard.set)
-    coordinator.close()
-    far.close()
-    client.settimeout(2.0)
-    if listened:
-        assert heard.wait(5)
-        client.settimeout(0.3)
-        with pytest.raises(TimeoutError):
-            client.recv(1)
-    else:
-        assert client.recv(1) == b""
-    client.close()
+def test_a_late_process_is_named_with_the_collective_that_waits(faulty):
+    first, second = faulty("late", 2, ends=(0, 1))
+    assert second["late"]["sum"] == first["afterwards"]["sum"] == 2
+    late = first["late"]
+    assert (late["error"], late["ranks"]) == ("DeadlineExceededError", [1])
+    assert late["seconds"] < 2.5
+    for words in (
+        "Call 2 of `total` did not finish within 1.5 s. Process 1 of 2 did not arrive",
+        "process 1 has been outside of any call for 1.",
+        "of `total` of float32[2,4] is ",
+        "/pack0 has (the value)",
+    ):
+        assert words in late["message"], late["message"]
+
+
+def test_the_dead_and_the_stopped_are_named_on_every_survivor_which_go_on(faulty):
+    said = faulty("losses", 4, ends=(0, 1))
+    for rank in (0, 1, 3):
+        for fault in ("killed", "again"):
+            assert said[rank][fault]["error"] == "PeerLostError", said[rank][fault]
+            assert said[rank][fault]["ranks"] == [2]
+            assert "process 2 does not answer: it is dead" in said[rank][fault]["message"]
+        assert said[rank]["three"]["sum"] == 3
+    for rank in (0, 1):
+        assert said[rank]["stopped"]["error"] == "DeadlineExceededError", said[rank]["stopped"]
+        assert said[rank]["stopped"]["ranks"] == [3]
+        assert said[rank]["two"]["sum"] == 2
+    assert said[0]["ended"]["error"] == "PeerLostError"
+    assert "process 1 has ended" in said[0]["ended"]["message"]
