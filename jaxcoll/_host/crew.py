@@ -9,16 +9,25 @@ learns it. Messages are JSON.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxcoll._compat_coordination import StoreUnreachableError
+from jaxcoll._host.decision import (
+    CoordinatorLostError,
+    Decision,
+    RegroupError,
+    in_fresh_order,
+    rank_of,
+    read,
+    words,
+    written,
+)
 from jaxcoll._plan.errors import DeadlineExceededError
 
 BEAT_SECONDS = 0.5
@@ -42,51 +51,6 @@ class Keys(Protocol):
     def all(self, folder: str) -> dict[str, str]: ...
     def agree(self, key: str, value: str) -> str: ...
     def delete(self, key: str) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """What a generation begins with.
-
-    Attributes:
-      number: of the generation, from 0.
-      members: names of its workers, in the order of the mesh.
-      step: finished steps, from which it goes on.
-      source: the member that has the state after that step.
-      given: whether some member has it not, and is given it.
-      lost: names of those of the generation before that are not in this one.
-      joined: names of those that were not in it.
-      why: what ended the generation before, in words.
-      ended: the work is done; there are no members.
-    """
-
-    number: int
-    members: tuple[str, ...]
-    step: int
-    source: str = ""
-    given: bool = False
-    lost: tuple[str, ...] = ()
-    joined: tuple[str, ...] = ()
-    why: str = ""
-    ended: bool = False
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The members as process numbers."""
-        return tuple(map(rank_of, self.members))
-
-
-class RegroupError(Exception):
-    """The generation is over: somebody asked for a new one."""
-
-
-class CoordinatorLostError(Exception):
-    """Nothing can be agreed upon any more."""
-
-
-def rank_of(name: str) -> int:
-    """The process number in a worker's name, which also has a part that a restart changes."""
-    return int(name.split(".")[0])
 
 
 class Crew:
@@ -159,7 +123,9 @@ class Crew:
 
     def is_current(self) -> bool:
         """Whether no later generation has begun, perhaps without this worker."""
-        return self._tell(lambda: self.store.try_get(self._key(self.number + 1, "decision"))) is None
+        return (
+            self._tell(lambda: self.store.try_get(self._key(self.number + 1, "decision"))) is None
+        )
 
     def meet(self) -> None:
         """Wait until every process of the job is here, or was once.
@@ -216,7 +182,10 @@ class Crew:
         """Whether somebody is to be taken in before `step`: the same answer on all members."""
         assert self.decision is not None
         said = "join" if len(self.decision.members) < self._most and self._waiting() else "go"
-        return self._tell(lambda: self.store.agree(self._key(self.number, f"step/{step}"), said)) == "join"
+        return (
+            self._tell(lambda: self.store.agree(self._key(self.number, f"step/{step}"), said))
+            == "join"
+        )
 
     def gather(self, what: str, value: str) -> dict[str, str]:
         """What every member says, or the end of this generation: a barrier.
@@ -237,9 +206,9 @@ class Crew:
             self.observe()
             silent = [m for m in missing if self._is_silent(m)]
             if silent:
-                self.ask(f"{_words(silent)} ended")
+                self.ask(f"{words(silent)} ended")
             elif time.monotonic() > until:
-                self.ask(f"{_words(missing)} did not come within {self._startup:g} s", late=True)
+                self.ask(f"{words(missing)} did not come within {self._startup:g} s", late=True)
             self.woken.wait(_POLL_SECONDS)
 
     def observe(self) -> None:
@@ -253,7 +222,7 @@ class Crew:
     def finish(self) -> None:
         """Tell those who still wait that the work is done."""
         done = Decision(self.number + 1, (), 0, ended=True)
-        self._tell(lambda: self.store.agree(self._key(done.number, "decision"), _text(done)))
+        self._tell(lambda: self.store.agree(self._key(done.number, "decision"), written(done)))
 
     def _decided(self, finished: int, held: Sequence[int]) -> Decision:
         number = self.number + 1
@@ -262,7 +231,9 @@ class Crew:
             lambda: self.store.set(self._key(number, f"ready/{self.name}"), json.dumps(ready))
         )
         began = time.monotonic()
-        while (text := self._tell(lambda: self.store.try_get(self._key(number, "decision")))) is None:
+        while (
+            text := self._tell(lambda: self.store.try_get(self._key(number, "decision")))
+        ) is None:
             if self._unreachable:
                 raise CoordinatorLostError
             self.observe()
@@ -270,13 +241,13 @@ class Crew:
             if self.decision is None:  # one that was started again counts once
                 ready = {k: v for k, v in ready.items() if not self._is_silent(k)}
             if self._is_complete(ready, time.monotonic() - began, number):
-                proposed = _text(self._proposal(number, ready))
+                proposed = written(self._proposal(number, ready))
                 self._tell(
                     lambda said=proposed: self.store.agree(self._key(number, "decision"), said)
                 )
             else:
                 time.sleep(_POLL_SECONDS)
-        return _decision(text)
+        return read(text)
 
     def _is_complete(self, ready: Mapping[str, Any], waited: float, number: int) -> bool:
         """Whether nobody else is worth waiting for."""
@@ -303,8 +274,8 @@ class Crew:
         taken = {rank_of(name) for name in staying}
         coming = [w for w in waiting if not self._is_silent(w) and rank_of(w) not in taken]
         coming = coming[: self._most - len(staying)]
-        used = {_decision(self.store.get(self._key(g, "decision"), 1.0)).ranks for g in range(number)}
-        members = _in_fresh_order([*staying, *coming], used) or _in_fresh_order(staying, used)
+        used = {read(self.store.get(self._key(g, "decision"), 1.0)).ranks for g in range(number)}
+        members = in_fresh_order([*staying, *coming], used) or in_fresh_order(staying, used)
         if self.decision is None:
             step = max(ready[m]["finished"] for m in staying)
         else:
@@ -329,11 +300,13 @@ class Crew:
     def _waited(self, number: int) -> Decision:
         """The next decision, which others make."""
         self._tell(lambda: self.store.set(f"{self._root}/waiting/{self.name}", "1"))
-        while (text := self._tell(lambda: self.store.try_get(self._key(number, "decision")))) is None:
+        while (
+            text := self._tell(lambda: self.store.try_get(self._key(number, "decision")))
+        ) is None:
             if self._unreachable:
                 raise CoordinatorLostError
             time.sleep(_POLL_SECONDS)
-        return _decision(text)
+        return read(text)
 
     def _begin(self, decision: Decision) -> Decision:
         with self._lock:
@@ -345,7 +318,7 @@ class Crew:
         return decision
 
     def _read(self, number: int) -> Decision:
-        return _decision(self._tell(lambda: self.store.get(self._key(number, "decision"), 1.0)))
+        return read(self._tell(lambda: self.store.get(self._key(number, "decision"), 1.0)))
 
     def _is_silent(self, name: str) -> bool:
         """Whether a worker has ended, or its beat stands still, as far as `observe` saw it."""
@@ -390,30 +363,3 @@ class Crew:
             if number == self.number >= 0:
                 self._asked = True
                 self.woken.set()
-
-
-def _in_fresh_order(names: Iterable[str], used: set[tuple[int, ...]]) -> tuple[str, ...]:
-    """The names by rank, or in the first order of theirs in which nobody has worked yet.
-
-    Gloo keeps its connections by the devices of a mesh in their order, and those of a generation in
-    which a worker was lost are broken for good. So an order serves once. (): there is none left.
-    """
-    by_rank = {rank_of(name): name for name in names}
-    for order in itertools.permutations(sorted(by_rank)):
-        if order not in used or len(order) == 1:
-            return tuple(by_rank[rank] for rank in order)
-    return ()
-
-
-def _text(decision: Decision) -> str:
-    return json.dumps(dataclasses.asdict(decision))
-
-
-def _decision(text: str) -> Decision:
-    said = json.loads(text)
-    return Decision(**{k: tuple(v) if isinstance(v, list) else v for k, v in said.items()})
-
-
-def _words(names: Sequence[str]) -> str:
-    ranks = ", ".join(str(rank_of(name)) for name in names)
-    return f"worker{'s' * (len(names) > 1)} {ranks}"

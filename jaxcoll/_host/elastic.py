@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcoll._compat_coordination import leave_coordinator, store
 from jaxcoll._host.checkpoint import restore_checkpoint, save_checkpoint
-from jaxcoll._host.crew import CoordinatorLostError, Crew, Decision, RegroupError, rank_of
+from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
+from jaxcoll._host.decision import CoordinatorLostError, Decision, RegroupError, rank_of
 from jaxcoll._host.given_up import outcome_of
 from jaxcoll._host.held_state import HeldState
 from jaxcoll._host.initialize import outlives_processes
@@ -254,6 +255,7 @@ class _Run:
                 decision.step, decision.ranks, lost, joined, decision.why, 0.0
             )
         axis = self._trainer._step.axis_name
+        assert isinstance(axis, str)
         self._mesh = line_of(_devices(decision.ranks), axis)
         self._twin = self._trainer._step.on(self._mesh)
         self._programs: dict[Any, Any] = {}
@@ -355,13 +357,17 @@ def _check_step(step: Any) -> None:
 
 
 def _check_numbers(fewest: Any, most: Any, timeout: Any, startup: Any, every: Any) -> None:
-    whole = {"min_workers": fewest, "every": every} | ({} if most is None else {"max_workers": most})
+    whole = {"min_workers": fewest, "every": every} | (
+        {} if most is None else {"max_workers": most}
+    )
     for name, value in whole.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"`Elastic` expects `{name}` to be an integer above 0; got {value!r}.")
     if most is not None and most < fewest:
         raise ValueError(f"`max_workers` ({most}) is below `min_workers` ({fewest}).")
-    seconds = {"startup_seconds": startup} | ({} if timeout is None else {"timeout_seconds": timeout})
+    seconds = {"startup_seconds": startup} | (
+        {} if timeout is None else {"timeout_seconds": timeout}
+    )
     for name, value in seconds.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < np.inf:
             raise ValueError(

@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._host.checkpoint import on_host
-from jaxcoll._host.crew import Crew, Decision, rank_of
+from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import data_parallel
+from jaxcoll._host.decision import Decision, rank_of
 from jaxcoll._host.given_up import outcome_of
 from jaxcoll._host.in_program import broadcast
 from jaxcoll._host.mesh import no_mesh
@@ -110,14 +111,16 @@ def _check_structures(said: dict[str, str]) -> None:
     (first, mine), *others = sorted(said.items(), key=lambda item: rank_of(item[0]))
     for name, structure in others:
         if structure != mine:
-            words = _difference(mine, structure, f"worker {rank_of(first)}", f"worker {rank_of(name)}")
+            words = _difference(
+                mine, structure, f"worker {rank_of(first)}", f"worker {rank_of(name)}"
+            )
             raise ProgramMismatchError(f"Workers hold states of different structures. {words}.")
 
 
 def _digests(tree: Any) -> dict[str, str]:
     return {
         f"state{jax.tree_util.keystr(path)}": hashlib.blake2b(
-            np.ascontiguousarray(x).reshape(-1).view(np.uint8), digest_size=16
+            np.ascontiguousarray(x).reshape(-1).view(np.uint8).tobytes(), digest_size=16
         ).hexdigest()
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
     }

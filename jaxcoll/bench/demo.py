@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 
 import jaxcoll as jc
-from jaxcoll.bench.devices import SIMULATED, devices_of
 from jaxcoll._host.files import replacing
+from jaxcoll.bench.devices import SIMULATED, devices_of
 from jaxcoll.bench.files import check_writable
 
 _NEEDS = {"rich": "rich", "matplotlib": "matplotlib", "optax": "optax", "sklearn": "scikit-learn"}

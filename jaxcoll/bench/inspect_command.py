@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxcoll._observe.report import Report, report_of
 from jaxcoll._host.files import replacing
+from jaxcoll._observe.report import Report, report_of
 from jaxcoll.bench.files import check_writable
 
 EPILOG = """\

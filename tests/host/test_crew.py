@@ -7,7 +7,8 @@ import pytest
 
 import jaxcoll as jc
 from jaxcoll._host import crew as crews
-from jaxcoll._host.crew import CoordinatorLostError, Crew, RegroupError, rank_of
+from jaxcoll._host.crew import Crew
+from jaxcoll._host.decision import CoordinatorLostError, RegroupError, rank_of
 from jaxcoll._host.local_keys import LocalKeys
 
 
@@ -133,7 +134,9 @@ def test_a_barrier_that_a_worker_does_not_reach_ends_the_generation():
 def test_who_did_not_begin_is_named():
     crew = crew_of(1, startup=0.2)
     crew[0].store.processes = 3
-    with pytest.raises(jc.DeadlineExceededError, match=r"Workers 1, 2 of 3 did not begin to train within 0.2 s") as e:
+    with pytest.raises(
+        jc.DeadlineExceededError, match=r"Workers 1, 2 of 3 did not begin to train within 0.2 s"
+    ) as e:
         crew[0].meet()
     assert e.value.ranks == (1, 2)
     ended(crew)

@@ -26,7 +26,9 @@ def rows(at, rank, world):
 def test_it_trains_as_a_loop_does_and_begins_where_the_checkpoint_ends(tmp_path):
     reported = []
     path = tmp_path / "last.npz"
-    first = jc.Elastic(step, START, checkpoint=path, every=2, report=lambda n, loss: reported.append(n))
+    first = jc.Elastic(
+        step, START, checkpoint=path, every=2, report=lambda n, loss: reported.append(n)
+    )
     first.run(rows, 5)
     assert reported == [1, 2, 3, 4, 5]
     assert jc.restore_checkpoint(path, START)[1] == 5
@@ -86,7 +88,9 @@ def test_steps_that_do_not_fit_are_refused():
 def test_states_that_differ_between_workers_are_named():
     same = {"0.a": '{"stateb": "1", "statew": "1"}', "2.b": '{"stateb": "1", "statew": "1"}'}
     _check_digests(same)
-    with pytest.raises(jc.ReplicaDivergenceError, match=r"in 1 leaves of the state, statew first: 0, 2 \| 1"):
+    with pytest.raises(
+        jc.ReplicaDivergenceError, match=r"in 1 leaves of the state, statew first: 0, 2 \| 1"
+    ):
         _check_digests(same | {"1.c": '{"stateb": "1", "statew": "2"}'})
     with pytest.raises(jc.ProgramMismatchError, match=r"worker 0: w: f\[3\]; worker 1: w: f\[4\]"):
         _check_structures({"1.a": "w: f[4]", "0.b": "w: f[3]"})
@@ -117,6 +121,8 @@ def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(tmp_path, m
         if finished == 3:
             crews[0].lose_coordinator()
 
-    with pytest.raises(jc.PeerLostError, match="The coordinator died, .* The state after step 3 is saved in"):
+    with pytest.raises(
+        jc.PeerLostError, match="The coordinator died, .* The state after step 3 is saved in"
+    ):
         jc.Elastic(step, START, checkpoint=path, report=die).run(rows, 9)
     assert jc.restore_checkpoint(path, START)[1] == 3

@@ -69,10 +69,18 @@ def run(fault, folder=None, limit=90.0):
         acts, began, hit = list(fault.acts), None, None
         until = time.monotonic() + limit
         while time.monotonic() < until:
-            logs = [Path(folder, f"{rank}.log").read_text("utf8", "replace") for rank in range(fault.processes)]
+            logs = [
+                Path(folder, f"{rank}.log").read_text("utf8", "replace")
+                for rank in range(fault.processes)
+            ]
             if began is None and (hit := _faulted(logs)):
                 began = time.monotonic()
-            if fault.acts and began is None and fault.acts[0][2] == "C" and all("TRAINING" in t for t in logs):
+            if (
+                fault.acts
+                and began is None
+                and fault.acts[0][2] == "C"
+                and all("TRAINING" in t for t in logs)
+            ):
                 began = time.monotonic()
             while acts and began is not None and time.monotonic() - began >= acts[0][0]:
                 _, what, who = acts.pop(0)
@@ -82,12 +90,20 @@ def run(fault, folder=None, limit=90.0):
                 else:
                     pid = coordinator.process.pid if who == "C" else processes[who].pid
                     os.kill(pid, getattr(signal, what))
-            stuck = {f[0] for f in fault.faults if f[2] in ("sleep", "SIGSTOP")} if not fault.acts else set()
-            if not acts and all(p.poll() is not None or r in stuck for r, p in enumerate(processes)):
+            stuck = (
+                {f[0] for f in fault.faults if f[2] in ("sleep", "SIGSTOP")}
+                if not fault.acts
+                else set()
+            )
+            if not acts and all(
+                p.poll() is not None or r in stuck for r, p in enumerate(processes)
+            ):
                 break
             time.sleep(0.03)
         statuses = [p.poll() for p in processes]
-    logs = [Path(folder, f"{rank}.log").read_text("utf8", "replace") for rank in range(fault.processes)]
+    logs = [
+        Path(folder, f"{rank}.log").read_text("utf8", "replace") for rank in range(fault.processes)
+    ]
     for file in files:
         file.close()
     return [_became(s, t) for s, t in zip(statuses, logs, strict=True)], hit
@@ -114,7 +130,11 @@ def wrong(fault, became):
         b = became[rank]
         if b.outcome != want:
             complaints.append(f"{rank}: {b.outcome} instead of {want}: {b.log[-1500:]}")
-        elif want == fault.want and fault.words and fault.words not in b.said.get("message", "") + str(b.changes):
+        elif (
+            want == fault.want
+            and fault.words
+            and fault.words not in b.said.get("message", "") + str(b.changes)
+        ):
             complaints.append(f"{rank}: no {fault.words!r} in {b.said} {b.changes}")
         if b.status not in (0, 3):
             complaints.append(f"{rank}: ended with status {b.status}: {b.log[-1500:]}")
@@ -122,7 +142,9 @@ def wrong(fault, became):
     if len({b.said["bits"] for b in trained}) > 1:
         complaints.append(f"not the same bits: {[b.said for b in trained]}")
     for b in trained:
-        if b.said["again"] not in (None, b.said["bits"]) or b.said["seen"] != 40 and "steps" not in fault.spec:
+        if b.said["again"] not in (None, b.said["bits"]) or (
+            b.said["seen"] != 40 and "steps" not in fault.spec
+        ):
             complaints.append(f"not what the smaller world gives: {b.said}")
     return complaints
 
@@ -163,7 +185,7 @@ FAULTS = [
           spec={"settings": {"min_workers": 3, **CK}}),
     Fault("a spare steps in", 3, ((1, 20, "SIGKILL"),), spec={"settings": {"max_workers": 2}}),
     Fault("started again and taken in", 3, ((1, 20, "SIGKILL"),), acts=((1.0, "again", 1),),
-          others={1: "trained"}, spec={"pause": 0.2}),
+          others={1: "trained"}, spec={"pause": 0.2, "steps": 100}),
     Fault("death of the coordinator", 3, (), "PeerLostError", "The coordinator died",
           acts=((1.0, "SIGKILL", "C"),), spec={"pause": 0.05, "steps": 4000, "settings": CK}),
     Fault("full disk at a checkpoint", 2, ((0, 20, "full disk"),), others={0: "OSError"},
@@ -185,11 +207,13 @@ def main():
     import tempfile
 
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="rows whose name holds this")
+    parser.add_argument("--begin", default=FAULTS[0].name, help="the first row")
     args = parser.parse_args()
     failed = 0
     print("| fault | processes | ends in | after | |\n| --- | --- | --- | --- | --- |")
-    for fault in FAULTS:
+    names = [fault.name for fault in FAULTS]
+    for fault in FAULTS[names.index(args.begin) :]:
         if args.only not in fault.name:
             continue
         fault = dataclasses.replace(fault, spec={"odd": "", **fault.spec})
@@ -198,7 +222,10 @@ def main():
         bad = wrong(fault, became)
         failed += bool(bad)
         took = seconds(fault, became, hit)
-        print(f"| {fault.name} | {fault.processes} | {fault.want} | {took:.1f} s | {'ok' if not bad else bad[0]} |", flush=True)
+        print(
+            f"| {fault.name} | {fault.processes} | {fault.want} | {took:.1f} s | {'ok' if not bad else bad[0]} |",
+            flush=True,
+        )
     return failed
 
 

@@ -89,11 +89,11 @@ def elastic():
     if state is None:
         return told("spare")
     again = None
-    if trainer.changes and not AGAIN:
+    if trainer.changes and trainer.changes[-1].step in kept:
         change = trainer.changes[-1]
         devices = [d for r in change.workers for d in jax.devices() if d.process_index == r]
         plain = step.on(jax.sharding.Mesh(np.array(devices), ("data",)))
-        again = kept.get(change.step, start)
+        again = kept[change.step]
         for at in range(change.step, SPEC["steps"]):
             rank = change.workers.index(RANK)
             rng = np.random.default_rng((at, rank))
