@@ -51,7 +51,7 @@ class Store:
         return self._ask("blocking_key_value_get", key, _milliseconds(timeout_seconds))
 
     def agree(self, key: str, value: str) -> str:
-        """Write where nothing stands yet; returns what stands there then, the same for everybody."""
+        """Write where nothing stands yet; returns what stands there then, the same for all."""
         try:
             self._ask("key_value_set", key, value)
         except jax.errors.JaxRuntimeError as error:

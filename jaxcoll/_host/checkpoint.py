@@ -15,7 +15,7 @@ from jaxcoll._host.files import replacing
 _ABOUT = "about.json"
 _FORMAT = "jaxcoll checkpoint 1"
 # What NumPy and zipfile raise for a file that is cut off, or is another's.
-_OTHER = (zipfile.BadZipFile, KeyError, EOFError, TypeError, AttributeError)
+_OTHER = (zipfile.BadZipFile, KeyError, EOFError, TypeError, AttributeError, AssertionError)
 
 
 def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
@@ -51,8 +51,9 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
     try:
         with replacing(path) as partial:
             # Leaves go by number, because a key of a tree may be what no name of a file can be.
+            parts: dict[str, Any] = {f"leaf{i}": _plain(x) for i, x in enumerate(leaves.values())}
             with partial.open("wb") as file:
-                np.savez(file, **{f"leaf{i}": _plain(x) for i, x in enumerate(leaves.values())})
+                np.savez(file, **parts)
             with zipfile.ZipFile(partial, "a") as archive:
                 archive.writestr(_ABOUT, json.dumps(about))
     except OSError as error:
@@ -83,8 +84,7 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             about = json.loads(archive.zip.read(_ABOUT))
-            if about["format"] != _FORMAT:
-                raise KeyError("format")
+            assert about["format"] == _FORMAT, about["format"]
             _check_same(path, about["leaves"], wanted)
             held = [
                 archive[f"leaf{i}"].view(np.dtype(dtype)).reshape(shape)
@@ -109,13 +109,13 @@ def on_host(name: str, leaf: Any) -> np.ndarray:
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise ValueError(
             f"state{name} is a typed random key, whose bits JAX keeps to itself: hold "
-            "`jax.random.key_data(key)` in the state, and `jax.random.wrap_key_data` it in the step."
+            "`jax.random.key_data(key)` in the state, and `jax.random.wrap_key_data` in the step."
         )
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         if not leaf.is_fully_replicated:
             raise ValueError(
-                f"state{name} is sharded over processes, so that no other has a copy of it. A state "
-                "must be whole on every worker."
+                f"state{name} is sharded over processes, so that no other has a copy. A state must "
+                "be whole on every worker."
             )
         return np.asarray(leaf.addressable_data(0))
     array = np.asarray(leaf)

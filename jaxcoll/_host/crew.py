@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxcoll._compat_coordination import StoreUnreachableError
@@ -59,6 +59,7 @@ class Crew:
     Attributes:
       name: of this worker.
       decision: what the present generation began with; None: it belongs to none yet.
+      threads: those of its own that may be left waiting for a coordinator that has died.
       woken: set whenever something has happened that a waiting worker should look at.
     """
 
@@ -74,19 +75,19 @@ class Crew:
         self._most = most or store.processes
         self._asked = self._unreachable = self._ended = False
         self._lock = threading.Lock()
+        self._told = threading.Event()
         self._beats: dict[str, tuple[str, float, bool]] = {}
         self._store_beat(0)
-        self._thread = threading.Thread(target=self._listen, name="jaxcoll-crew", daemon=True)
-        self._thread.start()
+        self.threads = [threading.Thread(target=self._listen, name="jaxcoll-crew", daemon=True)]
+        self.threads[0].start()
 
     def close(self) -> None:
         """Be heard no more: others take it for gone at once."""
-        with self._lock, contextlib.suppress(StoreUnreachableError, RuntimeError):
-            self._ended = True
-            if not self._unreachable:
-                self.store.set(f"{self._root}/beat/{self.name}", "ended")
+        self._ended = True
+        with contextlib.suppress(CoordinatorLostError, RuntimeError):
+            self._tell(lambda: self.store.set(f"{self._root}/beat/{self.name}", "ended"))
         # A thread that waits in the client while Python ends would take it down.
-        self._thread.join(0.0 if self._unreachable else 3 * BEAT_SECONDS)
+        self.threads[0].join(0.0 if self._unreachable else 3 * BEAT_SECONDS)
 
     @property
     def number(self) -> int:
@@ -108,6 +109,7 @@ class Crew:
     def lose_coordinator(self) -> None:
         """Tell whoever waits that nobody answers any more."""
         self._unreachable = True
+        self._told.set()
         self.woken.set()
 
     def ask(self, why: str, late: bool = False) -> None:
@@ -132,6 +134,7 @@ class Crew:
 
         Raises:
           DeadlineExceededError: some did not come in time; they are named.
+          CoordinatorLostError: nobody can be asked.
         """
         self._tell(lambda: self.store.set(f"{self._root}/here/{self.store.process}", self.name))
         until = time.monotonic() + self._startup
@@ -254,7 +257,7 @@ class Crew:
         if self.decision is None:
             return len(ready) >= self.store.processes or waited > self._startup
         missing = [m for m in self.decision.members if m not in ready]
-        asked = self.store.try_get(self._key(number, "asked"))
+        asked = self._tell(lambda: self.store.try_get(self._key(number, "asked")))
         patience = BEAT_SECONDS if asked and json.loads(asked)["late"] else self._patience
         if any(not self._is_silent(m) for m in missing) and waited < patience:
             return False
@@ -264,17 +267,17 @@ class Crew:
         )
 
     def _proposal(self, number: int, ready: Mapping[str, Any]) -> Decision:
-        asked = self.store.try_get(self._key(number, "asked"))
+        asked = self._tell(lambda: self.store.try_get(self._key(number, "asked")))
         why = json.loads(asked)["why"] if asked else "a worker joined" if number else ""
         before = sorted(ready, key=rank_of) if self.decision is None else self.decision.members
         staying = [m for m in before if m in ready][: self._most]
         waiting = self._waiting()
         for name in (w for w in waiting if self._is_silent(w)):
-            self.store.delete(f"{self._root}/waiting/{name}")
+            self._tell(lambda w=name: self.store.delete(f"{self._root}/waiting/{w}"))
         taken = {rank_of(name) for name in staying}
         coming = [w for w in waiting if not self._is_silent(w) and rank_of(w) not in taken]
         coming = coming[: self._most - len(staying)]
-        used = {read(self.store.get(self._key(g, "decision"), 1.0)).ranks for g in range(number)}
+        used = {self._read(g).ranks for g in range(number)}
         members = in_fresh_order([*staying, *coming], used) or in_fresh_order(staying, used)
         if self.decision is None:
             step = max(ready[m]["finished"] for m in staying)
@@ -331,12 +334,33 @@ class Crew:
     def _all(self, folder: str) -> dict[str, str]:
         return self._tell(lambda: self.store.all(folder))
 
-    def _tell(self, call: Any) -> Any:
-        try:
-            return call()
-        except StoreUnreachableError as error:
+    def _tell(self, call: Callable[[], Any]) -> Any:
+        """`call()`, which asks the coordinator, and never returns where that has died."""
+        outcome: list[tuple[Any, BaseException | None]] = []
+        self._told.clear()
+
+        def ask() -> None:
+            try:
+                outcome.append((call(), None))
+            except BaseException as error:
+                outcome.append((None, error))
+            self._told.set()
+
+        if not self._unreachable:
+            asking = threading.Thread(target=ask, name="jaxcoll-ask", daemon=True)
+            asking.start()
+            self._told.wait()
+            if not outcome:
+                self.threads.append(asking)
+        if not outcome:
+            raise CoordinatorLostError
+        result, error = outcome[0]
+        if isinstance(error, StoreUnreachableError):
             self.lose_coordinator()
             raise CoordinatorLostError from error
+        if error is not None:
+            raise error
+        return result
 
     def _store_beat(self, count: int) -> None:
         self.store.set(f"{self._root}/beat/{self.name}", str(count))
@@ -352,10 +376,9 @@ class Crew:
                     time.sleep(BEAT_SECONDS)
                 except TimeoutError:
                     pass
-                with self._lock:
-                    if self._ended:
-                        return
-                    self._store_beat(count)
+                if self._ended:
+                    return
+                self._store_beat(count)
         self.lose_coordinator()
 
     def _hear(self, number: int) -> None:

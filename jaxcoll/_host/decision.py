@@ -75,7 +75,9 @@ def written(decision: Decision) -> str:
 def read(text: str) -> Decision:
     """A decision from JSON."""
     said: dict[str, Any] = json.loads(text)
-    return Decision(**{k: tuple(v) if isinstance(v, list) else v for k, v in said.items()})
+    for name in ("members", "lost", "joined"):
+        said[name] = tuple(said[name])
+    return Decision(**said)
 
 
 def words(names: Sequence[str]) -> str:

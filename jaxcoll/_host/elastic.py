@@ -19,7 +19,7 @@ from jaxcoll._host.checkpoint import restore_checkpoint, save_checkpoint
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.decision import CoordinatorLostError, Decision, RegroupError, rank_of
-from jaxcoll._host.given_up import outcome_of
+from jaxcoll._host.given_up import leave_behind, outcome_of
 from jaxcoll._host.held_state import HeldState
 from jaxcoll._host.initialize import outlives_processes
 from jaxcoll._host.local_keys import LocalKeys
@@ -149,7 +149,7 @@ class Elastic:
         Raises:
           DeadlineExceededError: a worker did not begin within `startup_seconds`.
           PeerLostError: too few workers are left, the coordinator died, or the others left this
-            worker behind. The state was saved, if there is a file for it, except by one left behind.
+            worker behind. Except by one left behind the state was saved, if there is a file.
           ReplicaDivergenceError: workers hold different states.
           ProgramMismatchError: their states have different structures.
           ValueError: what the step returns is no state like its argument.
@@ -177,6 +177,8 @@ class Elastic:
             with when_coordinator_is_lost(crew.lose_coordinator):
                 return _Run(self, crew, batches, steps).run()
         except CoordinatorLostError:
+            for thread in crew.threads:
+                leave_behind(thread)
             raise self._without_coordinator() from None
         finally:
             crew.close()

@@ -13,8 +13,8 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """A file to write beside `path`, which takes its place if something was written in the end.
 
-    It takes it in one step, after its bytes have reached the disk: who dies on the way, or finds the
-    disk full, leaves the old file.
+    It takes it in one step, after its bytes have reached the disk: who dies on the way, or finds
+    the disk full, leaves the old file.
 
     Yields:
       The file beside it.

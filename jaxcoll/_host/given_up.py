@@ -64,7 +64,7 @@ def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what:
             if left < LOST_SECONDS + BEAT_SECONDS:
                 crew.observe()
         except BaseException:
-            _leave(thread)
+            leave_behind(thread)
             raise
         crew.woken.wait(min(left, BEAT_SECONDS))
     result, error = outcome[0]
@@ -73,7 +73,8 @@ def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what:
     return result
 
 
-def _leave(thread: threading.Thread) -> None:
+def leave_behind(thread: threading.Thread) -> None:
+    """Wait no more for a thread that may never come home."""
     if not _left:
         atexit.register(_end)
         sys.exit = _exit

@@ -91,8 +91,8 @@ class HeldState:
         before, after = (_structure(tree) for tree in (self.latest, out[0]))
         if before != after:
             raise ValueError(
-                "The step of `Elastic` must return a state of the structure, shapes and dtypes that "
-                f"it was given. {_difference(before, after, 'given', 'returned')}."
+                "The step of `Elastic` must return a state of the structure, shapes and dtypes "
+                f"that it was given. {_difference(before, after, 'given', 'returned')}."
             )
 
 
@@ -104,7 +104,8 @@ def _structure(tree: Any) -> str:
 def _difference(one: str, other: str, of_one: str, of_other: str) -> str:
     mine = [line for line in one.splitlines() if line not in other.splitlines()]
     theirs = [line for line in other.splitlines() if line not in one.splitlines()]
-    return f"{of_one}: {(mine or ['(nothing more)'])[0]}; {of_other}: {(theirs or ['(nothing more)'])[0]}"
+    nothing = ["(nothing more)"]
+    return f"{of_one}: {(mine or nothing)[0]}; {of_other}: {(theirs or nothing)[0]}"
 
 
 def _check_structures(said: dict[str, str]) -> None:
@@ -120,7 +121,7 @@ def _check_structures(said: dict[str, str]) -> None:
 def _digests(tree: Any) -> dict[str, str]:
     return {
         f"state{jax.tree_util.keystr(path)}": hashlib.blake2b(
-            np.ascontiguousarray(x).reshape(-1).view(np.uint8).tobytes(), digest_size=16
+            np.ascontiguousarray(x).tobytes(), digest_size=16
         ).hexdigest()
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
     }

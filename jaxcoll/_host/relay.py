@@ -2,9 +2,9 @@
 
 JAX ends a process with a signal, at once and without asking Python, when its connection to the
 coordinator breaks. So the client is connected to a Unix socket of its own process, and what passes
-is copied to the coordinator and back. When the coordinator dies while somebody here listens for it, that socket stays
-open, silent: JAX notices nothing until its heartbeat timeout, and until then there is time to save
-and to say why.
+is copied to the coordinator and back. When the coordinator dies while somebody here listens for it,
+that socket stays open, silent: JAX notices nothing until its heartbeat timeout, and until then
+there is time to save and to say why.
 """
 
 from __future__ import annotations

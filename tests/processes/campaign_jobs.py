@@ -26,7 +26,7 @@ def injected(moment, step=None):
             case "exit":
                 os._exit(9)
             case "full disk":
-                resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
             case name:
                 os.kill(os.getpid(), getattr(signal, name))
 
@@ -57,7 +57,7 @@ def step(state, batch):
         return jnp.mean((x @ w - y) ** 2)
 
     value, gradient = jc.value_and_grad(loss, "data")(state["w"], *batch)
-    return {"w": state["w"] - 0.05 * gradient, "seen": state["seen"] + 1}, value
+    return {**state, "w": state["w"] - 0.05 * gradient, "seen": state["seen"] + 1}, value
 
 
 def batches(at, rank, world):
@@ -74,7 +74,7 @@ def bits(state):
 def elastic():
     """Train by `jc.Elastic`, and then once more without it from where the world became smaller."""
     kept = {}
-    start = {"w": np.zeros(16, "f"), "seen": np.int32(0)}
+    start = {"w": np.zeros(16, "f"), "seen": np.int32(0), "large": np.ones(4096, "f")}
     settings = {"timeout_seconds": 3.0, "startup_seconds": 60.0} | SPEC.get("settings", {})
     trainer = jc.Elastic(
         step, start, **settings, report=lambda n, loss: kept.update({n: trainer._state.host(n)})
@@ -89,7 +89,7 @@ def elastic():
     if state is None:
         return told("spare")
     again = None
-    if trainer.changes and trainer.changes[-1].step in kept:
+    if trainer.changes and not trainer.changes[-1].joined:
         change = trainer.changes[-1]
         devices = [d for r in change.workers for d in jax.devices() if d.process_index == r]
         plain = step.on(jax.sharding.Mesh(np.array(devices), ("data",)))
