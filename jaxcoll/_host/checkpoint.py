@@ -40,6 +40,7 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
       >>> restored, step = restore_checkpoint(f"{folder.name}/last.npz", {"w": np.zeros(3)})
       >>> restored["w"].tolist(), step
       ([0.0, 1.0, 2.0], 7)
+      >>> folder.cleanup()
     """
     path = Path(path)
     leaves = {name: on_host(name, leaf) for name, leaf in _named(tree).items()}
