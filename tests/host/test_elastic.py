@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 
 import jaxcoll as jc
+from jaxcoll._host.arrival import reach
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.held_state import _check_digests, _check_structures
 from jaxcoll._host.local_keys import LocalKeys
+from jaxcoll._plan.cluster import Member
 
 
 @jc.data_parallel(batch_argnums=1)
@@ -126,3 +128,11 @@ def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(tmp_path, m
     ):
         jc.Elastic(step, START, checkpoint=path, report=die).run(rows, 9)
     assert jc.restore_checkpoint(path, START)[1] == 3
+
+
+def test_a_job_that_is_over_cannot_be_joined_again():
+    member = Member("127.0.0.1:1", 3, 1)
+    with pytest.raises(
+        jc.DeadlineExceededError, match="the coordinator at 127.0.0.1:1 is not there"
+    ):
+        reach(member, 1.0)

@@ -199,7 +199,7 @@ FAULTS = [
               "ProgramMismatchError", job="plain", spec={"odd": odd}, within=2.0)
         for odd in ("shape", "dtype", "options")
     ),
-    Fault("plain step: a call is skipped", 2, (), "PeerLostError", job="plain", spec={"odd": "skip"}),
+    Fault("plain step: a call is skipped", 2, (), "PeerLostError", others={1: "trained"}, job="plain", spec={"odd": "skip"}),
 ]  # fmt: skip
 
 
