@@ -2,6 +2,8 @@
 
 from jaxcoll._host.all_reduce_ops import AllReduceCrossDeviceOps as AllReduceCrossDeviceOps
 from jaxcoll._host.check_replicas import check_replicas as check_replicas
+from jaxcoll._host.checkpoint import restore_checkpoint as restore_checkpoint
+from jaxcoll._host.checkpoint import save_checkpoint as save_checkpoint
 from jaxcoll._host.cluster_resolver import ClusterResolver as ClusterResolver
 from jaxcoll._host.cluster_resolver import SlurmClusterResolver as SlurmClusterResolver
 from jaxcoll._host.cluster_resolver import TFConfigClusterResolver as TFConfigClusterResolver
@@ -9,6 +11,8 @@ from jaxcoll._host.collective_all_reduce import CollectiveAllReduce as Collectiv
 from jaxcoll._host.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxcoll._host.data_parallel import DataParallel as DataParallel
 from jaxcoll._host.data_parallel import data_parallel as data_parallel
+from jaxcoll._host.elastic import Elastic as Elastic
+from jaxcoll._host.elastic import WorldChange as WorldChange
 from jaxcoll._host.for_optax import all_reduce_updates as all_reduce_updates
 from jaxcoll._host.hierarchical_copy import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,

@@ -7,6 +7,7 @@ connection of its own; what is read is text, which is never run or unpickled.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,6 +49,16 @@ class Store:
           TimeoutError: nobody wrote it in time.
         """
         return self._ask("blocking_key_value_get", key, _milliseconds(timeout_seconds))
+
+    def agree(self, key: str, value: str) -> str:
+        """Write where nothing stands yet; returns what stands there then, the same for all."""
+        try:
+            self._ask("key_value_set", key, value)
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("ALREADY_EXISTS"):
+                raise
+            return self.get(key, 60.0)
+        return value
 
     def try_get(self, key: str) -> str | None:
         """The value, or None where there is none yet."""
@@ -109,6 +120,17 @@ def store() -> Store | None:
     if client is None:
         return None
     return Store(client, int(state.process_id), int(state.num_processes))
+
+
+def leave_coordinator() -> None:
+    """Forget a coordinator that has died: JAX would wait for it for minutes when Python ends."""
+    state: Any = getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
+    for name in ("client", "preemption_sync_manager"):
+        left = getattr(state, name, None)
+        if left is not None:
+            # Its destructor would wait as well, so it is never destroyed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
+            setattr(state, name, None)
 
 
 def _milliseconds(seconds: float) -> int:

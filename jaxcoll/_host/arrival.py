@@ -111,3 +111,20 @@ def _accepted(line: socket.socket, answer: dict[str, Any], member: Member) -> so
 
 def _here(member: Member) -> str:
     return f"`initialize` on process {member.process_id} of {member.num_processes}"
+
+
+def reach(member: Member, timeout: float) -> socket.socket:
+    """A connection to the coordinator of a job that has begun; it is told nothing.
+
+    Raises:
+      DeadlineExceededError: nobody listens there any more.
+    """
+    try:
+        line = socket.create_connection(host_and_port(member.coordinator_address), timeout)
+    except OSError as error:
+        raise DeadlineExceededError(
+            f"{_here(member)}: the coordinator at {member.coordinator_address} is not there "
+            f"({error.strerror or error}). Only a job that goes on can be joined again."
+        ) from None
+    line.settimeout(None)
+    return line

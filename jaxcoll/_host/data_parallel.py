@@ -165,6 +165,16 @@ class DataParallel:
         return len({d.process_index for d in self.mesh.devices.flat})
 
     @property
+    def axis_name(self) -> str | tuple[str, ...]:
+        """The axis, or axes, that a batch is split over."""
+        return self._axis_name
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """Positions of the arguments whose memory may be reused."""
+        return self._donate_argnums
+
+    @property
     def num_replicas(self) -> int:
         """Replicas that share a batch."""
         return math.prod(self.mesh.shape[a] for a in self._axes)

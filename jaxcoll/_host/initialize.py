@@ -13,9 +13,10 @@ from typing import Any
 import jax
 
 from jaxcoll import _compat
-from jaxcoll._host.arrival import arrive
+from jaxcoll._host.arrival import arrive, reach
 from jaxcoll._host.cluster_resolver import ClusterResolver
 from jaxcoll._host.coordinator import Coordinator, start_coordinator
+from jaxcoll._host.relay import through_relay
 from jaxcoll._plan.cluster import (
     JAX_BIND,
     JAX_COORDINATOR,
@@ -32,6 +33,7 @@ class _Joined:
 
     member: Member
     line: int
+    recoverable: bool
 
 
 _joined: _Joined | None = None
@@ -49,6 +51,7 @@ def initialize(
     shutdown_timeout_seconds: float = 300,
     coordinator_bind_address: str | None = None,
     recoverable: bool = True,
+    rejoin: bool = False,
 ) -> None:
     """Enter the job that this process is one of, through `jax.distributed`.
 
@@ -79,6 +82,8 @@ def initialize(
         `coordinator_address` (behind a name or a gateway of the network).
       recoverable: whether the others may go on when one dies, and get an error they can catch from
         what they did together. Without it JAX aborts them all.
+      rejoin: this process is started again in the place of one that died, and the job has begun:
+        nobody is waited for. `jc.Elastic` takes it in.
 
     Raises:
       ValueError: an argument or a variable cannot be; the coordinator's host has no address; or
@@ -112,10 +117,10 @@ def initialize(
         return _by_jax(member, seconds, coordinator_bind_address, recoverable)
     _check_unused()
     coordinator = None
-    if member.process_id == 0 and not member.is_launched:
+    if member.process_id == 0 and not member.is_launched and not rejoin:
         coordinator = _start(member, coordinator_bind_address, recoverable, heartbeat, shutdown)
     try:
-        line = arrive(member, timeout)
+        line = reach(member, timeout) if rejoin else arrive(member, timeout)
     except BaseException:
         if coordinator is not None:
             coordinator.end()
@@ -126,7 +131,7 @@ def initialize(
     host, kept = line.getsockname()[0], line.detach()
     # JAX has process 0 serve: it gets an idle service on the loopback interface.
     jax.distributed.initialize(
-        member.coordinator_address,
+        through_relay(member.coordinator_address),
         member.num_processes,
         member.process_id,
         member.local_device_ids,
@@ -135,8 +140,15 @@ def initialize(
         **seconds,
     )
     _compat.let_gloo_listen_at(host)
-    _joined = _Joined(member, kept)
+    _joined = _Joined(member, kept, recoverable)
     return None
+
+
+def outlives_processes() -> bool:
+    """Whether the job that this process is in was told to go on when one of its processes dies."""
+    if _joined is not None:
+        return _joined.recoverable
+    return bool(_compat.configured("enable_recoverability"))
 
 
 def own_address() -> str | None:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxcoll._host.files import replacing
 from jaxcoll._host.terms import FILE, calibration
 from jaxcoll._plan.calibration import PROBES, Probe, fitted
 from jaxcoll._plan.terms import Terms, terms_of
 from jaxcoll.bench.all_reduce import MOST_CALLS, SHORTEST, WARM, Contestant
-from jaxcoll.bench.files import check_writable, replacing
+from jaxcoll.bench.files import check_writable
 from jaxcoll.bench.spelling import BASELINE
 from jaxcoll.bench.teams import Team
 from jaxcoll.bench.timing import interleaved

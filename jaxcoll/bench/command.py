@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxcoll.bench.files import check_writable, replacing
+from jaxcoll._host.files import replacing
+from jaxcoll.bench.files import check_writable
 from jaxcoll.bench.results import Result
 from jaxcoll.bench.spelling import BASELINE, TWIN, options_of, sizes_of
 from jaxcoll.bench.trees import TREES, Workload, array_of, tree_of

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 
 import jaxcoll as jc
+from jaxcoll._host.files import replacing
 from jaxcoll.bench.devices import SIMULATED, devices_of
-from jaxcoll.bench.files import check_writable, replacing
+from jaxcoll.bench.files import check_writable
 
 _NEEDS = {"rich": "rich", "matplotlib": "matplotlib", "optax": "optax", "sklearn": "scikit-learn"}
 

@@ -1,12 +1,10 @@
-"""Files that are whole or not there."""
+"""Whether a result can be written, found out before the work."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
+
+from jaxcoll._host.files import replacing
 
 
 def check_writable(flag: str, file: Path) -> None:
@@ -26,23 +24,3 @@ def check_writable(flag: str, file: Path) -> None:
         raise ValueError(
             f"{flag}: cannot write {file} ({reason}); name a place that can be written."
         )
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write beside `path`, which takes its place if something was written in the end.
-
-    Yields:
-      The file beside it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.suffix)
-    os.close(handle)
-    partial = Path(name)
-    try:
-        yield partial
-        if partial.stat().st_size:
-            partial.chmod(0o644)
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path, PurePath
 from typing import Any
 
+from jaxcoll._host.files import replacing
 from jaxcoll._observe.overlap_text import against
 from jaxcoll._observe.report import Report, report_of
-from jaxcoll.bench.files import check_writable, replacing
+from jaxcoll.bench.files import check_writable
 
 EPILOG = """\
 TARGET is a file of HLO text, as `compiled.as_text()` returns it; or module:name. The name is a

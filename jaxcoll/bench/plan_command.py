@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+from jaxcoll._host.files import replacing
 from jaxcoll._host.plan import plan_in
 from jaxcoll._host.terms import terms_here
 from jaxcoll._host.world import topology_world
@@ -16,7 +17,7 @@ from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.presets import preset
 from jaxcoll._plan.topology import topology_named
 from jaxcoll._plan.world import World
-from jaxcoll.bench.files import check_writable, replacing
+from jaxcoll.bench.files import check_writable
 from jaxcoll.bench.simulation import ALGORITHMS, Simulation, simulate
 from jaxcoll.bench.spelling import options_of
 from jaxcoll.bench.trees import TREES, Workload, tree_of

@@ -1,0 +1,158 @@
+"""A pytree in a file: whole or not there, and read without running anything that stands in it."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcoll._host.files import replacing
+
+_ABOUT = "about.json"
+_FORMAT = "jaxcoll checkpoint 1"
+# What NumPy and zipfile raise for a file that is cut off, or is another's.
+_OTHER = (zipfile.BadZipFile, KeyError, EOFError, TypeError, AttributeError, AssertionError)
+
+
+def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
+    """Write a pytree of arrays into one file.
+
+    Law: the file is replaced in one step, once its bytes have reached the disk. A process that is
+    killed, or a disk that is full, leaves the checkpoint that was there.
+
+    Args:
+      path: the file; its folder is made. It is an `.npz` that `numpy.load` reads.
+      tree: a pytree of host arrays, or of `jax.Array`s that this process has whole.
+      step: a number kept with it.
+
+    Raises:
+      ValueError: a leaf is not held whole by this process, or is no array of numbers.
+      OSError: it cannot be written; what was there is still there.
+
+    Examples:
+      >>> import tempfile, numpy as np
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> save_checkpoint(f"{folder.name}/last.npz", {"w": np.arange(3.0)}, step=7)
+      >>> restored, step = restore_checkpoint(f"{folder.name}/last.npz", {"w": np.zeros(3)})
+      >>> restored["w"].tolist(), step
+      ([0.0, 1.0, 2.0], 7)
+      >>> folder.cleanup()
+    """
+    path = Path(path)
+    leaves = {name: on_host(name, leaf) for name, leaf in _named(tree).items()}
+    about = {
+        "format": _FORMAT,
+        "step": int(step),
+        "leaves": {name: [str(x.dtype), list(x.shape)] for name, x in leaves.items()},
+    }
+    try:
+        with replacing(path) as partial:
+            # Leaves go by number, because a key of a tree may be what no name of a file can be.
+            parts: dict[str, Any] = {f"leaf{i}": _plain(x) for i, x in enumerate(leaves.values())}
+            with partial.open("wb") as file:
+                np.savez(file, **parts)
+            with zipfile.ZipFile(partial, "a") as archive:
+                archive.writestr(_ABOUT, json.dumps(about))
+    except OSError as error:
+        error.add_note(
+            f"jaxcoll: the checkpoint after step {step} could not be written to {path}; what stood "
+            "there before still does."
+        )
+        raise
+
+
+def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
+    """Read what `save_checkpoint` wrote. Nothing is unpickled.
+
+    Args:
+      path: the file.
+      like: a pytree of arrays or `jax.ShapeDtypeStruct`s that it must match in structure, shapes
+        and dtypes.
+
+    Returns:
+      A tree like it, of host arrays, and the step.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is no whole checkpoint, or holds another tree; the message names the leaf.
+    """
+    path = Path(path)
+    wanted = _named(like)
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            about = json.loads(archive.zip.read(_ABOUT))
+            assert about["format"] == _FORMAT, about["format"]
+            _check_same(path, about["leaves"], wanted)
+            held = [
+                archive[f"leaf{i}"].view(np.dtype(dtype)).reshape(shape)
+                for i, (dtype, shape) in enumerate(about["leaves"].values())
+            ]
+    except _OTHER as error:
+        raise ValueError(
+            f"{path} is no whole checkpoint of jaxcoll ({type(error).__name__}: {error})."
+        ) from error
+    # Of equal names, but perhaps in another order: dicts of another insertion, say.
+    by_name = dict(zip(about["leaves"], held, strict=True))
+    structure = jax.tree.structure(like)
+    return jax.tree.unflatten(structure, [by_name[name] for name in wanted]), about["step"]
+
+
+def on_host(name: str, leaf: Any) -> np.ndarray:
+    """A leaf of a state as a host array.
+
+    Raises:
+      ValueError: this process has not all of it, or it is no array of numbers.
+    """
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"state{name} is a typed random key, whose bits JAX keeps to itself: hold "
+            "`jax.random.key_data(key)` in the state, and `jax.random.wrap_key_data` in the step."
+        )
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        if not leaf.is_fully_replicated:
+            raise ValueError(
+                f"state{name} is sharded over processes, so that no other has a copy. A state must "
+                "be whole on every worker."
+            )
+        return np.asarray(leaf.addressable_data(0))
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OUSMm":
+        raise ValueError(
+            f"state{name} is no array of numbers: got {type(leaf).__name__} ({array.dtype})."
+        )
+    return array
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def _plain(x: np.ndarray) -> np.ndarray:
+    """Bits in a dtype that NumPy itself knows: those of bfloat16 and its like as bytes."""
+    x = np.ascontiguousarray(x)
+    return x.reshape(-1).view(np.uint8) if x.dtype.kind == "V" else x
+
+
+def _check_same(path: Path, held: dict[str, Any], wanted: dict[str, Any]) -> None:
+    if held.keys() != wanted.keys():
+        lacks = [name for name in wanted if name not in held]
+        has = [name for name in held if name not in wanted]
+        raise ValueError(
+            f"{path} holds another tree: it lacks {lacks or 'nothing'}, and has {has or 'nothing'} "
+            "beside."
+        )
+    for name, leaf in wanted.items():
+        dtype, shape = held[name]
+        asked = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+        if (dtype, shape) != (str(np.dtype(asked)), list(np.shape(leaf))):
+            raise ValueError(
+                f"{path}: the leaf {name} is {dtype}{shape} in the file, and "
+                f"{np.dtype(asked)}{list(np.shape(leaf))} is expected."
+            )

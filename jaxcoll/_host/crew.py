@@ -1,0 +1,388 @@
+"""Who works together, and what they agreed upon: over keys and values, never over a collective.
+
+A run is a chain of generations. Each begins with one decision: its members, in order, and the step
+it goes on from. A decision is written once; whoever comes first writes it, and all others read it.
+So processes that disagree on who is alive still agree on who goes on, and one that was left out
+learns it. Messages are JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from jaxcoll._compat_coordination import StoreUnreachableError
+from jaxcoll._host.decision import (
+    CoordinatorLostError,
+    Decision,
+    RegroupError,
+    in_fresh_order,
+    rank_of,
+    read,
+    words,
+    written,
+)
+from jaxcoll._plan.errors import DeadlineExceededError
+
+BEAT_SECONDS = 0.5
+"""How often a worker says that it lives."""
+
+LOST_SECONDS = 2.0
+"""A worker whose beat stands still for so long is taken for dead, once something has gone wrong."""
+
+_POLL_SECONDS = 0.02
+
+
+class Keys(Protocol):
+    """What a crew needs of a store."""
+
+    process: int
+    processes: int
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str, timeout_seconds: float) -> str: ...
+    def try_get(self, key: str) -> str | None: ...
+    def all(self, folder: str) -> dict[str, str]: ...
+    def agree(self, key: str, value: str) -> str: ...
+    def delete(self, key: str) -> None: ...
+
+
+class Crew:
+    """One worker's part in a run.
+
+    Attributes:
+      name: of this worker.
+      decision: what the present generation began with; None: it belongs to none yet.
+      threads: those of its own that may be left waiting for a coordinator that has died.
+      woken: set whenever something has happened that a waiting worker should look at.
+    """
+
+    def __init__(
+        self, store: Keys, root: str, *, patience: float, startup: float, most: int | None
+    ) -> None:
+        self.store = store
+        self.name = f"{store.process}.{os.urandom(4).hex()}"
+        self.decision: Decision | None = None
+        self.woken = threading.Event()
+        self._root = root
+        self._patience, self._startup = patience, startup
+        self._most = most or store.processes
+        self._asked = self._unreachable = self._ended = False
+        self._lock = threading.Lock()
+        self._told = threading.Event()
+        self._beats: dict[str, tuple[str, float, bool]] = {}
+        self._store_beat(0)
+        self.threads = [threading.Thread(target=self._listen, name="jaxcoll-crew", daemon=True)]
+        self.threads[0].start()
+
+    def close(self) -> None:
+        """Be heard no more: others take it for gone at once."""
+        self._ended = True
+        with contextlib.suppress(CoordinatorLostError, RuntimeError):
+            self._tell(lambda: self.store.set(f"{self._root}/beat/{self.name}", "ended"))
+        # A thread that waits in the client while Python ends would take it down.
+        self.threads[0].join(0.0 if self._unreachable else 3 * BEAT_SECONDS)
+
+    @property
+    def number(self) -> int:
+        """Of the present generation; -1 before the first."""
+        return -1 if self.decision is None else self.decision.number
+
+    def check(self) -> None:
+        """Whether this generation goes on.
+
+        Raises:
+          RegroupError: somebody asked for a new one.
+          CoordinatorLostError: there will be none.
+        """
+        if self._unreachable:
+            raise CoordinatorLostError
+        if self._asked:
+            raise RegroupError
+
+    def lose_coordinator(self) -> None:
+        """Tell whoever waits that nobody answers any more."""
+        self._unreachable = True
+        self._told.set()
+        self.woken.set()
+
+    def ask(self, why: str, late: bool = False) -> None:
+        """End this generation on all its members.
+
+        Args:
+          why: in words.
+          late: because time was up; whoever does not come at once is then left behind.
+        """
+        said = {"why": why, "late": late, "by": self.name}
+        self._tell(lambda: self.store.agree(self._key(self.number + 1, "asked"), json.dumps(said)))
+        self._asked = True
+
+    def is_current(self) -> bool:
+        """Whether no later generation has begun, perhaps without this worker."""
+        return (
+            self._tell(lambda: self.store.try_get(self._key(self.number + 1, "decision"))) is None
+        )
+
+    def meet(self) -> None:
+        """Wait until every process of the job is here, or was once.
+
+        Raises:
+          DeadlineExceededError: some did not come in time; they are named.
+          CoordinatorLostError: nobody can be asked.
+        """
+        self._tell(lambda: self.store.set(f"{self._root}/here/{self.store.process}", self.name))
+        until = time.monotonic() + self._startup
+        while len(here := self._all(f"{self._root}/here")) < self.store.processes:
+            if self._unreachable:
+                raise CoordinatorLostError
+            if time.monotonic() > until:
+                absent = [r for r in range(self.store.processes) if str(r) not in here]
+                raise DeadlineExceededError(
+                    f"Worker{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of "
+                    f"{self.store.processes} did not begin to train within {self._startup:g} s.",
+                    ranks=absent,
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def enter(self, step: int) -> Decision | None:
+        """Take part in the first generation, or wait to be taken into a later one.
+
+        Args:
+          step: finished steps of the state that this worker brings.
+
+        Returns:
+          The decision that this worker is in; None: the work ended without it.
+        """
+        if self._tell(lambda: self.store.try_get(self._key(0, "decision"))) is None:
+            decision = self._decided(step, (step,))
+        else:
+            decision = self._read(0)
+        while self.name not in decision.members:
+            if decision.ended:
+                return None
+            decision = self._waited(decision.number + 1)
+        return self._begin(decision)
+
+    def decide(self, finished: int, held: Sequence[int]) -> Decision:
+        """Agree on the next generation; every member of the last that can calls this.
+
+        Args:
+          finished: steps that this worker has finished.
+          held: the steps after which it has the state.
+
+        Returns:
+          The decision, in whose members this worker may be missing: others took it for lost.
+        """
+        return self._begin(self._decided(finished, held))
+
+    def joins_at(self, step: int) -> bool:
+        """Whether somebody is to be taken in before `step`: the same answer on all members."""
+        assert self.decision is not None
+        said = "join" if len(self.decision.members) < self._most and self._waiting() else "go"
+        return (
+            self._tell(lambda: self.store.agree(self._key(self.number, f"step/{step}"), said))
+            == "join"
+        )
+
+    def gather(self, what: str, value: str) -> dict[str, str]:
+        """What every member says, or the end of this generation: a barrier.
+
+        Args:
+          what: the same on all members, once in a generation.
+          value: what this one says.
+        """
+        assert self.decision is not None
+        self._tell(lambda: self.store.set(self._key(self.number, f"{what}/{self.name}"), value))
+        until = time.monotonic() + self._startup
+        while True:
+            self.check()
+            said = self._all(self._key(self.number, what))
+            missing = [m for m in self.decision.members if m not in said]
+            if not missing:
+                return said
+            self.observe()
+            silent = [m for m in missing if self._is_silent(m)]
+            if silent:
+                self.ask(f"{words(silent)} ended")
+            elif time.monotonic() > until:
+                self.ask(f"{words(missing)} did not come within {self._startup:g} s", late=True)
+            self.woken.wait(_POLL_SECONDS)
+
+    def observe(self) -> None:
+        """Look at everybody's beat: those that stand still are known when something goes wrong."""
+        for name, beat in self._all(f"{self._root}/beat").items():
+            seen, since, moved = self._beats.get(name, (beat, time.monotonic(), False))
+            if beat != seen:
+                since, moved = time.monotonic(), True
+            self._beats[name] = (beat, since, moved)
+
+    def finish(self) -> None:
+        """Tell those who still wait that the work is done."""
+        done = Decision(self.number + 1, (), 0, ended=True)
+        self._tell(lambda: self.store.agree(self._key(done.number, "decision"), written(done)))
+
+    def _decided(self, finished: int, held: Sequence[int]) -> Decision:
+        number = self.number + 1
+        ready = {"finished": finished, "held": list(held)}
+        self._tell(
+            lambda: self.store.set(self._key(number, f"ready/{self.name}"), json.dumps(ready))
+        )
+        began = time.monotonic()
+        while (
+            text := self._tell(lambda: self.store.try_get(self._key(number, "decision")))
+        ) is None:
+            if self._unreachable:
+                raise CoordinatorLostError
+            self.observe()
+            ready = {k: json.loads(v) for k, v in self._all(self._key(number, "ready")).items()}
+            if self.decision is None:  # one that was started again counts once
+                ready = {k: v for k, v in ready.items() if not self._is_silent(k)}
+            if self._is_complete(ready, time.monotonic() - began, number):
+                proposed = written(self._proposal(number, ready))
+                self._tell(
+                    lambda said=proposed: self.store.agree(self._key(number, "decision"), said)
+                )
+            else:
+                time.sleep(_POLL_SECONDS)
+        return read(text)
+
+    def _is_complete(self, ready: Mapping[str, Any], waited: float, number: int) -> bool:
+        """Whether nobody else is worth waiting for."""
+        if self.decision is None:
+            return len(ready) >= self.store.processes or waited > self._startup
+        missing = [m for m in self.decision.members if m not in ready]
+        asked = self._tell(lambda: self.store.try_get(self._key(number, "asked")))
+        patience = BEAT_SECONDS if asked and json.loads(asked)["late"] else self._patience
+        if any(not self._is_silent(m) for m in missing) and waited < patience:
+            return False
+        # Of those who wait to be taken in it must be known whether they live.
+        return all(
+            self._beats[w][2] or self._is_silent(w) for w in self._waiting() if w in self._beats
+        )
+
+    def _proposal(self, number: int, ready: Mapping[str, Any]) -> Decision:
+        asked = self._tell(lambda: self.store.try_get(self._key(number, "asked")))
+        why = json.loads(asked)["why"] if asked else "a worker joined" if number else ""
+        before = sorted(ready, key=rank_of) if self.decision is None else self.decision.members
+        staying = [m for m in before if m in ready][: self._most]
+        waiting = self._waiting()
+        for name in (w for w in waiting if self._is_silent(w)):
+            self._tell(lambda w=name: self.store.delete(f"{self._root}/waiting/{w}"))
+        taken = {rank_of(name) for name in staying}
+        coming = [w for w in waiting if not self._is_silent(w) and rank_of(w) not in taken]
+        coming = coming[: self._most - len(staying)]
+        used = {self._read(g).ranks for g in range(number)}
+        members = in_fresh_order([*staying, *coming], used) or in_fresh_order(staying, used)
+        if self.decision is None:
+            step = max(ready[m]["finished"] for m in staying)
+        else:
+            step = min(ready[m]["finished"] for m in staying)
+        having = [m for m in staying if step in ready[m]["held"]]
+        return Decision(
+            number,
+            members,
+            step,
+            source=having[0],
+            given=any(m not in having for m in members),
+            lost=tuple(m for m in before if m not in ready),
+            joined=tuple(m for m in members if number and m not in before),
+            why=why,
+        )
+
+    def _waiting(self) -> list[str]:
+        """Names of those who want to be taken in, and are in no generation."""
+        here = () if self.decision is None else self.decision.members
+        return sorted((w for w in self._all(f"{self._root}/waiting") if w not in here), key=rank_of)
+
+    def _waited(self, number: int) -> Decision:
+        """The next decision, which others make."""
+        self._tell(lambda: self.store.set(f"{self._root}/waiting/{self.name}", "1"))
+        while (
+            text := self._tell(lambda: self.store.try_get(self._key(number, "decision")))
+        ) is None:
+            if self._unreachable:
+                raise CoordinatorLostError
+            time.sleep(_POLL_SECONDS)
+        return read(text)
+
+    def _begin(self, decision: Decision) -> Decision:
+        with self._lock:
+            self.decision = decision
+            self._asked = False
+            self.woken.clear()
+        if self.name in decision.members:
+            self._tell(lambda: self.store.delete(f"{self._root}/waiting/{self.name}"))
+        return decision
+
+    def _read(self, number: int) -> Decision:
+        return read(self._tell(lambda: self.store.get(self._key(number, "decision"), 1.0)))
+
+    def _is_silent(self, name: str) -> bool:
+        """Whether a worker has ended, or its beat stands still, as far as `observe` saw it."""
+        beat, since, _ = self._beats.get(name, ("ended", 0.0, False))
+        return beat == "ended" or time.monotonic() - since > LOST_SECONDS
+
+    def _key(self, number: int, what: str) -> str:
+        return f"{self._root}/{number}/{what}"
+
+    def _all(self, folder: str) -> dict[str, str]:
+        return self._tell(lambda: self.store.all(folder))
+
+    def _tell(self, call: Callable[[], Any]) -> Any:
+        """`call()`, which asks the coordinator, and never returns where that has died."""
+        outcome: list[tuple[Any, BaseException | None]] = []
+        self._told.clear()
+
+        def ask() -> None:
+            try:
+                outcome.append((call(), None))
+            except BaseException as error:
+                outcome.append((None, error))
+            self._told.set()
+
+        if not self._unreachable:
+            asking = threading.Thread(target=ask, name="jaxcoll-ask", daemon=True)
+            asking.start()
+            self._told.wait()
+            if not outcome:
+                self.threads.append(asking)
+        if not outcome:
+            raise CoordinatorLostError
+        result, error = outcome[0]
+        if isinstance(error, StoreUnreachableError):
+            self.lose_coordinator()
+            raise CoordinatorLostError from error
+        if error is not None:
+            raise error
+        return result
+
+    def _store_beat(self, count: int) -> None:
+        self.store.set(f"{self._root}/beat/{self.name}", str(count))
+
+    def _listen(self) -> None:
+        """Hear when a new generation is asked for, and say in between that this worker lives."""
+        with contextlib.suppress(StoreUnreachableError, RuntimeError):
+            for count in itertools.count(1):
+                number = self.number
+                try:
+                    self.store.get(self._key(number + 1, "asked"), BEAT_SECONDS)
+                    self._hear(number)
+                    time.sleep(BEAT_SECONDS)
+                except TimeoutError:
+                    pass
+                if self._ended:
+                    return
+                self._store_beat(count)
+        self.lose_coordinator()
+
+    def _hear(self, number: int) -> None:
+        with self._lock:
+            if number == self.number >= 0:
+                self._asked = True
+                self.woken.set()

@@ -1,0 +1,86 @@
+"""What the workers of a run agree upon, in words that cross between processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What a generation begins with.
+
+    Attributes:
+      number: of the generation, from 0.
+      members: names of its workers, in the order of the mesh.
+      step: finished steps, from which it goes on.
+      source: the member that has the state after that step.
+      given: whether some member has it not, and is given it.
+      lost: names of those of the generation before that are not in this one.
+      joined: names of those that were not in it.
+      why: what ended the generation before, in words.
+      ended: the work is done; there are no members.
+    """
+
+    number: int
+    members: tuple[str, ...]
+    step: int
+    source: str = ""
+    given: bool = False
+    lost: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
+    why: str = ""
+    ended: bool = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members as process numbers."""
+        return tuple(map(rank_of, self.members))
+
+
+class RegroupError(Exception):
+    """The generation is over: somebody asked for a new one."""
+
+
+class CoordinatorLostError(Exception):
+    """Nothing can be agreed upon any more."""
+
+
+def rank_of(name: str) -> int:
+    """The process number in a worker's name, which also has a part that a restart changes."""
+    return int(name.split(".")[0])
+
+
+def in_fresh_order(names: Iterable[str], used: set[tuple[int, ...]]) -> tuple[str, ...]:
+    """The names by rank, or in the first order of theirs in which nobody has worked yet.
+
+    Gloo keeps its connections by the devices of a mesh in their order, and those of a generation in
+    which a worker was lost are broken for good. So an order serves once. (): there is none left.
+    """
+    by_rank = {rank_of(name): name for name in names}
+    for order in itertools.permutations(sorted(by_rank)):
+        if order not in used or len(order) == 1:
+            return tuple(by_rank[rank] for rank in order)
+    return ()
+
+
+def written(decision: Decision) -> str:
+    """A decision as JSON."""
+    return json.dumps(dataclasses.asdict(decision))
+
+
+def read(text: str) -> Decision:
+    """A decision from JSON."""
+    said: dict[str, Any] = json.loads(text)
+    for name in ("members", "lost", "joined"):
+        said[name] = tuple(said[name])
+    return Decision(**said)
+
+
+def words(names: Sequence[str]) -> str:
+    """Workers, for a message."""
+    ranks = ", ".join(str(rank_of(name)) for name in names)
+    return f"worker{'s' * (len(names) > 1)} {ranks}"

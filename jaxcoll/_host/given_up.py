@@ -1,0 +1,113 @@
+"""Calls that others end, and threads that are left behind in them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+
+from jaxcoll._host.crew import BEAT_SECONDS, LOST_SECONDS, Crew
+from jaxcoll._host.decision import RegroupError
+
+_left: list[threading.Thread] = []
+_status: Any = None
+
+
+def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what: str) -> Any:
+    """`call()`, waited for until it is done or this generation of `crew` is over.
+
+    Of a collective in which a worker died only its neighbours get an error; others wait in it for a
+    message that nobody sends. So it runs in a thread of its own, which is left behind then.
+
+    Args:
+      call: dispatches a compiled program, and traces nothing.
+      crew: says when the generation is over.
+      seconds: after which this worker asks for a new generation; None: never.
+      what: what is named then.
+
+    Returns:
+      What `call` returns, ready.
+
+    Raises:
+      RegroupError: the generation is over.
+      CoordinatorLostError: there is nobody to ask.
+    """
+    outcome: list[tuple[Any, BaseException | None]] = []
+
+    def work() -> None:
+        try:
+            outcome.append((jax.block_until_ready(call()), None))
+        except BaseException as error:
+            outcome.append((None, error))
+        crew.woken.set()
+
+    thread = threading.Thread(target=work, name="jaxcoll-step", daemon=True)
+    thread.start()
+    until = time.monotonic() + (seconds or float("inf"))
+    while True:
+        crew.woken.clear()
+        if outcome:
+            break
+        try:
+            crew.check()
+            left = until - time.monotonic()
+            if left <= 0:
+                crew.ask(f"{what} did not finish within {seconds:g} s", late=True)
+                raise RegroupError
+            if left < LOST_SECONDS + BEAT_SECONDS:
+                crew.observe()
+        except BaseException:
+            leave_behind(thread)
+            raise
+        crew.woken.wait(min(left, BEAT_SECONDS))
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def leave_behind(thread: threading.Thread) -> None:
+    """Wait no more for a thread that may never come home."""
+    if not _left:
+        atexit.register(_end)
+        sys.exit = _exit
+    _left[:] = [other for other in _left if other.is_alive()] + [thread]
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    """`sys.exit`, which tells nobody else what it was given."""
+    global _status
+    _status = status
+    raise SystemExit(status)
+
+
+def _end() -> None:
+    """End the process, if threads that were left behind are still not home.
+
+    They come home when a peer closes its connections. One that comes while Python ends, or after,
+    takes the process down with a signal; and Python ends by closing them. So what Python does at
+    exit is done here, and the process then ends at once. (A status is known from `sys.exit` or an
+    uncaught exception; one that was only raised, as `SystemExit`, would be taken for 0.)
+    """
+    until = time.monotonic() + BEAT_SECONDS
+    for thread in _left:
+        thread.join(max(0.0, until - time.monotonic()))
+    if not any(thread.is_alive() for thread in _left):
+        return
+    atexit.unregister(_end)
+    atexit._run_exitfuncs()
+    status = 1 if getattr(sys, "last_value", None) is not None else _status
+    if status is not None and not isinstance(status, int):
+        sys.stderr.write(f"{status}\n")
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit((status or 0) & 0xFF)

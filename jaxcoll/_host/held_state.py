@@ -1,0 +1,172 @@
+"""The state of a run as every worker holds it: after the last two steps, whole, equal on all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxcoll._host.checkpoint import on_host
+from jaxcoll._host.crew import Crew
+from jaxcoll._host.data_parallel import data_parallel
+from jaxcoll._host.decision import Decision, rank_of
+from jaxcoll._host.given_up import outcome_of
+from jaxcoll._host.in_program import broadcast
+from jaxcoll._host.mesh import no_mesh
+from jaxcoll._host.placement import place
+from jaxcoll._plan.errors import ProgramMismatchError, ReplicaDivergenceError
+
+
+class HeldState:
+    """A state after one step and after the one before.
+
+    Attributes:
+      finished: steps that are finished.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.finished = 0
+        self._held: dict[int, Any] = {}
+        self.reset(state, 0)
+
+    @property
+    def latest(self) -> Any:
+        """The state after the last finished step."""
+        return self._held[self.finished]
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The steps after which the state is held."""
+        return tuple(self._held)
+
+    def host(self, step: int) -> Any:
+        """The state after `step`, as host arrays."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: on_host(jax.tree_util.keystr(path), x), self._held[step]
+        )
+
+    def reset(self, state: Any, step: int) -> None:
+        """Hold this state, after `step`, and no other."""
+        self.finished, self._held = step, {step: state}
+        self._held[step] = self.host(step)
+
+    def keep(self, step: int, state: Any) -> None:
+        """Hold this state, and of those before it the last."""
+        self._held = {self.finished: self.latest, step: state}
+        self.finished = step
+
+    def settle(self, decision: Decision, crew: Crew, mesh: Mesh) -> None:
+        """Hold the state after the step that was decided, on the devices of `mesh`.
+
+        Raises:
+          RegroupError: a member was lost over it.
+          ProgramMismatchError: members hold states of different structures.
+          ReplicaDivergenceError: they hold different values.
+        """
+        step = decision.step if decision.step in self._held else self.finished
+        state = self.host(step)
+        _check_structures(crew.gather("structure", _structure(state)))
+        if decision.given:
+            state = _given(state, decision, crew, mesh)
+        _check_digests(crew.gather("digest", json.dumps(_digests(state))))
+        with no_mesh():
+            placed = place(state, NamedSharding(mesh, PartitionSpec()))
+        self.finished, self._held = decision.step, {decision.step: placed}
+
+    def check_result(self, out: Any) -> None:
+        """Refuse a step that does not return a state like the one it was given.
+
+        Raises:
+          ValueError: the message names the leaf.
+        """
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise ValueError(
+                "The step of `Elastic` returns the pair (state, metrics); this one returns "
+                f"{type(out).__name__ if not isinstance(out, tuple) else f'{len(out)} values'}."
+            )
+        before, after = (_structure(tree) for tree in (self.latest, out[0]))
+        if before != after:
+            raise ValueError(
+                "The step of `Elastic` must return a state of the structure, shapes and dtypes "
+                f"that it was given. {_difference(before, after, 'given', 'returned')}."
+            )
+
+
+def _structure(tree: Any) -> str:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return "\n".join(f"state{jax.tree_util.keystr(p)}: {x.dtype}{list(x.shape)}" for p, x in leaves)
+
+
+def _difference(one: str, other: str, of_one: str, of_other: str) -> str:
+    mine = [line for line in one.splitlines() if line not in other.splitlines()]
+    theirs = [line for line in other.splitlines() if line not in one.splitlines()]
+    nothing = ["(nothing more)"]
+    return f"{of_one}: {(mine or nothing)[0]}; {of_other}: {(theirs or nothing)[0]}"
+
+
+def _check_structures(said: dict[str, str]) -> None:
+    (first, mine), *others = sorted(said.items(), key=lambda item: rank_of(item[0]))
+    for name, structure in others:
+        if structure != mine:
+            words = _difference(
+                mine, structure, f"worker {rank_of(first)}", f"worker {rank_of(name)}"
+            )
+            raise ProgramMismatchError(f"Workers hold states of different structures. {words}.")
+
+
+def _digests(tree: Any) -> dict[str, str]:
+    return {
+        f"state{jax.tree_util.keystr(path)}": hashlib.blake2b(
+            np.ascontiguousarray(x).tobytes(), digest_size=16
+        ).hexdigest()
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def _check_digests(said: dict[str, str]) -> None:
+    held = {str(rank_of(name)): json.loads(text) for name, text in said.items()}
+    divergent = {}
+    for leaf in next(iter(held.values())):
+        groups: dict[str, list[str]] = {}
+        for rank in sorted(held, key=int):
+            groups.setdefault(held[rank][leaf], []).append(rank)
+        if len(groups) > 1:
+            divergent[leaf] = tuple(sorted(map(tuple, groups.values()), key=len, reverse=True))
+    if divergent:
+        leaf, groups = next(iter(divergent.items()))
+        raise ReplicaDivergenceError(
+            f"Workers hold different values in {len(divergent)} leaves of the state, {leaf} first: "
+            f"{' | '.join(', '.join(group) for group in groups)}. At the start give all the same "
+            "initial state, made from one seed or read from one file.",
+            divergent=divergent,
+        )
+
+
+def _given(state: Any, decision: Decision, crew: Crew, mesh: Mesh) -> Any:
+    """The state of the worker that has it, on all: as bytes, so that every bit is kept."""
+    leaves, structure = jax.tree.flatten(state)
+    parts = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in leaves]
+    mine = np.concatenate([np.zeros(0, np.uint8), *parts])
+    axis = mesh.axis_names[0]
+    here = len(mesh.local_devices)
+    source = decision.members.index(decision.source) * here
+    give = data_parallel(
+        lambda rows: broadcast(rows[0], axis, source=source), mesh=mesh, axis_name=axis
+    )
+    rows = np.broadcast_to(mine, (here, *mine.shape))
+    with no_mesh():
+        program = give.lower(rows).compile()
+        placed = place(rows, NamedSharding(mesh, PartitionSpec(axis)))
+    got = outcome_of(lambda: program(placed), crew, None, "giving the state")
+    bits = on_host("", got)
+    cuts = np.cumsum([part.size for part in parts])[:-1]
+    return structure.unflatten(
+        [
+            part.view(x.dtype).reshape(x.shape)
+            for part, x in zip(np.split(bits, cuts), leaves, strict=True)
+        ]
+    )

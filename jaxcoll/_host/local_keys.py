@@ -1,0 +1,67 @@
+"""The keys and values of a process that is alone: what a coordination service would hold."""
+
+from __future__ import annotations
+
+import threading
+
+
+class LocalKeys:
+    """Keys and values in memory, safe to use from several threads.
+
+    Attributes:
+      process: the number of the process.
+      processes: how many there are.
+    """
+
+    def __init__(self, process: int = 0, processes: int = 1) -> None:
+        self.process = process
+        self.processes = processes
+        self._held: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def of(self, process: int) -> LocalKeys:
+        """The same keys and values, as another process sees them."""
+        other = LocalKeys(process, self.processes)
+        other._held, other._changed = self._held, self._changed
+        return other
+
+    def set(self, key: str, value: str) -> None:
+        """Write, over what stands there."""
+        with self._changed:
+            self._held[key] = value
+            self._changed.notify_all()
+
+    def agree(self, key: str, value: str) -> str:
+        """Write where nothing stands yet; returns what stands there then."""
+        with self._changed:
+            value = self._held.setdefault(key, value)
+            self._changed.notify_all()
+            return value
+
+    def get(self, key: str, timeout_seconds: float) -> str:
+        """The value, waited for.
+
+        Raises:
+          TimeoutError: nobody wrote it in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._held, timeout_seconds):
+                raise TimeoutError(key)
+            return self._held[key]
+
+    def try_get(self, key: str) -> str | None:
+        """The value, or None where there is none yet."""
+        with self._changed:
+            return self._held.get(key)
+
+    def all(self, folder: str) -> dict[str, str]:
+        """Every value below `folder/`, by the rest of its key."""
+        start = f"{folder}/"
+        with self._changed:
+            return {k[len(start) :]: v for k, v in self._held.items() if k.startswith(start)}
+
+    def delete(self, key: str) -> None:
+        """Forget a key, and all below it."""
+        with self._changed:
+            for k in [k for k in self._held if k == key or k.startswith(f"{key}/")]:
+                del self._held[k]

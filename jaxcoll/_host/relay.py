@@ -1,0 +1,111 @@
+"""Between JAX's client and the coordinator: whoever learns first that the coordinator has died.
+
+JAX ends a process with a signal, at once and without asking Python, when its connection to the
+coordinator breaks. So the client is connected to a Unix socket of its own process, and what passes
+is copied to the coordinator and back. When the coordinator dies while somebody here listens for it,
+that socket stays open, silent: JAX notices nothing until its heartbeat timeout, and until then
+there is time to save and to say why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+
+_CHUNK = 1 << 16
+_relay: Relay | None = None
+
+
+class Relay:
+    """A way to the coordinator that breaks in words.
+
+    Attributes:
+      address: what the client is given for the coordinator's address.
+      callbacks: called, from another thread, when the coordinator has died.
+    """
+
+    def __init__(self, upstream: str) -> None:
+        host, _, port = upstream.rpartition(":")
+        self._upstream = (host.strip("[]"), int(port))
+        self._lost = threading.Event()
+        self.callbacks: list[Callable[[], None]] = []
+        folder = tempfile.mkdtemp(prefix="jaxcoll-")  # nobody else may look into it
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        self.address = f"unix:{folder}/coordinator"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"{folder}/coordinator")
+        self._listener.listen()
+        self._start(self._accept)
+
+    def _start(self, target: Callable[..., None], *args: socket.socket) -> None:
+        threading.Thread(target=target, args=args, name="jaxcoll-relay", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._listener.accept()
+            try:
+                far = socket.create_connection(self._upstream, 5.0)
+            except OSError:
+                if self._lost.is_set() and self.callbacks:
+                    near.detach()
+                else:
+                    near.close()
+                continue
+            far.settimeout(None)
+            far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._start(self._copy_out, near, far)
+            self._start(self._copy_in, far, near)
+
+    def _copy_out(self, near: socket.socket, far: socket.socket) -> None:
+        _copy(near, far)
+        with contextlib.suppress(OSError):
+            far.shutdown(socket.SHUT_RDWR)
+        near.close()
+
+    def _copy_in(self, far: socket.socket, near: socket.socket) -> None:
+        _copy(far, near)
+        if near.fileno() < 0:  # this process has hung up
+            return
+        self._lost.set()
+        if not self.callbacks:
+            with contextlib.suppress(OSError):
+                near.shutdown(socket.SHUT_RDWR)
+            return
+        near.detach()  # open and silent for as long as the process lives
+        for callback in list(self.callbacks):
+            callback()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while chunk := source.recv(_CHUNK):
+            target.sendall(chunk)
+
+
+def through_relay(address: str) -> str:
+    """Where to connect to instead of `address`, the coordinator's, as "host:port"."""
+    global _relay
+    _relay = Relay(address)
+    return _relay.address
+
+
+@contextlib.contextmanager
+def when_coordinator_is_lost(callback: Callable[[], None]) -> Iterator[None]:
+    """In here this is called, from another thread, if the coordinator dies and there is a relay.
+
+    Yields:
+      Nothing.
+    """
+    if _relay is None:
+        yield
+        return
+    _relay.callbacks.append(callback)
+    try:
+        yield
+    finally:
+        _relay.callbacks.remove(callback)

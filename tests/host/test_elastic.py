@@ -1,0 +1,138 @@
+"""`Elastic` in one process: it trains, begins where a checkpoint ends, and refuses what cannot be."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcoll as jc
+from jaxcoll._host.arrival import reach
+from jaxcoll._host.crew import Crew
+from jaxcoll._host.held_state import _check_digests, _check_structures
+from jaxcoll._host.local_keys import LocalKeys
+from jaxcoll._plan.cluster import Member
+
+
+@jc.data_parallel(batch_argnums=1)
+def step(state, x):
+    value, gradient = jc.value_and_grad(lambda w, x: jnp.mean((x - w) ** 2), "data")(state["w"], x)
+    return {"w": state["w"] - 0.25 * gradient}, value
+
+
+START = {"w": np.float32(0.0)}
+
+
+def rows(at, rank, world):
+    return np.full(8, at, np.float32)
+
+
+def test_it_trains_as_a_loop_does_and_begins_where_the_checkpoint_ends(tmp_path):
+    reported = []
+    path = tmp_path / "last.npz"
+    first = jc.Elastic(
+        step, START, checkpoint=path, every=2, report=lambda n, loss: reported.append(n)
+    )
+    first.run(rows, 5)
+    assert reported == [1, 2, 3, 4, 5]
+    assert jc.restore_checkpoint(path, START)[1] == 5
+    second = jc.Elastic(step, START, checkpoint=path)
+    state = second.run(rows, 9)
+    want = START
+    for at in range(9):
+        want, _ = step(want, rows(at, 0, 1))
+    assert float(state["w"]) == float(want["w"])
+    assert (second.finished, second.workers, second.changes) == (9, (0,), [])
+
+
+def test_a_mistake_in_the_step_is_the_users_error_at_once():
+    bad = jc.data_parallel(lambda state, x: 1 / 0, batch_argnums=1)
+    with pytest.raises(ZeroDivisionError):
+        jc.Elastic(bad, START).run(rows, 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda s, x: s, r"returns the pair \(state, metrics\); this one returns dict"),
+        (lambda s, x: (s, 0, 0), "returns the pair .* this one returns 3 values"),
+        (lambda s, x: ({"w": s["w"].astype(jnp.float16)}, 0),
+         r"given: state\['w'\]: float32\[\]; returned: state\['w'\]: float16\[\]"),
+    ],
+)  # fmt: skip
+def test_a_step_that_returns_no_state_is_refused(function, words):
+    with pytest.raises(ValueError, match=words):
+        jc.Elastic(jc.data_parallel(function, batch_argnums=1), START).run(rows, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"min_workers": 0}, "`min_workers` to be an integer above 0; got 0"),
+        ({"every": 1.5}, "`every` to be an integer above 0; got 1.5"),
+        ({"min_workers": 3, "max_workers": 2}, r"`max_workers` \(2\) is below `min_workers` \(3\)"),
+        ({"timeout_seconds": float("nan")}, "`timeout_seconds` to be a number of seconds above 0; got nan"),
+        ({"startup_seconds": -1}, "`startup_seconds` to be a number of seconds above 0; got -1"),
+    ],
+)  # fmt: skip
+def test_bad_numbers_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        jc.Elastic(step, START, **settings)
+
+
+def test_steps_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="expects a step made by `jc.data_parallel`; got function"):
+        jc.Elastic(lambda s, x: (s, x), START)
+    with pytest.raises(ValueError, match=r"must not donate it; got donate_argnums=\(0,\)"):
+        jc.Elastic(jc.data_parallel(lambda s, x: (s, x), donate_argnums=0), START)
+    with pytest.raises(ValueError, match="over one axis, along which workers may leave"):
+        jc.Elastic(jc.data_parallel(lambda s, x: (s, x), axis_name=("a", "b")), START)
+
+
+def test_states_that_differ_between_workers_are_named():
+    same = {"0.a": '{"stateb": "1", "statew": "1"}', "2.b": '{"stateb": "1", "statew": "1"}'}
+    _check_digests(same)
+    with pytest.raises(
+        jc.ReplicaDivergenceError, match=r"in 1 leaves of the state, statew first: 0, 2 \| 1"
+    ):
+        _check_digests(same | {"1.c": '{"stateb": "1", "statew": "2"}'})
+    with pytest.raises(jc.ProgramMismatchError, match=r"worker 0: w: f\[3\]; worker 1: w: f\[4\]"):
+        _check_structures({"1.a": "w: f[4]", "0.b": "w: f[3]"})
+
+
+def test_a_world_that_dies_with_its_processes_is_refused(monkeypatch):
+    monkeypatch.setattr("jaxcoll._host.elastic.store", lambda: LocalKeys())
+    with pytest.raises(ValueError, match="`Elastic` needs a world that outlives its processes"):
+        jc.Elastic(step, START).run(rows, 1)
+
+
+def test_a_step_that_fails_twice_for_nobody_s_loss_is_an_error(monkeypatch):
+    def fails(call, crew, seconds, what):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("jaxcoll._host.elastic.outcome_of", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        jc.Elastic(step, START).run(rows, 1)
+
+
+def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(tmp_path, monkeypatch):
+    crews = []
+    enter = Crew.enter
+    monkeypatch.setattr(Crew, "enter", lambda crew, at: crews.append(crew) or enter(crew, at))
+    path = tmp_path / "last.npz"
+
+    def die(finished, loss):
+        if finished == 3:
+            crews[0].lose_coordinator()
+
+    with pytest.raises(
+        jc.PeerLostError, match="The coordinator died, .* The state after step 3 is saved in"
+    ):
+        jc.Elastic(step, START, checkpoint=path, report=die).run(rows, 9)
+    assert jc.restore_checkpoint(path, START)[1] == 3
+
+
+def test_a_job_that_is_over_cannot_be_joined_again():
+    member = Member("127.0.0.1:1", 3, 1)
+    with pytest.raises(
+        jc.DeadlineExceededError, match="the coordinator at 127.0.0.1:1 is not there"
+    ):
+        reach(member, 1.0)
