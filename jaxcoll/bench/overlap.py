@@ -15,7 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxcoll.bench.files import check_writable, replacing
+from jaxcoll._host.files import replacing
+from jaxcoll.bench.files import check_writable
 from jaxcoll.bench.spelling import BASELINE
 from jaxcoll.bench.teams import Team
 from jaxcoll.bench.timing import Estimate, estimate, interleaved

@@ -1,7 +1,6 @@
 """Processes out of step, late, stopped and dead: each ends in an error that names what is wrong."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -9,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxcoll.bench.launch import surely_ended, world
+from jaxcoll.bench.launch import world
+from jaxcoll.bench.processes import surely_ended
 
 pytestmark = pytest.mark.processes
 SCRIPT = Path(__file__).with_name("faults.py")
@@ -22,25 +22,17 @@ def faulty(tmp_path_factory):
     def run(what, processes, ends):
         folder = tmp_path_factory.mktemp(what)
         logs = [folder / f"{rank}.log" for rank in range(processes)]
-        with surely_ended() as running:
-            for log, variables in zip(logs, world(processes), strict=True):
+        with world(processes) as ranks, surely_ended() as running:
+            for log, variables in zip(logs, ranks, strict=True):
+                command = [sys.executable, str(SCRIPT), what]
                 with log.open("wb") as out:
-                    command = [sys.executable, str(SCRIPT), what]
-                    env = {**os.environ, **variables}
-                    running.append(
-                        subprocess.Popen(
-                            command,
-                            stdout=out,
-                            stderr=subprocess.STDOUT,
-                            env=env,
-                            start_new_session=True,
-                        )
-                    )
+                    running.start(command, variables, stdout=out, stderr=subprocess.STDOUT)
+            waited_for = [running.processes[rank] for rank in ends]
             until = time.monotonic() + 100
-            while any(running[rank].poll() is None for rank in ends) and time.monotonic() < until:
+            while any(p.poll() is None for p in waited_for) and time.monotonic() < until:
                 time.sleep(0.05)
             texts = [log.read_text(errors="replace") for log in logs]
-            assert all(running[rank].poll() == 0 for rank in ends), "\n".join(texts)
+            assert all(p.poll() == 0 for p in waited_for), "\n".join(texts)
         said = [
             [json.loads(x[6:]) for x in t.splitlines() if x.startswith("FAULT ")] for t in texts
         ]
