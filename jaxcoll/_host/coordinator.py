@@ -26,6 +26,9 @@ from typing import Any, NoReturn
 LONGEST = 4096
 """Bytes of a line; who sends more is no process of this job."""
 
+LINGERS = 2.0
+"""Seconds for which a job that cannot begin says so to those who come later."""
+
 STRANGERS = 256
 """Connections that may be open beside those of the job's own processes."""
 
@@ -236,10 +239,19 @@ class _Coordinator:
         return None
 
     def _tell(self, answer: dict[str, Any]) -> NoReturn:
-        """Tell all who are here why it will not be, and end."""
+        """Tell all who are here why it will not be, for a moment those who still come, and end."""
+        line = json.dumps(answer).encode() + b"\n"
         for connection in self._members:
             with contextlib.suppress(OSError):
-                connection.sendall(json.dumps(answer).encode() + b"\n")
+                connection.sendall(line)
+        until = time.monotonic() + LINGERS
+        while self._listener.fileno() >= 0 and (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(OSError):
+                self._listener.settimeout(left)
+                connection, _ = self._listener.accept()
+                connection.settimeout(left)
+                connection.recv(LONGEST)
+                connection.sendall(line)
         os._exit(1)
 
 
