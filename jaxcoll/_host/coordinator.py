@@ -241,7 +241,7 @@ class _Coordinator:
     def _tell(self, answer: dict[str, Any]) -> NoReturn:
         """Tell all who are here why it will not be, for a moment those who still come, and end."""
         line = json.dumps(answer).encode() + b"\n"
-        for connection in self._members:
+        for connection in self._lines:  # members, and those about to say that they are
             with contextlib.suppress(OSError):
                 connection.sendall(line)
         until = time.monotonic() + LINGERS
