@@ -75,16 +75,19 @@ def test_a_killed_rank_and_an_interrupt_leave_nothing_behind(tmp_path):
     command = [sys.executable, "-m", "jaxcoll", "bench", "--processes", "2", "--tree", "200x1KiB",
                "--rounds", "100000", "--json", str(file)]  # fmt: skip
     for end in ("kill", "interrupt"):
-        started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        # Before the ranks, the coordinator and the watch are started.
-        ranks = children(started.pid, 4)[2:]
-        time.sleep(4)  # into the meeting, or a compilation, or a round
-        assert started.poll() is None
-        if end == "kill":
-            os.kill(ranks[1], signal.SIGKILL)
-        else:
-            started.send_signal(signal.SIGINT)
-        _, errors = started.communicate(timeout=60)
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
+            try:
+                # Before the ranks, the coordinator and the watch are started.
+                ranks = children(started.pid, 4)[2:]
+                time.sleep(4)  # into the meeting, or a compilation, or a round
+                assert started.poll() is None
+                if end == "kill":
+                    os.kill(ranks[1], signal.SIGKILL)
+                else:
+                    started.send_signal(signal.SIGINT)
+                _, errors = started.communicate(timeout=60)
+            finally:
+                started.kill()
         assert started.returncode == (2 if end == "kill" else 130), errors
         words = (
             "jax: process 1 of 2 was killed by SIGKILL" if end == "kill" else "interrupted; nothing"
