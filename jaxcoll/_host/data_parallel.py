@@ -178,7 +178,12 @@ class DataParallel:
         with no_mesh():
             args, kwargs = self._placed(args), self._replicate(kwargs)
             call = prepared(
-                self._compiled(args, kwargs), deadline, args, kwargs, across=self._devices, told=self._told
+                self._compiled(args, kwargs),
+                deadline,
+                args,
+                kwargs,
+                across=self._devices,
+                told=self._told,
             )
             what = f"Call {self._calls} of `{name}`"
             return finished(call, deadline, what, across=self._devices)
