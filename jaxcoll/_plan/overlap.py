@@ -20,13 +20,13 @@ LAST, LEAST = MiB, 256 * KiB
 """Bytes of the last packs, whose exchange nothing is left to hide: of a large tree as many as
 PyTorch's smallest bucket has, of others a `PARTS`-th, but not so few that they are all latency."""
 
-PARTS = 64
+PARTS = 24
 
-FEWEST, MOST = 8, 48
+FEWEST, MOST = 3, 48
 """Packs of a tree that is not tiny, those at the end apart: enough that most of the exchange runs
 while something is computed, and no more than XLA was seen to place well (docs/decisions.md)."""
 
-HALF = 2.0
+SLOWED = 1.8
 """Of the time that its bytes would need at full bandwidth, what a pack may take."""
 
 ALONE = 64 * KiB
@@ -89,7 +89,7 @@ def is_wanted(
 
 
 def rule_for(leaves: Sequence[Leaf], asked: int, prices: Prices) -> ReadyOrder:
-    """How large packs are: the smallest that the network carries at half its bandwidth or more.
+    """How large packs are: the smallest that the network carries at 1 / `SLOWED` of its bandwidth.
 
     Args:
       leaves: what travels.
@@ -102,7 +102,7 @@ def rule_for(leaves: Sequence[Leaf], asked: int, prices: Prices) -> ReadyOrder:
     composed = stages("native", 0, prices.sizes)
     whole = prices.of(composed, 1 << 30).bandwidth / (1 << 30)
     limit = LAST
-    while limit < total and prices.of(composed, limit).seconds > HALF * limit * whole:
+    while limit < total and prices.of(composed, limit).seconds > SLOWED * limit * whole:
         limit += limit // 4
     limit = max(LAST, min(max(limit, total // MOST), total // FEWEST))
     return ReadyOrder(limit, max(LEAST, min(LAST, total // PARTS)), ALONE)

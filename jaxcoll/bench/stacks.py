@@ -79,7 +79,7 @@ def unrolled() -> Example:
 
     A pack holds one of the large matrices, or the two smaller ones of a layer.
     """
-    overlap = CommunicationOptions(overlap=True, bytes_per_pack=17 << 20)
+    overlap = CommunicationOptions(overlap=True)
     return _by_jaxcoll(_loop, overlap), _arguments([layer(WIDTH, jnp.float32)] * LAYERS, WIDTH)
 
 
