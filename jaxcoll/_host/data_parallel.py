@@ -22,7 +22,6 @@ from jaxcoll._host.program import remember
 from jaxcoll._host.shards import place_shards, specs_of
 from jaxcoll._host.world import mesh_scope, topology_scope
 from jaxcoll._plan.options import UNSET, CommunicationOptions, checked
-from jaxcoll._plan.overlap import compiler_options
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.topology import Topology
 from jaxcoll._spmd.scope import Scope, entered
@@ -57,8 +56,9 @@ def data_parallel(
       batch_argnums: positions of the arguments split along their leading dimension; the rest,
         and keyword arguments, are replicated. Default: the last positional argument.
       donate_argnums: positions of the arguments whose memory may be reused for the results.
-      options: defaults for the reductions inside; `timeout_seconds` bounds each call, and
-        `overlap` also sets the compiler options that keep packs apart, for this program alone.
+      options: defaults for the reductions inside; `timeout_seconds` bounds each call.
+        Where they overlap, the compiler options that their plans need are set, for this program
+        alone, as its first call finds them.
       varying_outputs: what to do with an output that differs between replicas. "error": refuse
         it and name it. "concatenate": join it along its leading dimension, in replica order,
         as for the predictions of a batch.
@@ -142,6 +142,7 @@ class DataParallel:
         self._options = options
         self._varying_outputs = varying_outputs
         self._calls = 0
+        self._known: Any = None
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -187,7 +188,12 @@ class DataParallel:
         with no_mesh():
             args, kwargs = self._placed(args), self._replicate(kwargs)
             call = prepared(
-                self._compiled, deadline, args, kwargs, across=self._devices, told=self._told
+                self._compiled(args, kwargs),
+                deadline,
+                args,
+                kwargs,
+                across=self._devices,
+                told=self._told,
             )
             what = f"Call {self._calls} of `{name}`"
             return finished(call, deadline, what, across=self._devices)
@@ -232,8 +238,9 @@ class DataParallel:
 
     def _twin(self, **changed: Any) -> DataParallel:
         twin = copy.copy(self)
-        for cached in ("mesh", "_scope", "_devices", "_processes", "_compiled"):
+        for cached in ("mesh", "_scope", "_devices", "_processes"):
             vars(twin).pop(cached, None)
+        twin._known = None
         vars(twin).update(changed)
         return twin
 
@@ -248,7 +255,8 @@ class DataParallel:
           What `jax.jit(...).trace` returns.
         """
         with no_mesh():
-            return self._compiled.trace(*self._placed(args), **self._replicate(kwargs))
+            args, kwargs = self._placed(args), self._replicate(kwargs)
+            return self._compiled(args, kwargs).trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The program for these arguments, lowered: `.as_text()` shows what is requested.
@@ -261,14 +269,16 @@ class DataParallel:
           What `jax.jit(...).lower` returns; `.compile().as_text()` shows what was compiled.
         """
         with no_mesh():
-            return self._compiled.lower(*self._placed(args), **self._replicate(kwargs))
+            args, kwargs = self._placed(args), self._replicate(kwargs)
+            return self._compiled(args, kwargs).lower(*args, **kwargs)
 
     def trace_recorded(
         self, record: Callable[[Plan], None], *args: Any, **kwargs: Any
     ) -> jax.stages.Traced:
         """Like `trace`, made for the purpose, so that it tells each plan to `record`."""
         with no_mesh():
-            return self._jitted(record).trace(*self._placed(args), **self._replicate(kwargs))
+            args, kwargs = self._placed(args), self._replicate(kwargs)
+            return self._jitted(record, args, kwargs).trace(*args, **kwargs)
 
     def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
         """The plan of every reduction that the step makes with these arguments, in order.
@@ -286,27 +296,35 @@ class DataParallel:
             jax.eval_shape(program, *self._placed(args), **self._replicate(kwargs))
         return tuple(plans)
 
-    @functools.cached_property
-    def _compiled(self) -> Any:
-        return self._jitted(remember)
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The jitted program, which its first arguments decide on."""
+        if self._known is None:
+            self._known = self._jitted(remember, args, kwargs)
+        return self._known
 
-    def _jitted(self, record: Callable[[Plan], None]) -> Any:
-        program = functools.partial(self._program, record)
+    def _jitted(
+        self, record: Callable[[Plan], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The program, with the compiler options that its plans need with these arguments.
+
+        JAX keeps the trace that finds them, and compiles from it.
+        """
+        wanted: dict[str, Any] = {}
+
+        def noted(plan: Plan) -> None:
+            wanted.update(plan.compiler_options())
+            record(plan)
+
+        program = functools.partial(self._program, noted)
         functools.update_wrapper(program, self._step, updated=())
-        return jax.jit(
-            program,
-            donate_argnums=self._donate_argnums,
-            compiler_options=self._compiler_options(),
-        )
-
-    def _compiler_options(self) -> dict[str, Any]:
-        """What keeps packs apart; where that is automatic, none are needed."""
-        if not self._options.overlap:
-            return {}
-        world = self._scope.world({a: self.mesh.shape[a] for a in self._axes})
-        wanted = compiler_options(world.platform)
+        jitted = functools.partial(jax.jit, program, donate_argnums=self._donate_argnums)
+        bare = jitted()
+        bare.trace(*args, **kwargs)
+        if not wanted:
+            return bare
         here = isinstance(self.mesh, Mesh)
-        return known_options(wanted, self.mesh.devices.flat[0]) if here else wanted
+        known = known_options(wanted, self.mesh.devices.flat[0]) if here else wanted
+        return jitted(compiler_options=known)
 
     def _program(self, record: Callable[[Plan], None], *args: Any, **kwargs: Any) -> Any:
         """What is traced: the step inside a checked `shard_map` over the whole mesh."""

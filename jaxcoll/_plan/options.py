@@ -191,8 +191,9 @@ class CommunicationOptions:
       overlap: the exchange is to run while the backward pass still computes. Leaves are packed in
         the order in which their gradients become ready, which `jc.value_and_grad` and `jc.grad`
         read from the backward pass (`jc.all_reduce` takes leaves from last to first); packs get
-        smaller towards the end, and the compiler is kept from combining them. None: where that
-        pays, which is on GPUs in `jc.value_and_grad` and `jc.grad`.
+        smaller towards the end, and the compiler is kept from combining them; in
+        `jc.sync_in_backward` they travel as they appear. None: where that pays, which is on GPUs
+        in these three.
 
     Raises:
       ValueError: an argument has an impossible value, which the message names with it; or

@@ -50,6 +50,8 @@ class Plan:
       reasons: one sentence for each decision, what was asked and not done included.
       reproducible: whether every element has the same bits in every other plan that is.
       overlap: whether packs travel one after another, in their order, and are not to be combined.
+      in_backward: whether it stands where gradients appear (`sync_in_backward`), perhaps in a loop,
+        so that the backward pass orders its packs and nothing else does.
       collective: "all_reduce", or one of its halves: "reduce_scatter" or "all_gather", whose packs
         are padded to as many rows of 128 elements on each replica.
     """
@@ -63,6 +65,7 @@ class Plan:
     reasons: tuple[str, ...]
     reproducible: bool = False
     overlap: bool = False
+    in_backward: bool = False
     collective: str = "all_reduce"
 
     @property
@@ -153,9 +156,10 @@ class Plan:
     def chained(self) -> bool:
         """Whether each pack waits for the sum of the one before.
 
-        It keeps packs apart in any program on GPUs; on TPUs it would cost most of what overlaps.
+        It keeps packs apart in any program on GPUs; on TPUs it would cost most of what overlaps,
+        and where gradients appear one after another it would only hold them up.
         """
-        return self.overlap and self.world.platform != "tpu"
+        return self.overlap and not self.in_backward and self.world.platform != "tpu"
 
     def compiler_options(self, platform: str | None = None) -> dict[str, Any]:
         """What a program with this plan should be compiled with, for its packs to stay apart.
@@ -167,7 +171,10 @@ class Plan:
           Options for `jax.jit(..., compiler_options=...)`, which hold for one program and not for
           the process; {} if none are needed.
         """
-        return overlap.compiler_options(platform or self.world.platform) if self.overlap else {}
+        platform = platform or self.world.platform
+        kind = self.collective.replace("_", "-")
+        chained = platform == "gpu" and kind == "all-reduce" and not self.in_backward
+        return overlap.compiler_options(platform, kind) if self.overlap and not chained else {}
 
     def carried(self, pack: int) -> str:
         """The first and the last leaf that a pack carries."""
@@ -278,6 +285,7 @@ def make_plan(
     world: World,
     packing: PackingRule | None = None,
     terms: Terms | None = None,
+    in_backward: bool = False,
 ) -> Plan:
     """Decide everything about one reduction from shapes, options and the world.
 
@@ -288,6 +296,7 @@ def make_plan(
       world: where it runs.
       packing: a rule that was asked for by other means (`num_packs`), which then stands.
       terms: what that world costs; None: as the preset for it says.
+      in_backward: whether it stands in the backward pass, where these gradients appear.
 
     Raises:
       ValueError: the options ask for an algorithm that does not fit the axes, or for a
@@ -296,9 +305,12 @@ def make_plan(
     terms = terms or preset(world)
     choice = choose(options, world, packing)
     prices = Prices(terms, world.sizes)
-    apart = overlap.is_wanted(options, world, leaves, choice.algorithm)
+    apart = overlap.is_wanted(options, world, leaves, choice.algorithm, in_backward)
     given = tuple(leaves)
-    if apart and packing is None:
+    if apart and in_backward:
+        rule = overlap.rule_in_backward(options.bytes_per_pack)
+        choice = dataclasses.replace(choice, packing=rule)
+    elif apart and packing is None:
         leaves = overlap.with_guess(leaves)
         rule = overlap.rule_for(leaves, options.bytes_per_pack, prices)
         choice = dataclasses.replace(choice, packing=rule)
@@ -315,7 +327,7 @@ def make_plan(
     if any(pack.algorithm != choice.algorithm and not pack.solid for pack in packs):
         reasons.append("small packs: by exchanges of our own, which are predicted to be faster")
     if apart:
-        reasons += overlap.reasons(given, packs, rule, world)
+        reasons += overlap.reasons(given, packs, rule, world, in_backward)
     elif any(pack.algorithm == "native" and not pack.is_leaf(leaves) for pack in packs):
         reasons.append("compiled: the compiler may combine packs further; packs are what is asked")
     widened = sorted({f"{x.dtype.name} as {x.wire.name}" for x in leaves if x.wire != x.dtype})
@@ -340,6 +352,7 @@ def make_plan(
         tuple(reasons),
         options.reproducible,
         apart,
+        in_backward,
     )
 
 

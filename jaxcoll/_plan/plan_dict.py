@@ -32,6 +32,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "algorithm": plan.algorithm,
         "reproducible": plan.reproducible,
         "overlap": plan.overlap,
+        "in_backward": plan.in_backward,
         "platform": plan.world.platform,
         "replicas": plan.world.replicas,
         "axis_sizes": list(plan.world.sizes),
@@ -99,6 +100,7 @@ def fields(text: str) -> dict[str, Any]:
             "reasons": tuple(data["reasons"]),
             "reproducible": data["reproducible"],
             "overlap": data.get("overlap", False),
+            "in_backward": data.get("in_backward", False),
             "collective": data.get("collective", "all_reduce"),
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from jaxcoll._plan import overlap
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.leaves import Leaf
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
@@ -63,6 +64,8 @@ def plan_half(
         reason,
         *choice.reasons[1:],
     )
+    if options.overlap:
+        reasons += (overlap.by_options(world.platform, half.replace("_", "-")),)
     shown = tuple(Leaf(x.path, x.shape, x.dtype, x.wire, world.sizes) for x in leaves)
     return Plan(
         reduce_op=reduce_op,
@@ -73,6 +76,7 @@ def plan_half(
         terms=terms,
         reasons=reasons,
         reproducible=options.reproducible,
+        overlap=bool(options.overlap),
         collective=half,
     )
 

@@ -49,6 +49,7 @@ def all_reduce(
     ready: Sequence[int] | None = None,
     same: Mapping[str, frozenset[str]] = MappingProxyType({}),
     reasons: tuple[str, ...] = (),
+    in_backward: bool = False,
 ) -> Any:
     """Reduce every leaf of `value` over the replicas along `axis_name`; see `jc.all_reduce`.
 
@@ -64,6 +65,7 @@ def all_reduce(
       same: paths of leaves that were proven to be equal on every replica along some axes, and
         those axes: they are taken as "replicated" there, whatever their types say.
       reasons: what else the plan should say.
+      in_backward: whether the backward pass itself comes by here, as soon as these gradients exist.
 
     Returns:
       The reduced tree, *invariant* over the axes.
@@ -110,7 +112,8 @@ def all_reduce(
             zip(paths, taken, arrays, recipes, strict=True)
         )
     ]
-    plan = make_plan(reduce_op, leaves, scope.options, world, packing, scope.terms(world))
+    terms = scope.terms(world)
+    plan = make_plan(reduce_op, leaves, scope.options, world, packing, terms, in_backward)
     plan = dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
     scope.record(plan)
     reduced = unpack(

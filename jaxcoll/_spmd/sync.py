@@ -79,7 +79,9 @@ class _Reduction:
         """The reduced cotangents, each typed as its parameter and marked as equal everywhere."""
         held = {i: _compat.as_varying(ct, self.axes) for i, ct in cotangents.items()}
         tree = self.treedef.unflatten(map(held.get, range(self.treedef.num_leaves)))
-        reduced = all_reduce(self.reduce_op, tree, self.axes, scope=self.scope, reasons=(_REASON,))
+        reduced = all_reduce(
+            self.reduce_op, tree, self.axes, scope=self.scope, reasons=(_REASON,), in_backward=True
+        )
         return {
             i: functools.reduce(
                 _compat.as_same, self.axes, _compat.as_varying(x, tuple(varying[i]))

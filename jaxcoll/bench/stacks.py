@@ -27,15 +27,18 @@ Example = tuple[Callable[..., Any], tuple[Any, ...]]
 TEXTS, LENGTH = 96, 1024
 """On each of eight devices 12 texts of 1,024 tokens, as nanoGPT trains GPT-2 by default."""
 
-HALVES = (("up", "down", "norm2"), ("qkv", "out", "norm1"))
-"""Of a layer: what is differentiated first, and what follows."""
+HALVES = (("down", "norm2"), ("up", "out", "qkv", "norm1"))
+"""Of a layer: what is differentiated first, and what follows; each too large to be merged."""
 
 SMALL_LAYERS, SMALL_WIDTH = 2, 512
 """25 MB of gradients, which XLA for GPUs makes one collective of."""
 
 
 def scanned() -> Example:
-    """12 layers in a `lax.scan`, each layer's gradient reduced in the loop of the backward pass."""
+    """12 layers in a `lax.scan`, each layer's gradient reduced in the loop of the backward pass.
+
+    `data_parallel` sets the compiler options that let several collectives be under way.
+    """
 
     def body(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
         return through(sync_in_backward(each, "data"), x), None
@@ -47,12 +50,12 @@ def scanned() -> Example:
 
 
 def scanned_by_sixes() -> Example:
-    """The same with six layers a turn of the loop, each half of a layer one pack.
+    """The same with six layers a turn of the loop, two packs a layer, placed by the compiler.
 
     A collective ends in the turn in which it started; of six layers only the last has nothing but
-    itself to hide behind.
+    itself to hide behind. With so much in a turn, one collective at a time is placed best.
     """
-    whole = CommunicationOptions(bytes_per_pack=64 << 20)
+    whole = CommunicationOptions(overlap=False, bytes_per_pack=64 << 20)
 
     def body(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
         for half in HALVES:
@@ -76,7 +79,7 @@ def unrolled() -> Example:
 
     A pack holds one of the large matrices, or the two smaller ones of a layer.
     """
-    overlap = CommunicationOptions(overlap=True, bytes_per_pack=17 << 20)
+    overlap = CommunicationOptions(overlap=True)
     return _by_jaxcoll(_loop, overlap), _arguments([layer(WIDTH, jnp.float32)] * LAYERS, WIDTH)
 
 

@@ -1,5 +1,6 @@
 """Packs that stay apart in the compiled program, and in no other."""
 
+import functools
 import warnings
 
 import jax
@@ -9,7 +10,9 @@ import pytest
 from cases import mesh_of
 
 import jaxcoll as jc
+from jaxcoll import _compat
 from jaxcoll._host.compiler_options import known_options
+from jaxcoll._plan.topology import topology_named
 
 PARAMS = [np.full((16, 16), 0.1, np.float32) for _ in range(6)]
 X = np.ones((8, 16), np.float32)
@@ -59,6 +62,43 @@ def test_a_jit_of_ones_own_takes_the_options_of_the_plan():
     rows = [np.ones((8 * 16, 16), np.float32)] * 6
     report = jc.inspect(jax.jit(mapped, compiler_options=plan.compiler_options()), rows)
     assert report.count == len(plan.packs) == 6
+
+
+def test_a_step_gets_the_options_that_its_plans_need_and_is_traced_once():
+    traces = []
+
+    def step(params, x):
+        traces.append(1)
+
+        def loss(params, x):
+            synced = jc.sync_in_backward(params, "data")
+            return jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), synced, x))
+
+        return jc.grad(loss, "data")(params, x)
+
+    cluster = topology_named("h100:8")
+    plans = []
+    large = [jax.ShapeDtypeStruct((1024, 1024), np.float32)] * 2
+    rows = jax.ShapeDtypeStruct((8, 1024), np.float32)
+    traced = jc.data_parallel(step).over(cluster).trace_recorded(plans.append, large, rows)
+    assert _compat.compiler_options(traced) == plans[0].compiler_options() != {}
+    assert len(traces) == 1
+    assert len(plans) == 2
+
+    options = jc.CommunicationOptions(overlap=True)
+    program = jc.data_parallel(step, options=options)
+    for _ in range(2):
+        program(PARAMS, X)
+    assert len(traces) == 2
+    # Parts of a sharded gradient, too.
+    halves = jc.data_parallel(
+        lambda p, x: jc.all_gather(jc.reduce_scatter("sum", p * x.sum(), "data"), "data"),
+        options=options,
+    ).over(cluster)
+    assert set(_compat.compiler_options(halves.trace(large[0], rows))) == {
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        "xla_gpu_all_gather_combine_threshold_bytes",
+    }
 
 
 def test_an_option_that_the_compiler_does_not_know_is_said_and_left_out():

@@ -49,6 +49,28 @@ def test_gpus_get_several_packs_and_small_ones_last(tree, fewest, most):
     assert any("order: that in which the gradients" in reason for reason in plan.reasons)
 
 
+def test_where_gradients_appear_nothing_holds_them_up():
+    (leaves,) = layers(1, 1024)
+    leaves |= {f"norm{k}": leaves["norm"] for k in range(3)}
+    bare = plan_in(leaves, H100, preset(H100))
+
+    def plan(options=None, leaves=bare.leaves):
+        options = options or jc.CommunicationOptions()
+        return make_plan(ReduceOp.MEAN, leaves, options, H100, in_backward=True)
+
+    found = plan()
+    assert found == plan(ASKED) == Plan.from_json(found.to_json())
+    assert found.overlap
+    assert not found.chained
+    assert sorted(len(pack.segments) for pack in found.packs) == [1, 1, 1, 1, 4]
+    options = found.compiler_options()
+    assert options["xla_gpu_all_reduce_combine_threshold_bytes"] == 1
+    assert any(all(name in reason for name in options) for reason in found.reasons)
+    assert not any(reason.startswith("order:") for reason in found.reasons)
+    assert not plan(leaves=bare.leaves[1:3]).overlap  # tiny
+    assert not plan(jc.CommunicationOptions(overlap=False)).compiler_options()
+
+
 def test_what_is_tiny_or_not_asked_for_is_left_to_the_compiler():
     assert not known(layers(1, 64)).overlap
     assert not known(layers(2, 512), jc.CommunicationOptions(overlap=False)).overlap
