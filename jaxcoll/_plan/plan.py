@@ -52,6 +52,7 @@ class Plan:
       overlap: whether packs travel one after another, in their order, and are not to be combined.
       collective: "all_reduce", or one of its halves: "reduce_scatter" or "all_gather", whose packs
         are padded to as many rows of 128 elements on each replica.
+      checksum: whether what comes back is compared with a checksum of what was put in.
     """
 
     reduce_op: ReduceOp
@@ -64,6 +65,7 @@ class Plan:
     reproducible: bool = False
     overlap: bool = False
     collective: str = "all_reduce"
+    checksum: bool = False
 
     @property
     def algorithm(self) -> str:
@@ -309,6 +311,8 @@ def make_plan(
     packs = cut(packs, choice.parts)
     if options.reproducible:
         _check_divisible(leaves, packs)
+    if options.checksum:
+        _check_foldable(leaves, packs)
     reasons = list(choice.reasons)
     if not choice.packing:
         reasons.insert(0, _why(rule, cost, found, terms, world))
@@ -330,6 +334,13 @@ def make_plan(
         reasons.append(
             "sparse leaves: their rows and indices, by the compiler's own all-gather, in no pack"
         )
+    if options.checksum:
+        reasons.append(
+            "checksum: every pack's sum is compared with one of at most 256 numbers, on all "
+            "replicas; a corrupted one comes back as NaN, of integers as their lowest value"
+            + "; sparse leaves have none"
+            * any(leaf.gathers for leaf in leaves)
+        )
     return Plan(
         reduce_op,
         tuple(leaves),
@@ -340,6 +351,7 @@ def make_plan(
         tuple(reasons),
         options.reproducible,
         apart,
+        checksum=options.checksum,
     )
 
 
@@ -373,4 +385,16 @@ def _check_divisible(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
                 "sharded over another axis of the mesh, so that only the compiler's own "
                 "all-reduce can sum it, in an order of its own. Map that axis, too, in "
                 "`jax.shard_map`, or reduce this leaf in a call of its own without `reproducible`."
+            )
+
+
+def _check_foldable(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
+    """Refuse leaves whose checksum would need an exchange over the axis they are sharded over."""
+    for pack in packs:
+        if pack.solid:
+            leaf = where(leaves[pack.segments[0].leaf].path)
+            raise ValueError(
+                f"`checksum` cannot be made for {leaf}: it is sharded over another axis of the "
+                "mesh. Map that axis, too, in `jax.shard_map`, or reduce this leaf in a call of "
+                "its own without `checksum`."
             )

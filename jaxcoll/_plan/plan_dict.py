@@ -32,6 +32,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "algorithm": plan.algorithm,
         "reproducible": plan.reproducible,
         "overlap": plan.overlap,
+        "checksum": plan.checksum,
         "platform": plan.world.platform,
         "replicas": plan.world.replicas,
         "axis_sizes": list(plan.world.sizes),
@@ -100,6 +101,7 @@ def fields(text: str) -> dict[str, Any]:
             "reproducible": data["reproducible"],
             "overlap": data.get("overlap", False),
             "collective": data.get("collective", "all_reduce"),
+            "checksum": data.get("checksum", False),
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
