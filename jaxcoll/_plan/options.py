@@ -91,6 +91,7 @@ _DEFAULTS: dict[str, Any] = {
     "shards": 0,
     "reproducible": False,
     "overlap": None,
+    "checksum": False,
 }
 
 # Both say what carries a reduction, so that what an override says of either replaces both.
@@ -129,10 +130,10 @@ def _algorithm(value: Any) -> str | None:
     raise ValueError(f"`algorithm` must be None or the name of one; got {_shown(value)}.")
 
 
-def _reproducible(value: Any) -> bool:
+def _switch(argument: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    raise ValueError(f"`reproducible` must be True or False; got {_shown(value)}.")
+    raise ValueError(f"`{argument}` must be True or False; got {_shown(value)}.")
 
 
 def _overlap(value: Any) -> bool | None:
@@ -151,8 +152,9 @@ _CHECKS: dict[str, Any] = {
     "implementation": lambda v: _member(CommunicationImplementation, "implementation", v),
     "algorithm": _algorithm,
     "shards": lambda v: _count("shards", "(0: as many as the algorithm has by itself)", v),
-    "reproducible": _reproducible,
+    "reproducible": lambda v: _switch("reproducible", v),
     "overlap": _overlap,
+    "checksum": lambda v: _switch("checksum", v),
 }
 
 
@@ -194,6 +196,10 @@ class CommunicationOptions:
         smaller towards the end, and the compiler is kept from combining them; in
         `jc.sync_in_backward` they travel as they appear. None: where that pays, which is on GPUs
         in these three.
+      checksum: every sum is compared with a checksum of what was put in. A pack that is
+        corrupted on any replica comes back as NaN on all (integers: as their lowest value;
+        unsigned: as their highest). `reduce_scatter` and `all_gather` refuse it. See the page on
+        hangs for what it finds and what it costs.
 
     Raises:
       ValueError: an argument has an impossible value, which the message names with it; or
@@ -220,6 +226,7 @@ class CommunicationOptions:
         shards: int | _Unset = UNSET,
         reproducible: bool | _Unset = UNSET,
         overlap: bool | _Unset | None = UNSET,
+        checksum: bool | _Unset = UNSET,
     ) -> None:
         said = (
             bytes_per_pack,
@@ -229,6 +236,7 @@ class CommunicationOptions:
             shards,
             reproducible,
             overlap,
+            checksum,
         )
         given = tuple(
             (name, _CHECKS[name](value))
@@ -277,6 +285,11 @@ class CommunicationOptions:
     def overlap(self) -> bool | None:
         """Whether packs are made to travel during the backward pass; None when it is automatic."""
         return self._read("overlap")
+
+    @property
+    def checksum(self) -> bool:
+        """Whether sums are compared with a checksum of what was put in."""
+        return self._read("checksum")
 
     def replace(self, **changes: Any) -> CommunicationOptions:
         """These options with some changed; `UNSET` takes an option back to "not said"."""

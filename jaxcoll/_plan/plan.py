@@ -54,6 +54,7 @@ class Plan:
         so that the backward pass orders its packs and nothing else does.
       collective: "all_reduce", or one of its halves: "reduce_scatter" or "all_gather", whose packs
         are padded to as many rows of 128 elements on each replica.
+      checksum: whether what comes back is compared with a checksum of what was put in.
     """
 
     reduce_op: ReduceOp
@@ -67,6 +68,7 @@ class Plan:
     overlap: bool = False
     in_backward: bool = False
     collective: str = "all_reduce"
+    checksum: bool = False
 
     @property
     def algorithm(self) -> str:
@@ -321,6 +323,8 @@ def make_plan(
     packs = cut(packs, choice.parts)
     if options.reproducible:
         _check_divisible(leaves, packs)
+    if options.checksum:
+        _check_foldable(leaves, packs)
     reasons = list(choice.reasons)
     if not choice.packing:
         reasons.insert(0, _why(rule, cost, found, terms, world))
@@ -342,6 +346,13 @@ def make_plan(
         reasons.append(
             "sparse leaves: their rows and indices, by the compiler's own all-gather, in no pack"
         )
+    if options.checksum:
+        reasons.append(
+            "checksum: every pack's sum is compared with one of at most 256 numbers, on all "
+            "replicas; a corrupted one comes back as NaN, of integers as their lowest value"
+            + "; sparse leaves have none"
+            * any(leaf.gathers for leaf in leaves)
+        )
     return Plan(
         reduce_op,
         tuple(leaves),
@@ -353,6 +364,7 @@ def make_plan(
         options.reproducible,
         apart,
         in_backward,
+        checksum=options.checksum,
     )
 
 
@@ -386,4 +398,16 @@ def _check_divisible(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
                 "sharded over another axis of the mesh, so that only the compiler's own "
                 "all-reduce can sum it, in an order of its own. Map that axis, too, in "
                 "`jax.shard_map`, or reduce this leaf in a call of its own without `reproducible`."
+            )
+
+
+def _check_foldable(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
+    """Refuse leaves whose checksum would need an exchange over the axis they are sharded over."""
+    for pack in packs:
+        if pack.solid:
+            leaf = where(leaves[pack.segments[0].leaf].path)
+            raise ValueError(
+                f"`checksum` cannot be made for {leaf}: it is sharded over another axis of the "
+                "mesh. Map that axis, too, in `jax.shard_map`, or reduce this leaf in a call of "
+                "its own without `checksum`."
             )

@@ -33,6 +33,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "reproducible": plan.reproducible,
         "overlap": plan.overlap,
         "in_backward": plan.in_backward,
+        "checksum": plan.checksum,
         "platform": plan.world.platform,
         "replicas": plan.world.replicas,
         "axis_sizes": list(plan.world.sizes),
@@ -102,6 +103,7 @@ def fields(text: str) -> dict[str, Any]:
             "overlap": data.get("overlap", False),
             "in_backward": data.get("in_backward", False),
             "collective": data.get("collective", "all_reduce"),
+            "checksum": data.get("checksum", False),
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

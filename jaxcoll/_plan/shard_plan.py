@@ -46,6 +46,11 @@ def plan_half(
             f"`{half}` has one shard for each replica, and `shards={options.shards}` asks for "
             "another number: leave `shards` unset."
         )
+    if options.checksum:
+        raise ValueError(
+            f"`{half}` has no checksum, which is of a sum that every replica ends with: leave "
+            "`checksum` unset here, or use `all_reduce`."
+        )
     choice = choose(options.replace(bytes_per_pack=UNSET), world)
     algorithm, reason = _carried(choice.algorithm, choice.reasons[0], world)
     packs = tuple(

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
@@ -18,7 +19,7 @@ from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packing import PackingRule
 from jaxcoll._plan.plan import Plan, make_plan
 from jaxcoll._plan.world import World
-from jaxcoll._spmd import algorithms
+from jaxcoll._spmd import algorithms, checksum
 from jaxcoll._spmd.arithmetic import Recipe, after, before
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.indexed_slices import IndexedSlices
@@ -145,20 +146,48 @@ def _settled(
 
 
 def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
-    """Each pack summed, by the stages that the plan has for it."""
-    sums, total = [], None
+    """Each pack summed, by the stages that the plan has for it, and made the result."""
+    sent, totals = [], []
     for k, (planned, array) in enumerate(zip(plan.packs, packs, strict=True)):
         recipe = cast(Recipe, planned.kind)
         with jax.named_scope(f"{plan.name}/pack{k}"):
             array = before(array, recipe)
-            if plan.chained and total is not None:
-                array = _compat.ordered(array, after=total)
-            total = algorithms.all_reduce(array, plan.stages(planned), recipe.axes)
+            if plan.chained and totals:
+                array = _compat.ordered(array, after=totals[-1])
+            sent.append(array)
+            totals.append(algorithms.all_reduce(array, plan.stages(planned), recipe.axes))
+    bad = _corrupted(plan, sent, totals) if plan.checksum else {}
+    results = []
+    for k, (planned, total) in enumerate(zip(plan.packs, totals, strict=True)):
+        recipe = cast(Recipe, planned.kind)
+        with jax.named_scope(f"{plan.name}/pack{k}"):
             result = after(total, recipe)
+            if k in bad:
+                result = checksum.marked(result, _compat.as_invariant(bad[k], recipe.axes))
             # A quotient that goes into a sum next must not be rounded with it.
             divided = plan.reproducible and (recipe.divisor or recipe.times > 1)
-            sums.append(_compat.as_stored(result) if divided else result)
-    return sums
+            results.append(_compat.as_stored(result) if divided else result)
+    return results
+
+
+def _corrupted(
+    plan: Plan, sent: Sequence[jax.Array], totals: Sequence[jax.Array]
+) -> dict[int, jax.Array]:
+    """For each pack that travels, how many replicas hold what cannot be its sum."""
+    alike: dict[Any, list[int]] = {}
+    for k, planned in enumerate(plan.packs):
+        recipe = cast(Recipe, planned.kind)
+        if recipe.over and sent[k].size:
+            alike.setdefault((recipe.over, checksum.kind(recipe.wire)), []).append(k)
+    bad = {}
+    for (over, _), packs in alike.items():
+        replicas = count({a: lax.axis_size(a) for a in over})
+        with jax.named_scope(f"{plan.name}/checksum"):
+            found = checksum.corrupted(
+                [sent[k] for k in packs], [totals[k] for k in packs], over, replicas
+            )
+            bad.update({k: found[j] for j, k in enumerate(packs)})
+    return bad
 
 
 def _recipe(

@@ -56,6 +56,13 @@ def test_an_unknown_reduce_op_is_named(bad):
         jc.ReduceOp.of(bad)
 
 
+@pytest.mark.parametrize("name", ["reproducible", "checksum"])
+def test_a_switch_is_on_or_off(name):
+    with pytest.raises(ValueError, match=f"`{name}` must be True or False; got 1"):
+        Options(**{name: 1})
+    assert Options(**{name: True}).merge(Options(**{name: False})) == Options(**{name: False})
+
+
 def test_H7_strings_name_reduce_ops_in_any_case():
     assert {jc.ReduceOp.of(s) for s in ("mean", "MEAN", "Mean")} == {jc.ReduceOp.MEAN}
     assert jc.ReduceOp.of(jc.ReduceOp.SUM) is jc.ReduceOp.SUM

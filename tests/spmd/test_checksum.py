@@ -1,0 +1,242 @@
+"""A sum that is not the sum of what was put in is marked on every replica; any other passes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxcoll as jc
+from jaxcoll import _compat
+from jaxcoll._spmd import algorithms
+from tests.cases import mesh_of, noise, rows, run
+
+CARRIERS = ["native", "ring", "halving_doubling", "shuffle"]
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.int32]
+
+
+def _options(algorithm):
+    return jc.CommunicationOptions(checksum=True, algorithm=algorithm, bytes_per_pack=1 << 12)
+
+
+def _wild(n, dtype, seed=0):
+    """Twelve decades, most of which cancels between replicas."""
+    rng = np.random.default_rng([seed, n])
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        return jnp.asarray(rng.integers(limits.min, limits.max, (n, 2100)), dtype)
+    decades = 3 if dtype == jnp.float16 else 12
+    x = rng.standard_normal((n, 2100)) * 10.0 ** rng.uniform(-decades, decades / 4, (n, 2100))
+    x[n // 2 :] -= x[: n - n // 2]
+    return jnp.asarray(x, dtype)
+
+
+def _tree(n):
+    big = {np.dtype(d).name: _wild(n, d) for d in DTYPES}
+    return {**big, "one": big["float32"][:, 0], "few": big["bfloat16"][:, :6].reshape(n, 2, 3)}
+
+
+@pytest.mark.parametrize("algorithm", CARRIERS)
+@pytest.mark.parametrize(
+    ("runner", "n"), [("checked", 7), ("checked", 8), ("pmap", 2), ("vmap", 3)]
+)
+def test_a_right_sum_has_the_bits_that_it_has_without_a_checksum(algorithm, runner, n):
+    tree = _tree(n)
+    options = _options(algorithm)
+
+    def both(x):
+        plain = jc.all_reduce("sum", x, "data", options=options.replace(checksum=False))
+        return plain, jc.all_reduce("sum", x, "data", options=options)
+
+    plain, verified = run(runner, both, n, tree)
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), plain, verified))
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_no_false_alarm(n):
+    """Many sums at once: of subnormal numbers, of one sign, of one huge number, of overflow."""
+    rng = np.random.default_rng(n)
+    x = rng.standard_normal((n, 40, 1000)).astype(np.float32)
+    x[:, :10] = abs(x[:, :10]) * np.float32(1e-39)
+    x[:, 10:20] = abs(x[:, 10:20])
+    x[:, 20, 7] = 3e38
+    leaves = {str(i): jnp.asarray(x[:, i]) for i in range(40)}
+    half = jnp.full((n, 50), 40000, jnp.float16)  # overflows if n > 1
+    mean = run(
+        "checked", lambda t: jc.all_reduce("mean", t, "data", options=_options(None)), n, half
+    )
+    assert abs(mean - 40000).max() < 100
+    sums = run(
+        "checked",
+        lambda t: jc.all_reduce("sum", t, "data", options=_options(None)),
+        n,
+        (leaves, half),
+    )
+    assert not any(jnp.isnan(leaf).any() for leaf in jax.tree.leaves(sums))
+    assert jnp.isinf(sums[1]).all() == (n > 1)
+
+
+def test_what_is_put_in_may_be_infinite_or_no_number():
+    x = jnp.ones((4, 3000)).at[1, 5].set(jnp.inf).at[2, 2999].set(jnp.nan)
+    found = run("checked", lambda t: jc.all_reduce("sum", t, "data", options=_options(None)), 4, x)[
+        0
+    ]
+    assert found[5] == jnp.inf
+    assert jnp.isnan(found[2999])
+    assert (found == 4).sum() == 2998
+
+
+def _all_marked(x):
+    mark = jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.iinfo(x.dtype).min
+    return jnp.isnan(x).all() if mark is jnp.nan else (x == mark).all()
+
+
+def _damaged(x, axes, replica, at):
+    """`x`, with the second highest bit of one element turned over on one replica."""
+    flat = x.reshape(-1)
+    unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
+    bit = np.array(1 << (8 * x.dtype.itemsize - 2), unsigned)
+    turned = lax.bitcast_convert_type(lax.bitcast_convert_type(flat[at], unsigned) ^ bit, x.dtype)
+    hit = lax.axis_index(axes) == replica
+    return flat.at[at].set(jnp.where(hit, turned, flat[at])).reshape(x.shape)
+
+
+def _damage_results(monkeypatch, change):
+    """Change what one replica holds at the end of each pack, and nothing that is compared."""
+    whole = algorithms.all_reduce
+
+    def damaging(array, stages, axes):
+        total = change(whole(array, stages, axes), tuple(axes))
+        return _compat.as_invariant(total, axes)
+
+    monkeypatch.setattr(algorithms, "all_reduce", damaging)
+
+
+@pytest.mark.parametrize("algorithm", CARRIERS)
+@pytest.mark.parametrize("runner", ["checked", "unchecked", "pmap", "vmap"])
+def test_one_element_of_one_replicas_result_marks_the_pack_on_all(monkeypatch, algorithm, runner):
+    _damage_results(
+        monkeypatch, lambda x, axes: _damaged(x, axes, 2, 1234) if x.size == 2100 else x
+    )
+    x = {np.dtype(d).name: np.array(rows(4, 2100, dtype=d)) for d in DTYPES}
+    for leaf in x.values():  # to a half that bit adds half the exponent's range
+        leaf[:, 1234] = 0.125
+    found = run(
+        runner,
+        lambda t, small: jc.all_reduce("sum", (t, small), "data", options=_options(algorithm)),
+        4,
+        x,
+        jnp.ones((4, 5), jnp.complex64),
+    )
+    assert all(_all_marked(leaf) for leaf in found[0].values())
+    assert (found[1] == 4).all()  # a pack of its own
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "shuffle"])
+@pytest.mark.parametrize("n", [2, 7])
+def test_a_message_that_changes_on_its_way_marks_the_pack(monkeypatch, algorithm, n):
+    for name in ("ppermute", "all_to_all"):
+        sent = getattr(lax, name)
+
+        def received(x, axes, *args, sent=sent, **kwargs):
+            return _damaged(sent(x, axes, *args, **kwargs), axes, 1, 3)
+
+        monkeypatch.setattr(lax, name, received)
+    x = rows(n, 999)
+    mean = lambda t: jc.all_reduce("mean", t, "data", options=_options(algorithm))
+    assert _all_marked(run("checked", mean, n, x))
+    assert _all_marked(run("pmap", mean, n, x))
+
+
+def test_elements_that_change_places_are_seen(monkeypatch):
+    def turned(x, axes):
+        return jnp.where(lax.axis_index(axes) == 0, jnp.roll(x, 1024), x)
+
+    _damage_results(monkeypatch, turned)
+    found = run(
+        "checked",
+        lambda t: jc.all_reduce("sum", t, "data", options=_options(None)),
+        2,
+        noise(2, 2048),
+    )
+    assert _all_marked(found)
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_a_result_that_is_not_finite_must_come_from_somewhere(monkeypatch, value):
+    _damage_results(monkeypatch, lambda x, axes: x.at[7].set(value))
+    found = run(
+        "checked",
+        lambda t: jc.all_reduce("sum", t, "data", options=_options(None)),
+        2,
+        noise(2, 90),
+    )
+    assert _all_marked(found)
+
+
+def test_a_step_whose_gradients_are_corrupted_returns_what_all_finite_sees(monkeypatch):
+    options = jc.CommunicationOptions(checksum=True)
+
+    def make():
+        def step(w, x):
+            loss, grad = jc.value_and_grad(lambda w, x: ((x @ w) ** 2).mean(), axis_name="data")(
+                w, x
+            )
+            return loss, grad, jc.all_finite(grad)
+
+        return jc.data_parallel(step, mesh=mesh_of(4), options=options)
+
+    w, x = np.ones(40, np.float32), np.asarray(noise(8, 40), np.float32)
+    assert make()(w, x)[2]
+    plan = make().plans(w, x)[0]
+    assert plan.checksum
+    assert jc.Plan.from_json(plan.to_json()).checksum
+    assert "checksum: every pack's sum is compared" in str(plan)
+    _damage_results(monkeypatch, lambda t, axes: _damaged(t, axes, 3, 9) if t.size >= 40 else t)
+    _, grad, finite = make()(w, x)
+    assert jnp.isnan(grad).all()
+    assert not finite
+
+
+def test_a_derivative_passes_the_checksum_by():
+    def through(checksum):
+        options = jc.CommunicationOptions(checksum=checksum)
+        f = lambda x: jc.all_reduce("mean", x**2, "data", options=options).sum()
+        return jax.vmap(jax.grad(f), axis_name="data")(noise(3, 5))
+
+    np.testing.assert_array_equal(through(True), through(False))
+
+
+def test_what_has_no_checksum_is_refused():
+    options = jc.CommunicationOptions(checksum=True)
+    with pytest.raises(
+        ValueError, match="`reduce_scatter` has no checksum.*leave `checksum` unset"
+    ):
+        run(
+            "pmap",
+            lambda t: jc.reduce_scatter("sum", t, "data", options=options).parts,
+            2,
+            noise(2, 4),
+        )
+
+
+def test_a_leaf_that_is_sharded_over_another_axis_is_refused():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    options = jc.CommunicationOptions(checksum=True)
+
+    @jax.shard_map(
+        mesh=mesh, axis_names={"data"}, in_specs=PartitionSpec("data"), out_specs=PartitionSpec()
+    )
+    def reduced(x):
+        return jc.all_reduce("sum", x, "data", options=options)
+
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match="`checksum` cannot be made for the value"),
+    ):
+        jax.jit(reduced)(
+            jax.device_put(
+                np.ones((2, 4), np.float32), NamedSharding(mesh, PartitionSpec("data", "model"))
+            )
+        )
