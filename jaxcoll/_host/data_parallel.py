@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll import _compat
 from jaxcoll._host.compiler_options import known_options
 from jaxcoll._host.deadline import finished, prepared
 from jaxcoll._host.mesh import abstract_mesh, checked_mesh, fitted_mesh, has_axes, no_mesh
-from jaxcoll._host.placement import check_rows, place
+from jaxcoll._host.placement import check_concrete, check_rows, place
 from jaxcoll._host.program import remember
 from jaxcoll._host.shards import place_shards, specs_of
 from jaxcoll._host.world import mesh_scope, topology_scope
@@ -106,16 +105,6 @@ def _positions(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
     if not all(isinstance(p, int) and not isinstance(p, bool) for p in positions):
         raise ValueError(f"`{argument}` must be an int or a sequence of ints; got {value!r}.")
     return positions
-
-
-def _check_concrete(args: Any) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(args)[0]:
-        if isinstance(leaf, Tracer):
-            raise ValueError(
-                f"`data_parallel`: args{jax.tree_util.keystr(path)} is being traced. A wrapped "
-                "step is a program of its own, called between programs: take `jax.jit`, "
-                "`jax.grad` or `jax.vmap` inside the step instead of around it."
-            )
 
 
 class DataParallel:
@@ -382,7 +371,7 @@ class DataParallel:
                     f"`donate_argnums`, but the step was called with {len(args)} positional "
                     "arguments."
                 )
-        _check_concrete(args)
+        check_concrete(args)
         split = {i % len(args) for i in self._batch_argnums}
         for i in sorted(split):
             check_rows(args[i], f"args[{i}]", self.num_replicas, self._processes, self._axis_name)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 
@@ -81,4 +82,19 @@ def check_rows(tree: Any, argument: str, replicas: int, processes: int, axis: An
                 f"replicas along {axis!r} ({rows} = {replicas} × {rows // replicas} + "
                 f"{rows % replicas}). Drop the remainder, or pad the batch and give the "
                 "padding weight 0 with `jc.WeightedLoss`."
+            )
+
+
+def check_concrete(args: Any) -> None:
+    """Refuse arguments of a step that are being traced.
+
+    Raises:
+      ValueError: one is; the message names it.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(args)[0]:
+        if isinstance(leaf, Tracer):
+            raise ValueError(
+                f"`data_parallel`: args{jax.tree_util.keystr(path)} is being traced. A wrapped "
+                "step is a program of its own, called between programs: take `jax.jit`, "
+                "`jax.grad` or `jax.vmap` inside the step instead of around it."
             )

@@ -15,7 +15,8 @@ from jaxcoll._host.terms import terms_here
 from jaxcoll._host.world import mesh_world, topology_world
 from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.plan import Plan, make_plan
+from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.presets import preset
 from jaxcoll._plan.shard_layout import layout_of
 from jaxcoll._plan.shard_plan import Half, plan_half

@@ -17,7 +17,8 @@ from jaxcoll._plan.errors import AlreadyReducedError
 from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packing import PackingRule
-from jaxcoll._plan.plan import Plan, make_plan
+from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.world import World
 from jaxcoll._spmd import algorithms, checksum
 from jaxcoll._spmd.arithmetic import Recipe, after, before

@@ -12,7 +12,7 @@ from jaxcoll._plan.automatic import MODESTY, RULES, WORTH, algorithms_for, price
 from jaxcoll._plan.cost import Prices
 from jaxcoll._plan.leaves import Leaf
 from jaxcoll._plan.packing import BytesPerPack, NumPacks, Unpacked
-from jaxcoll._plan.plan import make_plan
+from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.presets import preset
 from jaxcoll._plan.world import World
 from jaxcoll.bench.trees import TREES

@@ -10,7 +10,8 @@ import jaxcoll as jc
 from jaxcoll._host.plan import plan_in
 from jaxcoll._host.world import topology_world
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.plan import Plan, make_plan
+from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.presets import preset
 from jaxcoll._plan.topology import topology_named
 

@@ -1,0 +1,151 @@
+"""From options, shapes and the world to a plan: every decision is made here, once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxcoll._plan import overlap
+from jaxcoll._plan.automatic import Way, algorithms_for, fastest, priced, rules_for, said
+from jaxcoll._plan.choose import choose
+from jaxcoll._plan.cost import Cost, Prices
+from jaxcoll._plan.leaves import Leaf, where
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packing import Pack, PackingRule, cut
+from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.presets import preset
+from jaxcoll._plan.terms import Terms
+from jaxcoll._plan.world import World
+
+
+def make_plan(
+    reduce_op: ReduceOp,
+    leaves: Sequence[Leaf],
+    options: CommunicationOptions,
+    world: World,
+    packing: PackingRule | None = None,
+    terms: Terms | None = None,
+    in_backward: bool = False,
+) -> Plan:
+    """Decide everything about one reduction from shapes, options and the world.
+
+    Args:
+      reduce_op: SUM or MEAN.
+      leaves: the tree.
+      options: what the user asks for.
+      world: where it runs.
+      packing: a rule that was asked for by other means (`num_packs`), which then stands.
+      terms: what that world costs; None: as the preset for it says.
+      in_backward: whether it stands in the backward pass, where these gradients appear.
+
+    Raises:
+      ValueError: the options ask for an algorithm that does not fit the axes, or for a
+        reproducible sum where there is none.
+    """
+    terms = terms or preset(world)
+    choice = choose(options, world, packing)
+    prices = Prices(terms, world.sizes)
+    apart = overlap.is_wanted(options, world, leaves, choice.algorithm, in_backward)
+    given = tuple(leaves)
+    if apart and in_backward:
+        rule = overlap.rule_in_backward(options.bytes_per_pack)
+        choice = dataclasses.replace(choice, packing=rule)
+    elif apart and packing is None:
+        leaves = overlap.with_guess(leaves)
+        rule = overlap.rule_for(leaves, options.bytes_per_pack, prices)
+        choice = dataclasses.replace(choice, packing=rule)
+    names = (choice.algorithm,) if choice.fixed else algorithms_for(world)
+    rules = (choice.packing,) if choice.packing else rules_for(world)
+    found = list(priced(leaves, rules, names, prices))
+    rule, packs, cost = fastest(found, leaves)
+    packs = cut(packs, choice.parts)
+    if options.reproducible:
+        _check_divisible(leaves, packs)
+    if options.checksum:
+        _check_foldable(leaves, packs)
+    reasons = list(choice.reasons)
+    if not choice.packing:
+        reasons.insert(0, _why(rule, cost, found, terms, world))
+    if any(pack.algorithm != choice.algorithm and not pack.solid for pack in packs):
+        reasons.append("small packs: by exchanges of our own, which are predicted to be faster")
+    if apart:
+        reasons += overlap.reasons(given, packs, rule, world, in_backward)
+    elif any(pack.algorithm == "native" and not pack.is_leaf(leaves) for pack in packs):
+        reasons.append("compiled: the compiler may combine packs further; packs are what is asked")
+    widened = sorted({f"{x.dtype.name} as {x.wire.name}" for x in leaves if x.wire != x.dtype})
+    if widened:
+        reasons.append(f"dtypes: {', '.join(widened)}")
+    if choice.algorithm != "native" and any(pack.solid for pack in packs):
+        reasons.append(
+            "leaves that are sharded over another axis: by the compiler's own all-reduce, which "
+            "alone leaves them in their shape"
+        )
+    if any(leaf.gathers for leaf in leaves):
+        reasons.append(
+            "sparse leaves: their rows and indices, by the compiler's own all-gather, in no pack"
+        )
+    if options.checksum:
+        reasons.append(
+            "checksum: every pack's sum is compared with one of at most 256 numbers, on all "
+            "replicas; a corrupted one comes back as NaN, of integers as their lowest value"
+            + "; sparse leaves have none"
+            * any(leaf.gathers for leaf in leaves)
+        )
+    return Plan(
+        reduce_op,
+        tuple(leaves),
+        packs,
+        choice.owners,
+        world,
+        terms,
+        tuple(reasons),
+        options.reproducible,
+        apart,
+        in_backward,
+        checksum=options.checksum,
+    )
+
+
+def _why(
+    rule: PackingRule,
+    cost: Cost,
+    found: Sequence[Way],
+    terms: Terms,
+    world: World,
+) -> str:
+    """Why an automatic packing is the one it is."""
+    if not world.over_gloo:
+        return (
+            "packs: none, because inside one process and on accelerators the compiler combines "
+            "all-reduces itself and a copy would only cost time"
+        )
+    alone = found[0].cost.seconds  # the first rule packs nothing
+    return (
+        f"packs: {said(rule)}, predicted to take {cost.seconds * 1e3:.3g} ms, against "
+        f"{alone * 1e3:.3g} ms for every leaf alone ({terms.source})"
+    )
+
+
+def _check_divisible(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
+    """Refuse leaves that only the compiler's own all-reduce can sum, in an order of its own."""
+    for pack in packs:
+        if pack.solid:
+            leaf = where(leaves[pack.segments[0].leaf].path)
+            raise ValueError(
+                f"`reproducible` cannot hold for {leaf}: it is "
+                "sharded over another axis of the mesh, so that only the compiler's own "
+                "all-reduce can sum it, in an order of its own. Map that axis, too, in "
+                "`jax.shard_map`, or reduce this leaf in a call of its own without `reproducible`."
+            )
+
+
+def _check_foldable(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
+    """Refuse leaves whose checksum would need an exchange over the axis they are sharded over."""
+    for pack in packs:
+        if pack.solid:
+            leaf = where(leaves[pack.segments[0].leaf].path)
+            raise ValueError(
+                f"`checksum` cannot be made for {leaf}: it is sharded over another axis of the "
+                "mesh. Map that axis, too, in `jax.shard_map`, or reduce this leaf in a call of "
+                "its own without `checksum`."
+            )
