@@ -10,7 +10,7 @@ import pytest
 from cases import mesh_of
 
 import jaxcoll as jc
-from jaxcoll import _compat
+from jaxcoll import _compat_compiler
 from jaxcoll._host.compiler_options import known_options
 from jaxcoll._plan.topology import topology_named
 
@@ -81,7 +81,7 @@ def test_a_step_gets_the_options_that_its_plans_need_and_is_traced_once():
     large = [jax.ShapeDtypeStruct((1024, 1024), np.float32)] * 2
     rows = jax.ShapeDtypeStruct((8, 1024), np.float32)
     traced = jc.data_parallel(step).over(cluster).trace_recorded(plans.append, large, rows)
-    assert _compat.compiler_options(traced) == plans[0].compiler_options() != {}
+    assert _compat_compiler.compiler_options(traced) == plans[0].compiler_options() != {}
     assert len(traces) == 1
     assert len(plans) == 2
 
@@ -95,7 +95,7 @@ def test_a_step_gets_the_options_that_its_plans_need_and_is_traced_once():
         lambda p, x: jc.all_gather(jc.reduce_scatter("sum", p * x.sum(), "data"), "data"),
         options=options,
     ).over(cluster)
-    assert set(_compat.compiler_options(halves.trace(large[0], rows))) == {
+    assert set(_compat_compiler.compiler_options(halves.trace(large[0], rows))) == {
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
         "xla_gpu_all_gather_combine_threshold_bytes",
     }
