@@ -86,7 +86,8 @@ def _folded(array: jax.Array) -> jax.Array:
     """Columns, and for floats their magnitudes in a second row."""
     flat = _numbers(array)
     exact = not jnp.issubdtype(flat.dtype, np.floating)
-    return jnp.stack([_columns(x) for x in ([flat] if exact else [flat, abs(flat)])])
+    # Folded together: XLA's CPU compiler would else compute each of the two again and again.
+    return _columns(flat[None] if exact else jnp.stack([flat, abs(flat)]))
 
 
 def _numbers(array: jax.Array) -> jax.Array:
@@ -115,11 +116,12 @@ def _heights(size: int) -> list[int]:
 
 
 def _columns(flat: jax.Array) -> jax.Array:
-    for level, height in enumerate(_heights(flat.size)):
-        width = -(-flat.size // height)
-        rows = jnp.pad(flat, (0, height * width - flat.size)).reshape(height, width)
-        weights = _weights(height, level, np.dtype(flat.dtype))
-        flat = (rows * weights[:, None]).sum(0, dtype=flat.dtype)
+    """A few columns of each of some flat arrays."""
+    for level, height in enumerate(_heights(flat.shape[1])):
+        width = -(-flat.shape[1] // height)
+        padded = jnp.pad(flat, ((0, 0), (0, height * width - flat.shape[1])))
+        weights = _weights(height, level, np.dtype(flat.dtype))[None, :, None]
+        flat = (padded.reshape(-1, height, width) * weights).sum(1, dtype=flat.dtype)
     return flat
 
 

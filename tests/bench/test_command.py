@@ -69,7 +69,16 @@ def test_the_compiled_program_and_the_kernel_count_the_same_bytes(tmp_path, proc
             assert x["socket_bytes"] == pytest.approx(x["wire_bytes"], rel=0.01), x["algorithm"]
 
 
+@pytest.fixture
+def interruptible():
+    """What is started hears an interrupt, also where a shell began the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.processes
+@pytest.mark.usefixtures("interruptible")
 def test_a_killed_rank_and_an_interrupt_leave_nothing_behind(tmp_path):
     file = tmp_path / "lines.json"
     command = [sys.executable, "-m", "jaxcoll", "bench", "--processes", "2", "--tree", "200x1KiB",
