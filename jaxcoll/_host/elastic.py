@@ -237,10 +237,14 @@ class _Run:
         """Take the place, the mesh and the state that were decided."""
         lost = tuple(map(rank_of, decision.lost))
         if self._crew.name not in decision.members:
+            went_on = (
+                "have finished. There is nothing left to do."
+                if decision.ended
+                else f"went on from step {decision.step} as workers {_listed(decision.ranks)}, "
+                f"because {decision.why}. It must not go on by itself; start it again."
+            )
             raise PeerLostError(
-                f"Worker {rank_of(self._crew.name)} was left behind by the others, who went on "
-                f"from step {decision.step} as workers {_listed(decision.ranks)}, because "
-                f"{decision.why}. It must not go on by itself; start it again.",
+                f"Worker {rank_of(self._crew.name)} was left behind by the others, who {went_on}",
                 ranks=(rank_of(self._crew.name),),
             )
         if len(decision.members) < self._trainer._fewest:

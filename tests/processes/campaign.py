@@ -185,7 +185,7 @@ FAULTS = [
           spec={"settings": {"min_workers": 3, **CK}}),
     Fault("a spare steps in", 3, ((1, 20, "SIGKILL"),), spec={"settings": {"max_workers": 2}}),
     Fault("started again and taken in", 3, ((1, 20, "SIGKILL"),), acts=((1.0, "again", 1),),
-          others={1: "trained"}, spec={"pause": 0.2, "steps": 100}),
+          others={1: "trained"}, spec={"pause": 0.6, "until": 3, "steps": 100}),
     Fault("death of the coordinator", 3, (), "PeerLostError", "The coordinator died",
           acts=((1.0, "SIGKILL", "C"),), spec={"pause": 0.05, "steps": 4000, "settings": CK}),
     Fault("full disk at a checkpoint", 2, ((0, 20, "full disk"),), others={0: "OSError"},
