@@ -86,7 +86,6 @@ def _folded(array: jax.Array) -> jax.Array:
     """Columns, and for floats their magnitudes in a second row."""
     flat = _numbers(array)
     exact = not jnp.issubdtype(flat.dtype, np.floating)
-    # Folded together: XLA's CPU compiler would else compute each of the two again and again.
     return _columns(flat[None] if exact else jnp.stack([flat, abs(flat)]))
 
 
@@ -120,8 +119,14 @@ def _columns(flat: jax.Array) -> jax.Array:
     for level, height in enumerate(_heights(flat.shape[1])):
         width = -(-flat.shape[1] // height)
         padded = jnp.pad(flat, ((0, 0), (0, height * width - flat.shape[1])))
-        weights = _weights(height, level, np.dtype(flat.dtype))[None, :, None]
-        flat = (padded.reshape(-1, height, width) * weights).sum(1, dtype=flat.dtype)
+        rows = padded.reshape(-1, height, width)
+        weights = _weights(height, level, np.dtype(flat.dtype))
+        if jnp.issubdtype(flat.dtype, np.floating):
+            # A product of matrices, because XLA's CPU compiler computes a sum that goes into
+            # another one again for each of its terms.
+            flat = jnp.einsum("h,khw->kw", weights, rows, precision="highest")
+        else:
+            flat = (rows * weights[None, :, None]).sum(1, dtype=flat.dtype)
     return flat
 
 
