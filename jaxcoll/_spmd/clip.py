@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcoll._plan.options import ReduceOp
-from jaxcoll._spmd.reduce import all_reduce
+from jaxcoll._spmd.norms import global_norm
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.shards import Shards
 
@@ -28,16 +27,10 @@ def clipped(shards: Shards, max_norm: float, *, scope: Scope) -> Shards:
     """
     if not shards.parts:
         return shards
-    own = sum((_squares(x) for x in shards.parts), jnp.zeros((), jnp.float32))
-    norm = jnp.sqrt(all_reduce(ReduceOp.SUM, own, shards.axes, scope=scope))
+    norm = global_norm(shards, shards.axes, scope=scope)
     within = norm < max_norm
 
     def scaled(x: jax.Array) -> jax.Array:
         return lax.select(jnp.broadcast_to(within, x.shape), x, x / norm.astype(x.dtype) * max_norm)
 
     return jax.tree.map(scaled, shards)
-
-
-def _squares(x: jax.Array) -> jax.Array:
-    x = jnp.abs(x)
-    return jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32))))
