@@ -17,6 +17,15 @@ from jaxcoll._plan.presets import preset
 from jaxcoll._plan.terms import Terms
 from jaxcoll._plan.world import World
 
+_NO_ORDER = """\
+`reproducible` cannot hold for {leaf}: it is sharded over another axis of the mesh, so that only \
+the compiler's own all-reduce can sum it, in an order of its own. Map that axis, too, in \
+`jax.shard_map`, or reduce this leaf in a call of its own without `reproducible`."""
+
+_NO_CHECKSUM = """\
+`checksum` cannot be made for {leaf}: it is sharded over another axis of the mesh. Map that axis, \
+too, in `jax.shard_map`, or reduce this leaf in a call of its own without `checksum`."""
+
 
 def make_plan(
     reduce_op: ReduceOp,
@@ -60,9 +69,9 @@ def make_plan(
     rule, packs, cost = fastest(found, leaves)
     packs = cut(packs, choice.parts)
     if options.reproducible:
-        _check_divisible(leaves, packs)
+        _check_mapped(leaves, packs, _NO_ORDER)
     if options.checksum:
-        _check_foldable(leaves, packs)
+        _check_mapped(leaves, packs, _NO_CHECKSUM)
     reasons = list(choice.reasons)
     if not choice.packing:
         reasons.insert(0, _why(rule, cost, found, terms, world))
@@ -126,26 +135,8 @@ def _why(
     )
 
 
-def _check_divisible(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
-    """Refuse leaves that only the compiler's own all-reduce can sum, in an order of its own."""
+def _check_mapped(leaves: Sequence[Leaf], packs: Sequence[Pack], refusal: str) -> None:
+    """Refuse leaves that are sharded over an axis which is not mapped, in words with a {leaf}."""
     for pack in packs:
         if pack.solid:
-            leaf = where(leaves[pack.segments[0].leaf].path)
-            raise ValueError(
-                f"`reproducible` cannot hold for {leaf}: it is "
-                "sharded over another axis of the mesh, so that only the compiler's own "
-                "all-reduce can sum it, in an order of its own. Map that axis, too, in "
-                "`jax.shard_map`, or reduce this leaf in a call of its own without `reproducible`."
-            )
-
-
-def _check_foldable(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
-    """Refuse leaves whose checksum would need an exchange over the axis they are sharded over."""
-    for pack in packs:
-        if pack.solid:
-            leaf = where(leaves[pack.segments[0].leaf].path)
-            raise ValueError(
-                f"`checksum` cannot be made for {leaf}: it is sharded over another axis of the "
-                "mesh. Map that axis, too, in `jax.shard_map`, or reduce this leaf in a call of "
-                "its own without `checksum`."
-            )
+            raise ValueError(refusal.format(leaf=where(leaves[pack.segments[0].leaf].path)))
