@@ -60,12 +60,14 @@ def agreed(watch: Watch, team: Team, program: Any, call: Entered) -> tuple[str, 
             sides[process] = json.loads(watch.store.get(f"{folder}/lines/{process}", SHOW_SECONDS))
         except TimeoutError:
             sides[process] = ("(its lines did not arrive)",)
-    return _SAID.format(position=call.position, sides=first_difference(sides)), True
+    ran = verdict["ran"]
+    done = f"process {ran[0]} runs one and waits in it" if ran else "nothing was run"
+    said = _SAID.format(position=call.position, done=done, sides=first_difference(sides))
+    return said, not ran
 
 
 _SAID = """\
-Processes are about to run different programs as call {position}; nothing was run. The first \
-difference:
+Processes are about to run different programs as call {position}; {done}. The first difference:
 {sides}
 Every process has to call the same function, with arguments of the same structure, shapes and \
 dtypes and the same options, under the same version of JAX."""
@@ -78,9 +80,9 @@ def _judged(watch: Watch, team: Team, call: Entered, folder: str) -> dict[str, A
     while True:
         marks = {int(p): m for p, m in watch.store.all(f"{folder}/marks").items()}
         other = next((p for p in sorted(marks) if marks[p] != call.mark), None)
-        if other is not None:
-            return {"same": False, "show": [watch.process, other]}
         missing = [p for p in team.processes if p not in marks]
+        if other is not None:
+            return {"same": False, "show": [watch.process, other], "ran": inquiry.ran(missing)}
         if not missing:
             return {"same": True}
         if said := inquiry.about(missing):
@@ -129,6 +131,12 @@ class _Inquiry:
             if answer.get("mark") and answer["mark"] != self._call.mark:
                 return self._said(process, answer["then"])
         return ""
+
+    def ran(self, missing: Sequence[int]) -> list[int]:
+        """Those who saw nothing to agree upon, and run what they always ran here."""
+        position = self._call.position
+        answers = self._watch.roll_call(self._team.name, position, missing) if missing else {}
+        return sorted(p for p, answer in answers.items() if answer.get("agreed", 0) >= position)
 
     def _is_lost(self, process: int, now: float) -> bool:
         known = self._watch.known(process)

@@ -51,9 +51,9 @@ class Watch:
       lost: processes that are known to be lost.
     """
 
-    def __init__(self, store: Store, generation: str) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
-        self.root = f"jaxcoll/{generation}"
+        self.root = "jaxcoll"
         self.process = store.process
         self.members: dict[str, Member] = {}
         self.teams: dict[tuple[int, ...], Any] = {}
@@ -157,7 +157,6 @@ class Watch:
 
 
 _watch: Watch | None = None
-_generation = "0"
 _lock = threading.Lock()
 
 
@@ -169,18 +168,5 @@ def watch() -> Watch | None:
         return None
     with _lock:
         if _watch is None or not _watch.store.is_of(found):
-            _watch = Watch(found, _generation)
+            _watch = Watch(found)
         return _watch
-
-
-def begin_generation(name: str) -> None:
-    """Forget what was counted and agreed upon so far: every process of the next world calls this.
-
-    Args:
-      name: what no generation before it was called, the same on all its processes.
-    """
-    global _watch, _generation
-    with _lock:
-        old, _watch, _generation = _watch, None, name
-    if old is not None:
-        old.end()

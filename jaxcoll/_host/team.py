@@ -17,6 +17,7 @@ import jax
 from jaxcoll._compat_coordination import StoreUnreachableError
 from jaxcoll._host.agreement import agreed
 from jaxcoll._host.coordination import Watch, watch
+from jaxcoll._host.order import Order
 from jaxcoll._plan.errors import PeerLostError, ProgramMismatchError
 
 RECENT = 1 << 14
@@ -46,9 +47,9 @@ class Entered:
 class Team:
     """The processes of one mesh, this one among them.
 
-    Law: all of them run the same programs in the same order. A program that follows on another
-    for the first time is agreed upon before any of its data moves; the order in which programs
-    are repeated is compared after the fact, about once a second, by neighbours.
+    Law: all of them run the same programs in the same order. What follows on another program as it
+    never did before (see `Order`) is agreed upon before any of its data moves; all else is compared
+    after the fact, about once a second, by neighbours.
 
     Attributes:
       processes: their numbers, sorted.
@@ -64,7 +65,7 @@ class Team:
         self._watch = watch
         self._lock = threading.Lock()
         self._calls: deque[Entered] = deque([Entered(0, "", "nothing", 0)], maxlen=RECENT)
-        self._followed: set[tuple[str, str]] = set()
+        self._order = Order()
         self._agreed = self._calls[0]
         self._inside = False
         self._since = time.monotonic()
@@ -111,10 +112,10 @@ class Team:
             self._calls.append(call)
             self._inside, self._since = True, time.monotonic()
         try:
-            step = (before.mark, call.mark)
-            if not before.mark or step not in self._followed:  # "": at first, and after a refusal
+            asked = self._order.asks(call.mark)
+            if asked:
                 self._agree(program, call)
-                self._followed |= {step, (call.mark, call.mark)}
+            self._order.follow(call.mark, asked)
             self._agreed = call
             return program.compiled(*args, **kwargs)
         except StoreUnreachableError as error:
@@ -140,6 +141,7 @@ class Team:
             self.fail(ProgramMismatchError(said))
         with self._lock:  # nobody has run it, so that it has a number and changes nothing else
             self._calls[-1] = dataclasses.replace(self._calls[-2], position=call.position, mark="")
+        self._order.interrupt()
         raise ProgramMismatchError(said)
 
     def explained(self, error: Exception) -> Exception:
@@ -213,6 +215,7 @@ class Team:
             then = self._at(position)
             return {
                 "at": self.last.position,
+                "agreed": self._agreed.position,
                 "name": self.last.name,
                 "inside": self._inside,
                 "seconds": time.monotonic() - self._since,
