@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcoll._host.coordination import confirm
 from jaxcoll._host.files import replacing
 
 _ABOUT = "about.json"
@@ -22,7 +23,9 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
     """Write a pytree of arrays into one file.
 
     Law: the file is replaced in one step, once its bytes have reached the disk. A process that is
-    killed, or a disk that is full, leaves the checkpoint that was there.
+    killed, or a disk that is full, leaves the checkpoint that was there. Nothing is written once
+    processes turn out to have called programs in different orders (docs: hangs), which is asked
+    before.
 
     Args:
       path: the file; its folder is made. It is an `.npz` that `numpy.load` reads.
@@ -31,6 +34,7 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
 
     Raises:
       ValueError: a leaf is not held whole by this process, or is no array of numbers.
+      ProgramMismatchError: what the tree was computed by is not what others computed.
       OSError: it cannot be written; what was there is still there.
 
     Examples:
@@ -42,6 +46,7 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
       ([0.0, 1.0, 2.0], 7)
       >>> folder.cleanup()
     """
+    confirm()
     path = Path(path)
     leaves = {name: on_host(name, leaf) for name, leaf in _named(tree).items()}
     about = {

@@ -40,6 +40,10 @@ class Member(Protocol):
         """A beat has passed."""
         ...
 
+    def confirm(self) -> None:
+        """Raise if what was done so far is wrong."""
+        ...
+
 
 class Watch:
     """The bell of this process, and the thread that answers it.
@@ -53,7 +57,7 @@ class Watch:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.root = "jaxcoll"
+        self.root = "jaxcoll/watch"
         self.process = store.process
         self.members: dict[str, Member] = {}
         self.teams: dict[tuple[int, ...], Any] = {}
@@ -170,3 +174,15 @@ def watch() -> Watch | None:
         if _watch is None or not _watch.store.is_of(found):
             _watch = Watch(found)
         return _watch
+
+
+def confirm() -> None:
+    """Ask the processes that answer whether they ran the same programs as this one.
+
+    Raises:
+      ProgramMismatchError: they were not, so that results are wrong.
+    """
+    if _watch is not None:
+        with contextlib.suppress(StoreUnreachableError):
+            for member in list(_watch.members.values()):
+                member.confirm()

@@ -84,14 +84,15 @@ class _Job:
         bound = min(timeout_seconds, threading.TIMEOUT_MAX) if timeout_seconds else -1
         return self._open.acquire(timeout=bound)
 
-    def run(self) -> None:
+    def outcome(self) -> tuple[BaseException | None, Any]:
+        """Make the call."""
         try:
             result = self.call()
-            self.settle(None, jax.block_until_ready(result) if self.wait else result)
+            return None, jax.block_until_ready(result) if self.wait else result
         except (jax.errors.JaxRuntimeError, ValueError) as error:
-            self.settle(self.team.explained(error) if self.team else error)
+            return self.team.explained(error) if self.team else error, None
         except BaseException as error:
-            self.settle(error)
+            return error, None
 
 
 class _Worker:
@@ -126,13 +127,14 @@ class _Worker:
 
     def _work(self) -> None:
         while True:
-            job = self._jobs.get()
-            _worked.on = job
-            job.run()
+            job = _worked.on = self._jobs.get()
+            outcome = job.outcome()
             with self._lock:
                 self._pending.remove(job)
-            del job
             _worked.on = None
+            # The last that is done: whoever waits would wake only to wait for the interpreter.
+            job.settle(*outcome)
+            del job, outcome
 
 
 _worked = threading.local()

@@ -220,12 +220,33 @@ class Team:
                 "inside": self._inside,
                 "seconds": time.monotonic() - self._since,
                 "mark": then and then.mark,
+                "digest": then and then.digest,
                 "then": then and then.name,
             }
 
     def _at(self, position: int) -> Entered | None:
         back = self.last.position - position
         return self._calls[-1 - back] if 0 <= back < len(self._calls) else None
+
+    def confirm(self) -> None:
+        """Ask all others now for what a beat compares with one.
+
+        Raises:
+          ProgramMismatchError: they called other programs.
+        """
+        if self.failure:
+            raise self.failure
+        with self._lock:
+            now, here = self._agreed, self._watch.process
+        answers = self._watch.roll_call(self.name, now.position, self.others)
+        for process, answer in sorted(answers.items()):
+            if answer.get("digest") not in (None, now.digest):
+                called = f"{now.name} on process {here} and {answer['then']} on process {process}"
+                if answer["mark"] == now.mark:
+                    called = "the same there, and something before it was not"
+                failure = _disordered(f"call {now.position} was {called}")
+                self.fail(failure)
+                raise failure
 
     def beat(self, watch: Watch) -> None:
         """Tell how far this process is, and compare with the next one."""
@@ -266,13 +287,14 @@ class Team:
                         f"{neighbour}"
                     )
                     break
-        self.fail(
-            ProgramMismatchError(
-                f"Processes call programs in different orders: {said}. What these calls and those "
-                "after them returned is wrong. Every process has to make the same calls in the "
-                "same order."
-            )
-        )
+        self.fail(_disordered(said))
+
+
+def _disordered(said: str) -> ProgramMismatchError:
+    return ProgramMismatchError(
+        f"Processes call programs in different orders: {said}. What these calls and those after "
+        "them returned is wrong. Every process has to make the same calls in the same order."
+    )
 
 
 def _where(answer: dict[str, Any]) -> str:

@@ -78,10 +78,11 @@ def test_who_departs_from_a_known_order_is_stopped_before_anything_wrong_is_retu
             "run different programs as call 14. The first difference:\n"
             "process 0: `total` of float32[2,4]\nprocess 1: `double` of float32[2,4]"
         ) in said["afterwards"]["message"]
-    for said in (third, fourth):  # nobody asked: it is found out afterwards
-        assert said["afterwards"]["error"] == "ProgramMismatchError"
-        assert "in different orders: call " in said["afterwards"]["message"]
-        assert "`double` of float32[2,4]" in said["afterwards"]["message"]
+    for said in (third, fourth):  # nobody asked: it is found out before anything is saved
+        for found in (said["saved"], said["afterwards"]):
+            assert found["error"] == "ProgramMismatchError"
+            assert "in different orders: call 1" in found["message"]
+            assert "`double` of float32[2,4] on process" in found["message"]
 
 
 def test_a_late_process_is_named_with_the_collective_that_waits(faulty):
