@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import sys
 from collections.abc import Sequence
 
 import jaxcoll
@@ -41,4 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=summary, description=f"{summary}.".capitalize())
         importlib.import_module(module).add_arguments(command)
     arguments = parser.parse_args(argv)
-    return importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
+    try:
+        status = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read, as `head`, has read enough
+        # Python flushes once more when it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as of a program that SIGPIPE ended
+    return status
