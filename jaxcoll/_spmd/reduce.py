@@ -27,6 +27,7 @@ from jaxcoll._spmd.indexed_slices import IndexedSlices
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import alike, gathered, is_sparse
+from jaxcoll._spmd.verdict import Heard, told
 
 Invariant = Literal["error", "summed", "replicated"]
 
@@ -119,7 +120,7 @@ def all_reduce(
     plan = dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
     scope.record(plan)
     reduced = unpack(
-        _carry_out(plan, pack(arrays, plan.packs, leaves)),
+        _carry_out(plan, pack(arrays, plan.packs, leaves), scope.heard),
         plan.packs,
         leaves,
         one_kernel_a_shape=hiding_axis(axes) if world.platform == "cpu" else None,
@@ -146,7 +147,7 @@ def _settled(
     return after(before(leaf, recipe), recipe) if packed is None else packed
 
 
-def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
+def _carry_out(plan: Plan, packs: Sequence[jax.Array], heard: Heard) -> list[jax.Array]:
     """Each pack summed, by the stages that the plan has for it, and made the result."""
     sent, totals = [], []
     for k, (planned, array) in enumerate(zip(plan.packs, packs, strict=True)):
@@ -157,7 +158,7 @@ def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
                 array = _compat.ordered(array, after=totals[-1])
             sent.append(array)
             totals.append(algorithms.all_reduce(array, plan.stages(planned), recipe.axes))
-    bad = _corrupted(plan, sent, totals) if plan.checksum else {}
+    bad = _corrupted(plan, sent, totals, heard) if plan.checksum else {}
     results = []
     for k, (planned, total) in enumerate(zip(plan.packs, totals, strict=True)):
         recipe = cast(Recipe, planned.kind)
@@ -172,7 +173,7 @@ def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _corrupted(
-    plan: Plan, sent: Sequence[jax.Array], totals: Sequence[jax.Array]
+    plan: Plan, sent: Sequence[jax.Array], totals: Sequence[jax.Array], heard: Heard
 ) -> dict[int, jax.Array]:
     """For each pack that travels, how many replicas hold what cannot be its sum."""
     alike: dict[Any, list[int]] = {}
@@ -187,6 +188,7 @@ def _corrupted(
             found = checksum.corrupted(
                 [sent[k] for k in packs], [totals[k] for k in packs], over, replicas
             )
+            found = told(found, over, plan, packs, heard)
             bad.update({k: found[j] for j, k in enumerate(packs)})
     return bad
 
