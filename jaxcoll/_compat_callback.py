@@ -1,8 +1,11 @@
 """How a compiled program tells the host of numbers that should have been zero.
 
-JAX's own callbacks either have an effect, which not every loop, rule or cache takes and which only a
-barrier over all programs waits for, or run for each element of a `vmap`, or need a CPU device beside
-the others. Here it is a value that passes through: who uses it waits for it.
+JAX's own callbacks either have an effect, which not every loop, rule or cache takes and for which
+only a barrier over all programs waits, or run for each element of a `vmap`, or need a CPU device
+beside the others. Here it is a value that passes through: who uses it waits for it.
+
+Nobody is told by a program that is exported, or lowered for a platform that is not here, since JAX
+ties a callback to a process and its devices; nor on TPUs, where it was not tried.
 """
 
 from __future__ import annotations
@@ -23,8 +26,7 @@ def told(x: Any, group: Any, member: Any, hear: Hear) -> Any:
     """`x` itself; if any of its numbers is above zero, `hear` is called on each device's process.
 
     In a program that `jax.vmap` maps it is called once for all elements. Cost, while all are
-    zero: a branch that is not taken. A program with it is in no persistent compilation cache, and
-    cannot be exported.
+    zero: a branch that is not taken. JAX keeps no program with it in its persistent cache.
 
     Args:
       x: integers.
@@ -59,6 +61,21 @@ def _batched(args: Sequence[Any], dims: Sequence[int | None], *, hear: Hear) -> 
     return _told_p.bind(x, *scalars, hear=hear), None if dim is None else 0
 
 
+def _can_call_back(ctx: Any) -> bool:
+    module = ctx.module_context
+    if getattr(module.lowering_parameters, "for_export", False):
+        return False
+    try:
+        return module.get_backend().platform != "tpu"
+    except (ValueError, NotImplementedError):  # it is lowered for what is not here
+        return False
+
+
+def _told_lowering(ctx: Any, x: Any, *scalars: Any, hear: Hear) -> Any:
+    telling = mlir.lower_fun(_where_wrong, multiple_results=False)
+    return telling(ctx, x, *scalars, hear=hear) if _can_call_back(ctx) else [x]
+
+
 def _heard_lowering(ctx: Any, x: Any, group: Any, member: Any, *, hear: Hear) -> Any:
     results, _, _ = mlir.emit_python_callback(
         ctx,
@@ -75,9 +92,11 @@ def _heard_lowering(ctx: Any, x: Any, group: Any, member: Any, *, hear: Hear) ->
 
 
 _told_p = Primitive("told")
-_told_p.def_impl(lambda *args, hear: jax.jit(_told_p.bind, static_argnames="hear")(*args, hear=hear))
+_told_p.def_impl(
+    lambda *args, hear: jax.jit(_told_p.bind, static_argnames="hear")(*args, hear=hear)
+)
 _told_p.def_abstract_eval(lambda x, *_, hear: x)
-mlir.register_lowering(_told_p, mlir.lower_fun(_where_wrong, multiple_results=False))
+mlir.register_lowering(_told_p, _told_lowering)
 batching.primitive_batchers[_told_p] = _batched
 
 _heard_p = Primitive("heard")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ _reports: dict[Any, collections.Counter[int]] = {}
 
 def heard(
     found: tuple[Corruption, ...],
-    group: int,
+    group: Hashable,
     member: int,
     devices: frozenset[jax.Device] = frozenset(),
 ) -> None:
@@ -47,7 +47,7 @@ def heard(
 
     Args:
       found: what is wrong.
-      group: the replicas that reduce together.
+      group: for the replicas that reduce together.
       member: the replica among them.
       devices: those of the program; none: they are not known, as in a user's own.
     """

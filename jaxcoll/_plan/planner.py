@@ -96,9 +96,9 @@ def make_plan(
     if options.checksum:
         reasons.append(
             "checksum: every pack's sum is compared with one of at most 256 numbers, on all "
-            "replicas; a corrupted one comes back as NaN, of integers as their lowest value"
-            + "; sparse leaves have none"
-            * any(leaf.gathers for leaf in leaves)
+            "replicas; a corrupted one comes back as NaN, of integers as their lowest value, and "
+            + ("nobody is told, on TPUs" if world.platform == "tpu" else "the host is told")
+            + "; sparse leaves have none" * any(leaf.gathers for leaf in leaves)
         )
     return Plan(
         reduce_op,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from jaxcoll import _compat, _compat_callback
 from jaxcoll._plan.corruption import Corruption
 from jaxcoll._plan.plan import Plan
 
-Heard = Callable[[tuple[Corruption, ...], int, int], None]
+Heard = Callable[[tuple[Corruption, ...], Hashable, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,8 @@ class _Told:
     def __call__(self, wrong: np.ndarray, group: int, member: int) -> None:
         worst = wrong.reshape(-1, len(self.packs)).max(0)
         found = [(k, int(n)) for k, n in zip(self.packs, worst, strict=True) if n > 0]
-        self.heard(tuple(Corruption.of(self.plan, k, n) for k, n in found), group, member)
+        said = tuple(Corruption.of(self.plan, k, n) for k, n in found)
+        self.heard(said, (self.plan.world, group), member)
 
 
 def told(
@@ -42,8 +43,8 @@ def told(
       over: the axes that they were summed over.
       plan: what the packs belong to.
       packs: their numbers in it.
-      heard: called by each device with what was found, the number of the device's group of
-        replicas that reduce together, and its number in the group.
+      heard: called by each device with what was found, what tells the device's group of replicas
+        from others that reduce at the same place of a program, and its number in the group.
     """
     mapped = jax.sharding.get_abstract_mesh().manual_axes
     others = tuple(a for a in mapped if a not in over)
