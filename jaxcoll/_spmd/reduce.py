@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
@@ -16,11 +17,12 @@ from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
 from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packing import PackingRule
+from jaxcoll._plan.packing import Pack, PackingRule
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.planner import make_plan
+from jaxcoll._plan.planner import make_plan, stages_of_checksum
 from jaxcoll._plan.world import World
 from jaxcoll._spmd import algorithms, checksum
+from jaxcoll._spmd.algorithms import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.indexed_slices import IndexedSlices
@@ -186,11 +188,21 @@ def _corrupted(
         replicas = count({a: lax.axis_size(a) for a in over})
         with jax.named_scope(f"{plan.name}/checksum"):
             found = checksum.corrupted(
-                [sent[k] for k in packs], [totals[k] for k in packs], over, replicas
+                [sent[k] for k in packs],
+                [totals[k] for k in packs],
+                over,
+                replicas,
+                functools.partial(_added, plan, plan.packs[packs[0]]),
             )
             found = told(found, over, plan, packs, heard)
             bad.update({k: found[j] for j, k in enumerate(packs)})
     return bad
+
+
+def _added(plan: Plan, planned: Pack, few: jax.Array) -> jax.Array:
+    """The sum of few numbers over the replicas over which a pack is summed."""
+    stages = stages_of_checksum(plan, planned, few.size, np.dtype(few.dtype))
+    return all_reduce_by(few, stages, cast(Recipe, planned.kind).axes)
 
 
 def _recipe(
