@@ -51,6 +51,7 @@ from jaxcoll._plan.errors import AlreadyReducedError as AlreadyReducedError
 from jaxcoll._plan.errors import DeadlineExceededError as DeadlineExceededError
 from jaxcoll._plan.errors import PeerLostError as PeerLostError
 from jaxcoll._plan.errors import ProgramMismatchError as ProgramMismatchError
+from jaxcoll._plan.errors import ReductionCorruptedError as ReductionCorruptedError
 from jaxcoll._plan.errors import ReductionInLoopWarning as ReductionInLoopWarning
 from jaxcoll._plan.errors import ReplicaDivergenceError as ReplicaDivergenceError
 from jaxcoll._plan.options import UNSET as UNSET

@@ -67,15 +67,17 @@ def all_reduce_program(
         taken = [_route_of(leaf, routes) for leaf in leaves]
         results: dict[int, Any] = {}
         for k, route in enumerate(routes):
-            members = [i for i, taker in enumerate(taken) if taker == k]
+            mine = [leaf if taker == k else None for leaf, taker in zip(leaves, taken, strict=True)]
             sums = reduce.all_reduce(
                 reduce_op,
-                [leaves[i] for i in members],
+                treedef.unflatten(mine),  # so that messages have the leaves' own names
                 axes,
                 scope=dataclasses.replace(scope, options=route.options),
                 invariant="replicated",
                 packing=route.packing,
             )
+            members = [i for i, taker in enumerate(taken) if taker == k]
+            sums = jax.tree.leaves(sums, is_leaf=is_sparse)
             results.update(zip(members, sums, strict=True))
         tree = treedef.unflatten([results[i] for i in range(len(leaves))])
         return [Mirrored.of(total) for total in tree]

@@ -266,7 +266,15 @@ class CrossDeviceOps(abc.ABC):
             with no_mesh():
                 call = self._prepare(op, moving, said)
                 across = [d for r in moving for d in r.value.devices]
-                results = iter(finished(call, said.timeout_seconds, what, across=across))
+                results = iter(
+                    finished(
+                        call,
+                        said.timeout_seconds,
+                        what,
+                        across=across,
+                        checksum=said.checksum,
+                    )
+                )
         return [r.value[0] if r.is_in_place(op) else next(results) for r in reductions]
 
 

@@ -71,6 +71,7 @@ def data_parallel(
       ValueError: an argument is invalid, the mesh is empty, lists a device twice or lacks the
         axis; on a call, a batch that does not divide, or an output that varies.
       DeadlineExceededError: on a call, `timeout_seconds` passed.
+      ReductionCorruptedError: on a call, a checksum found a wrong sum.
 
     Examples:
       >>> import numpy as np
@@ -185,7 +186,13 @@ class DataParallel:
                 told=self._told,
             )
             what = f"Call {self._calls} of `{name}`"
-            return finished(call, deadline, what, across=self._devices)
+            return finished(
+                call,
+                deadline,
+                what,
+                across=self._devices,
+                checksum=self._options.checksum,
+            )
 
     def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:
         """This step on a cluster that is not here: to be traced and lowered, not to be called.

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxcoll._host.corruption import listening
 from jaxcoll._host.program import Program, compiled_for
 from jaxcoll._host.team import Team, team_of
 from jaxcoll._plan.errors import DeadlineExceededError
@@ -143,9 +144,14 @@ _workers: dict[str, _Worker] = {}
 
 
 def finished(
-    call: Callable[[], Any], timeout_seconds: float | None, what: str, *, across: Devices = ()
+    call: Callable[[], Any],
+    timeout_seconds: float | None,
+    what: str,
+    *,
+    across: Devices = (),
+    checksum: bool = False,
 ) -> Any:
-    """`call()`, waited for to the end if there is a deadline.
+    """`call()`, waited for to the end if there is a deadline, or a checksum.
 
     The call itself is made in a thread, because a backend may run a program while it
     dispatches it, as XLA's CPU does in a process with one device; and over several processes
@@ -156,6 +162,7 @@ def finished(
       timeout_seconds: seconds; None and 0 mean no deadline, and then nothing is waited for.
       what: what is named in the message.
       across: the devices of the mesh, as for `prepared`.
+      checksum: whether to listen for corrupted reductions over these devices.
 
     Returns:
       What `call` returns.
@@ -166,7 +173,10 @@ def finished(
       DeadlineExceededError: it took longer; it names the processes that did not arrive. The wait
         is given up, not the program: it ends when it can, and the process stays usable. What is
         called next over the same processes begins after that.
+      ReductionCorruptedError: a reduction was corrupted.
     """
+    if checksum:
+        call = functools.partial(listening, call, what, across)
     team = team_of(across)
     name = team.name if team else ""
     worker = _workers.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import time
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcoll._compat_coordination import leave_coordinator, store
 from jaxcoll._host.checkpoint import restore_checkpoint, save_checkpoint
+from jaxcoll._host.corruption import listening
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.decision import CoordinatorLostError, Decision, RegroupError, rank_of
@@ -61,7 +63,7 @@ class Elastic:
     or do not finish a step in time, the others agree on the last step that all of them finished,
     build a mesh of their own devices, and go on from there: with bits equal on all of them, which
     is checked, and equal to those of a run that had the smaller world from that step. A mean is
-    then one over fewer replicas.
+    then one over fewer replicas. A step whose checksum finds a wrong sum is done again, once.
 
     A worker that was started again, or one that `max_workers` left over, is taken in at the next
     multiple of ten steps, or when another is lost, and is given the state. JAX fixes the number of
@@ -321,7 +323,10 @@ class _Run:
                 first, self._programs[kind] = not self._programs, lowered.compile()
                 if first:
                     self._crew.gather("compiled", "")
-            return lambda: self._programs[kind](state, rows)
+            call = functools.partial(self._programs[kind], state, rows)
+            if not self._twin._options.checksum:
+                return call
+            return functools.partial(listening, call, "A step", tuple(self._mesh.devices.flat))
 
     def _report_and_save(self, finished: int, metrics: Any, first: bool) -> None:
         trainer = self._trainer

@@ -153,7 +153,13 @@ class StrategyExtended:
             call = prepared(
                 program, said.timeout_seconds, placed, across=devices, told=repr(carried)
             )
-            result = finished(call, said.timeout_seconds, f"`{caller}`", across=devices)
+            result = finished(
+                call,
+                said.timeout_seconds,
+                f"`{caller}`",
+                across=devices,
+                checksum=said.checksum,
+            )
             return _joined(result) if isinstance(value, DistributedValues) else result
 
     def _check(self, method: str, instead: str) -> None:

@@ -134,6 +134,7 @@ class Strategy:
           RuntimeError: called in a replica function.
           ValueError: an argument is none of what it may be, or lies on other devices.
           DeadlineExceededError: `timeout_seconds` passed.
+          ReductionCorruptedError: a checksum found a wrong sum.
 
         Examples:
           >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
@@ -167,7 +168,11 @@ class Strategy:
             )
             name = getattr(fn, "__name__", type(fn).__name__)
             return finished(
-                call, said.timeout_seconds, f"`{caller}` of `{name}`", across=self._devices
+                call,
+                said.timeout_seconds,
+                f"`{caller}` of `{name}`",
+                across=self._devices,
+                checksum=said.checksum,
             )
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:

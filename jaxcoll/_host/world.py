@@ -9,6 +9,7 @@ import math
 import jax
 import numpy as np
 
+from jaxcoll._host.corruption import heard
 from jaxcoll._host.program import remember
 from jaxcoll._host.terms import terms_here
 from jaxcoll._plan.topology import Topology
@@ -20,7 +21,7 @@ _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 def scope_here() -> Scope:
     """The scope that a jaxcoll program set, or one read from JAX where there is none."""
-    return current() or Scope(world=ambient_world, terms=terms_here)
+    return current() or Scope(world=ambient_world, terms=terms_here, heard=heard)
 
 
 def ambient_world(axes: dict[str, int]) -> World:
@@ -107,7 +108,12 @@ def mesh_scope(mesh: jax.sharding.Mesh) -> Scope:
         here = {name: size for name, size in axes if name in mesh.axis_names}
         return dataclasses.replace(mesh_world(mesh, here), sizes=tuple(size for _, size in axes))
 
-    return Scope(world=lambda axes: known(tuple(axes.items())), terms=terms_here, record=remember)
+    return Scope(
+        world=lambda axes: known(tuple(axes.items())),
+        terms=terms_here,
+        record=remember,
+        heard=functools.partial(heard, devices=frozenset(mesh.devices.flat)),
+    )
 
 
 def _host(device: jax.Device) -> int:

@@ -198,7 +198,8 @@ class CommunicationOptions:
         in these three.
       checksum: every sum is compared with a checksum of what was put in. A pack that is
         corrupted on any replica comes back as NaN on all (integers: as their lowest value;
-        unsigned: as their highest). `reduce_scatter` and `all_gather` refuse it. See the page on
+        unsigned: as their highest); a call between programs waits for its result and raises
+        `ReductionCorruptedError`. `reduce_scatter` and `all_gather` refuse it. See the page on
         hangs for what it finds and what it costs.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
@@ -16,17 +17,19 @@ from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
 from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packing import PackingRule
+from jaxcoll._plan.packing import Pack, PackingRule
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.planner import make_plan
+from jaxcoll._plan.planner import make_plan, stages_of_checksum
 from jaxcoll._plan.world import World
 from jaxcoll._spmd import algorithms, checksum
+from jaxcoll._spmd.algorithms import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.indexed_slices import IndexedSlices
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import alike, gathered, is_sparse
+from jaxcoll._spmd.verdict import Heard, told
 
 Invariant = Literal["error", "summed", "replicated"]
 
@@ -119,7 +122,7 @@ def all_reduce(
     plan = dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
     scope.record(plan)
     reduced = unpack(
-        _carry_out(plan, pack(arrays, plan.packs, leaves)),
+        _carry_out(plan, pack(arrays, plan.packs, leaves), scope.heard),
         plan.packs,
         leaves,
         one_kernel_a_shape=hiding_axis(axes) if world.platform == "cpu" else None,
@@ -146,7 +149,7 @@ def _settled(
     return after(before(leaf, recipe), recipe) if packed is None else packed
 
 
-def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
+def _carry_out(plan: Plan, packs: Sequence[jax.Array], heard: Heard) -> list[jax.Array]:
     """Each pack summed, by the stages that the plan has for it, and made the result."""
     sent, totals = [], []
     for k, (planned, array) in enumerate(zip(plan.packs, packs, strict=True)):
@@ -157,7 +160,7 @@ def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
                 array = _compat.ordered(array, after=totals[-1])
             sent.append(array)
             totals.append(algorithms.all_reduce(array, plan.stages(planned), recipe.axes))
-    bad = _corrupted(plan, sent, totals) if plan.checksum else {}
+    bad = _corrupted(plan, sent, totals, heard) if plan.checksum else {}
     results = []
     for k, (planned, total) in enumerate(zip(plan.packs, totals, strict=True)):
         recipe = cast(Recipe, planned.kind)
@@ -172,7 +175,7 @@ def _carry_out(plan: Plan, packs: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _corrupted(
-    plan: Plan, sent: Sequence[jax.Array], totals: Sequence[jax.Array]
+    plan: Plan, sent: Sequence[jax.Array], totals: Sequence[jax.Array], heard: Heard
 ) -> dict[int, jax.Array]:
     """For each pack that travels, how many replicas hold what cannot be its sum."""
     alike: dict[Any, list[int]] = {}
@@ -185,10 +188,21 @@ def _corrupted(
         replicas = count({a: lax.axis_size(a) for a in over})
         with jax.named_scope(f"{plan.name}/checksum"):
             found = checksum.corrupted(
-                [sent[k] for k in packs], [totals[k] for k in packs], over, replicas
+                [sent[k] for k in packs],
+                [totals[k] for k in packs],
+                over,
+                replicas,
+                functools.partial(_added, plan, plan.packs[packs[0]]),
             )
+            found = told(found, over, plan, packs, heard)
             bad.update({k: found[j] for j, k in enumerate(packs)})
     return bad
+
+
+def _added(plan: Plan, planned: Pack, few: jax.Array) -> jax.Array:
+    """The sum of few numbers over the replicas over which a pack is summed."""
+    stages = stages_of_checksum(plan, planned, few.size, np.dtype(few.dtype))
+    return all_reduce_by(few, stages, cast(Recipe, planned.kind).axes)
 
 
 def _recipe(

@@ -21,6 +21,7 @@ from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.presets import preset
 from jaxcoll._plan.terms import Terms
 from jaxcoll._plan.world import World
+from jaxcoll._spmd.verdict import Heard
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,6 +33,7 @@ class Scope:
       terms: what a world costs, for the plans' choices and predictions.
       options: defaults under the options of each call.
       record: told each plan as it is carried out.
+      heard: told by each device, when a program runs, which packs were corrupted; see `verdict.py`.
       marked: axes along which no type, but a mark, says that results are equal (see
         `replication.py`).
     """
@@ -40,6 +42,7 @@ class Scope:
     terms: Callable[[World], Terms] = preset
     options: CommunicationOptions = CommunicationOptions()
     record: Callable[[Plan], None] = lambda plan: None
+    heard: Heard = lambda found, group, member: None
     marked: frozenset[str] = frozenset()
 
     def merged(self, options: CommunicationOptions | None) -> Scope:

@@ -21,6 +21,10 @@ import numpy as np  # noqa: E402
 import jaxcoll as jc  # noqa: E402
 from jaxcoll._host import coordination, order  # noqa: E402
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
+
+from cases import HUGE, corrupt_huge_sums  # noqa: E402
+
 WATCH = coordination.watch()
 RANK = WATCH.process
 HURRIED = jc.CommunicationOptions(timeout_seconds=1.5)
@@ -56,6 +60,7 @@ def attempt(name, call):
             "error": type(error).__name__,
             "message": str(error),
             "ranks": list(getattr(error, "ranks", ())),
+            "packs": getattr(error, "packs", {}),
         }
     said["seconds"] = time.monotonic() - start
     print("FAULT " + json.dumps({"fault": name, **said}), flush=True)
@@ -141,6 +146,39 @@ def losses():
     if RANK == 1:
         sys.exit()
     attempt("ended", lambda: step.on(of([0, 1]))(jnp.ones((1, 5))))
+
+
+def corrupted():
+    """Sums with a huge number are wrong on one process; which numbers are huge is data."""
+    corrupt_huge_sums(setattr)
+    checksum = jc.CommunicationOptions(checksum=True)
+
+    def both(x):
+        return jc.all_reduce("sum", {"w": x[0], "b": {"c": x[0, :2]}}, "data")
+
+    plain = jc.data_parallel(both, options=checksum)
+    bounded = jc.data_parallel(both, options=checksum.replace(timeout_seconds=30))
+    huge = 10 * HUGE * ones() if RANK == 1 else ones()
+    for name, f in {"step": plain, "deadline": bounded}.items():
+        attempt(f"{name} before", lambda f=f: f(ones()))
+        attempt(name, lambda f=f: f(huge))
+        attempt(f"{name} afterwards", lambda f=f: f(ones()))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    rows = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    value = jc.PerReplica.from_global({"w": jax.make_array_from_process_local_data(rows, huge)})
+    attempt("op", lambda: jc.NcclAllReduce().reduce("sum", value, value, options=checksum).tree)
+
+    @jc.data_parallel(batch_argnums=1, options=checksum)
+    def train(w, x):
+        return w + jc.all_reduce("sum", {"w": x[0]}, "data")["w"], jnp.float32(0)
+
+    for name, times in {"elastic": 0, "elastic once more": 1, "elastic again": 2}.items():
+        batches = iter([ones(), *[huge] * times, ones(), ones()])
+        trainer = jc.Elastic(train, np.zeros(4, "f"), timeout_seconds=30)
+        attempt(
+            name, lambda trainer=trainer, batches=batches: trainer.run(lambda *_: next(batches), 3)
+        )
+    meet("end")
 
 
 def of(processes):

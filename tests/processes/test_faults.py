@@ -114,3 +114,22 @@ def test_the_dead_and_the_stopped_are_named_on_every_survivor_which_go_on(faulty
         assert said[rank]["two"]["sum"] == 2
     assert said[0]["ended"]["error"] == "PeerLostError"
     assert "process 1 has ended" in said[0]["ended"]["message"]
+
+
+def test_a_corrupted_sum_is_named_on_every_process_which_go_on(faulty):
+    for said in faulty("corrupted", 2, ends=(0, 1)):
+        for name, what in {
+            "step": "Call 2 of `both`",
+            "deadline": "Call 2 of `both`",
+            "op": "`NcclAllReduce.reduce` (SUM of 1 value)",
+            "elastic again": "A step",
+        }.items():
+            wrong = said[name]
+            assert wrong["error"] == "ReductionCorruptedError", wrong
+            ((pack, leaves),) = wrong["packs"].items()
+            assert f"{what} was corrupted: " in wrong["message"]
+            assert f"in {pack} of {leaves}, on 1 of 2 replicas." in wrong["message"]
+            assert "['w']" in leaves
+        for name in ("step", "deadline"):
+            assert said[f"{name} before"]["sum"] == said[f"{name} afterwards"]["sum"] == 2
+        assert said["elastic"]["sum"] == said["elastic once more"]["sum"] == 6

@@ -180,12 +180,12 @@ def test_a_step_whose_gradients_are_corrupted_returns_what_all_finite_sees(monke
 
     def make():
         def step(w, x):
-            loss, grad = jc.value_and_grad(lambda w, x: ((x @ w) ** 2).mean(), axis_name="data")(
-                w, x
-            )
+            loss, grad = jc.value_and_grad(
+                lambda w, x: ((x @ w) ** 2).mean(), axis_name="data", options=options
+            )(w, x)
             return loss, grad, jc.all_finite(grad)
 
-        return jc.data_parallel(step, mesh=mesh_of(4), options=options)
+        return jc.data_parallel(step, mesh=mesh_of(4))
 
     w, x = np.ones(40, np.float32), np.asarray(noise(8, 40), np.float32)
     assert make()(w, x)[2]
