@@ -147,7 +147,8 @@ class DataParallel:
         return tuple(self.mesh.devices.flat)
 
     @functools.cached_property
-    def _told(self) -> str:
+    def told(self) -> str:
+        """The options that processes have to have in common, in words."""
         return repr(self._options.replace(timeout_seconds=UNSET))
 
     @functools.cached_property
@@ -182,7 +183,7 @@ class DataParallel:
                 args,
                 kwargs,
                 across=self._devices,
-                told=self._told,
+                told=self.told,
             )
             what = f"Call {self._calls} of `{name}`"
             return finished(call, deadline, what, across=self._devices)

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxcoll._host.crew import BEAT_SECONDS, LOST_SECONDS, Crew
+from jaxcoll._host.beats import BEAT_SECONDS, LOST_SECONDS
+from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import RegroupError
 
 _left: list[threading.Thread] = []

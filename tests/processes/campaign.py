@@ -200,6 +200,16 @@ FAULTS = [
         for odd in ("shape", "dtype", "options")
     ),
     Fault("plain step: a call is skipped", 2, (), "PeerLostError", others={1: "trained"}, job="plain", spec={"odd": "skip"}),
+    *(
+        Fault(f"another {odd} on one", 3, (), "ProgramMismatchError", words, "odd_elastic", spec={"odd": odd})
+        for odd, words in (
+            ("function", "process 1: program `<lambda>`"),
+            ("options", "process 1: options CommunicationOptions(algorithm='ring')"),
+            ("rows", "process 0: argument args[1][0]: float32[24,16]\nprocess 1: argument args[1][0]: float32[12,16]"),
+            ("slow rows", "bring different programs to step 20"),
+            ("steps", "process 0: program `step`\nprocess 1: no program: its training ends here"),
+        )
+    ),
 ]  # fmt: skip
 
 
