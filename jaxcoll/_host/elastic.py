@@ -25,7 +25,7 @@ from jaxcoll._host.initialize import outlives_processes
 from jaxcoll._host.local_keys import LocalKeys
 from jaxcoll._host.mesh import line_of
 from jaxcoll._host.relay import when_coordinator_is_lost
-from jaxcoll._plan.errors import PeerLostError
+from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
 
 _LOG = logging.getLogger("jaxcoll")
 _JOIN_EVERY = 10  # steps between two looks for workers who want to be taken in
@@ -173,7 +173,7 @@ class Elastic:
         )
         try:
             crew.meet()
-            jax.devices()  # JAX exchanges them among all processes when they are first asked for
+            _exchange_devices()
             with when_coordinator_is_lost(crew.lose_coordinator):
                 return _Run(self, crew, batches, steps).run()
         except CoordinatorLostError:
@@ -323,6 +323,16 @@ class _Run:
             trainer._save(finished)
         except OSError as error:
             _LOG.warning("%s %s", error, " ".join(getattr(error, "__notes__", ())))
+
+
+def _exchange_devices() -> None:
+    """Have JAX tell all processes of all devices, which it does when they are first asked for."""
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        if isinstance(error.__context__, DeadlineExceededError):
+            raise error.__context__ from None
+        raise
 
 
 def _devices(ranks: tuple[int, ...]) -> list[jax.Device]:

@@ -210,6 +210,10 @@ FAULTS = [
             ("steps", "process 0: program `step`\nprocess 1: no program: its training ends here"),
         )
     ),
+    Fault("SIGKILL while connecting", 3, ((1, "while connecting", "SIGKILL"),), "DeadlineExceededError",
+          "process 1 ended meanwhile", spec={"arrival": 5}),
+    Fault("SIGKILL before there are devices", 3, ((1, "after the meeting", "SIGKILL"),), "RuntimeError",
+          "Process 1 of 3 did not begin to use devices within 5 s", "plain", spec={"arrival": 5}),
 ]  # fmt: skip
 
 

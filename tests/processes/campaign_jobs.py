@@ -158,6 +158,8 @@ def plain():
 
 
 injected("before the meeting")
+connect = jax.distributed.initialize
+jax.distributed.initialize = lambda *a, **k: (injected("while connecting"), connect(*a, **k))
 try:
     jc.initialize(initialization_timeout=SPEC.get("arrival", 20), rejoin=AGAIN)
     injected("after the meeting")
