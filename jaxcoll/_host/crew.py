@@ -138,7 +138,7 @@ class Crew:
           DeadlineExceededError: some did not come in time; they are named.
           CoordinatorLostError: nobody can be asked.
         """
-        self._tell(lambda: self.store.set(f"{self._root}/here/{self.store.process}", self.name))
+        self.publish("here", self.name)
         until = time.monotonic() + self._startup
         while len(here := self._all(f"{self._root}/here")) < self.store.processes:
             self._answers.check()
@@ -217,6 +217,14 @@ class Crew:
             elif time.monotonic() > until:
                 self.ask(f"{words(missing)} did not come within {self._startup:g} s", late=True)
             self.woken.wait(_POLL_SECONDS)
+
+    def publish(self, what: str, value: str) -> None:
+        """Say something for the whole run."""
+        self._tell(lambda: self.store.set(f"{self._root}/{what}/{self.store.process}", value))
+
+    def published(self, what: str) -> list[str]:
+        """What every worker of the run has said by then."""
+        return list(self._all(f"{self._root}/{what}").values())
 
     def observe(self) -> None:
         """Look at everybody's beat."""

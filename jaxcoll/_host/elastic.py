@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -14,12 +15,13 @@ import jax
 import numpy as np
 
 from jaxcoll._compat_coordination import leave_coordinator, store
+from jaxcoll._host import gloo
 from jaxcoll._host.checkpoint import restore_checkpoint, save_checkpoint
 from jaxcoll._host.compiled_steps import CompiledSteps, mismatch
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.decision import CoordinatorLostError, Decision, RegroupError, rank_of
-from jaxcoll._host.given_up import leave_behind, outcome_of
+from jaxcoll._host.given_up import are_left, leave_behind, outcome_of
 from jaxcoll._host.held_state import HeldState
 from jaxcoll._host.initialize import outlives_processes
 from jaxcoll._host.local_keys import LocalKeys
@@ -212,9 +214,11 @@ class _Run:
         self._failed: Any = None
         self._began = 0.0
         self._change: WorldChange | None = None
-        self._unsaved: OSError | None = None
+        self._gloo: list[gloo.Address] = []
+        self._before: set[Any] = set()
 
     def run(self) -> Any:
+        self._crew.publish("gloo", json.dumps(gloo.listening()))
         entered = self._crew.enter(self._state.finished)
         if entered is None:
             return None
@@ -224,7 +228,11 @@ class _Run:
                 self._train(decision, self._settle(decision))
                 self._crew.finish()
                 break
-            except RegroupError:
+            except BaseException as error:
+                if are_left():
+                    gloo.shut(gloo.connections(self._gloo) - self._before)
+                if not isinstance(error, RegroupError):
+                    raise
                 self._began = time.monotonic()
                 self._change = None
                 decision = self._crew.decide(self._state.finished, self._state.held)
@@ -264,6 +272,8 @@ class _Run:
         axis = self._trainer._step.axis_name
         assert isinstance(axis, str)
         mesh = line_of(_devices(decision.ranks), axis)
+        self._gloo = [tuple(at) for said in self._crew.published("gloo") for at in json.loads(said)]
+        self._before = gloo.connections(self._gloo)
         self._compiled = CompiledSteps(self._trainer._step, mesh, self._crew)
         self._state.settle(decision, self._crew, mesh)
         return self._compiled
