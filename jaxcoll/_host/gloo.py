@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -44,7 +45,7 @@ def connections(listening: Iterable[Address]) -> set[tuple[int, Address, Address
 def shut(lines: Iterable[tuple[int, Address, Address]]) -> None:
     """End connections, if they are still there."""
     for fd, *ends in lines:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as line:
+        with contextlib.suppress(OSError), _socket(fd) as line:
             if [_address(line.getsockname()), _address(line.getpeername())] == ends:
                 line.shutdown(socket.SHUT_RDWR)
 
@@ -56,9 +57,20 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
     except OSError:
         return
     for fd in descriptors:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as line:
+        with contextlib.suppress(OSError), _socket(fd) as line:
             if line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM:
                 yield fd, line
+
+
+def _socket(fd: int) -> socket.socket:
+    """A descriptor's socket, by a descriptor of its own.
+
+    Raises:
+      OSError: it is closed, or is no socket.
+    """
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        raise OSError(f"{fd} is no socket")
+    return socket.socket(fileno=os.dup(fd))
 
 
 def _address(name: Any) -> Address:

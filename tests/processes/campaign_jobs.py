@@ -65,7 +65,7 @@ def batches(at, rank, world):
     if world < SPEC.get("until", world + 1):  # give a newcomer time to start
         time.sleep(SPEC.get("pause", 0.0))
     rng = np.random.default_rng((at, rank))
-    n = 4 if at >= 20 and RANK == 1 and SPEC["odd"] in ("rows", "slow rows") else 8
+    n = 4 if at >= 20 and RANK == 1 and SPEC.get("odd") in ("rows", "slow rows") else 8
     if n == 4:
         print("FAULT " + json.dumps([time.time()]), flush=True)
     return rng.standard_normal((n, 16)).astype("f"), rng.standard_normal(n).astype("f")
@@ -73,7 +73,7 @@ def batches(at, rank, world):
 
 def odd_elastic():
     """The same with another step, or number of steps, on one process."""
-    odd = RANK == 1 and SPEC["odd"]
+    odd = RANK == 1 and SPEC.get("odd")
 
     def slow(state, batch):
         if batch[1].shape == (4,):
