@@ -214,7 +214,13 @@ class _Coordinator:
         connection.close()
         del self._lines[connection]
         rank = self._members.pop(connection, None)
-        if rank is not None and self._service is None:
+        if rank is None:
+            return
+        if self._service is not None:
+            for other in self._members:  # whoever has no use for it does not read it
+                with contextlib.suppress(OSError):
+                    other.sendall(json.dumps({"ended": rank}).encode() + b"\n")
+        else:
             who = self._arrivals.present[rank]["who"]
             wrong = (
                 f"process {rank} ({who}) ended before all {self._arrivals.expected} had arrived."

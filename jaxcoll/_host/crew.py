@@ -9,15 +9,18 @@ learns it. Messages are JSON.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxcoll._compat_coordination import StoreUnreachableError
+from jaxcoll._host.answers import Answers
+from jaxcoll._host.beats import BEAT_SECONDS, ENDED, Beats, Doing, beat, out_of_step
 from jaxcoll._host.decision import (
     CoordinatorLostError,
     Decision,
@@ -30,13 +33,8 @@ from jaxcoll._host.decision import (
 )
 from jaxcoll._plan.errors import DeadlineExceededError
 
-BEAT_SECONDS = 0.5
-"""How often a worker says that it lives."""
-
-LOST_SECONDS = 2.0
-"""A worker whose beat stands still for so long is taken for dead, once something has gone wrong."""
-
 _POLL_SECONDS = 0.02
+_SHOW_SECONDS = 1.0  # how long the lines of another worker's program are waited for
 
 
 class Keys(Protocol):
@@ -59,7 +57,7 @@ class Crew:
     Attributes:
       name: of this worker.
       decision: what the present generation began with; None: it belongs to none yet.
-      threads: those of its own that may be left waiting for a coordinator that has died.
+      doing: the step that this worker is in, of which its beat tells the others.
       woken: set whenever something has happened that a waiting worker should look at.
     """
 
@@ -73,21 +71,28 @@ class Crew:
         self._root = root
         self._patience, self._startup = patience, startup
         self._most = most or store.processes
-        self._asked = self._unreachable = self._ended = False
+        self._asked = self._ended = False
         self._lock = threading.Lock()
-        self._told = threading.Event()
-        self._beats: dict[str, tuple[str, float, bool]] = {}
+        self._answers = Answers(self.woken.set)
+        self._tell = self._answers.to
+        self.doing = Doing(-1, -1)
+        self._beats = Beats()
         self._store_beat(0)
-        self.threads = [threading.Thread(target=self._listen, name="jaxcoll-crew", daemon=True)]
-        self.threads[0].start()
+        self._listener = threading.Thread(target=self._listen, name="jaxcoll-crew", daemon=True)
+        self._listener.start()
 
     def close(self) -> None:
         """Be heard no more: others take it for gone at once."""
         self._ended = True
         with contextlib.suppress(CoordinatorLostError, RuntimeError):
-            self._tell(lambda: self.store.set(f"{self._root}/beat/{self.name}", "ended"))
+            self._tell(lambda: self.store.set(f"{self._root}/beat/{self.name}", ENDED))
         # A thread that waits in the client while Python ends would take it down.
-        self.threads[0].join(0.0 if self._unreachable else 3 * BEAT_SECONDS)
+        self._listener.join(0.0 if self._answers.lost else 3 * BEAT_SECONDS)
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Those of its own that may be left waiting for a coordinator that has died."""
+        return [self._listener, *self._answers.left]
 
     @property
     def number(self) -> int:
@@ -101,16 +106,13 @@ class Crew:
           RegroupError: somebody asked for a new one.
           CoordinatorLostError: there will be none.
         """
-        if self._unreachable:
-            raise CoordinatorLostError
+        self._answers.check()
         if self._asked:
             raise RegroupError
 
     def lose_coordinator(self) -> None:
         """Tell whoever waits that nobody answers any more."""
-        self._unreachable = True
-        self._told.set()
-        self.woken.set()
+        self._answers.lose()
 
     def ask(self, why: str, late: bool = False) -> None:
         """End this generation on all its members.
@@ -136,11 +138,10 @@ class Crew:
           DeadlineExceededError: some did not come in time; they are named.
           CoordinatorLostError: nobody can be asked.
         """
-        self._tell(lambda: self.store.set(f"{self._root}/here/{self.store.process}", self.name))
+        self.publish("here", self.name)
         until = time.monotonic() + self._startup
         while len(here := self._all(f"{self._root}/here")) < self.store.processes:
-            if self._unreachable:
-                raise CoordinatorLostError
+            self._answers.check()
             if time.monotonic() > until:
                 absent = [r for r in range(self.store.processes) if str(r) not in here]
                 raise DeadlineExceededError(
@@ -163,7 +164,7 @@ class Crew:
             decision = self._decided(step, (step,))
         else:
             decision = self._read(0)
-        while self.name not in decision.members:
+        while self.name not in decision.members and not decision.differ:
             if decision.ended:
                 return None
             decision = self._waited(decision.number + 1)
@@ -190,12 +191,13 @@ class Crew:
             == "join"
         )
 
-    def gather(self, what: str, value: str) -> dict[str, str]:
+    def gather(self, what: str, value: str, *, same: bool = False) -> dict[str, str]:
         """What every member says, or the end of this generation: a barrier.
 
         Args:
           what: the same on all members, once in a generation.
           value: what this one says.
+          same: all have to say the same, and to be doing what this worker does.
         """
         assert self.decision is not None
         self._tell(lambda: self.store.set(self._key(self.number, f"{what}/{self.name}"), value))
@@ -204,23 +206,48 @@ class Crew:
             self.check()
             said = self._all(self._key(self.number, what))
             missing = [m for m in self.decision.members if m not in said]
-            if not missing:
+            if not missing and not (same and len(set(said.values())) > 1):
                 return said
             self.observe()
-            silent = [m for m in missing if self._is_silent(m)]
-            if silent:
+            silent = [m for m in missing if self._beats.is_silent(m)]
+            if not missing or (same and self._out_of_step({self.name: self.doing})):
+                self.ask("workers bring different programs")
+            elif silent:
                 self.ask(f"{words(silent)} ended")
             elif time.monotonic() > until:
                 self.ask(f"{words(missing)} did not come within {self._startup:g} s", late=True)
             self.woken.wait(_POLL_SECONDS)
 
+    def publish(self, what: str, value: str) -> None:
+        """Say something for the whole run."""
+        self._tell(lambda: self.store.set(f"{self._root}/{what}/{self.store.process}", value))
+
+    def published(self, what: str) -> list[str]:
+        """What every worker of the run has said by then."""
+        return list(self._all(f"{self._root}/{what}").values())
+
     def observe(self) -> None:
-        """Look at everybody's beat: those that stand still are known when something goes wrong."""
-        for name, beat in self._all(f"{self._root}/beat").items():
-            seen, since, moved = self._beats.get(name, (beat, time.monotonic(), False))
-            if beat != seen:
-                since, moved = time.monotonic(), True
-            self._beats[name] = (beat, since, moved)
+        """Look at everybody's beat."""
+        self._beats.observe(self._all(f"{self._root}/beat"))
+
+    def sides(self, mine: Sequence[str]) -> dict[int, list[str]]:
+        """What the two say who were found to bring different programs, by process.
+
+        Args:
+          mine: the lines of this worker's program; (): it has none.
+        """
+        assert self.decision is not None
+        said = {}
+        folder = self._key(self.number, "lines")
+        if self.name in self.decision.differ and mine:
+            self._tell(lambda: self.store.set(f"{folder}/{self.name}", json.dumps(mine)))
+        for name in self.decision.differ:
+            try:
+                text = self._tell(lambda n=name: self.store.get(f"{folder}/{n}", _SHOW_SECONDS))
+                said[rank_of(name)] = json.loads(text)
+            except TimeoutError:
+                said[rank_of(name)] = []
+        return said
 
     def finish(self) -> None:
         """Tell those who still wait that the work is done."""
@@ -229,7 +256,7 @@ class Crew:
 
     def _decided(self, finished: int, held: Sequence[int]) -> Decision:
         number = self.number + 1
-        ready = {"finished": finished, "held": list(held)}
+        ready = {"finished": finished, "held": list(held), "doing": dataclasses.astuple(self.doing)}
         self._tell(
             lambda: self.store.set(self._key(number, f"ready/{self.name}"), json.dumps(ready))
         )
@@ -237,12 +264,11 @@ class Crew:
         while (
             text := self._tell(lambda: self.store.try_get(self._key(number, "decision")))
         ) is None:
-            if self._unreachable:
-                raise CoordinatorLostError
+            self._answers.check()
             self.observe()
             ready = {k: json.loads(v) for k, v in self._all(self._key(number, "ready")).items()}
             if self.decision is None:  # one that was started again counts once
-                ready = {k: v for k, v in ready.items() if not self._is_silent(k)}
+                ready = {k: v for k, v in ready.items() if not self._beats.is_silent(k)}
             if self._is_complete(ready, time.monotonic() - began, number):
                 proposed = written(self._proposal(number, ready))
                 self._tell(
@@ -256,26 +282,38 @@ class Crew:
         """Whether nobody else is worth waiting for."""
         if self.decision is None:
             return len(ready) >= self.store.processes or waited > self._startup
+        if self._differ(ready):
+            return True
         missing = [m for m in self.decision.members if m not in ready]
         asked = self._tell(lambda: self.store.try_get(self._key(number, "asked")))
         patience = BEAT_SECONDS if asked and json.loads(asked)["late"] else self._patience
-        if any(not self._is_silent(m) for m in missing) and waited < patience:
+        if any(not self._beats.is_silent(m) for m in missing) and waited < patience:
             return False
         # Of those who wait to be taken in it must be known whether they live.
-        return all(
-            self._beats[w][2] or self._is_silent(w) for w in self._waiting() if w in self._beats
-        )
+        return all(map(self._beats.is_settled, self._waiting()))
+
+    def _differ(self, ready: Mapping[str, Any]) -> tuple[str, ...]:
+        """Two members who bring different programs to a step, as those who are ready say."""
+        return self._out_of_step({m: Doing(*said["doing"]) for m, said in ready.items()})
+
+    def _out_of_step(self, known: Mapping[str, Doing]) -> tuple[str, ...]:
+        """The same, as the beats say of those who are not in `known`."""
+        members = () if self.decision is None else self.decision.members
+        doing = self._beats.doing(m for m in members if m not in known) | dict(known)
+        return out_of_step(doing, sorted(doing, key=rank_of))
 
     def _proposal(self, number: int, ready: Mapping[str, Any]) -> Decision:
         asked = self._tell(lambda: self.store.try_get(self._key(number, "asked")))
         why = json.loads(asked)["why"] if asked else "a worker joined" if number else ""
         before = sorted(ready, key=rank_of) if self.decision is None else self.decision.members
         staying = [m for m in before if m in ready][: self._most]
+        if differ := self._differ(ready):
+            return Decision(number, (), min(r["finished"] for r in ready.values()), differ=differ)
         waiting = self._waiting()
-        for name in (w for w in waiting if self._is_silent(w)):
+        for name in (w for w in waiting if self._beats.is_silent(w)):
             self._tell(lambda w=name: self.store.delete(f"{self._root}/waiting/{w}"))
         taken = {rank_of(name) for name in staying}
-        coming = [w for w in waiting if not self._is_silent(w) and rank_of(w) not in taken]
+        coming = [w for w in waiting if not self._beats.is_silent(w) and rank_of(w) not in taken]
         coming = coming[: self._most - len(staying)]
         used = {self._read(g).ranks for g in range(number)}
         members = in_fresh_order([*staying, *coming], used) or in_fresh_order(staying, used)
@@ -306,8 +344,7 @@ class Crew:
         while (
             text := self._tell(lambda: self.store.try_get(self._key(number, "decision")))
         ) is None:
-            if self._unreachable:
-                raise CoordinatorLostError
+            self._answers.check()
             time.sleep(_POLL_SECONDS)
         return read(text)
 
@@ -315,6 +352,7 @@ class Crew:
         with self._lock:
             self.decision = decision
             self._asked = False
+            self.doing = Doing(decision.number, -1)
             self.woken.clear()
         if self.name in decision.members:
             self._tell(lambda: self.store.delete(f"{self._root}/waiting/{self.name}"))
@@ -323,47 +361,14 @@ class Crew:
     def _read(self, number: int) -> Decision:
         return read(self._tell(lambda: self.store.get(self._key(number, "decision"), 1.0)))
 
-    def _is_silent(self, name: str) -> bool:
-        """Whether a worker has ended, or its beat stands still, as far as `observe` saw it."""
-        beat, since, _ = self._beats.get(name, ("ended", 0.0, False))
-        return beat == "ended" or time.monotonic() - since > LOST_SECONDS
-
     def _key(self, number: int, what: str) -> str:
         return f"{self._root}/{number}/{what}"
 
     def _all(self, folder: str) -> dict[str, str]:
         return self._tell(lambda: self.store.all(folder))
 
-    def _tell(self, call: Callable[[], Any]) -> Any:
-        """`call()`, which asks the coordinator, and never returns where that has died."""
-        outcome: list[tuple[Any, BaseException | None]] = []
-        self._told.clear()
-
-        def ask() -> None:
-            try:
-                outcome.append((call(), None))
-            except BaseException as error:
-                outcome.append((None, error))
-            self._told.set()
-
-        if not self._unreachable:
-            asking = threading.Thread(target=ask, name="jaxcoll-ask", daemon=True)
-            asking.start()
-            self._told.wait()
-            if not outcome:
-                self.threads.append(asking)
-        if not outcome:
-            raise CoordinatorLostError
-        result, error = outcome[0]
-        if isinstance(error, StoreUnreachableError):
-            self.lose_coordinator()
-            raise CoordinatorLostError from error
-        if error is not None:
-            raise error
-        return result
-
     def _store_beat(self, count: int) -> None:
-        self.store.set(f"{self._root}/beat/{self.name}", str(count))
+        self.store.set(f"{self._root}/beat/{self.name}", beat(count, self.doing))
 
     def _listen(self) -> None:
         """Hear when a new generation is asked for, and say in between that this worker lives."""

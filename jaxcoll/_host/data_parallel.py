@@ -148,7 +148,8 @@ class DataParallel:
         return tuple(self.mesh.devices.flat)
 
     @functools.cached_property
-    def _told(self) -> str:
+    def told(self) -> str:
+        """The options that processes have to have in common, in words."""
         return repr(self._options.replace(timeout_seconds=UNSET))
 
     @functools.cached_property
@@ -164,6 +165,11 @@ class DataParallel:
     def donate_argnums(self) -> tuple[int, ...]:
         """Positions of the arguments whose memory may be reused."""
         return self._donate_argnums
+
+    @property
+    def checksum(self) -> bool:
+        """Whether a call listens for corrupted reductions."""
+        return self._options.checksum
 
     @property
     def num_replicas(self) -> int:
@@ -183,7 +189,7 @@ class DataParallel:
                 args,
                 kwargs,
                 across=self._devices,
-                told=self._told,
+                told=self.told,
             )
             what = f"Call {self._calls} of `{name}`"
             return finished(
@@ -191,7 +197,7 @@ class DataParallel:
                 deadline,
                 what,
                 across=self._devices,
-                checksum=self._options.checksum,
+                checksum=self.checksum,
             )
 
     def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:

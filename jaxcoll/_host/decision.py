@@ -23,6 +23,7 @@ class Decision:
       joined: names of those that were not in it.
       why: what ended the generation before, in words.
       ended: the work is done; there are no members.
+      differ: two workers who bring different programs to the step; nobody goes on.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Decision:
     joined: tuple[str, ...] = ()
     why: str = ""
     ended: bool = False
+    differ: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -75,7 +77,7 @@ def written(decision: Decision) -> str:
 def read(text: str) -> Decision:
     """A decision from JSON."""
     said: dict[str, Any] = json.loads(text)
-    for name in ("members", "lost", "joined"):
+    for name in ("members", "lost", "joined", "differ"):
         said[name] = tuple(said[name])
     return Decision(**said)
 

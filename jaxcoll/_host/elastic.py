@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -13,22 +13,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcoll._compat_coordination import leave_coordinator, store
+from jaxcoll._host import gloo
 from jaxcoll._host.checkpoint import restore_checkpoint, save_checkpoint
-from jaxcoll._host.corruption import listening
+from jaxcoll._host.compiled_steps import CompiledSteps, mismatch
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.decision import CoordinatorLostError, Decision, RegroupError, rank_of
-from jaxcoll._host.given_up import leave_behind, outcome_of
+from jaxcoll._host.given_up import are_left, leave_behind, outcome_of
 from jaxcoll._host.held_state import HeldState
 from jaxcoll._host.initialize import outlives_processes
 from jaxcoll._host.local_keys import LocalKeys
-from jaxcoll._host.mesh import line_of, no_mesh
-from jaxcoll._host.placement import place
+from jaxcoll._host.mesh import line_of
 from jaxcoll._host.relay import when_coordinator_is_lost
-from jaxcoll._plan.errors import PeerLostError
+from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
 
 _LOG = logging.getLogger("jaxcoll")
 _JOIN_EVERY = 10  # steps between two looks for workers who want to be taken in
@@ -153,7 +152,8 @@ class Elastic:
           PeerLostError: too few workers are left, the coordinator died, or the others left this
             worker behind. Except by one left behind the state was saved, if there is a file.
           ReplicaDivergenceError: workers hold different states.
-          ProgramMismatchError: their states have different structures.
+          ProgramMismatchError: their states have different structures, or they bring different
+            programs to a step.
           ValueError: what the step returns is no state like its argument.
           OSError: the last checkpoint could not be written.
         """
@@ -175,7 +175,7 @@ class Elastic:
         )
         try:
             crew.meet()
-            jax.devices()  # JAX exchanges them among all processes when they are first asked for
+            _exchange_devices()
             with when_coordinator_is_lost(crew.lose_coordinator):
                 return _Run(self, crew, batches, steps).run()
         except CoordinatorLostError:
@@ -210,24 +210,29 @@ class _Run:
         self._trainer, self._crew = trainer, crew
         self._batches, self._steps = batches, steps
         self._state = trainer._state
+        self._compiled: CompiledSteps | None = None
         self._failed: Any = None
         self._began = 0.0
         self._change: WorldChange | None = None
-        self._unsaved: OSError | None = None
+        self._gloo: list[gloo.Address] = []
+        self._before: set[Any] = set()
 
     def run(self) -> Any:
+        self._crew.publish("gloo", json.dumps(gloo.listening()))
         entered = self._crew.enter(self._state.finished)
         if entered is None:
             return None
         decision, self._began = entered, time.monotonic()
         while True:
             try:
-                self._settle(decision)
-                self._train(decision)
-                self._crew.gather("finished", "")
+                self._train(decision, self._settle(decision))
                 self._crew.finish()
                 break
-            except RegroupError:
+            except BaseException as error:
+                if are_left():
+                    gloo.shut(gloo.connections(self._gloo) - self._before)
+                if not isinstance(error, RegroupError):
+                    raise
                 self._began = time.monotonic()
                 self._change = None
                 decision = self._crew.decide(self._state.finished, self._state.held)
@@ -235,8 +240,10 @@ class _Run:
             self._trainer._save(self._steps)
         return self._state.latest
 
-    def _settle(self, decision: Decision) -> None:
+    def _settle(self, decision: Decision) -> CompiledSteps:
         """Take the place, the mesh and the state that were decided."""
+        if decision.differ:
+            raise mismatch(decision, self._crew, self._compiled.lines if self._compiled else ())
         lost = tuple(map(rank_of, decision.lost))
         if self._crew.name not in decision.members:
             went_on = (
@@ -264,10 +271,12 @@ class _Run:
             )
         axis = self._trainer._step.axis_name
         assert isinstance(axis, str)
-        self._mesh = line_of(_devices(decision.ranks), axis)
-        self._twin = self._trainer._step.on(self._mesh)
-        self._programs: dict[Any, Any] = {}
-        self._state.settle(decision, self._crew, self._mesh)
+        mesh = line_of(_devices(decision.ranks), axis)
+        self._gloo = [tuple(at) for said in self._crew.published("gloo") for at in json.loads(said)]
+        self._before = gloo.connections(self._gloo)
+        self._compiled = CompiledSteps(self._trainer._step, mesh, self._crew)
+        self._state.settle(decision, self._crew, mesh)
+        return self._compiled
 
     def _give_up(self, decision: Decision, lost: tuple[int, ...]) -> None:
         saved = ""
@@ -281,24 +290,25 @@ class _Run:
             ranks=lost,
         )
 
-    def _train(self, decision: Decision) -> None:
+    def _train(self, decision: Decision, compiled: CompiledSteps) -> None:
         place_here = decision.members.index(self._crew.name)
         for step in range(decision.step, self._steps):
             self._crew.check()
             if step % _JOIN_EVERY == 0 and step > decision.step and self._crew.joins_at(step):
                 raise RegroupError
             batch = self._batches(step, place_here, len(decision.members))
-            state, metrics = self._finished_step(step, batch, decision)
+            call = compiled.prepared(step, self._state, batch)
+            self._crew.check()
+            state, metrics = self._finished_step(step, call, decision)
             self._state.keep(step + 1, state)
             if self._change is not None:
                 seconds = time.monotonic() - self._began
                 self._trainer.changes.append(dataclasses.replace(self._change, seconds=seconds))
                 self._change = None
             self._report_and_save(step + 1, metrics, first=place_here == 0)
+        compiled.end(self._steps)
 
-    def _finished_step(self, step: int, batch: Any, decision: Decision) -> Any:
-        call = self._prepared(batch)
-        self._crew.check()
+    def _finished_step(self, step: int, call: Callable[[], Any], decision: Decision) -> Any:
         try:
             return outcome_of(call, self._crew, self._trainer._timeout, f"step {step}")
         except (RuntimeError, ValueError) as error:  # what JAX raises for a broken connection
@@ -310,23 +320,6 @@ class _Run:
             reason = str(error).splitlines()[0][:200]
             self._crew.ask(f"step {step} failed on worker {rank_of(self._crew.name)}: {reason}")
             raise RegroupError from error
-
-    def _prepared(self, batch: Any) -> Callable[[], Any]:
-        """The step on this batch, compiled once a generation and shape, ready to be called."""
-        with no_mesh():
-            state = self._state.latest
-            rows = place(batch, NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names)))
-            kind = jax.tree.structure(rows), tuple(map(str, map(jax.typeof, jax.tree.leaves(rows))))
-            if kind not in self._programs:
-                lowered = self._twin.lower(state, batch)
-                self._state.check_result(lowered.out_info)
-                first, self._programs[kind] = not self._programs, lowered.compile()
-                if first:
-                    self._crew.gather("compiled", "")
-            call = functools.partial(self._programs[kind], state, rows)
-            if not self._twin._options.checksum:
-                return call
-            return functools.partial(listening, call, "A step", tuple(self._mesh.devices.flat))
 
     def _report_and_save(self, finished: int, metrics: Any, first: bool) -> None:
         trainer = self._trainer
@@ -340,6 +333,16 @@ class _Run:
             trainer._save(finished)
         except OSError as error:
             _LOG.warning("%s %s", error, " ".join(getattr(error, "__notes__", ())))
+
+
+def _exchange_devices() -> None:
+    """Have JAX tell all processes of all devices, which it does when they are first asked for."""
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        if isinstance(error.__context__, DeadlineExceededError):
+            raise error.__context__ from None
+        raise
 
 
 def _devices(ranks: tuple[int, ...]) -> list[jax.Device]:

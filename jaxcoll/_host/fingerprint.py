@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,7 +91,7 @@ def mark(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def first_difference(sides: dict[int, Sequence[str]]) -> str:
+def first_difference(sides: Mapping[int, Sequence[str]]) -> str:
     """Two processes' lines where they first differ, in words.
 
     Args:

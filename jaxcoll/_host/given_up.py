@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxcoll._host.crew import BEAT_SECONDS, LOST_SECONDS, Crew
+from jaxcoll._host.beats import BEAT_SECONDS, LOST_SECONDS
+from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import RegroupError
 
 _left: list[threading.Thread] = []
@@ -81,6 +82,11 @@ def leave_behind(thread: threading.Thread) -> None:
     _left[:] = [other for other in _left if other.is_alive()] + [thread]
 
 
+def are_left() -> bool:
+    """Whether threads that were left behind are still not home."""
+    return any(thread.is_alive() for thread in _left)
+
+
 def _exit(status: Any = None, /) -> NoReturn:
     """`sys.exit`, which tells nobody else what it was given."""
     global _status
@@ -99,7 +105,7 @@ def _end() -> None:
     until = time.monotonic() + BEAT_SECONDS
     for thread in _left:
         thread.join(max(0.0, until - time.monotonic()))
-    if not any(thread.is_alive() for thread in _left):
+    if not are_left():
         return
     atexit.unregister(_end)
     atexit._run_exitfuncs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import ipaddress
 import math
 import os
@@ -16,6 +17,7 @@ from jaxcoll import _compat
 from jaxcoll._host.arrival import arrive, reach
 from jaxcoll._host.cluster_resolver import ClusterResolver
 from jaxcoll._host.coordinator import Coordinator, start_coordinator
+from jaxcoll._host.muster import FOREVER, await_all, connected
 from jaxcoll._host.relay import through_relay
 from jaxcoll._plan.cluster import (
     JAX_BIND,
@@ -74,7 +76,8 @@ def initialize(
       local_device_ids: accelerators that are this process's own. None: all that it sees, or the
         one with its number on the host where Slurm, Open MPI or torchrun put several there.
       cluster_resolver: says it all, in the place of the environment.
-      initialization_timeout: seconds until all must have arrived.
+      initialization_timeout: seconds until all must have arrived; and, over CPUs, from the first
+        use of devices until all use theirs.
       heartbeat_timeout_seconds: a process that was silent for so long counts as dead.
       shutdown_timeout_seconds: how long processes wait for each other at their end, where
         `recoverable` is False.
@@ -128,18 +131,21 @@ def initialize(
     # Both stay until the system closes them, after JAX has taken its leave at the very end.
     if coordinator is not None:
         coordinator.leave()
-    host, kept = line.getsockname()[0], line.detach()
-    # JAX has process 0 serve: it gets an idle service on the loopback interface.
-    jax.distributed.initialize(
+    # JAX has process 0 serve: it gets an idle service on the loopback interface. Where processes do
+    # not come, JAX would end this one with a signal, so it is given time, and we look at the clock.
+    join = functools.partial(
+        jax.distributed.initialize,
         through_relay(member.coordinator_address),
         member.num_processes,
         member.process_id,
         member.local_device_ids,
         coordinator_bind_address="127.0.0.1:0",
         cluster_detection_method="deactivate",
-        **seconds,
+        **seconds | {"initialization_timeout": FOREVER},
     )
-    _compat.let_gloo_listen_at(host)
+    connected(join, line, timeout)
+    host, kept = line.getsockname()[0], line.detach()
+    _compat.let_gloo_listen_at(host, functools.partial(await_all, timeout))
     _joined = _Joined(member, kept, recoverable)
     return None
 

@@ -93,15 +93,34 @@ def compiled_for(
     found = known.get(key)
     if found is None:
         lowered = program.lower(*args, **kwargs)
-        compiled = lowered.compile()
-        name = f"`{getattr(program, '__name__', 'program')}` of {_shapes(leaves)}"
-        found = Program(compiled, name)
-        if shared:
-            moved = collectives(compiled.as_text() or "")
-            lines = fingerprint(name.split(" of ")[0], told, lowered, moved)
-            found = Program(compiled, name, lines, mark(lines), moved)
-        known[key] = found
+        called = getattr(program, "__name__", "program")
+        found = known[key] = (
+            shared_program(lowered, called, leaves, told)
+            if shared
+            else Program(lowered.compile(), _name(called, leaves))
+        )
     return found
+
+
+def shared_program(
+    lowered: jax.stages.Lowered, called: str, leaves: Sequence[Any], told: str
+) -> Program:
+    """Compile what other processes will run, too.
+
+    Args:
+      lowered: the program.
+      called: its function's name.
+      leaves: arrays that tell it from others of that name.
+      told: options that processes have to have in common.
+    """
+    compiled = lowered.compile()
+    moved = collectives(compiled.as_text() or "")
+    lines = fingerprint(f"`{called}`", told, lowered, moved)
+    return Program(compiled, _name(called, leaves), lines, mark(lines), moved)
+
+
+def _name(called: str, leaves: Sequence[Any]) -> str:
+    return f"`{called}` of {_shapes(leaves)}"
 
 
 def _shapes(leaves: Sequence[Any], shown: int = 3) -> str:

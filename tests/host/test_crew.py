@@ -6,6 +6,7 @@ import time
 import pytest
 
 import jaxcoll as jc
+from jaxcoll._host import beats
 from jaxcoll._host import crew as crews
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import CoordinatorLostError, RegroupError, rank_of
@@ -15,7 +16,7 @@ from jaxcoll._host.local_keys import LocalKeys
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch):
     monkeypatch.setattr(crews, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(crews, "LOST_SECONDS", 0.4)
+    monkeypatch.setattr(beats, "LOST_SECONDS", 0.4)
 
 
 def crew_of(n, most=None, startup=5.0):

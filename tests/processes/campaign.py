@@ -200,6 +200,20 @@ FAULTS = [
         for odd in ("shape", "dtype", "options")
     ),
     Fault("plain step: a call is skipped", 2, (), "PeerLostError", others={1: "trained"}, job="plain", spec={"odd": "skip"}),
+    *(
+        Fault(f"another {odd} on one", 3, (), "ProgramMismatchError", words, "odd_elastic", spec={"odd": odd})
+        for odd, words in (
+            ("function", "process 1: program `<lambda>`"),
+            ("options", "process 1: options CommunicationOptions(algorithm='ring')"),
+            ("rows", "process 0: argument args[1][0]: float32[24,16]\nprocess 1: argument args[1][0]: float32[12,16]"),
+            ("slow rows", "bring different programs to step 20"),
+            ("steps", "process 0: program `step`\nprocess 1: no program: its training ends here"),
+        )
+    ),
+    Fault("SIGKILL while connecting", 3, ((1, "while connecting", "SIGKILL"),), "DeadlineExceededError",
+          "process 1 ended meanwhile", spec={"arrival": 5}),
+    Fault("SIGKILL before there are devices", 3, ((1, "after the meeting", "SIGKILL"),), "RuntimeError",
+          "Process 1 of 3 did not begin to use devices within 5 s", "plain", spec={"arrival": 5}),
 ]  # fmt: skip
 
 

@@ -65,7 +65,30 @@ def batches(at, rank, world):
     if world < SPEC.get("until", world + 1):  # give a newcomer time to start
         time.sleep(SPEC.get("pause", 0.0))
     rng = np.random.default_rng((at, rank))
-    return rng.standard_normal((8, 16)).astype("f"), rng.standard_normal(8).astype("f")
+    n = 4 if at >= 20 and RANK == 1 and SPEC.get("odd") in ("rows", "slow rows") else 8
+    if n == 4:
+        print("FAULT " + json.dumps([time.time()]), flush=True)
+    return rng.standard_normal((n, 16)).astype("f"), rng.standard_normal(n).astype("f")
+
+
+def odd_elastic():
+    """The same with another step, or number of steps, on one process."""
+    odd = RANK == 1 and SPEC.get("odd")
+
+    def slow(state, batch):
+        if batch[1].shape == (4,):
+            time.sleep(8)
+        return step.__wrapped__(state, batch)
+
+    function = slow if odd == "slow rows" else step.__wrapped__
+    slow.__name__ = "step"
+    rate = jc.CommunicationOptions(algorithm="ring") if odd == "options" else None
+    other = jc.data_parallel(function, batch_argnums=1, options=rate)
+    if odd == "function":
+        other = jc.data_parallel(lambda s, b: (s, jnp.float32(0)), batch_argnums=1)
+    start = {"w": np.zeros(16, "f"), "seen": np.int32(0)}
+    trainer = jc.Elastic(other, start, timeout_seconds=3.0, startup_seconds=60.0)
+    trainer.run(batches, 30 if odd == "steps" else 40)
 
 
 def bits(state):
@@ -135,10 +158,12 @@ def plain():
 
 
 injected("before the meeting")
+connect = jax.distributed.initialize
+jax.distributed.initialize = lambda *a, **k: (injected("while connecting"), connect(*a, **k))
 try:
     jc.initialize(initialization_timeout=SPEC.get("arrival", 20), rejoin=AGAIN)
     injected("after the meeting")
-    {"elastic": elastic, "plain": plain}[SPEC["job"]]()
+    {"elastic": elastic, "odd_elastic": odd_elastic, "plain": plain}[SPEC["job"]]()
 except BaseException as error:
     notes = " ".join(getattr(error, "__notes__", ()))
     told(type(error).__name__, message=f"{error} {notes}", ranks=getattr(error, "ranks", None))

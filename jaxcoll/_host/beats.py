@@ -1,0 +1,90 @@
+"""Signs of life: what each worker says of itself every half second, as another one sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterable, Mapping
+
+BEAT_SECONDS = 0.5
+"""How often a worker says that it lives."""
+
+LOST_SECONDS = 2.0
+"""A worker whose beat stands still for so long is taken for dead, once something has gone wrong."""
+
+ENDED = "ended"
+"""The last beat of a worker."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Doing:
+    """The step that a worker is in. What it says of a step of a generation stays true.
+
+    Attributes:
+      generation: its number.
+      step: finished steps before this one.
+      is_new: it takes a program that it had not run before, which workers do together.
+      mark: of the program; "": it is not compiled yet.
+    """
+
+    generation: int
+    step: int
+    is_new: bool = False
+    mark: str = ""
+
+    def contradicts(self, other: Doing) -> bool:
+        """Whether both are in one step of one generation, with different programs."""
+        if (self.generation, self.step) != (other.generation, other.step):
+            return False
+        differ = bool(self.mark and other.mark) and self.mark != other.mark
+        return differ or self.is_new != other.is_new
+
+
+def out_of_step(doing: Mapping[str, Doing], order: Iterable[str]) -> tuple[str, ...]:
+    """The first two workers, in order, that contradict each other; (): there are none."""
+    firsts: dict[tuple[int, int], str] = {}
+    for name in order:
+        now = doing[name]
+        first = firsts.setdefault((now.generation, now.step), name)
+        if doing[first].contradicts(now):
+            return first, name
+        if not doing[first].mark and now.mark:
+            firsts[now.generation, now.step] = name
+    return ()
+
+
+def beat(count: int, doing: Doing) -> str:
+    """What a worker writes."""
+    return json.dumps([count, *dataclasses.astuple(doing)])
+
+
+class Beats:
+    """What one worker has seen of everybody's."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[str, float, bool]] = {}
+
+    def observe(self, beats: Mapping[str, str]) -> None:
+        """Take a look: those that stand still are known when something goes wrong."""
+        now = time.monotonic()
+        for name, text in beats.items():
+            before, since, moved = self._seen.get(name, (text, now, False))
+            self._seen[name] = (text, since, moved) if text == before else (text, now, True)
+
+    def is_silent(self, name: str) -> bool:
+        """Whether a worker has ended, or its beat stands still."""
+        text, since, _ = self._seen.get(name, (ENDED, 0.0, False))
+        return text == ENDED or time.monotonic() - since > LOST_SECONDS
+
+    def is_settled(self, name: str) -> bool:
+        """Whether it is known if a worker lives."""
+        return name not in self._seen or self._seen[name][2] or self.is_silent(name)
+
+    def doing(self, names: Iterable[str]) -> dict[str, Doing]:
+        """What those of `names` that live said last."""
+        return {
+            name: Doing(*json.loads(self._seen[name][0])[1:])
+            for name in names
+            if not self.is_silent(name)
+        }

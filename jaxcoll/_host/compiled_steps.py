@@ -1,0 +1,93 @@
+"""The programs of one generation of workers, which run none before all have compiled the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxcoll._host.beats import Doing
+from jaxcoll._host.corruption import listening
+from jaxcoll._host.crew import Crew
+from jaxcoll._host.data_parallel import DataParallel
+from jaxcoll._host.decision import Decision
+from jaxcoll._host.fingerprint import first_difference
+from jaxcoll._host.held_state import HeldState
+from jaxcoll._host.mesh import no_mesh
+from jaxcoll._host.placement import place
+from jaxcoll._host.program import Program, shared_program
+from jaxcoll._plan.errors import ProgramMismatchError
+
+
+class CompiledSteps:
+    """What a step is compiled to for each kind of batch.
+
+    Law: a kind of batch that is new to one worker is new to all, in the same step. Whoever meets
+    one says so by its beat before it compiles, and waits for all others to have compiled the same;
+    one that repeats a program says so, too, so that neither waits for the other in vain.
+
+    Attributes:
+      lines: what this worker was about to do last, as workers compare it; (): nothing yet.
+    """
+
+    def __init__(self, step: DataParallel, mesh: Mesh, crew: Crew) -> None:
+        self._twin = step.on(mesh)
+        self._rows = NamedSharding(mesh, PartitionSpec(step.axis_name))
+        self._devices = tuple(mesh.devices.flat)
+        self._crew = crew
+        self._known: dict[Any, Program] = {}
+        self.lines: tuple[str, ...] = ()
+
+    def prepared(self, step: int, state: HeldState, batch: Any) -> Callable[[], Any]:
+        """The step on this batch, compiled and agreed upon, ready to be called.
+
+        Raises:
+          RegroupError: a member was lost over it, or brings another program.
+          ValueError: what the step returns is no state like its argument.
+        """
+        with no_mesh():
+            rows, held = place(batch, self._rows), state.latest
+            kind = jax.tree.structure(rows), tuple(map(str, map(jax.typeof, jax.tree.leaves(rows))))
+            program = self._known.get(kind)
+            self.lines = program.lines if program else ()
+            if program is None:
+                self._crew.doing = Doing(self._crew.number, step, is_new=True)
+                lowered = self._twin.lower(held, batch)
+                state.check_result(lowered.out_info)
+                called = getattr(self._twin, "__name__", "step")
+                program = shared_program(lowered, called, jax.tree.leaves(rows), self._twin.told)
+                self._known[kind], self.lines = program, program.lines
+                self._crew.doing = Doing(self._crew.number, step, True, program.mark)
+                self._crew.gather(f"program/{step}", program.mark, same=True)
+            else:
+                self._crew.doing = Doing(self._crew.number, step, False, program.mark)
+            call = functools.partial(program.compiled, held, rows)
+            if not self._twin.checksum:
+                return call
+            return functools.partial(listening, call, f"Step {step}", self._devices)
+
+    def end(self, step: int) -> None:
+        """Wait until all workers have taken their last step.
+
+        Raises:
+          RegroupError: a member was lost over it, or takes another.
+        """
+        self.lines = ("", "no program: its training ends here")
+        self._crew.doing = Doing(self._crew.number, step, True, "end")
+        self._crew.gather("finished", "", same=True)
+
+
+def mismatch(decision: Decision, crew: Crew, mine: tuple[str, ...]) -> ProgramMismatchError:
+    """The error for all, of which each that has a part in it tells its own lines."""
+    said = crew.sides(mine)
+    if min(map(len, said.values())) <= 2:  # one has no whole program to show
+        said = {p: lines[1:2] or ["a program that is new to it"] for p, lines in said.items()}
+    return ProgramMismatchError(
+        f"Workers bring different programs to step {decision.step}, and none goes on. The first "
+        f"difference:\n{first_difference(said)}\nEvery worker needs the same step function, "
+        "options and number of steps, rows of the same structure, shapes and dtypes in each step, "
+        "and the same version of JAX."
+    )

@@ -1,0 +1,77 @@
+"""The connections that Gloo made, which nothing in JAX can close.
+
+Who waits in a collective for a worker that died gets an error only if it is the dead one's
+neighbour, and none at all if that one is merely stopped. But the sockets are this process's own:
+when it shuts its ends, Gloo fails in whatever waits there, and the thread comes home. They are
+told from other sockets by the ports at which Gloo listens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+Address = tuple[str, int]
+
+
+def listening() -> list[Address]:
+    """Where Gloo listens in this process.
+
+    Python's own sockets and gRPC's are closed when another program is executed; Gloo's are not.
+    """
+    return [
+        _address(line.getsockname())
+        for fd, line in _sockets()
+        if os.get_inheritable(fd) and line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    ]
+
+
+def connections(listening: Iterable[Address]) -> set[tuple[int, Address, Address]]:
+    """The connections of this process to or from those addresses, each with its descriptor."""
+    known = set(listening)
+    found = set()
+    for fd, line in _sockets():
+        with contextlib.suppress(OSError):  # it is not connected
+            ends = _address(line.getsockname()), _address(line.getpeername())
+            if known.intersection(ends):
+                found.add((fd, *ends))
+    return found
+
+
+def shut(lines: Iterable[tuple[int, Address, Address]]) -> None:
+    """End connections, if they are still there."""
+    for fd, *ends in lines:
+        with contextlib.suppress(OSError), _socket(fd) as line:
+            if [_address(line.getsockname()), _address(line.getpeername())] == ends:
+                line.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Every TCP socket of this process, beside its descriptor; none where that cannot be known."""
+    try:
+        descriptors = [int(name) for name in os.listdir("/dev/fd")]
+    except OSError:
+        return
+    for fd in descriptors:
+        with contextlib.suppress(OSError), _socket(fd) as line:
+            if line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM:
+                yield fd, line
+
+
+def _socket(fd: int) -> socket.socket:
+    """A descriptor's socket, by a descriptor of its own.
+
+    Raises:
+      OSError: it is closed, or is no socket.
+    """
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        raise OSError(f"{fd} is no socket")
+    return socket.socket(fileno=os.dup(fd))
+
+
+def _address(name: Any) -> Address:
+    return name[0], name[1]
