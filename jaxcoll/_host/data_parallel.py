@@ -192,13 +192,7 @@ class DataParallel:
                 told=self.told,
             )
             what = f"Call {self._calls} of `{name}`"
-            return finished(
-                call,
-                deadline,
-                what,
-                across=self._devices,
-                checksum=self.checksum,
-            )
+            return finished(call, deadline, what, across=self._devices, checksum=self.checksum)
 
     def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:
         """This step on a cluster that is not here: to be traced and lowered, not to be called.
