@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import threading
 import time
@@ -35,6 +36,10 @@ BEAT_SECONDS = 0.5
 
 LOST_SECONDS = 2.0
 """A worker whose beat stands still for so long is taken for dead, once something has gone wrong."""
+
+ANSWER_SECONDS = 30.0
+"""A coordinator that does not answer for so long, or for as long as a step may take, is lost. JAX
+itself ends the process after its heartbeat timeout, which is longer, without asking Python."""
 
 _POLL_SECONDS = 0.02
 
@@ -75,7 +80,7 @@ class Crew:
         self._most = most or store.processes
         self._asked = self._unreachable = self._ended = False
         self._lock = threading.Lock()
-        self._told = threading.Event()
+        self._asking: set[threading.Event] = set()
         self._beats: dict[str, tuple[str, float, bool]] = {}
         self._store_beat(0)
         self.threads = [threading.Thread(target=self._listen, name="jaxcoll-crew", daemon=True)]
@@ -109,7 +114,8 @@ class Crew:
     def lose_coordinator(self) -> None:
         """Tell whoever waits that nobody answers any more."""
         self._unreachable = True
-        self._told.set()
+        for told in list(self._asking):
+            told.set()
         self.woken.set()
 
     def ask(self, why: str, late: bool = False) -> None:
@@ -335,23 +341,28 @@ class Crew:
         return self._tell(lambda: self.store.all(folder))
 
     def _tell(self, call: Callable[[], Any]) -> Any:
-        """`call()`, which asks the coordinator, and never returns where that has died."""
+        """`call()`, which asks the coordinator, and may never return where that has died."""
         outcome: list[tuple[Any, BaseException | None]] = []
-        self._told.clear()
+        told = threading.Event()
 
         def ask() -> None:
             try:
                 outcome.append((call(), None))
             except BaseException as error:
                 outcome.append((None, error))
-            self._told.set()
+            told.set()
 
         if not self._unreachable:
+            self._asking.add(told)
             asking = threading.Thread(target=ask, name="jaxcoll-ask", daemon=True)
             asking.start()
-            self._told.wait()
+            # In beats, so that a process that was stopped in between has not waited.
+            beats = math.ceil(min(self._patience, ANSWER_SECONDS) / BEAT_SECONDS)
+            any(self._unreachable or told.wait(BEAT_SECONDS) for _ in range(beats))
+            self._asking.discard(told)
             if not outcome:
                 self.threads.append(asking)
+                self.lose_coordinator()
         if not outcome:
             raise CoordinatorLostError
         result, error = outcome[0]
@@ -367,7 +378,7 @@ class Crew:
 
     def _listen(self) -> None:
         """Hear when a new generation is asked for, and say in between that this worker lives."""
-        with contextlib.suppress(StoreUnreachableError, RuntimeError):
+        with contextlib.suppress(StoreUnreachableError, CoordinatorLostError, RuntimeError):
             for count in itertools.count(1):
                 number = self.number
                 try:
@@ -378,7 +389,7 @@ class Crew:
                     pass
                 if self._ended:
                     return
-                self._store_beat(count)
+                self._tell(lambda count=count: self._store_beat(count))
         self.lose_coordinator()
 
     def _hear(self, number: int) -> None:

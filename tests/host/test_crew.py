@@ -151,3 +151,18 @@ def test_without_a_coordinator_nothing_is_agreed():
     with pytest.raises(CoordinatorLostError):
         crew[0].decide(0, (0,))
     ended(crew)
+
+
+def test_a_coordinator_that_does_not_answer_is_lost_and_one_that_answers_late_is_not(monkeypatch):
+    monkeypatch.setattr(crews, "ANSWER_SECONDS", 0.4)
+    late, goes_on = crew_of(2)
+    at_once(*(lambda c=c: c.enter(0) for c in (late, goes_on)))
+    stopped = threading.Event()
+    for crew, seconds in ((goes_on, 0.1), (late, 20)):
+        wait = lambda key, value, seconds=seconds: stopped.wait(seconds)
+        monkeypatch.setattr(crew.store, "agree", wait, raising=False)
+    goes_on.ask("")
+    with pytest.raises(CoordinatorLostError):
+        late.ask("")
+    stopped.set()
+    ended((late, goes_on))
