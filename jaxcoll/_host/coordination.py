@@ -9,20 +9,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from jaxcoll._compat_coordination import Store, StoreUnreachableError, store
+from jaxcoll._compat_coordination import (
+    Store,
+    StoreUnreachableError,
+    leave_coordinator,
+    store,
+)
+from jaxcoll._host.given_up import within
 
 BEAT_SECONDS = 1.0
 """How often a process that computes tells how far it is."""
 
 ANSWER_SECONDS = 0.75
 """How long an answer is waited for; it takes a few milliseconds."""
+
+_MORE_SECONDS = 0.2  # what the coordinator takes at most to pass questions and answers on
 
 
 class Member(Protocol):
@@ -68,10 +77,17 @@ class Watch:
     def end(self) -> None:
         """Stop listening: a thread that waits in the client while Python ends takes it down."""
         atexit.unregister(self.end)
-        with contextlib.suppress(StoreUnreachableError, RuntimeError):
-            self.store.set(f"{self.root}/ended/{self.process}", "1")
-            self._ring(self.process, {"end": True})
+        try:
+            _answered(self._say_farewell, 2 * BEAT_SECONDS)
+        except StoreUnreachableError:  # JAX's own farewell would wait for minutes
+            leave_coordinator()
+        except RuntimeError:
+            pass
         self._thread.join(2 * BEAT_SECONDS)
+
+    def _say_farewell(self) -> None:
+        self.store.set(f"{self.root}/ended/{self.process}", "1")
+        self._ring(self.process, {"end": True})
 
     def roll_call(
         self, member: str, position: int, processes: Iterable[int], patience: float = ANSWER_SECONDS
@@ -90,6 +106,12 @@ class Watch:
         Raises:
           StoreUnreachableError: nobody can be asked.
         """
+        ask = functools.partial(self._called, member, position, processes, patience)
+        return _answered(ask, patience + _MORE_SECONDS)
+
+    def _called(
+        self, member: str, position: int, processes: Iterable[int], patience: float
+    ) -> dict[int, dict[str, Any]]:
         folder = f"{self.root}/answers/{self.process}.{next(self._asked)}"
         asked = list(processes)
         for process in asked:
@@ -154,6 +176,18 @@ class Watch:
         else:
             answer = member.whereabouts(message["position"]) if member else {"at": 0}
             self.store.set(f"{message['ask']}/{self.process}", json.dumps(answer))
+
+
+def _answered(call: Callable[[], Any], seconds: float) -> Any:
+    """`call()`, which asks the coordinator: from one that is stopped nothing comes.
+
+    Raises:
+      StoreUnreachableError: it has not answered for so long.
+    """
+    try:
+        return within(seconds, call)
+    except TimeoutError as error:
+        raise StoreUnreachableError(f"the coordinator is stopped or cut off: {error}.") from None
 
 
 _watch: Watch | None = None

@@ -7,15 +7,18 @@ import ipaddress
 import math
 import os
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from jaxcoll import _compat
-from jaxcoll._host.arrival import arrive, reach
+from jaxcoll._host.arrival import arrive, here, reach
 from jaxcoll._host.cluster_resolver import ClusterResolver
+from jaxcoll._host.coordination import watch
 from jaxcoll._host.coordinator import Coordinator, start_coordinator
+from jaxcoll._host.given_up import within
 from jaxcoll._host.relay import through_relay
 from jaxcoll._plan.cluster import (
     JAX_BIND,
@@ -25,6 +28,9 @@ from jaxcoll._plan.cluster import (
     host_and_port,
     member_of,
 )
+from jaxcoll._plan.errors import DeadlineExceededError
+
+_LOOKS = 5.0  # seconds that devices may take at least to be found
 
 
 @dataclasses.dataclass
@@ -61,11 +67,12 @@ def initialize(
     itself knows: Cloud TPU and Kubernetes. `JAX_COORDINATOR_ADDRESS` says where they meet, whoever
     started them. Without any mark this process is alone, and nothing is started.
 
-    Law: a job begins when all have arrived, or every process that did is told who did not, or what
-    does not agree, within its `initialization_timeout`. Process 0 starts the coordinator as a
-    process of its own, so that any of them may end or die; it ends after the last. It listens at
-    `coordinator_address` and nowhere else, and Gloo at the address by which this host reaches it.
-    Called again, with the same or no arguments, it does nothing.
+    Law: a job begins when all have arrived and JAX has found everybody's devices, or every process
+    that is there is told who is not, or what does not agree, within its `initialization_timeout`.
+    What concerns devices (`jax_platforms`, `jax_num_cpu_devices`) is to be said before. Process 0
+    starts the coordinator as a process of its own, so that any of them may end or die; it ends
+    after the last. It listens at `coordinator_address` and nowhere else, and Gloo at the address by
+    which this host reaches it. Called again, with the same or no arguments, it does nothing.
 
     Args:
       coordinator_address: "host:port" at which all meet: of process 0's host, a free port.
@@ -116,7 +123,7 @@ def initialize(
     if member is None or member.coordinator_address is None:
         return _by_jax(member, seconds, coordinator_bind_address, recoverable)
     _check_unused()
-    coordinator = None
+    coordinator, until = None, time.monotonic() + timeout
     if member.process_id == 0 and not member.is_launched and not rejoin:
         coordinator = _start(member, coordinator_bind_address, recoverable, heartbeat, shutdown)
     try:
@@ -141,7 +148,37 @@ def initialize(
     )
     _compat.let_gloo_listen_at(host)
     _joined = _Joined(member, kept, recoverable)
+    _look_for_devices(member, max(until - time.monotonic(), _LOOKS))
     return None
+
+
+def _look_for_devices(member: Member, seconds: float) -> None:
+    """Have JAX exchange all processes' devices now, when everyone has just arrived.
+
+    Where it does so later, as it would by itself, a process that has died in between makes all
+    others wait for minutes, for nobody knows whom.
+
+    Raises:
+      DeadlineExceededError: some do not answer any more, who are named.
+      TimeoutError: all answer, and JAX waits.
+      RuntimeError: all answer, and it found none.
+    """
+    others = [rank for rank in range(member.num_processes) if rank != member.process_id]
+    listener = watch()  # from here on it answers, whatever this process is doing
+    assert listener is not None
+    try:
+        within(seconds, jax.devices)
+    except (TimeoutError, RuntimeError) as error:
+        answers = listener.roll_call("", 0, others)
+        lost = [rank for rank in others if rank not in answers]
+        if not lost:
+            raise
+        raise DeadlineExceededError(
+            f"{here(member)}: all had arrived, but process{'es' * (len(lost) > 1)} "
+            f"{', '.join(map(str, lost))} did not tell of its devices within {seconds:.1f} s and "
+            "does not answer: it is dead, stopped or cut off.",
+            ranks=lost,
+        ) from error
 
 
 def outlives_processes() -> bool:
