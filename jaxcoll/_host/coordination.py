@@ -67,6 +67,7 @@ class Watch:
         self.members: dict[str, Member] = {}
         self.teams: dict[tuple[int, ...], Any] = {}
         self.lost: set[int] = set()
+        self._ended = False
         self._asked = itertools.count()
         self._heard = store.increment(f"{self.root}/rung/{self.process}", 0)
         store.set(f"{self.root}/here/{self.process}", "1")
@@ -77,8 +78,10 @@ class Watch:
     def end(self) -> None:
         """Stop listening: a thread that waits in the client while Python ends takes it down."""
         atexit.unregister(self.end)
+        self._ended = True
         try:
-            _answered(self._say_farewell, 2 * BEAT_SECONDS)
+            if store() is not None:  # None: it has died, and `leave_coordinator` was called
+                _answered(self._say_farewell, 2 * BEAT_SECONDS)
         except StoreUnreachableError:  # JAX's own farewell would wait for minutes
             leave_coordinator()
         except RuntimeError:
@@ -153,7 +156,7 @@ class Watch:
     def _listen(self) -> None:
         beaten = time.monotonic()
         with contextlib.suppress(StoreUnreachableError, RuntimeError):  # it ends with the client
-            while True:
+            while not self._ended:
                 key = f"{self.root}/bell/{self.process}/{self._heard + 1}"
                 with contextlib.suppress(TimeoutError):
                     message = json.loads(self.store.get(key, BEAT_SECONDS))
