@@ -31,7 +31,8 @@ BEAT_SECONDS = 1.0
 ANSWER_SECONDS = 0.75
 """How long an answer is waited for; it takes a few milliseconds."""
 
-_MORE_SECONDS = 0.2  # what the coordinator takes at most to pass questions and answers on
+COORDINATOR_SECONDS = 10.0
+"""How much longer the coordinator may take to pass questions and answers on, before it is lost."""
 
 
 class Member(Protocol):
@@ -93,7 +94,12 @@ class Watch:
         self._ring(self.process, {"end": True})
 
     def roll_call(
-        self, member: str, position: int, processes: Iterable[int], patience: float = ANSWER_SECONDS
+        self,
+        member: str,
+        position: int,
+        processes: Iterable[int],
+        patience: float = ANSWER_SECONDS,
+        coordinator: float = COORDINATOR_SECONDS,
     ) -> dict[int, dict[str, Any]]:
         """Ask processes where they are.
 
@@ -102,6 +108,7 @@ class Watch:
           position: where this process is.
           processes: whom to ask.
           patience: seconds that all answers together are waited for.
+          coordinator: seconds beside, after which a coordinator that says nothing is given up.
 
         Returns:
           The answers; of a process that does not answer there is none.
@@ -110,7 +117,7 @@ class Watch:
           StoreUnreachableError: nobody can be asked.
         """
         ask = functools.partial(self._called, member, position, processes, patience)
-        return _answered(ask, patience + _MORE_SECONDS)
+        return _answered(ask, patience + coordinator)
 
     def _called(
         self, member: str, position: int, processes: Iterable[int], patience: float
