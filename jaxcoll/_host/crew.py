@@ -208,11 +208,11 @@ class Crew:
         until = time.monotonic() + self._startup
         while True:
             self.check()
+            self.observe()  # first: one that has ended since may have been here
             said = self._all(self._key(self.number, what))
             missing = [m for m in self.decision.members if m not in said]
             if not missing:
                 return said
-            self.observe()
             silent = [m for m in missing if self._is_silent(m)]
             if silent:
                 self.ask(f"{words(silent)} ended")

@@ -148,8 +148,8 @@ class Elastic:
 
         Raises:
           DeadlineExceededError: a worker did not begin within `startup_seconds`.
-          PeerLostError: too few workers are left, the coordinator died, or the others left this
-            worker behind. Except by one left behind the state was saved, if there is a file.
+          PeerLostError: too few workers are left, the coordinator died or is stopped, or the others
+            left this worker behind. Except by that one the state was saved, if there is a file.
           ReplicaDivergenceError: workers hold different states.
           ProgramMismatchError: their states have different structures.
           ValueError: what the step returns is no state like its argument.

@@ -131,6 +131,23 @@ def test_a_barrier_that_a_worker_does_not_reach_ends_the_generation():
     ended(crew)
 
 
+def test_one_that_ended_after_a_barrier_is_no_loss_for_it(monkeypatch):
+    here, gone = crew_of(2)
+    at_once(*(lambda c=c: c.enter(0) for c in (here, gone)))
+    look, looks = here._all, []
+
+    def read(folder):
+        found = look(folder)
+        if not looks:  # it comes and ends between two looks
+            looks.append(gone.store.set(gone._key(0, f"finished/{gone.name}"), ""))
+            gone.close()
+        return found
+
+    monkeypatch.setattr(here, "_all", read)
+    assert len(here.gather("finished", "")) == 2
+    ended((here, gone))
+
+
 def test_who_did_not_begin_is_named():
     crew = crew_of(1, startup=0.2)
     crew[0].store.processes = 3
