@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,8 +41,7 @@ class Became:
     """What became of one process, from what it printed."""
 
     def __init__(self, status, log):
-        told = [line.split(" ", 1) for line in log.splitlines()]
-        told = [(w[0], json.loads(w[1])) for w in told if len(w) == 2 and w[0] in _WORDS]
+        told = [(word, json.loads(said)) for word, said in _TOLD.findall(log)]
         self.status, self.log = status, log
         self.hits = [said["at"] for word, said in told if word == "FAULT"]
         self.training = any(word == "TRAINING" for word, _ in told)
@@ -57,7 +57,8 @@ class Became:
         return self.said["message"] + "".join(c["why"] for c in self.changes)
 
 
-_WORDS = ("FAULT", "TRAINING", "CHANGES", "ENDED")
+# Gloo's own words may stand before it, but not in it.
+_TOLD = re.compile(r"\b(FAULT|TRAINING|CHANGES|ENDED) (\{.*\})\n")
 
 
 class Ran:

@@ -21,6 +21,9 @@ IN_CI = (
     "started again and taken in",
     "death of the coordinator",
     "full disk at a checkpoint",
+    "SIGSTOP of the coordinator",
+    "SIGKILL of the one that writes a checkpoint",
+    "`strategy.run`: SIGKILL",
 )
 
 
