@@ -40,7 +40,7 @@ def arrive(member: Member, timeout: float) -> socket.socket:
         except socket.gaierror as error:
             if error.errno != socket.EAI_AGAIN:
                 raise ValueError(
-                    f"{_here(member)}: the coordinator's host in "
+                    f"{here(member)}: the coordinator's host in "
                     f"{member.coordinator_address!r} has no address here ({error.strerror}). Check "
                     f"the name, which came from {member.source}."
                 ) from None
@@ -54,7 +54,7 @@ def arrive(member: Member, timeout: float) -> socket.socket:
             refused = "it hung up"
         time.sleep(min(_AGAIN, max(0.0, deadline - time.monotonic())))
     raise DeadlineExceededError(
-        f"{_here(member)}: the coordinator at {member.coordinator_address} was not reached within "
+        f"{here(member)}: the coordinator at {member.coordinator_address} was not reached within "
         f"{timeout:g} s ({refused}). Is process 0 running there, and can this host reach it? A "
         "larger `initialization_timeout` waits longer."
     )
@@ -89,7 +89,7 @@ def _answer(line: socket.socket, member: Member, deadline: float) -> dict[str, A
         pass
     line.close()
     raise ValueError(
-        f"{_here(member)}: what answers at {member.coordinator_address} is no coordinator "
+        f"{here(member)}: what answers at {member.coordinator_address} is no coordinator "
         "that waits for processes: another program has that port, or the job has begun without "
         "this one. Choose another port."
     )
@@ -100,7 +100,7 @@ def _accepted(line: socket.socket, answer: dict[str, Any], member: Member) -> so
         line.settimeout(None)
         return line
     line.close()
-    words = f"{_here(member)}: {answer.get('error')}"
+    words = f"{here(member)}: {answer.get('error')}"
     match answer.get("kind"):
         case "deadline":
             raise DeadlineExceededError(words, ranks=answer.get("ranks", ()))
@@ -109,7 +109,8 @@ def _accepted(line: socket.socket, answer: dict[str, Any], member: Member) -> so
     raise ValueError(words)
 
 
-def _here(member: Member) -> str:
+def here(member: Member) -> str:
+    """Which process this is, for messages."""
     return f"`initialize` on process {member.process_id} of {member.num_processes}"
 
 
@@ -123,7 +124,7 @@ def reach(member: Member, timeout: float) -> socket.socket:
         line = socket.create_connection(host_and_port(member.coordinator_address), timeout)
     except OSError as error:
         raise DeadlineExceededError(
-            f"{_here(member)}: the coordinator at {member.coordinator_address} is not there "
+            f"{here(member)}: the coordinator at {member.coordinator_address} is not there "
             f"({error.strerror or error}). Only a job that goes on can be joined again."
         ) from None
     line.settimeout(None)

@@ -9,20 +9,30 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from jaxcoll._compat_coordination import Store, StoreUnreachableError, store
+from jaxcoll._compat_coordination import (
+    Store,
+    StoreUnreachableError,
+    leave_coordinator,
+    store,
+)
+from jaxcoll._host.given_up import within
 
 BEAT_SECONDS = 1.0
 """How often a process that computes tells how far it is."""
 
 ANSWER_SECONDS = 0.75
 """How long an answer is waited for; it takes a few milliseconds."""
+
+COORDINATOR_SECONDS = 10.0
+"""How much longer the coordinator may take to pass questions and answers on, before it is lost."""
 
 
 class Member(Protocol):
@@ -62,6 +72,7 @@ class Watch:
         self.members: dict[str, Member] = {}
         self.teams: dict[tuple[int, ...], Any] = {}
         self.lost: set[int] = set()
+        self._ended = False
         self._asked = itertools.count()
         self._heard = store.increment(f"{self.root}/rung/{self.process}", 0)
         store.set(f"{self.root}/here/{self.process}", "1")
@@ -72,13 +83,27 @@ class Watch:
     def end(self) -> None:
         """Stop listening: a thread that waits in the client while Python ends takes it down."""
         atexit.unregister(self.end)
-        with contextlib.suppress(StoreUnreachableError, RuntimeError):
-            self.store.set(f"{self.root}/ended/{self.process}", "1")
-            self._ring(self.process, {"end": True})
+        self._ended = True
+        try:
+            if store() is not None:  # None: it has died, and `leave_coordinator` was called
+                _answered(self._say_farewell, 2 * BEAT_SECONDS)
+        except StoreUnreachableError:  # JAX's own farewell would wait for minutes
+            leave_coordinator()
+        except RuntimeError:
+            pass
         self._thread.join(2 * BEAT_SECONDS)
 
+    def _say_farewell(self) -> None:
+        self.store.set(f"{self.root}/ended/{self.process}", "1")
+        self._ring(self.process, {"end": True})
+
     def roll_call(
-        self, member: str, position: int, processes: Iterable[int], patience: float = ANSWER_SECONDS
+        self,
+        member: str,
+        position: int,
+        processes: Iterable[int],
+        patience: float = ANSWER_SECONDS,
+        coordinator: float = COORDINATOR_SECONDS,
     ) -> dict[int, dict[str, Any]]:
         """Ask processes where they are.
 
@@ -87,6 +112,7 @@ class Watch:
           position: where this process is.
           processes: whom to ask.
           patience: seconds that all answers together are waited for.
+          coordinator: seconds beside, after which a coordinator that says nothing is given up.
 
         Returns:
           The answers; of a process that does not answer there is none.
@@ -94,6 +120,12 @@ class Watch:
         Raises:
           StoreUnreachableError: nobody can be asked.
         """
+        ask = functools.partial(self._called, member, position, processes, patience)
+        return _answered(ask, patience + coordinator)
+
+    def _called(
+        self, member: str, position: int, processes: Iterable[int], patience: float
+    ) -> dict[int, dict[str, Any]]:
         folder = f"{self.root}/answers/{self.process}.{next(self._asked)}"
         asked = list(processes)
         for process in asked:
@@ -135,7 +167,7 @@ class Watch:
     def _listen(self) -> None:
         beaten = time.monotonic()
         with contextlib.suppress(StoreUnreachableError, RuntimeError):  # it ends with the client
-            while True:
+            while not self._ended:
                 key = f"{self.root}/bell/{self.process}/{self._heard + 1}"
                 with contextlib.suppress(TimeoutError):
                     message = json.loads(self.store.get(key, BEAT_SECONDS))
@@ -158,6 +190,18 @@ class Watch:
         else:
             answer = member.whereabouts(message["position"]) if member else {"at": 0}
             self.store.set(f"{message['ask']}/{self.process}", json.dumps(answer))
+
+
+def _answered(call: Callable[[], Any], seconds: float) -> Any:
+    """`call()`, which asks the coordinator: from one that is stopped nothing comes.
+
+    Raises:
+      StoreUnreachableError: it has not answered for so long.
+    """
+    try:
+        return within(seconds, call)
+    except TimeoutError as error:
+        raise StoreUnreachableError(f"the coordinator is stopped or cut off: {error}.") from None
 
 
 _watch: Watch | None = None

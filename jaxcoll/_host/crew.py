@@ -73,7 +73,7 @@ class Crew:
         self._most = most or store.processes
         self._asked = self._ended = False
         self._lock = threading.Lock()
-        self._answers = Answers(self.woken.set)
+        self._answers = Answers(patience, self.woken.set)
         self._tell = self._answers.to
         self.doing = Doing(-1, -1)
         self._beats = Beats()
@@ -204,11 +204,11 @@ class Crew:
         until = time.monotonic() + self._startup
         while True:
             self.check()
+            self.observe()  # first: one that has ended since may have been here
             said = self._all(self._key(self.number, what))
             missing = [m for m in self.decision.members if m not in said]
             if not missing and not (same and len(set(said.values())) > 1):
                 return said
-            self.observe()
             silent = [m for m in missing if self._beats.is_silent(m)]
             if not missing or (same and self._out_of_step({self.name: self.doing})):
                 self.ask("workers bring different programs")
@@ -372,7 +372,7 @@ class Crew:
 
     def _listen(self) -> None:
         """Hear when a new generation is asked for, and say in between that this worker lives."""
-        with contextlib.suppress(StoreUnreachableError, RuntimeError):
+        with contextlib.suppress(StoreUnreachableError, CoordinatorLostError, RuntimeError):
             for count in itertools.count(1):
                 number = self.number
                 try:
@@ -383,7 +383,7 @@ class Crew:
                     pass
                 if self._ended:
                     return
-                self._store_beat(count)
+                self._tell(lambda count=count: self._store_beat(count))
         self.lose_coordinator()
 
     def _hear(self, number: int) -> None:

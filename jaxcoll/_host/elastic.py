@@ -149,8 +149,8 @@ class Elastic:
 
         Raises:
           DeadlineExceededError: a worker did not begin within `startup_seconds`.
-          PeerLostError: too few workers are left, the coordinator died, or the others left this
-            worker behind. Except by one left behind the state was saved, if there is a file.
+          PeerLostError: too few workers are left, the coordinator died or is stopped, or the others
+            left this worker behind. Except by that one the state was saved, if there is a file.
           ReplicaDivergenceError: workers hold different states.
           ProgramMismatchError: their states have different structures, or they bring different
             programs to a step.
@@ -189,16 +189,27 @@ class Elastic:
         if self._path is not None:
             save_checkpoint(self._path, self._state.host(step), step=step)
 
+    def _step_of_file(self) -> int:
+        """The step of the checkpoint that is there; 0: there is none that can be read."""
+        try:
+            assert self._path is not None
+            return restore_checkpoint(self._path, self._state.latest)[1]
+        except (OSError, ValueError):
+            return 0
+
     def _without_coordinator(self) -> PeerLostError:
         leave_coordinator()
         saved = "There is no `checkpoint` to save the state to."
         if self._path is not None:
-            # Whoever comes last is at most one step ahead or behind.
-            self._save(self.finished)
-            saved = f"The state after step {self.finished} is saved in {self._path}."
+            step = self._step_of_file()
+            # Of those who save now, who comes last is at most one step ahead or behind. One that
+            # was stopped meanwhile may be far behind, and what the others left is to stay.
+            if step <= self.finished + 1:
+                self._save(step := self.finished)
+            saved = f"The state after step {step} is saved in {self._path}."
         return PeerLostError(
-            "The coordinator died, without which workers cannot agree on anything any more. "
-            f"{saved} Start the job again.",
+            "The coordinator died, or does not answer any more; without it workers cannot agree "
+            f"on anything. {saved} Start the job again.",
             ranks=(),
         )
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import jax
 
@@ -17,7 +17,15 @@ from jaxcoll._host.beats import BEAT_SECONDS, LOST_SECONDS
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import RegroupError
 
-_left: list[threading.Thread] = []
+
+class Away(Protocol):
+    """A thread, or a call in one."""
+
+    def is_alive(self) -> bool: ...
+    def join(self, timeout: float) -> None: ...
+
+
+_left: list[Away] = []
 _status: Any = None
 
 
@@ -74,8 +82,34 @@ def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what:
     return result
 
 
-def leave_behind(thread: threading.Thread) -> None:
-    """Wait no more for a thread that may never come home."""
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """`call()`, in a thread that is left behind if it takes longer.
+
+    Raises:
+      TimeoutError: it did.
+    """
+    outcome: list[tuple[Any, BaseException | None]] = []
+
+    def work() -> None:
+        try:
+            outcome.append((call(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=work, name="jaxcoll-within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        leave_behind(thread)
+        raise TimeoutError(f"it did not answer within {seconds:g} s")
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def leave_behind(thread: Away) -> None:
+    """Wait no more for a thread, or a call in one, that may never come home."""
     if not _left:
         atexit.register(_end)
         sys.exit = _exit

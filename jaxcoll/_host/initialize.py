@@ -8,6 +8,7 @@ import ipaddress
 import math
 import os
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ from jaxcoll._plan.cluster import (
     host_and_port,
     member_of,
 )
+
+_CONNECTS = 5.0  # seconds at least that JAX's clients may take to connect, once all are there
 
 
 @dataclasses.dataclass
@@ -119,7 +122,7 @@ def initialize(
     if member is None or member.coordinator_address is None:
         return _by_jax(member, seconds, coordinator_bind_address, recoverable)
     _check_unused()
-    coordinator = None
+    coordinator, until = None, time.monotonic() + timeout
     if member.process_id == 0 and not member.is_launched and not rejoin:
         coordinator = _start(member, coordinator_bind_address, recoverable, heartbeat, shutdown)
     try:
@@ -143,7 +146,7 @@ def initialize(
         cluster_detection_method="deactivate",
         **seconds | {"initialization_timeout": FOREVER},
     )
-    connected(join, line, timeout)
+    connected(join, line, max(until - time.monotonic(), _CONNECTS))
     host, kept = line.getsockname()[0], line.detach()
     _compat.let_gloo_listen_at(host, functools.partial(await_all, timeout))
     _joined = _Joined(member, kept, recoverable)

@@ -132,6 +132,23 @@ def test_a_barrier_that_a_worker_does_not_reach_ends_the_generation():
     ended(crew)
 
 
+def test_one_that_ended_after_a_barrier_is_no_loss_for_it(monkeypatch):
+    here, gone = crew_of(2)
+    at_once(*(lambda c=c: c.enter(0) for c in (here, gone)))
+    look, looks = here._all, []
+
+    def read(folder):
+        found = look(folder)
+        if not looks:  # it comes and ends between two looks
+            looks.append(gone.store.set(gone._key(0, f"finished/{gone.name}"), ""))
+            gone.close()
+        return found
+
+    monkeypatch.setattr(here, "_all", read)
+    assert len(here.gather("finished", "")) == 2
+    ended((here, gone))
+
+
 def test_who_did_not_begin_is_named():
     crew = crew_of(1, startup=0.2)
     crew[0].store.processes = 3
@@ -152,3 +169,18 @@ def test_without_a_coordinator_nothing_is_agreed():
     with pytest.raises(CoordinatorLostError):
         crew[0].decide(0, (0,))
     ended(crew)
+
+
+def test_a_coordinator_that_does_not_answer_is_lost_and_one_that_answers_late_is_not(monkeypatch):
+    monkeypatch.setattr(crews, "ANSWER_SECONDS", 0.4)
+    late, goes_on = crew_of(2)
+    at_once(*(lambda c=c: c.enter(0) for c in (late, goes_on)))
+    stopped = threading.Event()
+    for crew, seconds in ((goes_on, 0.1), (late, 20)):
+        wait = lambda key, value, seconds=seconds: stopped.wait(seconds)
+        monkeypatch.setattr(crew.store, "agree", wait, raising=False)
+    goes_on.ask("")
+    with pytest.raises(CoordinatorLostError):
+        late.ask("")
+    stopped.set()
+    ended((late, goes_on))

@@ -130,6 +130,21 @@ def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(tmp_path, m
     assert jc.restore_checkpoint(path, START)[1] == 3
 
 
+def test_one_that_was_stopped_meanwhile_leaves_the_others_checkpoint(tmp_path, monkeypatch):
+    enter, path = Crew.enter, tmp_path / "last.npz"
+    crews = []
+    monkeypatch.setattr(Crew, "enter", lambda crew, at: crews.append(crew) or enter(crew, at))
+
+    def wake(finished, loss):
+        if finished == 3:
+            jc.save_checkpoint(path, START, step=7)
+            crews[0].lose_coordinator()
+
+    with pytest.raises(jc.PeerLostError, match="The state after step 7 is saved in"):
+        jc.Elastic(step, START, checkpoint=path, report=wake).run(rows, 9)
+    assert jc.restore_checkpoint(path, START)[1] == 7
+
+
 def test_a_job_that_is_over_cannot_be_joined_again():
     member = Member("127.0.0.1:1", 3, 1)
     with pytest.raises(

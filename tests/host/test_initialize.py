@@ -10,7 +10,10 @@ import jax
 import pytest
 
 import jaxcoll as jc
+from jaxcoll._compat_coordination import StoreUnreachableError
+from jaxcoll._host import initialize
 from jaxcoll._host.arrival import arrive
+from jaxcoll._host.coordination import _answered
 from jaxcoll._host.coordinator import start_coordinator
 from jaxcoll._host.initialize import _start
 from jaxcoll._plan.cluster import Member
@@ -140,6 +143,39 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use():
         ValueError, match="'no-such-host.invalid', where it is to listen, has no addr"
     ):
         _start(Member("no-such-host.invalid:1", 2, 0), None, True, 1, 1)
+
+
+def test_one_that_dies_while_devices_are_looked_for_is_named(monkeypatch):
+    class Listener:
+        def roll_call(self, member, position, others):
+            return {rank: {} for rank in others if rank != 2 or missing == ()}
+
+    def stuck(seconds, call):
+        raise TimeoutError("it did not answer")
+
+    monkeypatch.setattr(initialize, "watch", Listener)
+    monkeypatch.setattr(initialize, "within", stuck)
+    missing = (2,)
+    with pytest.raises(
+        jc.DeadlineExceededError,
+        match="process 0 of 4: all had arrived, but process 2 did not tell of its devices within 5.0 s",
+    ) as e:
+        initialize._look_for_devices(Member("127.0.0.1:1", 4, 0), 5.0)
+    assert e.value.ranks == missing
+    missing = ()
+    with pytest.raises(TimeoutError, match="it did not answer"):
+        initialize._look_for_devices(Member("127.0.0.1:1", 4, 0), 5.0)
+
+
+def test_nobody_waits_for_a_coordinator_that_is_stopped():
+    stopped = threading.Event()
+    with pytest.raises(
+        StoreUnreachableError, match="is stopped or cut off: it did not answer within 0.05 s"
+    ):
+        _answered(stopped.wait, 0.05)
+    stopped.set()
+    with pytest.raises(ZeroDivisionError):
+        _answered(lambda: 1 / 0, 5)
 
 
 def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch):

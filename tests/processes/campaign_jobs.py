@@ -1,10 +1,11 @@
-"""What a process does in the campaign of faults; prints what became of it, as one line of JSON."""
+"""What a process does in the campaign of faults; prints what became of it, as lines of JSON."""
 
 import json
 import os
 import resource
 import signal
 import sys
+import threading
 import time
 
 SPEC = json.loads(sys.argv[1])
@@ -12,12 +13,16 @@ RANK = int(os.environ["JAXCOLL_RANK"])
 AGAIN = "again" in sys.argv
 
 
-def injected(moment, step=None):
+def told(word, **more):
+    print(f"{word} " + json.dumps({"at": time.time(), **more}), flush=True)
+
+
+def injected(*moments):
     """Do to this process what the fault says, at this moment."""
     for fault in SPEC["faults"]:
-        if fault["rank"] != RANK or fault["when"] not in (moment, step) or AGAIN:
+        if fault["rank"] != RANK or fault["when"] not in moments or AGAIN:
             continue
-        print("FAULT " + json.dumps([time.time()]), flush=True)
+        told("FAULT")
         match fault["what"]:
             case "sleep":
                 time.sleep(600)
@@ -38,15 +43,19 @@ import jax  # noqa: E402
 jax.config.update("jax_platforms", "cpu")
 
 import hashlib  # noqa: E402
+import io  # noqa: E402
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
 
+EXPIRES = {"at": 0.0}
+"""When the deadline of what this process waits for, or waited for last, passes."""
 
-def told(outcome, **more):
-    print("TOLD " + json.dumps({"outcome": outcome, "at": time.time(), **more}), flush=True)
+
+def expires_in(seconds):
+    EXPIRES["at"] = time.time() + seconds
 
 
 @jc.data_parallel(batch_argnums=1)
@@ -60,111 +69,210 @@ def step(state, batch):
     return {**state, "w": state["w"] - 0.05 * gradient, "seen": state["seen"] + 1}, value
 
 
-def batches(at, rank, world):
-    injected("step", at)
-    if world < SPEC.get("until", world + 1):  # give a newcomer time to start
-        time.sleep(SPEC.get("pause", 0.0))
+def rows(at, rank):
     rng = np.random.default_rng((at, rank))
-    n = 4 if at >= 20 and RANK == 1 and SPEC.get("odd") in ("rows", "slow rows") else 8
-    if n == 4:
-        print("FAULT " + json.dumps([time.time()]), flush=True)
-    return rng.standard_normal((n, 16)).astype("f"), rng.standard_normal(n).astype("f")
-
-
-def odd_elastic():
-    """The same with another step, or number of steps, on one process."""
-    odd = RANK == 1 and SPEC.get("odd")
-
-    def slow(state, batch):
-        if batch[1].shape == (4,):
-            time.sleep(8)
-        return step.__wrapped__(state, batch)
-
-    function = slow if odd == "slow rows" else step.__wrapped__
-    slow.__name__ = "step"
-    rate = jc.CommunicationOptions(algorithm="ring") if odd == "options" else None
-    other = jc.data_parallel(function, batch_argnums=1, options=rate)
-    if odd == "function":
-        other = jc.data_parallel(lambda s, b: (s, jnp.float32(0)), batch_argnums=1)
-    start = {"w": np.zeros(16, "f"), "seen": np.int32(0)}
-    trainer = jc.Elastic(other, start, timeout_seconds=3.0, startup_seconds=60.0)
-    trainer.run(batches, 30 if odd == "steps" else 40)
+    return rng.standard_normal((8, 16)).astype("f"), rng.standard_normal(8).astype("f")
 
 
 def bits(state):
     return hashlib.sha256(np.asarray(state["w"]).tobytes()).hexdigest()[:16]
 
 
-def elastic():
-    """Train by `jc.Elastic`, and then once more without it from where the world became smaller."""
-    kept = {}
-    start = {"w": np.zeros(16, "f"), "seen": np.int32(0), "large": np.ones(4096, "f")}
-    settings = {"timeout_seconds": 3.0, "startup_seconds": 60.0} | SPEC.get("settings", {})
-    trainer = jc.Elastic(
-        step, start, **settings, report=lambda n, loss: kept.update({n: trainer._state.host(n)})
-    )
-    injected("before training")
-    print("TRAINING", flush=True)
-    try:
-        state = trainer.run(batches, SPEC["steps"])
-    finally:
-        changes = [[c.step, c.workers, c.lost, c.joined, c.why, c.seconds] for c in trainer.changes]
-        told("changes", changes=changes, finished=trainer.finished)
-    if state is None:
-        return told("spare")
-    again = None
-    if trainer.changes and not trainer.changes[-1].joined:
-        change = trainer.changes[-1]
+class Elastic:
+    """Training by `jc.Elastic`, and once more without it from where the world became smaller."""
+
+    start = {"w": np.zeros(16, "f"), "seen": np.int32(0), "large": np.ones(4096, "f")}  # noqa: RUF012
+
+    def __init__(self):
+        self.settings = {"timeout_seconds": SPEC["timeout"], "startup_seconds": 60.0}
+        self.settings |= SPEC.get("settings", {})
+        self.trainer = jc.Elastic(step, self.start, **self.settings, report=self.report)
+        self.kept, self.changes, self.expiries = {0: self.start}, [], []
+
+    def batches(self, at, rank, world):
+        injected(at)
+        if world < SPEC.get("until", world + 1):  # give a newcomer time to start
+            time.sleep(SPEC.get("pause", 0.0))
+        expires_in(SPEC["timeout"])
+        self.expiries.append(EXPIRES["at"])
+        return rows(at, rank)
+
+    def report(self, finished, loss):
+        now = time.time()
+        self.kept[finished] = self.trainer._state.host(finished)
+        for change in self.trainer.changes[len(self.changes) :]:
+            noticed = now - change.seconds
+            before = [t for t in self.expiries if t - SPEC["timeout"] < noticed]
+            said = {
+                "step": change.step,
+                "lost": change.lost,
+                "joined": change.joined,
+                "why": change.why,
+            }
+            times = {"noticed": noticed, "again": now, "expired": max(before, default=0.0)}
+            self.changes.append({**said, **times})
+            if "good" in SPEC:
+                good = jc.restore_checkpoint(self.settings["checkpoint"], self.start)[1]
+                self.changes[-1]["good"] = good
+
+    def run(self):
+        injected("before training")
+        told("TRAINING")
+        expires_in(self.settings["startup_seconds"])
+        try:
+            state = self.trainer.run(self.batches, SPEC["steps"])
+        finally:
+            told("CHANGES", changes=self.changes)
+        if state is None:
+            return {"spare": True}
+        again = bits(self.smaller()) if self.trainer.changes else bits(state)
+        return {"bits": bits(state), "again": again, "seen": int(state["seen"])}
+
+    def smaller(self):
+        """The state that the last world would have reached by itself."""
+        change = self.trainer.changes[-1]
+        if change.joined:
+            return self.trainer._state.latest
         devices = [d for r in change.workers for d in jax.devices() if d.process_index == r]
         plain = step.on(jax.sharding.Mesh(np.array(devices), ("data",)))
-        again = kept[change.step]
+        state = self.kept[change.step]
         for at in range(change.step, SPEC["steps"]):
-            rank = change.workers.index(RANK)
-            rng = np.random.default_rng((at, rank))
-            rows = rng.standard_normal((8, 16)).astype("f"), rng.standard_normal(8).astype("f")
-            again = plain(again, rows)[0]
-        again = bits(again)
-    return told("trained", bits=bits(state), again=again, seen=int(state["seen"]))
+            state = plain(state, rows(at, change.workers.index(RANK)))[0]
+        return state
 
 
-def plain():
-    """Calls of one or two `data_parallel` steps, of which one process makes one otherwise."""
-    timeout = SPEC.get("timeout", 3.0)
-    options = jc.CommunicationOptions(timeout_seconds=timeout)
-    size, dtype = 8, np.float32
-    odd = RANK == 1 and SPEC.get("odd")
-    if odd == "options":
-        options = jc.CommunicationOptions(timeout_seconds=timeout, algorithm="ring")
-    one = jc.data_parallel(lambda x: jc.all_reduce("mean", x.sum(0), "data"), options=options)
-    two = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(0), "data"), options=options)
-    one(np.ones((2, 8), "f")), two(np.ones((2, 8), "f"))
-    began = time.time()
-    for at in range(12):
-        injected("step", at)
-        if at == 6:
-            size = 4 if odd == "shape" else size
-            dtype = np.int32 if odd == "dtype" else dtype
-            if odd == "recompile":
-                one = one.on(one.mesh)
-            if odd == "op":
-                one = two
-            if odd == "skip":
-                continue
-        calls = (two, one) if odd == "swap" and at == 6 else (one, two)
-        for call in calls:
-            began = time.time()
-            call(np.ones((2, size), dtype))
-    told("trained", waited=time.time() - began)
+class Odd(Elastic):
+    """The same with another step, other rows, or fewer steps on one process."""
+
+    def __init__(self):
+        super().__init__()
+        self.odd = SPEC["odd"] if RANK == 1 else ""
+        self.since = {"function": 0, "options": 0, "steps": 29}.get(self.odd, 20)
+
+        def slow(state, batch):
+            if batch[1].shape == (4,):
+                time.sleep(8)
+            return step.__wrapped__(state, batch)
+
+        function, options = step.__wrapped__, None
+        if self.odd == "slow rows":
+            function, slow.__name__ = slow, "step"
+        if self.odd == "options":
+            options = jc.CommunicationOptions(algorithm="ring")
+        if self.odd == "function":
+            function = lambda state, batch: (state, jnp.float32(0))
+        other = jc.data_parallel(function, batch_argnums=1, options=options)
+        self.trainer = jc.Elastic(other, self.start, **self.settings, report=self.report)
+        if self.odd == "steps":
+            SPEC["steps"] = 30
+
+    def batches(self, at, rank, world):
+        if self.odd and at == self.since:
+            told("FAULT")
+        few = at >= 20 and self.odd in ("rows", "slow rows")
+        return tuple(x[: 4 if few else 8] for x in super().batches(at, rank, world))
+
+
+def write_in_two_parts():
+    """Let a checkpoint be half written for a moment."""
+    written = np.savez
+
+    def savez(file, **parts):
+        whole = io.BytesIO()
+        written(whole, **parts)
+        half = whole.tell() // 2
+        file.write(whole.getvalue()[:half])
+        file.flush()
+        injected(f"while writing {job.trainer.finished}")
+        file.write(whole.getvalue()[half:])
+
+    np.savez = savez
+
+
+class Calls:
+    """Calls of two programs in turn, of which one process makes one otherwise."""
+
+    def __init__(self):
+        jax.devices()
+        self.options = jc.CommunicationOptions(timeout_seconds=SPEC["timeout"])
+        self.made = {"step": self.of_steps, "run": self.of_runs, "op": self.of_ops}[SPEC["of"]]
+
+    def of_steps(self, reduce_op, options):
+        return jc.data_parallel(
+            lambda x: jc.all_reduce(reduce_op, x.sum(0), "data"), options=options
+        )
+
+    def of_runs(self, reduce_op, options):
+        strategy = jc.MultiWorkerMirroredStrategy(communication_options=options)
+        replica = lambda x: jc.all_reduce(reduce_op, x.sum(0), "replica")
+        return lambda x: strategy.run(replica, (self.of_replicas(x),))
+
+    def of_ops(self, reduce_op, options):
+        def call(x):
+            value = self.of_replicas(x)
+            return jc.NcclAllReduce().reduce(reduce_op, value, value, options)
+
+        return call
+
+    def of_replicas(self, x):
+        return jc.PerReplica.from_function(lambda _: x, devices=jax.devices())
+
+    def run(self):
+        injected("before the first call")
+        one, two = (self.made(reduce_op, self.options) for reduce_op in ("mean", "sum"))
+        for at in range(SPEC["steps"]):
+            injected(at)
+            calls, x = (one, two), np.ones((2, 9 if SPEC["odd"] == "op" and at >= 6 else 8), "f")
+            odd = SPEC["odd"] if RANK == 1 and at == 6 else ""
+            if odd:
+                told("FAULT")
+            match odd:
+                case "shape":
+                    x = x[:, :4]
+                case "dtype":
+                    x = x.astype("i")
+                case "options":
+                    calls = self.made("mean", self.options.replace(algorithm="ring")), two
+                case "recompile":
+                    calls = one, two = self.made("mean", self.options), two
+                case "swap" | "op":
+                    calls = two, one
+                case "skip":
+                    continue
+            time.sleep(SPEC["pause"])
+            for call in calls:
+                expires_in(SPEC["timeout"])
+                call(x)
+        return {}
 
 
 injected("before the meeting")
-connect = jax.distributed.initialize
-jax.distributed.initialize = lambda *a, **k: (injected("while connecting"), connect(*a, **k))
+if RANK == SPEC["comes late"]:
+    time.sleep(2.0)
+if any(fault["when"] == "in the meeting" for fault in SPEC["faults"]):
+    threading.Timer(1.0, injected, ["in the meeting"]).start()
 try:
-    jc.initialize(initialization_timeout=SPEC.get("arrival", 20), rejoin=AGAIN)
+    expires_in(SPEC["arrival"])
+    where = ()
+    if SPEC["taken"]:
+        where = (
+            os.environ.pop("JAXCOLL_COORDINATOR"),
+            int(os.environ.pop("JAXCOLL_PROCESSES")),
+            RANK,
+        )
+        del os.environ["JAXCOLL_RANK"]
+        told("FAULT")
+    connect = jax.distributed.initialize
+    jax.distributed.initialize = lambda *a, **k: (injected("while connecting"), connect(*a, **k))
+    jc.initialize(*where, initialization_timeout=SPEC["arrival"], rejoin=AGAIN)
     injected("after the meeting")
-    {"elastic": elastic, "odd_elastic": odd_elastic, "plain": plain}[SPEC["job"]]()
+    job = {"elastic": Elastic, "odd": Odd, "calls": Calls}[SPEC["job"]]()
+    write_in_two_parts()
+    told("ENDED", outcome="trained", **job.run())
 except BaseException as error:
     notes = " ".join(getattr(error, "__notes__", ()))
-    told(type(error).__name__, message=f"{error} {notes}", ranks=getattr(error, "ranks", None))
+    ranks = sorted(getattr(error, "ranks", ()))
+    kind = type(error).__name__
+    told("ENDED", outcome=kind, message=f"{error} {notes}", ranks=ranks, expired=EXPIRES["at"])
     sys.exit(3)
+raise SystemExit(SPEC["leaves"])  # not by `sys.exit`, which might be wrapped

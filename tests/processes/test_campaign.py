@@ -1,10 +1,14 @@
 """Some rows of the campaign of faults (tests/processes/campaign.py runs them all)."""
 
+import json
+import math
 import socket
 import threading
+from pathlib import Path
 
 import pytest
-from processes.campaign import FAULTS, run, seconds, wrong
+from processes.campaign import STEP, Ran, markdown
+from processes.campaign_faults import FAULTS
 
 from jaxcoll._host import relay
 
@@ -17,19 +21,38 @@ IN_CI = (
     "started again and taken in",
     "death of the coordinator",
     "full disk at a checkpoint",
+    "SIGSTOP of the coordinator",
+    "SIGKILL of the one that writes a checkpoint",
+    "`strategy.run`: SIGKILL",
 )
 
 
 @pytest.mark.parametrize("name", IN_CI)
 def test_a_fault_ends_in_the_named_error_or_in_training_that_goes_on(name, tmp_path):
     (fault,) = [f for f in FAULTS if f.name == name]
-    became, hit = run(fault, tmp_path)
-    assert wrong(fault, became) == []
-    assert seconds(fault, became, hit) < 60
+    ran = Ran(fault, tmp_path)
+    assert ran.wrong() == []
+    # The bounds of the row, and the time that a machine that does something else may take more.
+    noticed, next_step = ran.times()
+    assert not noticed > fault.within + 20
+    assert not next_step > fault.within + STEP + 30
 
 
-def test_there_are_thirty_faults_of_names_that_differ():
+def test_the_table_in_the_docs_has_every_row_of_the_campaign(tmp_path):
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 30
+    saved = tmp_path / "found.json"
+    times = {FAULTS[0].name: {"times": [0.04, math.nan]}}
+    times |= {fault.name: {"times": [math.nan, 2.5]} for fault in FAULTS[1:]}
+    saved.write_text(json.dumps({"jax": "1.2", "rows": times}))
+    head, _, first, *others = markdown(saved).splitlines()
+    assert head == "| fault | processes | ends in | noticed, 1.2 | next step, 1.2 |"
+    assert first == f"| {FAULTS[0].name} | 4 | training goes on | 0.0 s |  |"
+    assert len(others) == len(FAULTS) - 1
+    written = Path("docs/faults.md").read_text("utf8").splitlines()
+    begin = written.index(next(x for x in written if x.startswith("| fault |")))
+    rows = written[begin + 2 : begin + 2 + len(FAULTS)]
+    wanted = [line.split(" | ")[:3] for line in (first, *others)]
+    assert [line.split(" | ")[:3] for line in rows] == wanted
 
 
 @pytest.mark.parametrize("listened", [True, False])

@@ -1,0 +1,169 @@
+"""The rows of the campaign: what is done to processes, and what must become of the others."""
+
+import dataclasses
+
+TIMEOUT = 3.0
+"""Seconds for a call or a step, unless a row says otherwise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A row.
+
+    Attributes:
+      name: in the table.
+      processes: how many there are.
+      faults: (rank, when, what) for each that is hit.
+      want: what becomes of the others: "trained", or the name of an error.
+      words: what the error's message, or the reason of a change, must hold.
+      job: which of campaign_jobs.py.
+      within: seconds, from the fault or from the deadline that finds it, to when all others know.
+      others: rank: what becomes of it, where that is not `want`.
+      culprits: who is to be named; None: all who are hit.
+      spec: what the job is told beside.
+      acts: (seconds after the fault or, without one, after training began, signal or "again",
+        rank or "C", the coordinator).
+    """
+
+    name: str
+    processes: int
+    faults: tuple = ()
+    want: str = "trained"
+    words: tuple = ()
+    job: str = "elastic"
+    within: float = 1.0
+    others: dict = dataclasses.field(default_factory=dict)
+    culprits: tuple | None = None
+    spec: dict = dataclasses.field(default_factory=dict)
+    acts: tuple = ()
+
+    @property
+    def hit(self):
+        """Ranks that are not to live on as the others do."""
+        return {rank for rank, _, what in self.faults if what != "full disk"}
+
+    @property
+    def named(self):
+        """Ranks that errors and changes are to name."""
+        return sorted(self.hit if self.culprits is None else self.culprits)
+
+    @property
+    def wants(self):
+        """What is to become of each process of which something is known."""
+        whole = {r: self.want for r in range(self.processes) if r not in self.hit}
+        return whole | self.others
+
+    @property
+    def stuck(self):
+        """Ranks that do not end by themselves."""
+        continued = {who for _, what, who in self.acts if what == "SIGCONT"}
+        return {r for r, _, what in self.faults if what in ("sleep", "SIGSTOP")} - continued
+
+
+DEADLINE, LOST, MISMATCH = "DeadlineExceededError", "PeerLostError", "ProgramMismatchError"
+LATE = f"did not finish within {TIMEOUT:g} s"
+FILE = {"settings": {"checkpoint": "last.npz"}}
+# Where the one that came waits: the collective, and the pack that it carries.
+WAITS = (LATE, "Process 1 of 2 did not arrive", "Collective 1 of ", "/pack0 has (the value)")
+
+
+def _calls(name, want, *faults, processes=2, **more):
+    return Fault(name, processes, faults, want, job="calls", **more)
+
+
+FAULTS = [
+    # Training by `jc.Elastic`.
+    Fault("SIGKILL of one of four", 4, ((1, 20, "SIGKILL"),)),
+    Fault("SIGKILL of process 0", 3, ((0, 20, "SIGKILL"),)),
+    Fault("SIGKILL of one of two", 2, ((1, 20, "SIGKILL"),)),
+    Fault("SIGKILL of two at once", 4, ((0, 20, "SIGKILL"), (2, 20, "SIGKILL")), spec={"leaves": 5}),
+    Fault("SIGKILL of one, then of another", 4, ((3, 12, "SIGKILL"), (1, 25, "SIGKILL"))),
+    Fault("SIGKILL in the first step", 3, ((1, 0, "SIGKILL"),), within=TIMEOUT),
+    Fault("SIGKILL in the last step", 3, ((1, 39, "SIGKILL"),)),
+    Fault("SIGKILL while compiling", 3, ((2, "while compiling", "SIGKILL"),), within=TIMEOUT),
+    Fault("SIGSEGV", 3, ((1, 20, "SIGSEGV"),)),
+    Fault("exit without a word", 3, ((1, 20, "exit"),)),
+    Fault("an exception in the batch function", 3, ((1, 20, "raise"),), others={1: "KeyError"}),
+    Fault("an exception while compiling", 3, ((1, "while compiling", "raise"),), others={1: "KeyError"}),
+    Fault("SIGSTOP", 3, ((1, 20, "SIGSTOP"),), words=(LATE,)),
+    Fault("SIGSTOP, continued later", 3, ((1, 20, "SIGSTOP"),), words=(LATE,),
+          acts=((9.0, "SIGCONT", 1),), others={1: LOST}),
+    Fault("SIGSTOP, continued when all is over", 3, ((1, 20, "SIGSTOP"),), words=(LATE,),
+          acts=((9.0, "SIGKILL", "C"), (10.0, "SIGCONT", 1)), others={1: LOST},
+          spec={"last": 40, "settings": {"checkpoint": "last.npz", "every": 10}}),
+    Fault("asleep in Python", 3, ((1, 20, "sleep"),), words=(LATE,)),
+    Fault("SIGSTOP of one and SIGKILL of another", 4, ((1, 20, "SIGSTOP"), (2, 20, "SIGKILL"))),
+    Fault("too few are left", 3, ((1, 20, "SIGKILL"),), LOST, ("`min_workers` is 3",),
+          within=TIMEOUT, spec={"settings": {"min_workers": 3, "checkpoint": "last.npz"}}),
+    Fault("a spare steps in", 3, ((1, 20, "SIGKILL"),), spec={"settings": {"max_workers": 2}}),
+    Fault("started again and taken in", 3, ((1, 20, "SIGKILL"),), acts=((1.0, "again", 1),),
+          others={1: "trained"}, spec={"pause": 0.6, "until": 3, "steps": 100}),
+    *(
+        Fault(f"another {odd} on one", 3, (), MISMATCH, words, job="odd", culprits=(), within=2.0, spec={"odd": odd})
+        for odd, words in {
+            "function": ("process 1: program `<lambda>`",),
+            "options": ("process 1: options CommunicationOptions(algorithm='ring')",),
+            "rows": ("process 0: argument args[1][0]: float32[24,16]", "process 1: argument args[1][0]: float32[12,16]"),
+            "slow rows": ("bring different programs to step 20",),
+            "steps": ("process 0: program `step`", "process 1: no program: its training ends here"),
+        }.items()
+    ),
+    # The coordinator, and checkpoints.
+    Fault("death of the coordinator", 3, (), LOST, ("The coordinator died",), culprits=(),
+          acts=((1.0, "SIGKILL", "C"),), spec={"pause": 0.05, "steps": 4000, **FILE}),
+    Fault("SIGSTOP of the coordinator", 3, (), LOST, ("The coordinator died",), culprits=(),
+          within=TIMEOUT + 1, acts=((1.0, "SIGSTOP", "C"),), spec={"pause": 0.05, "steps": 4000, **FILE}),
+    Fault("SIGSTOP of the coordinator, continued", 3, culprits=(),
+          acts=((1.0, "SIGSTOP", "C"), (3.0, "SIGCONT", "C")), spec={"pause": 0.1}),
+    Fault("full disk at a checkpoint", 2, ((0, 20, "full disk"),), others={0: "OSError"},
+          culprits=(), spec={"settings": {"checkpoint": "last.npz", "every": 10}}),
+    Fault("SIGKILL while another writes checkpoints", 3, ((1, 20, "SIGKILL"),),
+          spec={"settings": {"checkpoint": "last.npz", "every": 1}}),
+    Fault("SIGKILL of the one that writes a checkpoint", 3, ((0, "while writing 20", "SIGKILL"),),
+          spec={"good": 10, "settings": {"checkpoint": "last.npz", "every": 10}}),
+    # Starting up.
+    Fault("SIGKILL before JAX is imported", 2, ((1, "before the start", "SIGKILL"),), DEADLINE,
+          ("process 1 of 2 did not arrive within",), spec={"arrival": 4}),
+    Fault("SIGKILL before the meeting", 2, ((1, "before the meeting", "SIGKILL"),), DEADLINE,
+          ("process 1 of 2 did not arrive within",), spec={"arrival": 4}),
+    Fault("SIGKILL while others are waited for", 3, ((1, "in the meeting", "SIGKILL"),), LOST,
+          ("process 1 (", "ended before all 3 had arrived"), within=3.0, spec={"arrival": 8, "comes late": 2}),
+    Fault("SIGKILL while connecting", 3, ((1, "while connecting", "SIGKILL"),), DEADLINE,
+          ("process 1 ended meanwhile",), within=TIMEOUT, spec={"arrival": 6}),
+    Fault("SIGKILL before there are devices", 3, ((1, "after the meeting", "SIGKILL"),), "RuntimeError",
+          ("Process 1 of 3 did not begin to use devices within 6 s",), job="calls", culprits=(),
+          within=7.0, spec={"arrival": 6}),
+    Fault("SIGKILL after the meeting", 2, ((1, "after the meeting", "SIGKILL"),), DEADLINE,
+          ("Worker 1 of 2 did not begin",), spec={"settings": {"startup_seconds": 4.0}}),
+    Fault("SIGKILL before training", 2, ((1, "before training", "SIGKILL"),), DEADLINE,
+          ("Worker 1 of 2 did not begin",), spec={"settings": {"startup_seconds": 4.0}}),
+    Fault("the coordinator's port is taken", 3, (), DEADLINE, ("process 0 of 3 did not arrive",),
+          culprits=(0,), others={0: "OSError"}, spec={"arrival": 4, "taken": True}),
+    # Calls of `jc.data_parallel` steps, of `strategy.run` and of cross-device ops.
+    _calls("a step: asleep", DEADLINE, (1, 6, "sleep"), words=WAITS),
+    _calls("a step: SIGSTOP", DEADLINE, (1, 6, "SIGSTOP"), words=WAITS),
+    _calls("a step: two are asleep", DEADLINE, (1, 6, "sleep"), (3, 6, "sleep"), processes=4,
+           words=(LATE, "Processes 1, 3 of 4 did not arrive", *WAITS[2:])),
+    _calls("a step: SIGKILL", LOST, (1, 6, "SIGKILL"), words=("process 1 does not answer",)),
+    _calls("a step: SIGKILL before the first", DEADLINE, (1, "before the first call", "SIGKILL"), words=WAITS),
+    *(
+        _calls(f"a step: another {odd}", MISMATCH, spec={"odd": odd}, words=words, within=2.0)
+        for odd, words in {
+            "shape": ("float32[4,8]", "float32[4,4]"),
+            "dtype": ("float32[4,8]", "int32[4,8]"),
+            "options": ("different programs as call 13",),
+            "op": ("nothing was run", "/pack0"),
+        }.items()
+    ),
+    _calls("a step: two calls are swapped", MISMATCH, spec={"odd": "swap", "pause": 0.1, "steps": 60},
+           words=("in different orders",), within=3.0),
+    _calls("a step: one compiles it once more", "trained", spec={"odd": "recompile"}),
+    _calls("a step: a call is skipped", LOST, spec={"odd": "skip"}, others={1: "trained"},
+           culprits=(1,), words=("process 1 has ended",), within=3.0),
+    _calls("a step: asleep while the coordinator is stopped", DEADLINE, (1, 6, "sleep"), culprits=(),
+           words=(LATE, "Who did not arrive is not known"), acts=((0.0, "SIGSTOP", "C"),), within=2.0),
+    _calls("`strategy.run`: asleep", DEADLINE, (1, 6, "sleep"), words=WAITS, spec={"of": "run"}),
+    _calls("`strategy.run`: SIGKILL", LOST, (1, 6, "SIGKILL"), spec={"of": "run"},
+           words=("process 1 does not answer",)),
+    _calls("a cross-device op: asleep", DEADLINE, (1, 6, "sleep"), words=(*WAITS[:-1], "/pack0 has [0]"), spec={"of": "op"}),
+]  # fmt: skip
