@@ -13,7 +13,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from jaxcoll._compat_coordination import Store, StoreUnreachableError, store
@@ -23,6 +23,8 @@ BEAT_SECONDS = 1.0
 
 ANSWER_SECONDS = 0.75
 """How long an answer is waited for; it takes a few milliseconds."""
+
+_SLACK_SECONDS, _EACH_SECONDS = 0.2, 0.02  # for the coordinator itself, and for each that is asked
 
 
 class Member(Protocol):
@@ -90,8 +92,16 @@ class Watch:
         Raises:
           StoreUnreachableError: nobody can be asked.
         """
-        folder = f"{self.root}/answers/{self.process}.{next(self._asked)}"
+        # Where this process is cut off from the coordinator, no message to it ends.
         asked = list(processes)
+        asking = _Asking(lambda: self._answers(member, position, asked, patience))
+        asking.join(patience + _SLACK_SECONDS + _EACH_SECONDS * len(asked))
+        return asking.result()
+
+    def _answers(
+        self, member: str, position: int, asked: Sequence[int], patience: float
+    ) -> dict[int, dict[str, Any]]:
+        folder = f"{self.root}/answers/{self.process}.{next(self._asked)}"
         for process in asked:
             self._ring(process, {"ask": folder, "member": member, "position": position})
         answers = {}
@@ -154,6 +164,35 @@ class Watch:
         else:
             answer = member.whereabouts(message["position"]) if member else {"at": 0}
             self.store.set(f"{message['ask']}/{self.process}", json.dumps(answer))
+
+
+class _Asking(threading.Thread):
+    """A question that may never come back."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        super().__init__(name="jaxcoll-asking", daemon=True)
+        self._ask = ask
+        self._outcome: list[tuple[Any, BaseException | None]] = []
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._outcome.append((self._ask(), None))
+        except BaseException as error:
+            self._outcome.append((None, error))
+
+    def result(self) -> Any:
+        """What came back.
+
+        Raises:
+          StoreUnreachableError: nothing has.
+        """
+        if not self._outcome:
+            raise StoreUnreachableError("the coordinator does not answer")
+        answer, error = self._outcome[0]
+        if error is not None:
+            raise error
+        return answer
 
 
 _watch: Watch | None = None

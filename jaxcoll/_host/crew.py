@@ -28,7 +28,7 @@ from jaxcoll._host.decision import (
     words,
     written,
 )
-from jaxcoll._plan.errors import DeadlineExceededError
+from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
 
 BEAT_SECONDS = 0.5
 """How often a worker says that it lives."""
@@ -77,6 +77,7 @@ class Crew:
         self._lock = threading.Lock()
         self._told = threading.Event()
         self._beats: dict[str, tuple[str, float, bool]] = {}
+        self._looked = 0.0
         self._store_beat(0)
         self.threads = [threading.Thread(target=self._listen, name="jaxcoll-crew", daemon=True)]
         self.threads[0].start()
@@ -158,6 +159,9 @@ class Crew:
 
         Returns:
           The decision that this worker is in; None: the work ended without it.
+
+        Raises:
+          PeerLostError: nobody is left who could take it in.
         """
         if self._tell(lambda: self.store.try_get(self._key(0, "decision"))) is None:
             decision = self._decided(step, (step,))
@@ -308,8 +312,25 @@ class Crew:
         ) is None:
             if self._unreachable:
                 raise CoordinatorLostError
+            self._check_others(number)
             time.sleep(_POLL_SECONDS)
         return read(text)
+
+    def _check_others(self, number: int) -> None:
+        """Refuse to wait for a decision when nobody is left who could make it."""
+        if time.monotonic() < self._looked + BEAT_SECONDS:
+            return
+        self._looked = time.monotonic()
+        self.observe()
+        members = self._read(number - 1).members
+        silent = all(map(self._is_silent, members))
+        # They may have finished since this worker looked.
+        if silent and self._tell(lambda: self.store.try_get(self._key(number, "decision"))) is None:
+            raise PeerLostError(
+                f"All who worked have ended ({words(members)}), and nobody is left to take worker "
+                f"{rank_of(self.name)} in. Start the job again.",
+                ranks=[rank_of(member) for member in members],
+            )
 
     def _begin(self, decision: Decision) -> Decision:
         with self._lock:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcoll._compat_coordination import leave_coordinator, store
-from jaxcoll._host.checkpoint import restore_checkpoint, save_checkpoint
+from jaxcoll._host.checkpoint import restore_checkpoint, save_checkpoint, step_of_checkpoint
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.decision import CoordinatorLostError, Decision, RegroupError, rank_of
@@ -174,7 +174,8 @@ class Elastic:
         try:
             crew.meet()
             jax.devices()  # JAX exchanges them among all processes when they are first asked for
-            with when_coordinator_is_lost(crew.lose_coordinator):
+            patience = self._timeout or self._startup
+            with when_coordinator_is_lost(crew.lose_coordinator, patience):
                 return _Run(self, crew, batches, steps).run()
         except CoordinatorLostError:
             for thread in crew.threads:
@@ -191,12 +192,16 @@ class Elastic:
         leave_coordinator()
         saved = "There is no `checkpoint` to save the state to."
         if self._path is not None:
-            # Whoever comes last is at most one step ahead or behind.
-            self._save(self.finished)
-            saved = f"The state after step {self.finished} is saved in {self._path}."
+            # Others that are not cut off may have gone on. Of those that are, whoever comes last is
+            # at most one step ahead or behind.
+            held = step_of_checkpoint(self._path)
+            if held < self.finished:
+                self._save(self.finished)
+            step = max(held, self.finished)
+            saved = f"The state after step {step} is saved in {self._path}."
         return PeerLostError(
-            "The coordinator died, without which workers cannot agree on anything any more. "
-            f"{saved} Start the job again.",
+            "The coordinator died, or this worker is cut off from it: they cannot agree on "
+            f"anything any more. {saved} Start the job again, unless others go on.",
             ranks=(),
         )
 

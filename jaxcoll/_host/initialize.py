@@ -20,6 +20,7 @@ from jaxcoll._host.relay import through_relay
 from jaxcoll._plan.cluster import (
     JAX_BIND,
     JAX_COORDINATOR,
+    REJOIN,
     Member,
     checked_seconds,
     host_and_port,
@@ -86,7 +87,7 @@ def initialize(
       recoverable: whether the others may go on when one dies, and get an error they can catch from
         what they did together. Without it JAX aborts them all.
       rejoin: this process is started again in the place of one that died, and the job has begun:
-        nobody is waited for. `jc.Elastic` takes it in.
+        nobody is waited for. `jc.Elastic` takes it in. `jaxcoll launch` says so by itself.
 
     Raises:
       ValueError: an argument or a variable cannot be; the coordinator's host has no address; or
@@ -119,6 +120,7 @@ def initialize(
     if member is None or member.coordinator_address is None:
         return _by_jax(member, seconds, coordinator_bind_address, recoverable)
     _check_unused()
+    rejoin = rejoin or (member.is_launched and os.environ.get(REJOIN) == "1")
     coordinator = None
     if member.process_id == 0 and not member.is_launched and not rejoin:
         coordinator = _start(member, coordinator_bind_address, recoverable, heartbeat, shutdown)
@@ -135,7 +137,7 @@ def initialize(
     host, kept = line.getsockname()[0], line.detach()
     # JAX has process 0 serve: it gets an idle service on the loopback interface.
     jax.distributed.initialize(
-        through_relay(member.coordinator_address),
+        through_relay(member.coordinator_address, heartbeat),
         member.num_processes,
         member.process_id,
         member.local_device_ids,

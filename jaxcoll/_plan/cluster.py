@@ -14,6 +14,9 @@ from jaxcoll._plan.tf_config import TFConfig
 COORDINATOR, PROCESSES, RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"
 """What `jaxcoll launch` tells the processes it starts, and a coordinator already runs."""
 
+REJOIN = "JAXCOLL_REJOIN"
+"""Set to "1" by `jaxcoll launch` for a process that is started again while the others go on."""
+
 JAX_COORDINATOR, JAX_BIND = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's own variables."""
 

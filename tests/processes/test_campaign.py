@@ -35,7 +35,7 @@ def test_there_are_thirty_faults_of_names_that_differ():
 @pytest.mark.parametrize("listened", [True, False])
 def test_a_relay_stays_open_when_the_coordinator_dies_if_somebody_listens(listened):
     coordinator = socket.create_server(("127.0.0.1", 0))
-    one = relay.Relay(f"127.0.0.1:{coordinator.getsockname()[1]}")
+    one = relay.Relay(f"127.0.0.1:{coordinator.getsockname()[1]}", 100.0)
     client = socket.socket(socket.AF_UNIX)
     client.connect(one.address.removeprefix("unix:"))
     far, _ = coordinator.accept()
