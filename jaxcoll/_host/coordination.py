@@ -188,7 +188,7 @@ class _Asking(threading.Thread):
           StoreUnreachableError: nothing has.
         """
         if not self._outcome:
-            raise StoreUnreachableError("the coordinator does not answer")
+            raise StoreUnreachableError("the coordinator does not answer.")
         answer, error = self._outcome[0]
         if error is not None:
             raise error
