@@ -77,7 +77,6 @@ class Crew:
         self._lock = threading.Lock()
         self._told = threading.Event()
         self._beats: dict[str, tuple[str, float, bool]] = {}
-        self._looked = 0.0
         self._store_beat(0)
         self.threads = [threading.Thread(target=self._listen, name="jaxcoll-crew", daemon=True)]
         self.threads[0].start()
@@ -170,7 +169,7 @@ class Crew:
         while self.name not in decision.members:
             if decision.ended:
                 return None
-            decision = self._waited(decision.number + 1)
+            decision = self._waited(decision)
         return self._begin(decision)
 
     def decide(self, finished: int, held: Sequence[int]) -> Decision:
@@ -304,33 +303,25 @@ class Crew:
         here = () if self.decision is None else self.decision.members
         return sorted((w for w in self._all(f"{self._root}/waiting") if w not in here), key=rank_of)
 
-    def _waited(self, number: int) -> Decision:
+    def _waited(self, after: Decision) -> Decision:
         """The next decision, which others make."""
         self._tell(lambda: self.store.set(f"{self._root}/waiting/{self.name}", "1"))
-        while (
-            text := self._tell(lambda: self.store.try_get(self._key(number, "decision")))
-        ) is None:
+        key = self._key(after.number + 1, "decision")
+        while True:
+            self.observe()
+            # Asked before the decision is: who finishes writes that, and ends then.
+            gone = all(map(self._is_silent, after.members))
+            if (text := self._tell(lambda: self.store.try_get(key))) is not None:
+                return read(text)
+            if gone:
+                raise PeerLostError(
+                    f"All who worked have ended ({words(after.members)}), and nobody is left to "
+                    f"take worker {rank_of(self.name)} in. Start the job again.",
+                    ranks=after.ranks,
+                )
             if self._unreachable:
                 raise CoordinatorLostError
-            self._check_others(number)
             time.sleep(_POLL_SECONDS)
-        return read(text)
-
-    def _check_others(self, number: int) -> None:
-        """Refuse to wait for a decision when nobody is left who could make it."""
-        if time.monotonic() < self._looked + BEAT_SECONDS:
-            return
-        self._looked = time.monotonic()
-        self.observe()
-        members = self._read(number - 1).members
-        silent = all(map(self._is_silent, members))
-        # They may have finished since this worker looked.
-        if silent and self._tell(lambda: self.store.try_get(self._key(number, "decision"))) is None:
-            raise PeerLostError(
-                f"All who worked have ended ({words(members)}), and nobody is left to take worker "
-                f"{rank_of(self.name)} in. Start the job again.",
-                ranks=[rank_of(member) for member in members],
-            )
 
     def _begin(self, decision: Decision) -> Decision:
         with self._lock:

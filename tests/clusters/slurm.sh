@@ -6,6 +6,10 @@
 # Each host is a network namespace with a name and an address of its own; nothing of it can be reached from
 # elsewhere, and nothing is left of it at the end. Needs root, and Debian's slurm-wlm, munge, iproute2.
 set -eu
+if [ -e /run/netns/jcn1 ]; then
+    echo "such a cluster is running already" >&2
+    exit 1
+fi
 here=$(mktemp -d /tmp/jaxcoll-slurm.XXXXXX)
 chmod 755 "$here"
 
@@ -16,7 +20,7 @@ end() {
         rm -rf "/etc/netns/$host"
     done
     if [ -f "$here/munged.pid" ]; then kill "$(cat "$here/munged.pid")"; fi
-    if [ "${KEEP:-}" ]; then echo "$here" >&2; else rm -rf "$here"; fi
+    rm -rf "$here"
 }
 trap end EXIT
 trap 'exit 130' INT TERM
