@@ -6,7 +6,9 @@ import time
 import pytest
 
 import jaxcoll as jc
+from jaxcoll._compat_coordination import StoreUnreachableError
 from jaxcoll._host import crew as crews
+from jaxcoll._host.coordination import _Asking
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import CoordinatorLostError, RegroupError, rank_of
 from jaxcoll._host.local_keys import LocalKeys
@@ -164,3 +166,14 @@ def test_without_a_coordinator_nothing_is_agreed():
     with pytest.raises(CoordinatorLostError):
         crew[0].decide(0, (0,))
     ended(crew)
+
+
+def test_a_question_that_the_coordinator_does_not_answer_is_given_up():
+    never = threading.Event()
+    asking = _Asking(never.wait)
+    asking.join(0.01)
+    with pytest.raises(StoreUnreachableError, match="the coordinator does not answer"):
+        asking.result()
+    never.set()
+    asking.join(5)
+    assert asking.result() is True
