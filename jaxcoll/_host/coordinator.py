@@ -32,6 +32,8 @@ LINGERS = 2.0
 STRANGERS = 256
 """Connections that may be open beside those of the job's own processes."""
 
+_LONGEST_IDLE = 32767  # seconds: what Linux takes for TCP_KEEPIDLE
+
 
 def break_when_silent(connection: socket.socket, seconds: float) -> None:
     """Have a connection break, in time, when its other end is cut off: nothing else would tell.
@@ -44,11 +46,11 @@ def break_when_silent(connection: socket.socket, seconds: float) -> None:
       seconds: of silence.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    often = max(1, int(seconds / 4))
+    often = min(max(1, int(seconds / 4)), _LONGEST_IDLE)
     for name, value in (
         ("TCP_KEEPIDLE", often),
         ("TCP_KEEPINTVL", often),
-        ("TCP_USER_TIMEOUT", int(seconds * 1000)),
+        ("TCP_USER_TIMEOUT", min(int(seconds * 1000), (1 << 31) - 1)),
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

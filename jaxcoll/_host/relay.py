@@ -77,7 +77,7 @@ class Relay:
             far.settimeout(None)
             far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             break_when_silent(far, self._silence)
-            self._far = [open for open in self._far if open.fileno() >= 0] + [far]
+            self._far = [other for other in self._far if other.fileno() >= 0] + [far]
             self._start(self._copy_out, near, far)
             self._start(self._copy_in, far, near)
 
