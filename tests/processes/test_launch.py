@@ -93,10 +93,12 @@ print("workers", trainer.workers, [(c.lost, c.joined) for c in trainer.changes])
 FAILS = """
 import os, pathlib, sys, time
 rank, folder = os.environ["JAXCOLL_RANK"], pathlib.Path(__file__).parent
-mine = folder / f"{rank}.{len(list(folder.glob(rank + '.*')))}"
-mine.write_text(os.environ.get("JAXCOLL_REJOIN", ""))
+before = len(list(folder.glob(rank + ".*")))
+(folder / f"{rank}.{before}").write_text(os.environ.get("JAXCOLL_REJOIN", ""))
+while rank == "0" and not (folder / f"1.{before}").exists():
+    time.sleep(0.01)
 time.sleep(0.5 * int(rank))
-sys.exit(3 if int(mine.suffix[1:]) < int(sys.argv[1]) else 0)
+sys.exit(3 if before < int(sys.argv[1]) else 0)
 """
 
 
