@@ -106,6 +106,15 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
     return jax.tree.unflatten(structure, [by_name[name] for name in wanted]), about["step"]
 
 
+def step_of_checkpoint(path: Path) -> int:
+    """The step that a file holds; -1: it is not there, or no whole checkpoint."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return int(json.loads(archive.read(_ABOUT))["step"])
+    except (OSError, ValueError, *_OTHER):
+        return -1
+
+
 def on_host(name: str, leaf: Any) -> np.ndarray:
     """A leaf of a state as a host array.
 

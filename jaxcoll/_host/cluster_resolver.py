@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 
 from jaxcoll._plan.cluster import Member, member_of_tasks
-from jaxcoll._plan.slurm import counts_of, hosts_of
+from jaxcoll._plan.slurm import counts_of, host_of_each_task, hosts_of, turn_of
 from jaxcoll._plan.tf_config import TFConfig
 
 
@@ -141,7 +141,8 @@ class SlurmClusterResolver(ClusterResolver):
       environment: in the place of `os.environ`.
 
     Raises:
-      ValueError: this is no task of a step (`srun`), or the jobs have other tasks than the step.
+      ValueError: this is no task of a step (`srun`), the jobs have other tasks than the step, or
+        Slurm put the tasks on hosts in an order of its own.
 
     Examples:
       >>> resolver = SlurmClusterResolver({"chief": 1, "worker": 3}, environment={
@@ -177,10 +178,10 @@ class SlurmClusterResolver(ClusterResolver):
                 f"`SlurmClusterResolver`: {len(hosts)} hosts ({said[names[0]]}), and tasks of "
                 f"{len(counts)} ({said[names[1]]})."
             )
+        placed = host_of_each_task(counts, turn_of(said))
         tasks = [
-            f"{host}:{port_base + i}"
-            for host, count in zip(hosts, counts, strict=True)
-            for i in range(count)
+            f"{hosts[host]}:{port_base + placed[:rank].count(host)}"
+            for rank, host in enumerate(placed)
         ]
         jobs = {"worker": len(tasks)} if jobs is None else dict(jobs)
         if sum(jobs.values()) != len(tasks):
@@ -191,6 +192,14 @@ class SlurmClusterResolver(ClusterResolver):
         self._spec: dict[str, tuple[str, ...]] = {}
         self.rpc_layer = rpc_layer
         rank, first = int(said["SLURM_PROCID"]), 0
+        here = said.get("SLURM_NODEID")
+        if here is not None and rank < len(placed) and placed[rank] != int(here):
+            raise ValueError(
+                f"`SlurmClusterResolver`: task {rank} is on host {here} of {said[names[0]]} by "
+                f"Slurm, and on host {placed[rank]} by the distribution "
+                f"{said.get('SLURM_DISTRIBUTION', 'block')!r}. Ask for `--distribution=block`, or "
+                "cyclic, or plane."
+            )
         for job, count in jobs.items():
             self._spec[job] = tuple(tasks[first : first + count])
             if first <= rank < first + count:

@@ -14,7 +14,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from jaxcoll._compat_coordination import (
@@ -33,6 +33,8 @@ ANSWER_SECONDS = 0.75
 
 COORDINATOR_SECONDS = 10.0
 """How much longer the coordinator may take to pass questions and answers on, before it is lost."""
+
+_EACH_SECONDS = 0.02  # more for each process that is asked
 
 
 class Member(Protocol):
@@ -120,14 +122,14 @@ class Watch:
         Raises:
           StoreUnreachableError: nobody can be asked.
         """
-        ask = functools.partial(self._called, member, position, processes, patience)
-        return _answered(ask, patience + coordinator)
+        asked = list(processes)
+        ask = functools.partial(self._called, member, position, asked, patience)
+        return _answered(ask, patience + coordinator + _EACH_SECONDS * len(asked))
 
     def _called(
-        self, member: str, position: int, processes: Iterable[int], patience: float
+        self, member: str, position: int, asked: Sequence[int], patience: float
     ) -> dict[int, dict[str, Any]]:
         folder = f"{self.root}/answers/{self.process}.{next(self._asked)}"
-        asked = list(processes)
         for process in asked:
             self._ring(process, {"ask": folder, "member": member, "position": position})
         answers = {}

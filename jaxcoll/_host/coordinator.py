@@ -32,6 +32,29 @@ LINGERS = 2.0
 STRANGERS = 256
 """Connections that may be open beside those of the job's own processes."""
 
+_LONGEST_IDLE = 32767  # seconds: what Linux takes for TCP_KEEPIDLE
+
+
+def break_when_silent(connection: socket.socket, seconds: float) -> None:
+    """Have a connection break, in time, when its other end is cut off: nothing else would tell.
+
+    It does not break while the other end's system answers, whatever its process does. Where the
+    system cannot be told how long (not Linux), it takes as long as the system finds right.
+
+    Args:
+      connection: over TCP.
+      seconds: of silence.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    often = min(max(1, int(seconds / 4)), _LONGEST_IDLE)
+    for name, value in (
+        ("TCP_KEEPIDLE", often),
+        ("TCP_KEEPINTVL", often),
+        ("TCP_USER_TIMEOUT", min(int(seconds * 1000), (1 << 31) - 1)),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
 
 @dataclasses.dataclass
 class Coordinator:
@@ -183,6 +206,7 @@ class _Coordinator:
         if len(self._lines) >= self._arrivals.expected + STRANGERS:
             return connection.close()
         connection.setblocking(False)
+        break_when_silent(connection, self._settings["service"]["heartbeat_timeout"])
         self._lines[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ, self._hear)
         return None

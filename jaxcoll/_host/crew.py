@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from jaxcoll._compat_coordination import StoreUnreachableError
 from jaxcoll._host.answers import Answers
@@ -31,24 +31,11 @@ from jaxcoll._host.decision import (
     words,
     written,
 )
-from jaxcoll._plan.errors import DeadlineExceededError
+from jaxcoll._host.local_keys import Keys
+from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
 
 _POLL_SECONDS = 0.02
 _SHOW_SECONDS = 1.0  # how long the lines of another worker's program are waited for
-
-
-class Keys(Protocol):
-    """What a crew needs of a store."""
-
-    process: int
-    processes: int
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str, timeout_seconds: float) -> str: ...
-    def try_get(self, key: str) -> str | None: ...
-    def all(self, folder: str) -> dict[str, str]: ...
-    def agree(self, key: str, value: str) -> str: ...
-    def delete(self, key: str) -> None: ...
 
 
 class Crew:
@@ -159,6 +146,9 @@ class Crew:
 
         Returns:
           The decision that this worker is in; None: the work ended without it.
+
+        Raises:
+          PeerLostError: nobody is left who could take it in.
         """
         if self._tell(lambda: self.store.try_get(self._key(0, "decision"))) is None:
             decision = self._decided(step, (step,))
@@ -167,7 +157,7 @@ class Crew:
         while self.name not in decision.members and not decision.differ:
             if decision.ended:
                 return None
-            decision = self._waited(decision.number + 1)
+            decision = self._waited(decision)
         return self._begin(decision)
 
     def decide(self, finished: int, held: Sequence[int]) -> Decision:
@@ -338,15 +328,24 @@ class Crew:
         here = () if self.decision is None else self.decision.members
         return sorted((w for w in self._all(f"{self._root}/waiting") if w not in here), key=rank_of)
 
-    def _waited(self, number: int) -> Decision:
+    def _waited(self, after: Decision) -> Decision:
         """The next decision, which others make."""
         self._tell(lambda: self.store.set(f"{self._root}/waiting/{self.name}", "1"))
-        while (
-            text := self._tell(lambda: self.store.try_get(self._key(number, "decision")))
-        ) is None:
+        key = self._key(after.number + 1, "decision")
+        while True:
+            self.observe()
+            # Asked before the decision is: who finishes writes that, and ends then.
+            gone = all(map(self._beats.is_silent, after.members))
+            if (text := self._tell(lambda: self.store.try_get(key))) is not None:
+                return read(text)
+            if gone:
+                raise PeerLostError(
+                    f"All who worked have ended ({words(after.members)}), and nobody is left to "
+                    f"take worker {rank_of(self.name)} in. Start the job again.",
+                    ranks=after.ranks,
+                )
             self._answers.check()
             time.sleep(_POLL_SECONDS)
-        return read(text)
 
     def _begin(self, decision: Decision) -> Decision:
         with self._lock:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxcoll._compat_coordination import leave_coordinator, store
 from jaxcoll._host import gloo
-from jaxcoll._host.checkpoint import restore_checkpoint, save_checkpoint
+from jaxcoll._host.checkpoint import restore_checkpoint, save_checkpoint, step_of_checkpoint
 from jaxcoll._host.compiled_steps import CompiledSteps, mismatch
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
@@ -176,7 +176,8 @@ class Elastic:
         try:
             crew.meet()
             _exchange_devices()
-            with when_coordinator_is_lost(crew.lose_coordinator):
+            patience = self._timeout or self._startup
+            with when_coordinator_is_lost(crew.lose_coordinator, patience):
                 return _Run(self, crew, batches, steps).run()
         except CoordinatorLostError:
             for thread in crew.threads:
@@ -189,27 +190,20 @@ class Elastic:
         if self._path is not None:
             save_checkpoint(self._path, self._state.host(step), step=step)
 
-    def _step_of_file(self) -> int:
-        """The step of the checkpoint that is there; 0: there is none that can be read."""
-        try:
-            assert self._path is not None
-            return restore_checkpoint(self._path, self._state.latest)[1]
-        except (OSError, ValueError):
-            return 0
-
     def _without_coordinator(self) -> PeerLostError:
         leave_coordinator()
         saved = "There is no `checkpoint` to save the state to."
         if self._path is not None:
-            step = self._step_of_file()
-            # Of those who save now, who comes last is at most one step ahead or behind. One that
-            # was stopped meanwhile may be far behind, and what the others left is to stay.
-            if step <= self.finished + 1:
-                self._save(step := self.finished)
+            # Others that are not cut off may have gone on. Of those that are, whoever comes last is
+            # at most one step ahead or behind.
+            held = step_of_checkpoint(self._path)
+            if held < self.finished:
+                self._save(self.finished)
+            step = max(held, self.finished)
             saved = f"The state after step {step} is saved in {self._path}."
         return PeerLostError(
-            "The coordinator died, or does not answer any more; without it workers cannot agree "
-            f"on anything. {saved} Start the job again.",
+            "The coordinator died, is stopped, or is cut off from this worker: nothing can be "
+            f"agreed upon any more. {saved} Start the job again, unless others go on.",
             ranks=(),
         )
 

@@ -23,11 +23,14 @@ from jaxcoll._host.relay import through_relay
 from jaxcoll._plan.cluster import (
     JAX_BIND,
     JAX_COORDINATOR,
+    REJOIN,
     Member,
     checked_seconds,
     host_and_port,
+    is_loopback,
     member_of,
 )
+from jaxcoll._plan.errors import DeadlineExceededError
 
 _CONNECTS = 5.0  # seconds at least that JAX's clients may take to connect, once all are there
 
@@ -61,10 +64,11 @@ def initialize(
     """Enter the job that this process is one of, through `jax.distributed`.
 
     To be called first, by every process. What is not given is read off the environment, from the
-    first of these that left its marks: `jaxcoll launch`, `TF_CONFIG`, Slurm, Open MPI, torchrun
-    (`MASTER_ADDR`, `MASTER_PORT`, `RANK`, `WORLD_SIZE`, which others write too), and then what JAX
-    itself knows: Cloud TPU and Kubernetes. `JAX_COORDINATOR_ADDRESS` says where they meet, whoever
-    started them. Without any mark this process is alone, and nothing is started.
+    first of these that left its marks: `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI,
+    Slurm, those that write torchrun's variables (`MASTER_ADDR`, `MASTER_PORT`, `RANK`,
+    `WORLD_SIZE`), and then what JAX itself knows: Cloud TPU and Kubernetes.
+    `JAX_COORDINATOR_ADDRESS` says where they meet, whoever started them. Without any mark this
+    process is alone, and nothing is started.
 
     Law: a job begins when all have arrived, or every process that did is told who did not, or what
     does not agree, within its `initialization_timeout`. Process 0 starts the coordinator as a
@@ -89,7 +93,7 @@ def initialize(
       recoverable: whether the others may go on when one dies, and get an error they can catch from
         what they did together. Without it JAX aborts them all.
       rejoin: this process is started again in the place of one that died, and the job has begun:
-        nobody is waited for. `jc.Elastic` takes it in.
+        nobody is waited for. `jc.Elastic` takes it in. `jaxcoll launch` says so by itself.
 
     Raises:
       ValueError: an argument or a variable cannot be; the coordinator's host has no address; or
@@ -122,14 +126,16 @@ def initialize(
     if member is None or member.coordinator_address is None:
         return _by_jax(member, seconds, coordinator_bind_address, recoverable)
     _check_unused()
+    rejoin = rejoin or (member.is_launched and os.environ.get(REJOIN) == "1")
     coordinator, until = None, time.monotonic() + timeout
     if member.process_id == 0 and not member.is_launched and not rejoin:
         coordinator = _start(member, coordinator_bind_address, recoverable, heartbeat, shutdown)
     try:
         line = reach(member, timeout) if rejoin else arrive(member, timeout)
-    except BaseException:
+    except BaseException as error:
         if coordinator is not None:
             coordinator.end()
+            _explain_loopback(error, coordinator.address, member)
         raise
     # Both stay until the system closes them, after JAX has taken its leave at the very end.
     if coordinator is not None:
@@ -138,7 +144,7 @@ def initialize(
     # not come, JAX would end this one with a signal, so it is given time, and we look at the clock.
     join = functools.partial(
         jax.distributed.initialize,
-        through_relay(member.coordinator_address),
+        through_relay(member.coordinator_address, heartbeat),
         member.num_processes,
         member.process_id,
         member.local_device_ids,
@@ -273,6 +279,21 @@ def _resolved(host: str, member: Member) -> Any:
             f"here ({error.strerror}). Check the name, which came from {member.source}."
         ) from None
     return ipaddress.ip_address(str(found[0][4][0]).partition("%")[0])
+
+
+def _explain_loopback(error: BaseException, listened: str, member: Member) -> None:
+    """Say so where nobody could come because a host's name is loopback to itself."""
+    assert member.coordinator_address is not None
+    if (
+        isinstance(error, DeadlineExceededError)
+        and is_loopback(listened)
+        and not is_loopback(member.coordinator_address)
+    ):
+        error.add_note(
+            f"{member.coordinator_address!r} stands for {listened} on its own host, which no other "
+            "host can reach. Write the host's own address into its /etc/hosts, or set "
+            f"{JAX_COORDINATOR} to that address and a port, for all processes."
+        )
 
 
 def _by_jax(

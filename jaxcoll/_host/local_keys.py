@@ -1,8 +1,23 @@
-"""The keys and values of a process that is alone: what a coordination service would hold."""
+"""Keys and values, as of a coordination service; and those of a process that is alone."""
 
 from __future__ import annotations
 
 import threading
+from typing import Protocol
+
+
+class Keys(Protocol):
+    """What a crew needs of a store."""
+
+    process: int
+    processes: int
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str, timeout_seconds: float) -> str: ...
+    def try_get(self, key: str) -> str | None: ...
+    def all(self, folder: str) -> dict[str, str]: ...
+    def agree(self, key: str, value: str) -> str: ...
+    def delete(self, key: str) -> None: ...
 
 
 class LocalKeys:

@@ -4,7 +4,8 @@ JAX ends a process with a signal, at once and without asking Python, when its co
 coordinator breaks. So the client is connected to a Unix socket of its own process, and what passes
 is copied to the coordinator and back. When the coordinator dies while somebody here listens for it,
 that socket stays open, silent: JAX notices nothing until its heartbeat timeout, and until then
-there is time to save and to say why.
+there is time to save and to say why. A coordinator that is cut off is as good as dead: the relay
+finds out by the silence on its connections.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 
+from jaxcoll._host.coordinator import break_when_silent
+
 _CHUNK = 1 << 16
+_LEAST = 2.0  # seconds in which a network may be silent and well
 _relay: Relay | None = None
 
 
@@ -27,11 +31,18 @@ class Relay:
     Attributes:
       address: what the client is given for the coordinator's address.
       callbacks: called, from another thread, when the coordinator has died.
+
+    Args:
+      upstream: the coordinator's address.
+      heartbeat: seconds of silence after which JAX takes the coordinator for dead, and so does this
+        where nobody asks for less.
     """
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream: str, heartbeat: float) -> None:
         host, _, port = upstream.rpartition(":")
         self._upstream = (host.strip("[]"), int(port))
+        self._heartbeat = self._silence = heartbeat
+        self._far: list[socket.socket] = []
         self._lost = threading.Event()
         self.callbacks: list[Callable[[], None]] = []
         folder = tempfile.mkdtemp(prefix="jaxcoll-")  # nobody else may look into it
@@ -41,6 +52,13 @@ class Relay:
         self._listener.bind(f"{folder}/coordinator")
         self._listener.listen()
         self._start(self._accept)
+
+    def hurry(self, seconds: float) -> None:
+        """Find out sooner, from now on, and in any case before JAX does."""
+        self._silence = max(_LEAST, min(seconds, self._heartbeat / 2))
+        for far in self._far:
+            with contextlib.suppress(OSError):  # one that is closed
+                break_when_silent(far, self._silence)
 
     def _start(self, target: Callable[..., None], *args: socket.socket) -> None:
         threading.Thread(target=target, args=args, name="jaxcoll-relay", daemon=True).start()
@@ -58,6 +76,8 @@ class Relay:
                 continue
             far.settimeout(None)
             far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            break_when_silent(far, self._silence)
+            self._far = [other for other in self._far if other.fileno() >= 0] + [far]
             self._start(self._copy_out, near, far)
             self._start(self._copy_in, far, near)
 
@@ -87,16 +107,20 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
             target.sendall(chunk)
 
 
-def through_relay(address: str) -> str:
+def through_relay(address: str, heartbeat: float) -> str:
     """Where to connect to instead of `address`, the coordinator's, as "host:port"."""
     global _relay
-    _relay = Relay(address)
+    _relay = Relay(address, heartbeat)
     return _relay.address
 
 
 @contextlib.contextmanager
-def when_coordinator_is_lost(callback: Callable[[], None]) -> Iterator[None]:
+def when_coordinator_is_lost(callback: Callable[[], None], seconds: float) -> Iterator[None]:
     """In here this is called, from another thread, if the coordinator dies and there is a relay.
+
+    Args:
+      callback: what is called.
+      seconds: for which its host may be silent before that.
 
     Yields:
       Nothing.
@@ -105,6 +129,7 @@ def when_coordinator_is_lost(callback: Callable[[], None]) -> Iterator[None]:
         yield
         return
     _relay.callbacks.append(callback)
+    _relay.hurry(seconds)
     try:
         yield
     finally:

@@ -197,7 +197,7 @@ class Team:
     def arrivals(self, position: int) -> tuple[tuple[int, ...], str]:
         """Which processes have not come as far as `position`, and the same in words."""
         try:
-            answers = self._watch.roll_call(self.name, position, self.others)
+            answers = self._watch.roll_call(self.name, position, self.others, coordinator=0.2)
             words = {p: self._watch.silent(p) for p in self.others if p not in answers}
         except (StoreUnreachableError, RuntimeError) as error:
             return (), f"Who did not arrive is not known: {error}"

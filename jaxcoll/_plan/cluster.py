@@ -14,11 +14,15 @@ from jaxcoll._plan.tf_config import TFConfig
 COORDINATOR, PROCESSES, RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"
 """What `jaxcoll launch` tells the processes it starts, and a coordinator already runs."""
 
+REJOIN = "JAXCOLL_REJOIN"
+"""Set to "1" by `jaxcoll launch` for a process that is started again while the others go on."""
+
 JAX_COORDINATOR, JAX_BIND = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's own variables."""
 
 LAUNCH = "jaxcoll launch"
 _HIGHEST_PORT, _PORTS = 65535, 4096
+_STEPS = 61  # ports between those of a job's steps, which other jobs near it may have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +94,10 @@ def is_loopback(address: str) -> bool:
 def member_of(environment: Mapping[str, str]) -> Member | None:
     """Which process this is, as the first launcher tells that left its variables.
 
-    In this order: `jaxcoll launch`, `TF_CONFIG`, Slurm, Open MPI, torchrun and those that write the
-    same variables. Where `JAX_COORDINATOR_ADDRESS` is set, it is where they meet, whoever started
-    them (but for `jaxcoll launch`).
+    In this order: `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI, Slurm, and those that write
+    torchrun's variables. What Slurm starts may be torchrun's agents or Open MPI's daemons, whose
+    processes inherit its variables, so it comes after these. Where `JAX_COORDINATOR_ADDRESS` is
+    set, it is where they meet, whoever started them (but for `jaxcoll launch`).
 
     Returns:
       The process; None: there is no launcher's mark, or the task takes no part (an evaluator).
@@ -145,12 +150,14 @@ def _slurm(environment: Mapping[str, str]) -> Member | None:
     count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     names = (count, "SLURM_PROCID", "SLURM_JOB_ID")
     processes, rank, job = _numbers(environment, names, "Slurm")
+    # Steps of one job may run side by side.
+    (step,) = _numbers({"SLURM_STEP_ID": "0", **environment}, ("SLURM_STEP_ID",), "Slurm")
     host = first_host(environment["SLURM_STEP_NODELIST"])
     several = re.fullmatch(
         r"1(\(x\d+\))?(,1(\(x\d+\))?)*", environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     )
     own = None if several else _local(environment, "SLURM_LOCALID", "Slurm")
-    return Member(f"{host}:{_port(job)}", processes, rank, own, "Slurm")
+    return Member(f"{host}:{_port(job + _STEPS * step)}", processes, rank, own, "Slurm")
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Member | None:
@@ -173,6 +180,10 @@ def _open_mpi(environment: Mapping[str, str]) -> Member | None:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Member | None:
+    return _master(environment) if "TORCHELASTIC_RUN_ID" in environment else None
+
+
+def _master(environment: Mapping[str, str]) -> Member | None:
     source = "MASTER_ADDR, RANK and WORLD_SIZE"
     if not {"RANK", "WORLD_SIZE"} <= set(environment):
         return None
@@ -189,7 +200,8 @@ def _torchrun(environment: Mapping[str, str]) -> Member | None:
 
 _READERS: Sequence[Callable[[Mapping[str, str]], Member | None]] = (
     *(_launched, _tf_config),
-    *(_slurm, _open_mpi, _torchrun),
+    *(_torchrun, _open_mpi, _slurm),
+    _master,
 )
 
 

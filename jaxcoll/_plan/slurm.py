@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 
 
 def hosts_of(listed: str) -> list[str]:
@@ -52,6 +53,38 @@ def counts_of(listed: str) -> list[int]:
     if not all(parts):
         raise ValueError(f"Slurm: this does not say how many tasks a host has: {listed!r}.")
     return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+
+
+def host_of_each_task(counts: Sequence[int], turn: int) -> list[int]:
+    """The number of each task's host, in the order of the tasks.
+
+    Args:
+      counts: how many tasks each host has.
+      turn: how many of them follow on one another before the next host has its turn: 1 where
+        Slurm's distribution is "cyclic", all where it is "block".
+
+    Examples:
+      >>> host_of_each_task([3, 1], 1), host_of_each_task([3, 1], 3)
+      ([0, 1, 0, 0], [0, 0, 0, 1])
+    """
+    order: list[int] = []
+    left = list(counts)
+    while any(left):
+        for host, count in enumerate(left):
+            order += [host] * min(turn, count)
+            left[host] -= min(turn, count)
+    return order
+
+
+def turn_of(environment: Mapping[str, str]) -> int:
+    """How many tasks a host is given at a turn, by the distribution that was asked for."""
+    match environment.get("SLURM_DISTRIBUTION", "block").partition(":")[0]:
+        case "cyclic":
+            return 1
+        case "plane":
+            return max(1, int(environment.get("SLURM_DIST_PLANESIZE", "1")))
+        case _:
+            return sys.maxsize
 
 
 def _expanded(name: str) -> Iterator[str]:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from jaxcoll.bench.launch import KEEP_MEMORY
+
 FEW_FILES = 1024
 LITTLE_SHARED = 1 << 30
 SLOW_LOOPBACK = 2e8
@@ -82,8 +84,8 @@ def _malloc(facts: Mapping[str, Any]) -> Finding:
         return Finding("ok", "malloc", said)
     return Finding(
         "warn", "malloc", "gives large blocks back at once",
-        "Exchanges over Gloo can take twice as long: start with `jaxcoll launch`, or set "
-        + " ".join(unset) + " as it does.",
+        "Exchanges over Gloo can take twice as long: start with `jaxcoll launch`, or do as it by `"
+        + " ".join(["export", *(f"{name}={KEEP_MEMORY[name]}" for name in unset)]) + "`.",
     )  # fmt: skip
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +15,7 @@ import jax
 from jaxcoll._host.coordinator import Coordinator, start_coordinator
 from jaxcoll._host.initialize import initialize
 from jaxcoll._plan.cluster import COORDINATOR, PROCESSES, RANK
-from jaxcoll.bench.processes import Lines, Running, surely_ended
-
-GRACE = 5.0
-"""Seconds that processes have to end when they are asked to."""
-
-_BEAT = 0.05  # seconds between two looks at who has ended
+from jaxcoll.bench.job import run_job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,23 +31,6 @@ class Ended:
     rank: int
     status: int
     log: str
-
-
-@dataclasses.dataclass
-class Outcome:
-    """How a job ended.
-
-    Attributes:
-      statuses: of each process, as `Ended.status`, before anything was ended here.
-      failed: the ranks that failed by themselves, the first one first.
-      late: whether the time was up.
-      interrupted: the signal by which the job was to end; 0: none.
-    """
-
-    statuses: list[int | None]
-    failed: list[int] = dataclasses.field(default_factory=list)
-    late: bool = False
-    interrupted: int = 0
 
 
 class LaunchError(RuntimeError):
@@ -104,82 +80,6 @@ def launch(
             + _tail(texts[late[0]])
         )
     return [Ended(rank, 0, text) for rank, text in enumerate(texts)]
-
-
-def run_job(
-    command: Sequence[str],
-    variables: Sequence[Mapping[str, str]],
-    say: Callable[[int, str, bytes], None],
-    *,
-    timeout: float | None = None,
-    grace: float = GRACE,
-    keep_going: bool = False,
-    signals: Sequence[int] = (),
-    watched: Callable[[], None] = lambda: None,
-) -> Outcome:
-    """Run one process for each set of variables, and end all when one fails.
-
-    Args:
-      command: what to run.
-      variables: each rank's own environment variables, over this process's.
-      say: told the rank, the stream ("out" or "err") and each line as it comes.
-      timeout: seconds after which all are ended; None: none.
-      grace: seconds between asking them to end, by the signal that was asked for or SIGTERM, and
-        killing them.
-      keep_going: let the others run when one fails.
-      signals: that came so far; the first one ends the job, and a second takes the grace away.
-      watched: called now and then.
-
-    Returns:
-      How it ended. No process outlives this call.
-    """
-    deadline = None if timeout is None else time.monotonic() + timeout
-    lines = Lines(say)
-    with surely_ended() as running:
-        for rank, own in enumerate(variables):
-            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
-            process = running.start(command, own, stderr=subprocess.PIPE, **pipes)
-            lines.of(rank, process)
-        outcome = Outcome([None] * len(variables))
-        while None in outcome.statuses:
-            _note_ended(running, outcome)
-            outcome.interrupted = signals[0] if signals else 0
-            outcome.late = deadline is not None and time.monotonic() > deadline
-            failed = outcome.failed and not keep_going
-            if failed or outcome.interrupted or (outcome.late and None in outcome.statuses):
-                break
-            lines.pass_on(_BEAT)
-            watched()
-        outcome.late = outcome.late and None in outcome.statuses
-        _ask_to_end(running, lines, outcome.interrupted or signal.SIGTERM, grace, signals)
-        lines.finish()
-    return outcome
-
-
-def _note_ended(running: Running, outcome: Outcome) -> None:
-    """Who has ended since the last look; of several that failed, those that were killed first."""
-    new = []
-    for rank, process in enumerate(running.processes):
-        if outcome.statuses[rank] is None and process.poll() is not None:
-            outcome.statuses[rank] = process.returncode
-            if process.returncode:
-                new.append(rank)
-    # A process that aborts, or ends with an error, most often does so because of another.
-    killed = {rank for rank in new if outcome.statuses[rank] in (-signal.SIGKILL, -signal.SIGSEGV)}
-    outcome.failed += sorted(new, key=lambda rank: (rank not in killed, rank))
-
-
-def _ask_to_end(
-    running: Running, lines: Lines, number: int, grace: float, signals: Sequence[int]
-) -> None:
-    """Give processes some time to end by themselves; a second interruption takes it from them."""
-    if grace and any(process.poll() is None for process in running.processes):
-        running.signal(number)
-        before, until = len(signals), time.monotonic() + grace
-        while any(process.poll() is None for process in running.processes):
-            if time.monotonic() > until or len(signals) > before:
-                break
-            lines.pass_on(_BEAT)
 
 
 def join() -> bool:

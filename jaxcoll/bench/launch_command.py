@@ -7,9 +7,13 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from jaxcoll.bench.job import Outcome
 
 EPILOG = """\
 The program calls `jc.initialize()` first. Each process is on 127.0.0.1 and nothing of it can be
@@ -18,7 +22,9 @@ and error are passed on line by line behind "[rank] ". When a process fails, the
 end (SIGTERM), and killed five seconds later; so it is with Ctrl-C, which they get as such. The exit
 status is that of the first process that failed, 128 + n where signal n ended it; 124 when the time
 was up; 130 for Ctrl-C; 2 with one line on standard error when nothing can be started. With
---keep-going it is 0 if any process ended with 0.
+--keep-going it is 0 if any process ended with 0. With --restarts N the whole job is started again
+when one fails, and goes on from its own checkpoint; with --keep-going as well, a process that
+failed is started again alone, and told to rejoin the others, as long as there are any.
 """
 
 
@@ -51,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let the others run on when a process fails, for programs that can go on without it",
     )
     parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start what failed again, N times in all (default: 0)",
+    )
+    parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module"
     )
     parser.add_argument(
@@ -74,12 +87,41 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(
+    args: argparse.Namespace, command: list[str], logs: list[BinaryIO], signals: list[int]
+) -> int:
+    until = time.monotonic() + (args.timeout or float("inf"))
+    restarts = _Restarts(args.restarts)
+    while True:
+        outcome = _run_once(args, command, logs, signals, until, restarts)
+        for rank in outcome.failed[:1] if not args.keep_going else outcome.failed:
+            others = "" if args.keep_going else "; the others were ended"
+            _complain(f"process {rank} of {args.processes} {_how(outcome.statuses[rank])}{others}.")
+        if outcome.interrupted:
+            _complain(f"{signal.Signals(outcome.interrupted).name}: all processes were ended.")
+            return 128 + outcome.interrupted
+        if outcome.late:
+            _complain(f"not all processes ended within {args.timeout:g} s; they were ended.")
+            return 124
+        if not outcome.failed or (args.keep_going and 0 in outcome.statuses):
+            return 0
+        if not restarts.take():
+            status = outcome.statuses[outcome.failed[0]]
+            assert status is not None
+            return status if status > 0 else 128 - status
+        _complain(f"all {args.processes} are started again ({restarts}).")
+
+
+def _run_once(
     args: argparse.Namespace,
     command: list[str],
     logs: list[BinaryIO],
     signals: list[int],
-) -> int:
-    from jaxcoll.bench.launch import GRACE, coordinated, run_job, world_variables
+    until: float,
+    restarts: _Restarts,
+) -> Outcome:
+    """One world, from its coordinator's start to its end."""
+    from jaxcoll.bench.job import GRACE, run_job
+    from jaxcoll.bench.launch import coordinated, world_variables
 
     def say(rank: int, stream: str, line: bytes) -> None:
         to = sys.stdout.buffer if stream == "out" else sys.stderr.buffer
@@ -90,9 +132,6 @@ def _run(
             logs[rank].write(line)
             logs[rank].flush()
 
-    def complain(words: str) -> None:
-        print(f"jaxcoll launch: {words}", file=sys.stderr, flush=True)
-
     with coordinated(args.processes, *logs[-1:]) as coordinator:
         told: list[int] = []
 
@@ -101,31 +140,46 @@ def _run(
             # A coordinator that nobody needs any more ends with 0, and not before this.
             if status and not told:
                 told.append(status)
-                complain(f"the coordinator {_how(status)}: JAX aborts every process without it.")
+                _complain(f"the coordinator {_how(status)}: JAX aborts every process without it.")
+
+        def again(rank: int, status: int) -> bool:
+            if not args.keep_going or told or not restarts.take():
+                return False
+            _complain(
+                f"process {rank} of {args.processes} {_how(status)}; it is started again, to "
+                f"rejoin the others ({restarts})."
+            )
+            return True
 
         variables = [
             {**own, **_devices(args, rank)}
             for rank, own in enumerate(world_variables(coordinator.address, args.processes))
         ]
-        outcome = run_job(
+        return run_job(
             command, variables, say,
-            timeout=args.timeout, keep_going=args.keep_going, grace=GRACE,
-            signals=signals, watched=watch,
+            timeout=None if until == float("inf") else max(0.0, until - time.monotonic()),
+            keep_going=args.keep_going, grace=GRACE, signals=signals, watched=watch, again=again,
         )  # fmt: skip
-    for rank in outcome.failed[:1] if not args.keep_going else outcome.failed:
-        others = "" if args.keep_going else "; the others were ended"
-        complain(f"process {rank} of {args.processes} {_how(outcome.statuses[rank])}{others}.")
-    if outcome.interrupted:
-        complain(f"{signal.Signals(outcome.interrupted).name}: all processes were ended.")
-        return 128 + outcome.interrupted
-    if outcome.late:
-        complain(f"not all processes ended within {args.timeout:g} s; they were ended.")
-        return 124
-    if not outcome.failed or (args.keep_going and 0 in outcome.statuses):
-        return 0
-    status = outcome.statuses[outcome.failed[0]]
-    assert status is not None
-    return status if status > 0 else 128 - status
+
+
+class _Restarts:
+    """How many are left."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._taken = most, 0
+
+    def take(self) -> bool:
+        """Whether one was left, which now is not."""
+        left = self._taken < self._most
+        self._taken += left
+        return left
+
+    def __str__(self) -> str:
+        return f"restart {self._taken} of {self._most}"
+
+
+def _complain(words: str) -> None:
+    print(f"jaxcoll launch: {words}", file=sys.stderr, flush=True)
 
 
 def _command(args: argparse.Namespace) -> list[str]:
@@ -137,6 +191,8 @@ def _command(args: argparse.Namespace) -> list[str]:
         raise ValueError(f"--devices-per-process must be at least 1; got {k}.")
     if args.timeout is not None and not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout must be a number of seconds above 0; got {args.timeout}.")
+    if args.restarts < 0:
+        raise ValueError(f"--restarts must be at least 0; got {args.restarts}.")
     if args.module:
         return [sys.executable, "-m", *args.module]
     program = args.program[1:] if args.program[:1] == ["--"] else args.program

@@ -123,6 +123,19 @@ def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
     ended([*crew, again, late])
 
 
+def test_nobody_is_waited_for_who_has_ended_without_finishing():
+    keys = LocalKeys(processes=2)
+    first = [Crew(keys.of(r), "run", patience=5.0, startup=5.0, most=None) for r in range(2)]
+    at_once(*(lambda c=c: c.enter(0) for c in first))
+    ended(first)
+    again = Crew(keys.of(1), "run", patience=5.0, startup=5.0, most=None)
+    with pytest.raises(
+        jc.PeerLostError, match=r"\(workers 0, 1\), and nobody is left to take worker 1"
+    ):
+        again.enter(0)
+    ended([again])
+
+
 def test_a_barrier_that_a_worker_does_not_reach_ends_the_generation():
     crew = crew_of(2)
     at_once(*(lambda c=c: c.enter(0) for c in crew))

@@ -113,7 +113,10 @@ def test_a_step_that_fails_twice_for_nobody_s_loss_is_an_error(monkeypatch):
         jc.Elastic(step, START).run(rows, 1)
 
 
-def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("by_others", "step_saved"), [(0, 3), (50, 50)])
+def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(
+    tmp_path, monkeypatch, by_others, step_saved
+):
     crews = []
     enter = Crew.enter
     monkeypatch.setattr(Crew, "enter", lambda crew, at: crews.append(crew) or enter(crew, at))
@@ -121,13 +124,14 @@ def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(tmp_path, m
 
     def die(finished, loss):
         if finished == 3:
+            if by_others:  # who are not cut off, and have gone on
+                jc.save_checkpoint(path, START, step=by_others)
             crews[0].lose_coordinator()
 
-    with pytest.raises(
-        jc.PeerLostError, match="The coordinator died, .* The state after step 3 is saved in"
-    ):
+    words = f"The coordinator died, .* The state after step {step_saved} is saved in"
+    with pytest.raises(jc.PeerLostError, match=words):
         jc.Elastic(step, START, checkpoint=path, report=die).run(rows, 9)
-    assert jc.restore_checkpoint(path, START)[1] == 3
+    assert jc.restore_checkpoint(path, START)[1] == step_saved
 
 
 def test_one_that_was_stopped_meanwhile_leaves_the_others_checkpoint(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Entering a job: who arrives, who does not, and what each is told."""
 
+import ipaddress
 import json
 import os
 import socket
@@ -236,6 +237,11 @@ def test_the_tf_config_resolver_and_its_arguments():
         ({"worker": 3}, {}, "`jobs` has 3 tasks, and Slurm 4"),
         (None, {"SLURM_PROCID": ""}, "SLURM_PROCID is missing .* Start it with `srun`"),
         (None, {"SLURM_STEP_TASKS_PER_NODE": "2"}, r"2 hosts \(n\[1-2\]\), and tasks of 1"),
+        (
+            None,
+            {"SLURM_NODEID": "1"},
+            "task 0 is on host 1 .* on host 0 by the distribution 'block'",
+        ),
     ],
 )
 def test_the_slurm_resolver_refuses(jobs, change, words):
@@ -243,3 +249,32 @@ def test_the_slurm_resolver_refuses(jobs, change, words):
     assert jc.SlurmClusterResolver(tasks_per_node=2, environment=said).master() == "grpc://n1:8888"
     with pytest.raises(ValueError, match=words):
         jc.SlurmClusterResolver(jobs, environment={**said, **change})
+
+
+def test_the_slurm_resolver_puts_tasks_where_slurm_does():
+    said = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_PROCID": "1"}  # fmt: skip
+    block = ("n1:8888", "n1:8889", "n1:8890", "n2:8888")
+    cyclic = ("n1:8888", "n2:8888", "n1:8889", "n1:8890")
+    plane = {"SLURM_DISTRIBUTION": "plane", "SLURM_DIST_PLANESIZE": "2", "SLURM_NODEID": "0"}
+    for change, tasks in (
+        ({}, block),
+        ({"SLURM_DISTRIBUTION": "cyclic:block", "SLURM_NODEID": "1"}, cyclic),
+        (plane, ("n1:8888", "n1:8889", "n2:8888", "n1:8890")),
+    ):
+        resolver = jc.SlurmClusterResolver(environment={**said, **change})
+        assert resolver.cluster_spec() == {"worker": tasks}
+
+
+def test_a_host_whose_name_is_loopback_to_itself_is_found_out(monkeypatch):
+    monkeypatch.setattr(
+        "jaxcoll._host.initialize._resolved", lambda *_: ipaddress.ip_address("127.0.0.1")
+    )
+    monkeypatch.setattr("jaxcoll._host.initialize._check_unused", lambda: None)
+    monkeypatch.setattr("jaxcoll._host.initialize.arrive", out_of_time)
+    with pytest.raises(jc.DeadlineExceededError) as caught:
+        jc.initialize("node1:0", 2, 0)
+    assert "'node1:0' stands for 127.0.0.1:" in caught.value.__notes__[0]
+
+
+def out_of_time(member, timeout):
+    raise jc.DeadlineExceededError("time is up")

@@ -58,7 +58,7 @@ def test_the_table_in_the_docs_has_every_row_of_the_campaign(tmp_path):
 @pytest.mark.parametrize("listened", [True, False])
 def test_a_relay_stays_open_when_the_coordinator_dies_if_somebody_listens(listened):
     coordinator = socket.create_server(("127.0.0.1", 0))
-    one = relay.Relay(f"127.0.0.1:{coordinator.getsockname()[1]}")
+    one = relay.Relay(f"127.0.0.1:{coordinator.getsockname()[1]}", 100.0)
     client = socket.socket(socket.AF_UNIX)
     client.connect(one.address.removeprefix("unix:"))
     far, _ = coordinator.accept()

@@ -67,6 +67,40 @@ if sys.argv[1] == "survive":
 time.sleep(600)
 """
 
+AGAIN = """
+import os, signal, time
+import jaxcoll as jc
+jc.initialize()
+import jax.numpy as jnp, numpy as np
+
+@jc.data_parallel(batch_argnums=1)
+def step(w, x):
+    value, gradient = jc.value_and_grad(lambda w, x: jnp.mean((x - w) ** 2), "data")(w, x)
+    return w - 0.1 * gradient, value
+
+def batches(step, place, world):
+    if world == 1:
+        time.sleep(0.5)  # until the other is there again
+    elif step == 15 and os.environ["JAXCOLL_RANK"] == "1" and "JAXCOLL_REJOIN" not in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return np.ones(8, "f")
+
+trainer = jc.Elastic(step, np.float32(0), timeout_seconds=20)
+trainer.run(batches, 100)
+print("workers", trainer.workers, [(c.lost, c.joined) for c in trainer.changes])
+"""
+
+FAILS = """
+import os, pathlib, sys, time
+rank, folder = os.environ["JAXCOLL_RANK"], pathlib.Path(__file__).parent
+before = len(list(folder.glob(rank + ".*")))
+(folder / f"{rank}.{before}").write_text(os.environ.get("JAXCOLL_REJOIN", ""))
+while rank == "0" and not (folder / f"1.{before}").exists():
+    time.sleep(0.01)
+time.sleep(0.5 * int(rank))
+sys.exit(3 if before < int(sys.argv[1]) else 0)
+"""
+
 
 def script(tmp_path, text):
     file = tmp_path / "job.py"
@@ -143,6 +177,29 @@ def test_the_first_failure_ends_all_and_is_the_exit_status(tmp_path, how, flags,
     assert gone(pids)
 
 
+def test_a_worker_that_died_is_started_again_and_taken_in(tmp_path):
+    flags = ["-n", "2", "--keep-going", "--restarts", "1"]
+    done = run(*flags, script(tmp_path, AGAIN))
+    assert done.returncode == 0, done.stderr
+    said = "process 1 of 2 was ended by SIGKILL; it is started again, to rejoin the others"
+    assert f"jaxcoll launch: {said} (restart 1 of 1)." in done.stderr
+    assert "[0] workers (1, 0) [((1,), ()), ((), (1,))]" in done.stdout.splitlines()
+    assert "[1] workers (1, 0) [((), (1,))]" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("flags", [[], ["--keep-going"]])
+def test_a_job_that_has_failed_is_started_again_whole(tmp_path, flags):
+    file = script(tmp_path, FAILS)
+    done = run("-n", "2", *flags, "--restarts", "1", file, "1")
+    assert done.returncode == 0, done.stderr
+    assert "jaxcoll launch: process 0 of 2 ended with status 3" in done.stderr
+    assert "jaxcoll launch: all 2 are started again (restart 1 of 1)." in done.stderr
+    ran = [name for name in tmp_path.iterdir() if name.suffix in (".0", ".1")]
+    assert {name.read_text() for name in ran} == {""}, "nobody was left to rejoin"
+    done = run("-n", "2", *flags, "--restarts", "2", file, "9")
+    assert (done.returncode, done.stderr.count("are started again")) == (3, 2)
+
+
 @pytest.mark.parametrize(
     ("numbers", "how", "status"),
     [
@@ -184,6 +241,7 @@ def children(pid):
         (["-n", "0", "x.py"], "-n must be at least 1; got 0"),
         (["--devices-per-process", "0", "x.py"], "--devices-per-process must be at least 1; got 0"),
         (["--timeout", "nan", "x.py"], "--timeout must be a number of seconds above 0; got nan"),
+        (["--restarts", "-1", "x.py"], "--restarts must be at least 0; got -1"),
         (["no-such.py"], "there is no file no-such.py"),
         ([], "what is to run"),
     ],

@@ -1,0 +1,54 @@
+"""Several hosts, and a cable between them that is pulled."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes.hosts import hosts
+
+import jaxcoll as jc
+from jaxcoll.bench.processes import surely_ended
+
+pytestmark = pytest.mark.processes
+JOB = Path(__file__).with_name("cut_job.py")
+
+
+def test_only_the_side_that_has_the_coordinator_goes_on_when_a_cable_is_pulled(tmp_path):
+    logs = [tmp_path / f"{rank}.log" for rank in range(3)]
+    saved = tmp_path / "last.npz"
+    with hosts(3) as three, surely_ended() as running:
+        for rank, log in enumerate(logs):
+            told = [str(rank), "3", f"{three.addresses[0]}:9123", str(saved)]
+            command = three.on(rank, sys.executable, str(JOB), *told)
+            alone = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
+            with log.open("wb") as out:
+                running.start(command, alone, stdout=out, stderr=subprocess.STDOUT)
+        wait_for(lambda: all("TRAINING" in log.read_text() for log in logs), logs)
+        for host, address in enumerate(three.addresses):
+            assert three.listening(host) <= {address, "127.0.0.1"}, "its own address, and no other"
+        three.pull_cable(2)
+        wait_for(lambda: all(process.poll() is not None for process in running.processes), logs)
+        # The coordinator cannot see the process beyond the cut end, and leaves all the same.
+        wait_for(lambda: not three.pids(0), logs)
+    texts = [log.read_text() for log in logs]
+    assert [process.returncode for process in running.processes] == [0, 0, 0], "\n".join(texts)
+    here, there, cut = (json.loads(text.partition("TOLD ")[2].splitlines()[0]) for text in texts)
+    assert "bits" in here
+    assert here["bits"] == there["bits"]
+    for said in (here, there):
+        assert [change[:2] for change in said["changes"]] == [[[0, 1], [2]]]
+    assert "this worker is cut off from it" in cut["error"]
+    assert cut["finished"] < 40
+    assert f"The state after step {cut['finished']} is saved" not in cut["error"], "a later one is"
+    assert jc.restore_checkpoint(saved, np.float32(0))[1] == 100
+
+
+def wait_for(condition, logs):
+    until = time.monotonic() + 40
+    while not condition():
+        assert time.monotonic() < until, "\n".join(log.read_text() for log in logs)
+        time.sleep(0.05)
