@@ -132,7 +132,9 @@ FAULTS = [
     _calls("a step: two are asleep", DEADLINE, (1, 6, "sleep"), (3, 6, "sleep"), processes=4,
            words=(LATE, "Processes 1, 3 of 4 did not arrive", *WAITS[2:])),
     _calls("a step: SIGKILL", LOST, (1, 6, "SIGKILL"), words=("process 1 does not answer",)),
-    _calls("a step: SIGKILL before the first", DEADLINE, (1, "before the first call", "SIGKILL"), words=WAITS),
+    # The first call is compiled before its deadline begins.
+    _calls("a step: SIGKILL before the first", DEADLINE, (1, "before the first call", "SIGKILL"),
+           words=WAITS, within=2.0),
     *(
         _calls(f"a step: another {odd}", MISMATCH, spec={"odd": odd}, words=words, within=2.0)
         for odd, words in {
