@@ -83,8 +83,8 @@ FAULTS = [
     Fault("SIGKILL while compiling", 3, ((2, "while compiling", "SIGKILL"),), within=TIMEOUT),
     Fault("SIGSEGV", 3, ((1, 20, "SIGSEGV"),)),
     Fault("exit without a word", 3, ((1, 20, "exit"),)),
-    Fault("an exception in the batch function", 3, ((1, 20, "raise"),), others={1: "KeyError"}),
-    Fault("an exception while compiling", 3, ((1, "while compiling", "raise"),), others={1: "KeyError"}),
+    Fault("an exception in the batch function", 3, ((1, 20, "raise"),), others={1: "KeyError"}, within=2.0),
+    Fault("an exception while compiling", 3, ((1, "while compiling", "raise"),), others={1: "KeyError"}, within=2.0),
     Fault("SIGSTOP", 3, ((1, 20, "SIGSTOP"),), words=(LATE,)),
     Fault("SIGSTOP, continued later", 3, ((1, 20, "SIGSTOP"),), words=(LATE,),
           acts=((9.0, "SIGCONT", 1),), others={1: LOST}),
@@ -145,7 +145,9 @@ FAULTS = [
     _calls("a step: two are asleep", DEADLINE, (1, 6, "sleep"), (3, 6, "sleep"), processes=4,
            words=(LATE, "Processes 1, 3 of 4 did not arrive", *WAITS[2:])),
     _calls("a step: SIGKILL", LOST, (1, 6, "SIGKILL"), words=("process 1 does not answer",)),
-    _calls("a step: SIGKILL before the first", DEADLINE, (1, "before the first call", "SIGKILL"), words=WAITS),
+    # The first call is compiled before its deadline begins.
+    _calls("a step: SIGKILL before the first", DEADLINE, (1, "before the first call", "SIGKILL"),
+           words=WAITS, within=2.0),
     *(
         _calls(f"a step: another {odd}", MISMATCH, spec={"odd": odd}, words=words, within=2.0)
         for odd, words in {
