@@ -86,6 +86,18 @@ def odd_elastic():
     other = jc.data_parallel(function, batch_argnums=1, options=rate)
     if odd == "function":
         other = jc.data_parallel(lambda s, b: (s, jnp.float32(0)), batch_argnums=1)
+    every = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    shards = jax.sharding.NamedSharding(every, jax.sharding.PartitionSpec("x"))
+    sharded = jax.make_array_from_callback(
+        (len(jax.devices()),), shards, lambda at: np.zeros(1, "f")
+    )
+    refused = ""
+    try:
+        jc.Elastic(other, {"w": sharded})
+    except ValueError as error:
+        refused = str(error)
+    if "state['w'] is sharded over processes, so that no other has a copy" not in refused:
+        raise AssertionError(f"a state in shards: {refused}")
     start = {"w": np.zeros(16, "f"), "seen": np.int32(0)}
     trainer = jc.Elastic(other, start, timeout_seconds=3.0, startup_seconds=60.0)
     trainer.run(batches, 30 if odd == "steps" else 40)
@@ -124,7 +136,10 @@ def elastic():
             rows = rng.standard_normal((8, 16)).astype("f"), rng.standard_normal(8).astype("f")
             again = plain(again, rows)[0]
         again = bits(again)
-    return told("trained", bits=bits(state), again=again, seen=int(state["seen"]))
+    told("trained", bits=bits(state), again=again, seen=int(state["seen"]))
+    if "leaves" in SPEC:
+        raise SystemExit(SPEC["leaves"])
+    return None
 
 
 def plain():
@@ -164,6 +179,8 @@ try:
     jc.initialize(initialization_timeout=SPEC.get("arrival", 20), rejoin=AGAIN)
     injected("after the meeting")
     {"elastic": elastic, "odd_elastic": odd_elastic, "plain": plain}[SPEC["job"]]()
+except SystemExit:
+    raise
 except BaseException as error:
     notes = " ".join(getattr(error, "__notes__", ()))
     told(type(error).__name__, message=f"{error} {notes}", ranks=getattr(error, "ranks", None))

@@ -1,5 +1,6 @@
 """Some rows of the campaign of faults (tests/processes/campaign.py runs them all)."""
 
+import dataclasses
 import socket
 import threading
 
@@ -17,15 +18,17 @@ IN_CI = (
     "started again and taken in",
     "death of the coordinator",
     "full disk at a checkpoint",
+    "another rows on one",
 )
 
 
 @pytest.mark.parametrize("name", IN_CI)
 def test_a_fault_ends_in_the_named_error_or_in_training_that_goes_on(name, tmp_path):
     (fault,) = [f for f in FAULTS if f.name == name]
-    became, hit = run(fault, tmp_path)
+    became, hit = run(dataclasses.replace(fault, spec={**fault.spec, "leaves": 3}), tmp_path)
     assert wrong(fault, became) == []
-    assert seconds(fault, became, hit) < 60
+    assert {b.status for b in became if b.outcome == "trained"} <= {3}, "not what it left with"
+    assert hit is None or seconds(fault, became, hit) < 60
 
 
 def test_there_are_thirty_faults_of_names_that_differ():
