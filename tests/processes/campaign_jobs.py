@@ -109,8 +109,8 @@ def bits(state):
 
 def elastic():
     """Train by `jc.Elastic`, and then once more without it from where the world became smaller."""
-    kept = {}
     start = {"w": np.zeros(16, "f"), "seen": np.int32(0), "large": np.ones(4096, "f")}
+    kept = {0: start}
     settings = {"timeout_seconds": 3.0, "startup_seconds": 60.0} | SPEC.get("settings", {})
     trainer = jc.Elastic(
         step, start, **settings, report=lambda n, loss: kept.update({n: trainer._state.host(n)})
