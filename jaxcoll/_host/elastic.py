@@ -219,8 +219,7 @@ class _Run:
         self._failed: Any = None
         self._began = 0.0
         self._change: WorldChange | None = None
-        self._gloo: list[gloo.Address] = []
-        self._before: set[Any] = set()
+        self._gloo = gloo.Made(())
 
     def run(self) -> Any:
         self._crew.publish("gloo", json.dumps(gloo.listening()))
@@ -235,7 +234,7 @@ class _Run:
                 break
             except BaseException as error:
                 if are_left():
-                    gloo.shut(gloo.connections(self._gloo) - self._before)
+                    self._gloo.cut()
                 if not isinstance(error, RegroupError):
                     raise
                 self._began = time.monotonic()
@@ -277,8 +276,8 @@ class _Run:
         axis = self._trainer._step.axis_name
         assert isinstance(axis, str)
         mesh = line_of(_devices(decision.ranks), axis)
-        self._gloo = [tuple(at) for said in self._crew.published("gloo") for at in json.loads(said)]
-        self._before = gloo.connections(self._gloo)
+        listening = [json.loads(text) for text in self._crew.published("gloo")]
+        self._gloo = gloo.Made((host, port) for one in listening for host, port in one)
         self._compiled = CompiledSteps(self._trainer._step, mesh, self._crew)
         self._state.settle(decision, self._crew, mesh)
         return self._compiled
@@ -306,6 +305,7 @@ class _Run:
             self._crew.check()
             state, metrics = self._finished_step(step, call, decision)
             self._state.keep(step + 1, state)
+            self._gloo.settle()
             if self._change is not None:
                 seconds = time.monotonic() - self._began
                 self._trainer.changes.append(dataclasses.replace(self._change, seconds=seconds))

@@ -131,10 +131,11 @@ def _exit(status: Any = None, /) -> NoReturn:
 def _end() -> None:
     """End the process, if threads that were left behind are still not home.
 
-    They come home when a peer closes its connections. One that comes while Python ends, or after,
-    takes the process down with a signal; and Python ends by closing them. So what Python does at
-    exit is done here, and the process then ends at once. (A status is known from `sys.exit` or an
-    uncaught exception; one that was only raised, as `SystemExit`, would be taken for 0.)
+    Those in a collective over Gloo are, because its connections were shut; what waits for a dead
+    coordinator or another transport may not be. One that comes home while Python ends, or after,
+    takes the process down with a signal. So what Python does at exit is done here, and the process
+    then ends at once. (A status is known from `sys.exit` or an uncaught exception; one that was
+    only raised, as `SystemExit`, would be taken for 0.)
     """
     until = time.monotonic() + BEAT_SECONDS
     for thread in _left:

@@ -42,6 +42,29 @@ def connections(listening: Iterable[Address]) -> set[tuple[int, Address, Address
     return found
 
 
+class Made:
+    """The connections that are made from now on, until one has been used.
+
+    Args:
+      listening: where Gloo listens in the processes.
+    """
+
+    def __init__(self, listening: Iterable[Address]) -> None:
+        self._listening = set(listening)
+        self._before = connections(self._listening)
+        self._made: set[tuple[int, Address, Address]] | None = None
+
+    def settle(self) -> None:
+        """A program has run: what is made later is another's."""
+        if self._made is None:
+            self._made = connections(self._listening) - self._before
+
+    def cut(self) -> None:
+        """Have whatever waits for them fail."""
+        self.settle()
+        shut(self._made or ())
+
+
 def shut(lines: Iterable[tuple[int, Address, Address]]) -> None:
     """End connections, if they are still there."""
     for fd, *ends in lines:

@@ -8,6 +8,8 @@ import pytest
 import jaxcoll as jc
 from jaxcoll._host import beats
 from jaxcoll._host import crew as crews
+from jaxcoll._host.beats import Doing
+from jaxcoll._host.compiled_steps import mismatch
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import CoordinatorLostError, RegroupError, rank_of
 from jaxcoll._host.local_keys import LocalKeys
@@ -160,6 +162,51 @@ def test_one_that_ended_after_a_barrier_is_no_loss_for_it(monkeypatch):
     monkeypatch.setattr(here, "_all", read)
     assert len(here.gather("finished", "")) == 2
     ended((here, gone))
+
+
+def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other():
+    crew = crew_of(3)
+    at_once(*(lambda c=c: c.enter(0) for c in crew))
+    crew[0].doing = Doing(0, 6, False, "known")  # and waits for the others in its collective
+    crew[2].doing = Doing(0, 6, True)  # is still compiling
+    crew[1].doing = Doing(0, 6, True, "new")
+    with pytest.raises(RegroupError):
+        crew[1].gather("program/6", "new", same=True)
+    found = at_once(*(lambda c=c: c.decide(6, (5, 6)) for c in crew[:2]))
+    assert found[0] == found[1]
+    assert (found[0].members, tuple(map(rank_of, found[0].differ))) == ((), (0, 1))
+    sides = at_once(*(lambda c=c: c.sides([f"of {rank_of(c.name)}"]) for c in crew[:2]))
+    assert sides == [{0: ["of 0"], 1: ["of 1"]}] * 2
+    late = crew[2].decide(6, (5, 6))
+    assert late == found[0]
+    said = str(mismatch(late, crew[2], ()))
+    assert said.startswith("Workers bring different programs to step 6, and none goes on.")
+    ended(crew)
+
+
+def test_all_say_the_same_or_end_the_generation():
+    crew = crew_of(2)
+    at_once(*(lambda c=c: c.enter(0) for c in crew))
+    same = at_once(*(lambda c=c: c.gather("program/0", "a", same=True) for c in crew))
+    assert [set(said.values()) for said in same] == [{"a"}] * 2
+    said = at_once(*(lambda c=c: c.gather("program/1", c.name, same=True) for c in crew))
+    assert [type(error) for error in said] == [RegroupError] * 2
+    ended(crew)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "contradicts"),
+    [
+        (Doing(0, 6, True, "a"), Doing(0, 6, True, "b"), True),
+        (Doing(0, 6, True, "a"), Doing(0, 6, True), False),
+        (Doing(0, 6, True), Doing(0, 6, False, "a"), True),
+        (Doing(0, 6, False, "a"), Doing(0, 6, False, "b"), True),
+        (Doing(0, 6, False, "a"), Doing(0, 7, False, "b"), False),
+        (Doing(0, 6, False, "a"), Doing(1, 6, False, "b"), False),
+    ],
+)
+def test_only_what_is_said_of_one_step_of_one_generation_is_compared(one, other, contradicts):
+    assert one.contradicts(other) is other.contradicts(one) is contradicts
 
 
 def test_who_did_not_begin_is_named():

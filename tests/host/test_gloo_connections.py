@@ -18,13 +18,15 @@ def test_only_the_connections_that_are_meant_are_shut():
         assert at not in gloo.listening(), "Python's own sockets are no Gloo's"
         os.set_inheritable(listener.fileno(), True)
         assert at in gloo.listening()
-        earlier = gloo.connections([at])
+        made = gloo.Made([at])
         with socket.create_connection(at) as new:
-            made = gloo.connections([at]) - earlier
-            assert new.fileno() in {fd for fd, *_ in made}
-            gloo.shut([*made, (foreign.fileno(), at, at)])
-            assert new.recv(1) == b""
-        for line in (old, foreign):
-            line.sendall(b"still there")
-        gloo.shut(made)  # what has ended since is passed over
+            made.settle()
+            with socket.create_connection(at) as later:
+                made.cut()
+                assert new.recv(1) == b""
+                for line in (old, foreign, later):
+                    line.sendall(b"still there")
+        made.cut()  # what has ended since is passed over
+        gloo.shut([(foreign.fileno(), at, at)])  # as is what has the number of another
+        foreign.sendall(b"still there")
     assert len(os.listdir("/dev/fd")) == before

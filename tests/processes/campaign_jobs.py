@@ -165,6 +165,18 @@ class Odd(Elastic):
         self.trainer = jc.Elastic(other, self.start, **self.settings, report=self.report)
         if self.odd == "steps":
             SPEC["steps"] = 30
+        self.state_in_shards_is_refused(other)
+
+    def state_in_shards_is_refused(self, step):
+        every = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+        shards = jax.sharding.NamedSharding(every, jax.sharding.PartitionSpec("x"))
+        state = jax.make_array_from_callback((every.size,), shards, lambda at: np.zeros(1, "f"))
+        try:
+            jc.Elastic(step, {"w": state})
+        except ValueError as error:
+            assert "state['w'] is sharded over processes, so that no other" in str(error), error
+        else:
+            raise AssertionError("a state in shards was taken")
 
     def batches(self, at, rank, world):
         if self.odd and at == self.since:

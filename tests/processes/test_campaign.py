@@ -24,6 +24,7 @@ IN_CI = (
     "SIGSTOP of the coordinator",
     "SIGKILL of the one that writes a checkpoint",
     "`strategy.run`: SIGKILL",
+    "another rows on one",
 )
 
 
