@@ -133,7 +133,7 @@ def _columns(flat: jax.Array) -> jax.Array:
             flat = jnp.einsum("h,hw->w", weights, rows, precision="highest")
         else:
             # Of neighbours, because XLA's CPU compiler is ten times slower down columns.
-            flat = (padded.reshape(width, height) * weights).sum(1, dtype=flat.dtype)
+            flat = (padded.reshape(width, height) * weights[None]).sum(1, dtype=flat.dtype)
     return flat
 
 
