@@ -98,10 +98,17 @@ def compiled_for(
         found = Program(compiled, name)
         if shared:
             moved = collectives(compiled.as_text() or "")
-            lines = fingerprint(name.split(" of ")[0], told, lowered, moved)
+            lines = fingerprint(name.split(" of ")[0], told, _devices(leaves), lowered, moved)
             found = Program(compiled, name, lines, mark(lines), moved)
         known[key] = found
     return found
+
+
+def _devices(leaves: Sequence[Any]) -> str:
+    """The devices in the order in which a program counts them, as the first array lies on them."""
+    meshes = (getattr(x.sharding, "mesh", None) for x in leaves)
+    found = next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
+    return "" if found is None else " ".join(str(d.id) for d in found.devices.flat)
 
 
 def _shapes(leaves: Sequence[Any], shown: int = 3) -> str:
