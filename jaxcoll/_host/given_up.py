@@ -9,14 +9,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import jax
 
 from jaxcoll._host.crew import BEAT_SECONDS, LOST_SECONDS, Crew
 from jaxcoll._host.decision import RegroupError
 
-_left: list[threading.Thread] = []
+
+class Behind(Protocol):
+    """What may still be in a call: a thread, or one that has come home between two calls."""
+
+    def is_alive(self) -> bool: ...
+
+
+_left: list[Behind] = []
 _status: Any = None
 
 
@@ -73,12 +80,12 @@ def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what:
     return result
 
 
-def leave_behind(thread: threading.Thread) -> None:
+def leave_behind(thread: Behind) -> None:
     """Wait no more for a thread that may never come home."""
-    if not _left:
+    if sys.exit is not _exit:
         atexit.register(_end)
         sys.exit = _exit
-    _left[:] = [other for other in _left if other.is_alive()] + [thread]
+    _left[:] = [other for other in _left if other is not thread and other.is_alive()] + [thread]
 
 
 def _exit(status: Any = None, /) -> NoReturn:
@@ -97,9 +104,11 @@ def _end() -> None:
     uncaught exception; one that was only raised, as `SystemExit`, would be taken for 0.)
     """
     until = time.monotonic() + BEAT_SECONDS
-    for thread in _left:
-        thread.join(max(0.0, until - time.monotonic()))
-    if not any(thread.is_alive() for thread in _left):
+    while any(thread.is_alive() for thread in _left):
+        if time.monotonic() > until:
+            break
+        time.sleep(0.01)
+    else:
         return
     atexit.unregister(_end)
     atexit._run_exitfuncs()
