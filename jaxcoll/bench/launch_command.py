@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 EPILOG = """\
 The program calls `jc.initialize()` first. Each process is on 127.0.0.1 and nothing of it can be
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(
     args: argparse.Namespace,
     command: list[str],
-    logs: list[BinaryIO],
+    logs: list[FileIO],
     signals: list[int],
 ) -> int:
     from jaxcoll.bench.launch import GRACE, coordinated, run_job, world_variables
@@ -87,8 +87,11 @@ def _run(
             to.write(b"[%d] " % rank + line)
             to.flush()
         if logs:
-            logs[rank].write(line)
-            logs[rank].flush()
+            try:
+                logs[rank].write(line)
+            except OSError as error:  # a full disk, say, ends no training
+                complain(f"no more logs are kept: {error.strerror}.")
+                logs.clear()
 
     def complain(words: str) -> None:
         print(f"jaxcoll launch: {words}", file=sys.stderr, flush=True)
@@ -170,14 +173,20 @@ def _how(status: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _logs(folder: Path | None, processes: int) -> Iterator[list[BinaryIO]]:
+def _logs(folder: Path | None, processes: int) -> Iterator[list[FileIO]]:
     """A file for each rank, and one for the coordinator; none without a folder."""
     with contextlib.ExitStack() as stack:
-        files: list[BinaryIO] = []
+        files: list[FileIO] = []
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
             names = [*map(str, range(processes)), "coordinator"]
-            files = [stack.enter_context((folder / f"{name}.log").open("wb")) for name in names]
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                files = [
+                    stack.enter_context((folder / f"{name}.log").open("wb", buffering=0))
+                    for name in names
+                ]
+            except OSError as error:
+                raise OSError(f"--logs {folder}: {error.strerror}.") from None
         yield files
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-import jaxcoll as jc  # noqa: E402
+import jaxcoll as jc
 
 jc.initialize()
 
@@ -24,7 +24,7 @@ def attempt(name, call):
     try:
         call()
     except Exception as error:
-        print(f"{name}: {type(error).__name__}: {str(error)}".replace("\n", "; "), flush=True)
+        print(f"{name}: {type(error).__name__}: {error!s}".replace("\n", "; "), flush=True)
 
 
 def over(*places):
