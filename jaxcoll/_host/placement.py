@@ -47,7 +47,7 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
 def _of_all(x: Any, sharding: NamedSharding) -> jax.Array:
     """The global array of which each process has its share."""
     if not sharding.addressable_devices:
-        owners = sorted({d.process_index for d in sharding.mesh.devices.flat})
+        owners = sorted({d.process_index for d in sharding.device_set})
         raise ValueError(
             f"This is process {jax.process_index()}, and all devices of the mesh belong to process "
             f"{', '.join(map(str, owners))}. Only processes that have devices in a mesh call what "
