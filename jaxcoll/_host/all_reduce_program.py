@@ -82,13 +82,13 @@ def all_reduce_program(
         tree = treedef.unflatten([results[i] for i in range(len(leaves))])
         return [Mirrored.of(total) for total in tree]
 
-    def program(values: list[PerReplica | Mirrored]) -> list[Mirrored]:
+    def batch_reduce(values: list[PerReplica | Mirrored]) -> list[Mirrored]:
         lying = [PartitionSpec(*[axes] * isinstance(v, PerReplica)) for v in values]
         return jax.shard_map(
             reduced, mesh=mesh, in_specs=(lying,), out_specs=PartitionSpec(), check_vma=True
         )(values)
 
-    return jax.jit(program)
+    return jax.jit(batch_reduce)
 
 
 def _route_of(leaf: Any, routes: tuple[Route, ...]) -> int:

@@ -82,7 +82,11 @@ def _answer(line: socket.socket, member: Member, deadline: float) -> dict[str, A
         if answer is None or isinstance(answer, dict):
             return answer
     except TimeoutError:
-        return {"error": "the coordinator does not answer.", "kind": "deadline"}
+        said = (
+            f"what listens at {member.coordinator_address} did not answer in time. Does another "
+            "program have that port?"
+        )
+        return {"error": said, "kind": "deadline"}
     except OSError:
         return None
     except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
       step: a number kept with it.
 
     Raises:
-      ValueError: a leaf is not held whole by this process, or is no array of numbers.
+      ValueError: a leaf is not held whole by this process, or is no array of numbers; or `step` is
+        no whole number.
       ProgramMismatchError: what the tree was computed by is not what others computed.
       OSError: it cannot be written; what was there is still there.
 
@@ -48,10 +50,14 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
     """
     confirm()
     path = Path(path)
+    try:
+        step = operator.index(step)
+    except TypeError:
+        raise ValueError(f"`step` must be a whole number; got {step!r}.") from None
     leaves = {name: on_host(name, leaf) for name, leaf in _named(tree).items()}
     about = {
         "format": _FORMAT,
-        "step": int(step),
+        "step": step,
         "leaves": {name: [str(x.dtype), list(x.shape)] for name, x in leaves.items()},
     }
     try:
@@ -88,7 +94,9 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
     path = Path(path)
     wanted = _named(like)
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+        with path.open("rb") as file:
+            zipfile.ZipFile(file).close()  # np.load would take other files for pickles
+        with np.load(path, allow_pickle=False) as archive:
             about = json.loads(archive.zip.read(_ABOUT))
             assert about["format"] == _FORMAT, about["format"]
             _check_same(path, about["leaves"], wanted)
@@ -134,7 +142,7 @@ def on_host(name: str, leaf: Any) -> np.ndarray:
             )
         return np.asarray(leaf.addressable_data(0))
     array = np.asarray(leaf)
-    if array.dtype.kind in "OUSMm":
+    if array.dtype.kind in "OUSMm" or array.dtype.names:
         raise ValueError(
             f"state{name} is no array of numbers: got {type(leaf).__name__} ({array.dtype})."
         )
@@ -159,8 +167,8 @@ def _check_same(path: Path, held: dict[str, Any], wanted: dict[str, Any]) -> Non
         lacks = [name for name in wanted if name not in held]
         has = [name for name in held if name not in wanted]
         raise ValueError(
-            f"{path} holds another tree: it lacks {lacks or 'nothing'}, and has {has or 'nothing'} "
-            "beside."
+            f"{path} holds another tree: it lacks {', '.join(lacks) or 'nothing'}, and has "
+            f"{', '.join(has) or 'nothing'} beside."
         )
     for name, leaf in wanted.items():
         dtype, shape = held[name]

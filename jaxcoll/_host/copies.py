@@ -40,6 +40,7 @@ def _from_the_first(devices: tuple[jax.Device, ...]) -> Callable[[PerReplica], M
         rows = jax.tree.map(lambda x: jnp.squeeze(x, 0), value.tree)
         return Mirrored.of(broadcast(rows, AXIS, source=0, scope=scope))
 
+    program.__name__ = "broadcast"  # what messages show
     return jax.jit(
         jax.shard_map(program, mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec())
     )

@@ -15,7 +15,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxcoll import _compat
 from jaxcoll._host.compiler_options import known_options
 from jaxcoll._host.deadline import finished, prepared
-from jaxcoll._host.mesh import abstract_mesh, checked_mesh, fitted_mesh, has_axes, no_mesh
+from jaxcoll._host.mesh import (
+    abstract_mesh,
+    checked_mesh,
+    equal_shares,
+    fitted_mesh,
+    has_axes,
+    no_mesh,
+)
 from jaxcoll._host.placement import check_concrete, check_rows, place
 from jaxcoll._host.program import remember
 from jaxcoll._host.shards import place_shards, specs_of
@@ -154,7 +161,7 @@ class DataParallel:
 
     @functools.cached_property
     def _processes(self) -> int:
-        return len({d.process_index for d in self.mesh.devices.flat})
+        return equal_shares(self._devices)
 
     @property
     def axis_name(self) -> str | tuple[str, ...]:

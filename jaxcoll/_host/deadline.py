@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxcoll._host.corruption import listening
+from jaxcoll._host.given_up import leave_behind
 from jaxcoll._host.program import Program, compiled_for
 from jaxcoll._host.team import Team, team_of
 from jaxcoll._plan.errors import DeadlineExceededError
@@ -109,8 +110,7 @@ class _Worker:
         self._pending: list[_Job] = []
         threading.Thread(target=self._work, name="jaxcoll-worker", daemon=True).start()
 
-    @property
-    def busy(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether it still has a call that somebody gave up."""
         with self._lock:
             return bool(self._pending)
@@ -122,6 +122,7 @@ class _Worker:
 
     def interrupt(self, error: Exception) -> None:
         """End the wait for all it has."""
+        leave_behind(self)
         with self._lock:
             for job in self._pending:
                 job.settle(error)
@@ -182,7 +183,7 @@ def finished(
     worker = _workers.get(name)
     if team is not None:
         team.check()
-    if team is None and not timeout_seconds and not (worker and worker.busy):
+    if team is None and not timeout_seconds and not (worker and worker.is_alive()):
         return call()
     if worker is None:
         worker = _workers[name] = _Worker()
@@ -190,7 +191,13 @@ def finished(
         team.interrupt = worker.interrupt
     job = _Job(worker, call, wait=bool(timeout_seconds))
     worker.take(job)
-    if not job.settled(timeout_seconds):
+    try:
+        in_time = job.settled(timeout_seconds)
+    except BaseException:  # Ctrl-C, say
+        leave_behind(worker)
+        raise
+    if not in_time:
+        leave_behind(worker)
         said, ranks = _late(job, team)
         said = f"{what} did not finish within {timeout_seconds:g} s.{said}"
         raise DeadlineExceededError(said, ranks=ranks)

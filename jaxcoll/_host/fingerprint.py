@@ -55,13 +55,14 @@ def _lines(compiled: str) -> Iterator[str]:
 
 
 def fingerprint(
-    name: str, options: str, lowered: jax.stages.Lowered, moved: Sequence[str]
+    name: str, options: str, devices: str, lowered: jax.stages.Lowered, moved: Sequence[str]
 ) -> tuple[str, ...]:
     """All that processes must agree upon before they run a program together.
 
     Args:
       name: what the program is called.
       options: those that decided something.
+      devices: in the order of the mesh.
       lowered: the program, which knows its arguments and results.
       moved: its `collectives`.
 
@@ -73,6 +74,7 @@ def fingerprint(
         f"JAX {jax.__version__} with jaxlib {jaxlib.__version__}",
         f"program {name}",
         *([f"options {options}"] if options else []),
+        *([f"devices {devices}"] if devices else []),
         *(f"argument {line}" for line in _arrays((args, kwargs), ("args", "kwargs"))),
         *(f"result {line}" for line in _arrays((lowered.out_info,), ("",))),
         *(f"collective {k + 1}: {line}" for k, line in enumerate(moved)),

@@ -18,14 +18,13 @@ from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import RegroupError
 
 
-class Away(Protocol):
-    """A thread, or a call in one."""
+class Behind(Protocol):
+    """What may still be in a call: a thread, or one that has come home between two calls."""
 
     def is_alive(self) -> bool: ...
-    def join(self, timeout: float) -> None: ...
 
 
-_left: list[Away] = []
+_left: list[Behind] = []
 _status: Any = None
 
 
@@ -108,12 +107,12 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
     return result
 
 
-def leave_behind(thread: Away) -> None:
-    """Wait no more for a thread, or a call in one, that may never come home."""
-    if not _left:
+def leave_behind(thread: Behind) -> None:
+    """Wait no more for a thread that may never come home."""
+    if sys.exit is not _exit:
         atexit.register(_end)
         sys.exit = _exit
-    _left[:] = [other for other in _left if other.is_alive()] + [thread]
+    _left[:] = [other for other in _left if other is not thread and other.is_alive()] + [thread]
 
 
 def are_left() -> bool:
@@ -138,9 +137,11 @@ def _end() -> None:
     only raised, as `SystemExit`, would be taken for 0.)
     """
     until = time.monotonic() + BEAT_SECONDS
-    for thread in _left:
-        thread.join(max(0.0, until - time.monotonic()))
-    if not are_left():
+    while are_left():
+        if time.monotonic() > until:
+            break
+        time.sleep(0.01)
+    else:
         return
     atexit.unregister(_end)
     atexit._run_exitfuncs()

@@ -226,10 +226,12 @@ def _check_same(member: Member | None, *said: Any) -> None:
     asked = None if member is None else (member.num_processes, member.process_id)
     elsewhere = now and member and member.coordinator_address != now.coordinator_address
     if told and (asked != here or elsewhere):
+        at = f" at {now.coordinator_address}" if now and elsewhere else ""
+        then = f" at {member.coordinator_address}" if member and elsewhere else ""
         raise RuntimeError(
-            f"`initialize`: this is process {here[1]} of {here[0]} already, and cannot become "
-            f"{f'process {asked[1]} of {asked[0]}' if asked else 'another'} as well. Call it once, "
-            "or `jax.distributed.shutdown()` in between."
+            f"`initialize`: this is process {here[1]} of {here[0]}{at} already, and cannot become "
+            f"{f'process {asked[1]} of {asked[0]}' if asked else 'another'}{then} as well. Call it "
+            "once, or `jax.distributed.shutdown()` in between."
         )
 
 

@@ -49,6 +49,12 @@ def span_processes(devices: Sequence[jax.Device]) -> bool:
     return len({d.process_index for d in devices}) > 1
 
 
+def equal_shares(devices: Sequence[jax.Device]) -> int:
+    """How many processes have `devices`; 0: some have more of them than others."""
+    counts = Counter(d.process_index for d in devices)
+    return len(counts) if len(set(counts.values())) == 1 else 0
+
+
 def line_of(devices: Sequence[jax.Device], axis_name: str) -> Mesh:
     """A mesh of one Auto axis over `devices`, in their order."""
     return Mesh(np.array(devices, dtype=object), (axis_name,), axis_types=(AxisType.Auto,))

@@ -38,10 +38,22 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
         if _is_placed(x, sharding):
             return x
         if x.is_fully_addressable and not sharding.is_fully_addressable:
-            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+            return _of_all(x, sharding)
     elif not sharding.is_fully_addressable:
-        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+        return _of_all(x, sharding)
     return jax.device_put(x, sharding)
+
+
+def _of_all(x: Any, sharding: NamedSharding) -> jax.Array:
+    """The global array of which each process has its share."""
+    if not sharding.addressable_devices:
+        owners = sorted({d.process_index for d in sharding.device_set})
+        raise ValueError(
+            f"This is process {jax.process_index()}, and all devices of the mesh belong to process "
+            f"{', '.join(map(str, owners))}. Only processes that have devices in a mesh call what "
+            "runs on it."
+        )
+    return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
 
 def _is_placed(x: jax.Array, sharding: NamedSharding) -> bool:
@@ -59,6 +71,13 @@ def _is_placed(x: jax.Array, sharding: NamedSharding) -> bool:
 def check_rows(tree: Any, argument: str, replicas: int, processes: int, axis: Any) -> None:
     """Refuse a batch whose rows do not divide over the replicas.
 
+    Args:
+      tree: the batch.
+      argument: its name.
+      replicas: along `axis`.
+      processes: whose rows make up a batch; 0: not all have as many devices.
+      axis: the name of the axis, or axes.
+
     Raises:
       ValueError: a leaf has no rows, or a number of them that does not divide; the message
         names the leaf and the sizes.
@@ -75,6 +94,13 @@ def check_rows(tree: Any, argument: str, replicas: int, processes: int, axis: An
         is_local = not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or (
             isinstance(leaf, jax.Array) and leaf.is_fully_addressable
         )
+        if is_local and not processes:
+            raise ValueError(
+                f"`data_parallel`: {name} is this process's share of the batch, and the processes "
+                f"of the mesh have different numbers of devices, so that equal shares do not fit "
+                f"{axis!r}. Give every process as many devices (`jaxcoll doctor` in every process "
+                "shows what each has), or pass global arrays."
+            )
         rows = shape[0] * (processes if is_local else 1)
         if rows % replicas:
             raise ValueError(

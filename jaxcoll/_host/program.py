@@ -115,12 +115,19 @@ def shared_program(
     """
     compiled = lowered.compile()
     moved = collectives(compiled.as_text() or "")
-    lines = fingerprint(f"`{called}`", told, lowered, moved)
+    lines = fingerprint(f"`{called}`", told, _devices(leaves), lowered, moved)
     return Program(compiled, _name(called, leaves), lines, mark(lines), moved)
 
 
 def _name(called: str, leaves: Sequence[Any]) -> str:
     return f"`{called}` of {_shapes(leaves)}"
+
+
+def _devices(leaves: Sequence[Any]) -> str:
+    """The devices in the order in which a program counts them, as the first array lies on them."""
+    meshes = (getattr(x.sharding, "mesh", None) for x in leaves)
+    found = next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
+    return "" if found is None else " ".join(str(d.id) for d in found.devices.flat)
 
 
 def _shapes(leaves: Sequence[Any], shown: int = 3) -> str:

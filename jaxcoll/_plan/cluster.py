@@ -57,11 +57,20 @@ class Member:
         whole = all(type(x) is int for x in (self.num_processes, self.process_id))
         if not whole or not 0 <= self.process_id < self.num_processes:
             raise ValueError(
-                "`initialize` expects `process_id` to be one of 0 … num_processes − 1; "
+                "`initialize` expects `process_id` to be one of 0 … num_processes − 1, as ints; "
                 f"{self.source} gave process {self.process_id!r} of {self.num_processes!r}."
             )
-        if self.coordinator_address is not None:
-            host_and_port(self.coordinator_address)
+        if self.coordinator_address is None:
+            return
+        try:
+            _, port = host_and_port(self.coordinator_address)
+        except ValueError as error:
+            raise ValueError(f"`initialize`: {error} It came from {self.source}.") from None
+        if not port:
+            raise ValueError(
+                "`initialize` needs a port that all processes know: 0, as in "
+                f"{self.coordinator_address!r} from {self.source}, stands for any that is free."
+            )
 
 
 def host_and_port(address: Any) -> tuple[str, int]:

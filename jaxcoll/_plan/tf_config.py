@@ -90,7 +90,12 @@ class TFConfig:
                 f"{self.source} has a cluster, and does not say which task this process is: "
                 f"'{missing}' is missing from 'task'."
             )
-        tasks = len(self.cluster.get(self.task_type, ()))
+        if self.task_type not in self.cluster:
+            raise ValueError(
+                f"{self.source}: this is a task of job {self.task_type!r}, and the cluster has "
+                f"the jobs {', '.join(self.cluster)}."
+            )
+        tasks = len(self.cluster[self.task_type])
         if not 0 <= self.task_id < tasks:
             raise ValueError(
                 f"{self.source}: this is task {self.task_id} of job {self.task_type!r}, which has "
@@ -117,10 +122,10 @@ def _addresses(job: str, tasks: Any) -> tuple[str, ...]:
 
 
 def _index(value: Any) -> int:
-    try:
+    """A number, also as TensorFlow's own users write it: in quotes, as keys must be."""
+    if type(value) is int or (isinstance(value, str) and value.strip().isdecimal()):
         return int(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{VARIABLE}: a task's number must be whole; got {value!r}.") from None
+    raise ValueError(f"{VARIABLE}: a task's number must be whole, from 0; got {value!r}.")
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:

@@ -68,18 +68,20 @@ def _findings(timeout: float) -> list[Finding] | None:
     from jaxcoll.bench.machine import facts, loopback_bandwidth
 
     initialize(initialization_timeout=timeout)
+    told = store()
+    if told is not None:
+        _meet(told, timeout)  # JAX looks for its devices together, and waits long for the dead
     mine = facts()
     try:
         bandwidth = loopback_bandwidth()
     except OSError:
         bandwidth = None
     here = machine_findings(mine, bandwidth)
-    told = store()
     if told is None or told.processes == 1:
         return here
     address = _address_towards_others()
     told.set(f"jaxcoll/doctor/{told.process}", json.dumps({**mine, "interface": address}))
-    others = _all_told(told, timeout)
+    others = _all_told(told, "jaxcoll/doctor", timeout)
     alike = None not in others and len({facts["devices"] for facts in others if facts}) == 1
     measured = pair_findings(_between_neighbours()) if alike else []
     if told.process == 0:
@@ -89,14 +91,24 @@ def _findings(timeout: float) -> list[Finding] | None:
     return None
 
 
-def _all_told(told: Any, timeout: float) -> list[dict[str, Any] | None]:
+def _meet(told: Any, timeout: float) -> None:
+    told.set(f"jaxcoll/doctor/here/{told.process}", "{}")
+    here = _all_told(told, "jaxcoll/doctor/here", timeout)
+    if silent := [str(rank) for rank, said in enumerate(here) if said is None]:
+        raise RuntimeError(
+            f"process {', '.join(silent)} of {told.processes} did not answer within {timeout:g} s "
+            "after it had arrived. Look at what it printed; all must run the same command."
+        )
+
+
+def _all_told(told: Any, folder: str, timeout: float) -> list[dict[str, Any] | None]:
     """What each process said of itself; None: it was silent."""
     until = time.monotonic() + timeout
     found: list[dict[str, Any] | None] = []
     for rank in range(told.processes):
         try:
             left = max(until - time.monotonic(), 0.1)
-            found.append(json.loads(told.get(f"jaxcoll/doctor/{rank}", left)))
+            found.append(json.loads(told.get(f"{folder}/{rank}", left)))
         except TimeoutError:
             found.append(None)
     return found

@@ -9,8 +9,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxcoll.bench.job import Outcome
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(
-    args: argparse.Namespace, command: list[str], logs: list[BinaryIO], signals: list[int]
+    args: argparse.Namespace, command: list[str], logs: list[FileIO], signals: list[int]
 ) -> int:
     until = time.monotonic() + (args.timeout or float("inf"))
     restarts = _Restarts(args.restarts)
@@ -114,7 +115,7 @@ def _run(
 def _run_once(
     args: argparse.Namespace,
     command: list[str],
-    logs: list[BinaryIO],
+    logs: list[FileIO],
     signals: list[int],
     until: float,
     restarts: _Restarts,
@@ -129,8 +130,11 @@ def _run_once(
             to.write(b"[%d] " % rank + line)
             to.flush()
         if logs:
-            logs[rank].write(line)
-            logs[rank].flush()
+            try:
+                logs[rank].write(line)
+            except OSError as error:  # a full disk, say, ends no training
+                _complain(f"no more logs are kept: {error.strerror}.")
+                logs.clear()
 
     with coordinated(args.processes, *logs[-1:]) as coordinator:
         told: list[int] = []
@@ -226,14 +230,20 @@ def _how(status: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _logs(folder: Path | None, processes: int) -> Iterator[list[BinaryIO]]:
+def _logs(folder: Path | None, processes: int) -> Iterator[list[FileIO]]:
     """A file for each rank, and one for the coordinator; none without a folder."""
     with contextlib.ExitStack() as stack:
-        files: list[BinaryIO] = []
+        files: list[FileIO] = []
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
             names = [*map(str, range(processes)), "coordinator"]
-            files = [stack.enter_context((folder / f"{name}.log").open("wb")) for name in names]
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                files = [
+                    stack.enter_context((folder / f"{name}.log").open("wb", buffering=0))
+                    for name in names
+                ]
+            except OSError as error:
+                raise OSError(f"--logs {folder}: {error.strerror}.") from None
         yield files
 
 

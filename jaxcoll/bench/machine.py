@@ -31,7 +31,14 @@ def facts() -> dict[str, Any]:
         address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
     except socket.gaierror:
         address = None
-    local = jax.local_devices()
+    try:
+        local = jax.local_devices()
+    except AssertionError:  # what JAX says where a platform that it knows has no plugin
+        asked = os.environ.get("JAX_PLATFORMS")
+        raise RuntimeError(
+            f"JAX found no device with JAX_PLATFORMS={asked}. Install what it needs, as "
+            "`pip install 'jax[cuda13]'` for NVIDIA's, or unset the variable."
+        ) from None
     return {
         "host": name,
         "address": address,

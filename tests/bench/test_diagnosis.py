@@ -1,7 +1,9 @@
 """What the doctor makes of what processes tell."""
 
+import jax
 import pytest
 
+from jaxcoll.bench import doctor, machine
 from jaxcoll.bench.diagnosis import job_findings, machine_findings, pair_findings
 from jaxcoll.bench.launch import KEEP_MEMORY
 
@@ -58,3 +60,30 @@ def test_a_slow_link_is_named():
     (slow,) = pair_findings({(0, 1): 2e9, (1, 2): 1e8, (2, 0): 2e9})
     assert (slow.level, slow.found) == ("warn", "0.10 … 2.00 GB/s over 3 links; slow: 1 → 2")
     assert pair_findings({}) == []
+
+
+def test_a_platform_without_a_plugin_is_told_in_words(monkeypatch):
+    def none():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "local_devices", none)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(RuntimeError, match="no device with JAX_PLATFORMS=cuda. Install"):
+        machine.facts()
+
+
+def test_a_process_that_dies_after_it_arrived_is_not_waited_for_longer_than_asked():
+    class Store(dict):
+        process, processes = 0, 2
+
+        def set(self, key, value):
+            self[key] = value
+
+        def get(self, key, seconds):
+            assert seconds <= 0.2
+            if key not in self:
+                raise TimeoutError
+            return self[key]
+
+    with pytest.raises(RuntimeError, match=r"process 1 of 2 did not answer within 0\.2 s after"):
+        doctor._meet(Store(), 0.2)

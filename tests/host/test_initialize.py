@@ -140,6 +140,10 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use():
         ValueError, match=r"'no-such-host.invalid:1' has no address here .*came from the arguments"
     ):
         arrive(Member("no-such-host.invalid:1", 2, 1), 5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(jc.DeadlineExceededError, match=f"{address} did not answer in time"):
+            arrive(Member(address, 2, 1), 0.2)
     with pytest.raises(
         ValueError, match="'no-such-host.invalid', where it is to listen, has no addr"
     ):

@@ -27,7 +27,7 @@ rank = jax.process_index()
 try:
     jc.initialize("127.0.0.1:1", 3, 0)
 except RuntimeError as error:
-    assert "already, and cannot become process 0 of 3 as well" in str(error)
+    assert "already, and cannot become process 0 of 3 at 127.0.0.1:1 as well" in str(error)
 else:
     sys.exit("a second job was entered")
 assert len(jax.local_devices()) == 2
@@ -243,6 +243,7 @@ def children(pid):
         (["--timeout", "nan", "x.py"], "--timeout must be a number of seconds above 0; got nan"),
         (["--restarts", "-1", "x.py"], "--restarts must be at least 0; got -1"),
         (["no-such.py"], "there is no file no-such.py"),
+        (["--logs", __file__, __file__], "test_launch.py: File exists"),
         ([], "what is to run"),
     ],
 )

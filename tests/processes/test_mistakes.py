@@ -1,0 +1,35 @@
+"""What users do wrong in several processes at once: told in words, where it is wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+
+def test_mistakes_over_processes_are_told_and_a_call_that_was_given_up_lets_python_end():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxcoll", "launch", "-n", "2", "--keep-going",
+            "--devices-per-process",
+            "2",
+         str(Path(__file__).with_name("mistakes.py"))],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    different = "ProgramMismatchError: Processes are about to run different programs"
+    for rank, other in ((0, "1"), (1, "0")):
+        said = dict(
+            line.removeprefix(f"[{rank}] ").split(": ", 1)
+            for line in lines
+            if line.startswith(f"[{rank}] ") and ": " in line
+        )
+        assert "have different numbers of devices" in said["uneven"], lines
+        assert f"all devices of the mesh belong to process {other}" in said["other's"]
+        assert said["order"].startswith(different)
+        assert "process 0: devices 0 1 2048 2049; process 1: devices 2049 2048 1 0" in said["order"]
+        assert said["name"].startswith(different)
+        assert "process 1: program `batch_reduce`" in said["name"]
+    assert any(line.startswith("[0] late: DeadlineExceededError") for line in lines), lines
+    assert "process 0 of 2 ended with status 3." in done.stderr, done.stderr
