@@ -128,7 +128,9 @@ class _Inquiry:
             raise PeerLostError("it did not come to agree upon the next program.", ranks=lost)
         for process, answer in sorted(answers.items()):
             self._heard.pop(process, None)
-            if answer.get("mark") and answer["mark"] != self._call.mark:
+            # One that has not agreed either is about to say what it calls.
+            ran = answer.get("agreed", 0) >= self._call.position
+            if ran and answer["mark"] != self._call.mark:
                 return self._said(process, answer["then"])
         return ""
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._host import beats
+from jaxcoll._host import answers, beats
 from jaxcoll._host import crew as crews
 from jaxcoll._host.beats import Doing
 from jaxcoll._host.compiled_steps import mismatch
@@ -18,6 +18,7 @@ from jaxcoll._host.local_keys import LocalKeys
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch):
     monkeypatch.setattr(crews, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(answers, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(beats, "LOST_SECONDS", 0.4)
 
 
@@ -232,7 +233,7 @@ def test_without_a_coordinator_nothing_is_agreed():
 
 
 def test_a_coordinator_that_does_not_answer_is_lost_and_one_that_answers_late_is_not(monkeypatch):
-    monkeypatch.setattr(crews, "ANSWER_SECONDS", 0.4)
+    monkeypatch.setattr(answers, "ANSWER_SECONDS", 0.4)
     late, goes_on = crew_of(2)
     at_once(*(lambda c=c: c.enter(0) for c in (late, goes_on)))
     stopped = threading.Event()
