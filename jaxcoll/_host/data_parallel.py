@@ -16,7 +16,7 @@ from jaxcoll import _compat
 from jaxcoll._host.compiler_options import known_options
 from jaxcoll._host.deadline import finished, prepared
 from jaxcoll._host.mesh import abstract_mesh, checked_mesh, fitted_mesh, has_axes, no_mesh
-from jaxcoll._host.placement import check_concrete, check_rows, place
+from jaxcoll._host.placement import check_concrete, check_rows, is_in_place, place, place_leaf
 from jaxcoll._host.program import remember
 from jaxcoll._host.shards import place_shards, specs_of
 from jaxcoll._host.world import mesh_scope, topology_scope
@@ -101,7 +101,7 @@ def data_parallel(
 
 
 def _positions(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
-    positions = (value,) if isinstance(value, int) else tuple(value)
+    positions = tuple(value) if isinstance(value, Sequence) else (value,)
     if not all(isinstance(p, int) and not isinstance(p, bool) for p in positions):
         raise ValueError(f"`{argument}` must be an int or a sequence of ints; got {value!r}.")
     return positions
@@ -147,6 +147,14 @@ class DataParallel:
         return tuple(self.mesh.devices.flat)
 
     @functools.cached_property
+    def _rows(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(self._axis_name))
+
+    @functools.cached_property
+    def _whole(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @functools.cached_property
     def _told(self) -> str:
         return repr(self._options.replace(timeout_seconds=UNSET))
 
@@ -175,7 +183,7 @@ class DataParallel:
         deadline = self._options.timeout_seconds
         name = getattr(self._step, "__name__", "step")
         with no_mesh():
-            args, kwargs = self._placed(args), self._replicate(kwargs)
+            args, kwargs = self._placed(args, kwargs)
             call = prepared(
                 self._compiled(args, kwargs),
                 deadline,
@@ -184,8 +192,7 @@ class DataParallel:
                 across=self._devices,
                 told=self._told,
             )
-            what = f"Call {self._calls} of `{name}`"
-            return finished(call, deadline, what, across=self._devices)
+            return finished(call, deadline, f"Call {self._calls} of `{name}`", across=self._devices)
 
     def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:
         """This step on a cluster that is not here: to be traced and lowered, not to be called.
@@ -204,7 +211,6 @@ class DataParallel:
         if mesh is None or (mesh is self._mesh and set(mesh.axis_names) == set(self._axes)):
             fits = mesh is not None and mesh.size == topology.size
             mesh = mesh if fits else abstract_mesh(topology, self._axes)
-        # What is cached, or would be when it is first asked for, is what differs.
         return self._twin(
             mesh=has_axes(fitted_mesh(mesh, topology), self._axes, "data_parallel"),
             _scope=topology_scope(topology),
@@ -227,10 +233,9 @@ class DataParallel:
 
     def _twin(self, **changed: Any) -> DataParallel:
         twin = copy.copy(self)
-        for cached in ("mesh", "_scope", "_devices", "_processes"):
+        for cached in ("mesh", "_scope", "_devices", "_processes", "_rows", "_whole"):
             vars(twin).pop(cached, None)
-        twin._known = None
-        vars(twin).update(changed)
+        vars(twin).update(changed, _known=None)
         return twin
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -244,7 +249,7 @@ class DataParallel:
           What `jax.jit(...).trace` returns.
         """
         with no_mesh():
-            args, kwargs = self._placed(args), self._replicate(kwargs)
+            args, kwargs = self._placed(args, kwargs)
             return self._compiled(args, kwargs).trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -258,7 +263,7 @@ class DataParallel:
           What `jax.jit(...).lower` returns; `.compile().as_text()` shows what was compiled.
         """
         with no_mesh():
-            args, kwargs = self._placed(args), self._replicate(kwargs)
+            args, kwargs = self._placed(args, kwargs)
             return self._compiled(args, kwargs).lower(*args, **kwargs)
 
     def trace_recorded(
@@ -266,7 +271,7 @@ class DataParallel:
     ) -> jax.stages.Traced:
         """Like `trace`, made for the purpose, so that it tells each plan to `record`."""
         with no_mesh():
-            args, kwargs = self._placed(args), self._replicate(kwargs)
+            args, kwargs = self._placed(args, kwargs)
             return self._jitted(record, args, kwargs).trace(*args, **kwargs)
 
     def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
@@ -282,7 +287,8 @@ class DataParallel:
         plans: list[Plan] = []
         program = functools.partial(self._program, plans.append)
         with no_mesh():
-            jax.eval_shape(program, *self._placed(args), **self._replicate(kwargs))
+            args, kwargs = self._placed(args, kwargs)
+            jax.eval_shape(program, *args, **kwargs)
         return tuple(plans)
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -363,7 +369,9 @@ class DataParallel:
             )
         return PartitionSpec(tuple(varying))
 
-    def _placed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _placed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for i in (*self._batch_argnums, *self._donate_argnums):
             if not -len(args) <= i < len(args):
                 raise ValueError(
@@ -371,20 +379,22 @@ class DataParallel:
                     f"`donate_argnums`, but the step was called with {len(args)} positional "
                     "arguments."
                 )
-        check_concrete(args)
+        check_concrete(args, kwargs)
         split = {i % len(args) for i in self._batch_argnums}
         for i in sorted(split):
             check_rows(args[i], f"args[{i}]", self.num_replicas, self._processes, self._axis_name)
-        rows = NamedSharding(self.mesh, PartitionSpec(self._axis_name))
-        return tuple(
-            place(arg, rows) if i in split else self._replicate(arg) for i, arg in enumerate(args)
+        placed = tuple(
+            place(arg, self._rows) if i in split else self._replicate(arg)
+            for i, arg in enumerate(args)
         )
+        return placed, self._replicate(kwargs)
 
     def _replicate(self, tree: Any) -> Any:
         """Copies of everything on every device, but for `Shards`: each device has its own."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        if is_in_place(tree, self._whole):
+            return tree
         return jax.tree.map(
-            lambda x: place_shards(x, self.mesh) if is_shards(x) else place(x, whole),
+            lambda x: place_shards(x, self.mesh) if is_shards(x) else place_leaf(x, self._whole),
             tree,
             is_leaf=is_shards,
         )
