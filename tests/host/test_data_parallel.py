@@ -267,6 +267,7 @@ def test_a_wrong_mesh_is_refused_before_anything_is_traced():
     ("settings", "words"),
     [
         ({"batch_argnums": "x"}, "`batch_argnums` must be an int or a sequence of ints; got 'x'"),
+        ({"batch_argnums": None}, "`batch_argnums` must be an int or a sequence of ints; got None"),
         ({"donate_argnums": (True,)}, "`donate_argnums` must be an int or a sequence of ints"),
         ({"options": 3}, "`options` must be a CommunicationOptions"),
         ({"varying_outputs": "stack"}, "'error' or 'concatenate'; got 'stack'"),
