@@ -47,7 +47,7 @@ def data_parallel(
     decorator, with or without arguments.
 
     Args:
-      step: a function of positional and keyword arguments, pytrees of arrays all; it reduces
+      step: a function or bound method of pytrees of arrays, positional or by keyword; it reduces
         with `jc.value_and_grad`, `jc.all_reduce` or `jax.lax` over `axis_name`.
       mesh: devices and axes, Auto or Explicit; None: all devices on one axis.
       axis_name: the mesh axis, or axes from outer to inner, that the batch is split over.
