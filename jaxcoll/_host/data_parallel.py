@@ -7,12 +7,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll import _compat
 from jaxcoll._host.compiler_options import known_options
 from jaxcoll._host.deadline import finished, prepared
 from jaxcoll._host.mesh import (
@@ -23,17 +22,16 @@ from jaxcoll._host.mesh import (
     has_axes,
     no_mesh,
 )
-from jaxcoll._host.placement import check_concrete, check_rows, place
+from jaxcoll._host.placement import check_concrete, check_rows, is_in_place, place, place_leaf
 from jaxcoll._host.program import remember
 from jaxcoll._host.shards import place_shards, specs_of
+from jaxcoll._host.step_outputs import VaryingOutputs, output_specs
 from jaxcoll._host.world import mesh_scope, topology_scope
 from jaxcoll._plan.options import UNSET, CommunicationOptions, checked
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.topology import Topology
 from jaxcoll._spmd.scope import Scope, entered
 from jaxcoll._spmd.shards import is_shards
-
-VaryingOutputs = Literal["error", "concatenate"]
 
 
 def data_parallel(
@@ -54,7 +52,7 @@ def data_parallel(
     decorator, with or without arguments.
 
     Args:
-      step: a function of positional and keyword arguments, pytrees of arrays all; it reduces
+      step: a function or bound method of pytrees of arrays, positional or by keyword; it reduces
         with `jc.value_and_grad`, `jc.all_reduce` or `jax.lax` over `axis_name`.
       mesh: devices and axes, Auto or Explicit; None: all devices on one axis.
       axis_name: the mesh axis, or axes from outer to inner, that the batch is split over.
@@ -109,7 +107,7 @@ def data_parallel(
 
 
 def _positions(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
-    positions = (value,) if isinstance(value, int) else tuple(value)
+    positions = tuple(value) if isinstance(value, Sequence) else (value,)
     if not all(isinstance(p, int) and not isinstance(p, bool) for p in positions):
         raise ValueError(f"`{argument}` must be an int or a sequence of ints; got {value!r}.")
     return positions
@@ -137,7 +135,7 @@ class DataParallel:
         self._batch_argnums = batch_argnums
         self._donate_argnums = donate_argnums
         self._options = options
-        self._varying_outputs = varying_outputs
+        self._varying_outputs: VaryingOutputs = varying_outputs
         self._calls = 0
         self._known: Any = None
 
@@ -153,6 +151,14 @@ class DataParallel:
     @functools.cached_property
     def _devices(self) -> tuple[jax.Device, ...]:
         return tuple(self.mesh.devices.flat)
+
+    @functools.cached_property
+    def _rows(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(self._axis_name))
+
+    @functools.cached_property
+    def _whole(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
 
     @functools.cached_property
     def told(self) -> str:
@@ -189,7 +195,7 @@ class DataParallel:
         deadline = self._options.timeout_seconds
         name = getattr(self._step, "__name__", "step")
         with no_mesh():
-            args, kwargs = self._placed(args), self._replicate(kwargs)
+            args, kwargs = self._placed(args, kwargs)
             call = prepared(
                 self._compiled(args, kwargs),
                 deadline,
@@ -218,7 +224,6 @@ class DataParallel:
         if mesh is None or (mesh is self._mesh and set(mesh.axis_names) == set(self._axes)):
             fits = mesh is not None and mesh.size == topology.size
             mesh = mesh if fits else abstract_mesh(topology, self._axes)
-        # What is cached, or would be when it is first asked for, is what differs.
         return self._twin(
             mesh=has_axes(fitted_mesh(mesh, topology), self._axes, "data_parallel"),
             _scope=topology_scope(topology),
@@ -241,10 +246,9 @@ class DataParallel:
 
     def _twin(self, **changed: Any) -> DataParallel:
         twin = copy.copy(self)
-        for cached in ("mesh", "_scope", "_devices", "_processes"):
+        for cached in ("mesh", "_scope", "_devices", "_processes", "_rows", "_whole"):
             vars(twin).pop(cached, None)
-        twin._known = None
-        vars(twin).update(changed)
+        vars(twin).update(changed, _known=None)
         return twin
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -258,7 +262,7 @@ class DataParallel:
           What `jax.jit(...).trace` returns.
         """
         with no_mesh():
-            args, kwargs = self._placed(args), self._replicate(kwargs)
+            args, kwargs = self._placed(args, kwargs)
             return self._compiled(args, kwargs).trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -272,7 +276,7 @@ class DataParallel:
           What `jax.jit(...).lower` returns; `.compile().as_text()` shows what was compiled.
         """
         with no_mesh():
-            args, kwargs = self._placed(args), self._replicate(kwargs)
+            args, kwargs = self._placed(args, kwargs)
             return self._compiled(args, kwargs).lower(*args, **kwargs)
 
     def trace_recorded(
@@ -280,7 +284,7 @@ class DataParallel:
     ) -> jax.stages.Traced:
         """Like `trace`, made for the purpose, so that it tells each plan to `record`."""
         with no_mesh():
-            args, kwargs = self._placed(args), self._replicate(kwargs)
+            args, kwargs = self._placed(args, kwargs)
             return self._jitted(record, args, kwargs).trace(*args, **kwargs)
 
     def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
@@ -296,7 +300,8 @@ class DataParallel:
         plans: list[Plan] = []
         program = functools.partial(self._program, plans.append)
         with no_mesh():
-            jax.eval_shape(program, *self._placed(args), **self._replicate(kwargs))
+            args, kwargs = self._placed(args, kwargs)
+            jax.eval_shape(program, *args, **kwargs)
         return tuple(plans)
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -344,40 +349,18 @@ class DataParallel:
 
         def ask(args: Any, kwargs: Any) -> None:
             results = step(*args, **kwargs)
-            found.append(
-                jax.tree_util.tree_map_with_path(self._out_spec, results, is_leaf=is_shards)
-            )
+            # The order of the rows is that of the batch: `axis_name`'s, before other axes.
+            order = tuple(dict.fromkeys((*self._axes, *self.mesh.axis_names)))
+            found.append(output_specs(results, order, self._varying_outputs))
 
         with entered(scope):
             jax.eval_shape(mapped(ask, out_specs=None), args, kwargs)
             run = mapped(lambda args, kwargs: step(*args, **kwargs), out_specs=found[0])
             return run(args, kwargs)
 
-    def _out_spec(self, path: Any, output: Any) -> PartitionSpec:
-        if is_shards(output):
-            return specs_of(output)
-        # The order of the rows is that of the batch: `axis_name`'s, before other axes.
-        order = dict.fromkeys((*self._axes, *self.mesh.axis_names))
-        varying = [a for a in order if a in _compat.varying_axes(output)]
-        if not varying:
-            return PartitionSpec()
-        name = f"output {jax.tree_util.keystr(path)}" if path else "the output"
-        if self._varying_outputs == "error":
-            raise ValueError(
-                f"`data_parallel`: {name} of the step differs between replicas (it varies over "
-                f"{', '.join(map(repr, varying))}), so there is no one value to return. Reduce "
-                'it with `jc.all_reduce("mean", ...)`, or pass varying_outputs="concatenate" to '
-                "get every replica's rows."
-            )
-        if not output.ndim:
-            raise ValueError(
-                f"`data_parallel`: {name} of the step differs between replicas and is a scalar, "
-                'which cannot be concatenated. Reduce it with `jc.all_reduce("mean", ...)`, or '
-                "return it with a leading dimension, as in `x[None]`."
-            )
-        return PartitionSpec(tuple(varying))
-
-    def _placed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _placed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for i in (*self._batch_argnums, *self._donate_argnums):
             if not -len(args) <= i < len(args):
                 raise ValueError(
@@ -385,20 +368,22 @@ class DataParallel:
                     f"`donate_argnums`, but the step was called with {len(args)} positional "
                     "arguments."
                 )
-        check_concrete(args)
+        check_concrete(args, kwargs)
         split = {i % len(args) for i in self._batch_argnums}
         for i in sorted(split):
             check_rows(args[i], f"args[{i}]", self.num_replicas, self._processes, self._axis_name)
-        rows = NamedSharding(self.mesh, PartitionSpec(self._axis_name))
-        return tuple(
-            place(arg, rows) if i in split else self._replicate(arg) for i, arg in enumerate(args)
+        placed = tuple(
+            place(arg, self._rows) if i in split else self._replicate(arg)
+            for i, arg in enumerate(args)
         )
+        return placed, self._replicate(kwargs)
 
     def _replicate(self, tree: Any) -> Any:
         """Copies of everything on every device, but for `Shards`: each device has its own."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        if is_in_place(tree, self._whole):
+            return tree
         return jax.tree.map(
-            lambda x: place_shards(x, self.mesh) if is_shards(x) else place(x, whole),
+            lambda x: place_shards(x, self.mesh) if is_shards(x) else place_leaf(x, self._whole),
             tree,
             is_leaf=is_shards,
         )

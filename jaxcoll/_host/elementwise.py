@@ -94,7 +94,9 @@ def _compare(tx: Any, params: Any, grads: list[Any], compiled: bool) -> None:
 
 def _check_equal(step: int, whole: Any, found: Any, known: Any) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(whole)
-    largest = max((np.nanmax(np.abs(x), initial=0.0, where=np.isfinite(x)) for _, x in leaves))
+    largest = max(
+        (np.nanmax(np.abs(x), initial=0.0, where=np.isfinite(x)) for _, x in leaves), default=0.0
+    )
     for (path, a), b, certain in zip(
         leaves, jax.tree.leaves(found), jax.tree.leaves(known), strict=True
     ):

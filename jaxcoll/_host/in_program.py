@@ -171,8 +171,9 @@ def broadcast(
     """Give every replica the value that one of them holds.
 
     Law: the result equals the source's value, whatever the others hold; of a negative zero the
-    sign may be lost. The cotangent of the source is the sum of the replicas' cotangents, that of
-    the others zero.
+    sign may be lost, and all of a subnormal number (in float32 below 1.2e-38), as in any sum of
+    XLA's. The cotangent of the source is the sum of the replicas' cotangents, that of the others
+    zero.
 
     Args:
       value: any pytree of arrays, booleans among them, equal on all replicas in structure and
@@ -235,7 +236,8 @@ def value_and_grad(
 
     Raises:
       NameError: an axis is not mapped here.
-      ValueError: a WeightedLoss meets SUM, or an argument is invalid.
+      ValueError: a WeightedLoss meets SUM, or an argument is invalid; what is no function or no
+        position is refused at once.
       TypeError: the loss is no scalar, or a tuple without `has_aux`.
       AlreadyReducedError: the loss was reduced inside `fun`.
 

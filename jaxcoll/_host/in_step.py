@@ -73,7 +73,8 @@ def accumulate(
             f"`jc.accumulate` expects `num_micro_batches` to be an integer of at least 1; "
             f"got {count!r}."
         )
-    positions = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    several = isinstance(batch_argnums, Sequence)
+    positions = tuple(batch_argnums) if several else (batch_argnums,)
     if not positions or not all(isinstance(p, int) for p in positions):
         raise ValueError(
             "`jc.accumulate` expects `batch_argnums` to be a position or several; "
@@ -114,9 +115,10 @@ def reduce_metrics(
 
     Returns:
       The tree with a scalar in place of each metric, *invariant* over the axes: float32 (float64
-      where the metric is), and a `Total` of integers in their own type. They travel as floats:
-      integers are exact up to 2^24 (with gradients of a mean, 2^22) and rounded beyond. Cost: 4
-      bytes for a Total, 8 for a WeightedMean.
+      where the metric is); a `Total` of integers in their own type, of flags and of integers
+      narrower than 32 bits in int32. They travel as floats: integers are exact up to 2^24 (with
+      gradients of a mean, 2^22) and rounded beyond. Cost: 4 bytes for a Total, 8 for a
+      WeightedMean.
 
     Raises:
       NameError: an axis is not mapped here.

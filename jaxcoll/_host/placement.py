@@ -21,9 +21,18 @@ def place(tree: Any, sharding: NamedSharding) -> Any:
       sharding: where they belong.
 
     Returns:
-      The same tree of `jax.Array`s (or `ShapeDtypeStruct`s).
+      The same tree of `jax.Array`s (or `ShapeDtypeStruct`s); itself, if all is in place.
     """
-    return jax.tree.map(lambda x: _place(x, sharding), tree)
+    return (
+        tree
+        if is_in_place(tree, sharding)
+        else jax.tree.map(lambda x: place_leaf(x, sharding), tree)
+    )
+
+
+def is_in_place(tree: Any, sharding: NamedSharding) -> bool:
+    """Whether nothing of `tree` is to be moved; the usual case, which every call waits for."""
+    return all(isinstance(x, jax.Array) and x.sharding == sharding for x in jax.tree.leaves(tree))
 
 
 def is_array(value: Any) -> bool:
@@ -31,7 +40,8 @@ def is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
 
 
-def _place(x: Any, sharding: NamedSharding) -> Any:
+def place_leaf(x: Any, sharding: NamedSharding) -> Any:
+    """One leaf as a global array with `sharding`; see `place`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=sharding)
     if isinstance(x, jax.Array):
@@ -82,45 +92,66 @@ def check_rows(tree: Any, argument: str, replicas: int, processes: int, axis: An
       ValueError: a leaf has no rows, or a number of them that does not divide; the message
         names the leaf and the sizes.
     """
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        name = argument + jax.tree_util.keystr(path)
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
         shape = np.shape(leaf)
         if not shape:
             raise ValueError(
-                f"`data_parallel`: {name} is a scalar and cannot be split over {replicas} "
-                f"replicas along {axis!r}; leave its argument out of `batch_argnums` to give "
-                "every replica the same value."
+                f"`data_parallel`: {argument}{_path(tree, i)} is a scalar and cannot be split over "
+                f"{replicas} replicas along {axis!r}; leave its argument out of `batch_argnums` "
+                "to give every replica the same value."
             )
         is_local = not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or (
             isinstance(leaf, jax.Array) and leaf.is_fully_addressable
         )
         if is_local and not processes:
             raise ValueError(
-                f"`data_parallel`: {name} is this process's share of the batch, and the processes "
-                f"of the mesh have different numbers of devices, so that equal shares do not fit "
-                f"{axis!r}. Give every process as many devices (`jaxcoll doctor` in every process "
-                "shows what each has), or pass global arrays."
+                f"`data_parallel`: {argument}{_path(tree, i)} is this process's share of the "
+                "batch, and the processes of the mesh have different numbers of devices, so that "
+                f"equal shares do not fit {axis!r}. Give every process as many devices (`jaxcoll "
+                "doctor` in every process shows what each has), or pass global arrays."
             )
         rows = shape[0] * (processes if is_local else 1)
         if rows % replicas:
             raise ValueError(
-                f"`data_parallel`: {name} has {rows} rows, which do not divide over {replicas} "
-                f"replicas along {axis!r} ({rows} = {replicas} × {rows // replicas} + "
-                f"{rows % replicas}). Drop the remainder, or pad the batch and give the "
-                "padding weight 0 with `jc.WeightedLoss`."
+                f"`data_parallel`: {argument}{_path(tree, i)} has {rows} rows, which do not divide "
+                f"over {replicas} replicas along {axis!r} ({rows} = {replicas} × "
+                f"{rows // replicas} + {rows % replicas}). Drop the remainder, or pad the batch "
+                "and give the padding weight 0 with `jc.WeightedLoss`."
             )
 
 
-def check_concrete(args: Any) -> None:
-    """Refuse arguments of a step that are being traced.
+def check_concrete(args: Any, kwargs: Any) -> None:
+    """Refuse arguments of a step that are being traced, or are no arrays.
 
     Raises:
       ValueError: one is; the message names it.
     """
-    for path, leaf in jax.tree_util.tree_flatten_with_path(args)[0]:
-        if isinstance(leaf, Tracer):
-            raise ValueError(
-                f"`data_parallel`: args{jax.tree_util.keystr(path)} is being traced. A wrapped "
-                "step is a program of its own, called between programs: take `jax.jit`, "
-                "`jax.grad` or `jax.vmap` inside the step instead of around it."
-            )
+    leaves = jax.tree.leaves((args, kwargs))
+    odd = {kind for kind, leaf in {type(x): x for x in leaves}.items() if not _may_be_placed(leaf)}
+    if not odd:
+        return
+    i = next(i for i, leaf in enumerate(leaves) if type(leaf) in odd)
+    n = len(jax.tree.leaves(args))
+    name = f"args{_path(args, i)}" if i < n else f"kwargs{_path(kwargs, i - n)}"
+    if isinstance(leaves[i], Tracer):
+        raise ValueError(
+            f"`data_parallel`: {name} is being traced. A wrapped step is a program of its own, "
+            "called between programs: take `jax.jit`, `jax.grad` or `jax.vmap` inside the step "
+            "instead of around it."
+        )
+    raise ValueError(
+        f"`data_parallel`: {name} is no array or number; got {type(leaves[i]).__name__}. What only "
+        "decides how a step computes belongs to the step: bind it with `functools.partial` before "
+        "you wrap it."
+    )
+
+
+def _may_be_placed(x: Any) -> bool:
+    """Whether JAX might take it: whether what has an array in it can be one, JAX itself says."""
+    others = ("dtype", "__jax_array__", "__array__")
+    return not isinstance(x, Tracer) and (is_array(x) or any(hasattr(x, name) for name in others))
+
+
+def _path(tree: Any, i: int) -> str:
+    """The place of leaf `i`."""
+    return jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(tree)[0][i][0])

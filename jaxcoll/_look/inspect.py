@@ -120,7 +120,7 @@ def assert_collectives(
     for name, limit in {
         "max_count": max_count, "max_wire_bytes": max_wire_bytes, "max_operands": max_operands,
     }.items():  # fmt: skip
-        if limit is not None and (isinstance(limit, bool) or limit < 0):
+        if limit is not None and (type(limit) is not int or limit < 0):
             raise ValueError(f"`{name}` must be None or an integer of at least 0; got {limit!r}.")
     allowed = _words("dtypes", dtypes), _words("kinds", kinds)
     unknown = sorted((allowed[1] or set()) - set(KINDS))

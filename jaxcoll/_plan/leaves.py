@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable
+from typing import Any
 
 import jax
 import numpy as np
@@ -91,6 +92,18 @@ def check_reducible(path: str, dtype: np.dtype, caller: str = "all_reduce") -> N
     reason = _why_not_reducible(dtype)
     if reason:
         raise ValueError(f"`{caller}` cannot reduce {where(path)}: {reason}.")
+
+
+def no_array(value: Any) -> str | None:
+    """What stands where an array or a number is expected, for a message; None for one of these."""
+    if isinstance(value, bool | int | float | complex):
+        return None
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or isinstance(value, jax.ShapeDtypeStruct):
+        return type(value).__name__
+    kinds = (np.number, np.bool_, jax.dtypes.extended)
+    known = any(jax.dtypes.issubdtype(dtype, kind) for kind in kinds)
+    return None if known or dtype == jax.dtypes.float0 else f"an array of {dtype}"
 
 
 def where(path: str) -> str:

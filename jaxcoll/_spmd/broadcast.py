@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcoll._plan.leaves import where
+from jaxcoll._plan.leaves import no_array, where
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.reduce import all_reduce
@@ -64,11 +64,11 @@ def _shown(here: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _as_array(path: str, value: Any) -> jax.Array:
-    dtype = getattr(value, "dtype", None)
-    number = isinstance(value, bool | int | float | complex)
-    if not number and (dtype is None or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)):
+    got = no_array(value)
+    if got is None and jax.dtypes.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
+        got = f"{value.dtype}; send its `jax.random.key_data`"
+    if got is not None:
         raise ValueError(
-            f"`broadcast` cannot send {where(path)}: expected an array of numbers, got "
-            f"{type(value).__name__ if dtype is None else dtype}."
+            f"`broadcast` cannot send {where(path)}: expected an array of numbers, got {got}."
         )
     return jnp.asarray(value)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll._plan.errors import ReplicaDivergenceError
-from jaxcoll._plan.leaves import where
+from jaxcoll._plan.leaves import no_array, where
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.digest import WORDS, digest
 from jaxcoll._spmd.gather import all_gather
@@ -128,13 +128,9 @@ def _as_array(path: str, leaf: Any) -> Any:
     dtype = getattr(leaf, "dtype", None)
     if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
-    if (dtype is None and not isinstance(leaf, bool | int | float | complex)) or (
-        dtype in (object, jax.dtypes.float0)
-    ):
-        raise ValueError(
-            f"`check_replicas`: {where(path)}: expected an array, got "
-            f"{type(leaf).__name__ if dtype is None else dtype}."
-        )
+    got = str(dtype) if dtype == jax.dtypes.float0 else no_array(leaf)
+    if got is not None:
+        raise ValueError(f"`check_replicas`: {where(path)}: expected an array, got {got}.")
     return jnp.asarray(leaf)
 
 

@@ -15,7 +15,7 @@ from jaxcoll import _compat
 from jaxcoll._plan.algorithms import Stage, stages
 from jaxcoll._plan.automatic import usual
 from jaxcoll._plan.choose import choose
-from jaxcoll._plan.leaves import Leaf, where
+from jaxcoll._plan.leaves import Leaf, no_array, where
 from jaxcoll._plan.options import UNSET
 from jaxcoll._plan.packing import plan_packs
 from jaxcoll._spmd.algorithms import ALGORITHMS
@@ -146,11 +146,9 @@ def _as_array(path: str, value: Any) -> jax.Array:
             f"`all_gather` expects dense arrays; {where(path)} is an IndexedSlices. `all_reduce` "
             "gathers the rows of all replicas, which is their sum; `to_dense` makes it an array."
         )
-    if dtype is None and not isinstance(value, bool | int | float | complex):
-        raise ValueError(
-            f"`all_gather` cannot gather {where(path)}: expected an array, "
-            f"got {type(value).__name__}."
-        )
+    got = no_array(value)
+    if got is not None:
+        raise ValueError(f"`all_gather` cannot gather {where(path)}: expected an array, got {got}.")
     if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         raise ValueError(
             f"`all_gather` cannot gather {where(path)}: it is a typed PRNG key; gather its "

@@ -119,9 +119,19 @@ def reduced_gradient(
 
     Returns:
       A function with `fun`'s arguments.
+
+    Raises:
+      ValueError: `fun` is no function, or `argnums` names no position.
     """
     caller = "jc.value_and_grad" if with_value else "jc.grad"
     caller = caller if micro_batches is None else "jc.accumulate"
+    if not callable(fun):
+        raise ValueError(f"`{caller}` expects a function, the loss; got {type(fun).__name__}.")
+    positions = argnums if isinstance(argnums, Sequence) else (argnums,)
+    if not positions or not all(isinstance(i, int) for i in positions):
+        raise ValueError(
+            f"`{caller}` expects `argnums` to be a position or several; got {argnums!r}."
+        )
 
     def loss(*args: Any, **kwargs: Any) -> tuple[Any, Beside]:
         out = fun(*args, **kwargs)
@@ -217,7 +227,7 @@ def _not_again(paths: list[str]) -> tuple[str, ...]:
 def _pair(out: Any, caller: str) -> tuple[Any, Any]:
     if isinstance(out, tuple | list) and len(out) == 2:
         return out[0], out[1]
-    got = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
+    got = f"a tuple of {len(out)}" if isinstance(out, tuple) else _kind(out)
     raise TypeError(
         f"`{caller}` with has_aux=True expects the loss to return (loss, aux); got {got}."
     )
@@ -226,13 +236,20 @@ def _pair(out: Any, caller: str) -> tuple[Any, Any]:
 def _check_scalar(loss: Any, caller: str) -> None:
     if isinstance(loss, tuple):
         raise TypeError(_TUPLE_LOSS.format(caller=caller, n=len(loss)))
-    is_array = hasattr(loss, "shape") and hasattr(loss, "dtype")
-    if not is_array and not isinstance(loss, bool | int | float | complex):
-        raise TypeError(_NO_SCALAR.format(caller=caller, got=type(loss).__name__))
-    if np.shape(loss):
-        shape = ", ".join(map(str, np.shape(loss)))
-        got = f"{jnp.result_type(loss).name}[{shape}]"
-        raise TypeError(_NO_SCALAR.format(caller=caller, got=got))
+    is_number = _is_array(loss) or isinstance(loss, bool | int | float | complex)
+    if not is_number or np.shape(loss):
+        raise TypeError(_NO_SCALAR.format(caller=caller, got=_kind(loss)))
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _kind(x: Any) -> str:
+    """What `x` is, in a message."""
+    if not _is_array(x):
+        return type(x).__name__
+    return f"{jnp.result_type(x).name}[{', '.join(map(str, np.shape(x)))}]"
 
 
 def _check_scalars(loss: WeightedLoss, caller: str) -> None:

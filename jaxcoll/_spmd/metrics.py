@@ -199,7 +199,7 @@ def _part(metric: WeightedMean | Total, path: str, caller: str) -> Part:
 
 
 def _summed(value: Any, path: str, caller: str) -> tuple[jax.Array, Any]:
-    """All elements added, as a float; and the type that it had, if an integer."""
+    """All elements added, as a float; and the type that the sum has, if an integer."""
     dtype = getattr(value, "dtype", None)
     if dtype is None and isinstance(value, bool | int | float | complex):
         dtype = np.result_type(value)
@@ -209,6 +209,8 @@ def _summed(value: Any, path: str, caller: str) -> tuple[jax.Array, Any]:
             f"{type(value).__name__ if dtype is None else dtype}; expected numbers."
         )
     array = jnp.asarray(value)
-    whole = None if jnp.issubdtype(array.dtype, np.inexact) else array.dtype
     total = jnp.sum(array.astype(wide(array.dtype)))
-    return total, np.dtype(np.int32) if whole == np.dtype(bool) else whole
+    if jnp.issubdtype(array.dtype, np.inexact):
+        return total, None
+    # Flags and narrow counters have sums that they cannot hold.
+    return total, array.dtype if array.dtype.itemsize >= 4 else np.dtype(np.int32)

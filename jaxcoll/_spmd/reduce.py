@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
-from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
+from jaxcoll._plan.leaves import Leaf, check_reducible, no_array, where, wire_dtype
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packing import Pack, PackingRule
 from jaxcoll._plan.plan import Plan
@@ -247,11 +247,10 @@ def _taken(path: str, leaf: Any) -> jax.Array | IndexedSlices:
 
 def _as_array(path: str, value: Any) -> jax.Array:
     """`value` as an array that can be summed, or an error that names its place."""
-    dtype = getattr(value, "dtype", None)
-    if dtype is None and not isinstance(value, bool | int | float | complex):
+    dtype, got = getattr(value, "dtype", None), no_array(value)
+    if got is not None:
         raise ValueError(
-            f"`all_reduce` cannot reduce {where(path)}: expected an array or a number, "
-            f"got {type(value).__name__}."
+            f"`all_reduce` cannot reduce {where(path)}: expected an array or a number, got {got}."
         )
     check_reducible(path, np.result_type(value) if dtype is None else dtype)
     return jnp.asarray(value)

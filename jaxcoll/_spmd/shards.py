@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.leaves import Leaf, where
+from jaxcoll._plan.leaves import Leaf, no_array, where
 from jaxcoll._plan.shard_layout import (
     LANES,
     ShardedLeaf,
@@ -97,10 +97,11 @@ def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any
                 f"{type(leaf).__name__}."
                 + (" `to_dense()` makes it one." if is_sparse(leaf) else "")
             )
-        if dtype is None and not isinstance(leaf, bool | int | float | complex):
+        got = None if isinstance(leaf, jax.ShapeDtypeStruct) else no_array(leaf)
+        if got is not None:
             raise ValueError(
                 f"`{caller}` cannot cut {where(name)} in shards: expected an array or a number, "
-                f"got {type(leaf).__name__}."
+                f"got {got}."
             )
         if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
             raise ValueError(

@@ -114,12 +114,12 @@ def test_what_is_in_place_is_not_copied():
     step = jc.data_parallel(lambda p, x: (p, jc.all_reduce("sum", x.sum(), "data")))
     params = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec()))
     rows = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec("data")))
-    placed, batch = step._placed((params, rows))
+    (placed, batch), _ = step._placed((params, rows), {})
     seen = [placed is params, batch is rows]
     assert seen == [True, True]
     other = Mesh(step.mesh.devices, ("elsewhere",))
     elsewhere = jax.device_put(X, NamedSharding(other, PartitionSpec()))
-    relabelled, _ = step._placed((elsewhere, rows))
+    (relabelled, _), _ = step._placed((elsewhere, rows), {})
 
     def pointers(x):
         return [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
@@ -267,6 +267,7 @@ def test_a_wrong_mesh_is_refused_before_anything_is_traced():
     ("settings", "words"),
     [
         ({"batch_argnums": "x"}, "`batch_argnums` must be an int or a sequence of ints; got 'x'"),
+        ({"batch_argnums": None}, "`batch_argnums` must be an int or a sequence of ints; got None"),
         ({"donate_argnums": (True,)}, "`donate_argnums` must be an int or a sequence of ints"),
         ({"options": 3}, "`options` must be a CommunicationOptions"),
         ({"varying_outputs": "stack"}, "'error' or 'concatenate'; got 'stack'"),
@@ -354,3 +355,26 @@ def test_a_wrapped_step_inside_another_program_is_refused(around):
         ValueError, match=r"args\[0\] is being traced. A wrapped step is a program of"
     ):
         around(lambda w: step(w, X))(np.ones(3, "f") if around is jax.vmap else 1.0)
+
+
+def test_a_traced_keyword_argument_is_refused_by_its_name():
+    step = jc.data_parallel(lambda x, w: jc.all_reduce("sum", (w * x).sum(), "data"))
+    with pytest.raises(ValueError, match=r"kwargs\['w'\] is being traced"):
+        jax.jit(lambda w: step(X, w=w))(1.0)
+
+
+def test_what_is_no_array_is_refused_by_its_name():
+    step = jc.data_parallel(lambda p, x, mode=None: jc.all_reduce("sum", x.sum(), "data"))
+    with pytest.raises(ValueError, match=r"args\[0\]\['act'\] is no array or number; got str"):
+        step({"act": "relu"}, X)
+    with pytest.raises(ValueError, match=r"kwargs\['mode'\] is no array .* `functools.partial`"):
+        step(1.0, X, mode=jnp.tanh)
+
+
+def test_a_step_whose_arguments_are_in_place_moves_nothing():
+    step = jc.data_parallel(lambda p, x: jax.tree.map(lambda a: a + 1, p))
+    params = step(PARAMS, X)
+    rows = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec("data")))
+    (again, same), _ = step._placed((params, rows), {})
+    assert again is params
+    assert same is rows

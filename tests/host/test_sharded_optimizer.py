@@ -346,3 +346,8 @@ def test_a_state_that_does_not_belong_is_refused():
         ValueError, match=r"these shards are one of 2 each, and here are 8 replicas"
     ):
         jax.vmap(lambda x: optimizer.update(PARAMS, of_two, PARAMS), axis_name="data")(np.ones(8))
+
+
+def test_a_model_without_parameters_has_a_state_without_shards():
+    state = jc.sharded_optimizer(optax.adam(1e-2), "data").init({"frozen": None})
+    assert state[0].mu.parts == ()

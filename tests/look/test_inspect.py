@@ -344,6 +344,7 @@ class TestLimits:
         ("limits", "words"),
         [
             ({"max_count": -1}, "`max_count` must be None or an integer"),
+            ({"max_operands": "2"}, "`max_operands` must be None or an integer"),
             ({"kinds": ["psum"]}, "`kinds` may name all-reduce.*got 'psum'"),
             ({"dtypes": [3]}, "`dtypes` must be None or names"),
         ],

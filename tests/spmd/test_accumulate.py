@@ -249,7 +249,7 @@ def test_a_number_of_micro_batches_that_is_none_is_refused(count):
         jc.accumulate(mean_loss, "data", count)
 
 
-@pytest.mark.parametrize("positions", [(), "1"])
+@pytest.mark.parametrize("positions", [(), "1", None])
 def test_batch_positions_that_are_none_are_refused(positions):
     with pytest.raises(ValueError, match="`batch_argnums` to be a position or several; got"):
         jc.accumulate(mean_loss, "data", 2, batch_argnums=positions)
@@ -270,9 +270,17 @@ def test_a_loss_that_is_no_scalar_is_refused(loss, message, made):
         run("vmap", lambda x: step(jnp.float32(1), x), 2, jnp.ones((2, 4)))
 
 
+@pytest.mark.parametrize("argnums", [(), "p", 1.0, None])
+def test_what_is_no_loss_or_no_position_is_refused_when_it_is_said(argnums):
+    with pytest.raises(ValueError, match="`jc.grad` expects `argnums` to be a position or several"):
+        jc.grad(mean_loss, "data", argnums=argnums)
+    with pytest.raises(ValueError, match="`jc.value_and_grad` expects a function, the loss; got "):
+        jc.value_and_grad(argnums, "data")
+
+
 def test_has_aux_without_a_pair_is_refused():
     step = jc.grad(lambda p, x: jnp.mean(p * x), "data", has_aux=True)
-    with pytest.raises(TypeError, match=r"has_aux=True expects the loss to return \(loss, aux\)"):
+    with pytest.raises(TypeError, match=r"to return \(loss, aux\); got float32\[\]"):
         run("vmap", lambda x: step(jnp.float32(1), x), 2, jnp.ones((2, 4)))
 
 

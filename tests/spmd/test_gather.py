@@ -165,6 +165,8 @@ def test_what_cannot_be_gathered_is_refused_by_name():
         gather(lambda x: jax.random.key(0))
     with pytest.raises(ValueError, match=r"cannot gather leaf \['k'\]: expected an array, got str"):
         gather(lambda x: "x")
+    with pytest.raises(ValueError, match="expected an array, got an array of object"):
+        gather(lambda x: np.array([None]))
     with pytest.raises(ValueError, match=r"leaf \['k'\] is an IndexedSlices. `all_reduce` gathers"):
         gather(lambda x: jc.IndexedSlices(x[:, None], jnp.arange(3), (3, 1)))
     with pytest.raises(NameError, match="`all_gather` over axis 'nope': no such axis here"):
@@ -207,6 +209,7 @@ def test_a_source_that_is_no_replica_is_refused(source):
     with pytest.raises(ValueError, match=message):
         run("vmap", lambda v: jc.broadcast(v, "data", source=source), 3, rows(3))
     with pytest.raises(
-        ValueError, match=r"`broadcast` cannot send leaf \['k'\]: expected an array of"
+        ValueError,
+        match=r"cannot send leaf \['k'\]: .* got key<fry>; send its `jax.random.key_data`",
     ):
         run("vmap", lambda v: jc.broadcast({"k": jax.random.key(0)}, "data"), 3, rows(3))

@@ -92,6 +92,14 @@ def test_counts_stay_whole_beside_the_gradients_of_a_mean(n):
     assert total == 12345 * n
 
 
+@pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint8, np.int16])
+def test_counts_in_narrow_integers_have_sums_that_are_not_narrow(dtype):
+    """Eight times 3 x 100 is more than an int8 holds, and no counter may stop at 127."""
+    counts = np.full((8, 3), 100).astype(dtype)
+    found = jc.data_parallel(lambda x: jc.reduce_metrics(jc.Total(x), "data"))(counts)
+    assert (found.dtype, int(found)) == (np.int32, int(counts.astype(int).sum()))
+
+
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
