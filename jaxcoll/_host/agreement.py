@@ -131,7 +131,7 @@ class _Inquiry:
             # One that has not agreed either is about to say what it calls.
             ran = answer.get("agreed", 0) >= self._call.position
             if ran and answer["mark"] != self._call.mark:
-                return self._said(process, answer["then"])
+                return self._said(process, answer)
         return ""
 
     def ran(self, missing: Sequence[int]) -> list[int]:
@@ -145,12 +145,16 @@ class _Inquiry:
         silent = now - self._heard.setdefault(process, now)
         return known == "ended" or (known == "here" and silent >= LOST_SECONDS)
 
-    def _said(self, process: int, name: str) -> str:
-        sides = sorted([(self._watch.process, self._call.name), (process, name)])
+    def _said(self, process: int, answer: dict[str, Any]) -> str:
+        here = self._watch.process
+        if answer["then"] == self._call.name:
+            difference = first_difference({here: self._call.lines, process: answer["lines"]})
+        else:
+            sides = sorted([(here, self._call.name), (process, answer["then"])])
+            difference = "\n".join(f"process {p}: {name}" for p, name in sides)
         return (
             f"Processes run different programs as call {self._call.position}. The first "
-            "difference:\n"
-            + "\n".join(f"process {p}: {name}" for p, name in sides)
-            + f"\nProcess {process} may wait in it for the others. Every process has to make the "
-            "same calls, with arguments of the same shapes, in the same order."
+            f"difference:\n{difference}\nProcess {process} may wait in it for the others. Every "
+            "process has to make the same calls, with arguments of the same shapes and the same "
+            "options, in the same order."
         )

@@ -36,12 +36,14 @@ class Entered:
       mark: what is short for the program.
       name: what it is called.
       digest: of the marks up to here, in order.
+      lines: what the program is, as processes compare it.
     """
 
     position: int
     mark: str
     name: str
     digest: int
+    lines: tuple[str, ...] = ()
 
 
 class Team:
@@ -107,6 +109,7 @@ class Team:
             program.mark,
             program.name,
             zlib.crc32(program.mark.encode(), before.digest),
+            program.lines,
         )
         with self._lock:
             self._calls.append(call)
@@ -222,6 +225,7 @@ class Team:
                 "mark": then and then.mark,
                 "digest": then and then.digest,
                 "then": then and then.name,
+                "lines": then and then.lines,
             }
 
     def _at(self, position: int) -> Entered | None:

@@ -32,7 +32,9 @@ def three(monkeypatch):
 
 
 def call(one, mark):
-    one.run(types.SimpleNamespace(mark=mark, name=f"`{mark}`", compiled=lambda: mark), (), {})
+    one.run(
+        types.SimpleNamespace(mark=mark, name=f"`{mark}`", lines=(), compiled=lambda: mark), (), {}
+    )
 
 
 def test_an_order_that_differs_is_told_to_all(three):
