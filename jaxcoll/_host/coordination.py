@@ -20,10 +20,10 @@ from typing import Any, Protocol
 from jaxcoll._compat_coordination import (
     Store,
     StoreUnreachableError,
-    leave_coordinator,
     store,
 )
 from jaxcoll._host.given_up import within
+from jaxcoll._host.relay import give_up_coordinator
 
 BEAT_SECONDS = 1.0
 """How often a process that computes tells how far it is."""
@@ -87,10 +87,10 @@ class Watch:
         atexit.unregister(self.end)
         self._ended = True
         try:
-            if store() is not None:  # None: it has died, and `leave_coordinator` was called
+            if store() is not None:  # None: it has died, and it was given up
                 _answered(self._say_farewell, 2 * BEAT_SECONDS)
         except StoreUnreachableError:  # JAX's own farewell would wait for minutes
-            leave_coordinator()
+            give_up_coordinator()
         except RuntimeError:
             pass
         self._thread.join(2 * BEAT_SECONDS)

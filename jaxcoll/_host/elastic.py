@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcoll._compat_coordination import leave_coordinator, store
+from jaxcoll._compat_coordination import store
 from jaxcoll._host import gloo
 from jaxcoll._host.checkpoint import restore_checkpoint, save_checkpoint, step_of_checkpoint
 from jaxcoll._host.compiled_steps import CompiledSteps, mismatch
@@ -26,7 +26,7 @@ from jaxcoll._host.held_state import HeldState
 from jaxcoll._host.initialize import outlives_processes
 from jaxcoll._host.local_keys import LocalKeys
 from jaxcoll._host.mesh import line_of
-from jaxcoll._host.relay import when_coordinator_is_lost
+from jaxcoll._host.relay import give_up_coordinator, when_coordinator_is_lost
 from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
 
 _LOG = logging.getLogger("jaxcoll")
@@ -191,7 +191,7 @@ class Elastic:
             save_checkpoint(self._path, self._state.host(step), step=step)
 
     def _without_coordinator(self) -> PeerLostError:
-        leave_coordinator()
+        give_up_coordinator()
         saved = "There is no `checkpoint` to save the state to."
         if self._path is not None:
             # Others that are not cut off may have gone on. Of those that are, whoever comes last is

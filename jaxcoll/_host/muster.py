@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxcoll._compat_coordination import leave_coordinator, store
+from jaxcoll._compat_coordination import store
 from jaxcoll._host.given_up import leave_behind
+from jaxcoll._host.relay import give_up_coordinator
 from jaxcoll._plan.errors import DeadlineExceededError
 
 _POLL_SECONDS = 0.02
@@ -59,7 +60,7 @@ def connected(connect: Callable[[], Any], line: socket.socket, timeout: float) -
             )
     except BaseException:
         leave_behind(thread)
-        leave_coordinator()
+        give_up_coordinator()
         raise
     if failed:
         raise failed[0]

@@ -18,6 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 
+from jaxcoll._compat_coordination import leave_coordinator
 from jaxcoll._host.coordinator import break_when_silent
 
 _CHUNK = 1 << 16
@@ -31,6 +32,7 @@ class Relay:
     Attributes:
       address: what the client is given for the coordinator's address.
       callbacks: called, from another thread, when the coordinator has died.
+      is_left: this process has given it up by itself, and JAX is to hear nothing of its end.
 
     Args:
       upstream: the coordinator's address.
@@ -45,6 +47,7 @@ class Relay:
         self._far: list[socket.socket] = []
         self._lost = threading.Event()
         self.callbacks: list[Callable[[], None]] = []
+        self.is_left = False
         folder = tempfile.mkdtemp(prefix="jaxcoll-")  # nobody else may look into it
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         self.address = f"unix:{folder}/coordinator"
@@ -69,7 +72,7 @@ class Relay:
             try:
                 far = socket.create_connection(self._upstream, 5.0)
             except OSError:
-                if self._lost.is_set() and self.callbacks:
+                if self.is_left or (self._lost.is_set() and self.callbacks):
                     near.detach()
                 else:
                     near.close()
@@ -92,7 +95,7 @@ class Relay:
         if near.fileno() < 0:  # this process has hung up
             return
         self._lost.set()
-        if not self.callbacks:
+        if not (self.callbacks or self.is_left):
             with contextlib.suppress(OSError):
                 near.shutdown(socket.SHUT_RDWR)
             return
@@ -112,6 +115,13 @@ def through_relay(address: str, heartbeat: float) -> str:
     global _relay
     _relay = Relay(address, heartbeat)
     return _relay.address
+
+
+def give_up_coordinator() -> None:
+    """Forget a coordinator that died or does not answer: this process ends in peace without it."""
+    if _relay is not None:
+        _relay.is_left = True
+    leave_coordinator()
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ def test_a_corrupted_sum_is_named_on_every_process_which_go_on(faulty):
             "step": "Call 2 of `both`",
             "deadline": "Call 2 of `both`",
             "op": "`NcclAllReduce.reduce` (SUM of 1 value)",
-            "elastic again": "A step",
+            "elastic again": "Step 1",
         }.items():
             wrong = said[name]
             assert wrong["error"] == "ReductionCorruptedError", wrong
