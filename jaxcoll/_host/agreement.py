@@ -148,10 +148,11 @@ class _Inquiry:
     def _said(self, process: int, answer: dict[str, Any]) -> str:
         here = self._watch.process
         if answer["then"] == self._call.name:
-            difference = first_difference({here: self._call.lines, process: answer["lines"]})
+            sides = {here: self._call.lines, process: answer["lines"]}
+            difference = first_difference(dict(sorted(sides.items())))
         else:
-            sides = sorted([(here, self._call.name), (process, answer["then"])])
-            difference = "\n".join(f"process {p}: {name}" for p, name in sides)
+            names = sorted([(here, self._call.name), (process, answer["then"])])
+            difference = "\n".join(f"process {p}: {name}" for p, name in names)
         return (
             f"Processes run different programs as call {self._call.position}. The first "
             f"difference:\n{difference}\nProcess {process} may wait in it for the others. Every "

@@ -179,6 +179,7 @@ class _Coordinator:
         self._lines: dict[socket.socket, bytes] = {}
         self._members: dict[socket.socket, int] = {}
         self._service: Any = None
+        self._began = 0.0
         self._wanted = True
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -241,9 +242,10 @@ class _Coordinator:
         if rank is None:
             return
         if self._service is not None:
+            said = {"ended": rank, "after": time.monotonic() - self._began}
             for other in self._members:  # whoever has no use for it does not read it
                 with contextlib.suppress(OSError):
-                    other.sendall(json.dumps({"ended": rank}).encode() + b"\n")
+                    other.sendall(json.dumps(said).encode() + b"\n")
         else:
             who = self._arrivals.present[rank]["who"]
             wrong = (
@@ -263,6 +265,7 @@ class _Coordinator:
             )
         except RuntimeError as error:
             return self._tell({"error": f"the service did not start: {error}", "kind": "world"})
+        self._began = time.monotonic()
         for connection in self._members:
             with contextlib.suppress(OSError):
                 connection.sendall(b'{"go": true}\n')

@@ -21,7 +21,8 @@ from jaxcoll._host.relay import give_up_coordinator
 from jaxcoll._plan.errors import DeadlineExceededError
 
 _POLL_SECONDS = 0.02
-_FOLDER = "jaxcoll/devices"
+_AT_ONCE_SECONDS = 2.0
+_FOLDER, _HERE = "jaxcoll/devices", "here"
 
 FOREVER = 24 * 3600
 """Seconds: what JAX is told of a wait that it would end with a signal."""
@@ -67,12 +68,17 @@ def connected(connect: Callable[[], Any], line: socket.socket, timeout: float) -
 
 
 def _ended(line: socket.socket) -> list[int]:
-    """Who has ended since all had arrived, as the coordinator tells line by line."""
+    """Who ended first since all had arrived, as the coordinator tells line by line.
+
+    Those that end later, one by one, do so because they waited no longer.
+    """
     heard = b""
     while select.select([line], [], [], 0.0)[0] and (chunk := line.recv(1 << 16)):
         heard += chunk
     said = [json.loads(text) for text in heard.splitlines(keepends=True) if text.endswith(b"\n")]
-    return sorted({one["ended"] for one in said if "ended" in one})
+    ended = {one["ended"]: one["after"] for one in said if "ended" in one}
+    first = min(ended.values(), default=0.0)
+    return sorted(rank for rank, after in ended.items() if after < first + _AT_ONCE_SECONDS)
 
 
 def await_all(timeout: float) -> None:
@@ -84,16 +90,20 @@ def await_all(timeout: float) -> None:
     keys = store()
     if keys is None:
         return
-    keys.set(f"{_FOLDER}/{keys.process}", "here")
+    keys.set(f"{_FOLDER}/{keys.process}", _HERE)
     until = time.monotonic() + timeout
-    while len(here := keys.all(_FOLDER)) < keys.processes:
-        if time.monotonic() > until:
-            keys.delete(f"{_FOLDER}/{keys.process}")  # who comes later shall not count on this one
-            absent = [rank for rank in range(keys.processes) if str(rank) not in here]
+    while (said := keys.all(_FOLDER)) != dict.fromkeys(map(str, range(keys.processes)), _HERE):
+        left = [rank for rank, word in said.items() if word != _HERE]
+        if left or time.monotonic() > until:
+            keys.set(f"{_FOLDER}/{keys.process}", "left")  # who comes later does not count on it
+            absent = [rank for rank in range(keys.processes) if str(rank) not in said]
             raise DeadlineExceededError(
                 f"Process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} of "
-                f"{keys.processes} did not begin to use devices within {timeout:g} s of this one, "
-                "as all have to before any can. A larger `initialization_timeout` waits longer.",
-                ranks=absent,
+                f"{keys.processes} did not begin to use devices within {timeout:g} s of the first, "
+                "as all have to before any can. A larger `initialization_timeout` waits longer."
+                if absent
+                else f"This process began to use devices when process {', '.join(sorted(left))} "
+                "waited for it no longer. A larger `initialization_timeout` waits longer.",
+                ranks=absent or sorted(map(int, left)),
             )
         time.sleep(_POLL_SECONDS)

@@ -13,7 +13,11 @@ from jaxcoll._host.local_keys import LocalKeys
 @pytest.mark.parametrize(
     ("told", "words", "ranks"),
     [
-        (b'{"ended": 1}\n{"ended": 2}\n', "within 0.1 s: processes 1, 2 ended meanwhile", (1, 2)),
+        (
+            b'{"ended": 1, "after": 1.0}\n{"ended": 2, "after": 1.1}\n{"ended": 0, "after": 5.0}\n',
+            "within 0.1 s: processes 1, 2 ended meanwhile",
+            (1, 2),
+        ),
         (b"", "within 0.1 s: one is stopped, or cut off", ()),
     ],
 )
@@ -38,11 +42,10 @@ def test_what_fails_while_connecting_is_the_callers():
 def test_who_has_no_devices_in_time_is_named_and_nobody_counts_on_who_gave_up(monkeypatch):
     keys = LocalKeys(0, 2)
     monkeypatch.setattr(muster, "store", lambda: keys)
-    words = "Process {} of 2 did not begin to use devices within 0.1 s of this one"
-    with pytest.raises(jc.DeadlineExceededError, match=words.format(1)):
+    with pytest.raises(jc.DeadlineExceededError, match="Process 1 of 2 did not .* 0.1 s of the f"):
         muster.await_all(0.1)
     monkeypatch.setattr(muster, "store", lambda: keys.of(1))
-    with pytest.raises(jc.DeadlineExceededError, match=words.format(0)):
-        muster.await_all(0.1)
+    with pytest.raises(jc.DeadlineExceededError, match="when process 0 waited for it no longer"):
+        muster.await_all(60)
     keys.set("jaxcoll/devices/0", "here")
     muster.await_all(0.1)

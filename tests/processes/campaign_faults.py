@@ -99,7 +99,8 @@ FAULTS = [
     Fault("started again and taken in", 3, ((1, 20, "SIGKILL"),), acts=((1.0, "again", 1),),
           others={1: "trained"}, spec={"pause": 0.6, "until": 3, "steps": 100}),
     *(
-        Fault(f"another {odd} on one", 3, (), MISMATCH, words, job="odd", culprits=(), within=2.0, spec={"odd": odd})
+        Fault(f"another {odd} on one", 3, (), MISMATCH, words, job="odd", culprits=(),
+              within=9.5 if odd == "slow rows" else 2.0, spec={"odd": odd})  # whose compilation takes 8 s
         for odd, words in {
             "function": ("process 1: program `<lambda>`",),
             "options": ("process 1: options CommunicationOptions(algorithm='ring')",),
@@ -131,7 +132,7 @@ FAULTS = [
     Fault("SIGKILL while connecting", 3, ((1, "while connecting", "SIGKILL"),), DEADLINE,
           ("process 1 ended meanwhile",), within=TIMEOUT, spec={"arrival": 6}),
     Fault("SIGKILL before there are devices", 3, ((1, "after the meeting", "SIGKILL"),), "RuntimeError",
-          ("Process 1 of 3 did not begin to use devices within 6 s",), job="calls", culprits=(),
+          ("Process 1 of 3 did not begin to use devices within 6 s of the first",), job="calls", culprits=(),
           within=7.0, spec={"arrival": 6}),
     Fault("SIGKILL after the meeting", 2, ((1, "after the meeting", "SIGKILL"),), DEADLINE,
           ("Worker 1 of 2 did not begin",), spec={"settings": {"startup_seconds": 4.0}}),
@@ -158,7 +159,7 @@ FAULTS = [
         }.items()
     ),
     _calls("a step: two calls are swapped", MISMATCH, spec={"odd": "swap", "pause": 0.1, "steps": 60},
-           words=("in different orders",), within=3.0),
+           words=("Processes run different programs as call 13", "process 0: collective 1: "), within=2.0),
     _calls("a step: one compiles it once more", "trained", spec={"odd": "recompile"}),
     _calls("a step: a call is skipped", LOST, spec={"odd": "skip"}, others={1: "trained"},
            culprits=(1,), words=("process 1 has ended",), within=3.0),
