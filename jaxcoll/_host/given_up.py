@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import queue
 import sys
 import threading
 import time
@@ -28,11 +29,49 @@ _left: list[Behind] = []
 _status: Any = None
 
 
+class _Maker:
+    """A thread that makes one call after another, until it is left behind in one.
+
+    Attributes:
+      ends: it makes no more calls after the present one.
+    """
+
+    def __init__(self) -> None:
+        self.ends = False
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Callable[..., None]]] = (
+            queue.SimpleQueue()
+        )
+        self._busy = False
+        threading.Thread(target=self._work, name="jaxcoll-step", daemon=True).start()
+
+    def is_alive(self) -> bool:
+        """Whether it is in a call."""
+        return self._busy
+
+    def take(self, call: Callable[[], Any], tell: Callable[..., None]) -> None:
+        self._busy = True
+        self._calls.put((call, tell))
+
+    def _work(self) -> None:
+        while not self.ends:
+            call, tell = self._calls.get()
+            try:
+                found = jax.block_until_ready(call()), None
+            except BaseException as error:
+                found = None, error
+            self._busy = False
+            tell(found)
+            del call, tell, found  # a step's arguments and results are large
+
+
+_maker: _Maker | None = None
+
+
 def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what: str) -> Any:
     """`call()`, waited for until it is done or this generation of `crew` is over.
 
     Of a collective in which a worker died only its neighbours get an error; others wait in it for a
-    message that nobody sends. So it runs in a thread of its own, which is left behind then.
+    message that nobody sends. So it is made by another thread, which is left behind then.
 
     Args:
       call: dispatches a compiled program, and traces nothing.
@@ -47,17 +86,15 @@ def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what:
       RegroupError: the generation is over.
       CoordinatorLostError: there is nobody to ask.
     """
+    global _maker
     outcome: list[tuple[Any, BaseException | None]] = []
 
-    def work() -> None:
-        try:
-            outcome.append((jax.block_until_ready(call()), None))
-        except BaseException as error:
-            outcome.append((None, error))
+    def tell(found: tuple[Any, BaseException | None]) -> None:
+        outcome.append(found)
         crew.woken.set()
 
-    thread = threading.Thread(target=work, name="jaxcoll-step", daemon=True)
-    thread.start()
+    maker = _maker = _maker or _Maker()
+    maker.take(call, tell)
     until = time.monotonic() + (seconds or float("inf"))
     while True:
         crew.woken.clear()
@@ -72,7 +109,9 @@ def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what:
             if left < LOST_SECONDS + BEAT_SECONDS:
                 crew.observe()
         except BaseException:
-            leave_behind(thread)
+            _maker = None  # the next call is another thread's
+            maker.ends = True
+            leave_behind(maker)
             raise
         crew.woken.wait(min(left, BEAT_SECONDS))
     result, error = outcome[0]
