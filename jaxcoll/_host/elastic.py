@@ -240,6 +240,8 @@ class _Run:
                 self._began = time.monotonic()
                 self._change = None
                 decision = self._crew.decide(self._state.finished, self._state.held)
+                if not decision.lost and not decision.joined:  # the step failed, here or elsewhere
+                    self._failed = (decision.step, frozenset(decision.members))
         if self._trainer._path is not None and self._crew.name == decision.members[0]:
             self._trainer._save(self._steps)
         return self._state.latest
