@@ -16,12 +16,15 @@ import jax
 
 from jaxcoll._compat_coordination import StoreUnreachableError
 from jaxcoll._host.agreement import agreed
-from jaxcoll._host.coordination import Watch, watch
+from jaxcoll._host.coordination import ANSWER_SECONDS, Watch, watch
 from jaxcoll._host.order import Order
 from jaxcoll._plan.errors import PeerLostError, ProgramMismatchError
 
 RECENT = 1 << 14
 """Calls that a process can be ahead of another before they are no longer compared."""
+
+OUT_OF_BREATH_SECONDS = 3.0
+"""How long those who do not answer are waited for once more, where one of them may be alive."""
 
 SHOWN = 32
 """Calls that a process tells the names of."""
@@ -176,8 +179,14 @@ class Team:
         )
 
     def _unanswered(self) -> set[int]:
-        answers = self._watch.roll_call(self.name, self.last.position, self.others)
-        return set(self.others) - set(answers)
+        """Who does not answer: after an error one at least, and more get a second chance."""
+        silent = set(self.others)
+        for patience in (ANSWER_SECONDS, OUT_OF_BREATH_SECONDS):
+            at = self.last.position
+            silent -= set(self._watch.roll_call(self.name, at, sorted(silent), patience))
+            if len(silent) < 2:
+                break
+        return silent
 
     def _tell(self, failure: Exception, more: dict[str, Any]) -> None:
         alarm = {"error": type(failure).__name__, "text": str(failure), **more}
