@@ -17,11 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from jaxcoll._compat_coordination import (
-    Store,
-    StoreUnreachableError,
-    store,
-)
+from jaxcoll._compat_coordination import Store, StoreUnreachableError, store
 from jaxcoll._host.given_up import within
 from jaxcoll._host.relay import give_up_coordinator
 

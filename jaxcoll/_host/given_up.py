@@ -136,10 +136,13 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=work, name="jaxcoll-within", daemon=True)
     thread.start()
-    thread.join(seconds)
-    if not outcome:
+    try:
+        thread.join(seconds)
+        if not outcome:
+            raise TimeoutError(f"it did not answer within {seconds:g} s")
+    except BaseException:  # Ctrl-C, too
         leave_behind(thread)
-        raise TimeoutError(f"it did not answer within {seconds:g} s")
+        raise
     result, error = outcome[0]
     if error is not None:
         raise error

@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from jaxcoll._compat_coordination import store
-from jaxcoll._host.given_up import leave_behind
+from jaxcoll._host.given_up import within
 from jaxcoll._host.relay import give_up_coordinator
 from jaxcoll._plan.errors import DeadlineExceededError
 
@@ -38,33 +37,22 @@ def connected(connect: Callable[[], Any], line: socket.socket, timeout: float) -
 
     Raises:
       DeadlineExceededError: not all came in time; those that have ended are named.
+      KeyboardInterrupt: somebody waits no longer.
     """
-    failed: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            connect()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=work, name="jaxcoll-connect", daemon=True)
-    thread.start()
     try:
-        thread.join(timeout)
-        if thread.is_alive():
-            ended = _ended(line)
-            who = f"process{'es' * (len(ended) > 1)} {', '.join(map(str, ended))} ended meanwhile"
-            raise DeadlineExceededError(
-                "`initialize`: all processes had arrived, but did not connect to each other within "
-                f"{timeout:g} s: {who if ended else 'one is stopped, or cut off'}.",
-                ranks=ended,
-            )
-    except BaseException:
-        leave_behind(thread)
+        within(timeout, connect)
+    except TimeoutError:
+        give_up_coordinator()
+        ended = _ended(line)
+        who = f"process{'es' * (len(ended) > 1)} {', '.join(map(str, ended))} ended meanwhile"
+        raise DeadlineExceededError(
+            "`initialize`: all processes had arrived, but did not connect to each other within "
+            f"{timeout:g} s: {who if ended else 'one is stopped, or cut off'}.",
+            ranks=ended,
+        ) from None
+    except KeyboardInterrupt:
         give_up_coordinator()
         raise
-    if failed:
-        raise failed[0]
 
 
 def _ended(line: socket.socket) -> list[int]:
