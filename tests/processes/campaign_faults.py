@@ -101,12 +101,12 @@ FAULTS = [
     *(
         Fault(f"another {odd} on one", 3, (), MISMATCH, words, job="odd", culprits=(),
               within=9.5 if odd == "slow rows" else 2.0, spec={"odd": odd})  # whose compilation takes 8 s
-        for odd, words in {
+        for odd, words in {  # beside process 1 stands whoever came first of the others
             "function": ("process 1: program `<lambda>`",),
             "options": ("process 1: options CommunicationOptions(algorithm='ring')",),
-            "rows": ("process 0: argument args[1][0]: float32[24,16]", "process 1: argument args[1][0]: float32[12,16]"),
+            "rows": ("process 1: argument args[1][0]: float32[12,16]", ": argument args[1][0]: float32[24,16]"),
             "slow rows": ("bring different programs to step 20",),
-            "steps": ("process 0: program `step`", "process 1: no program: its training ends here"),
+            "steps": ("process 1: no program: its training ends here", ": program `step`"),
         }.items()
     ),
     # The coordinator, and checkpoints.
