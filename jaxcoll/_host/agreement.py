@@ -143,7 +143,7 @@ class _Inquiry:
     def _is_lost(self, process: int, now: float) -> bool:
         known = self._watch.known(process)
         silent = now - self._heard.setdefault(process, now)
-        return known == "ended" or (known == "here" and silent >= LOST_SECONDS)
+        return known in ("ended", "dead") or (known == "here" and silent >= LOST_SECONDS)
 
     def _said(self, process: int, answer: dict[str, Any]) -> str:
         here = self._watch.process

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxcoll._host.decision import rank_of
+from jaxcoll._host.ended import ended
 
 BEAT_SECONDS = 0.5
 """How often a worker says that it lives."""
@@ -64,6 +67,8 @@ class Beats:
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[str, float, bool]] = {}
+        self._ended: set[str] = set()
+        self._gone = ended()
 
     def observe(self, beats: Mapping[str, str]) -> None:
         """Take a look: those that stand still are known when something goes wrong."""
@@ -72,10 +77,20 @@ class Beats:
             before, since, moved = self._seen.get(name, (text, now, False))
             self._seen[name] = (text, since, moved) if text == before else (text, now, True)
 
+    def bury(self, members: Sequence[str]) -> list[str]:
+        """Those of `members` that have ended, whatever they wrote last.
+
+        Who is started again has the same number and another name, and is no member yet.
+        """
+        gone = ended()
+        news, self._gone = gone - self._gone, gone
+        self._ended.update(name for name in members if rank_of(name) in news)
+        return [name for name in members if name in self._ended]
+
     def is_silent(self, name: str) -> bool:
         """Whether a worker has ended, or its beat stands still."""
         text, since, _ = self._seen.get(name, (ENDED, 0.0, False))
-        return text == ENDED or time.monotonic() - since > LOST_SECONDS
+        return name in self._ended or text == ENDED or time.monotonic() - since > LOST_SECONDS
 
     def is_settled(self, name: str) -> bool:
         """Whether it is known if a worker lives."""

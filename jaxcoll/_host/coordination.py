@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from jaxcoll._compat_coordination import Store, StoreUnreachableError, store
+from jaxcoll._host.ended import ended
 from jaxcoll._host.given_up import within
 from jaxcoll._host.relay import give_up_coordinator
 
@@ -44,6 +45,11 @@ class Member(Protocol):
         """Somebody found what concerns all."""
         ...
 
+    @property
+    def position(self) -> int:
+        """Of the last call that was entered."""
+        ...
+
     def beat(self, watch: Watch) -> None:
         """A beat has passed."""
         ...
@@ -61,6 +67,8 @@ class Watch:
       root: the folder in it under which everything stands.
       members: what it speaks for, by name.
       lost: processes that are known to be lost.
+      gone: processes that have ended, each with the position of the last call that each of its
+        members entered, if it told.
     """
 
     def __init__(self, store: Store) -> None:
@@ -70,6 +78,7 @@ class Watch:
         self.members: dict[str, Member] = {}
         self.teams: dict[tuple[int, ...], Any] = {}
         self.lost: set[int] = set()
+        self.gone: dict[int, dict[str, int]] = {}
         self._ended = False
         self._asked = itertools.count()
         self._heard = store.increment(f"{self.root}/rung/{self.process}", 0)
@@ -92,7 +101,8 @@ class Watch:
         self._thread.join(2 * BEAT_SECONDS)
 
     def _say_farewell(self) -> None:
-        self.store.set(f"{self.root}/ended/{self.process}", "1")
+        last = {name: member.position for name, member in self.members.items()}
+        self.store.set(f"{self.root}/ended/{self.process}", json.dumps(last))
         self._ring(self.process, {"end": True})
 
     def roll_call(
@@ -144,17 +154,19 @@ class Watch:
                 self._ring(process, {"alarm": alarm, "member": member})
 
     def known(self, process: int) -> str:
-        """What a process that does not answer has said of itself: "" (nothing), "here", "ended"."""
-        for word in ("ended", "here"):
-            if self.store.try_get(f"{self.root}/{word}/{process}"):
-                return word
-        return ""
+        """What is known of a process that does not answer: "ended", "dead", "here"; "": nothing."""
+        if self.store.try_get(f"{self.root}/ended/{process}"):
+            return "ended"
+        if process in ended():
+            return "dead"
+        return "here" if self.store.try_get(f"{self.root}/here/{process}") else ""
 
     def silent(self, process: int) -> str:
         """The same in words."""
         return {
             "": "has made no call yet",
             "here": "does not answer: it is dead, stopped or cut off",
+            "dead": "has died: its connection to the coordinator has ended",
             "ended": "has ended",
         }[self.known(process)]
 
@@ -176,8 +188,15 @@ class Watch:
                     self._hear(message)
                 if time.monotonic() - beaten >= BEAT_SECONDS:
                     beaten = time.monotonic()
+                    self._look()
                     for member in list(self.members.values()):
                         member.beat(self)
+
+    def _look(self) -> None:
+        """Take note of who has ended."""
+        for process in ended() - self.gone.keys():
+            told = self.store.try_get(f"{self.root}/ended/{process}")
+            self.gone[process] = json.loads(told or "{}")
 
     def _hear(self, message: dict[str, Any]) -> None:
         member = self.members.get(message["member"])

@@ -97,6 +97,16 @@ class Crew:
         if self._asked:
             raise RegroupError
 
+    def miss(self) -> None:
+        """Ask for a new generation if a member of this one has ended.
+
+        Raises:
+          RegroupError: one has.
+        """
+        if gone := self._beats.bury(self._members):
+            self.ask(f"{words(gone)} ended")
+            raise RegroupError
+
     def lose_coordinator(self) -> None:
         """Tell whoever waits that nobody answers any more."""
         self._answers.lose()
@@ -114,9 +124,8 @@ class Crew:
 
     def is_current(self) -> bool:
         """Whether no later generation has begun, perhaps without this worker."""
-        return (
-            self._tell(lambda: self.store.try_get(self._key(self.number + 1, "decision"))) is None
-        )
+        key = self._key(self.number + 1, "decision")
+        return self._tell(lambda: self.store.try_get(key)) is None
 
     def meet(self) -> None:
         """Wait until every process of the job is here, or was once.
@@ -176,10 +185,8 @@ class Crew:
         """Whether somebody is to be taken in before `step`: the same answer on all members."""
         assert self.decision is not None
         said = "join" if len(self.decision.members) < self._most and self._waiting() else "go"
-        return (
-            self._tell(lambda: self.store.agree(self._key(self.number, f"step/{step}"), said))
-            == "join"
-        )
+        key = self._key(self.number, f"step/{step}")
+        return self._tell(lambda: self.store.agree(key, said)) == "join"
 
     def gather(self, what: str, value: str, *, same: bool = False) -> dict[str, str]:
         """What every member says, or the end of this generation: a barrier.
@@ -217,7 +224,8 @@ class Crew:
         return list(self._all(f"{self._root}/{what}").values())
 
     def observe(self) -> None:
-        """Look at everybody's beat."""
+        """Look at everybody's beat, and who of the members has ended."""
+        self._beats.bury(self._members)
         self._beats.observe(self._all(f"{self._root}/beat"))
 
     def sides(self, mine: Sequence[str]) -> dict[int, list[str]]:
@@ -246,14 +254,12 @@ class Crew:
 
     def _decided(self, finished: int, held: Sequence[int]) -> Decision:
         number = self.number + 1
-        ready = {"finished": finished, "held": list(held), "doing": dataclasses.astuple(self.doing)}
-        self._tell(
-            lambda: self.store.set(self._key(number, f"ready/{self.name}"), json.dumps(ready))
-        )
+        doing = dataclasses.astuple(self.doing)
+        said = json.dumps({"finished": finished, "held": list(held), "doing": doing})
+        key, mine = self._key(number, "decision"), self._key(number, f"ready/{self.name}")
+        self._tell(lambda: self.store.set(mine, said))
         began = time.monotonic()
-        while (
-            text := self._tell(lambda: self.store.try_get(self._key(number, "decision")))
-        ) is None:
+        while (text := self._tell(lambda: self.store.try_get(key))) is None:
             self._answers.check()
             self.observe()
             ready = {k: json.loads(v) for k, v in self._all(self._key(number, "ready")).items()}
@@ -261,9 +267,7 @@ class Crew:
                 ready = {k: v for k, v in ready.items() if not self._beats.is_silent(k)}
             if self._is_complete(ready, time.monotonic() - began, number):
                 proposed = written(self._proposal(number, ready))
-                self._tell(
-                    lambda said=proposed: self.store.agree(self._key(number, "decision"), said)
-                )
+                self._tell(lambda said=proposed: self.store.agree(key, said))
             else:
                 time.sleep(_POLL_SECONDS)
         return read(text)
@@ -288,8 +292,7 @@ class Crew:
 
     def _out_of_step(self, known: Mapping[str, Doing]) -> tuple[str, ...]:
         """The same, as the beats say of those who are not in `known`."""
-        members = () if self.decision is None else self.decision.members
-        doing = self._beats.doing(m for m in members if m not in known) | dict(known)
+        doing = self._beats.doing(m for m in self._members if m not in known) | dict(known)
         return out_of_step(doing, sorted(doing, key=rank_of))
 
     def _proposal(self, number: int, ready: Mapping[str, Any]) -> Decision:
@@ -325,8 +328,8 @@ class Crew:
 
     def _waiting(self) -> list[str]:
         """Names of those who want to be taken in, and are in no generation."""
-        here = () if self.decision is None else self.decision.members
-        return sorted((w for w in self._all(f"{self._root}/waiting") if w not in here), key=rank_of)
+        waiting = self._all(f"{self._root}/waiting")
+        return sorted((w for w in waiting if w not in self._members), key=rank_of)
 
     def _waited(self, after: Decision) -> Decision:
         """The next decision, which others make."""
@@ -347,7 +350,12 @@ class Crew:
             self._answers.check()
             time.sleep(_POLL_SECONDS)
 
+    @property
+    def _members(self) -> tuple[str, ...]:
+        return () if self.decision is None else self.decision.members
+
     def _begin(self, decision: Decision) -> Decision:
+        self._beats.bury(self._members)
         with self._lock:
             self.decision = decision
             self._asked = False

@@ -152,15 +152,15 @@ def finished(
     across: Devices = (),
     checksum: bool = False,
 ) -> Any:
-    """`call()`, waited for to the end if there is a deadline, or a checksum.
+    """`call()`, waited for to the end if there is a deadline, or a checksum, or Gloo below it.
 
     The call itself is made in a thread, because a backend may run a program while it
-    dispatches it, as XLA's CPU does in a process with one device; and over several processes
-    always, so that news of another's failure ends the wait.
+    dispatches it, as XLA's CPU does with small ones; and over several processes always, so that
+    news of another's failure ends the wait.
 
     Args:
       call: dispatches compiled programs and traces nothing; see `prepared`.
-      timeout_seconds: seconds; None and 0 mean no deadline, and then nothing is waited for.
+      timeout_seconds: seconds; None and 0 mean no deadline.
       what: what is named in the message.
       across: the devices of the mesh, as for `prepared`.
       checksum: whether to listen for corrupted reductions over these devices.
@@ -189,7 +189,9 @@ def finished(
         worker = _workers[name] = _Worker()
     if team is not None:
         team.interrupt = worker.interrupt
-    job = _Job(worker, call, wait=bool(timeout_seconds))
+    # What fails over Gloo may never be ready, so that whoever waited for it elsewhere would hang.
+    over_gloo = team is not None and across[0].platform == "cpu"
+    job = _Job(worker, call, wait=bool(timeout_seconds) or over_gloo)
     worker.take(job)
     try:
         in_time = job.settled(timeout_seconds)

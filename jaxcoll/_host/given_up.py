@@ -102,6 +102,7 @@ def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what:
             break
         try:
             crew.check()
+            crew.miss()
             left = until - time.monotonic()
             if left <= 0:
                 crew.ask(f"{what} did not finish within {seconds:g} s", late=True)

@@ -18,6 +18,7 @@ from jaxcoll import _compat
 from jaxcoll._host.arrival import arrive, reach
 from jaxcoll._host.cluster_resolver import ClusterResolver
 from jaxcoll._host.coordinator import Coordinator, start_coordinator
+from jaxcoll._host.ended import Line, follow
 from jaxcoll._host.muster import FOREVER, await_all, connected
 from jaxcoll._host.relay import through_relay
 from jaxcoll._plan.cluster import (
@@ -40,7 +41,7 @@ class _Joined:
     """What this process has entered, and what must stay open as long as it lives."""
 
     member: Member
-    line: int
+    line: Line
     recoverable: bool
 
 
@@ -114,7 +115,8 @@ def initialize(
         coordinator_address, num_processes, process_id, local_device_ids, cluster_resolver
     )
     if _joined is not None and not jax.distributed.is_initialized():
-        os.close(_joined.line)  # the user has called `jax.distributed.shutdown`
+        follow(None)  # the user has called `jax.distributed.shutdown`
+        _joined.line.close()
         _joined = None
     if _joined is not None or jax.distributed.is_initialized():
         return _check_same(member, coordinator_address, num_processes, process_id)
@@ -131,7 +133,7 @@ def initialize(
     if member.process_id == 0 and not member.is_launched and not rejoin:
         coordinator = _start(member, coordinator_bind_address, recoverable, heartbeat, shutdown)
     try:
-        line = reach(member, timeout) if rejoin else arrive(member, timeout)
+        arrived = reach(member, timeout) if rejoin else arrive(member, timeout)
     except BaseException as error:
         if coordinator is not None:
             coordinator.end()
@@ -152,10 +154,11 @@ def initialize(
         cluster_detection_method="deactivate",
         **seconds | {"initialization_timeout": FOREVER},
     )
+    host, line = arrived.getsockname()[0], Line(arrived.detach())
     connected(join, line, max(until - time.monotonic(), _CONNECTS))
-    host, kept = line.getsockname()[0], line.detach()
     _compat.let_gloo_listen_at(host, functools.partial(await_all, timeout))
-    _joined = _Joined(member, kept, recoverable)
+    _joined = _Joined(member, line, recoverable)
+    follow(None if rejoin else line)  # to one that comes again nobody speaks on it
     return None
 
 
@@ -170,7 +173,7 @@ def own_address() -> str | None:
     """This host's address on the way to the coordinator; None: nobody was joined here."""
     if _joined is None:
         return None
-    with socket.socket(fileno=os.dup(_joined.line)) as line:
+    with socket.socket(fileno=os.dup(_joined.line.fd)) as line:
         return line.getsockname()[0]
 
 

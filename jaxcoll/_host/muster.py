@@ -7,14 +7,12 @@ here by the time that the user chose.
 
 from __future__ import annotations
 
-import json
-import select
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 from jaxcoll._compat_coordination import store
+from jaxcoll._host.ended import Line
 from jaxcoll._host.given_up import within
 from jaxcoll._host.relay import give_up_coordinator
 from jaxcoll._plan.errors import DeadlineExceededError
@@ -27,7 +25,7 @@ FOREVER = 24 * 3600
 """Seconds: what JAX is told of a wait that it would end with a signal."""
 
 
-def connected(connect: Callable[[], Any], line: socket.socket, timeout: float) -> None:
+def connected(connect: Callable[[], Any], line: Line, timeout: float) -> None:
     """`connect()`, in which all processes wait for each other.
 
     Args:
@@ -43,7 +41,7 @@ def connected(connect: Callable[[], Any], line: socket.socket, timeout: float) -
         within(timeout, connect)
     except TimeoutError:
         give_up_coordinator()
-        ended = _ended(line)
+        ended = _ended_first(line.ended())
         who = f"process{'es' * (len(ended) > 1)} {', '.join(map(str, ended))} ended meanwhile"
         raise DeadlineExceededError(
             "`initialize`: all processes had arrived, but did not connect to each other within "
@@ -55,16 +53,8 @@ def connected(connect: Callable[[], Any], line: socket.socket, timeout: float) -
         raise
 
 
-def _ended(line: socket.socket) -> list[int]:
-    """Who ended first since all had arrived, as the coordinator tells line by line.
-
-    Those that end later, one by one, do so because they waited no longer.
-    """
-    heard = b""
-    while select.select([line], [], [], 0.0)[0] and (chunk := line.recv(1 << 16)):
-        heard += chunk
-    said = [json.loads(text) for text in heard.splitlines(keepends=True) if text.endswith(b"\n")]
-    ended = {one["ended"]: one["after"] for one in said if "ended" in one}
+def _ended_first(ended: dict[int, float]) -> list[int]:
+    """Those that end later, one by one, do so because they waited no longer."""
     first = min(ended.values(), default=0.0)
     return sorted(rank for rank, after in ended.items() if after < first + _AT_ONCE_SECONDS)
 

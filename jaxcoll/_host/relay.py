@@ -85,10 +85,10 @@ class Relay:
             self._start(self._copy_in, far, near)
 
     def _copy_out(self, near: socket.socket, far: socket.socket) -> None:
-        _copy(near, far)
+        if _copy(near, far):  # else the coordinator has gone, which the other direction deals with
+            near.close()
         with contextlib.suppress(OSError):
             far.shutdown(socket.SHUT_RDWR)
-        near.close()
 
     def _copy_in(self, far: socket.socket, near: socket.socket) -> None:
         _copy(far, near)
@@ -104,10 +104,19 @@ class Relay:
             callback()
 
 
-def _copy(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while chunk := source.recv(_CHUNK):
+def _copy(source: socket.socket, target: socket.socket) -> bool:
+    """Copy until one of both is closed; whether it was the source."""
+    while True:
+        try:
+            chunk = source.recv(_CHUNK)
+        except OSError:
+            return True
+        if not chunk:
+            return True
+        try:
             target.sendall(chunk)
+        except OSError:
+            return False
 
 
 def through_relay(address: str, heartbeat: float) -> str:

@@ -17,6 +17,7 @@ import jax
 from jaxcoll._compat_coordination import StoreUnreachableError
 from jaxcoll._host.agreement import agreed
 from jaxcoll._host.coordination import ANSWER_SECONDS, Watch, watch
+from jaxcoll._host.ended import ended
 from jaxcoll._host.order import Order
 from jaxcoll._plan.errors import PeerLostError, ProgramMismatchError
 
@@ -25,6 +26,9 @@ RECENT = 1 << 14
 
 OUT_OF_BREATH_SECONDS = 3.0
 """How long those who do not answer are waited for once more, where one of them may be alive."""
+
+NEWS_SECONDS = 0.05
+"""How much later than a transport's error the coordinator's news may come, of all who died."""
 
 SHOWN = 32
 """Calls that a process tells the names of."""
@@ -75,6 +79,7 @@ class Team:
         self._inside = False
         self._since = time.monotonic()
         self._told = 0
+        self._missed: tuple[int, set[int]] = (0, set())
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -86,6 +91,11 @@ class Team:
         """The call that was entered last."""
         return self._calls[-1]
 
+    @property
+    def position(self) -> int:
+        """Of the call that was entered last."""
+        return self.last.position
+
     def check(self) -> None:
         """Refuse to begin anything with processes that are lost or out of step.
 
@@ -95,7 +105,8 @@ class Team:
         """
         if self.failure:
             raise self.failure
-        if lost := self._watch.lost.intersection(self.processes):
+        lost = self._watch.lost.intersection(self.processes)
+        if lost := lost or self._gone_before(self.position + 1):
             raise self._loss(lost, "it was known before this call, which was not begun")
 
     def run(self, program: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -161,6 +172,11 @@ class Team:
             return error
         return self.lost(lost, f"the transport said: {str(error).splitlines()[0]}")
 
+    def _gone_before(self, position: int) -> set[int]:
+        """Who has ended and did not enter this call, as far as it told."""
+        gone = self._watch.gone
+        return {p for p in self.others if p in gone and gone[p].get(self.name, 0) < position}
+
     def lost(self, lost: Iterable[int], why: str) -> PeerLostError:
         """The error that names lost processes, of which all others are told."""
         failure = self._loss(lost, why)
@@ -179,9 +195,15 @@ class Team:
         )
 
     def _unanswered(self) -> set[int]:
-        """Who does not answer: after an error one at least, and more get a second chance."""
+        """Who is dead, as the coordinator tells; or else who does not answer.
+
+        That is one at least after an error; where it seems to be more they get a second chance.
+        """
         silent = set(self.others)
+        time.sleep(NEWS_SECONDS)
         for patience in (ANSWER_SECONDS, OUT_OF_BREATH_SECONDS):
+            if dead := silent & ended():
+                return dead
             at = self.last.position
             silent -= set(self._watch.roll_call(self.name, at, sorted(silent), patience))
             if len(silent) < 2:
@@ -262,7 +284,8 @@ class Team:
                 raise failure
 
     def beat(self, watch: Watch) -> None:
-        """Tell how far this process is, and compare with the next one."""
+        """Tell how far this process is, compare with the next one, and see who has ended."""
+        self._end_vain_wait()
         with self._lock:
             now = self._agreed
             recent = [c for c in list(self._calls)[-SHOWN:] if c.position <= now.position]
@@ -282,6 +305,16 @@ class Team:
         text = watch.store.try_get(f"{folder}/{neighbour}")
         if text and not self.failure:
             self._compare(neighbour, json.loads(text))
+
+    def _end_vain_wait(self) -> None:
+        """Wait no more in a call for who has ended, and since the last beat at least.
+
+        It may be that only its own part of the call is left to this process.
+        """
+        missed = self.position, self._gone_before(self.position)
+        if missed[1] and missed == self._missed:
+            self.interrupt(self.lost(missed[1], "the coordinator told of it"))
+        self._missed = missed
 
     def _compare(self, neighbour: int, told: dict[str, Any]) -> None:
         with self._lock:

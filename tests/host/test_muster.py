@@ -7,6 +7,7 @@ import pytest
 
 import jaxcoll as jc
 from jaxcoll._host import muster
+from jaxcoll._host.ended import Line
 from jaxcoll._host.local_keys import LocalKeys
 
 
@@ -26,7 +27,7 @@ def test_a_connection_that_does_not_come_about_ends_in_time(told, words, ranks):
     coordinator.sendall(told)
     comes = threading.Event()
     with pytest.raises(jc.DeadlineExceededError, match=words) as caught:
-        muster.connected(comes.wait, line, 0.1)
+        muster.connected(comes.wait, Line(line.fileno()), 0.1)
     assert caught.value.ranks == ranks
     comes.set()
     for end in (line, coordinator):
@@ -36,7 +37,7 @@ def test_a_connection_that_does_not_come_about_ends_in_time(told, words, ranks):
 def test_what_fails_while_connecting_is_the_callers():
     line, coordinator = socket.socketpair()
     with line, coordinator, pytest.raises(ZeroDivisionError):
-        muster.connected(lambda: 1 / 0, line, 5.0)
+        muster.connected(lambda: 1 / 0, Line(line.fileno()), 5.0)
 
 
 def test_who_has_no_devices_in_time_is_named_and_nobody_counts_on_who_gave_up(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from jaxcoll._host import team
 from jaxcoll._host.local_keys import LocalKeys
-from jaxcoll._plan.errors import ProgramMismatchError
+from jaxcoll._plan.errors import PeerLostError, ProgramMismatchError
 
 
 class Wired:
@@ -14,7 +14,10 @@ class Wired:
 
     def __init__(self, store, members):
         self.store, self.process, self.root = store, store.process, "watch"
-        self.lost, self.members = set(), members
+        self.lost, self.gone, self.members = set(), {}, members
+
+    def silent(self, process):
+        return "has died"
 
     def alarm(self, member, processes, alarm):
         for process in processes:
@@ -61,3 +64,34 @@ def test_who_is_ahead_is_not_out_of_order(three):
     for watch, one in three * 3:
         one.beat(watch)
     assert not any(one.failure for _, one in three)
+
+
+def test_a_call_that_somebody_who_ended_did_not_enter_is_given_up_after_a_beat(three):
+    (watch, one), *_ = three
+    given_up = []
+    one.interrupt = given_up.append
+    for _ in range(3):
+        call(one, "a")
+    watch.gone = {1: {one.name: 3}}  # it entered this call before it ended
+    for _ in range(3):
+        one.beat(watch)
+    assert not given_up
+    with pytest.raises(PeerLostError, match="process 1 has died.*which was not begun"):
+        call(one, "a")
+    watch.gone = {1: {one.name: 3}, 2: {one.name: 2}}
+    one.beat(watch)
+    assert not given_up  # what is left of it may be this process's own
+    one.beat(watch)
+    assert {error.ranks for error in given_up} == {(2,)}
+    assert "the coordinator told of it" in str(given_up[0])
+    assert watch.lost == {2}
+
+
+def test_of_who_died_without_a_word_no_call_is_known(three):
+    (watch, one), *_ = three
+    watch.gone = {2: {}}
+    for _ in range(2):
+        one.beat(watch)
+    assert not watch.lost  # nothing was called with it
+    with pytest.raises(PeerLostError, match="process 2 has died"):
+        call(one, "a")

@@ -96,7 +96,9 @@ class Ran:
                 self.last = json.loads(archive.read("about.json"))["step"]
 
     def _start(self, rank, *more):
+        devices = self.fault.spec.get("devices", 1)
         variables = {**self._variables[rank], MARK: str(self.folder)}
+        variables["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
         with (self.folder / f"{rank}.log").open("ab") as log:
             out = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "cwd": self.folder}
             return self._running.start([*self._command, *more], variables, **out)

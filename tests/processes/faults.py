@@ -148,6 +148,22 @@ def losses():
     attempt("ended", lambda: step.on(of([0, 1]))(jnp.ones((1, 5))))
 
 
+def done():
+    """One ends after its last call, of which the other has a part left to do by itself."""
+
+    def slowly(x):
+        whole = jc.all_reduce("sum", x[0], "data")
+        turns = (x[0, 1] + 0 * whole[0]).astype(int)  # which begin when the sum is there
+        return whole, jax.lax.fori_loop(0, turns, lambda _, y: jnp.sin(y), x[:, 0])
+
+    call = jc.data_parallel(slowly, varying_outputs="concatenate")
+    few, many = np.float32([[1, 0]]), np.float32([[1, 7e8]])
+    attempt("warm", lambda: call(few))
+    attempt("done", lambda: call(few if RANK else many))
+    if RANK == 0:
+        attempt("afterwards", lambda: call(few))
+
+
 def corrupted():
     """Sums with a huge number are wrong on one process; which numbers are huge is data."""
     corrupt_huge_sums(setattr)

@@ -25,6 +25,8 @@ IN_CI = (
     "SIGKILL of the one that writes a checkpoint",
     "`strategy.run`: SIGKILL",
     "another rows on one",
+    "SIGKILL where steps have no deadline",
+    "a step without a deadline: SIGKILL, two devices each",
 )
 
 
@@ -81,3 +83,16 @@ def test_a_relay_stays_open_when_the_coordinator_dies_if_somebody_listens(listen
     else:
         assert client.recv(1) == b""
     client.close()
+
+
+def test_a_relay_leaves_it_to_one_of_its_threads_to_find_the_coordinator_dead():
+    one = relay.Relay("127.0.0.1:1", 100.0)
+    (client, near), (far, coordinator) = socket.socketpair(), socket.socketpair()
+    coordinator.close()
+    client.sendall(b"ping")
+    one._copy_out(near, far)  # JAX would end the process if its connection broke here
+    client.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        client.recv(1)
+    for end in (client, near, far):
+        end.close()

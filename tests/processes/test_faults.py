@@ -106,7 +106,7 @@ def test_the_dead_and_the_stopped_are_named_on_every_survivor_which_go_on(faulty
         for fault in ("killed", "again"):
             assert said[rank][fault]["error"] == "PeerLostError", said[rank][fault]
             assert said[rank][fault]["ranks"] == [2]
-            assert "process 2 does not answer: it is dead" in said[rank][fault]["message"]
+            assert "process 2 has died: its connection" in said[rank][fault]["message"]
         assert said[rank]["three"]["sum"] == 3
     for rank in (0, 1):
         assert said[rank]["stopped"]["error"] == "DeadlineExceededError", said[rank]["stopped"]
@@ -114,6 +114,16 @@ def test_the_dead_and_the_stopped_are_named_on_every_survivor_which_go_on(faulty
         assert said[rank]["two"]["sum"] == 2
     assert said[0]["ended"]["error"] == "PeerLostError"
     assert "process 1 has ended" in said[0]["ended"]["message"]
+
+
+def test_who_has_done_its_part_may_end_and_is_missed_in_the_next_call_only(faulty):
+    first, second = faulty("done", 2, ends=(0, 1))
+    assert first["done"]["sum"] == second["done"]["sum"] == 2
+    assert first["done"]["seconds"] > second["done"]["seconds"] + 3  # more than two beats
+    after = first["afterwards"]
+    assert (after["error"], after["ranks"]) == ("PeerLostError", [1])
+    assert "process 1 has ended" in after["message"]
+    assert "which was not begun" in after["message"]
 
 
 def test_a_corrupted_sum_is_named_on_every_process_which_go_on(faulty):
