@@ -58,6 +58,17 @@ def follow(line: Line | None) -> None:
     _line = line
 
 
+def _leave_to_parent() -> None:
+    """A connection that a forked child holds as well stays open when its parent dies."""
+    if _line is not None:
+        _line.close()
+        follow(None)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def ended() -> frozenset[int]:
     """Processes of this job that have ended, or were cut off for longer than a heartbeat may take.
 

@@ -1,6 +1,8 @@
 """What the coordinator tells of who has ended is heard, and told apart from silence."""
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -28,6 +30,33 @@ def test_lines_are_heard_whole_however_they_arrive(coordinator):
     coordinator.sendall(b'{"ended": 0, "after": 3.0}\n{"ended"')
     coordinator.close()
     assert ended.ended() == ended.ended() == {0, 2, 10}
+
+
+def test_a_forked_child_does_not_keep_the_connection_of_its_parent():
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["child", "closed", "parent", "open"]
+
+
+FORKS = """
+import os, socket
+from jaxcoll._host import ended
+
+there, here = socket.socketpair()
+line = ended.Line(here.detach())
+ended.follow(line)
+child = os.fork()
+if child:
+    os.waitpid(child, 0)
+try:
+    os.fstat(line.fd)
+    found = "open"
+except OSError:
+    found = "closed"
+print("parent" if child else "child", found, flush=True)
+os._exit(0)
+"""
 
 
 def test_who_was_not_told_of_anybody_knows_of_nobody():
