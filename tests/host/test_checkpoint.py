@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,24 @@ def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
         jc.restore_checkpoint(path, {"w": np.ones(3)})
     with pytest.raises(FileNotFoundError):
         jc.restore_checkpoint(tmp_path / "none.npz", {"w": np.ones(3)})
+
+
+def test_what_writers_left_that_died_is_removed_and_what_others_write_is_not(tmp_path):
+    path = tmp_path / "of [run] 1.npz"
+    left, written, other = (
+        tmp_path / name
+        for name in (
+            ".of [run] 1.npz.dead.npz",
+            ".of [run] 1.npz.lives.npz",
+            ".of r 1.npz.dead.npz",
+        )
+    )
+    for file in (left, written, other):
+        file.write_bytes(b"half a checkpoi")
+    for file in (left, other):
+        os.utime(file, (0, time.time() - files.STALE_SECONDS - 60))
+    jc.save_checkpoint(path, tree())
+    assert set(tmp_path.iterdir()) == {path, written, other}
 
 
 def test_what_cannot_be_held_is_refused(tmp_path):

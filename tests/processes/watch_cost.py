@@ -2,9 +2,10 @@
 
     python -m tests.processes.watch_cost [N]
 
-Four processes all-reduce 4 MiB in N rounds (50) of some calls each: of a `data_parallel` step with
-a deadline and without, and of the same compiled program by itself, twice. Prints the ratios of what
-a call takes to what the program takes, and that of its twin.
+Four processes all-reduce 4 MiB by a `data_parallel` step, in N rounds (50) of some calls each: with
+a deadline, without, and as if there were no other processes to watch, which is measured twice.
+Prints the ratios of what a call takes to what it takes unwatched, and that of the twin; and that of
+the compiled program, called by itself.
 """
 
 import os
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 
 import jaxcoll as jc
+from jaxcoll._host import deadline
 from jaxcoll.bench.launch import RANK, join, launch
 from jaxcoll.bench.timing import interleaved, ratio
 
@@ -31,23 +33,32 @@ def main(rounds):
     step = jc.data_parallel(total, mesh=mesh)
     timed = jc.data_parallel(total, mesh=mesh, options=jc.CommunicationOptions(timeout_seconds=60))
     program = step.lower(x).compile()
-    calls = {"program": program, "twin": program, "step": step, "with a deadline": timed}
+    watched = deadline.team_of
+    alone = lambda devices: None
 
-    def seconds(call):
+    def seconds(call, team_of=watched):
+        deadline.team_of = team_of
         start = time.perf_counter()
         for _ in range(CALLS):
             call(x).block_until_ready()
         return (time.perf_counter() - start) / CALLS
 
-    turns = {name: lambda call=call: seconds(call) for name, call in calls.items()}
+    turns = {
+        "unwatched": lambda: seconds(step, alone),
+        "twin": lambda: seconds(step, alone),
+        "watched": lambda: seconds(step),
+        "with a deadline": lambda: seconds(timed),
+        "the program alone": lambda: seconds(program),
+    }
     for turn in turns.values():
         turn()
     found = list(interleaved(turns, rounds))
     taken = {name: [each[name] for each in found] for name in turns}
-    ratios = "; ".join(f"{name} {ratio(taken[name], taken['program'])}" for name in [*turns][1:])
+    ratios = [f"{name} {ratio(taken[name], taken['unwatched'])}" for name in [*turns][1:]]
     print(
-        f"a program of {SIZE * 4 >> 20} MiB takes {1e3 * np.median(taken['program']):.2f} ms; beside "
-        f"it: {ratios}; {rounds} rounds of {CALLS} calls, JAX {jax.__version__}"
+        f"a call of {SIZE * 4 >> 20} MiB takes {1e3 * np.median(taken['unwatched']):.2f} ms "
+        f"unwatched; beside it: {'; '.join(ratios)}; {rounds} rounds of {CALLS} calls, "
+        f"JAX {jax.__version__}"
     )
 
 
