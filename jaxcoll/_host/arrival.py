@@ -74,10 +74,11 @@ def _answer(line: socket.socket, member: Member, deadline: float) -> dict[str, A
     try:
         line.sendall(json.dumps(hello).encode() + b"\n")
         while b"\n" not in heard and len(heard) <= LONGEST:
-            chunk = line.recv(LONGEST)
-            if not chunk:
+            ahead = line.recv(LONGEST, socket.MSG_PEEK)
+            if not ahead:
                 break
-            heard += chunk
+            # Who has ended since stands in lines after this one, and is read later.
+            heard += line.recv(ahead.find(b"\n") + 1 or len(ahead))
         answer = json.loads(heard) if heard else None
         if answer is None or isinstance(answer, dict):
             return answer

@@ -153,6 +153,12 @@ class Watch:
             if process != self.process:
                 self._ring(process, {"alarm": alarm, "member": member})
 
+    def look(self) -> None:
+        """Take note of who has ended."""
+        for process in ended() - self.gone.keys():
+            told = self.store.try_get(f"{self.root}/ended/{process}")
+            self.gone[process] = json.loads(told or "{}")
+
     def known(self, process: int) -> str:
         """What is known of a process that does not answer: "ended", "dead", "here"; "": nothing."""
         if self.store.try_get(f"{self.root}/ended/{process}"):
@@ -188,15 +194,9 @@ class Watch:
                     self._hear(message)
                 if time.monotonic() - beaten >= BEAT_SECONDS:
                     beaten = time.monotonic()
-                    self._look()
+                    self.look()
                     for member in list(self.members.values()):
                         member.beat(self)
-
-    def _look(self) -> None:
-        """Take note of who has ended."""
-        for process in ended() - self.gone.keys():
-            told = self.store.try_get(f"{self.root}/ended/{process}")
-            self.gone[process] = json.loads(told or "{}")
 
     def _hear(self, message: dict[str, Any]) -> None:
         member = self.members.get(message["member"])

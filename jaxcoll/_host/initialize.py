@@ -155,7 +155,11 @@ def initialize(
         **seconds | {"initialization_timeout": FOREVER},
     )
     host, line = arrived.getsockname()[0], Line(arrived.detach())
-    connected(join, line, max(until - time.monotonic(), _CONNECTS))
+    try:
+        connected(join, line, max(until - time.monotonic(), _CONNECTS))
+    except BaseException:
+        line.close()
+        raise
     _compat.let_gloo_listen_at(host, functools.partial(await_all, timeout))
     _joined = _Joined(member, line, recoverable)
     follow(None if rejoin else line)  # to one that comes again nobody speaks on it

@@ -17,7 +17,6 @@ import jax
 from jaxcoll._compat_coordination import StoreUnreachableError
 from jaxcoll._host.agreement import agreed
 from jaxcoll._host.coordination import ANSWER_SECONDS, Watch, watch
-from jaxcoll._host.ended import ended
 from jaxcoll._host.order import Order
 from jaxcoll._plan.errors import PeerLostError, ProgramMismatchError
 
@@ -195,14 +194,15 @@ class Team:
         )
 
     def _unanswered(self) -> set[int]:
-        """Who is dead, as the coordinator tells; or else who does not answer.
+        """Who has ended, as the coordinator tells; or else who does not answer.
 
         That is one at least after an error; where it seems to be more they get a second chance.
         """
         silent = set(self.others)
         time.sleep(NEWS_SECONDS)
         for patience in (ANSWER_SECONDS, OUT_OF_BREATH_SECONDS):
-            if dead := silent & ended():
+            self._watch.look()
+            if dead := self._gone_before(self.position):
                 return dead
             at = self.last.position
             silent -= set(self._watch.roll_call(self.name, at, sorted(silent), patience))

@@ -15,6 +15,7 @@ from jaxcoll._compat_coordination import StoreUnreachableError
 from jaxcoll._host.arrival import arrive
 from jaxcoll._host.coordination import _answered
 from jaxcoll._host.coordinator import start_coordinator
+from jaxcoll._host.ended import Line
 from jaxcoll._host.initialize import _start
 from jaxcoll._plan.cluster import Member
 
@@ -106,6 +107,22 @@ def test_strangers_do_not_count_and_a_coordinator_leaves_when_nobody_needs_it(co
     os.dup2(os.open(os.devnull, os.O_RDONLY), started.lifeline)  # as if this process had ended
     lines[1].close()
     assert started.process.wait(20) == 0
+
+
+def test_who_ended_while_this_process_was_told_to_go_is_known_as_well():
+    with socket.create_server(("127.0.0.1", 0)) as coordinator:
+        address = f"127.0.0.1:{coordinator.getsockname()[1]}"
+        found = []
+        thread = threading.Thread(target=lambda: found.append(arrive(Member(address, 2, 1), 5)))
+        thread.start()
+        connection, _ = coordinator.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(b'{"go": true}\n{"ended": 0, "after": 0.1}\n')
+            thread.join()
+            line = Line(found[0].detach())
+            assert line.ended() == {0: 0.1}
+            line.close()
 
 
 def test_nobody_there_no_such_host_another_program_and_a_port_in_use():
