@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from jaxcoll._host.decision import rank_of
-from jaxcoll._host.ended import ended
+from jaxcoll._host.ended import ended, followed
 
 BEAT_SECONDS = 0.5
 """How often a worker says that it lives."""
@@ -62,13 +63,28 @@ def beat(count: int, doing: Doing) -> str:
     return json.dumps([count, *dataclasses.astuple(doing)])
 
 
+def named(process: int) -> str:
+    """A name for this worker: of its number, which others may have had before or get after it."""
+    return f"{process}.{os.urandom(4).hex()}{'' if followed() else _UNTOLD}"
+
+
+def has_ended(name: str) -> bool:
+    """Whether the coordinator has told so, whatever this worker wrote last.
+
+    Of one that was started again it tells nothing, and what it tells with that one's number is of
+    its predecessor.
+    """
+    return not name.endswith(_UNTOLD) and rank_of(name) in ended()
+
+
+_UNTOLD = ".untold"
+
+
 class Beats:
     """What one worker has seen of everybody's."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[str, float, bool]] = {}
-        self._ended: set[str] = set()
-        self._gone = ended()
 
     def observe(self, beats: Mapping[str, str]) -> None:
         """Take a look: those that stand still are known when something goes wrong."""
@@ -77,24 +93,19 @@ class Beats:
             before, since, moved = self._seen.get(name, (text, now, False))
             self._seen[name] = (text, since, moved) if text == before else (text, now, True)
 
-    def bury(self, members: Sequence[str]) -> list[str]:
-        """Those of `members` that have ended, whatever they wrote last.
-
-        Who is started again has the same number and another name, and is no member yet.
-        """
-        gone = ended()
-        news, self._gone = gone - self._gone, gone
-        self._ended.update(name for name in members if rank_of(name) in news)
-        return [name for name in members if name in self._ended]
-
     def is_silent(self, name: str) -> bool:
         """Whether a worker has ended, or its beat stands still."""
         text, since, _ = self._seen.get(name, (ENDED, 0.0, False))
-        return name in self._ended or text == ENDED or time.monotonic() - since > LOST_SECONDS
+        return has_ended(name) or text == ENDED or time.monotonic() - since > LOST_SECONDS
 
     def is_settled(self, name: str) -> bool:
         """Whether it is known if a worker lives."""
         return name not in self._seen or self._seen[name][2] or self.is_silent(name)
+
+    def out_of_step(self, members: Iterable[str], known: Mapping[str, Doing]) -> tuple[str, ...]:
+        """Two of them that contradict each other, by what is known and by the others' beats."""
+        doing = self.doing(name for name in members if name not in known) | dict(known)
+        return out_of_step(doing, sorted(doing, key=rank_of))
 
     def doing(self, names: Iterable[str]) -> dict[str, Doing]:
         """What those of `names` that live said last."""

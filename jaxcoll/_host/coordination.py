@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from jaxcoll._compat_coordination import Store, StoreUnreachableError, store
-from jaxcoll._host.ended import ended
+from jaxcoll._host.ended import ended, followed
 from jaxcoll._host.given_up import within
 from jaxcoll._host.relay import give_up_coordinator
 
@@ -46,8 +46,8 @@ class Member(Protocol):
         ...
 
     @property
-    def position(self) -> int:
-        """Of the last call that was entered."""
+    def done(self) -> int:
+        """The last call of which this process has done its part."""
         ...
 
     def beat(self, watch: Watch) -> None:
@@ -67,8 +67,8 @@ class Watch:
       root: the folder in it under which everything stands.
       members: what it speaks for, by name.
       lost: processes that are known to be lost.
-      gone: processes that have ended, each with the position of the last call that each of its
-        members entered, if it told.
+      gone: processes that have ended, each with the last calls of which it had done its part, by
+        member, if it told.
     """
 
     def __init__(self, store: Store) -> None:
@@ -91,6 +91,8 @@ class Watch:
         """Stop listening: a thread that waits in the client while Python ends takes it down."""
         atexit.unregister(self.end)
         self._ended = True
+        if line := followed():
+            line.say_farewell({name: member.done for name, member in self.members.items()})
         try:
             if store() is not None:  # None: it has died, and it was given up
                 _answered(self._say_farewell, 2 * BEAT_SECONDS)
@@ -101,8 +103,7 @@ class Watch:
         self._thread.join(2 * BEAT_SECONDS)
 
     def _say_farewell(self) -> None:
-        last = {name: member.position for name, member in self.members.items()}
-        self.store.set(f"{self.root}/ended/{self.process}", json.dumps(last))
+        self.store.set(f"{self.root}/ended/{self.process}", "1")
         self._ring(self.process, {"end": True})
 
     def roll_call(
@@ -155,9 +156,7 @@ class Watch:
 
     def look(self) -> None:
         """Take note of who has ended."""
-        for process in ended() - self.gone.keys():
-            told = self.store.try_get(f"{self.root}/ended/{process}")
-            self.gone[process] = json.loads(told or "{}")
+        self.gone = ended()
 
     def known(self, process: int) -> str:
         """What is known of a process that does not answer: "ended", "dead", "here"; "": nothing."""
@@ -172,7 +171,7 @@ class Watch:
         return {
             "": "has made no call yet",
             "here": "does not answer: it is dead, stopped or cut off",
-            "dead": "has died: its connection to the coordinator has ended",
+            "dead": "has died, or was cut off: its connection to the coordinator has ended",
             "ended": "has ended",
         }[self.known(process)]
 

@@ -219,7 +219,8 @@ class _Coordinator:
             chunk = b""
         if not chunk:
             return self._left(connection)
-        if connection in self._members:  # it has said all there is to say
+        if connection in self._members:  # all that it still says is its farewell
+            self._lines[connection] = (self._lines[connection] + chunk)[:LONGEST]
             return None
         line = self._lines[connection] = self._lines[connection] + chunk
         if b"\n" in line or len(line) > LONGEST:
@@ -227,6 +228,7 @@ class _Coordinator:
             if hello is None:
                 return self._left(connection)
             self._members[connection] = hello["process_id"]
+            self._lines[connection] = b""
             if wrong := self._arrivals.arrive(hello):
                 return self._tell({"error": wrong, "kind": "world"})
             if len(self._arrivals.present) == self._arrivals.expected:
@@ -237,12 +239,12 @@ class _Coordinator:
         """A stranger is forgotten; a process that goes before all are here is named."""
         self._selector.unregister(connection)
         connection.close()
-        del self._lines[connection]
+        farewell = self._lines.pop(connection)
         rank = self._members.pop(connection, None)
         if rank is None:
             return
         if self._service is not None:
-            said = {"ended": rank, "after": time.monotonic() - self._began}
+            said = {"ended": rank, "after": time.monotonic() - self._began} | _done(farewell)
             for other in self._members:  # whoever has no use for it does not read it
                 with contextlib.suppress(OSError):
                     other.sendall(json.dumps(said).encode() + b"\n")
@@ -299,6 +301,15 @@ def _hello(line: bytes) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError):
         pass
     return None
+
+
+def _done(farewell: bytes) -> dict[str, Any]:
+    """What a process said that it had done; nothing, if it died without a word."""
+    try:
+        done = json.loads(farewell)["done"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return {"done": done} if isinstance(done, dict) else {}
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 from jaxcoll._compat_coordination import StoreUnreachableError
 from jaxcoll._host.answers import Answers
-from jaxcoll._host.beats import BEAT_SECONDS, ENDED, Beats, Doing, beat, out_of_step
+from jaxcoll._host.beats import BEAT_SECONDS, ENDED, Beats, Doing, beat, has_ended, named
 from jaxcoll._host.decision import (
     CoordinatorLostError,
     Decision,
@@ -43,6 +42,7 @@ class Crew:
 
     Attributes:
       name: of this worker.
+      startup: seconds for which a worker that lives is waited for at the beginning of a generation.
       decision: what the present generation began with; None: it belongs to none yet.
       doing: the step that this worker is in, of which its beat tells the others.
       woken: set whenever something has happened that a waiting worker should look at.
@@ -52,11 +52,11 @@ class Crew:
         self, store: Keys, root: str, *, patience: float, startup: float, most: int | None
     ) -> None:
         self.store = store
-        self.name = f"{store.process}.{os.urandom(4).hex()}"
+        self.name = named(store.process)
         self.decision: Decision | None = None
         self.woken = threading.Event()
         self._root = root
-        self._patience, self._startup = patience, startup
+        self._patience, self.startup = patience, startup
         self._most = most or store.processes
         self._asked = self._ended = False
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class Crew:
         Raises:
           RegroupError: one has.
         """
-        if gone := self._beats.bury(self._members):
+        if gone := [name for name in self._members if has_ended(name)]:
             self.ask(f"{words(gone)} ended")
             raise RegroupError
 
@@ -135,14 +135,14 @@ class Crew:
           CoordinatorLostError: nobody can be asked.
         """
         self.publish("here", self.name)
-        until = time.monotonic() + self._startup
+        until = time.monotonic() + self.startup
         while len(here := self._all(f"{self._root}/here")) < self.store.processes:
             self._answers.check()
             if time.monotonic() > until:
                 absent = [r for r in range(self.store.processes) if str(r) not in here]
                 raise DeadlineExceededError(
                     f"Worker{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of "
-                    f"{self.store.processes} did not begin to train within {self._startup:g} s.",
+                    f"{self.store.processes} did not begin to train within {self.startup:g} s.",
                     ranks=absent,
                 )
             time.sleep(_POLL_SECONDS)
@@ -198,7 +198,7 @@ class Crew:
         """
         assert self.decision is not None
         self._tell(lambda: self.store.set(self._key(self.number, f"{what}/{self.name}"), value))
-        until = time.monotonic() + self._startup
+        until, mine = time.monotonic() + self.startup, {self.name: self.doing}
         while True:
             self.check()
             self.observe()  # first: one that has ended since may have been here
@@ -207,12 +207,12 @@ class Crew:
             if not missing and not (same and len(set(said.values())) > 1):
                 return said
             silent = [m for m in missing if self._beats.is_silent(m)]
-            if not missing or (same and self._out_of_step({self.name: self.doing})):
+            if not missing or (same and self._beats.out_of_step(self._members, mine)):
                 self.ask("workers bring different programs")
             elif silent:
                 self.ask(f"{words(silent)} ended")
             elif time.monotonic() > until:
-                self.ask(f"{words(missing)} did not come within {self._startup:g} s", late=True)
+                self.ask(f"{words(missing)} did not come within {self.startup:g} s", late=True)
             self.woken.wait(_POLL_SECONDS)
 
     def publish(self, what: str, value: str) -> None:
@@ -224,8 +224,7 @@ class Crew:
         return list(self._all(f"{self._root}/{what}").values())
 
     def observe(self) -> None:
-        """Look at everybody's beat, and who of the members has ended."""
-        self._beats.bury(self._members)
+        """Look at everybody's beat."""
         self._beats.observe(self._all(f"{self._root}/beat"))
 
     def sides(self, mine: Sequence[str]) -> dict[int, list[str]]:
@@ -275,7 +274,7 @@ class Crew:
     def _is_complete(self, ready: Mapping[str, Any], waited: float, number: int) -> bool:
         """Whether nobody else is worth waiting for."""
         if self.decision is None:
-            return len(ready) >= self.store.processes or waited > self._startup
+            return len(ready) >= self.store.processes or waited > self.startup
         if self._differ(ready):
             return True
         missing = [m for m in self.decision.members if m not in ready]
@@ -288,12 +287,8 @@ class Crew:
 
     def _differ(self, ready: Mapping[str, Any]) -> tuple[str, ...]:
         """Two members who bring different programs to a step, as those who are ready say."""
-        return self._out_of_step({m: Doing(*said["doing"]) for m, said in ready.items()})
-
-    def _out_of_step(self, known: Mapping[str, Doing]) -> tuple[str, ...]:
-        """The same, as the beats say of those who are not in `known`."""
-        doing = self._beats.doing(m for m in self._members if m not in known) | dict(known)
-        return out_of_step(doing, sorted(doing, key=rank_of))
+        said = {m: Doing(*said["doing"]) for m, said in ready.items()}
+        return self._beats.out_of_step(self._members, said)
 
     def _proposal(self, number: int, ready: Mapping[str, Any]) -> Decision:
         asked = self._tell(lambda: self.store.try_get(self._key(number, "asked")))
@@ -355,7 +350,6 @@ class Crew:
         return () if self.decision is None else self.decision.members
 
     def _begin(self, decision: Decision) -> Decision:
-        self._beats.bury(self._members)
         with self._lock:
             self.decision = decision
             self._asked = False

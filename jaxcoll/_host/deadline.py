@@ -57,7 +57,7 @@ def _together(team: Team, known: Program, args: Any, kwargs: Any) -> Any:
     if job is not None:
         team.interrupt = job.worker.interrupt
         job.team, job.program, job.position = team, known, team.last.position + 1
-    return team.run(known, args, kwargs)
+    return team.run(known, args, kwargs, wait=job is None or job.wait)
 
 
 class _Job:
@@ -91,8 +91,6 @@ class _Job:
         try:
             result = self.call()
             return None, jax.block_until_ready(result) if self.wait else result
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
-            return self.team.explained(error) if self.team else error, None
         except BaseException as error:
             return error, None
 

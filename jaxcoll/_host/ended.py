@@ -1,14 +1,17 @@
 """Who has ended: the coordinator sees their connections close, and tells everybody at once.
 
-The system closes a process's connections however it ends. So this is certain where silence is not:
-one that is stopped, or that holds the interpreter, keeps its own.
+The system closes a process's connections however it ends, and at once. Silence tells less: one that
+is stopped, or that holds the interpreter, is silent too, and keeps its connections.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 
 class Line:
@@ -25,28 +28,39 @@ class Line:
         self.fd = fd
         self._lock = threading.Lock()
         self._rest = b""
-        self._ended: dict[int, float] = {}
+        self._news: dict[int, dict[str, Any]] = {}
 
-    def ended(self) -> dict[int, float]:
-        """Processes that have ended, each with the seconds since all had arrived."""
+    def news(self) -> dict[int, dict[str, Any]]:
+        """What was told of each process that has ended.
+
+        That is `after`, in seconds since all had arrived, and `done`, its farewell, if it said one.
+        """
         with self._lock:
             *lines, self._rest = (self._rest + self._read()).split(b"\n")
-            said = map(json.loads, lines)
-            self._ended |= {one["ended"]: one["after"] for one in said if "ended" in one}
-            return dict(self._ended)
+            for line in lines:
+                with contextlib.suppress(ValueError):  # the coordinator died while it wrote
+                    said = json.loads(line)
+                    if "ended" in said:
+                        self._news[said["ended"]] = said
+            return dict(self._news)
 
     def _read(self) -> bytes:
         heard = b""
-        try:
+        with contextlib.suppress(OSError):  # no more for now; or the coordinator is gone
             while chunk := os.read(self.fd, 1 << 16):
                 heard += chunk
-        except OSError:  # no more for now; or the coordinator is gone
-            pass
         return heard
+
+    def say_farewell(self, done: Mapping[str, int]) -> None:
+        """Have the others told, when this process has ended, what it had done."""
+        with contextlib.suppress(OSError):
+            os.write(self.fd, json.dumps({"done": done}).encode() + b"\n")
 
     def close(self) -> None:
         """Leave the job."""
-        os.close(self.fd)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 _line: Line | None = None
@@ -69,10 +83,21 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def ended() -> frozenset[int]:
+def followed() -> Line | None:
+    """The line that is asked.
+
+    None: nobody will be told of the end of this process, nor it of theirs, because it was started
+    again, or entered its job without jaxcoll's coordinator.
+    """
+    return _line
+
+
+def ended() -> dict[int, dict[str, int]]:
     """Processes of this job that have ended, or were cut off for longer than a heartbeat may take.
 
-    Of one that was started again nothing is told, and nothing at all in a job that was entered
-    without jaxcoll's coordinator.
+    Returns:
+      Beside each what it had done, as `Line.say_farewell` told; nothing of one that died.
     """
-    return frozenset(_line.ended() if _line is not None else ())
+    line = _line
+    told = line.news() if line is not None else {}
+    return {process: said.get("done", {}) for process, said in told.items()}

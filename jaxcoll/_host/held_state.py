@@ -161,7 +161,7 @@ def _given(state: Any, decision: Decision, crew: Crew, mesh: Mesh) -> Any:
     with no_mesh():
         program = give.lower(rows).compile()
         placed = place(rows, NamedSharding(mesh, PartitionSpec(axis)))
-    got = outcome_of(lambda: program(placed), crew, None, "giving the state")
+    got = outcome_of(lambda: program(placed), crew, crew.startup, "giving the state")
     bits = on_host("", got)
     cuts = np.cumsum([part.size for part in parts])[:-1]
     return structure.unflatten(

@@ -41,7 +41,7 @@ def connected(connect: Callable[[], Any], line: Line, timeout: float) -> None:
         within(timeout, connect)
     except TimeoutError:
         give_up_coordinator()
-        ended = _ended_first(line.ended())
+        ended = _ended_first({p: said["after"] for p, said in line.news().items()})
         who = f"process{'es' * (len(ended) > 1)} {', '.join(map(str, ended))} ended meanwhile"
         raise DeadlineExceededError(
             "`initialize`: all processes had arrived, but did not connect to each other within "

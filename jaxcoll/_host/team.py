@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import threading
 import time
 import zlib
@@ -63,6 +64,7 @@ class Team:
       processes: their numbers, sorted.
       name: short for them.
       failure: the error that all calls raise from now on.
+      done: the last call of which this process has done its part.
     """
 
     def __init__(self, watch: Watch, processes: tuple[int, ...]) -> None:
@@ -78,6 +80,7 @@ class Team:
         self._inside = False
         self._since = time.monotonic()
         self._told = 0
+        self.done = 0
         self._missed: tuple[int, set[int]] = (0, set())
 
     @property
@@ -108,8 +111,16 @@ class Team:
         if lost := lost or self._gone_before(self.position + 1):
             raise self._loss(lost, "it was known before this call, which was not begun")
 
-    def run(self, program: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, program: Any, args: Sequence[Any], kwargs: dict[str, Any], wait: bool = True
+    ) -> Any:
         """Call a `Program` together with the others.
+
+        Args:
+          program: the program.
+          args: its arguments.
+          kwargs: likewise.
+          wait: for the result.
 
         Raises:
           ProgramMismatchError: they call another one.
@@ -133,7 +144,11 @@ class Team:
                 self._agree(program, call)
             self._order.follow(call.mark, asked)
             self._agreed = call
-            return program.compiled(*args, **kwargs)
+            result = program.compiled(*args, **kwargs)
+            if wait:
+                jax.block_until_ready(result)
+            self.done = call.position
+            return result
         except StoreUnreachableError as error:
             raise PeerLostError(
                 f"Call {call.position}, {call.name}, could not be agreed upon: the process of the "
@@ -164,15 +179,22 @@ class Team:
         """A transport's error as the loss of a process, if one is lost; else the error itself."""
         if self.failure:  # the transport only tells that others have noticed first
             return self.failure
-        if not any(word in str(error).lower() for word in _TRANSPORT):
+        if not _TRANSPORT.search(str(error)):
             return error
-        lost = self._watch.lost.intersection(self.processes) or self._unanswered()
+        try:
+            lost = self._watch.lost.intersection(self.processes) or self._unanswered()
+        except StoreUnreachableError as unknown:
+            return PeerLostError(
+                f"Call {self.position}, {self.last.name}, failed, and nobody can be asked who is "
+                f"lost: {unknown} The transport said: {str(error).splitlines()[0]}",
+                ranks=(),
+            )
         if not lost:
             return error
         return self.lost(lost, f"the transport said: {str(error).splitlines()[0]}")
 
     def _gone_before(self, position: int) -> set[int]:
-        """Who has ended and did not enter this call, as far as it told."""
+        """Who has ended without its part of this call, as far as it told."""
         gone = self._watch.gone
         return {p for p in self.others if p in gone and gone[p].get(self.name, 0) < position}
 
@@ -204,6 +226,7 @@ class Team:
             self._watch.look()
             if dead := self._gone_before(self.position):
                 return dead
+            silent -= self._watch.gone.keys()  # these did their part
             at = self.last.position
             silent -= set(self._watch.roll_call(self.name, at, sorted(silent), patience))
             if len(silent) < 2:
@@ -352,16 +375,7 @@ def _where(answer: dict[str, Any]) -> str:
     return f"has been outside of any call for {answer['seconds']:.1f} s, since call {answer['at']}"
 
 
-_TRANSPORT = (
-    "gloo",
-    "connection",
-    "peer",
-    "nccl",
-    "socket",
-    "heartbeat",
-    "unavailable",
-    "timed out",
-)
+_TRANSPORT = re.compile("gloo|connection|peer|nccl|socket|heartbeat|unavailable|timed out", re.I)
 
 
 @functools.lru_cache(maxsize=256)

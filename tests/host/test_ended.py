@@ -3,11 +3,18 @@
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
 from jaxcoll._host import beats, ended
-from jaxcoll._host.beats import Beats
+from jaxcoll._host.arrival import arrive
+from jaxcoll._host.beats import Beats, named
+from jaxcoll._host.coordinator import start_coordinator
+from jaxcoll._plan.cluster import Member
+
+LINES = []
 
 
 @pytest.fixture
@@ -15,6 +22,7 @@ def coordinator():
     here, there = socket.socketpair()
     line = ended.Line(here.detach())
     ended.follow(line)
+    LINES.append(line)
     yield there
     ended.follow(None)
     line.close()
@@ -22,14 +30,14 @@ def coordinator():
 
 
 def test_lines_are_heard_whole_however_they_arrive(coordinator):
-    assert ended.ended() == frozenset()
+    assert ended.ended() == {}
     coordinator.sendall(b'{"go": true}\n{"ended": 2, "after": 1.5}\n{"ended": 1')
-    assert ended.ended() == {2}
-    coordinator.sendall(b'0, "after": 2.5}\n')
-    assert ended.ended() == {2, 10}
-    coordinator.sendall(b'{"ended": 0, "after": 3.0}\n{"ended"')
+    assert ended.ended() == {2: {}}
+    coordinator.sendall(b'0, "after": 2.5, "done": {"0-1": 7}}\n')
+    assert ended.ended() == {2: {}, 10: {"0-1": 7}}
+    coordinator.sendall(b'{"ended\n{"ended": 0, "after": 3.0}\n{"ended"')
     coordinator.close()
-    assert ended.ended() == ended.ended() == {0, 2, 10}
+    assert ended.ended() == ended.ended() == {0: {}, 2: {}, 10: {"0-1": 7}}
 
 
 def test_a_forked_child_does_not_keep_the_connection_of_its_parent():
@@ -60,22 +68,46 @@ os._exit(0)
 
 
 def test_who_was_not_told_of_anybody_knows_of_nobody():
-    assert ended.ended() == frozenset()
+    assert ended.ended() == {}
+    assert ended.followed() is None
 
 
-def test_a_member_that_has_ended_is_silent_and_its_successor_is_not(coordinator):
+def test_a_worker_that_has_ended_is_silent_and_its_successor_is_not(coordinator):
+    old, other = named(1), named(2)
+    ended.follow(None)  # as in a process that was started again
+    new = named(1)
+    ended.follow(LINES[-1])
     seen = Beats()
-    written = {name: beats.beat(1, beats.Doing(0, 1)) for name in ("1.old", "2.x")}
-    seen.observe(written)
-    assert seen.bury(("1.old", "2.x")) == []
+    seen.observe({name: beats.beat(1, beats.Doing(0, 1)) for name in (old, new, other)})
+    assert not any(map(seen.is_silent, (old, new, other)))
     coordinator.sendall(b'{"ended": 1, "after": 1.5}\n')
-    assert seen.bury(("1.old", "2.x")) == ["1.old"]
-    seen.observe(written | {"1.new": beats.beat(1, beats.Doing(0, -1))})
-    assert [seen.is_silent(name) for name in ("1.old", "1.new", "2.x")] == [True, False, False]
-    assert seen.bury(("1.new", "2.x")) == []
-    assert set(seen.doing(("1.old", "1.new"))) == {"1.new"}
+    assert [seen.is_silent(name) for name in (old, new, other)] == [True, False, False]
+    assert set(seen.doing((old, new))) == {new}
+    assert beats.rank_of(old) == beats.rank_of(new) == 1
 
 
-def test_who_ended_before_is_not_mistaken_for_one_with_its_number(coordinator):
-    coordinator.sendall(b'{"ended": 1, "after": 1.5}\n')
-    assert Beats().bury(("1.new",)) == []
+def test_a_farewell_reaches_the_others_when_its_process_has_ended():
+    started = start_coordinator("127.0.0.1:0", 3)
+    found = [None] * 3
+
+    def come(rank):
+        found[rank] = ended.Line(arrive(Member(started.address, 3, rank), 20).detach())
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found[1].say_farewell({"team": 12})
+    time.sleep(0.2)
+    assert not found[0].news()
+    for rank in (1, 2):
+        found[rank].close()
+    until = time.monotonic() + 20
+    while len(found[0].news()) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    news = found[0].news()
+    assert news[1]["done"] == {"team": 12}
+    assert "done" not in news[2]
+    found[0].close()
+    started.end()

@@ -121,7 +121,7 @@ def test_who_ended_while_this_process_was_told_to_go_is_known_as_well():
             connection.sendall(b'{"go": true}\n{"ended": 0, "after": 0.1}\n')
             thread.join()
             line = Line(found[0].detach())
-            assert line.ended() == {0: 0.1}
+            assert line.news() == {0: {"ended": 0, "after": 0.1}}
             line.close()
 
 

@@ -4,6 +4,7 @@ import types
 
 import pytest
 
+from jaxcoll._compat_coordination import StoreUnreachableError
 from jaxcoll._host import team
 from jaxcoll._host.local_keys import LocalKeys
 from jaxcoll._plan.errors import PeerLostError, ProgramMismatchError
@@ -95,3 +96,36 @@ def test_of_who_died_without_a_word_no_call_is_known(three):
     assert not watch.lost  # nothing was called with it
     with pytest.raises(PeerLostError, match="process 2 has died"):
         call(one, "a")
+
+
+def test_an_error_of_the_transport_is_a_loss_also_where_nobody_can_be_asked(three):
+    (watch, one), *_ = three
+
+    def unreachable(*args):
+        raise StoreUnreachableError("the coordinator is stopped")
+
+    def broken():
+        raise ValueError("Gloo: connection closed by peer")
+
+    watch.look, watch.roll_call = lambda: None, unreachable
+    call(one, "a")
+    program = types.SimpleNamespace(mark="a", name="`a`", lines=(), compiled=broken)
+    with pytest.raises(PeerLostError, match="Call 2, `a`, failed.*is stopped.*Gloo") as caught:
+        one.run(program, (), {})
+    assert caught.value.ranks == ()
+    assert (one.position, one.done) == (2, 1)  # its part of the second is not done
+
+
+def test_who_did_its_part_is_not_blamed_for_another_and_who_died_is_at_once(three):
+    (watch, one), *_ = three
+    asked = []
+    watch.look = lambda: None
+    watch.roll_call = lambda name, at, processes, patience: asked.append(processes) or {}
+    for _ in range(3):
+        call(one, "a")
+    watch.gone = {1: {one.name: 3}}
+    assert one.explained(ValueError("Gloo: read error")).ranks == (2,)
+    assert asked == [[2]]
+    watch.gone, watch.lost = {1: {}}, set()
+    assert one.explained(ValueError("Gloo: read error")).ranks == (1,)
+    assert asked == [[2]]
