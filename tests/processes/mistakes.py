@@ -42,11 +42,11 @@ if RANK:
     attempt("name", lambda: strategy.reduce("sum", number, axis=None))
 else:
     attempt("name", lambda: strategy.run(lambda x: x, (number,)))
-hurried = jc.data_parallel(
-    summed, batch_argnums=(), options=jc.CommunicationOptions(timeout_seconds=2)
+bounded = jc.data_parallel(
+    summed, batch_argnums=(), options=jc.CommunicationOptions(timeout_seconds=60)
 )
-hurried(ROWS)
+bounded(ROWS)
 if RANK:
     sys.exit()
-attempt("late", lambda: hurried(ROWS))
+attempt("left", lambda: bounded(ROWS))
 sys.exit(3)  # while a thread waits in a collective for a process that has ended

@@ -31,5 +31,7 @@ def test_mistakes_over_processes_are_told_and_a_call_that_was_given_up_lets_pyth
         assert "process 0: devices 0 1 2048 2049; process 1: devices 2049 2048 1 0" in said["order"]
         assert said["name"].startswith(different)
         assert "process 1: program `batch_reduce`" in said["name"]
-    assert any(line.startswith("[0] late: DeadlineExceededError") for line in lines), lines
+    left = [line for line in lines if line.startswith("[0] left: PeerLostError")]
+    assert left, lines
+    assert "process 1 has ended" in left[0], left
     assert "process 0 of 2 ended with status 3." in done.stderr, done.stderr
