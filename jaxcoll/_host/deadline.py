@@ -56,7 +56,7 @@ def _together(team: Team, known: Program, args: Any, kwargs: Any) -> Any:
     job = getattr(_worked, "on", None)
     if job is not None:
         team.interrupt = job.worker.interrupt
-        job.team, job.program, job.position = team, known, team.last.position + 1
+        job.team, job.program, job.position = team, known, team.position + 1
     return team.run(known, args, kwargs, wait=job is None or job.wait)
 
 

@@ -195,8 +195,8 @@ class Team:
 
     def _gone_before(self, position: int) -> set[int]:
         """Who has ended without its part of this call, as far as it told."""
-        gone = self._watch.gone
-        return {p for p in self.others if p in gone and gone[p].get(self.name, 0) < position}
+        gone = self._watch.gone.items()  # as a rule there are none
+        return {p for p, done in gone if p in self.processes and done.get(self.name, 0) < position}
 
     def lost(self, lost: Iterable[int], why: str) -> PeerLostError:
         """The error that names lost processes, of which all others are told."""
@@ -209,7 +209,7 @@ class Team:
     def _loss(self, lost: Iterable[int], why: str) -> PeerLostError:
         who = "; ".join(f"process {p} {self._watch.silent(p)}" for p in sorted(lost))
         return PeerLostError(
-            f"Call {self.last.position} among {len(self.processes)} processes, {self.last.name}, "
+            f"Call {self.position} among {len(self.processes)} processes, {self.last.name}, "
             f"failed: {who}. Those that live can go on over a mesh of their own devices. What was "
             f"seen: {why}",
             ranks=sorted(lost),
@@ -227,7 +227,7 @@ class Team:
             if dead := self._gone_before(self.position):
                 return dead
             silent -= self._watch.gone.keys()  # these did their part
-            at = self.last.position
+            at = self.position
             silent -= set(self._watch.roll_call(self.name, at, sorted(silent), patience))
             if len(silent) < 2:
                 break
@@ -271,7 +271,7 @@ class Team:
         with self._lock:
             then = self._at(position)
             return {
-                "at": self.last.position,
+                "at": self.position,
                 "agreed": self._agreed.position,
                 "name": self.last.name,
                 "inside": self._inside,
@@ -283,7 +283,7 @@ class Team:
             }
 
     def _at(self, position: int) -> Entered | None:
-        back = self.last.position - position
+        back = self.position - position
         return self._calls[-1 - back] if 0 <= back < len(self._calls) else None
 
     def confirm(self) -> None:

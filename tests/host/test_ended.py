@@ -14,15 +14,12 @@ from jaxcoll._host.beats import Beats, named
 from jaxcoll._host.coordinator import start_coordinator
 from jaxcoll._plan.cluster import Member
 
-LINES = []
-
 
 @pytest.fixture
 def coordinator():
     here, there = socket.socketpair()
     line = ended.Line(here.detach())
     ended.follow(line)
-    LINES.append(line)
     yield there
     ended.follow(None)
     line.close()
@@ -73,10 +70,10 @@ def test_who_was_not_told_of_anybody_knows_of_nobody():
 
 
 def test_a_worker_that_has_ended_is_silent_and_its_successor_is_not(coordinator):
-    old, other = named(1), named(2)
+    old, other, line = named(1), named(2), ended.followed()
     ended.follow(None)  # as in a process that was started again
     new = named(1)
-    ended.follow(LINES[-1])
+    ended.follow(line)
     seen = Beats()
     seen.observe({name: beats.beat(1, beats.Doing(0, 1)) for name in (old, new, other)})
     assert not any(map(seen.is_silent, (old, new, other)))
