@@ -115,11 +115,12 @@ def _traced(
             f"`{caller}` expects a function and its arguments, a `data_parallel` step, what "
             f"`.trace`, `.lower` or `.compile` returned, or HLO text; got {_what(program)}."
         )
+    jittable: Any = program
     if not hasattr(program, "lower"):
-        program, args, kwargs = jitted(program, args, kwargs)
+        jittable, args, kwargs = jitted(program, args, kwargs)
     # A scope of its own is part of the key of JAX's caches: no older trace is taken for this one.
     with entered(dataclasses.replace(scope_here(), record=record)):
-        found = getattr(program, "trace", program.lower)(*args, **kwargs)
+        found = getattr(jittable, "trace", jittable.lower)(*args, **kwargs)
     stage = stage_of(found)
     if stage is None:
         raise ValueError(
