@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll._host.mesh import no_mesh
+from jaxcoll._host.placement import is_array
 from jaxcoll._host.shards import abstract, cut, joined, own_shapes
 from jaxcoll._plan.shard_layout import ShardLayout, layout_of
 from jaxcoll._spmd.mixing import Origin, origins
@@ -103,7 +104,41 @@ def _check_programs(tx: Any, tree: Any, layout: ShardLayout) -> None:
                 for node, part in zip(nodes, found, strict=True)
                 for number in _numbers(part, like if is_shards(node) else None)
             ]
-            _check_program(tx, like, state, numbers)
+            _check_program(tx.update, like, state, numbers)
+
+
+def check_with_more(tx: Any, parts: Shards, state: Any, extra: dict[str, Any]) -> None:
+    """Refuse `tx` where what `update` is given beside the gradients makes it mix elements.
+
+    Args:
+      tx: an optimizer that does not without them.
+      parts: one replica's gradients.
+      state: its state.
+      extra: what else `update` is given.
+
+    Raises:
+      ValueError: an update or the state would depend on several elements.
+    """
+    leaves, treedef = jax.tree.flatten(extra)
+    given = {i: jax.typeof(x) for i, x in enumerate(leaves) if is_array(x)}
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given.values()]
+    own, of_state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (parts, state)
+    )
+
+    def update(grads: Any, state: Any, params: Any, arrays: Any = ()) -> Any:
+        known = dict(zip(given, arrays, strict=True))
+        named = treedef.unflatten(known.get(i, x) for i, x in enumerate(leaves))
+        return tx.update(grads, state, params, **named)
+
+    numbers = [
+        number
+        for node in jax.tree.leaves(of_state, is_leaf=is_shards)
+        for number in _numbers(node, own if is_shards(node) else None)
+    ]
+    beside: list[Origin] = ["an array beside the gradients" if x.shape else None for x in shapes]
+    with _by_itself():
+        _check_program(update, own, of_state, numbers, shapes, beside)
 
 
 def _other_state(why: str) -> ValueError:
@@ -127,10 +162,18 @@ def _numbers(part: Any, like: Any) -> list[Origin]:
     return list(range(len(leaves)))
 
 
-def _check_program(tx: Any, like: Any, state: Any, numbers: list[Origin]) -> None:
-    program, shapes = jax.make_jaxpr(tx.update, return_shape=True)(like, state, like)
+def _check_program(
+    update: Callable[..., Any],
+    like: Any,
+    state: Any,
+    numbers: list[Origin],
+    more: Sequence[Any] = (),
+    of_more: Sequence[Origin] = (),
+) -> None:
+    beside = (list(more),) if more else ()
+    program, shapes = jax.make_jaxpr(update, return_shape=True)(like, state, like, *beside)
     own: list[Origin] = list(range(len(jax.tree.leaves(like))))
-    found = origins(program, [*own, *numbers, *own])
+    found = origins(program, [*own, *numbers, *own, *of_more])
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     for path, origin, wanted in zip(paths, found, [*own, *numbers], strict=True):
         if origin not in (None, wanted):

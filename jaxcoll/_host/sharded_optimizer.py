@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll import _compat
-from jaxcoll._host.elementwise import check_elementwise, check_on_structure
+from jaxcoll._host.elementwise import check_elementwise, check_on_structure, check_with_more
 from jaxcoll._host.mesh import checked_mesh, has_axes, no_mesh
 from jaxcoll._host.placement import place
 from jaxcoll._host.shards import abstract, cut, joined, read, specs_of
@@ -196,7 +196,7 @@ class ShardedOptimizer:
           NameError: the axis is not mapped here.
           ValueError: gradients or parameters are not those that the state was made for (the first
             difference is named), the state is none of this optimizer's, or what is in `extra`
-            differs between replicas.
+            differs between replicas, or makes `tx` depend on several elements.
           AlreadyReducedError: a plain tree is the same on all replicas, and `reduced` was not said.
         """
         axes = bound_axes(self._axis_name, f"{_CALLER}.update")
@@ -213,6 +213,8 @@ class ShardedOptimizer:
             )
         self._check_state(grads, state)
         _check_same(extra, tuple(axes))
+        if extra and not self._assumed:
+            check_with_more(self._tx, grads, state, extra)
         if self._max_norm is not None:
             grads = clipped(grads, self._max_norm, scope=scope)
         if params is not None:

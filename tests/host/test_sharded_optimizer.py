@@ -359,6 +359,25 @@ def test_what_is_given_to_an_update_is_the_same_on_all_replicas():
         jc.data_parallel(functools.partial(step, False))(p, x)
 
 
+def test_what_mixes_elements_only_with_an_argument_more_is_refused_when_it_comes():
+    def update(g, s, p=None, *, value=None, **_):
+        largest = jnp.maximum(optax.tree.norm(g), 1e-9)
+        return jax.tree.map(lambda x: x if value is None else x * value / largest, g), s
+
+    tx = optax.GradientTransformationExtraArgs(lambda p: (), update)
+    optimizer = jc.sharded_optimizer(tx, "data")
+    p = {"w": np.ones(3, "f")}
+
+    def step(p, x, **more):
+        return optimizer.update(p, optimizer.init(p), reduced=True, **more)[0]
+
+    close(jc.data_parallel(step)(p, np.ones(8, "f")), p)
+    with pytest.raises(
+        ValueError, match=r"the update of .* depends on several elements \(by `reduce_sum"
+    ):
+        jc.data_parallel(functools.partial(step, value=2.0))(p, np.ones(8, "f"))
+
+
 def test_masks_by_name_are_found_out_by_the_parameters():
     fixed = optax.adamw(1e-3, mask=jax.tree.map(lambda x: True, PARAMS))
     with pytest.raises(
