@@ -122,9 +122,7 @@ def check_with_more(tx: Any, parts: Shards, state: Any, extra: dict[str, Any]) -
     leaves, treedef = jax.tree.flatten(extra)
     given = {i: jax.typeof(x) for i, x in enumerate(leaves) if is_array(x)}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given.values()]
-    own, of_state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (parts, state)
-    )
+    own, of_state = jax.eval_shape(lambda: (parts, state))
 
     def update(grads: Any, state: Any, params: Any, arrays: Any = ()) -> Any:
         known = dict(zip(given, arrays, strict=True))
