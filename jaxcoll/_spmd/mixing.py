@@ -26,7 +26,9 @@ _MIXING = {
     "scatter_max", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "slice", "split",
     "triangular_solve", "cholesky", "qr", "svd", "eigh", "lu", "householder_product", "psum",
     "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter", "psum_invariant",
-    "all_gather_invariant",
+    "all_gather_invariant", "reduce_window", "reduce_window_sum", "reduce_window_max",
+    "reduce_window_min", "select_and_scatter_add", "eig", "schur", "tridiagonal_solve",
+    "pure_callback", "io_callback",
 }  # fmt: skip
 """What mixes elements even where its result has the shape of its operand."""
 _BY_PLACE = {"iota", "random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"}

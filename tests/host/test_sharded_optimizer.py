@@ -265,6 +265,12 @@ MIXING = {
         optax.clip_by_global_norm(1.0), lambda step: step > 1000
     ),
     "flags NaNs": optax.zero_nans(),
+    "asks Python": optax.stateless_with_tree_map(
+        lambda g, p: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(g.shape, g.dtype), g)
+    ),
+    "smooths": optax.stateless_with_tree_map(
+        lambda g, p: lax.reduce_window(g, 0.0, lax.add, (1,) * g.ndim, (1,) * g.ndim, "SAME")
+    ),
     "counts NaNs": counting(optax.sgd(0.1)),
     "shifts elements": optax.GradientTransformation(lambda p: (), in_turn),
     "loops until all are small": optax.GradientTransformation(lambda p: (), by_halves),
