@@ -179,6 +179,13 @@ class DataParallel:
         """Positions of the arguments whose memory may be reused."""
         return self._donate_argnums
 
+    def call_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[int | str, ...]]:
+        """A call's arguments, and which of them are the batch, by position or by name."""
+        batch = tuple(i % len(args) for i in self._batch_argnums if -len(args) <= i < len(args))
+        return args, kwargs, batch
+
     @property
     def checksum(self) -> bool:
         """Whether a call listens for corrupted reductions."""

@@ -19,6 +19,7 @@ from jaxcoll._host.in_program import broadcast
 from jaxcoll._host.mesh import no_mesh
 from jaxcoll._host.placement import place
 from jaxcoll._plan.errors import ProgramMismatchError, ReplicaDivergenceError
+from jaxcoll._plan.words import counted
 
 
 class HeldState:
@@ -139,7 +140,8 @@ def _check_digests(said: dict[str, str]) -> None:
     if divergent:
         leaf, groups = next(iter(divergent.items()))
         raise ReplicaDivergenceError(
-            f"Workers hold different values in {len(divergent)} leaves of the state, {leaf} first: "
+            "Workers hold different values in "
+            f"{counted(len(divergent), 'leaf', 'leaves')} of the state, {leaf} first: "
             f"{' | '.join(', '.join(group) for group in groups)}. At the start give all the same "
             "initial state, made from one seed or read from one file.",
             divergent=divergent,

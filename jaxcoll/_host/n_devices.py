@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.mesh import checked_mesh, given_mesh, takes_mesh
 from jaxcoll._host.placement import is_array
+from jaxcoll._host.row_orders import apart, is_rounding, spreads
+from jaxcoll._plan.words import counted
 
 
 def n_devices_equal_one(
@@ -26,7 +28,10 @@ def n_devices_equal_one(
 
     Law: a step that is right does not know on how many devices it runs. A sum that should be a
     mean, a gradient that is reduced twice or divided twice, shows as a power of the number of
-    devices, in what a leaf changed by if the step returns parameters.
+    devices, in what a leaf changed by if the step returns parameters. What rounding alone does is
+    no error: the gradient of a key's bias, or of a bias before a batch norm, is zero but for
+    rounding, and Adam makes whole steps of it. Where outputs differ, one device runs the step again
+    with the rows of the batch in other orders, and what moves as far there is let pass.
 
     Args:
       step: a `jc.data_parallel` step; or a function that takes `mesh`, and maps itself over it.
@@ -34,8 +39,9 @@ def n_devices_equal_one(
         donated ones live on.
       mesh: the devices and axes to compare one device with; None: the step's own, or all devices
         on an axis named "data".
-      tolerance: how far a leaf may be off, relative to its largest change. None: the square
-        root of the precision of its dtype, 0.0003 of float32.
+      tolerance: how far a leaf may be off, relative to its largest change from the argument of
+        the same path, or where none has it from the nearest one. None: the square root of the
+        precision of its dtype, 0.0003 of float32.
       **kwargs: likewise.
 
     Raises:
@@ -79,7 +85,26 @@ def n_devices_equal_one(
     # On the host nothing is donated.
     args, kwargs = jax.tree.map(_on_host, (args, kwargs))
     many, one = (jax.tree.map(_on_host, run(m)(*args, **kwargs)) for m in (mesh, alone))
-    _compare(one, many, _bases(args, kwargs), mesh.size, tolerance)
+    n = mesh.size
+    if jax.tree.structure(one) != jax.tree.structure(many):
+        raise AssertionError(
+            f"on {n} devices the step returns {jax.tree.structure(many)}, on one "
+            f"{jax.tree.structure(one)}"
+        )
+    bases = _bases(args, kwargs)
+    outputs = [
+        _output(path, np.asarray(a), np.asarray(b), bases, tolerance)
+        for (path, a), (_, b) in zip(_leaves(one), _leaves(many), strict=True)
+    ]
+    wrong = [each for each in outputs if each.is_off]
+    if wrong:
+        wrong = _not_by_rounding(outputs, wrong, run(alone), args, kwargs)
+    if wrong:
+        lines = [f"  {each.name}: {_complaint(each, n)}" for each in wrong]
+        raise AssertionError(
+            f"on {n} devices the step gives other results than on one, in {len(wrong)} of "
+            f"{counted(len(outputs), 'output')}:\n" + "\n".join(lines)
+        )
 
 
 def _on_host(x: Any) -> Any:
@@ -89,12 +114,75 @@ def _on_host(x: Any) -> Any:
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
-@dataclasses.dataclass(frozen=True)
+def _not_by_rounding(
+    outputs: list[_Output], wrong: list[_Output], alone: Callable[..., Any], args: Any, kwargs: Any
+) -> list[_Output]:
+    """Of the outputs that are off, those that rounding does not explain."""
+    batch: tuple[int | str, ...] = (len(args) - 1,) if args else ()
+    if isinstance(alone, DataParallel):
+        args, kwargs, batch = alone.call_of(args, kwargs)
+
+    def numbers(result: Any) -> list[np.ndarray]:
+        return [np.asarray(x) for _, x in _leaves(jax.tree.map(_on_host, result))]
+
+    moved = spreads(alone, args, kwargs, batch, [each.one for each in outputs], numbers)
+    if moved is None:
+        return wrong
+    spread = dict(zip((each.path for each in outputs), moved, strict=True))
+    # A step that goes by the order of its rows tells nothing of rounding, if they are in another.
+    calm = [x for x in outputs if x not in wrong and jax.dtypes.issubdtype(x.one.dtype, np.inexact)]
+    still = [x for x in calm if np.max(spread[x.path], initial=0.0) <= x.allowed]
+    if 2 * len(still) <= len(calm) or not calm:
+        return wrong
+    return [x for x in wrong if not is_rounding(x.one, x.many, spread[x.path], x.allowed)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Base:
-    """What an output may be a change of."""
+    """What an output may be a change of.
+
+    Attributes:
+      name: as a message has it.
+      path: the keys on the way to it.
+      value: the argument.
+    """
 
     name: str
+    path: tuple[Any, ...]
     value: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Output:
+    """One output: on one device, on many, and what it is measured from.
+
+    Attributes:
+      path: the keys on the way to it.
+      one: on one device.
+      many: on many.
+      base: the argument that it is a change of; None: of nothing.
+      others: arguments that it might be a change of as well, after a large step.
+      rounding: how far two right results may be apart, however little they changed.
+      allowed: how far they may be apart.
+    """
+
+    path: tuple[Any, ...]
+    one: np.ndarray
+    many: np.ndarray
+    base: _Base | None
+    others: tuple[_Base, ...]
+    rounding: float
+    allowed: float
+
+    @property
+    def name(self) -> str:
+        return f"output {jax.tree_util.keystr(self.path)}" if self.path else "the output"
+
+    @property
+    def is_off(self) -> bool:
+        if self.one.shape != self.many.shape:
+            return True
+        return bool(np.max(apart(self.one, self.many), initial=0.0) > self.allowed)
 
 
 def _bases(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Base]:
@@ -102,12 +190,14 @@ def _bases(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Base]:
         *((f"args[{i}]", leaf) for i, arg in enumerate(args) for leaf in _leaves(arg)),
         *((f"kwargs[{name!r}]", leaf) for name, arg in kwargs.items() for leaf in _leaves(arg)),
     ]
-    return [_Base(name + path, np.asarray(x)) for name, (path, x) in flat]
+    return [
+        _Base(name + jax.tree_util.keystr(path), path, np.asarray(x)) for name, (path, x) in flat
+    ]
 
 
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
+def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat if _has_numbers(leaf)]
+    return [(path, leaf) for path, leaf in flat if _has_numbers(leaf)]
 
 
 def _has_numbers(x: Any) -> bool:
@@ -115,62 +205,45 @@ def _has_numbers(x: Any) -> bool:
     return is_array(x) and not key
 
 
-def _compare(one: Any, many: Any, bases: Sequence[_Base], n: int, tolerance: float | None) -> None:
-    if jax.tree.structure(one) != jax.tree.structure(many):
-        raise AssertionError(
-            f"on {n} devices the step returns {jax.tree.structure(many)}, on one "
-            f"{jax.tree.structure(one)}"
-        )
-    pairs = [(path, a, b) for (path, a), (_, b) in zip(_leaves(one), _leaves(many), strict=True)]
-    found = {
-        path: complaint
-        for path, a, b in pairs
-        if (complaint := _complaint(np.asarray(a), np.asarray(b), bases, n, tolerance))
-    }
-    if found:
-        lines = [f"  {f'output {p}' if p else 'the output'}: {why}" for p, why in found.items()]
-        raise AssertionError(
-            f"on {n} devices the step gives other results than on one, in {len(found)} of "
-            f"{len(pairs)} outputs:\n" + "\n".join(lines)
-        )
-
-
-def _complaint(
-    one: np.ndarray, many: np.ndarray, bases: Sequence[_Base], n: int, tolerance: float | None
-) -> str | None:
-    """What is wrong with an output, or None."""
-    if one.shape != many.shape:
-        return f"has shape {many.shape}, and {one.shape} on one device; is it one value a replica?"
+def _output(
+    path: Any, one: np.ndarray, many: np.ndarray, bases: Sequence[_Base], tolerance: float | None
+) -> _Output:
     inexact = jax.dtypes.issubdtype(one.dtype, np.inexact)
     eps = float(jax.numpy.finfo(one.dtype).eps) if inexact else 0.0
-    wide = np.complex128 if np.iscomplexobj(one) else np.float64
-    exact_one, exact_many = one.astype(wide), many.astype(wide)
-    base = _base_of(one, exact_one, bases)
-    start = 0.0 if base is None else base.value.astype(wide)
-    rounding = 16 * eps * _largest(exact_one)
-    allowed = rounding + (eps**0.5 if tolerance is None else tolerance) * _largest(
-        exact_one - start
+    exact = _wide(one)
+    base, others = _base_of(path, one, exact, bases)
+    start = 0.0 if base is None else _wide(base.value)
+    rounding = 16 * eps * _largest(exact)
+    share = eps**0.5 if tolerance is None else tolerance
+    return _Output(
+        path, one, many, base, others, rounding, rounding + share * _largest(exact - start)
     )
-    if np.array_equal(np.isnan(exact_one), np.isnan(exact_many)) and (
-        _largest(exact_many - exact_one) <= allowed
-    ):
-        return None
-    return _explained(exact_one, exact_many, base, bases, rounding, n)
 
 
-def _explained(
-    one: np.ndarray,
-    many: np.ndarray,
-    base: _Base | None,
-    bases: Sequence[_Base],
-    rounding: float,
-    n: int,
-) -> str:
+def _wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def _complaint(output: _Output, n: int) -> str:
+    """What is wrong with an output that is off."""
+    one, many = output.one, output.many
+    if one.shape != many.shape:
+        return f"has shape {many.shape}, and {one.shape} on one device; is it one value a replica?"
+    return _explained(_wide(one), _wide(many), output, n)
+
+
+def _explained(one: np.ndarray, many: np.ndarray, output: _Output, n: int) -> str:
     """In words: what of the output differs, by which factor, and what that means."""
     # After a large step an output is near no argument, but its change may tell the factor.
-    others = [b for b in bases if b.value.shape == one.shape and b is not base]
+    base, rounding = output.base, output.rounding
+    odd = np.count_nonzero(apart(one, many) == np.inf)
+    if odd:
+        return (
+            f"is infinite or no number on one side only, in {odd:,} of "
+            f"{counted(one.size, 'element')}; does a sum overflow?"
+        )
     found = []
-    for start in (base, None, *others) if base else (None, *others):
+    for start in (base, None, *output.others) if base else (None, *output.others):
         shift = 0.0 if start is None else start.value.astype(one.dtype)
         factor = _factor(one - shift, many - shift, rounding)
         if factor is not None:
@@ -187,13 +260,41 @@ def _explained(
     return f"{what} {size} times too large: {meaning}"
 
 
-def _base_of(one: np.ndarray, exact: np.ndarray, bases: Sequence[_Base]) -> _Base | None:
-    """The argument that an output is a small change of, if it is of any."""
-    fits = [b for b in bases if b.value.shape == one.shape and b.value.dtype == one.dtype]
-    near = min(fits, key=lambda b: float(np.sum(np.abs(exact - b.value)) or 0), default=None)
+def _base_of(
+    path: Any, one: np.ndarray, exact: np.ndarray, bases: Sequence[_Base]
+) -> tuple[_Base | None, tuple[_Base, ...]]:
+    """The argument that an output is a small change of, if it is of any, and what else fits.
+
+    It is sought among those whose path ends as the output's does, by name, and only where there is
+    none among all.
+    """
+    shared = [_shared(path, base.path) for base in bases]
+    most = max(shared, default=0)
+    fits = [
+        base
+        for base, length in zip(bases, shared, strict=True)
+        if length == most and base.value.shape == one.shape
+    ]
+    alike = [base for base in fits if base.value.dtype == one.dtype]
+    near = min(alike, key=lambda b: float(np.sum(np.abs(exact - b.value)) or 0), default=None)
     if near is None or not one.ndim or not one.size:
-        return None
-    return near if np.sum(np.abs(exact - near.value)) < 0.5 * np.sum(np.abs(exact)) else None
+        return None, tuple(fits)
+    if np.sum(np.abs(exact - near.value)) < 0.5 * np.sum(np.abs(exact)):
+        return near, tuple(base for base in fits if base is not near)
+    return None, tuple(fits)
+
+
+def _shared(path: Any, other: Any) -> int:
+    """How many keys two paths end with in common; 0 if only positions are."""
+    length = 0
+    for a, b in zip(reversed(path), reversed(other), strict=False):
+        if a != b:
+            break
+        length += 1
+    positions = all(
+        isinstance(key, jax.tree_util.SequenceKey) for key in path[len(path) - length :]
+    )
+    return 0 if positions else length
 
 
 def _factor(one: np.ndarray, many: np.ndarray, rounding: float) -> float | None:
@@ -202,8 +303,10 @@ def _factor(one: np.ndarray, many: np.ndarray, rounding: float) -> float | None:
     if not square or not np.isfinite(square):
         return None
     factor = float(np.real(np.vdot(one, many))) / square
-    apart = _largest(many - factor * one)
-    if not np.isfinite(factor) or apart > 0.02 * abs(factor) * _largest(one) + 2 * rounding:
+    if not np.isfinite(factor):
+        return None
+    off = _largest(many - factor * one)
+    if off > 0.02 * abs(factor) * _largest(one) + 2 * rounding:
         return None
     near = round(factor)
     return float(near) if near and abs(factor - near) < 0.01 * abs(factor) else factor

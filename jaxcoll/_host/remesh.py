@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.mesh import abstract_mesh, fitted_mesh, given_mesh, no_mesh, takes_mesh
 from jaxcoll._host.placement import is_array
+from jaxcoll._host.unwrap import called, jitted, stage_of
 from jaxcoll._host.world import topology_scope
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.topology import Topology
@@ -48,6 +49,7 @@ def traced_over(
     Raises:
       ValueError: the mesh does not fit the topology.
     """
+    fun, args, kwargs = called(fun, args, kwargs)
     if isinstance(fun, DataParallel):
         shapes, named = jax.tree.map(_shape_of, (args, kwargs))
         return fun.over(topology, mesh).trace_recorded(record, *shapes, **named)
@@ -59,11 +61,15 @@ def traced_over(
         mesh = context
     over = None if mesh is None else fitted_mesh(mesh, topology)
     shapes, named = jax.tree.map(functools.partial(_as_argument, mesh=over), (args, kwargs))
-    # What has no `trace` is a plain function, or pmapped.
-    jitted: Any = fun if hasattr(fun, "trace") else jax.jit(fun)
+    # What has no `trace` is a plain function, or jitted by another library.
+    program: Any = fun
+    if not hasattr(fun, "trace"):
+        program, shapes, named = jitted(fun, shapes, named)
     scope = dataclasses.replace(topology_scope(topology), record=record)
     with _meshed(over), entered(scope):
-        return jitted.trace(*shapes, **named)
+        traced = stage_of(program.trace(*shapes, **named))
+    assert isinstance(traced, jax.stages.Traced)
+    return traced
 
 
 @contextlib.contextmanager

@@ -8,10 +8,11 @@ import numbers
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll import _compat
-from jaxcoll._host.elementwise import check_elementwise, check_on_structure
+from jaxcoll._host.elementwise import check_elementwise, check_on_structure, check_with_more
 from jaxcoll._host.mesh import checked_mesh, has_axes, no_mesh
 from jaxcoll._host.placement import place
 from jaxcoll._host.shards import abstract, cut, joined, read, specs_of
@@ -23,6 +24,7 @@ from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.clip import clipped
 from jaxcoll._spmd.shards import (
     Shards,
+    all_parts,
     check_fits,
     is_shards,
     own_part,
@@ -49,7 +51,8 @@ def sharded_optimizer(
     Args:
       tx: an optax transformation, or anything with its `init` and `update`, that treats every
         element by itself: sgd, adam, adamw, lion, rmsprop ..., with schedules. It is tried on a
-        small tree, whole and in shards, and refused if the updates differ.
+        small tree, whole and in shards, and its program is read; it is refused if the updates
+        differ, or depend on several elements.
       axis_name: the mapped axis, or a tuple of mesh axes, outer to inner.
       mesh: where `init` and `shard` lay a state out between programs; None: all devices on one
         axis. An `AbstractMesh` makes shapes, for `jc.inspect` with a topology.
@@ -141,7 +144,7 @@ class ShardedOptimizer:
         Args:
           params: the whole parameters. Between programs numpy arrays, `jax.Array`s that this
             process can read, or `jax.ShapeDtypeStruct`s; in a program that maps the axis, arrays
-            that all replicas hold.
+            that all replicas hold. `jax.jit` and `jax.eval_shape` take `init` as well.
 
         Returns:
           The state of `tx` with `Shards` in it. Between programs they are global arrays over the
@@ -151,13 +154,15 @@ class ShardedOptimizer:
         Raises:
           ValueError: a leaf cannot be cut, or `tx` goes by names or ranks of leaves.
         """
-        if not self._assumed:
-            check_on_structure(self._tx, params)
         if set(self._axes) <= set(_compat.axes_in_scope()):
             scope = scope_here().merged(self._options)
             own = own_part(params, self._axis_name, _CALLER, scope=scope)
+            self._check(params, own.layout)
             return _varying(self._tx.init(own))
         layout, leaves = self._layout(params)
+        self._check(params, layout)
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            return self._laid_out(self._tx.init(all_parts(params, layout, self._axes)))
         shapes = jax.eval_shape(self._tx.init, abstract(layout, self._axes))
         if isinstance(self.mesh, AbstractMesh) or any(
             isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves
@@ -180,7 +185,7 @@ class ShardedOptimizer:
           params: the whole parameters, for optimizers that look at them.
           reduced: `grads` is a plain tree that is the same on all replicas, as `value_and_grad`
             returns it without `scatter`; it is not sent again.
-          **extra: given to `tx.update` as it is.
+          **extra: given to `tx.update` as it is; the same on all replicas, as a reduced loss is.
 
         Returns:
           `(updates, state)`: the updates a tree like the parameters, whole and *invariant*; the
@@ -190,7 +195,8 @@ class ShardedOptimizer:
         Raises:
           NameError: the axis is not mapped here.
           ValueError: gradients or parameters are not those that the state was made for (the first
-            difference is named), or the state is none of this optimizer's.
+            difference is named), the state is none of this optimizer's, or what is in `extra`
+            differs between replicas, or makes `tx` depend on several elements.
           AlreadyReducedError: a plain tree is the same on all replicas, and `reduced` was not said.
         """
         axes = bound_axes(self._axis_name, f"{_CALLER}.update")
@@ -206,6 +212,9 @@ class ShardedOptimizer:
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
             )
         self._check_state(grads, state)
+        _check_same(extra, tuple(axes))
+        if extra and not self._assumed:
+            check_with_more(self._tx, grads, state, extra)
         if self._max_norm is not None:
             grads = clipped(grads, self._max_norm, scope=scope)
         if params is not None:
@@ -270,6 +279,22 @@ class ShardedOptimizer:
         assert isinstance(self.mesh, Mesh), "an abstract mesh holds no values"
         return cut(leaves, layout, self.mesh, self._axes)
 
+    def _laid_out(self, state: Any) -> Any:
+        """A state that is being traced, each part of it bound for its device."""
+        if isinstance(self.mesh, AbstractMesh):
+            return state
+        specs = jax.tree.leaves(specs_of(state), is_leaf=lambda x: isinstance(x, PartitionSpec))
+        nodes, treedef = jax.tree.flatten(state, is_leaf=is_shards)
+        over = [NamedSharding(self.mesh, spec) for spec in specs]
+        # Each is without effect, or refused, on axes of the other kind.
+        explicit = AxisType.Explicit in self.mesh.axis_types
+        bound = jax.device_put if explicit else jax.lax.with_sharding_constraint
+        return treedef.unflatten(map(bound, nodes, over))
+
+    def _check(self, params: Any, layout: ShardLayout) -> None:
+        if not self._assumed:
+            check_on_structure(self._tx, params, layout)
+
     def _layout(self, params: Any) -> tuple[ShardLayout, list[Any]]:
         """The layout over this mesh, and the leaves."""
         axes = {a: self.mesh.shape[a] for a in self._axes}
@@ -303,6 +328,17 @@ def _check_like(grads: Shards, layout: ShardLayout | None, replicas: int) -> Non
         f"({grads.layout} and {layout}). Give `bytes_per_pack` to both, in the options of "
         "`sharded_optimizer` and of `data_parallel` or `value_and_grad`, or to none."
     )
+
+
+def _check_same(extra: dict[str, Any], axes: tuple[str, ...]) -> None:
+    """Refuse arguments that differ between replicas, whose parts would be updated differently."""
+    for path, x in jax.tree_util.tree_leaves_with_path(extra, is_leaf=is_shards):
+        if isinstance(x, jax.Array) and _compat.varying_axes(x) & set(axes):
+            raise ValueError(
+                f"`{_CALLER}.update`: {jax.tree_util.keystr(path)} differs between replicas, and "
+                "each would update its part of the parameters by its own. Reduce it first, as "
+                "with `jc.all_reduce`; the loss that `jc.value_and_grad` returns is reduced."
+            )
 
 
 def _varying(state: Any) -> Any:

@@ -85,6 +85,14 @@ def abstract(layout: ShardLayout, axes: tuple[str, ...]) -> Shards:
     return Shards(tuple(shapes), layout, axes)
 
 
+def own_shapes(shards: Shards) -> Shards:
+    """The shapes of one replica's parts, from those of all."""
+    n = shards.layout.replicas
+    return shards.replace(
+        [jax.ShapeDtypeStruct((x.shape[0] // n, LANES), x.dtype) for x in shards.parts]
+    )
+
+
 def joined(shards: Shards) -> Any:
     """The whole tree that global arrays are the parts of, as numpy arrays of the parts' types.
 

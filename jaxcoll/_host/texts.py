@@ -11,6 +11,7 @@ import jax
 from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.mesh import given_mesh, line_of, takes_mesh
 from jaxcoll._host.terms import terms_here
+from jaxcoll._host.unwrap import Stage, called, jitted, stage_of
 from jaxcoll._host.world import mesh_world, scope_here
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.terms import Terms
@@ -44,8 +45,9 @@ def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], calle
     """Trace, lower and compile what is not compiled yet.
 
     Args:
-      program: a function, one that `jax.jit` or `jax.pmap` returned, a `data_parallel` step; or,
-        without arguments, what `.lower` or `.compile` returned.
+      program: a function, one that `jax.jit`, `jax.pmap` or another library's own `jit` returned, a
+        `data_parallel` step, a `functools.partial` or method of one; or, without arguments, what
+        `.trace`, `.lower` or `.compile` returned.
       args: arrays, or `jax.ShapeDtypeStruct`s in their place.
       kwargs: likewise.
       caller: who is named in a message.
@@ -56,28 +58,32 @@ def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], calle
     Raises:
       ValueError: it is none of these, or arguments came with what has them already.
     """
-    if isinstance(program, jax.stages.Lowered | jax.stages.Compiled):
+    stage = stage_of(program)
+    if stage is not None:
         if args or kwargs:
             raise ValueError(
                 f"`{caller}` got arguments for a program that was lowered with its own; pass the "
                 "function and its arguments, or the program alone."
             )
-        if isinstance(program, jax.stages.Compiled):
-            return Texts(program.as_text() or "", terms=_terms())
-        requested = program.as_text(debug_info=True)
-        return Texts(program.compile().as_text() or "", requested, terms=_terms())
+        return _texts_of(stage)
     if callable(program) and takes_mesh(program, kwargs):
         program = given_mesh(program, line_of(jax.devices(), "data"))
     plans: list[Plan] = []
-    traced = _traced(program, args, kwargs, plans.append, caller)
-    is_traced = isinstance(traced, jax.stages.Traced)
-    lowered = traced.lower() if is_traced else traced
+    return _texts_of(_traced(program, args, kwargs, plans.append, caller), plans)
+
+
+def _texts_of(stage: Stage, plans: Sequence[Plan] = ()) -> Texts:
+    """The texts of what is traced, lowered or compiled already."""
+    if isinstance(stage, jax.stages.Compiled):
+        return Texts(stage.as_text() or "", terms=_terms())
+    is_traced = isinstance(stage, jax.stages.Traced)
+    lowered = stage.lower() if is_traced else stage
     return Texts(
         lowered.compile().as_text() or "",
         lowered.as_text(debug_info=True),
         tuple(plans),
         terms=_terms(),
-        repeated=repeated_reductions(traced.jaxpr) if is_traced else (),
+        repeated=repeated_reductions(stage.jaxpr) if is_traced else (),
     )
 
 
@@ -93,23 +99,39 @@ def _traced(
     kwargs: Mapping[str, Any],
     record: Callable[[Plan], None],
     caller: str,
-) -> jax.stages.Traced | jax.stages.Lowered:
+) -> Stage:
     """The program traced anew, so that every reduction in it says its plan.
 
-    Of what `jax.pmap` returned there is no step between the function and the lowered program.
+    Of what equinox jitted there is no step between the function and the lowered program.
 
     Raises:
       ValueError: it is no function.
     """
+    program, args, kwargs = called(program, args, kwargs)
     if isinstance(program, DataParallel):
         return program.trace_recorded(record, *args, **kwargs)
     if not callable(program):
         raise ValueError(
             f"`{caller}` expects a function and its arguments, a `data_parallel` step, what "
-            f"`.lower` or `.compile` returned, or HLO text; got {type(program).__name__}."
+            f"`.trace`, `.lower` or `.compile` returned, or HLO text; got {_what(program)}."
         )
-    jitted: Any = program if hasattr(program, "lower") else jax.jit(program)
+    jittable: Any = program
+    if not hasattr(program, "lower"):
+        jittable, args, kwargs = jitted(program, args, kwargs)
     # A scope of its own is part of the key of JAX's caches: no older trace is taken for this one.
     with entered(dataclasses.replace(scope_here(), record=record)):
-        trace = getattr(jitted, "trace", jitted.lower)
-        return trace(*args, **kwargs)
+        found = getattr(jittable, "trace", jittable.lower)(*args, **kwargs)
+    stage = stage_of(found)
+    if stage is None:
+        raise ValueError(
+            f"`{caller}`: {type(program).__name__} says that it can be lowered, and what it lowers "
+            f"to, {type(found).__name__}, holds no program of JAX. Pass the function that it wraps."
+        )
+    return stage
+
+
+def _what(program: Any) -> str:
+    """What was passed instead of a program, and which of its functions may be meant."""
+    functions = [name for name in ("apply", "init") if callable(getattr(program, name, None))]
+    meant = f", whose functions are {' and '.join(f'`.{name}`' for name in functions)}"
+    return type(program).__name__ + meant * bool(functions)

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcoll._host.assemble import assembled, own_devices, part_on, viewed
 from jaxcoll._host.mesh import checked_devices, line_of, no_mesh
+from jaxcoll._plan.words import counted
 
 AXIS = "replica"
 """The mesh axis along which every distributed value lies."""
@@ -45,8 +46,8 @@ class DistributedValues(abc.ABC):
         found = checked_devices(devices, name)
         if len(found) != len(values):
             raise ValueError(
-                f"`{name}` expects one device for each value; got {len(values)} values and "
-                f"{len(found)} devices."
+                f"`{name}` expects one device for each value; got "
+                f"{counted(len(values), 'value')} and {counted(len(found), 'device')}."
             )
         self._tree = self._assembled(found, values.__getitem__)
 
@@ -223,7 +224,8 @@ class DistributedValues(abc.ABC):
         if devices is None:
             raise ValueError(
                 f"`{type(self).__name__}` expects {name} {self._expected}; got shape "
-                f"{leaf.shape} over {len(leaf.sharding.device_set)} devices: {leaf.sharding}."
+                f"{leaf.shape} over {counted(len(leaf.sharding.device_set), 'device')}: "
+                f"{leaf.sharding}."
             )
         return devices
 

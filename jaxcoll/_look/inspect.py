@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import jax
-
 from jaxcoll._host.texts import Texts, texts_of
 from jaxcoll._host.topology import compile_for
+from jaxcoll._host.unwrap import stage_of
 from jaxcoll._observe.collective import KINDS
 from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.report_text import carried, like
@@ -33,11 +32,13 @@ def inspect(fun: Any, *args: Any, topology: Any = None, **kwargs: Any) -> Report
     do not use jaxcoll; of those that do, it names the packs and their leaves.
 
     Args:
-      fun: a function, jitted here; one that `jax.jit` or `jax.pmap` returned; a `data_parallel`
-        step; or, without arguments, what `.lower` or `.compile` returned, or HLO text. Of what is
+      fun: a function, jitted here; one that `jax.jit`, `jax.pmap`, flax's `nnx.jit` or equinox's
+        `filter_jit` returned; a `data_parallel` step; a `functools.partial` or a method of one; or,
+        without arguments, what `.trace`, `.lower` or `.compile` returned, or HLO text. Of what is
         compiled already, what was requested is no longer known. A function that takes a `mesh` is
         given one, of all devices on the axis "data".
-      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
+      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s in their place. Only their shapes
+        are read, so that donated ones serve, too.
       topology: a cluster to compile for in place of the devices that are here, such as "h100:2x8"
         or "v5p:8x8x8" (docs/clusters.md); the vendor's compiler must be installed, no device. A
         `data_parallel` step is laid over it as it stands, a function that takes a `mesh` is given
@@ -106,7 +107,7 @@ def assert_collectives(
       The report, for what else a test may ask.
 
     Raises:
-      AssertionError: a limit is passed; the message lists each limit, what was found, and the
+      AssertionError: a limit is exceeded; the message lists each limit, what was found, and the
         collectives behind it with the lines that ask for them.
       ValueError: an argument is invalid, or as in `inspect`.
 
@@ -134,7 +135,7 @@ def assert_collectives(
         *_unlike(report, max_operands, none_in_loops, *allowed),
     ]
     if complaints:
-        raise AssertionError("\n".join([f"{report.name} passes its limits.", *complaints]))
+        raise AssertionError("\n".join([f"{report.name} exceeds its limits.", *complaints]))
     return report
 
 
@@ -157,7 +158,7 @@ def _texts(fun: Any, args: Any, kwargs: Any, topology: Any, caller: str) -> Text
     """The one place where a topology turns into texts."""
     if topology is None:
         return texts_of(fun, args, kwargs, caller)
-    if not callable(fun) or isinstance(fun, jax.stages.Compiled):
+    if not callable(fun) or stage_of(fun) is not None:
         raise ValueError(
             f"`{caller}` compiles functions for a topology, and got {type(fun).__name__}, which is "
             "lowered for devices already, or no program; pass the function and its arguments."

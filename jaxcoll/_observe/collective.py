@@ -142,12 +142,11 @@ def _leaving(kind: str, operand: Operand, n: int) -> int:
     """Bytes of one operand that leave the device of a group of `n` that sends most."""
     if n <= 1:
         return 0
-    share = bytes_of(operand.dtype, -(-operand.size // n))
     match kind:
         case "all-reduce":
-            return 2 * (n - 1) * share
+            return 2 * bytes_of(operand.dtype, operand.size - operand.size // n)
         case "reduce-scatter" | "all-to-all":
-            return (n - 1) * share
+            return (n - 1) * bytes_of(operand.dtype, -(-operand.size // n))
         case "all-gather":
             return (n - 1) * operand.nbytes
         case _:
@@ -161,9 +160,9 @@ def wire_bytes(collectives: Iterable[Collective], *, unknown_trips: int | None =
     a reduce-scatter and an all-to-all (n-1)/n·S, an all-gather (n-1)·S, a collective-permute
     and a collective-broadcast S, all of them what a byte-optimal implementation sends; a
     ragged all-to-all at most S, its sizes being known only when it runs. A group of one sends
-    nothing. S/n is rounded up to whole elements, operand by operand, as the devices' shares
-    are. Where devices differ, the one that sends most counts; of the branches of a
-    conditional, the one that sends most.
+    nothing. Shares are of whole elements, operand by operand: those of an all-reduce may differ
+    by one, and a device sends all but one of them, twice. Where devices differ, the one that
+    sends most counts; of the branches of a conditional, the one that sends most.
 
     Args:
       collectives: what `read_hlo` returned.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxcoll._plan.words import counted as counted
+
 WIDTH = 118
 
 
@@ -31,16 +33,6 @@ def scaled(number: int) -> str:
     while value >= 999.95:
         value, prefix = value / 1000, next(prefixes)
     return f"{value:.2f} {prefix}" if value < 10 else f"{value:.1f} {prefix}"
-
-
-def counted(n: int, noun: str) -> str:
-    """A number with its noun.
-
-    Examples:
-      >>> counted(1, "device"), counted(1200, "op")
-      ('1 device', '1,200 ops')
-    """
-    return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
 def milliseconds(seconds: float) -> str:

@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
+from jaxcoll._plan.words import counted
 from jaxcoll._plan.world import World
 
 DESCRIPTIONS = {
@@ -139,8 +140,8 @@ def check_fits(algorithm: str, shards: int, world: World) -> None:
     owners = math.prod(world.sizes[: axes - len(names) + 1])
     if owns_shards(algorithm) and shards > owners:
         raise ValueError(
-            f"`shards` is {shards}, but the shuffle of {algorithm!r} runs over {owners} "
-            f"replica{'s' * (owners > 1)}, and each shard needs an owner of its own: pass at most "
+            f"`shards` is {shards}, but the shuffle of {algorithm!r} runs over "
+            f"{counted(owners, 'replica')}, and each shard needs an owner of its own: pass at most "
             f"{owners}, or 0 for one each."
         )
 
@@ -173,7 +174,7 @@ def check_in_tree_order(algorithm: str, shards: int, world: World) -> None:
         return
     n = world.replicas
     owned = shards and owns_shards(algorithm)
-    what = f"{algorithm!r} with {shards} owners" if owned else repr(algorithm)
+    what = f"{algorithm!r} with {counted(shards, 'owner')}" if owned else repr(algorithm)
     fixed = " or ".join(repr(name) for name, law in IN_TREE_ORDER.items() if law(n))
     fixed += " with `shards` unset" if owned else ""
     pairs = ", or 'inner/outer' of these over groups of a power of two"
@@ -211,17 +212,23 @@ def wire_elements(stages: Sequence[Stage], size: int) -> int:
     """Elements of an array of `size` that leave the device that sends most, padding included.
 
     Law: over n replicas with a shard for each it is 2(n-1)/n of the array, rounded up to whole
-    shards, and the stages of a composition come to the same for all its replicas together. With
-    m < n shards an owner sends m-1 of them to others and its own to n-1.
+    shards, since the programs here pad it to that, and so do the halves of a composition; the
+    stages of one come to the same for all its replicas together. The backend's own all-reduce pads
+    nothing: its shares may differ by an element, and a device sends all but one of them, twice.
+    With m < n shards an owner sends m-1 of them to others and its own to n-1.
 
     Examples:
       >>> wire_elements(stages("ring", 0, (8,)), 80), wire_elements(stages("ring", 0, (8,)), 81)
       (140, 154)
+      >>> wire_elements(stages("native", 0, (8,)), 80), wire_elements(stages("native", 0, (8,)), 3)
+      (140, 6)
       >>> wire_elements(stages("ring/halving_doubling", 0, (2, 4)), 80)
       140
     """
     total = 0
     for stage in stages:
+        if stage.algorithm == "native" and stage is stages[-1]:
+            return total + 2 * (size - size // stage.replicas)
         size = -(-size // stage.shards)
         total += (stage.shards - 1 + stage.replicas - 1) * size
     return total

@@ -9,6 +9,8 @@ import itertools
 import math
 import statistics
 
+from jaxcoll._plan.words import counted
+
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
@@ -57,7 +59,7 @@ class Curve:
         if self.replicas < 2 or not 1 <= self.islands <= self.replicas:
             raise ValueError(
                 "a curve is measured over two replicas or more, on at most as many islands; got "
-                f"{self.replicas} replicas on {self.islands} islands."
+                f"{counted(self.replicas, 'replica')} on {counted(self.islands, 'island')}."
             )
 
     @property

@@ -26,6 +26,7 @@ from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packing import Pack
 from jaxcoll._plan.shard_layout import padded
 from jaxcoll._plan.terms import Terms
+from jaxcoll._plan.words import counted
 from jaxcoll._plan.world import World
 
 
@@ -231,9 +232,10 @@ class Plan:
     def headline(self) -> str:
         """What is reduced over what, and what that sends, in one sentence."""
         return (
-            f"{self._called} of {len(self.leaves)} leaves, {self.nbytes:,} bytes "
-            f"a replica, over {self.world}: {len(self.packs) + 2 * len(self.gathers)} arrays, "
-            f"{self.steps} steps, {self.wire_bytes:,} wire bytes a device"
+            f"{self._called} of {counted(len(self.leaves), 'leaf', 'leaves')}, "
+            f"{counted(self.nbytes, 'byte')} a replica, over {self.world}: "
+            f"{counted(len(self.packs) + 2 * len(self.gathers), 'array')}, "
+            f"{counted(self.steps, 'step')}, {counted(self.wire_bytes, 'wire byte')} a device"
         )
 
     @property

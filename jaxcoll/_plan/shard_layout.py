@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 
 from jaxcoll._plan.leaves import Leaf, where
 from jaxcoll._plan.packing import BytesPerPack, Pack, plan_packs
+from jaxcoll._plan.words import counted
 
 LANES = 128
 """Elements of a row. TPUs hold rows of 128; of a flat buffer they make no reduce-scatter."""
@@ -82,8 +83,8 @@ class ShardLayout:
 
     def __repr__(self) -> str:
         return (
-            f"ShardLayout({len(self.leaves)} leaves in {len(self.packs)} packs, "
-            f"{self.replicas} shards each)"
+            f"ShardLayout({counted(len(self.leaves), 'leaf', 'leaves')} in "
+            f"{counted(len(self.packs), 'pack')}, {counted(self.replicas, 'shard')} each)"
         )
 
 

@@ -13,6 +13,7 @@ from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.shard_layout import LANES, ShardLayout
 from jaxcoll._plan.terms import Terms
+from jaxcoll._plan.words import counted
 from jaxcoll._plan.world import World
 
 Half = Literal["reduce_scatter", "all_gather"]
@@ -64,8 +65,8 @@ def plan_half(
         for pack in layout.packs
     )
     reasons = (
-        f"packs: {len(packs)}, laid out in rows of {LANES}, as many on each of {layout.replicas} "
-        "replicas",
+        f"packs: {len(packs)}, laid out in rows of {LANES}, as many on each of "
+        f"{counted(layout.replicas, 'replica')}",
         reason,
         *choice.reasons[1:],
     )

@@ -20,6 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxcoll import _compat
 from jaxcoll._plan.errors import ReductionInLoopWarning
+from jaxcoll._plan.words import counted
 from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.in_loops import moved_reductions, told
 
@@ -134,7 +135,7 @@ def _in_pieces(
         if not -len(args) <= i < len(args):
             raise ValueError(
                 f"`jc.accumulate`: argument {i} is named in `batch_argnums`, but the function was "
-                f"called with {len(args)} positional arguments."
+                f"called with {counted(len(args), 'positional argument')}."
             )
     chosen = sorted({i % len(args) for i in micro.argnums})
     learned = (argnums,) if isinstance(argnums, int) else argnums

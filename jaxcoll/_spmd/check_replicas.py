@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxcoll._plan.errors import ReplicaDivergenceError
 from jaxcoll._plan.leaves import no_array, where
+from jaxcoll._plan.words import counted
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.digest import WORDS, digest
 from jaxcoll._spmd.gather import all_gather
@@ -27,9 +28,10 @@ class ReplicaCheck:
       digests: uint32[n, leaves, 2], every replica's digest of every leaf; *invariant*.
       paths: of the leaves, as `jax.tree_util.keystr` writes them.
       names: what the replicas are called.
+      holders: for each leaf, the positions in `names` of those that hold it; (): all of them.
 
     Examples:
-      >>> check = check_replicas({"w": np.ones(3)})
+      >>> check = check_replicas(Mirrored([{"w": np.ones(3)}] * 8))
       >>> check.differs.tolist()
       [False]
       >>> check.raise_if_differs()
@@ -38,10 +40,11 @@ class ReplicaCheck:
     digests: Any
     paths: tuple[str, ...]
     names: tuple[str, ...]
+    holders: tuple[tuple[int, ...], ...] = ()
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
         """For JAX: one array, and the names beside it."""
-        return (self.digests,), (self.paths, self.names)
+        return (self.digests,), (self.paths, self.names, self.holders)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> ReplicaCheck:
@@ -63,8 +66,8 @@ class ReplicaCheck:
         found = {}
         for leaf in np.flatnonzero((digests != digests[:1]).any((0, 2))):
             groups: dict[bytes, list[str]] = {}
-            for name, words in zip(self.names, digests[:, leaf], strict=True):
-                groups.setdefault(words.tobytes(), []).append(name)
+            for i in self.holders[leaf] if self.holders else range(len(self.names)):
+                groups.setdefault(digests[i, leaf].tobytes(), []).append(self.names[i])
             # `sorted` keeps the order of groups of one size: that of their first replicas.
             ordered = sorted(groups.values(), key=len, reverse=True)
             found[self.paths[leaf]] = tuple(tuple(group) for group in ordered)
@@ -80,10 +83,13 @@ class ReplicaCheck:
         if not found:
             return
         lines = [f"  {where(path)}: {_said(groups)}" for path, groups in found.items()]
-        more = f"\n  … and {len(lines) - 20} leaves more" if len(lines) > 20 else ""
+        more = f"\n  … and {_leaves(len(lines) - 20)} more" if len(lines) > 20 else ""
+        differ = "differs" if len(found) == 1 else "differ"
         raise ReplicaDivergenceError(
-            f"{len(found)} of {len(self.paths)} leaves differ between {len(self.names)} "
-            "replicas that should hold the same:\n" + "\n".join(lines[:20]) + more,
+            f"{len(found)} of {_leaves(len(self.paths))} {differ} "
+            f"between {counted(len(self.names), 'replica')} that should hold the same:\n"
+            + "\n".join(lines[:20])
+            + more,
             divergent=found,
         )
 
@@ -138,6 +144,10 @@ def _first(stacked: Any) -> Any:
     """Of what `pmap` or `vmap` returned, all rows of which are equal, one that is at hand."""
     shards = getattr(stacked, "addressable_shards", None)
     return shards[0].data[0] if shards else stacked[0]
+
+
+def _leaves(n: int) -> str:
+    return counted(n, "leaf", "leaves")
 
 
 def _said(groups: Sequence[Sequence[str]]) -> str:

@@ -15,6 +15,7 @@ from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.overlap import wants_order
+from jaxcoll._plan.words import counted
 from jaxcoll._spmd import metrics
 from jaxcoll._spmd.accumulate import Beside, Differentiated, MicroBatches, accumulated
 from jaxcoll._spmd.axes import bound_axes, count
@@ -45,7 +46,7 @@ the sum of the weights as `jc.WeightedLoss(total, weight)`."""
 
 
 _SYNCED = """\
-not sent again: {n} leaves that `sync_in_backward` has made the same on every replica: {paths}"""
+not sent again: {what} that `sync_in_backward` has made the same on every replica: {paths}"""
 
 
 @jax.tree_util.register_dataclass
@@ -221,7 +222,9 @@ def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]
 def _not_again(paths: list[str]) -> tuple[str, ...]:
     """What the plan says of leaves that were reduced before."""
     ends = " … ".join(dict.fromkeys([*paths[:1], *paths[-1:]]))
-    return (_SYNCED.format(n=len(paths), paths=ends),) if paths else ()
+    return (
+        (_SYNCED.format(what=counted(len(paths), "leaf", "leaves"), paths=ends),) if paths else ()
+    )
 
 
 def _pair(out: Any, caller: str) -> tuple[Any, Any]:

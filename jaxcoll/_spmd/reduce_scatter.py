@@ -17,6 +17,7 @@ from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.shard_layout import ShardLayout, layout_of
 from jaxcoll._plan.shard_plan import plan_half
+from jaxcoll._plan.words import counted
 from jaxcoll._plan.world import World
 from jaxcoll._spmd import algorithms
 from jaxcoll._spmd.arithmetic import Recipe, before, divided
@@ -145,8 +146,9 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
     layout = shards.layout
     if tuple(axes) != shards.axes or count(axes) != layout.replicas:
         raise ValueError(
-            f"`all_gather` over {_named(axes)} got Shards of {layout.replicas} replicas over "
-            f"{', '.join(map(repr, shards.axes))}; gather them over the axes they were made over."
+            f"`all_gather` over {_named(axes)} got Shards of "
+            f"{counted(layout.replicas, 'replica')} over {', '.join(map(repr, shards.axes))}; "
+            "gather them over the axes they were made over."
         )
     world = scope.world(axes)
     plan = plan_half(

@@ -158,6 +158,22 @@ def own_part(
     return Shards(tuple(parts), layout, tuple(axes))
 
 
+def all_parts(value: Any, layout: ShardLayout, axes: tuple[str, ...]) -> Shards:
+    """All replicas' parts together of a whole tree, in a program that maps no axis.
+
+    Args:
+      value: a pytree of arrays, those of the layout.
+      layout: where the elements go.
+      axes: the axes that the parts are meant to be split over, outer first.
+    """
+    arrays = [jnp.asarray(x) for x in jax.tree.leaves(value)]
+    parts = [
+        blocks_of(packed, layout, k).reshape(-1, LANES)
+        for k, packed in enumerate(pack(arrays, layout.packs, layout.leaves))
+    ]
+    return Shards(tuple(parts), layout, axes)
+
+
 def check_fits(
     layout: ShardLayout, treedef: Any, found: Sequence[Leaf], replicas: int, caller: str
 ) -> None:

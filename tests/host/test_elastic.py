@@ -91,7 +91,7 @@ def test_states_that_differ_between_workers_are_named():
     same = {"0.a": '{"stateb": "1", "statew": "1"}', "2.b": '{"stateb": "1", "statew": "1"}'}
     _check_digests(same)
     with pytest.raises(
-        jc.ReplicaDivergenceError, match=r"in 1 leaves of the state, statew first: 0, 2 \| 1"
+        jc.ReplicaDivergenceError, match=r"in 1 leaf of the state, statew first: 0, 2 \| 1"
     ):
         _check_digests(same | {"1.c": '{"stateb": "1", "statew": "2"}'})
     with pytest.raises(jc.ProgramMismatchError, match=r"worker 0: w: f\[3\]; worker 1: w: f\[4\]"):

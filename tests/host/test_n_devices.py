@@ -147,3 +147,106 @@ def test_what_cannot_be_compared_is_refused():
     one = Mesh(np.array(jax.devices()[:1]), ("data",))
     with pytest.raises(ValueError, match="compares one device with more"):
         jc.n_devices_equal_one(jc.data_parallel(updated(by("mean")), mesh=one), PARAMS, BATCH)
+
+
+D = 8
+FUSED = {"b": np.zeros(3 * D, "f"), "w": RNG.standard_normal((D, 3 * D)).astype("f") / 2}
+TOKENS = tuple(RNG.standard_normal((32, 4, D)).astype("f") for _ in range(2))
+
+
+def attention(p, batch):
+    """A softmax does not see what is added to all keys: the middle third of `b` has no gradient."""
+    q, k, v = jnp.split(batch[0] @ p["w"] + p["b"][None, None], 3, -1)
+    weights = jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k), -1)
+    return jnp.mean((jnp.einsum("bts,bsd->btd", weights, v) - batch[1]) ** 2)
+
+
+def normed(p, batch):
+    """Nor does a normalization over the whole batch see what is added before it."""
+    h = batch[0] @ p["w"] + p["b"][None, None]
+    mean = jc.all_reduce("mean", h.mean((0, 1)), "data")[None, None]
+    spread = jc.all_reduce("mean", ((h - mean) ** 2).mean((0, 1)), "data")[None, None]
+    h = (h - mean) / jnp.sqrt(spread + 1e-5)
+    return jnp.mean((jnp.tanh(h[..., :D]) - batch[1]) ** 2)
+
+
+def trained(loss, tx, scale=lambda g, n: g):
+    @jax.numpy_dtype_promotion("standard")
+    def step(params, state, batch):
+        value, grads = jc.value_and_grad(loss, "data")(params, batch)
+        grads = scale(grads, lax.axis_size("data"))
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return jc.data_parallel(step)
+
+
+@pytest.mark.parametrize(
+    ("loss", "tx"),
+    [
+        (attention, optax.adam(1e-3)),
+        (attention, optax.sign_sgd(1e-3)),
+        (normed, optax.adam(1e-3)),
+        (normed, optax.sgd(0.1)),
+    ],
+    ids=["attention-adam", "attention-sign", "normed-adam", "normed-sgd"],
+)
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_error(loss, tx):
+    jc.n_devices_equal_one(trained(loss, tx), FUSED, tx.init(FUSED), TOKENS)
+
+
+def queries(grads, n):
+    """Of the bias, one third is n times too large; beside it stands one of rounding alone."""
+    return {**grads, "b": grads["b"] * jnp.where(jnp.arange(3 * D) < D, n, 1)}
+
+
+def test_an_error_beside_rounding_is_an_error():
+    tx = optax.sgd(0.1)
+    with pytest.raises(AssertionError, match=r"in 1 of 3 outputs:\n  output \[0\]\['b'\]"):
+        jc.n_devices_equal_one(trained(attention, tx, queries), FUSED, tx.init(FUSED), TOKENS)
+
+
+def test_a_step_that_goes_by_the_order_of_its_rows_is_no_excuse():
+    def step(w, x):
+        first = jc.all_reduce("sum", jnp.where(lax.axis_index("data") == 0, x[0], 0 * x[0]), "data")
+        return w + first, first, w + jc.all_reduce("sum", x.mean(0) * first, "data")
+
+    with pytest.raises(AssertionError, match=r"in 1 of 3 outputs:\n  output \[2\].*8.0 times"):
+        jc.n_devices_equal_one(jc.data_parallel(step), np.zeros(5, "f"), BATCH["x"])
+
+
+def test_rows_that_come_back_in_their_order_are_compared_as_they_were():
+    """What every row gets is the same in every order, so that an error in it is no rounding."""
+
+    def step(w, x):
+        return x * w * lax.axis_size("data"), jc.all_reduce("mean", x.mean(0), "data") * w
+
+    wrong = jc.data_parallel(step, varying_outputs="concatenate")
+    with pytest.raises(AssertionError, match=r"in 1 of 2 outputs:\n  output \[0\]: .*8.0 times"):
+        jc.n_devices_equal_one(wrong, np.float32(2), BATCH["x"])
+
+
+def test_what_is_infinite_on_many_devices_only_is_an_error():
+    step = jc.data_parallel(lambda w, x: w / jnp.maximum(2.0 - lax.axis_size("data"), 0.0))
+    with pytest.raises(
+        AssertionError, match=r"the output: is infinite or no number on one side only, in 3 of 3"
+    ):
+        jc.n_devices_equal_one(step, np.ones(3, "f"), BATCH["x"])
+
+
+def test_a_leaf_is_measured_from_the_argument_of_its_own_path():
+    """Beside `ema`, nearer to what comes of `w` than `w` itself is, the change looks small."""
+    w = np.full(3, 10.0, "f")
+    ema = w + np.float32(0.99)
+
+    def step(state, x):
+        off = 1e-5 * lax.axis_size("data")
+        return {"w": state["w"] + 1 + off, "ema": state["ema"]}
+
+    with pytest.raises(AssertionError, match=r"\['w'\]: its change from args\[0\]\['w'\]"):
+        jc.n_devices_equal_one(
+            jc.data_parallel(step), {"w": w, "ema": ema}, BATCH["x"], tolerance=1e-5
+        )
+    renamed = jc.data_parallel(lambda p, old, x: {"layer": [{"w": p["layer"][0]["w"] * (1 + 1e-2 * lax.axis_size("data"))}]})  # fmt: skip
+    with pytest.raises(AssertionError, match=r"change from args\[0\]\['layer'\]\[0\]\['w'\]"):
+        jc.n_devices_equal_one(renamed, {"layer": [{"w": w}]}, w * np.float32(1.01), BATCH["x"])

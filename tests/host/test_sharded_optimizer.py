@@ -1,11 +1,14 @@
 """sharded_optimizer: n devices train as one, each with an n-th of the state."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from cases import mesh_of
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import jaxcoll as jc
@@ -220,6 +223,165 @@ def test_what_is_not_elementwise_is_refused(what):
         match=r"expects an elementwise optimizer.*whole and in 2 shards.*pass `max_norm`",
     ):
         jc.sharded_optimizer(NOT_ELEMENTWISE[what], "data")
+
+
+SKIPS = {
+    "steps that are not finite": optax.skip_not_finite,
+    "steps over a norm that none reaches": functools.partial(
+        optax.skip_large_updates, max_squared_norm=1e38
+    ),
+    "steps, late, by the norm of the parameters": lambda g, step, p: (
+        (step > 1000) & (optax.tree.norm(p) > 1),
+        (),
+    ),
+}
+
+
+def counting(tx):
+    """`tx`, which also counts the elements that are not finite."""
+    nans = lambda g: sum(jnp.sum(jnp.isnan(x)) for x in jax.tree.leaves(g))
+    return optax.GradientTransformation(
+        lambda p: (jnp.zeros([], int), tx.init(p)),
+        lambda g, s, p=None: (lambda u, t: (u, (s[0] + nans(g), t)))(*tx.update(g, s[1], p)),
+    )
+
+
+def in_turn(g, s, p=None):
+    """Each element is updated by its neighbour."""
+    return jax.tree.map(lambda x: lax.scan(lambda c, x: (x, c), x[0] * 0, x)[1], g), s
+
+
+def by_halves(g, s, p=None):
+    """Sums in a loop, whose length depends on the values."""
+    more = lambda c: jnp.any(jnp.abs(c) > 1e37)
+    return jax.tree.map(lambda x: lax.while_loop(more, lambda c: c / 2, x), g), s
+
+
+MIXING = {
+    **{f"leaves out {what}": optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=skip)
+       for what, skip in SKIPS.items()},
+    "is clipped by a norm that none reaches": optax.clip_by_global_norm(1e37),
+    "is clipped after a while": optax.conditionally_transform(
+        optax.clip_by_global_norm(1.0), lambda step: step > 1000
+    ),
+    "flags NaNs": optax.zero_nans(),
+    "asks Python": optax.stateless_with_tree_map(
+        lambda g, p: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(g.shape, g.dtype), g)
+    ),
+    "smooths": optax.stateless_with_tree_map(
+        lambda g, p: lax.reduce_window(g, 0.0, lax.add, (1,) * g.ndim, (1,) * g.ndim, "SAME")
+    ),
+    "counts NaNs": counting(optax.sgd(0.1)),
+    "shifts elements": optax.GradientTransformation(lambda p: (), in_turn),
+    "loops until all are small": optax.GradientTransformation(lambda p: (), by_halves),
+    "holds something else for each leaf": optax.scale_by_factored_rms(factored=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MIXING)
+def test_what_mixes_elements_is_refused_however_rarely_it_does(what):
+    with pytest.raises(
+        ValueError, match=r"expects an elementwise optimizer.*should_skip_update_fn"
+    ):
+        jc.sharded_optimizer(optax.chain(MIXING[what], optax.scale(0.1)), "data")
+
+
+ELEMENTWISE = {
+    "adan": optax.adan(1e-3), "radam": optax.radam(1e-3), "rprop": optax.rprop(1e-3),
+    "yogi": optax.yogi(1e-3), "adadelta": optax.adadelta(1e-3), "amsgrad": optax.amsgrad(1e-3),
+    "clipped by value": optax.chain(optax.clip(1.0), optax.sgd(0.1, 0.9, nesterov=True)),
+    "hyperparameters": optax.inject_hyperparams(optax.adamw)(optax.cosine_decay_schedule(0.1, 60)),
+    "only at times": optax.conditionally_transform(optax.adam(0.1), lambda step: step % 3 == 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ELEMENTWISE)
+def test_what_treats_every_element_by_itself_is_taken(what):
+    optimizer = jc.sharded_optimizer(ELEMENTWISE[what], "data", mesh=mesh_of(2))
+    assert optimizer.init({"w": np.ones((7, 3), "f"), "b": np.float32(1)})
+
+
+def test_a_program_that_mixes_only_at_the_size_of_the_parameters_is_found_by_them():
+    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=500)
+    own = optax.GradientTransformation(  # where nothing is factored it is elementwise
+        lambda p: (),
+        lambda g, s, p=None: (
+            jax.tree.map(lambda x: x / jnp.max(x) if x.size == 1000 else x, g), s),
+    )  # fmt: skip
+    optimizer = jc.sharded_optimizer(own, "data")
+    optimizer.init({"w": np.ones(999, "f")})
+    with pytest.raises(ValueError, match=r"the update of \['w'\] depends on several.*`reduce_max`"):
+        optimizer.init({"w": np.ones(1000, "f")})
+    with pytest.raises(
+        ValueError, match=r"what belongs to a leaf of shape \(\d+, 128\) has \(1,\)"
+    ):
+        jc.sharded_optimizer(tx, "data")
+    by_size = jc.sharded_optimizer(
+        optax.masked(optax.adam(0.1), lambda p: jax.tree.map(lambda x: x.size != 1000, p)), "data"
+    )
+    with pytest.raises(ValueError, match=r"in the state of this one"):
+        by_size.init({"w": np.ones(1000, "f"), "v": np.ones(1, "f")})
+
+
+@pytest.mark.parametrize(("n", "kind"), [(3, AxisType.Auto), (8, AxisType.Explicit)])
+def test_init_can_be_jitted_and_asked_for_its_shapes(n, kind):
+    optimizer = jc.sharded_optimizer(optax.adamw(1e-2), "data", mesh=mesh_of(n, kind=kind))
+    want = optimizer.init(PARAMS)
+    got = jax.jit(optimizer.init)(PARAMS)
+    close(got, want, 0)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    shapes = jax.eval_shape(optimizer.init, PARAMS)
+    assert jax.tree.structure(shapes) == jax.tree.structure(want)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), want
+    )
+    nonzero = optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s))
+    copy = jc.sharded_optimizer(nonzero, "data", mesh=mesh_of(n))
+    close(copy.unshard(jax.jit(copy.init)(PARAMS)), jax.tree.map(np.asarray, PARAMS), 0)
+    train_step(optimizer, n)(PARAMS, got, BATCHES[0])
+
+
+def test_what_is_given_to_an_update_is_the_same_on_all_replicas():
+    scaled = optax.GradientTransformationExtraArgs(
+        optax.sgd(0.1).init,
+        lambda g, s, p=None, *, value=1.0, **_: (jax.tree.map(lambda x: value * x, g), s),
+    )
+    optimizer = jc.sharded_optimizer(scaled, "data")
+
+    def step(reduced, p, x):
+        value, g = jc.value_and_grad(lambda p, x: (p["w"] * x.mean()).sum(), "data", scatter=True)(
+            p, x
+        )
+        value = value if reduced else x.mean()
+        return optimizer.update(g, optimizer.init(p), p, value=value)[0]
+
+    p, x = {"w": np.ones(3, "f")}, np.arange(16, dtype="f")
+    updates = jc.data_parallel(functools.partial(step, True))(p, x)
+    close(updates, {"w": np.full(3, 22.5 * 7.5, "f")})
+    with pytest.raises(
+        ValueError, match=r"`sharded_optimizer.update`: \['value'\] differs between"
+    ):
+        jc.data_parallel(functools.partial(step, False))(p, x)
+
+
+def test_what_mixes_elements_only_with_an_argument_more_is_refused_when_it_comes():
+    def update(g, s, p=None, *, value=None, **_):
+        largest = jnp.maximum(optax.tree.norm(g), 1e-9)
+        return jax.tree.map(lambda x: x if value is None else x * value / largest, g), s
+
+    tx = optax.GradientTransformationExtraArgs(lambda p: (), update)
+    optimizer = jc.sharded_optimizer(tx, "data")
+    p = {"w": np.ones(3, "f")}
+
+    def step(p, x, **more):
+        return optimizer.update(p, optimizer.init(p), reduced=True, **more)[0]
+
+    close(jc.data_parallel(step)(p, np.ones(8, "f")), p)
+    with pytest.raises(
+        ValueError, match=r"the update of .* depends on several elements \(by `reduce_sum"
+    ):
+        jc.data_parallel(functools.partial(step, value=2.0))(p, np.ones(8, "f"))
 
 
 def test_masks_by_name_are_found_out_by_the_parameters():

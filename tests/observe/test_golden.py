@@ -54,14 +54,14 @@ ADDED_FIRST = [("all-reduce", 1, 4, 1), ("all-reduce", 1, 256, 1), ("all-reduce"
         ("cpu-0.10.2-loop", LOOP, 10752),
         ("cpu-0.12.0.1-loop", LOOP, 10752),
         ("gpu-0.12.0.1-loop", LOOP, 10752),
-        ("cpu-0.10.2-branches", BRANCHES, 56 + 896),
-        ("cpu-0.12.0.1-branches", BRANCHES, 56 + 896),
-        ("gpu-0.12.0.1-branches", ADDED_FIRST, 56 + 448),
-        ("v6e-0.12.0.1-branches", ADDED_FIRST, 56 + 448),
-        ("cpu-0.10.2-variadic", VARIADIC, 896),
-        ("cpu-0.12.0.1-variadic", VARIADIC, 896),
+        ("cpu-0.10.2-branches", BRANCHES, 8 + 896),
+        ("cpu-0.12.0.1-branches", BRANCHES, 8 + 896),
+        ("gpu-0.12.0.1-branches", ADDED_FIRST, 8 + 448),
+        ("v6e-0.12.0.1-branches", ADDED_FIRST, 8 + 448),
+        ("cpu-0.10.2-variadic", VARIADIC, 872),
+        ("cpu-0.12.0.1-variadic", VARIADIC, 872),
         # XLA's GPU compiler copies the two f32 operands into one before it sums them.
-        ("gpu-0.12.0.1-variadic", [("all-reduce", 1, 460, 1), VARIADIC[1]], 896),
+        ("gpu-0.12.0.1-variadic", [("all-reduce", 1, 460, 1), VARIADIC[1]], 864),
         (
             "gpu-0.12.0.1-overlapped",
             [("reduce-scatter", 1, 8 << 20, 1), ("collective-permute", 1, 1 << 20, 1)],
@@ -162,4 +162,4 @@ class TestRequested:
         always, *some = requested(f"{version}-branches")
         assert always.branches == ()
         assert [c.branches[0][1] for c in some] == [0, 0, 1]
-        assert wire_bytes([always, *some]) == 56 + 896
+        assert wire_bytes([always, *some]) == 8 + 896

@@ -19,8 +19,22 @@ def test_counts_packs_and_wire_bytes():
     plan = jc.plan(TREE, axis_size=8, options=jc.CommunicationOptions(bytes_per_pack=100))
     assert [(p.nbytes, len(p.segments)) for p in plan.packs] == [(44, 2), (400, 1)]
     assert plan.nbytes == 444
-    assert plan.wire_bytes == 2 * 7 * (2 + 13) * 4
+    assert plan.wire_bytes == 2 * ((11 - 1) + (100 - 12)) * 4
     assert [x.path for x in plan.leaves] == ["['b']", "['s']", "['w']"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "elements"),
+    [("native", 6), ("ring", 2 * 1023), ("halving_doubling", 2 * 1023), ("shuffle", 2 * 1023)],
+)
+def test_of_fewer_elements_than_replicas_only_our_own_programs_send_padding(algorithm, elements):
+    """The backend sends three numbers to and fro; ours are padded to one for each of 1,024."""
+    options = jc.CommunicationOptions(algorithm=algorithm)
+    plan = jc.plan(np.zeros(3, "f"), topology="h100:128x8", options=options)
+    assert plan.wire_bytes == 4 * elements
+    if algorithm == "native":
+        assert plan.headline.startswith("all_reduce MEAN of 1 leaf, 12 bytes a replica")
+        assert plan.headline.endswith("1 array, 1 step, 24 wire bytes a device")
 
 
 def test_one_replica_sends_nothing():

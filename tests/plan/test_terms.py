@@ -103,7 +103,7 @@ def test_terms_are_finite_and_not_negative(bad):
         (((0, 1.0), (1, 2.0)), 8, 1, "pairs of positive bytes and positive seconds; got"),
         (((1, 1.0), (2, float("nan"))), 8, 1, "pairs of positive bytes and positive seconds"),
         (POINTS[::-1], 8, 1, r"must rise from point to point; got \[2000, 1000\]"),
-        (POINTS, 1, 1, "over two replicas or more.*got 1 replicas on 1 islands"),
+        (POINTS, 1, 1, "over two replicas or more.*got 1 replica on 1 island"),
         (POINTS, 4, 5, "on at most as many islands; got 4 replicas on 5 islands"),
     ],
 )

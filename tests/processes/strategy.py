@@ -120,4 +120,12 @@ mine = strategy.experimental_local_results(w)
 np.testing.assert_allclose(mine[0], reference, rtol=1e-5)
 found["bits"] = [hashlib.sha256(np.asarray(copy).tobytes()).hexdigest() for copy in mine]
 
+# Whether all hold the same: copies on one device of each worker, plain values, rows of a value.
+whole = jax.sharding.NamedSharding(jax.make_mesh((n,), ("data",)), jax.sharding.PartitionSpec())
+copies = [jax.device_put(np.full(3, rank == 1, np.float32), d) for d in jax.local_devices()]
+lying = jax.make_array_from_single_device_arrays((3,), whole, copies)
+held = {"w": w, "lying": lying, "plain": np.float32(rank), "same": 7, "rows": of_replica(float)}
+found["check"] = sorted(jc.check_replicas(held).divergent())
+found["who"] = [list(group) for group in jc.check_replicas(lying).divergent()[""]]
+
 print("RESULT " + json.dumps(found))

@@ -48,6 +48,9 @@ def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results(work
         total = n * (n - 1) / 2
         assert found["reduced to"] == [total] * devices
         assert found["updated"] == [i + total for i in own]
+        assert found["check"] == ["['lying']", "['plain']", "['rows'].tree"]
+        assert found["who"] == results[0]["who"]
+        assert {name[-10:] for name in found["who"][-1]} == {" process 1"}
         assert found["whole group"] == found["by worker"] == total
     bits = {b for found in results for b in found["bits"]}
     assert len(bits) == 1, "all replicas have the same parameters"

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from cases import RUNNERS, lowered, mesh_of, run, tree
 from hypothesis import given, settings
@@ -105,7 +106,7 @@ def test_who_differs_is_named_by_leaf_and_replica(runner):
     found = unchecked(8)(held(8, [5])) if runner == "unchecked" else run(runner, check, 8, held(8, [5]))  # fmt: skip
     with pytest.raises(
         jc.ReplicaDivergenceError,
-        match=r"1 of 7 leaves differ between 8 replicas.*\n  leaf \['odd'\]\[1\]\[0\]: replica 5 from the other 7",
+        match=r"1 of 7 leaves differs between 8 replicas.*\n  leaf \['odd'\]\[1\]\[0\]: replica 5 from the other 7",
     ) as caught:
         found.raise_if_differs()
     (groups,) = caught.value.divergent.values()
@@ -153,9 +154,102 @@ def test_a_type_that_says_the_same_everywhere_is_not_believed():
 def test_copies_of_global_arrays_are_compared_between_programs():
     rows = jax.device_put(np.arange(8.0), NamedSharding(mesh_of(8), P("data")))
     twice = jax.device_put(np.arange(8.0), NamedSharding(jax.make_mesh((4, 2), ("a", "b")), P("a")))
-    jc.check_replicas({"rows": rows, "twice": twice, "host": np.ones(3), "k": 2.0}).raise_if_differs()  # fmt: skip
+    jc.check_replicas({"twice": twice, "w": jax.device_put(rows, NamedSharding(mesh_of(8), P()))}).raise_if_differs()  # fmt: skip
     with pytest.raises(jc.ReplicaDivergenceError, match=r"leaf \['w'\]: cpu:3 from the other 7"):
-        jc.check_replicas({"rows": rows, "w": lying()}).raise_if_differs()
+        jc.check_replicas({"twice": twice, "w": lying()}).raise_if_differs()
+    with pytest.raises(jc.ReplicaDivergenceError, match=r"leaf \['w'\]: cpu:3 from the other 3"):
+        jc.check_replicas({"twice": twice, "w": lying(4)}).raise_if_differs()
+
+
+def halves(wrong):
+    """Two copies of each of four rows, of which one device holds another."""
+    sharding = NamedSharding(jax.make_mesh((4, 2), ("a", "b")), P("a"))
+    held = {d: np.full((1, 3), index[0].start, "f") for d, index in sharding.devices_indices_map((4, 3)).items()}  # fmt: skip
+    held[wrong] = held[wrong] + 1
+    return jax.make_array_from_single_device_arrays(
+        (4, 3), sharding, [jax.device_put(x, d) for d, x in held.items()]
+    )
+
+
+def test_of_two_copies_none_is_the_majority():
+    found = jc.check_replicas(halves(jax.devices()[2])).divergent()
+    assert found == {"": (("cpu:0", "cpu:1", "cpu:4", "cpu:5", "cpu:6", "cpu:7"), ("cpu:2",), ("cpu:3",))}  # fmt: skip
+
+
+def of_pmap(out_axes=0):
+    """What eight replicas hold of a tree in which replica 5 has another bias."""
+    tree = {"w": np.ones((8, 2, 3), "f"), "b": np.zeros((8, 3), "f")}
+    tree["b"][5, 1] = 1e-30
+    return jax.pmap(lambda x: x, axis_name="data", out_axes=out_axes)(tree)
+
+
+STACKED = {
+    "of pmap": lambda: jc.PerReplica.from_global(of_pmap()),
+    "of values": lambda: jc.PerReplica([{"w": np.ones(3), "b": np.float32(i == 5)} for i in range(8)]),
+    "beside others": lambda: {
+        "step": jc.Mirrored([3] * 8), "rng": jc.PerReplica([jax.random.key(i // 5 % 2) for i in range(8)]),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STACKED)
+def test_of_values_per_replica_the_rows_are_compared(kind):
+    found = jc.check_replicas(STACKED[kind]())
+    assert len(found.paths) == 2
+    (groups,) = found.divergent().values()
+    assert [len(group) for group in groups] in ([7, 1], [5, 3])
+    assert groups[1][0] == "cpu:5"
+    same = jax.pmap(lambda x: jax.lax.pmean(x, "i"), "i")(of_pmap())
+    jc.check_replicas(jc.PerReplica.from_global(same)).raise_if_differs()
+
+
+ROWS = np.arange(8.0, dtype="f")
+ALONE = {
+    "numpy": (lambda: ROWS, "a ndarray of this process"),
+    "number": (lambda: 2.0, "a float of this process"),
+    "one device": (lambda: jnp.ones(3), "on cpu:0 only"),
+    "another device": (lambda: jax.device_put(ROWS, jax.devices()[3]), "on cpu:3 only"),
+    "batch": (
+        lambda: jax.device_put(ROWS, NamedSharding(mesh_of(8), P("data"))),
+        r"float32\[8\] in 8 parts, one a device",
+    ),
+    "pmap": (lambda: of_pmap()["b"], r"float32\[8, 3\] in 8 parts, one a device"),
+    "pmap, replicas last": (
+        lambda: of_pmap(-1)["b"], r"float32\[24, 1\] in 8 parts, one a device",
+    ),
+    "pmap, and a jit after it": (
+        lambda: jax.jit(jnp.negative)(of_pmap()["b"]), r"float32\[8, 3\] in 8 parts, one a device",
+    ),
+    "a key": (lambda: jax.random.key(1), "on cpu:0 only"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_what_there_is_one_copy_of_is_refused_and_never_called_fine(kind):
+    make, words = ALONE[kind]
+    whole = jax.device_put(ROWS, NamedSharding(mesh_of(8), P()))
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)there is one copy only:\n  leaf \['x'\]: "
+        + words
+        + r"\n.*PerReplica.from_global",
+    ):
+        jc.check_replicas({"whole": whole, "x": make()})
+    with pytest.raises(ValueError, match=r"\n  and 2 more\nPass"):
+        jc.check_replicas([make()] * 12)
+
+
+def test_shards_of_an_optimizer_are_no_copies_and_a_mesh_of_one_device_has_one_replica():
+    state = jc.sharded_optimizer(optax.adam(0.1), "data").init({"w": ROWS})
+    with pytest.raises(ValueError, match=r"(?s)leaf \[0\].mu.*in 8 parts.*Shards"):
+        jc.check_replicas(state)
+    one = jc.data_parallel(lambda w, x: w + jax.lax.psum(x.sum(), "data"), mesh=mesh_of(1))
+    jc.check_replicas(one(ROWS, ROWS)).raise_if_differs()
+
+
+def test_without_an_axis_it_does_not_run_in_a_program():
+    with pytest.raises(ValueError, match=r"leaf \['w'\] is being traced.*Name the axis"):
+        jax.jit(jc.check_replicas)({"w": ROWS})
 
 
 def test_one_collective_of_eight_bytes_a_leaf():
@@ -177,7 +271,9 @@ def test_every_hundredth_step_inside_a_loop():
 
 def test_keys_and_empty_trees():
     key = jax.random.key(0)
-    jc.check_replicas({"key": key}).raise_if_differs()
+    jc.check_replicas(
+        {"key": jax.device_put(key, NamedSharding(mesh_of(8), P()))}
+    ).raise_if_differs()
     keys = jax.vmap(lambda k: check(k), axis_name="data")(jax.random.split(key, 3))
     assert keys.differs.tolist() == [True]
     assert jax.vmap(lambda x: check([]), axis_name="data")(jnp.ones(2)).divergent() == {}

@@ -154,7 +154,7 @@ def test_the_plan_is_what_is_carried_out_and_half_of_an_all_reduce():
     half = jc.plan({"w": value["w"]}, axis_size=8, collective="reduce_scatter")
     assert whole.wire_bytes == 2 * half.wire_bytes
     assert half.steps == 1
-    assert "reduce_scatter MEAN of 1 leaves" in str(half)
+    assert "reduce_scatter MEAN of 1 leaf," in str(half)
     assert "the compiler's own reduce-scatter and all-gather, carried by memory" in str(half)
     assert str(asked[1]).startswith("all_gather of 2 leaves")
     assert 0 < half.predicted.seconds < whole.predicted.seconds

@@ -1,0 +1,203 @@
+"""Programs of flax, equinox and haiku: their functions are looked into, their models train."""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxcoll as jc
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.standard_normal((16, 6)).astype("f"), RNG.integers(0, 3, 16)
+
+
+@pytest.fixture(autouse=True)
+def _types_may_mix():
+    """As they do where nobody has forbidden it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.one = nnx.Linear(6, 8, rngs=nnx.Rngs(0))
+        self.two = nnx.Linear(8, 3, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.two(nnx.gelu(self.one(x)))
+
+    @nnx.jit
+    def total(self, x):
+        return self(x).sum()
+
+
+class Summed(eqx.Module):
+    mlp: eqx.nn.MLP
+
+    @eqx.filter_jit
+    def total(self, x):
+        return jax.vmap(self.mlp)(x).sum()
+
+
+class Plain:
+    factor = 2.0
+
+    def __call__(self, x):
+        return x * self.factor
+
+    def total(self, x):
+        return (x * self.factor).sum()
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def jitted(self, x):
+        return self.total(x)
+
+
+MLP = eqx.nn.MLP(6, 3, 8, 1, key=jax.random.key(0))
+LINEN = nn.Sequential([nn.Dense(8), nn.gelu, nn.Dense(3)])
+HAIKU = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 3])(x)))
+jitted = jax.jit(lambda w, x: (x * w).sum())
+mapped = jax.pmap(lambda w, x: jax.lax.psum(x * w, "i"), "i", in_axes=(None, 0))
+step = jc.data_parallel(lambda w, x: jc.all_reduce("sum", (x * w).sum(), "data"))
+of_mlp = eqx.filter_jit(lambda m, x: jax.vmap(m)(x).sum())
+
+
+def of_linen():
+    return LINEN.init(jax.random.key(0), X)
+
+
+CALLS = {  # name: a function, and what it is called with
+    "nnx.jit": lambda: (nnx.jit(lambda m, x: m(x).sum()), Net(), X),
+    "nnx.jit of a method": lambda: (Net().total, X),
+    "nnx.jit of a gradient": lambda: (nnx.jit(nnx.value_and_grad(lambda m, x: m(x).sum())), Net(), X),
+    "nnx module": lambda: (Net(), X),
+    "filter_jit": lambda: (of_mlp, MLP, X),
+    "filter_jit of a method": lambda: (Summed(MLP).total, X),
+    "filter_pmap": lambda: (eqx.filter_pmap(lambda x: x * 2), X[:8]),
+    "equinox module": lambda: (MLP, X[0]),
+    "a function of a module": lambda: (lambda m, x: jax.vmap(m)(x), MLP, X),
+    "linen": lambda: (LINEN.apply, of_linen(), X),
+    "jax.jit of linen": lambda: (jax.jit(LINEN.apply), of_linen(), X),
+    "haiku": lambda: (HAIKU.apply, HAIKU.init(jax.random.key(0), X), X),
+    "haiku's init": lambda: (HAIKU.init, jax.random.key(0), X),
+    "partial of a function": lambda: (functools.partial(lambda mode, x: x.astype(mode), "int32"), X),
+    "partial of jax.jit": lambda: (functools.partial(jitted, 2.0), X),
+    "partial of pmap": lambda: (functools.partial(mapped, 2.0), X[:8]),
+    "partial of a step": lambda: (functools.partial(step, 2.0), X),
+    "method": lambda: (Plain().total, X),
+    "jitted method": lambda: (Plain().jitted, X),
+    "jax.jit of a method": lambda: (jax.jit(Plain().total), X),
+    "object that is called": lambda: (Plain(), X),
+    "a name among the arguments": lambda: (lambda x, mode: x.astype(mode), X, "int32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_kind_of_function_is_looked_into(name):
+    function, *arguments = CALLS[name]()
+    report = jc.inspect(function, *arguments)
+    sends = 1 if name in ("partial of pmap", "partial of a step") else 0
+    assert jc.assert_collectives(function, *arguments, max_count=sends).count == sends
+    assert report.requested is not None
+    assert len(report.plans) == (name == "partial of a step")
+    assert "unnamed" not in report.name
+
+
+STAGED = ["nnx.jit", "filter_jit", "jax.jit of linen"]
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_every_stage_of_a_program_is_looked_into(name):
+    function, *arguments = CALLS[name]()
+    whole = jc.inspect(function, *arguments)
+    lowered = function.lower(*arguments)
+    assert jc.inspect(lowered) == whole
+    compiled = jc.inspect(lowered.compile())
+    assert compiled.collectives == whole.collectives
+    assert compiled.requested is None
+    if hasattr(function, "trace"):
+        assert jc.inspect(function.trace(*arguments)) == whole
+    with pytest.raises(ValueError, match="got arguments for a program that was lowered"):
+        jc.inspect(lowered, *arguments)
+    with pytest.raises(ValueError, match="compiles functions for a topology"):
+        jc.inspect(lowered, topology="h100:8")
+
+
+@pytest.mark.parametrize("name", ["filter_jit", "linen", "method", "partial of jax.jit"])
+def test_donated_arguments_still_have_shapes(name):
+    function, *arguments = CALLS[name]()
+    gone = jax.tree.map(lambda x: jnp.array(x) if eqx.is_array(x) else x, arguments)
+    jax.tree.map(lambda x: x.delete() if isinstance(x, jax.Array) else None, gone)
+    assert jc.inspect(function, *gone).requested is not None
+
+
+def test_what_has_functions_but_is_none_is_told_which():
+    with pytest.raises(
+        ValueError, match="got Transformed, whose functions are `.apply` and `.init`"
+    ):
+        jc.inspect(HAIKU, {}, X)
+
+    class Lowers:
+        def __call__(self):
+            return 0
+
+        def lower(self):
+            return "text"
+
+    with pytest.raises(
+        ValueError, match="Lowers says that it can be lowered.*str, holds no program"
+    ):
+        jc.inspect(Lowers())
+
+
+# Models of each library: their parameters, and their scores of a batch.
+
+
+def scores(name):
+    """Parameters, and from them and a batch the scores."""
+    match name:
+        case "linen":
+            return of_linen(), LINEN.apply
+        case "nnx":
+            graph, params = nnx.split(Net())
+            return params, lambda p, x: nnx.merge(graph, p)(x)
+        case "equinox":
+            params, static = eqx.partition(MLP, eqx.is_array)
+            return params, lambda p, x: jax.vmap(eqx.combine(p, static))(x)
+        case "haiku":
+            return HAIKU.init(jax.random.key(0), X), HAIKU.apply
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx", "equinox", "haiku"])
+def test_a_model_trains_on_eight_devices_as_on_one_and_sends_its_gradients_once(library):
+    import optax
+
+    params, apply = scores(library)
+    tx = optax.adam(1e-2)
+
+    def loss(p, batch):
+        return optax.softmax_cross_entropy_with_integer_labels(apply(p, batch[0]), batch[1]).mean()
+
+    @jc.data_parallel
+    def train(p, state, batch):
+        value, grads = jc.value_and_grad(loss, "data")(p, batch)
+        updates, state = tx.update(grads, state, p)
+        return optax.apply_updates(p, updates), state, value
+
+    state = tx.init(params)
+    jc.n_devices_equal_one(train, params, state, (X, Y))
+    report = jc.assert_collectives(train, params, state, (X, Y), max_count=1, kinds=["all-reduce"])
+    elements = sum(np.size(x) for x in jax.tree.leaves(params)) + 1  # the loss
+    assert report.plans[0].nbytes == 4 * elements
+    first = None
+    for _ in range(20):
+        params, state, value = train(params, state, (X, Y))
+        first = first if first is not None else float(value)
+    assert float(value) < 0.8 * first
+    jc.check_replicas(params).raise_if_differs()
