@@ -78,13 +78,9 @@ def run(args: argparse.Namespace) -> int:
     Returns:
       The exit status; see `EPILOG`.
     """
-    try:
-        command = _command(args)
-        with _logs(args.logs, args.processes) as logs, _noted() as signals:
-            return _run(args, command, logs, signals)
-    except (ValueError, OSError) as error:
-        print(f"jaxcoll launch: {error}", file=sys.stderr)
-        return 2
+    command = _command(args)
+    with _logs(args.logs, args.processes) as logs, _noted() as signals:
+        return _run(args, command, logs, signals)
 
 
 def _run(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._host import files
+from jaxcoll import _files as files
 
 
 def tree():
