@@ -88,9 +88,9 @@ def test_what_writers_left_that_died_is_removed_and_what_others_write_is_not(tmp
     left, written, other, users = (
         tmp_path / name
         for name in (
-            ".of [run] 1.npz.jaxcoll-dead.npz",
-            ".of [run] 1.npz.jaxcoll-lives.npz",
-            ".of r 1.npz.jaxcoll-dead.npz",
+            ".jaxcoll-of [run] 1_npz-dead.npz",
+            ".jaxcoll-of [run] 1_npz-lives.npz",
+            ".jaxcoll-of r 1_npz-dead.npz",
             ".of [run] 1.npz.mine.npz",
         )
     )
