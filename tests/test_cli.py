@@ -26,11 +26,12 @@ SLOW = ("bench", "demo")
 EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RUNS]
 
 
-def ran(name, redirection, folder, **more):
+def ran(name, redirection, folder, unbuffered="", **more):
     command = [sys.executable, "-m", "jaxcoll", *RUNS[name]]
     return subprocess.run(
         ["sh", "-c", f'"$@" {redirection}', "-", *command],
-        cwd=folder, stderr=subprocess.PIPE, text=True, timeout=120, **more,
+        cwd=folder, stderr=subprocess.PIPE, text=True, timeout=120,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered}, **more,
     )  # fmt: skip
 
 
@@ -41,10 +42,10 @@ def test_standard_output_that_is_closed_is_no_error(name, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("buffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("name", [each for each in EACH if "help" not in each.values])
-def test_a_full_disk_at_standard_output_is_one_line_and_status_2(name, buffered, tmp_path):
-    done = ran(name, ">/dev/full", tmp_path, env={**os.environ, "PYTHONUNBUFFERED": buffered})
+def test_a_full_disk_at_standard_output_is_one_line_and_status_2(name, unbuffered, tmp_path):
+    done = ran(name, ">/dev/full", tmp_path, unbuffered)
     words = f"jaxcoll {name}: standard output cannot be written: No space left on device."
     assert (done.returncode, done.stderr.splitlines()[-1]) == (2, words)
     assert "Traceback" not in done.stderr
