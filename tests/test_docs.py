@@ -39,6 +39,28 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_the_report_that_a_page_shows_is_what_its_code_prints(tmp_path):
+    page = (ROOT / "docs/reading_a_report.md").read_text()
+    code, shown = (
+        re.search(f"^```{kind}\n(.*?)^```", page, re.M | re.S)[1] for kind in ("python", "text")
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240,
+        env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PATH": "", "PYTHONUTF8": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    # What differs from machine to machine is left out, by "…".
+    assert re.fullmatch(re.escape(shown).replace("…", ".*"), done.stdout), done.stdout
+
+
+def test_the_code_of_the_pages_needs_what_the_documented_install_brings():
+    brought = {*sys.stdlib_module_names, "jax", "jaxcoll", "numpy", "optax"}  # .[cli,train]
+    for page in PAGES:
+        code = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
+        imports = re.findall(r"^ *(?:import|from) (\w+)", code, re.M)
+        assert set(imports) <= brought, page.name
+
+
 def test_there_are_pages_with_code():
     assert {"README.md", "index.md", "sharp_bits.md"} <= {page.name for page in PAGES}
 

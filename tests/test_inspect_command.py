@@ -78,6 +78,28 @@ def test_bad_files_are_one_line(content, words, capsys, tmp_path):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("mine", "No such file: 'mine'. A function is named with its module, as in mine:step."),
+        ("here/mine.py", "here/mine.py is a program's source, not HLO text"),
+        ("here", "here is a folder; give a file of HLO text, or module:name"),
+        ("no.py", "as in no:step"),
+    ],
+)
+def test_a_target_that_is_no_text_says_how_a_function_is_named(
+    target, words, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "mine.py").write_text(MODULE)
+    for flags in ([target], [str(GOLDEN / "gpu-0.12.0.1-packs.hlo"), "--against", target]):
+        assert main(["inspect", *flags]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert "Errno" not in error
+
+
 def test_a_topology_is_not_for_a_file(capsys):
     file = str(GOLDEN / "gpu-0.12.0.1-kinds.hlo")
     assert main(["inspect", file, "--topology", "h100:8"]) == 2

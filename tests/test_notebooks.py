@@ -1,5 +1,6 @@
 """The notebooks run from top to bottom, as they stand."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ def test_a_notebook_runs(path, tmp_path):
     nbformat = pytest.importorskip("nbformat")
     client = pytest.importorskip("nbclient").NotebookClient
     notebook = nbformat.read(path, as_version=4)
+    # What stands beside a notebook comes with it; the package may be installed from a wheel.
+    shutil.copytree(path.parent / "schedules", tmp_path / "schedules")
     client(notebook, timeout=240, resources={"metadata": {"path": tmp_path}}).execute()
     assert all(
         "error" not in str(o.get("output_type"))
@@ -24,3 +27,4 @@ def test_a_notebook_runs(path, tmp_path):
 
 def test_there_are_notebooks():
     assert NOTEBOOKS
+    assert not any("__file__" in path.read_text() for path in NOTEBOOKS), "of an editable install"

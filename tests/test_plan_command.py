@@ -1,13 +1,18 @@
 """`jaxcoll plan`: plans and simulations from shapes, and errors in one line."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import jaxcoll as jc
+from jaxcoll._plan.plan_text import COLUMNS
+from jaxcoll.bench.demo_report import _plan
+from jaxcoll.bench.demonstration import Outcome
 from jaxcoll.bench.transformer import example
 from jaxcoll.cli import main
 
@@ -22,6 +27,29 @@ def test_a_plan_for_a_cluster(capsys):
     assert status == 0
     assert "all_reduce MEAN of 200 leaves, 204,800 bytes a replica, over 16 × gpu" in out
     assert "from preset: Hopper" in out
+
+
+def test_why_stands_above_a_long_table_which_is_folded(capsys):
+    status, out, _ = ran(capsys)
+    lines = out.splitlines()
+    assert (status, len(lines)) == (0, 4 + 1 + 20)
+    assert lines[0].startswith("all_reduce MEAN of 161 leaves")
+    assert lines[1].startswith("packs: none, because")
+    assert lines[3].startswith("predicted: ")
+    assert lines[4].split() == list(COLUMNS)
+    assert lines[-1] == "… and 142 more: `plan.text()`, or --all-rows, shows them"
+    whole = ran(capsys, "--all-rows")[1].splitlines()
+    assert [line.split() for line in whole[4:-142]] == [line.split() for line in lines[4:-1]]
+    assert whole[-1].split()[:2] == ["160", "float32"]
+
+
+def test_every_row_of_the_demo_s_plan_has_as_many_cells_as_there_are_headers():
+    plan = jc.plan({"w": jax.ShapeDtypeStruct((3,), "float32")}, axis_size=8)
+    fields = dict.fromkeys(field.name for field in dataclasses.fields(Outcome))
+    outcome = Outcome(**{**fields, "plan": plan})
+    table = _plan(outcome)
+    assert tuple(column.header for column in table.columns) == COLUMNS
+    assert {len(row) for row in plan.rows()} == {len(COLUMNS)}
 
 
 def test_a_plan_as_json_is_read_back(capsys, tmp_path):
@@ -93,6 +121,7 @@ def test_a_simulation(capsys, tmp_path, where, island):
         (("--algorithms", "ring"), "--algorithms is for what --simulate predicts"),
         (("--simulate", "--algorithm", "ring"), "--simulate takes --algorithms"),
         (("--simulate", "--plot", "a.pdf"), "ends in .png"),
+        (("--simulate", "--all-rows"), "--all-rows is for a plan's table"),
         (("--simulate", "--plot", "/proc/no/a.png"), "--plot: cannot write"),
         (("--json", "/proc/no/a.json"), "--json: cannot write"),
         (("--simulate", "--devices", 8), "devices of one process share one machine"),

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcoll._files import replacing
 from jaxcoll._host.coordination import confirm
-from jaxcoll._host.files import replacing
 
 _ABOUT = "about.json"
 _FORMAT = "jaxcoll checkpoint 1"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxcoll._files import replacing
 from jaxcoll._observe import report_dict, report_text
 from jaxcoll._observe.calls import Loop, Matmul
 from jaxcoll._observe.changes import changes
@@ -306,7 +307,8 @@ def _picture(module: str, method: str) -> Callable[..., Any]:
 
 def _saved(figure: Any, path: str | Path | None) -> Any:
     if path is not None:
-        figure.savefig(path)
+        with replacing(Path(path)) as partial:
+            figure.savefig(partial, format=partial.suffix[1:] or "png")
     return figure
 
 

@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxcoll._host.files import replacing
+from jaxcoll._files import check_writable, write_text
 from jaxcoll._host.terms import FILE, calibration
 from jaxcoll._plan.calibration import PROBES, Probe, fitted
 from jaxcoll._plan.terms import Terms, terms_of
 from jaxcoll.bench.all_reduce import MOST_CALLS, SHORTEST, WARM, Contestant
-from jaxcoll.bench.files import check_writable
 from jaxcoll.bench.spelling import BASELINE
 from jaxcoll.bench.teams import Team
 from jaxcoll.bench.timing import interleaved
@@ -212,8 +211,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json == "-":
         sys.stdout.write(text)
     else:
-        with replacing(asked or found.file) as partial:
-            partial.write_text(text, encoding="utf-8")
+        write_text("--json" if asked else "--calibrate", asked or found.file, text)
     show(found, _kept(args, found), to_stderr=args.json == "-")
 
 

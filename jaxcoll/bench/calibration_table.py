@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +13,7 @@ from jaxcoll._plan.algorithms import stages
 from jaxcoll._plan.cost import Prices
 from jaxcoll._plan.terms import Terms
 from jaxcoll.bench.spelling import spelled
+from jaxcoll.bench.terminal import new_console
 
 if TYPE_CHECKING:
     from jaxcoll.bench.calibrate import Calibrated
@@ -30,7 +30,7 @@ def show(found: Calibrated, where: str, *, to_stderr: bool) -> None:
       where: a sentence that says where it is kept.
       to_stderr: where standard output carries the file.
     """
-    console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+    console = new_console(stderr=to_stderr, highlight=False, soft_wrap=True)
     table = Table(
         title=f"{found.terms.source}: medians of {found.rounds} rounds",
         title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,

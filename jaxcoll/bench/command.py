@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import signal
@@ -11,10 +12,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxcoll._host.files import replacing
-from jaxcoll.bench.files import check_writable
+from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll.bench.results import Result
 from jaxcoll.bench.spelling import BASELINE, TWIN, options_of, sizes_of
+from jaxcoll.bench.terminal import complain
 from jaxcoll.bench.trees import TREES, Workload, array_of, tree_of
 
 EPILOG = """\
@@ -108,11 +109,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         with _terminable():
             return _run(args)
-    except (RuntimeError, ValueError, OSError) as error:
-        print(f"jaxcoll bench: {error}", file=sys.stderr)
+    except RuntimeError as error:  # of a rank, with what it printed last
+        complain("bench", error)
         return 2
     except KeyboardInterrupt:
-        print("jaxcoll bench: interrupted; nothing was written.", file=sys.stderr)
+        complain("bench", "interrupted; nothing was written.")
         return 130
 
 
@@ -148,8 +149,8 @@ def _run(args: argparse.Namespace) -> int:
                     progress=lambda words, name=workload.name: progress(f"{name}: {words}"),
                 )
     if shown:
-        show(results, to_stderr=args.json == "-")
         _write(args, results)
+        show(results, to_stderr=args.json == "-")
     return 0
 
 
@@ -196,17 +197,15 @@ def _listed(text: str) -> list[str]:
 
 def _write(args: argparse.Namespace, results: Sequence[Result]) -> None:
     """All lines or none: a file that is there is never half a result."""
+    if args.plot is not None:
+        from jaxcoll.bench.chart import draw
+
+        write_result("--plot", args.plot, functools.partial(draw, results))
     lines = "".join(json.dumps(result.to_dict()) + "\n" for result in results)
     if args.json == "-":
         sys.stdout.write(lines)
     elif args.json:
-        with replacing(Path(args.json)) as partial:
-            partial.write_text(lines, encoding="utf-8")
-    if args.plot is not None:
-        from jaxcoll.bench.chart import draw
-
-        with replacing(args.plot) as partial:
-            draw(results, partial)
+        write_text("--json", Path(args.json), lines)
 
 
 @contextlib.contextmanager

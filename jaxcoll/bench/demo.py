@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 import jax
 
 import jaxcoll as jc
-from jaxcoll._host.files import replacing
+from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll.bench.devices import SIMULATED, devices_of
-from jaxcoll.bench.files import check_writable
+from jaxcoll.bench.terminal import complain
 
 _NEEDS = {"rich": "rich", "matplotlib": "matplotlib", "optax": "optax", "sklearn": "scikit-learn"}
 
@@ -26,7 +26,8 @@ each loss curve beside that of one device.
 
 The exit status is 0; 1 when parameters (digits) or losses (gpt) differ from one device's by more
 than 1e-4, or when the default number of steps (or more) does not reach a test accuracy of 0.96; 2
-when the flags cannot be met.
+with one line on standard error when the flags cannot be met or a result cannot be written; 130
+after Ctrl-C.
 """
 
 
@@ -77,28 +78,24 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
       The exit status; see `EPILOG`.
+
+    Raises:
+      ValueError: the flags cannot be met, or a result cannot be written.
     """
     picture = args.out / ("demo.png" if args.what == "digits" else f"{args.what}.png")
-    try:
-        _check_extras()
-        # An accelerator may round the factors of a matrix product to fewer bits, and would do so
-        # differently for a share of the batch than for all of it.
-        jax.config.update("jax_default_matmul_precision", "highest")
-        _check(args, picture)
-        demonstrated = _digits(args) if args.what == "digits" else _gpt(args)
-    except ValueError as error:
-        print(f"jaxcoll demo: {error}", file=sys.stderr)
-        return 2
-    outcome, draw, show = demonstrated
-    with replacing(picture) as partial:
-        draw(outcome, partial)
+    _check_extras()
+    # An accelerator may round the factors of a matrix product to fewer bits, and would do so
+    # differently for a share of the batch than for all of it.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    _check(args, picture)
+    outcome, draw, show = _digits(args) if args.what == "digits" else _gpt(args)
+    write_result("--out", picture, functools.partial(draw, outcome))
     if args.json is not None:
         figures = {**outcome.to_dict(), "picture": str(picture)}
-        with replacing(args.json) as partial:
-            partial.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write_text("--json", args.json, json.dumps(figures, indent=2) + "\n")
     show(outcome, picture)
     for shortfall in outcome.shortfalls():
-        print(f"jaxcoll demo: {shortfall}", file=sys.stderr)
+        complain("demo", shortfall)
     return 1 if outcome.shortfalls() else 0
 
 

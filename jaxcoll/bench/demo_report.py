@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 import jaxcoll as jc
+from jaxcoll._plan.plan_text import COLUMNS
 from jaxcoll.bench.demonstration import LEAST_ACCURACY, MOST_DIFFERENCE, Outcome, Traffic, counted
+from jaxcoll.bench.terminal import new_console
 
 
 @contextlib.contextmanager
@@ -29,7 +30,7 @@ def progress_bars(
     Yields:
       What to call at every step, with whether it is the reference's, and its loss.
     """
-    console = Console(highlight=False)
+    console = new_console(highlight=False)
     console.print(
         f"[bold]jaxcoll {jc.__version__}[/], JAX {jax.__version__}: handwritten digits over "
         f"{counted(len(devices), 'device')} ({devices[0].device_kind})\n"
@@ -58,7 +59,7 @@ def progress_bars(
 
 def show(outcome: Outcome, picture: Path) -> None:
     """Print the results, the plan, and what became of it."""
-    console = Console(highlight=False)
+    console = new_console(highlight=False)
     console.print()
     console.print(_results(outcome))
     console.print()
@@ -95,9 +96,10 @@ def _plan(outcome: Outcome) -> Table:
         title_justify="left",
         title_style="bold",
     )
-    for column in ("pack", "dtype", "leaves", "bytes"):
-        table.add_column(column, justify="right")
-    table.add_column("carries", overflow="fold")
+    *narrow, last = COLUMNS
+    for column in narrow:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column(last, overflow="fold")
     for row in outcome.plan.rows():
         table.add_row(*(Text(cell) for cell in row))
     return table

@@ -6,11 +6,11 @@ import argparse
 import importlib.util
 import json
 import socket
-import sys
 import time
 from typing import Any
 
 from jaxcoll.bench.diagnosis import Finding, job_findings, machine_findings, pair_findings
+from jaxcoll.bench.terminal import complain, new_console
 
 EPILOG = """\
 Alone it looks at this machine. In every process of a job (`jaxcoll launch -n 4 -m jaxcoll doctor`,
@@ -37,16 +37,16 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
       The exit status; see `EPILOG`.
+
+    Raises:
+      ValueError: the flags cannot be met.
     """
+    if not args.json and not importlib.util.find_spec("rich"):
+        raise ValueError("needs rich: pip install 'jaxcoll[cli]', or --json")
     try:
-        if not args.json and not importlib.util.find_spec("rich"):
-            print(
-                "jaxcoll doctor: needs rich: pip install 'jaxcoll[cli]', or --json", file=sys.stderr
-            )
-            return 2
         findings = _findings(args.timeout)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"jaxcoll doctor: {error}", file=sys.stderr)
+    except RuntimeError as error:
+        complain("doctor", error)
         return 2
     if findings is None:
         return 0  # process 0 speaks
@@ -169,11 +169,10 @@ def _slowest(seconds: float) -> float:
 
 def _show(findings: list[Finding]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = new_console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("", "what", "found"):
         table.add_column(column, overflow="fold")

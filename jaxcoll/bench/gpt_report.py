@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -17,6 +16,7 @@ from jaxcoll.bench import gpt
 from jaxcoll.bench.demonstration import counted
 from jaxcoll.bench.gpt_demo import Outcome
 from jaxcoll.bench.gpt_training import MODES
+from jaxcoll.bench.terminal import new_console
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def progress_bars(
     Yields:
       What to call at every step, with the name and the loss.
     """
-    console = Console(highlight=False)
+    console = new_console(highlight=False)
     console.print(
         f"[bold]jaxcoll {jc.__version__}[/], JAX {jax.__version__}: a GPT of "
         f"{gpt.LAYERS} layers learns Python's standard library over "
@@ -58,7 +58,7 @@ def progress_bars(
 
 def show(outcome: Outcome, picture: Path) -> None:
     """Print a row for each mode."""
-    console = Console(highlight=False)
+    console = new_console(highlight=False)
     table = Table(
         title=f"{outcome.parameters:,} parameters, {counted(outcome.steps, 'step')} of "
         f"{counted(outcome.texts, 'text')}; one device's last loss: "

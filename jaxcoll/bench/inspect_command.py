@@ -9,10 +9,9 @@ import sys
 from pathlib import Path, PurePath
 from typing import Any
 
-from jaxcoll._host.files import replacing
+from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll._observe.overlap_text import against
 from jaxcoll._observe.report import Report, report_of
-from jaxcoll.bench.files import check_writable
 
 EPILOG = """\
 TARGET is a file of HLO text, as `compiled.as_text()` returns it; or module:name. The name is a
@@ -53,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
     """Read or compile, and show.
 
     Returns:
-      The exit status: 0, or 2 with one line on standard error.
+      The exit status.
+
+    Raises:
+      ValueError: there is no such target, it cannot be compiled, or a result cannot be written.
     """
     file = Path(args.json) if args.json and args.json != "-" else None
     try:
@@ -65,14 +67,11 @@ def run(args: argparse.Namespace) -> int:
         shown = report.to_dict() | ({"against": other.to_dict()} if other else {})
         text = json.dumps(shown, indent=1)
         if args.plot:
-            with replacing(args.plot) as partial:
-                report.plot(partial)
+            write_result("--plot", args.plot, report.plot)
         if file:
-            with replacing(file) as partial:
-                partial.write_text(text + "\n", encoding="utf-8")
-    except (ValueError, OSError, ImportError) as error:
-        print(f"jaxcoll inspect: {_one_line(error)}", file=sys.stderr)
-        return 2
+            write_text("--json", file, text + "\n")
+    except ImportError as error:
+        raise ValueError(str(error)) from error  # matplotlib is missing
     if args.json == "-":
         print(text)
     elif other:
@@ -91,9 +90,22 @@ def _named(target: str) -> str:
 
 def _report(target: str, args: argparse.Namespace) -> Report:
     module, colon, name = target.rpartition(":")
+    if Path(target).is_dir():
+        raise ValueError(f"{target} is a folder; give a file of HLO text, or module:name.")
+    if not colon and not Path(target).exists():
+        stem = PurePath(target).stem if target.endswith(".py") else target
+        raise ValueError(
+            f"No such file: {target!r}. A function is named with its module, as in "
+            f"{stem.replace('/', '.')}:step."
+        )
     if Path(target).is_file() or not colon:
         if args.topology:
             raise ValueError("--topology is for module:name; a file is compiled already.")
+        if target.endswith(".py"):
+            raise ValueError(
+                f"{target} is a program's source, not HLO text. A function is named with its "
+                f"module, as in {PurePath(target).stem}:step."
+            )
         text = Path(target).read_text(encoding="utf-8", errors="replace")
         return report_of(text)
     import jax

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxcoll._host.files import replacing
-from jaxcoll.bench.files import check_writable
+from jaxcoll._files import check_writable, write_text
 from jaxcoll.bench.spelling import BASELINE
 from jaxcoll.bench.teams import Team
 from jaxcoll.bench.timing import Estimate, estimate, interleaved
@@ -170,13 +169,12 @@ def run(args: argparse.Namespace, workloads: list[Workload], algorithm: str) -> 
                 )
     if not shown:
         return
-    _show(found, to_stderr=args.json == "-")
     lines = "".join(json.dumps(dataclasses.asdict(each)) + "\n" for each in found)
     if args.json == "-":
         sys.stdout.write(lines)
     elif args.json:
-        with replacing(Path(args.json)) as partial:
-            partial.write_text(lines, encoding="utf-8")
+        write_text("--json", Path(args.json), lines)
+    _show(found, to_stderr=args.json == "-")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -191,14 +189,11 @@ def _check(args: argparse.Namespace) -> None:
 
 def _show(found: list[Overlapped], *, to_stderr: bool) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    from jaxcoll.bench.table import WIDTH
+    from jaxcoll.bench.table import wide_console
 
-    console = Console(stderr=to_stderr, highlight=False)
-    if console.width < WIDTH:
-        console = Console(stderr=to_stderr, highlight=False, width=WIDTH)
+    console = wide_console(to_stderr=to_stderr)
     table = Table(
         title=f"overlap over {found[0].processes} processes, by {found[0].algorithm}: "
         "medians [95 %], compute is a sleep",

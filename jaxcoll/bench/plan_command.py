@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
-from jaxcoll._host.files import replacing
+from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll._host.plan import plan_in
 from jaxcoll._host.terms import terms_here
 from jaxcoll._host.world import topology_world
@@ -17,7 +17,6 @@ from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.presets import preset
 from jaxcoll._plan.topology import topology_named
 from jaxcoll._plan.world import World
-from jaxcoll.bench.files import check_writable
 from jaxcoll.bench.simulation import ALGORITHMS, Simulation, simulate
 from jaxcoll.bench.spelling import options_of
 from jaxcoll.bench.trees import TREES, Workload, tree_of
@@ -57,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="predict it for 2 to 16,384 replicas of these devices (default: h100:2x8)",
     )
     out.add_argument("--algorithms", metavar="LIST", help=f"for --simulate (default: {ALGORITHMS})")
+    out.add_argument(
+        "--all-rows", action="store_true", help="show all rows of a long table, not the first"
+    )
     out.add_argument("--json", metavar="FILE", help="write it to FILE as JSON; - for here")
     out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what --simulate predicts")
 
@@ -65,24 +67,24 @@ def run(args: argparse.Namespace) -> int:
     """Plan or simulate, and show.
 
     Returns:
-      The exit status: 0, or 2 with one line on standard error.
-    """
-    try:
-        workload = _checked(args)
-        found = _simulation(args, workload) if args.simulate else _plan(args, workload)
-        text = json.dumps(found.to_dict(), indent=2)
-        if isinstance(found, Simulation) and args.plot:
-            from jaxcoll.bench.simulation_picture import draw
+      The exit status.
 
-            with replacing(args.plot) as partial:
-                draw(found, partial)
-        if args.json and args.json != "-":
-            with replacing(Path(args.json)) as partial:
-                partial.write_text(text + "\n", encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"jaxcoll plan: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    print(text if args.json == "-" else found)
+    Raises:
+      ValueError: the flags cannot be met, or a result cannot be written.
+    """
+    workload = _checked(args)
+    found = _simulation(args, workload) if args.simulate else _plan(args, workload)
+    text = json.dumps(found.to_dict(), indent=2)
+    if isinstance(found, Simulation) and args.plot:
+        from jaxcoll.bench.simulation_picture import draw
+
+        write_result("--plot", args.plot, functools.partial(draw, found))
+    if args.json and args.json != "-":
+        write_text("--json", Path(args.json), text + "\n")
+    if args.json == "-":
+        print(text)
+    else:
+        print(found.text() if isinstance(found, Plan) and args.all_rows else found)
     return 0
 
 
@@ -95,6 +97,8 @@ def _checked(args: argparse.Namespace) -> Workload:
     if not args.simulate and (args.plot or args.algorithms):
         flag = "--plot draws" if args.plot else "--algorithms is for"
         raise ValueError(f"{flag} what --simulate predicts; add --simulate.")
+    if args.simulate and args.all_rows:
+        raise ValueError("--all-rows is for a plan's table; leave it out.")
     if args.simulate and args.algorithm != "auto":
         raise ValueError("--simulate takes --algorithms, a list, in the place of --algorithm.")
     if args.plot:

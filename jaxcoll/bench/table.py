@@ -14,6 +14,7 @@ from rich.text import Text
 
 from jaxcoll.bench.results import Result
 from jaxcoll.bench.spelling import BASELINE, TWIN
+from jaxcoll.bench.terminal import new_console
 from jaxcoll.bench.timing import Estimate
 
 WIDTH = 118
@@ -40,7 +41,7 @@ def progress_bar(steps: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
     Yields:
       What to call with words for what is being done.
     """
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     columns = (
         BarColumn(bar_width=30), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn(),
         TextColumn("{task.description}"),
@@ -52,6 +53,15 @@ def progress_bar(steps: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
         yield lambda words: progress.update(task, description=words, advance=1)
 
 
+def wide_console(*, to_stderr: bool) -> Console:
+    """A console of `WIDTH` columns at least."""
+    console = new_console(stderr=to_stderr, highlight=False)
+    if console.width >= WIDTH:
+        return console
+    # A log, or a narrow window: lines that wrap are better than cells that are cut.
+    return new_console(stderr=to_stderr, highlight=False, width=WIDTH)
+
+
 def show(results: Sequence[Result], *, to_stderr: bool) -> None:
     """Print a table for each tree, and one for all sizes.
 
@@ -59,9 +69,7 @@ def show(results: Sequence[Result], *, to_stderr: bool) -> None:
       results: in the order in which they were measured.
       to_stderr: where standard output carries the lines.
     """
-    console = Console(stderr=to_stderr, highlight=False)
-    if console.width < WIDTH:  # a log, or a narrow window: lines that wrap beat cells that are cut
-        console = Console(stderr=to_stderr, highlight=False, width=WIDTH)
+    console = wide_console(to_stderr=to_stderr)
     for (is_size, _), found in groupby(
         results, lambda r: (r.is_size, not r.is_size and r.workload)
     ):
