@@ -99,6 +99,7 @@ def all_gather(
 
     Raises:
       NameError: an axis is not mapped here; the message lists those that are.
+      NotImplementedError: a leaf is an `IndexedSlices`.
       ValueError: a leaf has no such dimension (its path and shape are named), or an argument is
         invalid.
 

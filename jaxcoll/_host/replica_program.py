@@ -13,7 +13,8 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxcoll._host.assemble import viewed
-from jaxcoll._host.mesh import line_of
+from jaxcoll._host.held import of_all
+from jaxcoll._host.mesh import line_of, of_this_process
 from jaxcoll._host.placement import is_array, place
 from jaxcoll._host.replica_context import ReplicaContext, check_own, replicas_of
 from jaxcoll._host.uneven import Uneven
@@ -139,7 +140,9 @@ def _shared(value: Any, devices: tuple[jax.Device, ...]) -> jax.Array:
     return array if array.sharding == copies else viewed(array, copies)
 
 
-def _over(name: str, value: PerReplica, devices: tuple[jax.Device, ...]) -> PerReplica:
+def _over(name: str, value: PerReplica, devices: tuple[jax.Device, ...]) -> PerReplica | Mirrored:
+    if value.devices == tuple(devices[i] for i in of_this_process(devices)):
+        return of_all(name, value, devices)  # this process's share of what runs over several
     if value.devices != devices:
         raise ValueError(
             f"{name} is a PerReplica over {', '.join(map(str, value.devices))}; the replicas are "

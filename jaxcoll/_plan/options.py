@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import math
 import numbers
-import warnings
 from typing import Any, final
 
 import jax
@@ -158,7 +157,6 @@ _CHECKS: dict[str, Any] = {
 }
 
 
-@final
 @jax.tree_util.register_static
 class CommunicationOptions:
     """How replicas exchange tensors: a frozen, hashable value.
@@ -357,23 +355,3 @@ def checked(options: Any) -> CommunicationOptions:
     if isinstance(options, CommunicationOptions):
         return options
     raise ValueError(f"`options` must be a CommunicationOptions or None; got {_shown(options)}.")
-
-
-def CollectiveHints(  # noqa: N802 - the deprecated spelling of a class
-    bytes_per_pack: int = 0, timeout_seconds: float | None = None
-) -> CommunicationOptions:
-    """Deprecated spelling of `CommunicationOptions`, without `implementation`.
-
-    Args:
-      bytes_per_pack: as in `CommunicationOptions`.
-      timeout_seconds: as in `CommunicationOptions`.
-
-    Returns:
-      A `CommunicationOptions` with both options set.
-    """
-    warnings.warn(
-        "CollectiveHints is deprecated; use CommunicationOptions, which takes the same arguments.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return CommunicationOptions(bytes_per_pack, timeout_seconds)

@@ -572,6 +572,35 @@ def test_L46_L47_a_plain_value_has_a_mean_and_no_sum():
     assert PAIR.reduce("mean", np.array([1.0, 2.0], "f"), axis=0) == 1.5
 
 
+@pytest.mark.parametrize("s", [ONE, PAIR], ids=["1", "2"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("values", [[1.0, 2.0], (np.ones(2), jnp.ones(3)), [0, 0]], ids=repr)
+def test_a_list_of_plain_values_without_an_axis_is_neither_parts_nor_a_tree(s, op, values):
+    """It could be one value for each replica, or values that all share: the caller has to say."""
+    with pytest.raises(ValueError, match="axis None got the value as a .* of 2 plain values, whi"):
+        s.reduce(op, values, axis=None)
+    with pytest.raises(ValueError, match=r"got leaf \['a'\] as a \w+ of 2 plain values"):
+        s.reduce(op, {"a": values}, axis=None)
+    assert s.reduce("mean", {"a": values[1]}, axis=None)["a"].shape == np.shape(values[1])
+    assert s.reduce("mean", [], axis=None) == []
+
+
+def test_a_plain_value_has_only_the_axes_it_has():
+    for plain, axis in ((1.0, 0), (np.ones(2), 1)):
+        with pytest.raises(ValueError, match=r"`reduce`: the value .* no axis"):
+            PAIR.reduce("mean", plain, axis=axis)
+
+
+def test_rows_of_one_table_have_no_sum_over_replicas_either():
+    rows = jc.IndexedSlices([[1.0]], [2], (3, 1))
+    with pytest.raises(ValueError, match="plain value IndexedSlices.* whose SUM over 2 replicas"):
+        PAIR.reduce("sum", rows, axis=None)
+    with pytest.raises(ValueError, match="extended.reduce_to` got the plain value IndexedSlices"):
+        PAIR.extended.reduce_to("sum", rows, "cpu:0")
+    mean = PAIR.reduce("mean", {"rows": rows}, axis=None)["rows"]
+    assert (mean.values.tolist(), mean.indices.tolist()) == ([[1.0]], [2])
+
+
 def test_L49_means_of_integers_and_16_bit_floats():
     integers = [np.array([1, 2, 4]), np.array([4, 5])]
     assert PAIR.reduce("sum", integers, 0) == 16
@@ -740,8 +769,6 @@ def test_a_distributed_value_that_was_captured_is_refused():
             RuntimeError, match="is being traced that maps 'replica'. Pass the value"
         ):
             PAIR.run(lambda: captured[0])  # noqa: B023
-        with pytest.raises(RuntimeError, match="works on the values of several devices, between"):
-            PAIR.run(lambda: jc.NcclAllReduce().reduce("sum", captured, "cpu:0"))  # noqa: B023
 
 
 def test_a_result_that_is_no_array_is_refused_by_the_name_of_its_function():
@@ -823,6 +850,27 @@ def test_strategy_calls_inside_a_replica_say_what_to_call_instead(s):
         with pytest.raises(RuntimeError, match=message):
             s.run(call, (1.0,))
     assert s.reduce("sum", s.run(lambda x: x, (1.0,)), None) == s.num_replicas_in_sync
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda ops, x: ops.reduce("sum", x, "cpu:0"),
+        lambda ops, x: ops.batch_reduce("sum", [(1.0, "cpu:0"), (x, "cpu:0")]),
+        lambda ops, x: ops.broadcast(x, "cpu:0"),
+        lambda ops, x: ops.gather(x, "cpu:0", 0),
+    ],
+    ids=["reduce", "batch_reduce", "broadcast", "gather"],
+)
+def test_cross_device_ops_are_for_between_programs(call):
+    """Inside, a value is one replica's, so that there is nothing to reduce, gather or copy."""
+    ops = jc.NcclAllReduce()
+    for x in (np.ones(2), PerReplica([np.ones(2)] * 2)):
+        with pytest.raises(RuntimeError, match="inside a function that `strategy.run` runs on ev"):
+            PAIR.run(lambda x=x: call(ops, x))
+    for trace in (jax.jit, lambda f: jax.vmap(f, axis_name="data")):
+        with pytest.raises(ValueError, match="is being traced, so it lies on no device"):
+            trace(lambda x: call(ops, x))(np.ones((2, 2)))
 
 
 def test_a_context_is_of_no_use_outside_its_function():

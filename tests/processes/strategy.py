@@ -67,13 +67,13 @@ found["gather"] = plain(strategy.gather(of_replica(lambda i: np.array([[i, 10 * 
 found["uneven gather"] = plain(strategy.gather(uneven, axis=0))
 wrong = [np.ones((2, 2 + rank), np.float32)] * len(found["ids"])
 found["refused gather"] = refused(lambda: strategy.gather(wrong, axis=0))
-found["refused device"] = refused(
-    lambda: jc.NcclAllReduce().gather(of_replica(lambda i: np.ones(2)), strategy.devices[0], 0)
+found["gathered to a device of the first"] = plain(
+    jc.NcclAllReduce().gather(of_replica(lambda i: np.full(2, i)), strategy.devices[0], 0)
 )
 found["refused strategy"] = refused(lambda: jc.MirroredStrategy(list(strategy.devices)))
 found["local strategy"] = jc.MirroredStrategy().num_replicas_in_sync
-found["refused destination"] = refused(
-    lambda: strategy.extended.reduce_to("sum", of_replica(float), strategy.devices[0])
+found["to a device of the first"] = plain(
+    strategy.extended.reduce_to("sum", of_replica(float), strategy.devices[0])
 )
 
 # Destinations, broadcasts and updates.
