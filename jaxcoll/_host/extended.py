@@ -9,14 +9,13 @@ from typing import Any
 import jax
 
 from jaxcoll._host.cross_device_ops import CrossDeviceOps
-from jaxcoll._host.deadline import finished, prepared
 from jaxcoll._host.mesh import no_mesh, span_processes
 from jaxcoll._host.placement import is_array
 from jaxcoll._host.replica_context import check_cross_replica
-from jaxcoll._host.replica_program import is_distributed, placed_arguments, replica_program
+from jaxcoll._host.replica_program import is_distributed, run_on_replicas
 from jaxcoll._host.values import DistributedValues, Mirrored, PerReplica
 from jaxcoll._plan.hints import given
-from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._spmd.sparse import is_sparse
 
 
@@ -156,21 +155,9 @@ class StrategyExtended:
                 f"{value!r}. A function of plain values can simply be called."
             )
         devices = parts[0].devices
-        said = self._options
-        carried = said.replace(timeout_seconds=UNSET)
-        program = replica_program(devices, fn, carried, None)
+        arguments = ((value, *args), dict(kwargs or {}))
+        result = run_on_replicas(caller, f"`{caller}`", fn, arguments, devices, self._options, None)
         with no_mesh():
-            placed = placed_arguments(caller, ((value, *args), dict(kwargs or {})), devices)
-            call = prepared(
-                program, said.timeout_seconds, placed, across=devices, told=repr(carried)
-            )
-            result = finished(
-                call,
-                said.timeout_seconds,
-                f"`{caller}`",
-                across=devices,
-                checksum=said.checksum,
-            )
             return _joined(result) if isinstance(value, DistributedValues) else result
 
     def _check(self, method: str, instead: str) -> None:

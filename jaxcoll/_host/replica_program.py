@@ -13,17 +13,53 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxcoll._host.assemble import viewed
+from jaxcoll._host.deadline import finished, prepared
 from jaxcoll._host.held import of_all
-from jaxcoll._host.mesh import line_of, of_this_process
+from jaxcoll._host.inner_deadlines import InnerDeadlines
+from jaxcoll._host.mesh import line_of, no_mesh, of_this_process
 from jaxcoll._host.placement import is_array, place
 from jaxcoll._host.replica_context import ReplicaContext, check_own, replicas_of
 from jaxcoll._host.uneven import Uneven
 from jaxcoll._host.values import AXIS, DistributedValues, Mirrored, PerReplica, copies_over
 from jaxcoll._host.world import mesh_scope
-from jaxcoll._plan.options import CommunicationOptions
+from jaxcoll._plan.options import UNSET, CommunicationOptions
 from jaxcoll._spmd.replication import varying_outputs
 from jaxcoll._spmd.scope import entered
 from jaxcoll._spmd.sparse import is_sparse
+
+
+def run_on_replicas(
+    caller: str,
+    what: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, Any],
+    devices: tuple[jax.Device, ...],
+    options: CommunicationOptions,
+    context: ReplicaContext | None,
+) -> Any:
+    """Call `function` once on every device, and wait for it if there is a deadline.
+
+    Args:
+      caller: what is named in messages about arguments.
+      what: what is named in messages about the call.
+      function: as in `replica_program`.
+      arguments: positional and keyword arguments, not yet placed.
+      devices: one for each replica.
+      options: defaults for the reductions inside; `timeout_seconds` bounds the call, and so does
+        the shortest one that a reduction inside was given.
+      context: as in `replica_program`.
+
+    Returns:
+      What the program returns.
+    """
+    carried = options.replace(timeout_seconds=UNSET)
+    program, inner = replica_program(devices, function, carried, context)
+    with no_mesh():
+        placed = placed_arguments(caller, arguments, devices)
+        inner.traced(program, placed)
+        seconds = inner.bound(options.timeout_seconds)
+        call = prepared(program, seconds, placed, across=devices, told=repr(carried))
+        return finished(call, seconds, what, across=devices, checksum=options.checksum)
 
 
 @functools.lru_cache(maxsize=256)
@@ -32,7 +68,7 @@ def replica_program(
     function: Callable[..., Any],
     options: CommunicationOptions,
     context: ReplicaContext | None,
-) -> Callable[[Any, Any], Any]:
+) -> tuple[Any, InnerDeadlines]:
     """The program that runs `function` on every device, compiled once for each shape.
 
     Law: replica i computes with row i of what is a `PerReplica` and with its copy of everything
@@ -50,11 +86,15 @@ def replica_program(
 
     Returns:
       A jitted function of positional and keyword arguments that are placed, to the function's
-      result with a `PerReplica` or `Mirrored` in the place of each array.
+      result with a `PerReplica` or `Mirrored` in the place of each array; and the deadlines that
+      its traces ask for.
     """
+    inner = InnerDeadlines()
     name = getattr(function, "__name__", type(function).__name__)
     mesh = line_of(devices, AXIS)
-    scope = dataclasses.replace(mesh_scope(mesh), options=options, marked=frozenset({AXIS}))
+    scope = dataclasses.replace(
+        mesh_scope(mesh), options=options, deadline=inner.ask, marked=frozenset({AXIS})
+    )
 
     def one(args: Any, kwargs: Any) -> Any:
         args, kwargs = jax.tree.map(_own, (args, kwargs), is_leaf=is_distributed)
@@ -90,7 +130,7 @@ def replica_program(
             return jax.tree.map(_wrapped, run(args, kwargs), varies[0], is_leaf=is_sparse)
 
     one.__name__ = program.__name__ = name  # what messages and profiles show
-    return jax.jit(program)
+    return jax.jit(program), inner
 
 
 def is_distributed(value: Any) -> bool:

@@ -14,16 +14,15 @@ import jax
 from jaxcoll._host.along_axis import reduce_along
 from jaxcoll._host.cross_device_ops import CrossDeviceOps
 from jaxcoll._host.dataset import DistributedDataset
-from jaxcoll._host.deadline import finished, prepared
 from jaxcoll._host.extended import StrategyExtended, check_has_sum
 from jaxcoll._host.mesh import no_mesh, of_this_process
 from jaxcoll._host.placement import is_array
 from jaxcoll._host.replica_context import ReplicaContext, check_cross_replica
-from jaxcoll._host.replica_program import is_distributed, placed_arguments, replica_program
+from jaxcoll._host.replica_program import is_distributed, run_on_replicas
 from jaxcoll._host.uneven import Uneven, check_no_list, distributed, has_parts, parts_of
 from jaxcoll._host.values import DistributedValues
 from jaxcoll._plan.hints import given
-from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 
 _entered: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar(
     "jaxcoll_strategy", default=None
@@ -117,7 +116,7 @@ class Strategy:
             `Mirrored`s, arrays and numbers, which every replica gets whole.
           kwargs: likewise.
           options: over those of the strategy, for the reductions inside; `timeout_seconds`
-            bounds the call.
+            bounds the call, as does the shortest one that a reduction inside is given.
 
         Returns:
           What `fn` returns, with a `Mirrored` in the place of each array that is proven to be
@@ -153,21 +152,9 @@ class Strategy:
                 f"a {type(fn).__name__} cannot be a key: it has no hash. Wrap it in a function."
             ) from None
         said = self._options.merge(checked(options))
-        carried = said.replace(timeout_seconds=UNSET)
-        program = replica_program(self._devices, fn, carried, self._context)
-        with no_mesh():
-            placed = placed_arguments(caller, (tuple(args), dict(kwargs or {})), self._devices)
-            call = prepared(
-                program, said.timeout_seconds, placed, across=self._devices, told=repr(carried)
-            )
-            name = getattr(fn, "__name__", type(fn).__name__)
-            return finished(
-                call,
-                said.timeout_seconds,
-                f"`{caller}` of `{name}`",
-                across=self._devices,
-                checksum=said.checksum,
-            )
+        what = f"`{caller}` of `{getattr(fn, '__name__', type(fn).__name__)}`"
+        arguments = (tuple(args), dict(kwargs or {}))
+        return run_on_replicas(caller, what, fn, arguments, self._devices, said, self._context)
 
     def reduce(
         self,

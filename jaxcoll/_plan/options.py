@@ -171,8 +171,10 @@ class CommunicationOptions:
     Args:
       bytes_per_pack: a pack is closed before it would exceed this many bytes; a larger leaf
         travels alone, unsplit. 0: the planner decides.
-      timeout_seconds: seconds after which a host-level call or a wrapped step gives up. None
-        and 0: no deadline.
+      timeout_seconds: seconds after which a host-level call or a wrapped step gives up. Given to
+        a reduction inside `jc.data_parallel` or `strategy.run`, it bounds the call that this is
+        a part of; in a program that is called without them it is refused. None and 0: no
+        deadline.
       implementation: a `CommunicationImplementation`, or its name in any case.
       algorithm: "native", "ring", "halving_doubling" or "shuffle"; or "inner/outer" made of two
         of them, for a reduction over a tuple of axes (outer, inner): a reduce-scatter within,

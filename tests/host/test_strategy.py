@@ -697,7 +697,7 @@ def test_options_of_the_strategy_of_run_and_of_the_call():
         out = s.run(step, (x,), options=said)
         assert [type(v) for v in out] == [Mirrored, Mirrored]
         assert [v[3].tolist() for v in out] == [[8.0] * 16, [1.0] * 16]
-        program = replica_program(s.devices, step, s._options.merge(said), s._context)
+        program, _ = replica_program(s.devices, step, s._options.merge(said), s._context)
         text = program.lower((x,), {}).as_text()
         assert ("collective_permute" in text) == bool(rings)
 
@@ -714,6 +714,70 @@ def test_a_deadline_bounds_a_run():
         PAIR.run(spin, (1.0, 30_000_000), options=quick)
     patient = jc.CommunicationOptions(timeout_seconds=60)
     assert isinstance(PAIR.run(spin, (1.0, 2), options=patient), Mirrored)
+
+
+def test_a_deadline_given_to_a_reduction_inside_bounds_the_run():
+    quick = jc.CommunicationOptions(timeout_seconds=0.3)
+
+    def spin(x, k):
+        slow = jax.lax.fori_loop(0, k, lambda i, c: jnp.sin(c + x), x)
+        return all_reduce("sum", slow, options=quick)
+
+    with pytest.raises(
+        jc.DeadlineExceededError, match="`MirroredStrategy.run` of `spin` did not finish within 0.3"
+    ):
+        PAIR.run(spin, (1.0, 30_000_000))
+
+
+def test_experimental_hints_go_where_options_go():
+    with pytest.warns(DeprecationWarning, match="use CommunicationOptions"):
+        hints = jc.CollectiveHints(bytes_per_pack=50 << 20, timeout_seconds=120)
+    value = PerReplica([1.0, 3.0])
+    ops = jc.NcclAllReduce()
+    said = {"experimental_hints": hints}
+    assert local(PAIR, PAIR.run(lambda x: all_reduce("sum", x, **said), (value,))) == [4.0, 4.0]
+    assert PAIR.reduce("sum", value, axis=None, **said) == 4.0
+    assert PAIR.extended.reduce_to("sum", value, "cpu:0", **said) == 4.0
+    assert PAIR.extended.batch_reduce_to("sum", [(value, "cpu:0")], **said) == [4.0]
+    assert ops.reduce("sum", value, "cpu:0", **said) == 4.0
+    assert ops.batch_reduce("sum", [(value, "cpu:0")], **said) == [4.0]
+    both = {"options": hints, **said}
+    for call in (
+        lambda: PAIR.run(lambda x: all_reduce("sum", x, **both), (value,)),
+        lambda: PAIR.reduce("sum", value, axis=None, **both),
+        lambda: PAIR.extended.reduce_to("sum", value, "cpu:0", **both),
+        lambda: PAIR.extended.batch_reduce_to("sum", [(value, "cpu:0")], **both),
+        lambda: ops.reduce("sum", value, "cpu:0", **both),
+        lambda: ops.batch_reduce("sum", [(value, "cpu:0")], **both),
+    ):
+        with pytest.raises(ValueError, match="the older name of `options`: give one of the two"):
+            call()
+
+
+@pytest.mark.parametrize("where", ["strategy", "call"])
+def test_a_strategys_calls_are_bounded_by_its_own_deadline_or_the_calls(monkeypatch, where):
+    """Reductions, gathers, updates and runs alike."""
+    waits = []
+
+    def never(call, seconds, what, **_):
+        waits.append(seconds)
+        return call()
+
+    for module in ("cross_device_ops", "gather", "replica_program"):
+        monkeypatch.setattr(f"jaxcoll._host.{module}.finished", never)
+    own = jc.CommunicationOptions(timeout_seconds=77)
+    s = jc.MultiWorkerMirroredStrategy(communication_options=own if where == "strategy" else None)
+    said = {"options": own} if where == "call" else {}
+    value = of_replica(s, lambda i: np.ones(2, "f"))
+    s.reduce("sum", value, None, **said)
+    s.reduce("mean", value, 0, **said)
+    s.gather(value, 0, **said)
+    s.extended.reduce_to("sum", value, value, **said)
+    s.extended.batch_reduce_to("sum", [(value, "cpu:0")], **said)
+    s.run(lambda: 1.0, **said)
+    if where == "strategy":
+        s.extended.update(value, lambda v: v + 1)
+    assert waits == [77.0] * (7 if where == "strategy" else 6)
 
 
 @EVERY
