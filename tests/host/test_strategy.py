@@ -406,7 +406,7 @@ def test_I1_I2_I5_what_reduces_between_programs():
 
 
 @EVERY
-def test_J1_J5_J52_a_value_that_replicas_agree_on_is_reduced_first(s):
+def test_J1_J5_J7_a_value_that_replicas_agree_on_is_reduced_first(s):
     n = s.num_replicas_in_sync
     w = Mirrored([5.0] * n, devices=s.devices)
     out = s.run(lambda w: w - all_reduce("mean", replica_id().astype(jnp.float32)), (w,))

@@ -14,10 +14,11 @@ pytestmark = pytest.mark.processes
 SCRIPT = Path(__file__).with_name("strategy.py")
 
 
-def results_of(script, workers, devices, **env):
+def results_of(command, workers, devices, **env):
     """What each worker found, one `RESULT` line of it."""
+    command = map(str, command if isinstance(command, list) else [command])
     env |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    ended = launch([sys.executable, str(script)], workers, timeout=240, env=env)
+    ended = launch([sys.executable, *command], workers, timeout=240, env=env)
     lines = (next(x for x in each.log.splitlines() if x.startswith("RESULT ")) for each in ended)
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
@@ -127,3 +128,11 @@ def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results(work
         assert found["whole group"] == found["by worker"] == total
     bits = {b for found in results for b in found["bits"]}
     assert len(bits) == 1, "all replicas have the same parameters"
+
+
+def test_L62_every_call_ends_at_its_deadline_and_the_next_one_works(tmp_path):
+    found, other = results_of([SCRIPT.with_name("absent.py"), tmp_path / "called"], 2, 1)
+    for call in ("reduce_to", "reduce", "along an axis", "gather", "run"):
+        assert re.search("did not finish within 1 s", found[call]), call
+        for each in (found, other):
+            assert each[f"{call}, afterwards"] == [1.5, 1.5], "the process stays usable"
