@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -13,6 +14,7 @@ from jax.core import Tracer
 
 from jaxcoll._host.assemble import own_devices
 from jaxcoll._host.copies import copied, copy_near, delivered
+from jaxcoll._host.corruption import listening
 from jaxcoll._host.deadline import finished
 from jaxcoll._host.destinations import destination_devices
 from jaxcoll._host.gather import gathered
@@ -90,6 +92,7 @@ class CrossDeviceOps(abc.ABC):
 
     _options = CommunicationOptions()  # those under the options of every call
     _group: tuple[jax.Device, ...] = ()  # those of every value; (): any
+    _also_on: tuple[jax.Device, ...] = ()  # where sums are made beside a call's own devices
 
     @final
     def reduce(
@@ -302,15 +305,12 @@ class CrossDeviceOps(abc.ABC):
             with no_mesh():
                 call = self._prepare(op, moving, said)
                 across = [d for r in moving for d in r.value.devices]
-                results = iter(
-                    finished(
-                        call,
-                        said.timeout_seconds,
-                        what,
-                        across=across,
-                        checksum=said.checksum,
+                if said.checksum:
+                    there = [d for r in moving for d in r.destinations]
+                    call = functools.partial(
+                        listening, call, what, [*across, *there, *self._also_on]
                     )
-                )
+                results = iter(finished(call, said.timeout_seconds, what, across=across))
         return [r.value[0] if r.is_in_place(op) else next(results) for r in reductions]
 
     def _checked(self, caller: str, name: str, value: Any, destinations: Any) -> Reduction:

@@ -67,19 +67,8 @@ def gathered(
         parts = _plain_parts(value)
         who = "`gather`: the part of replica 0" if len(parts) > 1 else "`gather`: the value"
         check_parts("gather", parts, [gather.dimension(axis, parts[0].shape, who)])
-        call = _prepare_on_one(parts, False, destinations[0], axis, options)
-        call = _copies(call, destinations)
+        call = _prepare_copies(parts, False, destinations, axis, options)
     return finished(call, options.timeout_seconds, f"`{name}.gather`", across=across)
-
-
-def _copies(call: Callable[[], Any], destinations: tuple[jax.Device, ...]) -> Callable[[], Any]:
-    """What copies the result of `call`, which only this process has, to its destinations."""
-    if span_processes(destinations):
-        raise ValueError(
-            "`gather` copies between the devices of one process; over several, gather a value that "
-            "lies on the devices of all, and take the copy of this process with `result[i]`."
-        )
-    return lambda: copied(call(), destinations)
 
 
 def _prepare_distributed(
@@ -94,22 +83,37 @@ def _prepare_distributed(
         if spans or (len(value) > 1 and set(value.devices) == set(destinations)):
             return _prepare_program(value, destinations, axis, options)
         parts = [jax.tree.map(lambda x, d=d: part_on(x, d), value.tree) for d in value.devices]
-        call = _prepare_on_one(parts, True, destinations[0], axis, options)
-        return _copies(call, destinations)
+        return _prepare_copies(parts, True, destinations, axis, options)
     parts = [copy_near(value, destinations)] * len(value)
     if not spans:
-        call = _prepare_on_one(parts, False, destinations[0], axis, options)
-        return _copies(call, destinations)
+        return _prepare_copies(parts, False, destinations, axis, options)
     here = value.devices[of_this_process(value.devices)[0]]
     call = _prepare_on_one(parts, False, here, axis, options)
     return lambda: spread(call(), destinations)
+
+
+def _prepare_copies(
+    parts: list[Any],
+    rows: bool,
+    destinations: tuple[jax.Device, ...],
+    axis: int,
+    options: CommunicationOptions,
+) -> Callable[[], Any]:
+    """What joins parts on the first destination, and copies the result to the others."""
+    if span_processes(destinations):
+        raise ValueError(
+            "`gather` copies between the devices of one process; over several, gather a value that "
+            "lies on the devices of all, and take the copy of this process with `result[i]`."
+        )
+    check_here(destinations[0])
+    call = _prepare_on_one(parts, rows, destinations[0], axis, options)
+    return lambda: copied(call(), destinations)
 
 
 def _prepare_on_one(
     parts: list[Any], rows: bool, device: jax.Device, axis: int, options: CommunicationOptions
 ) -> Callable[[], Any]:
     """What joins parts on one device of this process."""
-    check_here(device)
     moved = jax.device_put(parts, device)
     return prepared(_joining_program(axis, rows), options.timeout_seconds, (moved,))
 

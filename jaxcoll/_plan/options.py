@@ -199,7 +199,8 @@ class CommunicationOptions:
       checksum: every sum is compared with a checksum of what was put in. A pack that is
         corrupted on any replica comes back as NaN on all (integers: as their lowest value;
         unsigned: as their highest); a call between programs waits for its result and raises
-        `ReductionCorruptedError`. `reduce_scatter` and `all_gather` refuse it. See the page on
+        `ReductionCorruptedError`. `reduce_scatter`, and `all_gather` of its `Shards`, refuse it;
+        of other gathers there is no sum to compare. See the page on
         hangs for what it finds and what it costs.
 
     Raises:

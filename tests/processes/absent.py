@@ -18,11 +18,15 @@ in_time = jc.CommunicationOptions(timeout_seconds=1)
 rank, here = jax.process_index(), jax.local_devices()
 mine = jc.PerReplica([np.full(2, rank + 1.0, np.float32)] * len(here), devices=here)
 
+# Of values over all replicas: those of this process's share begin with an exchange of their sizes.
+whole = jc.PerReplica.from_function(
+    lambda i: np.full(2, i + 1.0, np.float32), devices=strategy.devices
+)
 calls = {
     "reduce_to": lambda o: strategy.extended.reduce_to("sum", mine, here[0], options=o),
     "reduce": lambda o: strategy.reduce("sum", mine, axis=None, experimental_hints=o),
-    "along an axis": lambda o: strategy.reduce("sum", mine, axis=0, options=o),
-    "gather": lambda o: strategy.gather(mine, axis=0, options=o),
+    "along an axis": lambda o: strategy.reduce("sum", whole, axis=0, options=o),
+    "gather": lambda o: strategy.gather(whole, axis=0, options=o),
     "run": lambda o: strategy.run(lambda x: context().all_reduce("sum", x, o), (mine,)),
 }
 found = {}

@@ -62,7 +62,10 @@ def entries(strategy, held):
     """Each takes an op and a value, and returns what this worker gets."""
     n, first, last = len(held.all), held.here[0], held.here[-1]
     fixed = jc.CollectiveAllReduce(list(held.here), n)
-    workers = [f"/job:worker/task:{k}" for k in range(jax.process_count())]
+    workers = [
+        [f"/job:worker/task:{k}/device:CPU:{d}" for d in range(len(held.here))]
+        for k in range(jax.process_count())
+    ]
     tiered = jc.MultiWorkerAllReduce(workers, len(held.here), "nccl/xring")
     own = lambda v: v if isinstance(v, jc.DistributedValues) else jax.device_put(0.0, last)
     extended = strategy.extended

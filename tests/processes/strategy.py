@@ -71,6 +71,22 @@ found["gathered to a device of the first"] = plain(
     jc.NcclAllReduce().gather(of_replica(lambda i: np.full(2, i)), strategy.devices[0], 0)
 )
 found["refused strategy"] = refused(lambda: jc.MirroredStrategy(list(strategy.devices)))
+elsewhere = next(d for d in strategy.devices if d.process_index != rank)
+own = jc.PerReplica(
+    [np.ones(2, np.float32)] * len(jax.local_devices()), devices=jax.local_devices()
+)
+nccl = jc.NcclAllReduce()
+found["refused elsewhere"] = [
+    refused(lambda: jc.MirroredStrategy([elsewhere])),
+    refused(lambda: nccl.broadcast(1.0, elsewhere)),
+    refused(lambda: nccl.gather(np.ones(2), elsewhere, 0)),
+    refused(lambda: nccl.gather(own, elsewhere, 0)),
+]
+found["refused gather to all"] = [
+    refused(lambda: nccl.gather(np.ones(2), ids, 0)),
+    refused(lambda: nccl.gather(own, ids, 0)),
+]
+found["refused reduction to all"] = refused(lambda: nccl.reduce("sum", own, ids))
 found["local strategy"] = jc.MirroredStrategy().num_replicas_in_sync
 found["to a device of the first"] = plain(
     strategy.extended.reduce_to("sum", of_replica(float), strategy.devices[0])

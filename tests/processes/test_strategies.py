@@ -120,6 +120,10 @@ def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results(work
         assert found["to a device of the first"] == n * (n - 1) / 2, "each worker has its copy"
         assert found["gathered to a device of the first"] == [i for i in range(n) for _ in range(2)]
         assert "`MultiWorkerMirroredStrategy` spans them" in found["refused strategy"]
+        assert all("whose devices are cpu:" in words for words in found["refused elsewhere"])
+        for words in found["refused gather to all"]:
+            assert "`gather` copies between the devices of one process; over several" in words
+        assert "copies between the devices of one process" in found["refused reduction to all"]
         assert found["local strategy"] == devices
         assert found["broadcast"] == [{"w": [0, 0], "on": True}] * devices, "the first worker's"
         total = n * (n - 1) / 2
