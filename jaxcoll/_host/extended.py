@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxcoll._host.cross_device_ops import CrossDeviceOps
 from jaxcoll._host.mesh import no_mesh, span_processes
@@ -176,7 +177,8 @@ def check_has_sum(
     """
     if reduce_op is not ReduceOp.SUM or len(devices) == 1 or span_processes(devices):
         return
-    is_zero = isinstance(value, int | float) and value == 0
+    on_host = isinstance(value, int | float | np.generic | np.ndarray)
+    is_zero = on_host and np.ndim(value) == 0 and value == 0
     if is_sparse(value) or (is_array(value) and not is_zero):
         raise ValueError(
             f"`{caller}` got the plain value {value!r}, whose SUM over {len(devices)} replicas "

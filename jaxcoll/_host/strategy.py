@@ -356,6 +356,9 @@ class Strategy:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(devices=[{', '.join(map(str, self._devices))}])"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # nothing of it changes, and a device has no copy
+
     def _check(self, method: str, instead: str) -> None:
         caller = f"{type(self).__name__}.{method}"
         check_cross_replica(caller, instead)

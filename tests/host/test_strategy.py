@@ -1,5 +1,7 @@
 """Strategies: rows of facts/tensorflow_cases.md, laws, and what is refused where."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -568,7 +570,9 @@ def test_L46_L47_a_plain_value_has_a_mean_and_no_sum():
             PAIR.extended.batch_reduce_to("sum", [(Mirrored([1.0]), "cpu:0"), (plain, "cpu:0")])
         assert ONE.reduce("sum", plain, axis=None) == plain
         assert PAIR.extended.reduce_to("mean", plain, "cpu:1") == plain
-    assert PAIR.reduce("sum", 0, axis=None) == 0
+    for zero in (0, 0.0, np.float32(0), np.zeros(())):
+        assert PAIR.reduce("sum", zero, axis=None) == 0
+        assert PAIR.extended.reduce_to("sum", zero, "cpu:1") == 0
     assert PAIR.reduce("mean", np.array([1.0, 2.0], "f"), axis=0) == 1.5
 
 
@@ -1011,6 +1015,11 @@ def test_what_reduce_and_gather_are_given_is_checked():
     assert ONE.gather(np.ones(3), 0).shape == (3,)
     with pytest.raises(ValueError, match="the value is a scalar, which has no axis 0"):
         PAIR.gather(PerReplica([1.0, 2.0]), 0)
+    slices = PerReplica([jc.IndexedSlices([[1.0]], [0], (3, 1))] * 2)
+    with pytest.raises(NotImplementedError, match="`gather` expects dense arrays"):
+        PAIR.gather(slices, 0)
+    with pytest.raises(NotImplementedError, match="`all_gather` expects dense arrays"):
+        PAIR.run(lambda x: all_gather(x, 0), (slices,))
     with pytest.raises(ValueError, match=r"update` expects a Mirrored or a PerReplica.* got 3"):
         PAIR.extended.update(3, lambda v: v)
     with pytest.raises(ValueError, match="one structure for all replicas; replica 1 has"):
@@ -1045,7 +1054,8 @@ def test_H38_arguments_of_a_strategy_that_are_none_are_refused():
         jc.MultiWorkerMirroredStrategy(communication_options="ring")
 
 
-def test_a_strategy_can_be_shown():
+def test_a_strategy_can_be_shown_and_copied():
+    assert copy.deepcopy({"s": PAIR})["s"] is PAIR
     assert repr(PAIR) == "MirroredStrategy(devices=[cpu:0, cpu:1])"
     assert repr(STRATEGIES["multi"]).startswith("MultiWorkerMirroredStrategy(devices=[cpu:0")
 
