@@ -13,10 +13,11 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxcoll._host.assemble import viewed
+from jaxcoll._host.copies import copy_near
 from jaxcoll._host.deadline import finished, prepared
 from jaxcoll._host.held import of_all
 from jaxcoll._host.inner_deadlines import InnerDeadlines
-from jaxcoll._host.mesh import line_of, no_mesh, of_this_process
+from jaxcoll._host.mesh import line_of, no_mesh, of_this_process, span_processes
 from jaxcoll._host.placement import is_array, place
 from jaxcoll._host.replica_context import ReplicaContext, check_own, replicas_of
 from jaxcoll._host.uneven import Uneven
@@ -160,7 +161,11 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
         if isinstance(value, PerReplica):
             return _over(name, value.settled(), devices)
         if isinstance(value, Mirrored):
-            return jax.tree.map(lambda x: _shared(x, devices), value.settled().tree)
+            value = value.settled()
+            # Where this process's replicas alone run, its own copy is the one it can reach.
+            inside = span_processes(value.devices) and not span_processes(devices)
+            tree = copy_near(value, devices) if inside else value.tree
+            return jax.tree.map(lambda x: _shared(x, devices), tree)
         if isinstance(value, Tracer):
             raise ValueError(
                 f"{name} is being traced. Call `run` between programs, not inside one; what it "

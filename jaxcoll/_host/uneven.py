@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll._host.exchange import known_to_all
@@ -118,19 +119,24 @@ def known_shapes(
       timeout_seconds: bounds the exchange with other processes, if there are any.
 
     Raises:
-      ValueError: they differ otherwise; on every process.
+      ValueError: they differ otherwise, on every process; or a part is a typed PRNG key.
     """
-    most = 16
+    most = 32  # dimensions, and letters of a dtype's name
 
     def fact(part: Any) -> list[int]:
-        name = part.dtype.name.encode().ljust(most)[:most]
+        if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"`{caller}` expects arrays; a part is a typed PRNG key. Pass its "
+                "`jax.random.key_data`."
+            )
+        name = part.dtype.name.encode().ljust(most)
         return [part.ndim, *part.shape, *[0] * (most - part.ndim), *name]
 
     facts = {i: fact(part) for i, part in parts.items()}
     found = []
     for row in known_to_all(facts, devices, caller, timeout_seconds).tolist():
         rank, dtype = row[0], bytes(row[most + 1 :]).decode().strip()
-        found.append(jax.ShapeDtypeStruct(tuple(row[1 : rank + 1]), np.dtype(dtype)))
+        found.append(jax.ShapeDtypeStruct(tuple(row[1 : rank + 1]), jnp.dtype(dtype)))
     check_parts(caller, found, [k % max(1, len(found[0].shape)) for k in axes])
     return found
 

@@ -88,8 +88,8 @@ def test_where_nobody_waits_it_is_refused(runner, entry):
 def test_zero_and_none_are_no_deadline():
     for none in (0, None):
         entry = ENTRIES["all_reduce"]
-        said = jc.CommunicationOptions(timeout_seconds=none)
-        out = run("pmap", functools.partial(entry, said, "data"), 2, ROWS[:2])
+        options = jc.CommunicationOptions(timeout_seconds=none)
+        out = run("pmap", functools.partial(entry, options, "data"), 2, ROWS[:2])
         assert out.tolist() == [[2.0] * 4] * 2
 
 

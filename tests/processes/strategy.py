@@ -99,6 +99,12 @@ summed = strategy.extended.reduce_to("sum", of_replica(float), ids)
 found["reduced to"] = plain(strategy.experimental_local_results(summed))
 updated = strategy.extended.update(of_replica(float), lambda x, y: x + y, (summed,))
 found["updated"] = plain(strategy.experimental_local_results(updated))
+of_mine = strategy.extended.update(own, lambda x, y: x + y, (summed,))
+found["updated here"] = [np.asarray(x).tolist() for x in of_mine]
+small = [jnp.full(1 + rank, 1 + rank, jnp.float8_e4m3b11fnuz)] * len(found["ids"])
+found["8 bits"] = plain(strategy.gather(small, axis=0).astype(jnp.float32))
+keys = jc.PerReplica([jax.random.split(jax.random.key(0), 1)] * len(own), devices=own.devices)
+found["refused keys"] = refused(lambda: strategy.gather(keys, axis=0))
 spec = "nccl/rechd" if n > workers else "xring"
 ops = jc.MultiWorkerAllReduce([f"/job:worker/task:{k}" for k in range(workers)], n // workers, spec)
 number = of_replica(float)

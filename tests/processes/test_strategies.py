@@ -129,6 +129,11 @@ def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results(work
         total = n * (n - 1) / 2
         assert found["reduced to"] == [total] * devices
         assert found["updated"] == [i + total for i in own]
+        assert found["updated here"] == [[1 + total] * 2] * devices
+        assert found["8 bits"] == [
+            1.0 + k for k in range(workers) for _ in range(devices * (k + 1))
+        ]
+        assert "a part is a typed PRNG key. Pass its" in found["refused keys"]
         assert found["whole group"] == found["by worker"] == total
     bits = {b for found in results for b in found["bits"]}
     assert len(bits) == 1, "all replicas have the same parameters"
