@@ -42,6 +42,7 @@ from jaxcoll._host.replica_context import ReplicaContext as ReplicaContext
 from jaxcoll._host.replica_context import get_replica_context as get_replica_context
 from jaxcoll._host.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from jaxcoll._host.sharded_optimizer import sharded_optimizer as sharded_optimizer
+from jaxcoll._host.values import DistributedValues as DistributedValues
 from jaxcoll._host.values import Mirrored as Mirrored
 from jaxcoll._host.values import PerReplica as PerReplica
 from jaxcoll._look.inspect import assert_collectives as assert_collectives
@@ -54,9 +55,9 @@ from jaxcoll._plan.errors import ProgramMismatchError as ProgramMismatchError
 from jaxcoll._plan.errors import ReductionCorruptedError as ReductionCorruptedError
 from jaxcoll._plan.errors import ReductionInLoopWarning as ReductionInLoopWarning
 from jaxcoll._plan.errors import ReplicaDivergenceError as ReplicaDivergenceError
+from jaxcoll._plan.hints import CollectiveHints as CollectiveHints
 from jaxcoll._plan.options import UNSET as UNSET
 from jaxcoll._plan.options import CollectiveCommunication as CollectiveCommunication
-from jaxcoll._plan.options import CollectiveHints as CollectiveHints
 from jaxcoll._plan.options import CommunicationImplementation as CommunicationImplementation
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
 from jaxcoll._plan.options import ReduceOp as ReduceOp

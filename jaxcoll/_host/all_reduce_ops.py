@@ -12,11 +12,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxcoll._host.all_reduce_program import Route, all_reduce_program
+from jaxcoll._host.copies import delivered
 from jaxcoll._host.cross_device_ops import Call, CrossDeviceOps, Reduction
 from jaxcoll._host.deadline import prepared
 from jaxcoll._host.mesh import line_of
 from jaxcoll._host.one_device import ReductionToOneDevice
-from jaxcoll._host.values import AXIS, Mirrored
+from jaxcoll._host.values import AXIS
 from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.packing import GroupSmall, NumPacks, PackingRule, Unpacked
@@ -29,7 +30,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     Law: all values of a batch that share a set of devices travel in one program, one dtype a
     pack, and come back in their order. What is no all-reduce goes to `ReductionToOneDevice`,
-    one value at a time.
+    one value at a time; but a value over several processes is always all-reduced over its own
+    devices, and each process takes its copy to the destinations.
 
     Packing is the first of these that is asked for: `num_packs`; the grouping of small arrays;
     none.
@@ -102,7 +104,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         alone: list[int] = []
         for i, r in enumerate(reductions):
             if r.is_all_reduce:
-                together.setdefault(frozenset(r.destinations), []).append(i)
+                together.setdefault(frozenset(r.value.devices), []).append(i)
             else:
                 alone.append(i)
         order = [i for members in together.values() for i in members] + alone
@@ -143,8 +145,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             told=repr((reduce_op, routes)),
         )
 
-        def call() -> list[Mirrored]:
-            return [s.reordered(r.destinations) for s, r in zip(run(), reductions, strict=True)]
+        def call() -> list[Any]:
+            return [delivered(s, r.destinations) for s, r in zip(run(), reductions, strict=True)]
 
         return call
 

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoll._host.copies import of_here
 from jaxcoll._host.cross_device_ops import CrossDeviceOps
-from jaxcoll._host.mesh import span_processes
-from jaxcoll._host.uneven import check_parts, parts_of
+from jaxcoll._host.held import check_same_devices, first_of_each_process
+from jaxcoll._host.mesh import of_this_process
+from jaxcoll._host.placement import is_array
+from jaxcoll._host.uneven import known_shapes, parts_of
 from jaxcoll._host.values import DistributedValues, PerReplica, rows_over
 from jaxcoll._plan.leaves import check_reducible, where
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
@@ -38,43 +39,69 @@ def reduce_along(
     Args:
       ops: carries the sums from replica to replica.
       reduce_op: SUM or MEAN.
-      value: a `PerReplica` or `Mirrored`; or a list or tuple with an array for each replica,
-        whose sizes along `axis` may differ.
+      value: a `PerReplica` or `Mirrored`, over `devices` or this process's share of them; or a
+        list or tuple with an array for each replica of this process, whose sizes along `axis`
+        may differ, from process to process too; or an array, which is one of each process.
       axis: a dimension, or a tuple or list of them, of each replica's part.
-      devices: one a replica.
+      devices: one for each replica.
       options: what carries the sums from replica to replica.
 
     Returns:
-      The plain value, on the first device; of several processes, on each one's own.
+      The plain value, on this process's first device.
 
     Raises:
       ValueError: there is no such dimension, or the parts do not fit together.
     """
+    here = of_this_process(devices)
+    first = devices[here[0]]
+    _check_dense(value)
     if isinstance(value, DistributedValues):
         value = value.settled()
-        sums, counts = _sums_of_rows(reduce_op, value, axis)
-    else:
-        sums, counts = _sums_of_parts(reduce_op, value, axis, devices)
-    wanted = sums if span_processes(devices) else devices[0]
-    total = of_here(ops.reduce(ReduceOp.SUM, sums, wanted, options))
-    if reduce_op is ReduceOp.SUM:
-        return total
-    part = value.tree if isinstance(value, DistributedValues) else value[0]
-    return jax.tree.map(divided, total, counts, part)
+        if len(here) == len(devices) or len(value) == len(devices):
+            sums, counts = _sums_of_rows(reduce_op, value, axis)
+            total = ops.reduce(ReduceOp.SUM, sums, first, options)
+            if reduce_op is ReduceOp.SUM:
+                return total
+            return jax.tree.map(divided, total, counts, value.tree)
+        if set(value.devices) != {devices[i] for i in here}:
+            check_same_devices("reduce", value.devices, devices)
+    elif is_array(value):
+        if len(here) == len(devices):  # one that all replicas share, or zero
+            shared = ops.broadcast(value, first)
+            axes = dimensions_of(axis, shared.shape, "")
+            return (jnp.mean if reduce_op is ReduceOp.MEAN else jnp.sum)(shared, axes)
+        devices, value = first_of_each_process(devices), [value]
+        here = of_this_process(devices)
+
+    def parts_reduced(*leaves: Any) -> jax.Array:
+        parts = dict(zip(here, parts_of("reduce", leaves, len(here)), strict=True))
+        sums, count = _sums_of_parts(reduce_op, parts, axis, devices, options.timeout_seconds)
+        total = ops.reduce(ReduceOp.SUM, sums, first, options)
+        return total if reduce_op is ReduceOp.SUM else divided(total, count, parts[here[0]])
+
+    if isinstance(value, DistributedValues):
+        return jax.tree.map(parts_reduced, *value)
+    return parts_reduced(*value)
+
+
+def _check_dense(value: Any) -> None:
+    tree = value.tree if isinstance(value, DistributedValues) else value
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
+        if is_sparse(leaf):
+            name = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"`reduce` along an axis expects dense arrays; {where(name)} is an IndexedSlices. "
+                "Reduce it with axis None, or make it an array with `to_dense` first."
+            )
 
 
 def _sums_of_rows(reduce_op: ReduceOp, value: Any, axis: Any) -> tuple[Any, Any]:
     """Each replica's sums where they lie, and how many elements all replicas have in each."""
     shift = int(isinstance(value, PerReplica))
-    flat, treedef = jax.tree_util.tree_flatten_with_path(value.tree, is_leaf=is_sparse)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(value.tree)
     axes, counts = [], []
     for path, leaf in flat:
         name = jax.tree_util.keystr(path)
-        if is_sparse(leaf):
-            raise ValueError(
-                f"`reduce` along an axis expects dense arrays; {where(name)} is an IndexedSlices. "
-                "Reduce it with axis None, or make it an array with `to_dense` first."
-            )
         check_reducible(name, leaf.dtype)
         found = dimensions_of(axis, leaf.shape[shift:], name)
         axes.append(tuple(k + shift for k in found))
@@ -86,17 +113,24 @@ def _sums_of_rows(reduce_op: ReduceOp, value: Any, axis: Any) -> tuple[Any, Any]
 
 
 def _sums_of_parts(
-    reduce_op: ReduceOp, value: Sequence[Any], axis: Any, devices: tuple[jax.Device, ...]
+    reduce_op: ReduceOp,
+    parts: dict[int, Any],
+    axis: Any,
+    devices: tuple[jax.Device, ...],
+    timeout_seconds: float | None,
 ) -> tuple[PerReplica, int]:
-    parts = parts_of("reduce", value, len(devices))
-    check_reducible("", parts[0].dtype)
-    axes = dimensions_of(axis, parts[0].shape, "")
-    check_parts("reduce", parts, axes)
+    """The sums of this process's parts, by replica, and how many elements all replicas have."""
+    first = next(iter(parts.values()))
+    check_reducible("", first.dtype)
+    axes = dimensions_of(axis, first.shape, "")
+    shapes = known_shapes("reduce", parts, devices, axes, timeout_seconds)
     program = local_sums(reduce_op, (axes,), None)
-    moved = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
-    sums = [program([part])[0] for part in moved]
-    count = sum(math.prod(part.shape[k] for k in axes) for part in parts)
-    return PerReplica(sums, devices=devices), count
+
+    def summed(replica: int) -> jax.Array:
+        return program([jax.device_put(parts[replica], devices[replica])])[0]
+
+    count = sum(math.prod(spec.shape[k] for k in axes) for spec in shapes)
+    return PerReplica.from_function(summed, devices=devices), count
 
 
 def dimensions_of(axis: Any, shape: Sequence[int], path: str) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def assembled(
     values = {i: value_of(i) for i in here}
     if rows:
         with no_mesh():
-            values = evened(name, values, len(devices))
+            values = evened(name, values, devices)
     paths, treedef = _agreed(name, values)
     columns = zip(*(treedef.flatten_up_to(value) for value in values.values()), strict=True)
     leaves = []

@@ -47,7 +47,7 @@ class ClusterResolver(abc.ABC):
           rpc_layer: what to put before it; None: the resolver's.
 
         Returns:
-          Such as "grpc://host:port"; "" where there is no cluster.
+          Such as "grpc://host:port"; "" where there is no cluster, or nobody else in it.
 
         Raises:
           ValueError: there is no such task.
@@ -55,7 +55,7 @@ class ClusterResolver(abc.ABC):
         spec = self.cluster_spec()
         kind = self.task_type if task_type is None else task_type
         index = self.task_id if task_id is None else task_id
-        if not spec:
+        if sum(map(len, spec.values())) < 2:
             return ""
         tasks = spec.get(kind or "", ())
         if index is None or not 0 <= index < len(tasks):

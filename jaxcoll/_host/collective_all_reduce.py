@@ -19,7 +19,8 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
     """All-reduces over the devices of a group, as its options say.
 
     Law: as of `AllReduceCrossDeviceOps`, but for the group's devices only, and packed, carried
-    and bounded as `options` say, over which a call's own options go.
+    and bounded as `options` say, over which a call's own options go. With several processes each
+    passes what it holds, and gets the reduction of what all hold: see `CrossDeviceOps`.
 
     Args:
       devices: this worker's devices, or device strings.
@@ -49,8 +50,8 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
         super().__init__(num_packs=0)
         name = type(self).__name__
         found = [device_named(d, name) if isinstance(d, str) else d for d in devices]
-        self._devices = checked_devices(found, name)
-        count = len(self._devices)
+        self._group = checked_devices(found, name)
+        count = len(self._group)
         whole = isinstance(group_size, numbers.Integral) and not isinstance(group_size, bool)
         if not whole or group_size < 1 or group_size % count:
             raise ValueError(
@@ -58,14 +59,13 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
                 f"that every worker has as many; got {group_size!r}."
             )
         if group_size > count:
-            self._devices = _of_all_workers(self._devices, int(group_size))
+            self._group = _of_all_workers(self._group, int(group_size))
         self._options = checked(options)
         self._said = {"devices": list(map(str, found)), "group_size": int(group_size)}
         self._said |= {"options": self._options} if options else {}
 
     def _arranged(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
-        check_same_devices(type(self).__name__, devices, self._devices)
-        mesh, _ = super()._arranged(self._devices)
+        mesh, _ = super()._arranged(self._group if set(devices) == set(self._group) else devices)
         return mesh, (Route(),)
 
 
@@ -85,18 +85,3 @@ def _of_all_workers(devices: tuple[jax.Device, ...], group_size: int) -> tuple[j
             f"process's devices and group_size={len(every)}."
         )
     return tuple(sorted(every, key=lambda device: (device.process_index, device.id)))
-
-
-def check_same_devices(
-    name: str, found: Sequence[jax.Device], expected: Sequence[jax.Device]
-) -> None:
-    """Refuse a value that lies on other devices than the cross-device op is for.
-
-    Raises:
-      ValueError: names both.
-    """
-    if set(found) != set(expected):
-        raise ValueError(
-            f"`{name}` reduces over its own {len(expected)} devices, "
-            f"{', '.join(map(str, expected))}; got a value over {', '.join(map(str, found))}."
-        )

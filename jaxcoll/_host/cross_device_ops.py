@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -12,13 +13,17 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxcoll._host.assemble import own_devices
-from jaxcoll._host.copies import copied, copy_near
+from jaxcoll._host.copies import copied, copy_near, delivered
+from jaxcoll._host.corruption import listening
 from jaxcoll._host.deadline import finished
 from jaxcoll._host.destinations import destination_devices
-from jaxcoll._host.gather import prepare_gather
-from jaxcoll._host.mesh import no_mesh
+from jaxcoll._host.gather import gathered
+from jaxcoll._host.held import of_all, one_of_each_process
+from jaxcoll._host.mesh import no_mesh, span_processes
 from jaxcoll._host.placement import is_array
+from jaxcoll._host.replica_context import check_cross_replica
 from jaxcoll._host.values import DistributedValues, Mirrored, PerReplica
+from jaxcoll._plan.hints import given
 from jaxcoll._plan.leaves import check_reducible
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd.indexed_slices import IndexedSlices
@@ -36,9 +41,13 @@ class Reduction:
 
     @property
     def is_all_reduce(self) -> bool:
-        """Whether several replicas reduce to exactly the devices they lie on, in any order."""
+        """Whether several replicas reduce to exactly the devices they lie on, in any order.
+
+        Those of several processes always do: each process then has the copy that it passes on.
+        """
         devices = self.value.devices
-        return len(devices) > 1 and set(devices) == set(self.destinations)
+        wanted = set(devices) == set(self.destinations) or span_processes(devices)
+        return len(devices) > 1 and wanted
 
     def is_in_place(self, reduce_op: ReduceOp) -> bool:
         """Whether the value is its own reduction, where it lies, in the dtype it has."""
@@ -72,10 +81,18 @@ class CrossDeviceOps(abc.ABC):
     `Mirrored`, else plain arrays on the one. An all-reduce is asked for by destinations that
     are the value's own devices, in any order.
 
+    Several processes: all of them make the same calls. A class that is for a group of devices
+    takes what this process holds: a value over its own devices of the group is its share of one
+    over the whole group, and a plain value is one value of each process. Each process gets the
+    result on those destinations that are its own; where none is, a copy on one of its devices of
+    the value.
+
     A subclass says how by `_prepare`.
     """
 
     _options = CommunicationOptions()  # those under the options of every call
+    _group: tuple[jax.Device, ...] = ()  # those of every value; (): any
+    _also_on: tuple[jax.Device, ...] = ()  # where sums are made beside a call's own devices
 
     @final
     def reduce(
@@ -84,6 +101,7 @@ class CrossDeviceOps(abc.ABC):
         per_replica_value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce one value to its destinations.
 
@@ -94,11 +112,13 @@ class CrossDeviceOps(abc.ABC):
             `Mirrored`.
           destinations: where the result is wanted.
           options: how to communicate; `timeout_seconds` bounds the call.
+          experimental_hints: the older name of `options`.
 
         Returns:
           A `Mirrored`, or the plain value for one device, in the structure of a replica's value.
 
         Raises:
+          RuntimeError: called in a replica function.
           ValueError: an argument is none of what it may be, or a leaf has no sum.
           DeadlineExceededError: `timeout_seconds` passed.
 
@@ -110,7 +130,8 @@ class CrossDeviceOps(abc.ABC):
           4.0
         """
         pair = (per_replica_value, destinations)
-        return self._reduced("reduce", reduce_op, [("", pair)], options)[0]
+        asked = given(options, experimental_hints)
+        return self._reduced("reduce", reduce_op, [("", pair)], asked)[0]
 
     @final
     def batch_reduce(
@@ -118,6 +139,7 @@ class CrossDeviceOps(abc.ABC):
         reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Reduce many values at once, so that they can travel together.
 
@@ -125,11 +147,13 @@ class CrossDeviceOps(abc.ABC):
           reduce_op: as in `reduce`.
           value_destination_pairs: any iterable of tuples of a value and its destinations.
           options: as in `reduce`; `timeout_seconds` bounds the whole call.
+          experimental_hints: the older name of `options`.
 
         Returns:
-          One result a pair, in their order; none for no pairs.
+          One result for each pair, in their order; none for no pairs.
 
         Raises:
+          RuntimeError: called in a replica function.
           ValueError: as in `reduce`, the pair being named; or these are no pairs.
           DeadlineExceededError: `timeout_seconds` passed.
 
@@ -149,11 +173,14 @@ class CrossDeviceOps(abc.ABC):
                     + (f" of {len(pair)}." if isinstance(pair, tuple) else ".")
                 )
         named = [(f"[{i}]", pair) for i, pair in enumerate(pairs)]
-        return self._reduced("batch_reduce", reduce_op, named, options)
+        return self._reduced("batch_reduce", reduce_op, named, given(options, experimental_hints))
 
     @final
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Copy one value to every destination.
+
+        To devices of several processes, all of them call it, and what the process of the first
+        device passes is copied.
 
         Args:
           tensor: a number, an array, or a pytree of them; or a `Mirrored`.
@@ -163,18 +190,27 @@ class CrossDeviceOps(abc.ABC):
           A `Mirrored`, or the plain value for one device. Copies that are in place are kept.
 
         Raises:
-          ValueError: an argument is none of what it may be.
+          RuntimeError: called in a replica function.
+          ValueError: an argument is none of what it may be, or the only destination belongs to
+            another process.
 
         Examples:
           >>> NcclAllReduce().broadcast(1.0, PerReplica([0, 0, 0]))
           Mirrored(float32[] on 3: cpu:0, cpu:1, cpu:2)
         """
+        return self._broadcast(tensor, destinations, self._options)
+
+    @final
+    def _broadcast(self, tensor: Any, destinations: Any, options: CommunicationOptions) -> Any:
+        """`broadcast`, whose exchange with other processes `timeout_seconds` bounds."""
+        _check_between_programs("broadcast", tensor)
         devices = destination_devices(destinations, "broadcast")
         if isinstance(tensor, Mirrored):
             tensor = tensor.settled()
-            if set(tensor.devices) == set(devices) and len(devices) > 1:
-                return tensor.reordered(devices)
-            return copied(copy_near(tensor, devices), devices)
+            spans = span_processes(tensor.devices)
+            if spans or (set(tensor.devices) == set(devices) and len(devices) > 1):
+                return delivered(tensor, devices)
+            return copied(copy_near(tensor, devices), devices, options.timeout_seconds)
         for path, leaf in jax.tree_util.tree_leaves_with_path(
             tensor, is_leaf=lambda x: isinstance(x, DistributedValues)
         ):
@@ -185,7 +221,7 @@ class CrossDeviceOps(abc.ABC):
                     f"({type(leaf).__name__})."
                 )
         arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tensor)
-        return copied(arrays, devices)
+        return copied(arrays, devices, options.timeout_seconds)
 
     @final
     def gather(
@@ -198,7 +234,8 @@ class CrossDeviceOps(abc.ABC):
         """Join the replicas' values along one dimension, in replica order.
 
         Law: the result is `jnp.concatenate` of the parts, to the bit. Every class gathers alike:
-        to the value's own devices by one compiled all-gather, to others by copies.
+        to the value's own devices by one compiled all-gather, to others by copies. Over several
+        processes parts may differ in size from process to process, too.
 
         Args:
           per_replica_value: a `PerReplica` or `Mirrored`, of pytrees too; an array, which is the
@@ -212,6 +249,8 @@ class CrossDeviceOps(abc.ABC):
           A `Mirrored`, or the plain value for one device.
 
         Raises:
+          RuntimeError: called in a replica function.
+          NotImplementedError: a leaf is an `IndexedSlices`.
           ValueError: an argument is none of what it may be; a leaf has no such dimension; or
             parts differ in dtype, rank or another dimension, and both shapes are named.
           DeadlineExceededError: `timeout_seconds` passed.
@@ -223,12 +262,11 @@ class CrossDeviceOps(abc.ABC):
           [1.0, 2.0, 3.0]
         """
         said = self._options.merge(checked(options))
+        _check_between_programs("gather", per_replica_value)
         devices = destination_devices(destinations, "gather")
+        name = type(self).__name__
         with no_mesh():
-            call = prepare_gather(per_replica_value, devices, axis, said)
-            return finished(
-                call, said.timeout_seconds, f"`{type(self).__name__}.gather`", across=devices
-            )
+            return gathered(name, per_replica_value, devices, axis, said, self._group)
 
     @abc.abstractmethod
     def _prepare(
@@ -257,7 +295,8 @@ class CrossDeviceOps(abc.ABC):
         options: CommunicationOptions | None,
     ) -> list[Any]:
         op, said = ReduceOp.of(reduce_op), self._options.merge(checked(options))
-        reductions = [_checked(caller, name, *pair) for name, pair in pairs]
+        _check_between_programs(caller, [pair for _, pair in pairs])
+        reductions = [self._checked(caller, name, *pair) for name, pair in pairs]
         moving = [r for r in reductions if not r.is_in_place(op)]
         results = iter(())
         if moving:
@@ -266,50 +305,66 @@ class CrossDeviceOps(abc.ABC):
             with no_mesh():
                 call = self._prepare(op, moving, said)
                 across = [d for r in moving for d in r.value.devices]
-                results = iter(
-                    finished(
-                        call,
-                        said.timeout_seconds,
-                        what,
-                        across=across,
-                        checksum=said.checksum,
+                if said.checksum:
+                    there = [d for r in moving for d in r.destinations]
+                    call = functools.partial(
+                        listening, call, what, [*across, *there, *self._also_on]
                     )
-                )
+                results = iter(finished(call, said.timeout_seconds, what, across=across))
         return [r.value[0] if r.is_in_place(op) else next(results) for r in reductions]
 
+    def _checked(self, caller: str, name: str, value: Any, destinations: Any) -> Reduction:
+        caller += name
+        devices = destination_devices(destinations, caller)
+        with no_mesh():
+            wrapped = self._of_all(caller, value, devices[0])
+        first: dict[Any, Any] = {}  # of each dtype: one is refused as all are
+        for path, leaf in jax.tree_util.tree_leaves_with_path(wrapped.tree):
+            first.setdefault(leaf.dtype, path)
+        for dtype, path in first.items():
+            check_reducible(name + jax.tree_util.keystr(path), dtype)
+        return Reduction(wrapped, devices)
 
-def _checked(caller: str, name: str, value: Any, destinations: Any) -> Reduction:
-    caller += name
-    devices = destination_devices(destinations, caller)
-    wrapped = _distributed(caller, value, devices[0])
-    first: dict[Any, Any] = {}  # of each dtype: one is refused as all are
-    for path, leaf in jax.tree_util.tree_leaves_with_path(wrapped.tree):
-        first.setdefault(leaf.dtype, path)
-    for dtype, path in first.items():
-        check_reducible(name + jax.tree_util.keystr(path), dtype)
-    return Reduction(wrapped, devices)
+    def _of_all(self, caller: str, value: Any, device: jax.Device) -> PerReplica | Mirrored:
+        """A value of all replicas, from what this process passes of it."""
+        if isinstance(value, PerReplica | Mirrored):
+            return of_all(type(self).__name__, value, self._group)
+        _check_plain(caller, value)
+        if span_processes(self._group):
+            return one_of_each_process(value, self._group)
+        if is_sparse(value):
+            return _sparse(value, device)
+        if not isinstance(value, jax.Array):
+            return Mirrored([value], devices=[device])
+        return Mirrored.from_global(value)
 
 
-def _distributed(caller: str, value: Any, device: jax.Device) -> PerReplica | Mirrored:
-    if isinstance(value, PerReplica | Mirrored):
-        return value.settled()
+def _check_between_programs(caller: str, tree: Any) -> None:
+    """Refuse a call from inside a program, where a value is one replica's, or has none yet."""
+    check_cross_replica(caller, "`jc.get_replica_context()` reduces and gathers")
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+        raise ValueError(
+            f"`{caller}` got a value that is being traced, so it lies on no device. Call it "
+            "between programs; inside one, `jc.all_reduce` and its like deal with the value that "
+            "the replica holds."
+        )
+
+
+def _check_plain(caller: str, value: Any) -> None:
     if is_sparse(value):
         value.check(f"`{caller}`")
-        return _sparse(value, device)
+        return
     if not is_array(value):
         raise ValueError(
             f"`{caller}` expects a PerReplica, a Mirrored, an array or a number; got {value!r} "
             f"({type(value).__name__}). `PerReplica` takes a list with each replica's value."
         )
-    if not isinstance(value, jax.Array):
-        return Mirrored([value], devices=[device])
-    if isinstance(value, Tracer) or len(value.sharding.device_set) == 1:
-        return Mirrored.from_global(value)
-    raise ValueError(
-        f"`{caller}` got an array over {len(value.sharding.device_set)} devices, which does not "
-        "say what it is: `PerReplica.from_global` takes it for one row a replica, "
-        "`Mirrored.from_global` for one copy a replica."
-    )
+    if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
+        raise ValueError(
+            f"`{caller}` got an array over {len(value.sharding.device_set)} devices, which does "
+            "not say what it is: `PerReplica.from_global` takes it for one row for each replica, "
+            "`Mirrored.from_global` for one copy for each."
+        )
 
 
 def _sparse(value: IndexedSlices, device: jax.Device) -> Mirrored:

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._host.compiler_options import known_options
 from jaxcoll._host.deadline import finished, prepared
+from jaxcoll._host.inner_deadlines import InnerDeadlines
 from jaxcoll._host.mesh import (
     abstract_mesh,
     checked_mesh,
@@ -138,6 +139,7 @@ class DataParallel:
         self._varying_outputs: VaryingOutputs = varying_outputs
         self._calls = 0
         self._known: Any = None
+        self._inner = InnerDeadlines()
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -199,18 +201,20 @@ class DataParallel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step's result on the whole batch; see `data_parallel`."""
         self._calls += 1
-        deadline = self._options.timeout_seconds
+        own = self._options.timeout_seconds
         name = getattr(self._step, "__name__", "step")
         with no_mesh():
             args, kwargs = self._placed(args, kwargs)
+            program = self._compiled(args, kwargs)
             call = prepared(
-                self._compiled(args, kwargs),
-                deadline,
+                program,
+                self._inner.bound(own),
                 args,
                 kwargs,
                 across=self._devices,
                 told=self.told,
             )
+            deadline = self._inner.bound(own)
             what = f"Call {self._calls} of `{name}`"
             return finished(call, deadline, what, across=self._devices, checksum=self.checksum)
 
@@ -255,7 +259,7 @@ class DataParallel:
         twin = copy.copy(self)
         for cached in ("mesh", "_scope", "_devices", "_processes", "_rows", "_whole"):
             vars(twin).pop(cached, None)
-        vars(twin).update(changed, _known=None)
+        vars(twin).update(changed, _known=None, _inner=InnerDeadlines())
         return twin
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -349,7 +353,9 @@ class DataParallel:
         mapped = functools.partial(
             jax.shard_map, mesh=self.mesh, in_specs=(specs, specs_of(kwargs)), check_vma=True
         )
-        scope = dataclasses.replace(self._scope, options=self._options, record=record)
+        scope = dataclasses.replace(
+            self._scope, options=self._options, record=record, deadline=self._inner.ask
+        )
         # One trace of the step serves both passes: the first only asks how its outputs vary.
         step = jax.jit(self._step, inline=True)
         found: list[Any] = []

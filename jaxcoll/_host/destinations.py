@@ -10,7 +10,12 @@ from jax.core import Tracer
 
 from jaxcoll._host.values import DistributedValues
 
-_SPELLING = re.compile(r"/?(?:device:)?([a-z]+):(\d+)", re.IGNORECASE)
+# "localhost" is what TensorFlow calls the only task of a program that is not distributed.
+_SPELLING = re.compile(
+    r"(?:/job:(?P<job>worker|localhost)(?:/replica:\d+)?/task:(?P<task>\d+)(?=/|$))?"
+    r"(?:/?(?:device:)?(?P<platform>(?!job|task|replica)[a-z]+):(?P<number>\d+))?",
+    re.IGNORECASE,
+)
 
 
 def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...]:
@@ -47,8 +52,10 @@ def device_named(name: str, caller: str) -> jax.Device:
     """The device of this name.
 
     Args:
-      name: `str(device)`; or platform and id, in any case, in TensorFlow's spellings:
-        "cpu:0", "/gpu:1", "/device:GPU:1".
+      name: `str(device)`, by which JAX tells the devices of all processes apart; or platform and
+        number, in any case, in TensorFlow's spellings: "/gpu:1", "/device:GPU:1" of this
+        process, "/job:worker/task:2/device:GPU:1" of process 2. Without a device it is the
+        first one of the task.
       caller: what is named in a message.
 
     Returns:
@@ -58,25 +65,28 @@ def device_named(name: str, caller: str) -> jax.Device:
       ValueError: no device has that name; the message lists those there are.
 
     Examples:
-      >>> device_named("/device:CPU:3", "example")
+      >>> device_named("/job:worker/replica:0/task:0/device:CPU:3", "example")
       CpuDevice(id=3)
     """
     for device in jax.devices():
         if str(device) == name:
             return device
     spelled = _SPELLING.fullmatch(name)
-    if spelled is None:
+    if spelled is None or not (spelled["platform"] or spelled["job"]):
         raise ValueError(
-            f'`{caller}` expects a device string such as "cpu:0", "gpu:1" or "/device:GPU:1"; '
-            f"got {name!r}."
+            f'`{caller}` expects a device string such as "cpu:0", "gpu:1", "/device:GPU:1" or '
+            f'"/job:worker/task:0/device:GPU:1"; got {name!r}.'
         )
-    platform, number = spelled[1].lower(), int(spelled[2])
+    platform, number = (spelled["platform"] or "").lower(), int(spelled["number"] or 0)
     try:
-        devices = jax.devices(platform)
+        devices = jax.devices(platform or None)
     except RuntimeError:
         devices = []
-    for device in devices:
-        if device.id == number:
-            return device
-    known = ", ".join(map(str, devices or jax.devices()))
+    # TensorFlow counts the devices of each task from 0, JAX's ids go on from process to process.
+    named = (spelled["job"] or "").lower() == "worker"
+    process = int(spelled["task"]) if named else jax.process_index()
+    of_task = [device for device in devices if device.process_index == process]
+    if number < len(of_task):
+        return of_task[number]
+    known = ", ".join(map(str, of_task or devices or jax.devices()))
     raise ValueError(f"`{caller}` got {name!r}, but there is no such device. There are: {known}.")

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from jaxcoll._host.exchange import known_to_all
 from jaxcoll._spmd.sparse import is_sparse
 
 
-def evened(name: str, values: Mapping[int, Any], replicas: int) -> Mapping[int, Any]:
+def evened(
+    name: str, values: Mapping[int, Any], devices: tuple[jax.Device, ...]
+) -> Mapping[int, Any]:
     """`values` with every IndexedSlices padded to the longest one in its place.
 
     Args:
       name: the kind of distributed value, for messages.
       values: the values that this process has, by replica.
-      replicas: how many there are in all processes.
+      devices: one for each replica, of all processes.
 
     Returns:
       The same values where none is sparse, or none is shorter; structures that disagree are
-      left for others to refuse.
+      left for others to refuse. Cost: where other processes have replicas, an exchange of lengths.
 
     Raises:
-      ValueError: a leaf is sparse on some replicas only, or of different dense shapes; or the
-        lengths differ while other processes have lengths of their own.
+      ValueError: a leaf is sparse on some replicas only, or of different dense shapes.
     """
     flat = {
         i: jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
@@ -35,19 +38,51 @@ def evened(name: str, values: Mapping[int, Any], replicas: int) -> Mapping[int, 
         treedef != structures[0] for treedef in structures
     ):
         return values
-    columns = []
+    columns, sparse = [], []
     for column in zip(*(leaves for leaves, _ in flat.values()), strict=True):
         where = f"leaf {jax.tree_util.keystr(column[0][0])}" if column[0][0] else "the value"
         leaves = dict(zip(values, (leaf for _, leaf in column), strict=True))
-        columns.append(_evened(f"`{name}`: {where}", leaves, replicas))
+        if _checked(f"`{name}`: {where}", leaves):
+            sparse.append(len(columns))
+        columns.append(list(leaves.values()))
+    rows = {i: [columns[k][row] for k in sparse] for row, i in enumerate(values)}
+    longest = _longest(name, rows, devices)
+    for k, length in zip(sparse, longest, strict=True):
+        columns[k] = [slices.padded(length) for slices in columns[k]]
     rows = zip(*columns, strict=True)
     return {i: structures[0].unflatten(row) for i, row in zip(values, rows, strict=True)}
 
 
-def _evened(where: str, leaves: Mapping[int, Any], replicas: int) -> Sequence[Any]:
+def _longest(
+    name: str, rows: Mapping[int, list[Any]], devices: tuple[jax.Device, ...]
+) -> list[int]:
+    """The length of the longest of all replicas' slices, for each leaf that is sparse."""
+    facts = {
+        i: [fact for slices in row for fact in (slices.indices.shape[0], _mark(slices))]
+        for i, row in rows.items()
+    }
+    table = known_to_all(facts, devices, f"{name} of IndexedSlices")
+    lengths, marks = table[:, ::2], table[:, 1::2]
+    if (marks != marks[:1]).any():
+        shapes = [slices.dense_shape for slices in next(iter(rows.values()))]
+        raise ValueError(
+            f"`{name}` expects the IndexedSlices of all replicas to be rows of one array; those "
+            f"here have the dense_shape {', '.join(map(str, shapes))}, and other processes have "
+            "others."
+        )
+    return lengths.max(0).tolist()
+
+
+def _mark(slices: Any) -> int:
+    """Short for the dense shape."""
+    return zlib.crc32(repr(slices.dense_shape).encode()) >> 1
+
+
+def _checked(where: str, leaves: Mapping[int, Any]) -> bool:
+    """Whether a leaf is sparse, which it is on all replicas or on none."""
     sparse = {i: leaf for i, leaf in leaves.items() if is_sparse(leaf)}
     if not sparse:
-        return list(leaves.values())
+        return False
     first = next(iter(sparse))
     dense = next((i for i in leaves if i not in sparse), None)
     if dense is not None:
@@ -64,11 +99,4 @@ def _evened(where: str, leaves: Mapping[int, Any], replicas: int) -> Sequence[An
                 f"{sparse[first].dense_shape} on replica {first}; all replicas' rows must be rows "
                 "of one array."
             )
-    lengths = {i: slices.indices.shape[0] for i, slices in sparse.items()}
-    longest = max(lengths.values())
-    if min(lengths.values()) < longest and len(sparse) < replicas:
-        raise ValueError(
-            f"{where} has {lengths} rows by replica, and other processes have replicas whose "
-            "lengths are not known here. Pad all to one bound first, with `slices.padded(bound)`."
-        )
-    return [slices.padded(longest) for slices in sparse.values()]
+    return True

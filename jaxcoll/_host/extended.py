@@ -7,27 +7,33 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxcoll._host.cross_device_ops import CrossDeviceOps
-from jaxcoll._host.deadline import finished, prepared
-from jaxcoll._host.mesh import no_mesh
+from jaxcoll._host.mesh import no_mesh, span_processes
 from jaxcoll._host.placement import is_array
 from jaxcoll._host.replica_context import check_cross_replica
-from jaxcoll._host.replica_program import is_distributed, placed_arguments, replica_program
+from jaxcoll._host.replica_program import is_distributed, run_on_replicas
 from jaxcoll._host.values import DistributedValues, Mirrored, PerReplica
-from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
+from jaxcoll._plan.hints import given
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._spmd.sparse import is_sparse
 
 
 class StrategyExtended:
     """`strategy.extended`: reductions, broadcasts and updates of plain trees."""
 
     def __init__(
-        self, name: str, ops: CrossDeviceOps, options: CommunicationOptions, replicas: int
+        self,
+        name: str,
+        ops: CrossDeviceOps,
+        options: CommunicationOptions,
+        devices: tuple[jax.Device, ...],
     ) -> None:
         self._name = f"{name}.extended"
         self._ops = ops
         self._options = options
-        self._replicas = replicas
+        self._devices = devices
 
     def reduce_to(
         self,
@@ -35,14 +41,17 @@ class StrategyExtended:
         value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce one value to its destinations, as `CrossDeviceOps.reduce` does.
 
         Args:
           reduce_op: SUM or MEAN, or their names in any case.
-          value: as in `CrossDeviceOps.reduce`; a plain value has a MEAN, itself, but no SUM.
+          value: as in `CrossDeviceOps.reduce`; a plain value has a MEAN, itself, but no SUM. With
+            several processes it is one of each process, and is reduced over these.
           destinations: as in `CrossDeviceOps.reduce`.
           options: over those of the strategy.
+          experimental_hints: the older name of `options`.
 
         Returns:
           A `Mirrored`, or the plain value for one device.
@@ -52,15 +61,16 @@ class StrategyExtended:
           ValueError: an argument is none of what it may be, or there is no sum.
         """
         self._check("reduce_to", "call `jc.get_replica_context().all_reduce(...)`")
-        op = ReduceOp.of(reduce_op)
-        check_has_sum(f"{self._name}.reduce_to", op, value, self._replicas)
-        return self._ops.reduce(op, value, destinations, self._options.merge(options))
+        op, asked = ReduceOp.of(reduce_op), given(options, experimental_hints)
+        check_has_sum(f"{self._name}.reduce_to", op, value, self._devices)
+        return self._ops.reduce(op, value, destinations, self._options.merge(asked))
 
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Reduce many values at once, as `CrossDeviceOps.batch_reduce` does.
 
@@ -68,24 +78,25 @@ class StrategyExtended:
           reduce_op: SUM or MEAN, or their names in any case.
           value_destination_pairs: any iterable of tuples of a value and its destinations.
           options: over those of the strategy.
+          experimental_hints: the older name of `options`.
 
         Returns:
-          One result a pair, in their order.
+          One result for each pair, in their order.
 
         Raises:
           RuntimeError: called in a replica function.
           ValueError: as in `reduce_to`; or these are no pairs.
         """
         self._check("batch_reduce_to", "call `jc.get_replica_context().all_reduce(...)`")
-        op = ReduceOp.of(reduce_op)
+        op, asked = ReduceOp.of(reduce_op), given(options, experimental_hints)
         pairs = value_destination_pairs
         if isinstance(pairs, Iterable):
             pairs = list(pairs)
             for i, pair in enumerate(pairs):
                 if isinstance(pair, tuple) and pair:
                     name = f"{self._name}.batch_reduce_to[{i}]"
-                    check_has_sum(name, op, pair[0], self._replicas)
-        return self._ops.batch_reduce(op, pairs, self._options.merge(options))
+                    check_has_sum(name, op, pair[0], self._devices)
+        return self._ops.batch_reduce(op, pairs, self._options.merge(asked))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Copy one value to every destination, as `CrossDeviceOps.broadcast` does.
@@ -102,7 +113,7 @@ class StrategyExtended:
           ValueError: an argument is none of what it may be.
         """
         self._check("broadcast_to", "every replica may use the value itself")
-        return self._ops.broadcast(tensor, destinations)
+        return self._ops._broadcast(tensor, destinations, self._options)
 
     def update(
         self,
@@ -145,38 +156,34 @@ class StrategyExtended:
                 f"{value!r}. A function of plain values can simply be called."
             )
         devices = parts[0].devices
-        said = self._options
-        carried = said.replace(timeout_seconds=UNSET)
-        program = replica_program(devices, fn, carried, None)
+        arguments = ((value, *args), dict(kwargs or {}))
+        result = run_on_replicas(caller, f"`{caller}`", fn, arguments, devices, self._options, None)
         with no_mesh():
-            placed = placed_arguments(caller, ((value, *args), dict(kwargs or {})), devices)
-            call = prepared(
-                program, said.timeout_seconds, placed, across=devices, told=repr(carried)
-            )
-            result = finished(
-                call,
-                said.timeout_seconds,
-                f"`{caller}`",
-                across=devices,
-                checksum=said.checksum,
-            )
             return _joined(result) if isinstance(value, DistributedValues) else result
 
     def _check(self, method: str, instead: str) -> None:
         check_cross_replica(f"{self._name}.{method}", instead)
 
 
-def check_has_sum(caller: str, reduce_op: ReduceOp, value: Any, replicas: int) -> None:
+def check_has_sum(
+    caller: str, reduce_op: ReduceOp, value: Any, devices: tuple[jax.Device, ...]
+) -> None:
     """Refuse the SUM over several replicas of a value that does not say how many hold it.
+
+    Zero is the sum of any number of zeros. Over several processes a value is one of each.
 
     Raises:
       ValueError: it is one.
     """
-    if reduce_op is ReduceOp.SUM and replicas > 1 and is_array(value):
+    if reduce_op is not ReduceOp.SUM or len(devices) == 1 or span_processes(devices):
+        return
+    on_host = isinstance(value, int | float | np.generic | np.ndarray)
+    is_zero = on_host and np.ndim(value) == 0 and value == 0
+    if is_sparse(value) or (is_array(value) and not is_zero):
         raise ValueError(
-            f"`{caller}` got the plain value {value!r}, whose SUM over {replicas} replicas could "
-            "be itself or that many times it. Say which: a value that every replica holds is a "
-            "`Mirrored`, parts of a sum are a `PerReplica`."
+            f"`{caller}` got the plain value {value!r}, whose SUM over {len(devices)} replicas "
+            "could be itself or that many times it. Say which: a value that every replica holds "
+            "is a `Mirrored`, parts of a sum are a `PerReplica`."
         )
 
 

@@ -39,7 +39,8 @@ def all_reduce(
       axis_name: the axis that `jax.shard_map`, `jax.pmap` or `jax.vmap` maps; or a tuple of
         mesh axes, outer (between hosts) to inner (within a host).
       options: how to pack and what carries it; unset ones come from the enclosing
-        `data_parallel` or strategy, then from the automatic choice.
+        `data_parallel` or strategy, then from the automatic choice. Their `timeout_seconds`
+        bounds the call of that step, or is refused where there is none.
       invariant: what to do with a leaf that a checked `shard_map` knows to be the same on every
         replica. "error": refuse it. "summed": it is the sum over replicas already (as autodiff
         makes of a replicated parameter's gradient); SUM leaves it, MEAN divides. "replicated":
@@ -99,6 +100,7 @@ def all_gather(
 
     Raises:
       NameError: an axis is not mapped here; the message lists those that are.
+      NotImplementedError: a leaf is an `IndexedSlices`.
       ValueError: a leaf has no such dimension (its path and shape are named), or an argument is
         invalid.
 

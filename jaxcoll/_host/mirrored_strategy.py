@@ -10,6 +10,7 @@ import jax
 from jaxcoll import _compat
 from jaxcoll._host.cluster_resolver import ClusterResolver
 from jaxcoll._host.collective_all_reduce import CollectiveAllReduce
+from jaxcoll._host.copies import check_here
 from jaxcoll._host.cross_device_ops import CrossDeviceOps
 from jaxcoll._host.destinations import device_named
 from jaxcoll._host.initialize import initialize
@@ -30,7 +31,7 @@ class MirroredStrategy(Strategy):
 
     Raises:
       ValueError: there is no device, one is listed twice or is none, they belong to several
-        processes, or `cross_device_ops` is no `CrossDeviceOps`.
+        processes or to another one, or `cross_device_ops` is no `CrossDeviceOps`.
 
     Examples:
       >>> strategy = MirroredStrategy()
@@ -61,6 +62,7 @@ class MirroredStrategy(Strategy):
                 "`MirroredStrategy` has its replicas in one process; these devices belong to "
                 f"several: {', '.join(map(str, found))}. `MultiWorkerMirroredStrategy` spans them."
             )
+        check_here(found[0])
         super().__init__(found, cross_device_ops or NcclAllReduce(), CommunicationOptions())
 
 

@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from jaxcoll._host.all_reduce_ops import AllReduceCrossDeviceOps, grid_of
 from jaxcoll._host.all_reduce_program import Route
-from jaxcoll._host.collective_all_reduce import check_same_devices
 from jaxcoll._host.workers import workers_of
 from jaxcoll._plan.algorithms import check_fits
 from jaxcoll._plan.all_reduce_spec import SpecTuple, parse_spec
@@ -76,8 +75,8 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
         lines = parse_spec(all_reduce_spec)
         for line in lines:
             _check_fits(line, (len(workers), len(workers[0])))
-        self._devices = tuple(device for worker in workers for device in worker)
-        self._mesh = grid_of(self._devices, len(workers))
+        self._group = tuple(device for worker in workers for device in worker)
+        self._mesh = grid_of(self._group, len(workers))
         self._routes = tuple(
             Route(
                 CommunicationOptions(algorithm=line.algorithm, shards=line.shards),
@@ -95,8 +94,9 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
         }
 
     def _arranged(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
-        check_same_devices(type(self).__name__, devices, self._devices)
-        return self._mesh, self._routes
+        if set(devices) == set(self._group):
+            return self._mesh, self._routes
+        return super()._arranged(devices)  # one value of each process: there are no two levels
 
 
 def _check_fits(line: SpecTuple, sizes: tuple[int, int]) -> None:

@@ -32,8 +32,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     Law: any destinations will do: more, fewer or other devices than the value lies on. The sum
     is made in one order every time, by one program compiled once for each shape.
 
-    Of the options only `timeout_seconds` and `reproducible` have a meaning: nothing is packed, and
-    copies and one addition leave no choice of implementation.
+    Of the options `timeout_seconds`, `reproducible` and `checksum` have a meaning: nothing is
+    packed, and copies and one addition leave no choice of implementation.
 
     Args:
       reduce_to_device: where to add: a device or a device string. None: the first destination.
@@ -72,6 +72,7 @@ class ReductionToOneDevice(CrossDeviceOps):
                 f"None; got {accumulation_fn!r}."
             )
         self._reduce_to_device = reduce_to_device
+        self._also_on = (reduce_to_device,) if reduce_to_device else ()
         self._accumulation_fn = accumulation_fn
 
     def __repr__(self) -> str:
@@ -96,7 +97,11 @@ class ReductionToOneDevice(CrossDeviceOps):
         components = _components(reduction, device)
         rows = isinstance(reduction.value, PerReplica)
         program = one_device_program(
-            device, reduce_op, self._accumulation_fn, rows, options.reproducible
+            device,
+            reduce_op,
+            self._accumulation_fn,
+            rows,
+            CommunicationOptions(reproducible=options.reproducible, checksum=options.checksum),
         )
         moved = jax.device_put(components, device)
         run = prepared(program, options.timeout_seconds, (moved,))
@@ -128,7 +133,7 @@ def one_device_program(
     reduce_op: ReduceOp,
     accumulate: Accumulation | None,
     rows: bool,
-    reproducible: bool = False,
+    options: CommunicationOptions = CommunicationOptions(),
 ) -> Callable[[list[Any]], Any]:
     """The reduction of a list of components on one device, compiled once for each shape.
 
@@ -137,14 +142,13 @@ def one_device_program(
       reduce_op: SUM or MEAN.
       accumulate: what makes one array of a list of them; None: the sum.
       rows: whether components are rows, with a leading dimension of one.
-      reproducible: whether a sum has the bits that it has between devices, if they are asked so.
+      options: whether a sum has the bits that it has between devices, if they are asked so, and
+        whether it is compared with a checksum.
 
     Returns:
       A jitted function of the components, trees all, to a tree.
     """
-    scope = mesh_scope(line_of((device,), "device")).merged(
-        CommunicationOptions(reproducible=reproducible)
-    )
+    scope = mesh_scope(line_of((device,), "device")).merged(options)
 
     def summed(components: list[Any]) -> Any:
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *components)

@@ -10,6 +10,7 @@ import jax
 
 from jaxcoll._host.in_program import all_gather, all_reduce
 from jaxcoll._host.values import AXIS, DistributedValues
+from jaxcoll._plan.hints import given
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 
 
@@ -52,6 +53,7 @@ class ReplicaContext:
         reduce_op: ReduceOp | str,
         value: Any,
         options: CommunicationOptions | None = None,
+        experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce every leaf of a pytree over the replicas.
 
@@ -61,7 +63,9 @@ class ReplicaContext:
         Args:
           reduce_op: SUM or MEAN, or their names in any case.
           value: any pytree of numeric arrays and IndexedSlices, alike on all replicas.
-          options: over those of the strategy and of `run`.
+          options: over those of the strategy and of `run`. Their `timeout_seconds` bounds the
+            call of `run` that this is a part of: the shortest one inside counts.
+          experimental_hints: the older name of `options`.
 
         Returns:
           A pytree like `value`, *invariant*: as a result of the function it is a `Mirrored`.
@@ -72,7 +76,8 @@ class ReplicaContext:
         """
         self._check_here()
         check_own("all_reduce", value)
-        return all_reduce(reduce_op, value, AXIS, options=options, invariant="replicated")
+        asked = given(options, experimental_hints)
+        return all_reduce(reduce_op, value, AXIS, options=asked, invariant="replicated")
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Join every leaf of a pytree with those of the other replicas, in replica order.
@@ -91,6 +96,7 @@ class ReplicaContext:
 
         Raises:
           RuntimeError: the function that this context belongs to has returned.
+          NotImplementedError: a leaf is an `IndexedSlices`.
           ValueError: a leaf has no such dimension, or an argument is invalid.
         """
         self._check_here()

@@ -13,16 +13,54 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxcoll._host.assemble import viewed
-from jaxcoll._host.mesh import line_of
+from jaxcoll._host.copies import copy_near
+from jaxcoll._host.deadline import finished, prepared
+from jaxcoll._host.held import of_all
+from jaxcoll._host.inner_deadlines import InnerDeadlines
+from jaxcoll._host.mesh import line_of, no_mesh, of_this_process, span_processes
 from jaxcoll._host.placement import is_array, place
 from jaxcoll._host.replica_context import ReplicaContext, check_own, replicas_of
 from jaxcoll._host.uneven import Uneven
 from jaxcoll._host.values import AXIS, DistributedValues, Mirrored, PerReplica, copies_over
 from jaxcoll._host.world import mesh_scope
-from jaxcoll._plan.options import CommunicationOptions
+from jaxcoll._plan.options import UNSET, CommunicationOptions
 from jaxcoll._spmd.replication import varying_outputs
 from jaxcoll._spmd.scope import entered
 from jaxcoll._spmd.sparse import is_sparse
+
+
+def run_on_replicas(
+    caller: str,
+    what: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, Any],
+    devices: tuple[jax.Device, ...],
+    options: CommunicationOptions,
+    context: ReplicaContext | None,
+) -> Any:
+    """Call `function` once on every device, and wait for it if there is a deadline.
+
+    Args:
+      caller: what is named in messages about arguments.
+      what: what is named in messages about the call.
+      function: as in `replica_program`.
+      arguments: positional and keyword arguments, not yet placed.
+      devices: one for each replica.
+      options: defaults for the reductions inside; `timeout_seconds` bounds the call, and so does
+        the shortest one that a reduction inside was given.
+      context: as in `replica_program`.
+
+    Returns:
+      What the program returns.
+    """
+    carried = options.replace(timeout_seconds=UNSET)
+    program, inner = replica_program(devices, function, carried, context)
+    with no_mesh():
+        placed = placed_arguments(caller, arguments, devices)
+        inner.traced(program, placed)
+        seconds = inner.bound(options.timeout_seconds)
+        call = prepared(program, seconds, placed, across=devices, told=repr(carried))
+        return finished(call, seconds, what, across=devices, checksum=options.checksum)
 
 
 @functools.lru_cache(maxsize=256)
@@ -31,7 +69,7 @@ def replica_program(
     function: Callable[..., Any],
     options: CommunicationOptions,
     context: ReplicaContext | None,
-) -> Callable[[Any, Any], Any]:
+) -> tuple[Any, InnerDeadlines]:
     """The program that runs `function` on every device, compiled once for each shape.
 
     Law: replica i computes with row i of what is a `PerReplica` and with its copy of everything
@@ -49,11 +87,15 @@ def replica_program(
 
     Returns:
       A jitted function of positional and keyword arguments that are placed, to the function's
-      result with a `PerReplica` or `Mirrored` in the place of each array.
+      result with a `PerReplica` or `Mirrored` in the place of each array; and the deadlines that
+      its traces ask for.
     """
+    inner = InnerDeadlines()
     name = getattr(function, "__name__", type(function).__name__)
     mesh = line_of(devices, AXIS)
-    scope = dataclasses.replace(mesh_scope(mesh), options=options, marked=frozenset({AXIS}))
+    scope = dataclasses.replace(
+        mesh_scope(mesh), options=options, deadline=inner.ask, marked=frozenset({AXIS})
+    )
 
     def one(args: Any, kwargs: Any) -> Any:
         args, kwargs = jax.tree.map(_own, (args, kwargs), is_leaf=is_distributed)
@@ -89,7 +131,7 @@ def replica_program(
             return jax.tree.map(_wrapped, run(args, kwargs), varies[0], is_leaf=is_sparse)
 
     one.__name__ = program.__name__ = name  # what messages and profiles show
-    return jax.jit(program)
+    return jax.jit(program), inner
 
 
 def is_distributed(value: Any) -> bool:
@@ -119,7 +161,11 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
         if isinstance(value, PerReplica):
             return _over(name, value.settled(), devices)
         if isinstance(value, Mirrored):
-            return jax.tree.map(lambda x: _shared(x, devices), value.settled().tree)
+            value = value.settled()
+            # Where this process's replicas alone run, its own copy is the one it can reach.
+            inside = span_processes(value.devices) and not span_processes(devices)
+            tree = copy_near(value, devices) if inside else value.tree
+            return jax.tree.map(lambda x: _shared(x, devices), tree)
         if isinstance(value, Tracer):
             raise ValueError(
                 f"{name} is being traced. Call `run` between programs, not inside one; what it "
@@ -139,7 +185,9 @@ def _shared(value: Any, devices: tuple[jax.Device, ...]) -> jax.Array:
     return array if array.sharding == copies else viewed(array, copies)
 
 
-def _over(name: str, value: PerReplica, devices: tuple[jax.Device, ...]) -> PerReplica:
+def _over(name: str, value: PerReplica, devices: tuple[jax.Device, ...]) -> PerReplica | Mirrored:
+    if value.devices == tuple(devices[i] for i in of_this_process(devices)):
+        return of_all(name, value, devices)  # this process's share of what runs over several
     if value.devices != devices:
         raise ValueError(
             f"{name} is a PerReplica over {', '.join(map(str, value.devices))}; the replicas are "

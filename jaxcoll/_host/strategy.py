@@ -10,25 +10,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 
 from jaxcoll._host.along_axis import reduce_along
-from jaxcoll._host.between_processes import (
-    gather_between,
-    reduce_along_between,
-    reduce_between,
-)
 from jaxcoll._host.cross_device_ops import CrossDeviceOps
 from jaxcoll._host.dataset import DistributedDataset
-from jaxcoll._host.deadline import finished, prepared
 from jaxcoll._host.extended import StrategyExtended, check_has_sum
 from jaxcoll._host.mesh import no_mesh, of_this_process
 from jaxcoll._host.placement import is_array
 from jaxcoll._host.replica_context import ReplicaContext, check_cross_replica
-from jaxcoll._host.replica_program import is_distributed, placed_arguments, replica_program
-from jaxcoll._host.uneven import Uneven, distributed, parts_of
+from jaxcoll._host.replica_program import is_distributed, run_on_replicas
+from jaxcoll._host.uneven import Uneven, check_no_list, distributed, has_parts, parts_of
 from jaxcoll._host.values import DistributedValues
-from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.hints import given
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 
 _entered: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar(
     "jaxcoll_strategy", default=None
@@ -65,9 +59,8 @@ class Strategy:
         self._ops = ops
         self._options = options
         self._here = of_this_process(devices)
-        self._spans_processes = len(self._here) < len(devices)
         self._context = ReplicaContext(self, len(devices))
-        self._extended = StrategyExtended(type(self).__name__, ops, options, len(devices))
+        self._extended = StrategyExtended(type(self).__name__, ops, options, devices)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -123,7 +116,7 @@ class Strategy:
             `Mirrored`s, arrays and numbers, which every replica gets whole.
           kwargs: likewise.
           options: over those of the strategy, for the reductions inside; `timeout_seconds`
-            bounds the call.
+            bounds the call, as does the shortest one that a reduction inside is given.
 
         Returns:
           What `fn` returns, with a `Mirrored` in the place of each array that is proven to be
@@ -159,28 +152,23 @@ class Strategy:
                 f"a {type(fn).__name__} cannot be a key: it has no hash. Wrap it in a function."
             ) from None
         said = self._options.merge(checked(options))
-        carried = said.replace(timeout_seconds=UNSET)
-        program = replica_program(self._devices, fn, carried, self._context)
-        with no_mesh():
-            placed = placed_arguments(caller, (tuple(args), dict(kwargs or {})), self._devices)
-            call = prepared(
-                program, said.timeout_seconds, placed, across=self._devices, told=repr(carried)
-            )
-            name = getattr(fn, "__name__", type(fn).__name__)
-            return finished(
-                call,
-                said.timeout_seconds,
-                f"`{caller}` of `{name}`",
-                across=self._devices,
-                checksum=said.checksum,
-            )
+        what = f"`{caller}` of `{getattr(fn, '__name__', type(fn).__name__)}`"
+        arguments = (tuple(args), dict(kwargs or {}))
+        return run_on_replicas(caller, what, fn, arguments, self._devices, said, self._context)
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: Any,
+        options: CommunicationOptions | None = None,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
         """Reduce over the replicas, and along dimensions of each one's value.
 
         Law: with an axis, a mean is the sum of all elements over their number, so that a
         replica with a smaller share counts for less. With several processes all of them call
-        it, and each gets the result.
+        it, each with what it holds, and each gets the result.
 
         Args:
           reduce_op: SUM or MEAN, or their names in any case.
@@ -189,8 +177,11 @@ class Strategy:
             has a MEAN, itself, but no SUM, unless it is 0.
           axis: None: over the replicas only. A dimension, or a tuple or list of them: along
             these too; negative ones count from the last.
+          options: over those of the strategy; `timeout_seconds` bounds the call.
+          experimental_hints: the older name of `options`.
 
-        With several processes a plain value is one of each process, and is reduced over these; a
+        With several processes a value may lie over the replicas of this process only: it is then
+        this process's share. A plain value is one of each process, and is reduced over these; a
         list or tuple has an array for each replica of this process.
 
         Returns:
@@ -198,7 +189,9 @@ class Strategy:
 
         Raises:
           RuntimeError: called in a replica function.
-          ValueError: a leaf has no such dimension, or no sum; or an argument is invalid.
+          ValueError: a leaf has no such dimension, or no sum; a list or tuple of plain values
+            comes without an axis; or an argument is invalid.
+          DeadlineExceededError: `timeout_seconds` passed.
 
         Examples:
           >>> import numpy as np
@@ -211,36 +204,39 @@ class Strategy:
         self._check("reduce", "call `jc.get_replica_context().all_reduce(...)`")
         op, first = ReduceOp.of(reduce_op), self._devices[self._here[0]]
         caller = f"{type(self).__name__}.reduce"
-        flat, treedef = jax.tree.flatten(
-            value, is_leaf=is_distributed if axis is None else self._has_parts
-        )
-        if axis is None and self._spans_processes:
-            return treedef.unflatten(
-                reduce_between(self._ops, op, flat, self._devices, self._options)
-            )
-        for leaf in flat:
-            if not (_is_zero(leaf) or self._spans_processes):
-                check_has_sum(caller, op, leaf, len(self._devices))
+        said = self._options.merge(given(options, experimental_hints))
+        flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=has_parts)
+        for path, leaf in flat:
+            if axis is None:
+                check_no_list(caller, jax.tree_util.keystr(path), leaf)
+            check_has_sum(caller, op, leaf, self._devices)
+        leaves = [leaf for _, leaf in flat]
         if axis is None:
             return treedef.unflatten(
-                self._ops.batch_reduce(op, [(leaf, first) for leaf in flat], self._options)
+                self._ops.batch_reduce(op, [(leaf, first) for leaf in leaves], said)
             )
         with no_mesh():
-            return treedef.unflatten([self._along(op, leaf, axis) for leaf in flat])
+            return treedef.unflatten(
+                [reduce_along(self._ops, op, leaf, axis, self._devices, said) for leaf in leaves]
+            )
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Join the replicas' values along one dimension, in replica order.
 
         Args:
-          value: a `PerReplica` or `Mirrored`, or a pytree of them; or a list or tuple with one
-            array for each replica (of this process), whose sizes along `axis` may differ.
+          value: a `PerReplica` or `Mirrored`, or a pytree of them, over all replicas or over
+            those of this process, as in `reduce`; or a list or tuple with one array for each
+            replica (of this process), whose sizes along `axis` may differ.
           axis: the dimension; negative ones count from the last.
+          options: over those of the strategy; `timeout_seconds` bounds the call.
 
         Returns:
           Plain arrays, on this process's first device, in the structure of `value`.
 
         Raises:
           RuntimeError: called in a replica function.
+          NotImplementedError: a leaf is an `IndexedSlices`.
+          DeadlineExceededError: `timeout_seconds` passed.
           ValueError: parts differ in dtype, rank or another dimension (both shapes are named);
             a leaf has no such dimension; or a value is plain.
 
@@ -252,20 +248,21 @@ class Strategy:
         """
         self._check("gather", "call `jc.get_replica_context().all_gather(...)`")
 
+        caller, first = f"{type(self).__name__}.gather", self._devices[self._here[0]]
+        said = self._options.merge(checked(options))
+
         def gathered(leaf: Any) -> Any:
             if is_array(leaf) and self.num_replicas_in_sync > 1:
                 raise ValueError(
-                    f"`{type(self).__name__}.gather` got the plain value {leaf!r}, which is no "
+                    f"`{caller}` got the plain value {leaf!r}, which is no "
                     "replica's and has no parts to join. `Mirrored` is one that every replica "
                     "holds, `PerReplica` one with parts."
                 )
-            if self._spans_processes:
-                return gather_between(self._ops, leaf, self._devices, axis, self._options)
             if isinstance(leaf, list | tuple):
-                leaf = parts_of(f"{type(self).__name__}.gather", leaf, len(self._devices))
-            return self._ops.gather(leaf, self._devices[0], axis, self._options)
+                leaf = parts_of(caller, leaf, len(self._here))
+            return self._ops.gather(leaf, first, axis, said)
 
-        return jax.tree.map(gathered, value, is_leaf=self._has_parts)
+        return jax.tree.map(gathered, value, is_leaf=has_parts)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The value of each replica of this process, in their order.
@@ -289,7 +286,10 @@ class Strategy:
         def of(k: int, i: int, part: Any) -> Any:
             if isinstance(part, Uneven):
                 return part[k]
-            return part[i] if isinstance(part, DistributedValues) else part
+            if not isinstance(part, DistributedValues):
+                return part
+            lying = part.devices
+            return part[lying.index(self._devices[i]) if self._devices[i] in lying else i]
 
         return tuple(
             jax.tree.map(functools.partial(of, k, i), value, is_leaf=is_distributed)
@@ -356,6 +356,9 @@ class Strategy:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(devices=[{', '.join(map(str, self._devices))}])"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # nothing of it changes, and a device has no copy
+
     def _check(self, method: str, instead: str) -> None:
         caller = f"{type(self).__name__}.{method}"
         check_cross_replica(caller, instead)
@@ -365,20 +368,3 @@ class Strategy:
                 f"`{caller}` was called under the scope of another strategy, {other!r}, so it is "
                 "not clear whose replicas are meant. Leave that scope first."
             )
-
-    def _has_parts(self, value: Any) -> bool:
-        """Whether `value` is one value with a part for each replica, as far as one can see."""
-        plain = isinstance(value, list | tuple) and value and all(map(is_array, value))
-        return is_distributed(value) or bool(plain)
-
-    def _along(self, op: ReduceOp, leaf: Any, axis: Any) -> Any:
-        if self._spans_processes and not isinstance(leaf, DistributedValues):
-            return reduce_along_between(self._ops, op, leaf, axis, self._devices, self._options)
-        if is_array(leaf):  # one that all share, or zero
-            leaf = self._ops.broadcast(leaf, self._devices[0])
-            return jnp.mean(leaf, axis) if op is ReduceOp.MEAN else jnp.sum(leaf, axis)
-        return reduce_along(self._ops, op, leaf, axis, self._devices, self._options)
-
-
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, int | float) and value == 0

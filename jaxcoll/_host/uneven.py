@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxcoll._host.exchange import known_to_all
 from jaxcoll._host.placement import is_array
-from jaxcoll._host.values import PerReplica
+from jaxcoll._host.values import DistributedValues, PerReplica
+from jaxcoll._plan.leaves import where
 from jaxcoll._spmd.sparse import is_sparse
 
 
@@ -24,6 +27,32 @@ class Uneven(tuple):
 
     def __repr__(self) -> str:
         return f"Uneven({', '.join(f'{x.dtype.name}{[*x.shape]}' for x in self)})"
+
+
+def has_parts(value: Any) -> bool:
+    """Whether `value` is one value with a part for each replica, as far as one can see."""
+    return isinstance(value, DistributedValues) or is_sparse(value) or _is_list(value)
+
+
+def check_no_list(caller: str, path: str, value: Any) -> None:
+    """Refuse a list or tuple of plain values where they could be parts, or a tree of values.
+
+    Raises:
+      ValueError: it is one.
+    """
+    if _is_list(value):
+        raise ValueError(
+            f"`{caller}` with axis None got {where(path)} as a {type(value).__name__} of "
+            f"{len(value)} plain values, which could be one for each replica, or values that "
+            "every replica shares. Parts of the replicas are a `PerReplica`; shared values are "
+            "reduced one at a time, or in a dictionary."
+        )
+
+
+def _is_list(value: Any) -> bool:
+    """Whether `value` is a list or tuple of plain values; one with names is a tree."""
+    plain = isinstance(value, list | tuple) and not hasattr(value, "_fields")
+    return plain and bool(value) and all(map(is_array, value))
 
 
 def parts_of(caller: str, value: Sequence[Any], replicas: int | None = None) -> list[Any]:
@@ -71,6 +100,45 @@ def check_parts(caller: str, parts: Sequence[Any], axes: Sequence[int]) -> None:
                 f"`{caller}` expects one dtype; replica {i} has {part.dtype}, replica 0 "
                 f"{first.dtype}."
             )
+
+
+def known_shapes(
+    caller: str,
+    parts: Mapping[int, Any],
+    devices: tuple[jax.Device, ...],
+    axes: Sequence[int],
+    timeout_seconds: float | None,
+) -> list[jax.ShapeDtypeStruct]:
+    """The shape and dtype of every replica's part, which differ along `axes` only.
+
+    Args:
+      caller: what is named in a message.
+      parts: arrays, by replica: of this process's replicas.
+      devices: one for each replica.
+      axes: dimensions; negative ones count from the last.
+      timeout_seconds: bounds the exchange with other processes, if there are any.
+
+    Raises:
+      ValueError: they differ otherwise, on every process; or a part is a typed PRNG key.
+    """
+    most = 32  # dimensions, and letters of a dtype's name
+
+    def fact(part: Any) -> list[int]:
+        if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"`{caller}` expects arrays; a part is a typed PRNG key. Pass its "
+                "`jax.random.key_data`."
+            )
+        name = part.dtype.name.encode().ljust(most)
+        return [part.ndim, *part.shape, *[0] * (most - part.ndim), *name]
+
+    facts = {i: fact(part) for i, part in parts.items()}
+    found = []
+    for row in known_to_all(facts, devices, caller, timeout_seconds).tolist():
+        rank, dtype = row[0], bytes(row[most + 1 :]).decode().strip()
+        found.append(jax.ShapeDtypeStruct(tuple(row[1 : rank + 1]), jnp.dtype(dtype)))
+    check_parts(caller, found, [k % max(1, len(found[0].shape)) for k in axes])
+    return found
 
 
 def distributed(values: Mapping[int, Any], devices: tuple[jax.Device, ...]) -> Any:

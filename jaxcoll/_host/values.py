@@ -23,7 +23,11 @@ AXIS = "replica"
 
 
 class DistributedValues(abc.ABC):
-    """A pytree of global arrays that lie over a line of devices, one device a replica."""
+    """A value on several replicas: a `PerReplica`, one for each, or a `Mirrored`, the same on all.
+
+    It is a pytree of global arrays that lie over a line of devices, one for each replica. Over
+    several processes every process holds its own replicas' parts.
+    """
 
     __slots__ = ("_tree",)
     _tree: Any
@@ -42,7 +46,7 @@ class DistributedValues(abc.ABC):
         if not values:
             raise ValueError(f"`{name}` got no values; it needs at least one replica.")
         if devices is None:
-            devices = own_devices(values) or jax.devices()[: len(values)]
+            devices = own_devices(values) or _usual_devices(len(values))
         found = checked_devices(devices, name)
         if len(found) != len(values):
             raise ValueError(
@@ -267,7 +271,7 @@ class PerReplica(DistributedValues):
       values: a list or tuple with one value for each replica: numbers, numpy arrays,
         single-device arrays, or pytrees of these, all of one structure, shape and dtype.
       devices: one for each value. None: the devices on which the values lie, if each lies on
-        its own; else the first ones of `jax.devices()`.
+        its own; else all devices, if there are as many; else the first ones of this process.
 
     Raises:
       ValueError: the values disagree (replica and leaf are named) or hold what is no array;
@@ -375,6 +379,12 @@ def rows_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
 def copies_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
     """One whole copy on each device."""
     return NamedSharding(line_of(devices, AXIS), PartitionSpec())
+
+
+def _usual_devices(count: int) -> Sequence[jax.Device]:
+    """All devices if there are as many, else the first ones of this process."""
+    every = jax.devices()
+    return every if len(every) == count else jax.local_devices()[:count]
 
 
 class _Plain(str):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import math
 import numbers
-import warnings
 from typing import Any, final
 
 import jax
@@ -158,7 +157,6 @@ _CHECKS: dict[str, Any] = {
 }
 
 
-@final
 @jax.tree_util.register_static
 class CommunicationOptions:
     """How replicas exchange tensors: a frozen, hashable value.
@@ -173,8 +171,10 @@ class CommunicationOptions:
     Args:
       bytes_per_pack: a pack is closed before it would exceed this many bytes; a larger leaf
         travels alone, unsplit. 0: the planner decides.
-      timeout_seconds: seconds after which a host-level call or a wrapped step gives up. None
-        and 0: no deadline.
+      timeout_seconds: seconds after which a host-level call or a wrapped step gives up. Given to
+        a reduction inside `jc.data_parallel` or `strategy.run`, it bounds the call that this is
+        a part of; in a program that is called without them it is refused. None and 0: no
+        deadline.
       implementation: a `CommunicationImplementation`, or its name in any case.
       algorithm: "native", "ring", "halving_doubling" or "shuffle"; or "inner/outer" made of two
         of them, for a reduction over a tuple of axes (outer, inner): a reduce-scatter within,
@@ -199,7 +199,8 @@ class CommunicationOptions:
       checksum: every sum is compared with a checksum of what was put in. A pack that is
         corrupted on any replica comes back as NaN on all (integers: as their lowest value;
         unsigned: as their highest); a call between programs waits for its result and raises
-        `ReductionCorruptedError`. `reduce_scatter` and `all_gather` refuse it. See the page on
+        `ReductionCorruptedError`. `reduce_scatter`, and `all_gather` of its `Shards`, refuse it;
+        of other gathers there is no sum to compare. See the page on
         hangs for what it finds and what it costs.
 
     Raises:
@@ -357,23 +358,3 @@ def checked(options: Any) -> CommunicationOptions:
     if isinstance(options, CommunicationOptions):
         return options
     raise ValueError(f"`options` must be a CommunicationOptions or None; got {_shown(options)}.")
-
-
-def CollectiveHints(  # noqa: N802 - the deprecated spelling of a class
-    bytes_per_pack: int = 0, timeout_seconds: float | None = None
-) -> CommunicationOptions:
-    """Deprecated spelling of `CommunicationOptions`, without `implementation`.
-
-    Args:
-      bytes_per_pack: as in `CommunicationOptions`.
-      timeout_seconds: as in `CommunicationOptions`.
-
-    Returns:
-      A `CommunicationOptions` with both options set.
-    """
-    warnings.warn(
-        "CollectiveHints is deprecated; use CommunicationOptions, which takes the same arguments.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return CommunicationOptions(bytes_per_pack, timeout_seconds)

@@ -39,7 +39,8 @@ def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope
 
     Raises:
       NameError: an axis is not bound here.
-      ValueError: a leaf has no such dimension, or is no array.
+      NotImplementedError: a leaf is an `IndexedSlices`.
+      ValueError: a leaf has no such dimension, or is not an array.
     """
     axes = bound_axes(axis_name, "all_gather")
     flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
@@ -142,7 +143,7 @@ def _joined(rows: jax.Array, axis: int) -> jax.Array:
 def _as_array(path: str, value: Any) -> jax.Array:
     dtype = getattr(value, "dtype", None)
     if is_sparse(value):
-        raise ValueError(
+        raise NotImplementedError(
             f"`all_gather` expects dense arrays; {where(path)} is an IndexedSlices. `all_reduce` "
             "gathers the rows of all replicas, which is their sum; `to_dense` makes it an array."
         )

@@ -34,6 +34,8 @@ class Scope:
       options: defaults under the options of each call.
       record: told each plan as it is carried out.
       heard: told by each device, when a program runs, which packs were corrupted; see `verdict.py`.
+      deadline: told each deadline that a call inside is given; None: the program is called by
+        others, so that nobody could keep one.
       marked: axes along which no type, but a mark, says that results are equal (see
         `replication.py`).
     """
@@ -43,10 +45,25 @@ class Scope:
     options: CommunicationOptions = CommunicationOptions()
     record: Callable[[Plan], None] = lambda plan: None
     heard: Heard = lambda found, group, member: None
+    deadline: Callable[[float], None] | None = None
     marked: frozenset[str] = frozenset()
 
     def merged(self, options: CommunicationOptions | None) -> Scope:
-        """This scope with a call's own options over its defaults."""
+        """This scope with a call's own options over its defaults.
+
+        Raises:
+          ValueError: they have a deadline, and nobody keeps one here.
+        """
+        seconds = options.timeout_seconds if options else None
+        if seconds and self.deadline is None:
+            raise ValueError(
+                f"`timeout_seconds` {seconds:g} was given inside a program that jaxcoll does not "
+                "call, where nobody waits with a deadline. It is kept inside `jc.data_parallel` "
+                "and `strategy.run`, and by calls between programs. Use one of these, or leave it "
+                "out here: `options.replace(timeout_seconds=jc.UNSET)`."
+            )
+        if seconds and self.deadline is not None:
+            self.deadline(seconds)
         return dataclasses.replace(self, options=self.options.merge(options))
 
     def vouched(self, result: Any, axes: Iterable[str]) -> Any:

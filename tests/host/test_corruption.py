@@ -46,6 +46,17 @@ def in_op(op, x):
     return op.reduce("sum", value, value, options=OPTIONS)[0]["w"]
 
 
+def to_one_device(op, x):
+    value = jc.PerReplica([{"w": row} for row in x])
+    return op.reduce("sum", value, "cpu:5", options=OPTIONS)["w"]
+
+
+def in_reduce(x):
+    strategy = jc.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+    value = jc.PerReplica([{"w": row} for row in x])
+    return strategy.reduce("sum", value, axis=None, options=OPTIONS)["w"]
+
+
 def in_batch(x):
     value = jc.PerReplica([{"w": row} for row in x])
     small = jc.PerReplica(list(x[:2] * 0))
@@ -62,6 +73,10 @@ FACES = {
     "NcclAllReduce": functools.partial(in_op, jc.NcclAllReduce()),
     "HierarchicalCopyAllReduce": functools.partial(in_op, jc.HierarchicalCopyAllReduce()),
     "batch_reduce": in_batch,
+    "ReductionToOneDevice": functools.partial(in_op, jc.ReductionToOneDevice()),
+    "to one device": functools.partial(to_one_device, jc.NcclAllReduce()),
+    "to a device of its own": functools.partial(to_one_device, jc.ReductionToOneDevice("cpu:7")),
+    "reduce": in_reduce,
 }
 
 

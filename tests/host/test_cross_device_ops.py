@@ -198,6 +198,8 @@ def test_L10_a_destination_that_is_no_device_is_refused(ops, bad):
 @pytest.mark.parametrize(
     "spelling",
     ["cpu:3", "CPU:3", "/cpu:3", "/device:CPU:3", "device:cpu:3", jax.devices()[3],
+     "/job:worker/task:0/device:CPU:3", "/job:worker/replica:0/task:0/device:CPU:3",
+     "/job:localhost/replica:0/task:0/device:CPU:3", "/job:worker/task:0/cpu:3",
      lambda: jax.device_put(1.0, jax.devices()[3])],
     ids=lambda spelling: spelling if isinstance(spelling, str) else type(spelling).__name__,
 )  # fmt: skip
@@ -206,6 +208,24 @@ def test_every_way_to_say_a_device(spelling):
         spelling = spelling()
     value = PerReplica([1.0, 3.0])
     assert NcclAllReduce().reduce("sum", value, spelling).devices() == {jax.devices()[3]}
+    if isinstance(spelling, str):
+        assert jc.MirroredStrategy([spelling]).devices == (jax.devices()[3],)
+
+
+def test_a_task_without_a_device_is_its_first_and_one_that_is_not_there_is_refused():
+    value = PerReplica([1.0, 3.0])
+    first = NcclAllReduce().reduce("sum", value, "/job:worker/task:0")
+    assert first.devices() == {jax.devices()[0]}
+    for name in ("/job:worker/task:1/device:CPU:0", "/job:worker/task:0/device:CPU:8"):
+        with pytest.raises(ValueError, match="there is no such device. There are: cpu:0, cpu:1"):
+            NcclAllReduce().reduce("sum", value, name)
+    for name in (
+        "/job:ps/task:0/device:CPU:0",
+        "/job:worker/device:CPU:0",
+        "/job:worker/task:0cpu:1",
+    ):
+        with pytest.raises(ValueError, match="expects a device string such as"):
+            NcclAllReduce().reduce("sum", value, name)
 
 
 def test_an_array_over_several_devices_is_a_destination():

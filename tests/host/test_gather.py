@@ -129,7 +129,7 @@ def test_a_deadline_changes_no_result(ops, monkeypatch):
         for to in (value, "cpu:0"):
             result = ops.gather(value, to, 0, options)
             assert (result if to == "cpu:0" else result[7]).shape == (16,)
-        monkeypatch.setattr("jaxcoll._host.cross_device_ops.finished", waited)
+        monkeypatch.setattr("jaxcoll._host.gather.finished", waited)
     assert waits == [(0.5, f"`{type(ops).__name__}.gather`")] * 2
 
 
@@ -148,7 +148,6 @@ def test_a_deadline_changes_no_result(ops, monkeypatch):
         ({"a": np.ones(1)}, 0, r"array for each replica; got \{'a'.*\(dict\)"),
         (np.ones((2, 3)), 2, r"the value has shape \(2, 3\) and so no axis 2; expected one from -2 to 1"),
         (np.ones((2, 3)), "0", "expected `axis` to be an integer; got '0'"),
-        (jc.IndexedSlices([[1.0]], [0], (3, 1)), 0, "expects dense arrays; the value is an IndexedSlices"),
     ],
     ids=lambda case: type(case).__name__,
 )  # fmt: skip
@@ -163,13 +162,25 @@ def test_what_cannot_be_joined_is_refused(ops, value, axis, message):
 
 
 @EVERY
+def test_slices_are_not_implemented_alone_in_a_list_or_in_a_tree(ops):
+    slices = jc.IndexedSlices([[1.0]], [0], (3, 1))
+    for value, where in (
+        (slices, "the value"),
+        ([np.ones(1), slices], r"leaf \[1\]"),
+        (Mirrored([{"s": slices}] * 2), r"leaf \['s'\]"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"dense arrays; {where} is an IndexedS"):
+            ops.gather(value, "cpu:0", 0)
+
+
+@EVERY
 def test_a_leaf_of_a_distributed_value_is_named(ops):
     value = PerReplica([{"a": np.ones((1, 2)), "b": 1.0}] * 2)
     with pytest.raises(ValueError, match=r"`gather`: leaf \['b'\] is a scalar"):
         ops.gather(value, value, 0)
     sparse = PerReplica([{"s": jc.IndexedSlices([[1.0]], [0], (3, 1))}] * 2)
     with pytest.raises(
-        ValueError, match=r"leaf \['s'\] is an IndexedSlices. `reduce` gathers the rows"
+        NotImplementedError, match=r"leaf \['s'\] is an IndexedSlices. `reduce` gathers the rows"
     ):
         ops.gather(sparse, "cpu:0", 0)
     with pytest.raises(ValueError, match="is being traced"):

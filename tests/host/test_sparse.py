@@ -220,16 +220,21 @@ def test_replicas_that_disagree_are_refused(values, message):
         PerReplica(values)
 
 
-def test_lengths_that_other_processes_do_not_know_are_refused(monkeypatch):
-    from jaxcoll._host.even_rows import evened
+def test_lengths_of_other_processes_count_and_so_do_their_tables(monkeypatch):
+    """Over real processes: tests/processes/test_strategies.py."""
+    from jaxcoll._host import even_rows
 
-    values = {0: B9[0], 1: B9[1]}
-    assert evened("PerReplica", values, 2)[0].values.shape == (2, 2)
+    devices = tuple(jax.devices()[:4])
+    assert even_rows.evened("PerReplica", {0: B9[0], 1: B9[1]}, devices[:2])[0].values.shape[0] == 2
+    others = np.array([[1, even_rows._mark(B9[0])], [5, even_rows._mark(B9[0])]])
+    monkeypatch.setattr(even_rows, "known_to_all", lambda *_: others)
+    found = even_rows.evened("PerReplica", {0: B9[0], 1: B9[1]}, devices)
+    assert [x.values.shape for x in found.values()] == [(5, 2), (5, 2)]
+    others[1, 1] += 1
     with pytest.raises(
-        ValueError, match=r"has \{0: 1, 1: 2\} rows by replica, and other processes"
+        ValueError, match=r"rows of one array; those here have the dense_shape \(5, 2\), and other"
     ):
-        evened("PerReplica", values, 4)
-    assert evened("PerReplica", {0: B9[1], 1: B9[1]}, 4)[0] is B9[1]
+        even_rows.evened("PerReplica", {0: B9[0], 1: B9[1]}, devices)
 
 
 def test_copies_are_not_padded():

@@ -1,5 +1,7 @@
 """Strategies: rows of facts/tensorflow_cases.md, laws, and what is refused where."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -406,7 +408,7 @@ def test_I1_I2_I5_what_reduces_between_programs():
 
 
 @EVERY
-def test_J1_J5_J52_a_value_that_replicas_agree_on_is_reduced_first(s):
+def test_J1_J5_J7_a_value_that_replicas_agree_on_is_reduced_first(s):
     n = s.num_replicas_in_sync
     w = Mirrored([5.0] * n, devices=s.devices)
     out = s.run(lambda w: w - all_reduce("mean", replica_id().astype(jnp.float32)), (w,))
@@ -568,8 +570,39 @@ def test_L46_L47_a_plain_value_has_a_mean_and_no_sum():
             PAIR.extended.batch_reduce_to("sum", [(Mirrored([1.0]), "cpu:0"), (plain, "cpu:0")])
         assert ONE.reduce("sum", plain, axis=None) == plain
         assert PAIR.extended.reduce_to("mean", plain, "cpu:1") == plain
-    assert PAIR.reduce("sum", 0, axis=None) == 0
+    for zero in (0, 0.0, np.float32(0), np.zeros(())):
+        assert PAIR.reduce("sum", zero, axis=None) == 0
+        assert PAIR.extended.reduce_to("sum", zero, "cpu:1") == 0
     assert PAIR.reduce("mean", np.array([1.0, 2.0], "f"), axis=0) == 1.5
+
+
+@pytest.mark.parametrize("s", [ONE, PAIR], ids=["1", "2"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("values", [[1.0, 2.0], (np.ones(2), jnp.ones(3)), [0, 0]], ids=repr)
+def test_a_list_of_plain_values_without_an_axis_is_neither_parts_nor_a_tree(s, op, values):
+    """It could be one value for each replica, or values that all share: the caller has to say."""
+    with pytest.raises(ValueError, match="axis None got the value as a .* of 2 plain values, whi"):
+        s.reduce(op, values, axis=None)
+    with pytest.raises(ValueError, match=r"got leaf \['a'\] as a \w+ of 2 plain values"):
+        s.reduce(op, {"a": values}, axis=None)
+    assert s.reduce("mean", {"a": values[1]}, axis=None)["a"].shape == np.shape(values[1])
+    assert s.reduce("mean", [], axis=None) == []
+
+
+def test_a_plain_value_has_only_the_axes_it_has():
+    for plain, axis in ((1.0, 0), (np.ones(2), 1)):
+        with pytest.raises(ValueError, match=r"`reduce`: the value .* no axis"):
+            PAIR.reduce("mean", plain, axis=axis)
+
+
+def test_rows_of_one_table_have_no_sum_over_replicas_either():
+    rows = jc.IndexedSlices([[1.0]], [2], (3, 1))
+    with pytest.raises(ValueError, match="plain value IndexedSlices.* whose SUM over 2 replicas"):
+        PAIR.reduce("sum", rows, axis=None)
+    with pytest.raises(ValueError, match="extended.reduce_to` got the plain value IndexedSlices"):
+        PAIR.extended.reduce_to("sum", rows, "cpu:0")
+    mean = PAIR.reduce("mean", {"rows": rows}, axis=None)["rows"]
+    assert (mean.values.tolist(), mean.indices.tolist()) == ([[1.0]], [2])
 
 
 def test_L49_means_of_integers_and_16_bit_floats():
@@ -668,7 +701,7 @@ def test_options_of_the_strategy_of_run_and_of_the_call():
         out = s.run(step, (x,), options=said)
         assert [type(v) for v in out] == [Mirrored, Mirrored]
         assert [v[3].tolist() for v in out] == [[8.0] * 16, [1.0] * 16]
-        program = replica_program(s.devices, step, s._options.merge(said), s._context)
+        program, _ = replica_program(s.devices, step, s._options.merge(said), s._context)
         text = program.lower((x,), {}).as_text()
         assert ("collective_permute" in text) == bool(rings)
 
@@ -685,6 +718,70 @@ def test_a_deadline_bounds_a_run():
         PAIR.run(spin, (1.0, 30_000_000), options=quick)
     patient = jc.CommunicationOptions(timeout_seconds=60)
     assert isinstance(PAIR.run(spin, (1.0, 2), options=patient), Mirrored)
+
+
+def test_a_deadline_given_to_a_reduction_inside_bounds_the_run():
+    quick = jc.CommunicationOptions(timeout_seconds=0.3)
+
+    def spin(x, k):
+        slow = jax.lax.fori_loop(0, k, lambda i, c: jnp.sin(c + x), x)
+        return all_reduce("sum", slow, options=quick)
+
+    with pytest.raises(
+        jc.DeadlineExceededError, match="`MirroredStrategy.run` of `spin` did not finish within 0.3"
+    ):
+        PAIR.run(spin, (1.0, 30_000_000))
+
+
+def test_experimental_hints_go_where_options_go():
+    with pytest.warns(DeprecationWarning, match="use CommunicationOptions"):
+        hints = jc.CollectiveHints(bytes_per_pack=50 << 20, timeout_seconds=120)
+    value = PerReplica([1.0, 3.0])
+    ops = jc.NcclAllReduce()
+    said = {"experimental_hints": hints}
+    assert local(PAIR, PAIR.run(lambda x: all_reduce("sum", x, **said), (value,))) == [4.0, 4.0]
+    assert PAIR.reduce("sum", value, axis=None, **said) == 4.0
+    assert PAIR.extended.reduce_to("sum", value, "cpu:0", **said) == 4.0
+    assert PAIR.extended.batch_reduce_to("sum", [(value, "cpu:0")], **said) == [4.0]
+    assert ops.reduce("sum", value, "cpu:0", **said) == 4.0
+    assert ops.batch_reduce("sum", [(value, "cpu:0")], **said) == [4.0]
+    both = {"options": hints, **said}
+    for call in (
+        lambda: PAIR.run(lambda x: all_reduce("sum", x, **both), (value,)),
+        lambda: PAIR.reduce("sum", value, axis=None, **both),
+        lambda: PAIR.extended.reduce_to("sum", value, "cpu:0", **both),
+        lambda: PAIR.extended.batch_reduce_to("sum", [(value, "cpu:0")], **both),
+        lambda: ops.reduce("sum", value, "cpu:0", **both),
+        lambda: ops.batch_reduce("sum", [(value, "cpu:0")], **both),
+    ):
+        with pytest.raises(ValueError, match="the older name of `options`: give one of the two"):
+            call()
+
+
+@pytest.mark.parametrize("where", ["strategy", "call"])
+def test_a_strategys_calls_are_bounded_by_its_own_deadline_or_the_calls(monkeypatch, where):
+    """Reductions, gathers, updates and runs alike."""
+    waits = []
+
+    def never(call, seconds, what, **_):
+        waits.append(seconds)
+        return call()
+
+    for module in ("cross_device_ops", "gather", "replica_program"):
+        monkeypatch.setattr(f"jaxcoll._host.{module}.finished", never)
+    own = jc.CommunicationOptions(timeout_seconds=77)
+    s = jc.MultiWorkerMirroredStrategy(communication_options=own if where == "strategy" else None)
+    said = {"options": own} if where == "call" else {}
+    value = of_replica(s, lambda i: np.ones(2, "f"))
+    s.reduce("sum", value, None, **said)
+    s.reduce("mean", value, 0, **said)
+    s.gather(value, 0, **said)
+    s.extended.reduce_to("sum", value, value, **said)
+    s.extended.batch_reduce_to("sum", [(value, "cpu:0")], **said)
+    s.run(lambda: 1.0, **said)
+    if where == "strategy":
+        s.extended.update(value, lambda v: v + 1)
+    assert waits == [77.0] * (7 if where == "strategy" else 6)
 
 
 @EVERY
@@ -740,8 +837,6 @@ def test_a_distributed_value_that_was_captured_is_refused():
             RuntimeError, match="is being traced that maps 'replica'. Pass the value"
         ):
             PAIR.run(lambda: captured[0])  # noqa: B023
-        with pytest.raises(RuntimeError, match="works on the values of several devices, between"):
-            PAIR.run(lambda: jc.NcclAllReduce().reduce("sum", captured, "cpu:0"))  # noqa: B023
 
 
 def test_a_result_that_is_no_array_is_refused_by_the_name_of_its_function():
@@ -825,6 +920,27 @@ def test_strategy_calls_inside_a_replica_say_what_to_call_instead(s):
     assert s.reduce("sum", s.run(lambda x: x, (1.0,)), None) == s.num_replicas_in_sync
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda ops, x: ops.reduce("sum", x, "cpu:0"),
+        lambda ops, x: ops.batch_reduce("sum", [(1.0, "cpu:0"), (x, "cpu:0")]),
+        lambda ops, x: ops.broadcast(x, "cpu:0"),
+        lambda ops, x: ops.gather(x, "cpu:0", 0),
+    ],
+    ids=["reduce", "batch_reduce", "broadcast", "gather"],
+)
+def test_cross_device_ops_are_for_between_programs(call):
+    """Inside, a value is one replica's, so that there is nothing to reduce, gather or copy."""
+    ops = jc.NcclAllReduce()
+    for x in (np.ones(2), PerReplica([np.ones(2)] * 2)):
+        with pytest.raises(RuntimeError, match="inside a function that `strategy.run` runs on ev"):
+            PAIR.run(lambda x=x: call(ops, x))
+    for trace in (jax.jit, lambda f: jax.vmap(f, axis_name="data")):
+        with pytest.raises(ValueError, match="is being traced, so it lies on no device"):
+            trace(lambda x: call(ops, x))(np.ones((2, 2)))
+
+
 def test_a_context_is_of_no_use_outside_its_function():
     kept = []
     PAIR.run(lambda: kept.append(get_replica_context()))
@@ -899,6 +1015,11 @@ def test_what_reduce_and_gather_are_given_is_checked():
     assert ONE.gather(np.ones(3), 0).shape == (3,)
     with pytest.raises(ValueError, match="the value is a scalar, which has no axis 0"):
         PAIR.gather(PerReplica([1.0, 2.0]), 0)
+    slices = PerReplica([jc.IndexedSlices([[1.0]], [0], (3, 1))] * 2)
+    with pytest.raises(NotImplementedError, match="`gather` expects dense arrays"):
+        PAIR.gather(slices, 0)
+    with pytest.raises(NotImplementedError, match="`all_gather` expects dense arrays"):
+        PAIR.run(lambda x: all_gather(x, 0), (slices,))
     with pytest.raises(ValueError, match=r"update` expects a Mirrored or a PerReplica.* got 3"):
         PAIR.extended.update(3, lambda v: v)
     with pytest.raises(ValueError, match="one structure for all replicas; replica 1 has"):
@@ -933,7 +1054,8 @@ def test_H38_arguments_of_a_strategy_that_are_none_are_refused():
         jc.MultiWorkerMirroredStrategy(communication_options="ring")
 
 
-def test_a_strategy_can_be_shown():
+def test_a_strategy_can_be_shown_and_copied():
+    assert copy.deepcopy({"s": PAIR})["s"] is PAIR
     assert repr(PAIR) == "MirroredStrategy(devices=[cpu:0, cpu:1])"
     assert repr(STRATEGIES["multi"]).startswith("MultiWorkerMirroredStrategy(devices=[cpu:0")
 

@@ -153,8 +153,28 @@ def test_collective_hints_warn_and_give_options():
     with pytest.warns(DeprecationWarning, match="use CommunicationOptions"):
         hints = jc.CollectiveHints(bytes_per_pack=50, timeout_seconds=1.0)
     assert hints == Options(bytes_per_pack=50, timeout_seconds=1.0)
+    assert hash(hints) == hash(Options(bytes_per_pack=50, timeout_seconds=1.0))
+    assert isinstance(hints, jc.CollectiveHints)
+    assert isinstance(hints, Options)
+    assert not isinstance(Options(), jc.CollectiveHints)
+    assert pickle.loads(pickle.dumps(hints)) == copy.deepcopy(hints) == hints
+    assert jax.tree.leaves(hints) == []
+    assert Options(implementation="ring").merge(hints).bytes_per_pack == 50
+    assert type(hints.replace(bytes_per_pack=3)) is Options
     with pytest.raises(TypeError):
         jc.CollectiveHints(1, 2.0, "ring")
+
+
+def test_experimental_hints_are_the_older_name_of_options():
+    from jaxcoll._plan.hints import given
+
+    options = Options(bytes_per_pack=3)
+    assert given(options, None) == given(None, options) == options
+    assert given(None, None) == Options()
+    with pytest.raises(ValueError, match="is the older name of `options`: give one of the two"):
+        given(options, options)
+    with pytest.raises(ValueError, match="must be a CollectiveHints, a Comm.* got 'ring'"):
+        given(None, "ring")
 
 
 def test_options_of_another_type_are_refused():

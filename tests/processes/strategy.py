@@ -67,13 +67,29 @@ found["gather"] = plain(strategy.gather(of_replica(lambda i: np.array([[i, 10 * 
 found["uneven gather"] = plain(strategy.gather(uneven, axis=0))
 wrong = [np.ones((2, 2 + rank), np.float32)] * len(found["ids"])
 found["refused gather"] = refused(lambda: strategy.gather(wrong, axis=0))
-found["refused device"] = refused(
-    lambda: jc.NcclAllReduce().gather(of_replica(lambda i: np.ones(2)), strategy.devices[0], 0)
+found["gathered to a device of the first"] = plain(
+    jc.NcclAllReduce().gather(of_replica(lambda i: np.full(2, i)), strategy.devices[0], 0)
 )
 found["refused strategy"] = refused(lambda: jc.MirroredStrategy(list(strategy.devices)))
+elsewhere = next(d for d in strategy.devices if d.process_index != rank)
+own = jc.PerReplica(
+    [np.ones(2, np.float32)] * len(jax.local_devices()), devices=jax.local_devices()
+)
+nccl = jc.NcclAllReduce()
+found["refused elsewhere"] = [
+    refused(lambda: jc.MirroredStrategy([elsewhere])),
+    refused(lambda: nccl.broadcast(1.0, elsewhere)),
+    refused(lambda: nccl.gather(np.ones(2), elsewhere, 0)),
+    refused(lambda: nccl.gather(own, elsewhere, 0)),
+]
+found["refused gather to all"] = [
+    refused(lambda: nccl.gather(np.ones(2), ids, 0)),
+    refused(lambda: nccl.gather(own, ids, 0)),
+]
+found["refused reduction to all"] = refused(lambda: nccl.reduce("sum", own, ids))
 found["local strategy"] = jc.MirroredStrategy().num_replicas_in_sync
-found["refused destination"] = refused(
-    lambda: strategy.extended.reduce_to("sum", of_replica(float), strategy.devices[0])
+found["to a device of the first"] = plain(
+    strategy.extended.reduce_to("sum", of_replica(float), strategy.devices[0])
 )
 
 # Destinations, broadcasts and updates.
@@ -83,6 +99,12 @@ summed = strategy.extended.reduce_to("sum", of_replica(float), ids)
 found["reduced to"] = plain(strategy.experimental_local_results(summed))
 updated = strategy.extended.update(of_replica(float), lambda x, y: x + y, (summed,))
 found["updated"] = plain(strategy.experimental_local_results(updated))
+of_mine = strategy.extended.update(own, lambda x, y: x + y, (summed,))
+found["updated here"] = [np.asarray(x).tolist() for x in of_mine]
+small = [jnp.full(1 + rank, 1 + rank, jnp.float8_e4m3b11fnuz)] * len(found["ids"])
+found["8 bits"] = plain(strategy.gather(small, axis=0).astype(jnp.float32))
+keys = jc.PerReplica([jax.random.split(jax.random.key(0), 1)] * len(own), devices=own.devices)
+found["refused keys"] = refused(lambda: strategy.gather(keys, axis=0))
 spec = "nccl/rechd" if n > workers else "xring"
 ops = jc.MultiWorkerAllReduce([f"/job:worker/task:{k}" for k in range(workers)], n // workers, spec)
 number = of_replica(float)

@@ -1,6 +1,7 @@
 """`MultiWorkerMirroredStrategy` over real processes."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -13,17 +14,93 @@ pytestmark = pytest.mark.processes
 SCRIPT = Path(__file__).with_name("strategy.py")
 
 
+def results_of(command, workers, devices, **env):
+    """What each worker found, one `RESULT` line of it."""
+    command = map(str, command if isinstance(command, list) else [command])
+    env |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    ended = launch([sys.executable, *command], workers, timeout=240, env=env)
+    lines = (next(x for x in each.log.splitlines() if x.startswith("RESULT ")) for each in ended)
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+
+
+def parts(name, workers, devices):
+    """The value of each replica, or of each worker for what is plain, by its kind."""
+    n = workers * devices
+    dense = [[1.0 * (i + 1), 2.0 * (i + 1)] for i in range(n)]
+    rows = [[[1.0 + i] * 2 * (k < 1 + i % 3) or [0.0] * 2 for k in range(4)] for i in range(n)]
+    found = {
+        "per replica, all": dense,
+        "per replica, here": dense,
+        "mirrored, all": [[3.0, 6.0]] * n,
+        "mirrored, here": [dense[i // devices] for i in range(n)],
+        "array": dense[:workers],
+        "array on a device": dense[:workers],
+        "number": [1.0 + k for k in range(workers)],
+        "rows, all": rows,
+        "rows, here": rows,
+        "rows": rows[:workers],
+    }
+    return [np.array(part, "f") for part in found[name]]
+
+
+def expected(entry, name, op, workers, devices):
+    """What numpy makes of all parts; text: the error that says why there is nothing."""
+    plain, sparse = name in {"array", "array on a device", "number", "rows"}, "rows" in name
+    if name == "elsewhere":
+        return "got a value over|is a PerReplica over"
+    if "gather" in entry:
+        if sparse:
+            return "NotImplementedError: `gather` expects dense arrays"
+        if (plain and entry == "gather") or name == "number":
+            return "got the plain value|is a scalar"
+        return np.concatenate(parts(name, workers, devices))
+    if entry == "along an axis" and (sparse or name == "number"):
+        return "expects dense arrays|is a scalar|whose SUM over"
+    if (
+        workers == 1
+        and plain
+        and op == "sum"
+        and entry not in {"collective", "collective to one", "workers", "run"}
+    ):
+        return "whose SUM over 4 replicas could be"
+    if entry == "run" and plain:  # an argument that the replicas share: each has its process's
+        if name == "rows" and workers > 1:
+            return "ProgramMismatchError"
+        of_all = [x for x in parts(name, workers, devices) for _ in range(devices)]
+    else:
+        of_all = parts(name, workers, devices)
+    axis = (0, 1) if entry == "along an axis" else 0
+    return (np.sum if op == "sum" else np.mean)(of_all, axis)
+
+
+@pytest.mark.parametrize(("workers", "devices"), [(1, 4), (2, 1), (2, 2)])
+def test_a_result_is_that_of_all_replicas_or_an_error_never_of_this_worker_alone(workers, devices):
+    """Every entry, every kind of value, both ops. `no group` is for the value's own devices."""
+    found = results_of(SCRIPT.with_name("held_parts.py"), workers, devices)
+    assert len(found[0]) > 300
+    wrong = []
+    for case in found[0]:
+        entry, name, op = case.split(" | ")
+        if entry == "no group" and not name.endswith("all"):
+            continue
+        want = expected(entry, name, op, workers, devices)
+        for worker, got in enumerate(results[case] for results in found):
+            if isinstance(want, str):
+                held = isinstance(got, str) and re.search(want, got)
+            else:
+                held = not isinstance(got, str) and np.allclose(got, want, rtol=1e-6)
+            if not held:
+                wrong.append(f"worker {worker}, {case}: {got}; expected {want}")
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize(("workers", "devices", "by"), [(2, 2, "TF_CONFIG"), (3, 1, "launch")])
 def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results(workers, devices, by):
     n = workers * devices
-    env = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    env = {}
     if by == "TF_CONFIG":
         env["PORTS"] = " ".join(str(free_port()) for _ in range(workers))
-    ended = launch([sys.executable, str(SCRIPT)], workers, timeout=180, env=env)
-    results = []
-    for each in ended:
-        line = next(x for x in each.log.splitlines() if x.startswith("RESULT "))
-        results.append(json.loads(line.removeprefix("RESULT ")))
+    results = results_of(SCRIPT, workers, devices, **env)
 
     uneven = [np.arange(1.0 + i // devices + i % devices) for i in range(n)]
     rows = [np.arange(1.0 + worker) for worker in range(workers)]
@@ -40,9 +117,13 @@ def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results(work
         assert found["gather"] == [[i, 10 * i] for i in range(n)]
         assert found["uneven gather"] == np.concatenate(uneven).tolist()
         assert f"replica {devices} has shape (2, 3), replica 0 (2, 2)" in found["refused gather"]
-        assert "copies between the devices of one process" in found["refused destination"]
-        assert "`gather` copies between the devices of one process" in found["refused device"]
+        assert found["to a device of the first"] == n * (n - 1) / 2, "each worker has its copy"
+        assert found["gathered to a device of the first"] == [i for i in range(n) for _ in range(2)]
         assert "`MultiWorkerMirroredStrategy` spans them" in found["refused strategy"]
+        assert all("whose devices are cpu:" in words for words in found["refused elsewhere"])
+        for words in found["refused gather to all"]:
+            assert "`gather` copies between the devices of one process; over several" in words
+        assert "copies between the devices of one process" in found["refused reduction to all"]
         assert found["local strategy"] == devices
         assert found["broadcast"] == [{"w": [0, 0], "on": True}] * devices, "the first worker's"
         total = n * (n - 1) / 2
@@ -51,6 +132,19 @@ def test_every_worker_makes_the_same_calls_and_gets_its_part_of_the_results(work
         assert found["check"] == ["['lying']", "['plain']", "['rows'].tree"]
         assert found["who"] == results[0]["who"]
         assert {name[-10:] for name in found["who"][-1]} == {" process 1"}
+        assert found["updated here"] == [[1 + total] * 2] * devices
+        assert found["8 bits"] == [
+            1.0 + k for k in range(workers) for _ in range(devices * (k + 1))
+        ]
+        assert "a part is a typed PRNG key. Pass its" in found["refused keys"]
         assert found["whole group"] == found["by worker"] == total
     bits = {b for found in results for b in found["bits"]}
     assert len(bits) == 1, "all replicas have the same parameters"
+
+
+def test_L62_every_call_ends_at_its_deadline_and_the_next_one_works(tmp_path):
+    found, other = results_of([SCRIPT.with_name("absent.py"), tmp_path / "called"], 2, 1)
+    for call in ("reduce_to", "reduce", "along an axis", "gather", "run"):
+        assert re.search("did not finish within 1 s", found[call]), call
+        for each in (found, other):
+            assert each[f"{call}, afterwards"] == [1.5, 1.5], "the process stays usable"
