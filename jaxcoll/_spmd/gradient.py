@@ -168,6 +168,7 @@ def reduced_gradient(
 
         program = traced(whole_share)
         (value, beside), grads = program.evaluate()
+        grads = _watched(told, axes, caller, argnums, args, grads)
         op = reduce_op if beside.weight is None else ReduceOp.SUM
         local = _Local(value if with_value else None, beside.weight, beside.metrics, grads)
         same, order = _synced(program, tuple(axes)), None
@@ -197,6 +198,24 @@ def reduced_gradient(
         return outputs if with_value else ((grads, aux) if has_aux else grads)
 
     return reduced
+
+
+def _watched(
+    scope: Scope,
+    axes: dict[str, int],
+    caller: str,
+    argnums: int | Sequence[int],
+    args: tuple[Any, ...],
+    grads: Any,
+) -> Any:
+    """The gradients, marked with the arguments that they are those of; see `Scope.watched`."""
+
+    def one(i: int, grad: Any) -> Any:
+        return scope.watched(args[i], grad, axes, caller, f"args[{i % len(args)}]")
+
+    if isinstance(argnums, int):
+        return one(argnums, grads)
+    return tuple(one(i, grad) for i, grad in zip(argnums, grads, strict=True))
 
 
 def _gradients_last(local: _Local, order: Any) -> _Local:

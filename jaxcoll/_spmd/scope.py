@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxcoll import _compat
+from jaxcoll import _compat, _compat_marks
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.presets import preset
@@ -54,6 +54,31 @@ class Scope:
         for axis in self.marked.intersection(axes):
             result = jax.tree.map(functools.partial(_compat.as_same, axis=axis), result)
         return result
+
+    def watched(
+        self, leaves: Any, gradients: Any, axes: Iterable[str], caller: str, name: str
+    ) -> Any:
+        """Gradients that are going to be reduced over `axes`, marked with what they are those of.
+
+        Along axes that no types tell replicas apart on, only who reads the whole program can see
+        whether the leaves differ between replicas; `varying_outputs` refuses them then.
+
+        Args:
+          leaves: what was differentiated: a tree like the gradients.
+          gradients: one replica's.
+          axes: of the reduction.
+          caller: the function to name in a message.
+          name: of the tree, before the paths of its leaves.
+        """
+        for axis in self.marked.intersection(axes):
+            gradients = jax.tree_util.tree_map_with_path(
+                lambda path, leaf, gradient, axis=axis: _compat_marks.gradient_of(
+                    leaf, gradient, axis, caller, name + jax.tree_util.keystr(path)
+                ),
+                leaves,
+                gradients,
+            )
+        return gradients
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,6 +60,8 @@ def sync_in_backward(
         scope = scope.merged(outer.options)
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     arrays = [_floating(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
+    whole = treedef.unflatten(arrays)
+    arrays = jax.tree.leaves(scope.watched(whole, whole, axes, "sync_in_backward", ""))
     reduction = _Reduction(reduce_op, axes, treedef, scope.merged(options))
     return treedef.unflatten(_compat.through_backward(arrays, reduction, () if untyped else axes))
 
