@@ -173,7 +173,7 @@ def broadcast(
     Law: the result equals the source's value, whatever the others hold; of a negative zero the
     sign may be lost, and all of a subnormal number (in float32 below 1.2e-38), as in any sum of
     XLA's. The cotangent of the source is the sum of the replicas' cotangents, that of the others
-    zero.
+    zero; a float8_e8m0fnu, which has no zero, travels as its bits and has no cotangent.
 
     Args:
       value: any pytree of arrays, booleans among them, equal on all replicas in structure and

@@ -149,7 +149,8 @@ class ShardedOptimizer:
           a program they are this replica's part, *varying*. Cost: nothing is sent.
 
         Raises:
-          ValueError: a leaf cannot be cut, or `tx` goes by names or ranks of leaves.
+          ValueError: a leaf cannot be cut, or differs between replicas where that is known; or `tx`
+            goes by names or ranks of leaves.
         """
         if not self._assumed:
             check_on_structure(self._tx, params)
@@ -190,7 +191,8 @@ class ShardedOptimizer:
         Raises:
           NameError: the axis is not mapped here.
           ValueError: gradients or parameters are not those that the state was made for (the first
-            difference is named), or the state is none of this optimizer's.
+            difference is named), or differ between replicas where that is known; or the state is
+            none of this optimizer's.
           AlreadyReducedError: a plain tree is the same on all replicas, and `reduced` was not said.
         """
         axes = bound_axes(self._axis_name, f"{_CALLER}.update")

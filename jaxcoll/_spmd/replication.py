@@ -17,7 +17,8 @@ from jaxcoll import _compat, _compat_marks
 from jaxcoll._plan.leaves import where
 from jaxcoll._spmd.programs import CALLS, opened, programs
 
-_EQUALIZING = {"psum", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+_EQUALIZING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+_RETYPING = {"pvary", "pcast", _compat.THROUGH}
 _ASK_THE_HOST = ("callback", "infeed", "rng_uniform")
 
 _GRADIENT_OF_DIFFERENT = """\
@@ -60,6 +61,23 @@ def varying_outputs(jaxpr: ClosedJaxpr, axis: str, varying: Sequence[bool]) -> l
     return _outputs(jaxpr.jaxpr, along, [False] * len(jaxpr.jaxpr.constvars), list(varying))
 
 
+def check_gradients(program: ClosedJaxpr, axes: Sequence[str]) -> None:
+    """Refuse a program that reduces the gradient of something that differs between replicas.
+
+    Args:
+      program: without inputs, made from captured values whose own types say along which axes they
+        vary.
+      axes: axes that types tell replicas apart on.
+
+    Raises:
+      ValueError: as in `varying_outputs`.
+    """
+    if has(program.jaxpr, _compat_marks.GRADIENT):
+        for axis in axes:
+            varying = [axis in _compat.varying_axes(const) for const in program.consts]
+            _outputs(program.jaxpr, _Along(axis, refuses=True), varying, [])
+
+
 def same_outputs(program: ClosedJaxpr, axes: Sequence[str]) -> list[frozenset[str]]:
     """Along which of `axes` each output is the same, whatever the program was made from.
 
@@ -92,7 +110,11 @@ def has(program: Jaxpr, primitive: str) -> bool:
 def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
     """Whether any equation of a traced program has to do with one of `axes`."""
     return any(
-        any(_says(eqn.params, axis) for axis in axes)
+        # A mark sends nothing.
+        (
+            eqn.primitive.name != _compat_marks.GRADIENT
+            and any(_says(eqn.params, axis) for axis in axes)
+        )
         or any(mentions(inner, axes) for inner in programs(eqn.params))
         for eqn in program.eqns
     )
@@ -119,7 +141,9 @@ def _equation(eqn: JaxprEqn, along: _Along, inputs: list[bool]) -> list[bool]:
     if _says(params, along.axis):
         if name == _compat_marks.GRADIENT:
             return [_gradient(eqn, along, *inputs)]
-        same = name == _compat.SAME or (
+        if name in _RETYPING or (name == _compat.AS_INVARIANT and not params["vouched"]):
+            return inputs
+        same = name in (_compat.SAME, _compat.AS_INVARIANT) or (
             name in _EQUALIZING and params.get("axis_index_groups") is None
         )
         _makes_different(eqn, along, varies=True)

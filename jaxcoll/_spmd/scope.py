@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxcoll import _compat, _compat_marks
+from jaxcoll import _compat
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.presets import preset
@@ -55,31 +55,6 @@ class Scope:
             result = jax.tree.map(functools.partial(_compat.as_same, axis=axis), result)
         return result
 
-    def watched(
-        self, leaves: Any, gradients: Any, axes: Iterable[str], caller: str, name: str
-    ) -> Any:
-        """Gradients that are going to be reduced over `axes`, marked with what they are those of.
-
-        Along axes that no types tell replicas apart on, only who reads the whole program can see
-        whether the leaves differ between replicas; `varying_outputs` refuses them then.
-
-        Args:
-          leaves: what was differentiated: a tree like the gradients.
-          gradients: one replica's.
-          axes: of the reduction.
-          caller: the function to name in a message.
-          name: of the tree, before the paths of its leaves.
-        """
-        for axis in self.marked.intersection(axes):
-            gradients = jax.tree_util.tree_map_with_path(
-                lambda path, leaf, gradient, axis=axis: _compat_marks.gradient_of(
-                    leaf, gradient, axis, caller, name + jax.tree_util.keystr(path)
-                ),
-                leaves,
-                gradients,
-            )
-        return gradients
-
 
 @dataclasses.dataclass(frozen=True)
 class Differentiation:
@@ -89,11 +64,18 @@ class Differentiation:
       axes: what the gradient is reduced over.
       options: of that reduction.
       untyped: whether types have been taken away that tell replicas apart along `axes`.
+      enclosing: axes of all losses around this one.
     """
 
     axes: tuple[str, ...]
     options: CommunicationOptions = CommunicationOptions()
     untyped: bool = False
+    enclosing: frozenset[str] = frozenset()
+
+    @property
+    def retyped(self) -> frozenset[str]:
+        """Axes along which a value is typed as varying in here, whether it differs or not."""
+        return self.enclosing.union(self.axes)
 
 
 _current = jax.make_user_context(default_value=None)
