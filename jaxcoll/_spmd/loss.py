@@ -34,9 +34,10 @@ class WeightedLoss:
     would compute from the whole batch.
 
     Attributes:
-      total: scalar; the sum of weight times loss over this replica's share.
-      weight: scalar; the sum of the weights over this replica's share. A constant to
-        differentiation.
+      total: scalar; the sum of weight times loss over this replica's share. In float16 that sum
+        must fit by itself; those over micro-batches and replicas need not.
+      weight: scalar of any real type; the sum of the weights over this replica's share, taken as
+        a float32 or wider. A constant to differentiation.
 
     Examples:
       >>> import jax.numpy as jnp
