@@ -63,8 +63,8 @@ from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
 from jaxcoll._plan.options import ReduceOp as ReduceOp
 from jaxcoll._plan.plan import Plan as Plan
 from jaxcoll._spmd.check_replicas import ReplicaCheck as ReplicaCheck
-from jaxcoll._spmd.gradient import WeightedLoss as WeightedLoss
 from jaxcoll._spmd.indexed_slices import IndexedSlices as IndexedSlices
+from jaxcoll._spmd.loss import WeightedLoss as WeightedLoss
 from jaxcoll._spmd.metrics import Total as Total
 from jaxcoll._spmd.metrics import WeightedMean as WeightedMean
 from jaxcoll._spmd.shards import Shards as Shards

@@ -121,7 +121,7 @@ def as_varying(x: Any, axes: Sequence[str]) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False) -> Any:
+def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False, vouched: bool = True) -> Any:
     """`x` typed as equal on every replica along `axes`: no data moves, nothing is checked.
 
     The caller vouches for the equality. JAX itself offers this step only together with a
@@ -134,12 +134,13 @@ def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False) -> Any:
       summed: `x` is the end of a hand-written sum over replicas. JAX hands back the cotangent
         of an invariant value already totalled, so only the first replica sends it back through
         the sum; otherwise each replica keeps it.
+      vouched: False if nobody knows that it is equal, and only a trace is to take it for that.
     """
     known = tuple(a for a in axes if a in varying_axes(x))
-    return _as_invariant_p.bind(x, axes=known, summed=summed) if known else x
+    return _as_invariant_p.bind(x, axes=known, summed=summed, vouched=vouched) if known else x
 
 
-def _as_invariant_aval(aval: Any, *, axes: tuple[str, ...], summed: bool) -> Any:
+def _as_invariant_aval(aval: Any, *, axes: tuple[str, ...], **_: Any) -> Any:
     return _retyped(aval, frozenset(aval.manual_axis_type.varying) - set(axes))
 
 
@@ -150,7 +151,9 @@ def _retyped(aval: Any, varying: frozenset[str]) -> Any:
     return aval.update(manual_axis_type=type(manual)(varying=varying, **kept))
 
 
-def _as_invariant_transpose(cotangent: Any, *, axes: tuple[str, ...], summed: bool) -> list[Any]:
+def _as_invariant_transpose(
+    cotangent: Any, *, axes: tuple[str, ...], summed: bool, **_: Any
+) -> list[Any]:
     cotangent = as_varying(cotangent, axes)
     if summed:
         cotangent = lax.select(
@@ -161,7 +164,10 @@ def _as_invariant_transpose(cotangent: Any, *, axes: tuple[str, ...], summed: bo
     return [cotangent]
 
 
-_as_invariant_p = Primitive("as_invariant")
+AS_INVARIANT = "as_invariant"
+"""The name of the primitive of `as_invariant`."""
+
+_as_invariant_p = Primitive(AS_INVARIANT)
 _as_invariant_p.def_impl(lambda x, **_: x)
 _as_invariant_p.def_abstract_eval(_as_invariant_aval)
 mlir.register_lowering(_as_invariant_p, lambda ctx, x, **_: [x])

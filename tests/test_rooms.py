@@ -35,10 +35,15 @@ ROOMS_BELOW = {
     "_compat_callback": set(),
     "_compat_compiler": set(),
     "_compat_coordination": set(),
+    "_compat_gloo": set(),
+    "_compat_marks": set(),
     "_files": set(),
     "_plan": {"_compat"},
-    "_spmd": {"_compat", "_compat_callback", "_plan"},
-    "_host": {"_compat", "_compat_compiler", "_compat_coordination", "_files", "_plan", "_spmd"},
+    "_spmd": {"_compat", "_compat_callback", "_compat_marks", "_plan"},
+    "_host": {
+        *("_compat", "_compat_compiler", "_compat_coordination", "_compat_gloo", "_compat_marks"),
+        *("_files", "_plan", "_spmd"),
+    },
     "_observe": {"_compat", "_files", "_plan"},
     "_look": {"_compat", "_plan", "_spmd", "_host", "_observe"},
 }

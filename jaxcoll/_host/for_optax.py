@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from jaxcoll._host.in_program import all_reduce
+from jaxcoll._host.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._spmd.axes import bound_axes
+from jaxcoll._spmd.per_replica import common
 from jaxcoll._spmd.reduce import Invariant
+
+_CALLER = "jc.all_reduce_updates"
 
 
 def all_reduce_updates(
@@ -21,7 +26,9 @@ def all_reduce_updates(
     Law: `optax.chain(all_reduce_updates(axis), tx)` on each replica's own gradients updates as
     `tx` does on the reduced ones. It belongs first in a chain: what clips or adapts to gradients
     must see the reduced ones. Gradients of `jc.value_and_grad` are reduced already and need no
-    such link.
+    such link. Every update is reduced: what belongs to parameters that differ between replicas
+    (experts, parts of a sharded parameter) must not pass here (`optax.masked`); where the
+    parameters are given to the update and their types show it, they are refused.
 
     Args:
       axis_name: the mapped axis, or a tuple of mesh axes, outer to inner.
@@ -35,7 +42,8 @@ def all_reduce_updates(
 
     Raises:
       ImportError: optax is not installed.
-      ValueError: an argument is invalid; on an update, and as in `all_reduce`.
+      ValueError: an argument is invalid; on an update, a parameter differs between replicas where
+        that is known, and as in `all_reduce`.
 
     Examples:
       >>> import jax, optax, jax.numpy as jnp
@@ -55,6 +63,9 @@ def all_reduce_updates(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         reduced = all_reduce(op, updates, axis_name, options=said, invariant=invariant)
+        if params is not None:
+            axes = bound_axes(axis_name, _CALLER)
+            common(params, axes, _CALLER, scope=scope_here())
         return reduced, state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -175,7 +175,7 @@ def broadcast(
     Law: the result equals the source's value, whatever the others hold; of a negative zero the
     sign may be lost, and all of a subnormal number (in float32 below 1.2e-38), as in any sum of
     XLA's. The cotangent of the source is the sum of the replicas' cotangents, that of the others
-    zero.
+    zero; a float8_e8m0fnu, which has no zero, travels as its bits and has no cotangent.
 
     Args:
       value: any pytree of arrays, booleans among them, equal on all replicas in structure and
@@ -216,7 +216,11 @@ def value_and_grad(
     Law: n devices equal one device. The value and the gradient are those that `fun` would
     have on the whole batch, to rounding, under `pmap` and under `shard_map` with checks on or
     off: for MEAN with equal shares, for SUM with any, and for a mean weighted by tokens or by
-    real examples when `fun` returns a `WeightedLoss`.
+    real examples when `fun` returns a `WeightedLoss`. A leaf that a checked `shard_map` types as
+    varying is this replica's own (an expert, a part of a sharded parameter, the batch): it is
+    reduced over the other axes only, and its gradient is that of the same global loss by this copy.
+    Where types say nothing (`pmap`, `vmap`, `check_vma=False`) every leaf is taken for one that all
+    replicas hold alike; use `jax.grad` for those that are not.
 
     Args:
       fun: the loss of one replica's share of the batch, a scalar or a `WeightedLoss`. It must
@@ -231,15 +235,17 @@ def value_and_grad(
 
     Returns:
       A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux),
-      grads)`. Value and gradients are *invariant* over the axes, gradients in `Shards` *varying*;
-      `aux` is this replica's own (*varying*), but each `WeightedMean` and `Total` in it comes back
-      as a number over all replicas (*invariant*). Cost: one `all_reduce` of the gradients with loss
-      and metrics among them; with `scatter` a `reduce_scatter`, and an `all_reduce` of the rest.
+      grads)`. Value and gradients are *invariant* over the axes, gradients in `Shards` and of what
+      is a replica's own *varying*; `aux` is this replica's own (*varying*), but each `WeightedMean`
+      and `Total` in it comes back as a number over all replicas (*invariant*). Cost: one
+      `all_reduce` of the gradients with loss and metrics among them; with `scatter` a
+      `reduce_scatter`, and an `all_reduce` of the rest.
 
     Raises:
       NameError: an axis is not mapped here.
-      ValueError: a WeightedLoss meets SUM, or an argument is invalid; what is no function or no
-        position is refused at once.
+      ValueError: a WeightedLoss meets SUM, a leaf that is a replica's own meets `scatter`, or an
+        argument is invalid; what is no function or no position is refused at once. Where jaxcoll
+        reads the whole program (`strategy.run`), a leaf that differs between replicas.
       TypeError: the loss is no scalar, or a tuple without `has_aux`.
       AlreadyReducedError: the loss was reduced inside `fun`.
 
@@ -277,7 +283,7 @@ def grad(
 
     Returns:
       A function with `fun`'s arguments that returns `grads`, or `(grads, aux)`; the gradients
-      are *invariant* over the axes, `aux` *varying*.
+      are *invariant* over the axes, but for leaves that are a replica's own, `aux` *varying*.
     """
     return _gradient(
         fun, axis_name, reduce_op, argnums, has_aux, scatter, options, with_value=False
@@ -304,7 +310,8 @@ def sync_in_backward(
 
     Inside the loss of `jc.value_and_grad` or `jc.grad`, which is where it belongs, n devices
     equal one device for every mixture of leaves that are synced, partly synced or not synced:
-    what is proven to be the same everywhere is not sent again. Inside plain `jax.grad` the synced
+    what is proven to be the same everywhere is not sent again, and what differs between replicas is
+    refused. Inside plain `jax.grad` the synced
     leaves are all that is right: others keep each replica's own gradient or, under a checked
     `shard_map`, the sum that autodiff makes of it.
 
@@ -323,8 +330,9 @@ def sync_in_backward(
 
     Raises:
       NameError: an axis is not mapped here; the message lists those that are.
-      ValueError: a leaf has no gradient (its path is named), or SUM was asked for inside
-        `jc.value_and_grad`.
+      ValueError: a leaf has no gradient (its path is named), SUM was asked for inside
+        `jc.value_and_grad`, or a leaf differs between replicas where that can be read (there, and
+        in `strategy.run`).
 
     Examples:
       >>> import jax, jax.numpy as jnp

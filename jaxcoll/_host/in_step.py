@@ -45,11 +45,12 @@ def accumulate(
 
     Returns:
       A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`.
-      Value and gradients are *invariant*, gradients in `Shards` *varying*. Each `WeightedMean` and
-      `Total` in `aux` becomes one number over pieces and replicas; the rest of `aux` is this
-      replica's own (*varying*), with the pieces along a new leading dimension. Gradients narrower
-      than 32 bits are added up in float32 and travel in their own type. Cost: the memory of one
-      piece and of one gradient more (in float32); one `all_reduce` for all.
+      Value and gradients are *invariant*, gradients in `Shards` and of what is a replica's own
+      *varying*, as in `value_and_grad`. Each `WeightedMean` and `Total` in `aux` becomes one number
+      over pieces and replicas; the rest of `aux` is this replica's own (*varying*), with the pieces
+      along a new leading dimension; what is neither array nor number is as it was. Gradients
+      narrower than 32 bits are added up in float32 and travel in their own type. Cost: the memory
+      of one piece and of one gradient more (in float32); one `all_reduce` for all.
 
     Raises:
       ValueError: the pieces do not divide a share, a leaf of the batch is a scalar, an argument is
@@ -158,6 +159,7 @@ def global_norm(
 
     Returns:
       A float32 scalar (float64 where a leaf is), *invariant* over the axes; 0 for an empty tree.
+      Without axes it is this replica's own where a leaf is.
 
     Raises:
       NameError: an axis is not mapped here.

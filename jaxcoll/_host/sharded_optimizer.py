@@ -152,7 +152,8 @@ class ShardedOptimizer:
           a program they are this replica's part, *varying*. Cost: nothing is sent.
 
         Raises:
-          ValueError: a leaf cannot be cut, or `tx` goes by names or ranks of leaves.
+          ValueError: a leaf cannot be cut, or differs between replicas where that is known; or `tx`
+            goes by names or ranks of leaves.
         """
         if set(self._axes) <= set(_compat.axes_in_scope()):
             scope = scope_here().merged(self._options)
@@ -195,8 +196,9 @@ class ShardedOptimizer:
         Raises:
           NameError: the axis is not mapped here.
           ValueError: gradients or parameters are not those that the state was made for (the first
-            difference is named), the state is none of this optimizer's, or what is in `extra`
-            differs between replicas, or makes `tx` depend on several elements.
+            difference is named), or differ between replicas where that is known; the state is none
+            of this optimizer's; or what is in `extra` differs between replicas, or makes `tx` depend
+            on several elements.
           AlreadyReducedError: a plain tree is the same on all replicas, and `reduced` was not said.
         """
         axes = bound_axes(self._axis_name, f"{_CALLER}.update")

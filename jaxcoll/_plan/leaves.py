@@ -66,7 +66,8 @@ class Leaf:
 def wire_dtype(dtype: np.dtype, reduce_op: ReduceOp, world: World) -> np.dtype:
     """The type in which a leaf of `dtype` travels and is summed.
 
-    Its own, with three exceptions, each of them wider:
+    Its own, with four exceptions, each of them wider:
+    - integers of 4 bits travel as `carried_dtype` says.
     - 8-bit floats travel as float32: they cannot hold a sum, and few backends add them.
     - the MEAN of 8- and 16-bit integers travels as 32-bit integers, where the sum is exact.
     - bfloat16 on a CPU whose mesh is only partly mapped travels as float32: XLA's CPU
@@ -80,7 +81,18 @@ def wire_dtype(dtype: np.dtype, reduce_op: ReduceOp, world: World) -> np.dtype:
             return np.dtype(np.uint32)
         if jax.dtypes.issubdtype(dtype, np.signedinteger):
             return np.dtype(np.int32)
-    return dtype
+    return carried_dtype(dtype)
+
+
+def carried_dtype(dtype: np.dtype) -> np.dtype:
+    """The type in which numbers of `dtype` travel unchanged: their own, or a whole byte for each.
+
+    Integers of 2 bits are summed by no backend, and XLA's CPU compiler gathers them wrongly.
+    """
+    return np.dtype(_WHOLE_BYTES.get(dtype.name, dtype))
+
+
+_WHOLE_BYTES = {"int2": np.int8, "int4": np.int8, "uint2": np.uint8, "uint4": np.uint8}
 
 
 def check_reducible(path: str, dtype: np.dtype, caller: str = "all_reduce") -> None:
@@ -118,6 +130,8 @@ def _why_not_reducible(dtype: np.dtype) -> str | None:
         return "float0 is the gradient of an integer input; leave that input out of `argnums`"
     if dtype == np.dtype(bool):
         return "booleans have no sum of their own type; say which you mean with `.astype(...)`"
+    if dtype.name in ("int2", "uint2"):
+        return f"{dtype.name} cannot hold the sum of two; send a wider type with `.astype(...)`"
     if not jax.dtypes.issubdtype(dtype, np.number):
         return f"an array of {dtype} holds no numbers"
     return None

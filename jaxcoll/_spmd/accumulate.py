@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from jaxcoll import _compat
 from jaxcoll._plan.errors import ReductionInLoopWarning
+from jaxcoll._plan.leaves import no_array
 from jaxcoll._plan.words import counted
 from jaxcoll._spmd.arithmetic import wide
+from jaxcoll._spmd.backward import traced
 from jaxcoll._spmd.in_loops import moved_reductions, told
 
 _MOVABLE = """\
@@ -63,13 +64,15 @@ def accumulated(
     *,
     argnums: int | Sequence[int],
     mean: bool,
+    halvings: int,
 ) -> Differentiated:
     """`differentiate(args, kwargs)`, piece by piece.
 
     Law: value, weight, metrics and gradients are the sums over the pieces (value and gradients
     their mean, for a mean without weights); `aux` has a leading dimension more. Gradients narrower
     than 32 bits are added in float32 and have their own type again at the end: adding eight
-    numbers in bfloat16 may cost three of its eight bits.
+    numbers in bfloat16 may cost three of its eight bits. Of a weighted mean in float16 value and
+    gradients have as many powers of two taken off as it takes for their sums to fit.
 
     Args:
       differentiate: what is done with each piece; local.
@@ -78,6 +81,7 @@ def accumulated(
       micro: the pieces.
       argnums: what is differentiated, for a message.
       mean: whether a loss without weight is averaged.
+      halvings: the powers of two.
 
     Returns:
       What `differentiate` returns for one piece.
@@ -90,20 +94,19 @@ def accumulated(
     def one(piece: dict[int, Any]) -> tuple[Any, Any]:
         given = tuple(piece.get(i, arg) for i, arg in enumerate(args))
         (value, beside), grads = differentiate(given, kwargs)
-        return (value, beside.weight, beside.metrics, grads), beside.aux
+        aux = jax.tree.map(lambda x: x if no_array(x) else jnp.asarray(x), beside.aux)
+        return (value, beside.weight, beside.metrics, grads), aux
 
     # Traced once by itself, for the types with which the sums must begin.
     first = jax.tree.map(lambda x: x[0], pieces)
-    program, like = jax.make_jaxpr(one, return_shape=True)(first)
-    sums, aux = map(jax.tree.structure, like)
-    _warn_of_reductions(program, micro)
-    types = program.out_avals[: sums.num_leaves]
-    run = jaxpr_as_fun(program)
+    program = traced(one, inputs=(first,))
+    types, sums = jax.tree.flatten(program.result(program.program.out_avals)[0])
+    _warn_of_reductions(program.program, micro)
 
     def turn(totals: list[jax.Array], piece: dict[int, Any]) -> tuple[list[jax.Array], Any]:
-        found = run(*jax.tree.leaves(piece))
+        found = program.outputs(piece)
         added = [t + x.astype(t.dtype) for t, x in zip(totals, found, strict=False)]
-        return added, found[sums.num_leaves :]
+        return added, found[len(types) :]
 
     zeros = [_compat.zeros_like_aval(aval, wide(aval.dtype)) for aval in types]
     totals, stacked = lax.scan(turn, zeros, pieces)
@@ -111,9 +114,11 @@ def accumulated(
         sums, list(map(_Sum, totals, [aval.dtype for aval in types]))
     )
     parts = micro.count if mean and weight is None else 1
-    value, grads = jax.tree.map(lambda s: s.over(parts), (value, grads))
-    weight, metrics = jax.tree.map(lambda s: s.over(1), (weight, metrics))
-    return (value, Beside(weight, metrics, jax.tree.unflatten(aux, stacked))), grads
+    taken_off = 0 if weight is None else halvings
+    value, grads = jax.tree.map(lambda s: s.over(parts, taken_off), (value, grads))
+    weight, metrics = jax.tree.map(lambda s: s.over(1, 0), (weight, metrics))
+    _, aux = program.result([*totals, *stacked])
+    return (value, Beside(weight, metrics, aux)), grads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +128,11 @@ class _Sum:
     total: jax.Array
     dtype: np.dtype
 
-    def over(self, parts: int) -> jax.Array:
-        return (self.total / parts if parts > 1 else self.total).astype(self.dtype)
+    def over(self, parts: int, halvings: int) -> jax.Array:
+        total = self.total / parts if parts > 1 else self.total
+        if halvings and self.dtype == np.float16:
+            total = total * np.float32(2.0**-halvings)
+        return total.astype(self.dtype)
 
 
 def _in_pieces(

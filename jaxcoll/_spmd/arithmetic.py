@@ -39,7 +39,33 @@ class Recipe:
         """Powers of two taken off a float16 before a mean, so that no partial sum overflows."""
         if self.divisor is None or self.wire != np.float16 or not self.over:
             return 0
-        return math.ceil(math.log2(self.divisor))
+        return halvings(self.divisor)
+
+
+def halvings(summands: int) -> int:
+    """Powers of two to take off so many numbers before a mean, so that no partial sum overflows."""
+    return math.ceil(math.log2(summands))
+
+
+def halved(total: jax.Array, times: int) -> jax.Array:
+    """A float16 with so many powers of two taken off; anything else as it is."""
+    return total * np.float16(2.0**-times) if total.dtype == np.float16 and times else total
+
+
+def quotient(total: jax.Array, by: jax.Array | int, times: int = 0) -> jax.Array:
+    """`total / by` in the type of `total`, computed in float32 or wider.
+
+    Neither does a count have to fit into float16, nor is it rounded to eight bits for bfloat16.
+
+    Args:
+      total: an array of floats.
+      by: a scalar of any real type.
+      times: what `halved` was told before the total was summed.
+    """
+    exact = total.astype(wide(total.dtype))
+    if total.dtype == np.float16:
+        exact = exact * np.float32(2.0**times)
+    return (exact / jnp.asarray(by).astype(exact.dtype)).astype(total.dtype)
 
 
 def before(array: jax.Array, recipe: Recipe) -> jax.Array:

@@ -15,8 +15,8 @@ class Traced:
     """What a function did when it was traced, with its arguments and whatever it captured.
 
     Attributes:
-      program: its equations. Arguments and captured values are constants of it; its outputs are
-        the arrays among the leaves of the result, in the order of the tree.
+      program: its equations. Arguments, but for `inputs`, and captured values are constants of it;
+        its outputs are the arrays among the leaves of the result, in the order of the tree.
       treedef: of the result.
       others: for each leaf of the result None if it is an array, else the leaf in a tuple.
     """
@@ -27,7 +27,11 @@ class Traced:
 
     def evaluate(self) -> Any:
         """The result, of equations that are now part of the program at hand."""
-        return self.result(jaxpr_as_fun(self.program)())
+        return self.result(self.outputs())
+
+    def outputs(self, *inputs: Any) -> list[jax.Array]:
+        """The arrays of the result, likewise; for inputs like those that it was traced with."""
+        return jaxpr_as_fun(self.program)(*jax.tree.leaves(inputs))
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """A tree like the result, with `outputs` where the arrays are."""
@@ -36,8 +40,10 @@ class Traced:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def traced(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Traced:
-    """Trace `fun(*args, **kwargs)` without putting its equations into the program at hand.
+def traced(
+    fun: Callable[..., Any], *args: Any, inputs: tuple[Any, ...] = (), **kwargs: Any
+) -> Traced:
+    """Trace `fun(*inputs, *args, **kwargs)` without putting its equations into the program at hand.
 
     Law: `traced(fun, ...).evaluate()` is `fun(...)`, in value, types and source lines; `fun` is
     called once. Leaves of the result that are no `jax.Array` are those of that call.
@@ -45,17 +51,18 @@ def traced(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Traced:
     Args:
       fun: of anything; what it captures may belong to the program at hand.
       *args: likewise.
+      inputs: arguments that come first and are variables of the program.
       **kwargs: likewise.
     """
     found: list[tuple[Any, tuple[tuple[Any] | None, ...]]] = []
 
-    def program() -> list[Any]:
-        leaves, treedef = jax.tree.flatten(fun(*args, **kwargs))
+    def program(*inputs: Any) -> list[Any]:
+        leaves, treedef = jax.tree.flatten(fun(*inputs, *args, **kwargs))
         is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
         others = tuple(None if a else (x,) for a, x in zip(is_array, leaves, strict=True))
         found.append((treedef, others))
         return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
 
-    closed = jax.make_jaxpr(program)()
+    closed = jax.make_jaxpr(program)(*inputs)
     ((treedef, others),) = found
     return Traced(closed, treedef, others)

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxcoll._plan.leaves import no_array, where
+from jaxcoll._plan.leaves import carried_dtype, no_array, where
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.reduce import all_reduce
@@ -52,15 +53,27 @@ def broadcast(value: Any, axis_name: str | tuple[str, ...], *, source: int, scop
     summed = all_reduce(
         ReduceOp.SUM, [_shown(here, leaf) for leaf in leaves], axis_name, scope=scope
     )
-    results = [total.astype(leaf.dtype) for total, leaf in zip(summed, leaves, strict=True)]
+    results = [_as_it_was(total, leaf.dtype) for total, leaf in zip(summed, leaves, strict=True)]
     return jax.tree_util.tree_unflatten(treedef, results)
 
 
 def _shown(here: jax.Array, x: jax.Array) -> jax.Array:
     """`x` on the source, and on all others what adds nothing to it."""
-    if x.dtype == bool:
-        x = x.astype(jnp.uint8)
+    if _without_zero(x.dtype):
+        x = lax.bitcast_convert_type(x, jnp.uint8)
+    x = x.astype(np.uint8 if x.dtype == np.bool_ else carried_dtype(x.dtype))
     return jnp.where(here, x, jnp.zeros_like(x))
+
+
+def _as_it_was(total: jax.Array, dtype: np.dtype) -> jax.Array:
+    if _without_zero(dtype):
+        return lax.bitcast_convert_type(total, dtype)
+    return total.astype(dtype)
+
+
+def _without_zero(dtype: np.dtype) -> bool:
+    """Whether no number of this type adds nothing: a float8_e8m0fnu is a power of two."""
+    return dtype != np.bool_ and bool(np.zeros((), dtype).astype(np.float32) != 0)
 
 
 def _as_array(path: str, value: Any) -> jax.Array:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.norms import global_norm
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.shards import Shards
@@ -14,8 +15,8 @@ from jaxcoll._spmd.shards import Shards
 def clipped(shards: Shards, max_norm: float, *, scope: Scope) -> Shards:
     """The same shards, scaled so that the norm of the whole tree is at most `max_norm`.
 
-    Law: as `optax.clip_by_global_norm` of the whole tree, to rounding; squares are summed in
-    float32, or wider where a leaf is.
+    Law: as `optax.clip_by_global_norm` of the whole tree, to rounding; squares are summed, and
+    shards scaled, in float32, or wider where a leaf is: the norm need not fit into float16.
 
     Args:
       shards: this replica's; the zeros behind them add nothing.
@@ -31,6 +32,8 @@ def clipped(shards: Shards, max_norm: float, *, scope: Scope) -> Shards:
     within = norm < max_norm
 
     def scaled(x: jax.Array) -> jax.Array:
-        return lax.select(jnp.broadcast_to(within, x.shape), x, x / norm.astype(x.dtype) * max_norm)
+        exact = x.astype(wide(x.dtype))
+        less = (exact / norm.astype(exact.dtype) * max_norm).astype(x.dtype)
+        return lax.select(jnp.broadcast_to(within, x.shape), x, less)
 
     return jax.tree.map(scaled, shards)

@@ -15,7 +15,7 @@ from jaxcoll import _compat
 from jaxcoll._plan.algorithms import Stage, stages
 from jaxcoll._plan.automatic import usual
 from jaxcoll._plan.choose import choose
-from jaxcoll._plan.leaves import Leaf, no_array, where
+from jaxcoll._plan.leaves import Leaf, carried_dtype, no_array, where
 from jaxcoll._plan.options import UNSET
 from jaxcoll._plan.packing import plan_packs
 from jaxcoll._spmd.algorithms import ALGORITHMS
@@ -50,11 +50,14 @@ def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope
         dimension(axis, array.shape, f"`all_gather`: {where(path)}")
         for path, array in zip(paths, arrays, strict=True)
     ]
-    arrays = [_compat.as_varying(array, tuple(axes)) for array in arrays]
-    rows = _rows(paths, arrays, axes, scope)
+    carried = [
+        _compat.as_varying(array.astype(carried_dtype(array.dtype)), tuple(axes))
+        for array in arrays
+    ]
+    rows = _rows(paths, carried, axes, scope)
     joined = [
-        _compat.as_invariant(_joined(row, joint), tuple(axes), summed=True)
-        for row, joint in zip(rows, joints, strict=True)
+        _compat.as_invariant(_joined(row, joint).astype(array.dtype), tuple(axes), summed=True)
+        for row, joint, array in zip(rows, joints, arrays, strict=True)
     ]
     return scope.vouched(jax.tree_util.tree_unflatten(treedef, joined), axes)
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
@@ -18,14 +15,17 @@ from jaxcoll._plan.overlap import wants_order
 from jaxcoll._plan.words import counted
 from jaxcoll._spmd import metrics
 from jaxcoll._spmd.accumulate import Beside, Differentiated, MicroBatches, accumulated
+from jaxcoll._spmd.arithmetic import halved, halvings, quotient
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.backward import Traced, traced
 from jaxcoll._spmd.local import value_and_local_grad
+from jaxcoll._spmd.loss import loss_and_aux, value_and_weight
+from jaxcoll._spmd.per_replica import check_scattered, own_axes, shared, watched, with_own
 from jaxcoll._spmd.ready import places
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
-from jaxcoll._spmd.replication import has, same_outputs
-from jaxcoll._spmd.scope import Differentiation, Scope
+from jaxcoll._spmd.replication import check_gradients, has, same_outputs
+from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
 
 _LOSS_ALREADY_REDUCED = """\
 `{caller}` over {axes}: the loss is already the same on every replica, so its gradient would be \
@@ -33,49 +33,8 @@ too small or too large by their number. What probably happened: the loss calls `
 `lax.psum` or `jc.all_reduce` itself, or depends neither on the batch nor on the parameters. \
 Return the loss of this replica's share of the batch; `{caller}` reduces it."""
 
-_TUPLE_LOSS = """\
-`{caller}`: the loss returned a tuple of {n}. If the rest is auxiliary output, pass \
-`has_aux=True`. If it is a weight (tokens, unpadded examples), return \
-`jc.WeightedLoss(total, weight)`: the sum of the weighted losses of this replica and the sum of \
-their weights."""
-
-_NO_SCALAR = """\
-`{caller}` expects the loss to be a scalar or a `jc.WeightedLoss`; got {got}. Return its mean over \
-this replica's share (`jnp.mean`), or, for examples that count differently, their weighted sum and \
-the sum of the weights as `jc.WeightedLoss(total, weight)`."""
-
-
 _SYNCED = """\
 not sent again: {what} that `sync_in_backward` has made the same on every replica: {paths}"""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class WeightedLoss:
-    """What a loss returns when its mean is weighted: by tokens, or by examples that are real.
-
-    Law: the mean over replicas is sum(total) / sum(weight), which is exact for uneven shares
-    (a replica whose whole share is padding has weight 0 and total 0) and is what one device
-    would compute from the whole batch.
-
-    Attributes:
-      total: scalar; the sum of weight times loss over this replica's share.
-      weight: scalar; the sum of the weights over this replica's share. A constant to
-        differentiation.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> losses, mask = jnp.array([1.0, 3.0, 100.0]), jnp.array([1.0, 1.0, 0.0])
-      >>> loss = WeightedLoss(jnp.sum(losses * mask), jnp.sum(mask))
-      >>> float(loss.total / loss.weight)
-      2.0
-    """
-
-    total: Any
-    weight: Any
-
-
-_MEAN = ReduceOp.MEAN
 
 _WEIGHT_IN_SUM = """\
 `{caller}` got a WeightedLoss with reduce_op SUM, which has no use for the weight. For the \
@@ -89,6 +48,29 @@ class _Local(NamedTuple):
     weight: Any
     metrics: Any
     grads: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What the caller of `jc.value_and_grad` and its like asked for; see `reduced_gradient`."""
+
+    caller: str
+    fun: Callable[..., Any]
+    reduce_op: ReduceOp
+    argnums: int | Sequence[int]
+    has_aux: bool
+    scatter: bool
+    with_value: bool
+    micro_batches: MicroBatches | None
+
+    def leaves(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        """What is differentiated, by name, in the order of the gradients' leaves."""
+        several = [self.argnums] if isinstance(self.argnums, int) else self.argnums
+        return {
+            f"args[{i}]{jax.tree_util.keystr(path)}": leaf
+            for i in (argnum % len(args) for argnum in several)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(args[i])[0]
+        }
 
 
 def reduced_gradient(
@@ -133,71 +115,129 @@ def reduced_gradient(
         raise ValueError(
             f"`{caller}` expects `argnums` to be a position or several; got {argnums!r}."
         )
-
-    def loss(*args: Any, **kwargs: Any) -> tuple[Any, Beside]:
-        out = fun(*args, **kwargs)
-        out, aux = _pair(out, caller) if has_aux else (out, None)
-        parts, rest = metrics.taken_apart(aux, caller)
-        if isinstance(out, WeightedLoss):
-            _check_scalars(out, caller)
-            return out.total, Beside(lax.stop_gradient(out.weight), parts, rest)
-        _check_scalar(out, caller)
-        return out, Beside(None, parts, rest)
+    asked = _Asked(caller, fun, reduce_op, argnums, has_aux, scatter, with_value, micro_batches)
 
     def reduced(*args: Any, **kwargs: Any) -> Any:
         axes = bound_axes(axis_name, caller)
-        told = scope().merged(options)
-        differentiation = Differentiation(tuple(axes), options)
-
-        def differentiate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Differentiated:
-            result = value_and_local_grad(loss, argnums, differentiation, args, kwargs)
-            (value, beside), grads = result
-            _check_local(value, axes, caller)
-            if beside.weight is not None and reduce_op is ReduceOp.SUM:
-                raise ValueError(_WEIGHT_IN_SUM.format(caller=caller))
-            parts = metrics.varied(beside.metrics, axes, caller)
-            weight = jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), beside.weight)
-            return (value, Beside(weight, parts, beside.aux)), grads
-
-        def whole_share() -> Differentiated:
-            if micro_batches is None:
-                return differentiate(args, kwargs)
-            mean = reduce_op is _MEAN
-            return accumulated(
-                differentiate, args, kwargs, micro_batches, argnums=argnums, mean=mean
-            )
-
-        program = traced(whole_share)
-        (value, beside), grads = program.evaluate()
-        op = reduce_op if beside.weight is None else ReduceOp.SUM
-        local = _Local(value if with_value else None, beside.weight, beside.metrics, grads)
-        same, order = _synced(program, tuple(axes)), None
-        if scatter:
-            grads, same = reduce_scatter(op, grads, axis_name, scope=told), {}
-            local = local._replace(grads=None)
-        elif wants_order(told.options, told.world(axes)):
-            (_, order) = program.result(places(program.program))
-        local = all_reduce(
-            op,
-            local,
-            axis_name,
-            scope=told,
-            # All but the gradients is there before any of them.
-            ready=None if order is None else jax.tree.leaves(_gradients_last(local, order)),
-            same=same,
-            reasons=_not_again(list(same)),
-        )
-        value, grads = local.value, grads if scatter else local.grads
-        if local.weight is not None:
-            value, grads = jax.tree.map(
-                lambda x: (x / local.weight).astype(x.dtype), (value, grads)
-            )
-        numbers = metrics.settled(local.metrics, count(axes) if op is _MEAN else 1)
-        aux = metrics.put_together(beside.aux, numbers)
-        outputs = ((value, aux) if has_aux else value, grads)
-        return outputs if with_value else ((grads, aux) if has_aux else grads)
+        around = differentiation()
+        enclosing = frozenset() if around is None else around.retyped
+        here = Differentiation(tuple(axes), options, enclosing=enclosing)
+        program = traced(_of_share, asked, axes, here, args, kwargs)
+        check_gradients(program.program, [a for a in axes if a not in enclosing])
+        return _reduced(asked, program, args, axes, enclosing, scope().merged(options))
 
     return reduced
+
+
+def _of_share(
+    asked: _Asked,
+    axes: dict[str, int],
+    here: Differentiation,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Differentiated:
+    """Value and gradients of one replica's share; the terms of a weighted mean fit to be summed."""
+    caller, micro_batches = asked.caller, asked.micro_batches
+
+    def loss(*args: Any, **kwargs: Any) -> tuple[Any, Beside]:
+        out = asked.fun(*args, **kwargs)
+        out, aux = loss_and_aux(out, caller) if asked.has_aux else (out, None)
+        value, weight = value_and_weight(out, caller)
+        if weight is not None and asked.reduce_op is ReduceOp.SUM:
+            raise ValueError(_WEIGHT_IN_SUM.format(caller=caller))
+        return value, Beside(weight, *metrics.taken_apart(aux, caller))
+
+    def differentiate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Differentiated:
+        (value, beside), grads = value_and_local_grad(loss, asked.argnums, here, args, kwargs)
+        _check_local(value, axes, caller)
+        parts = metrics.varied(beside.metrics, axes, caller)
+        weight = jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), beside.weight)
+        return (value, Beside(weight, parts, beside.aux)), grads
+
+    if micro_batches is not None:
+        return accumulated(
+            differentiate,
+            args,
+            kwargs,
+            micro_batches,
+            argnums=asked.argnums,
+            mean=asked.reduce_op is ReduceOp.MEAN,
+            halvings=_halvings(asked, axes),
+        )
+    (value, beside), grads = differentiate(args, kwargs)
+    if beside.weight is not None:
+        value, grads = jax.tree.map(lambda x: halved(x, _halvings(asked, axes)), (value, grads))
+    return (value, beside), grads
+
+
+def _reduced(
+    asked: _Asked,
+    program: Traced,
+    args: tuple[Any, ...],
+    axes: dict[str, int],
+    enclosing: frozenset[str],
+    told: Scope,
+) -> Any:
+    """What the caller gets, from the program of one replica's share."""
+    leaves = asked.leaves(args)
+    own = own_axes(leaves, axes, enclosing)
+    (value, beside), grads = program.evaluate()
+    untyped = (told.marked | enclosing).intersection(axes)
+    grads = watched(grads, leaves, untyped, asked.caller)
+    weighted = beside.weight is not None
+    op = ReduceOp.SUM if weighted else asked.reduce_op
+    local = _Local(value if asked.with_value else None, beside.weight, beside.metrics, grads)
+    if asked.scatter:
+        check_scattered(leaves, own, asked.caller)
+        shards = reduce_scatter(op, grads, tuple(axes), scope=told)
+        local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=told)
+        local = local._replace(grads=shards)
+    else:
+        local = _together(op, local, own, program, axes, told)
+    value, grads = local.value, local.grads
+    if weighted:
+        taken_off = _halvings(asked, axes)
+        value, grads = jax.tree.map(lambda x: quotient(x, local.weight, taken_off), (value, grads))
+    numbers = metrics.settled(local.metrics, count(axes) if op is ReduceOp.MEAN else 1)
+    aux = metrics.put_together(beside.aux, numbers)
+    outputs = ((value, aux) if asked.has_aux else value, grads)
+    return outputs if asked.with_value else ((grads, aux) if asked.has_aux else grads)
+
+
+def _together(
+    op: ReduceOp,
+    local: _Local,
+    own: Sequence[tuple[str, ...]],
+    program: Traced,
+    axes: Mapping[str, int],
+    told: Scope,
+) -> _Local:
+    """One reduction for everything that replicas have in common."""
+    same, order = _synced(program, tuple(axes)), None
+    if wants_order(told.options, told.world(dict(axes))):
+        (_, order) = program.result(places(program.program))
+    common = local._replace(grads=shared(local.grads, own))
+    reduced = all_reduce(
+        op,
+        common,
+        tuple(axes),
+        scope=told,
+        # All but the gradients is there before any of them.
+        ready=None
+        if order is None
+        else jax.tree.leaves(_gradients_last(common, shared(order, own))),
+        same=same,
+        reasons=_not_again(list(same)),
+    )
+    if not any(own):
+        return reduced
+    grads = with_own(reduced.grads, op, local.grads, own, axes, scope=told)
+    return reduced._replace(grads=grads)
+
+
+def _halvings(asked: _Asked, axes: Mapping[str, int]) -> int:
+    """Powers of two taken off a float16 of a weighted mean, whose sums may be too large for it."""
+    return halvings(count(axes) * (1 if asked.micro_batches is None else asked.micro_batches.count))
 
 
 def _gradients_last(local: _Local, order: Any) -> _Local:
@@ -225,43 +265,6 @@ def _not_again(paths: list[str]) -> tuple[str, ...]:
     return (
         (_SYNCED.format(what=counted(len(paths), "leaf", "leaves"), paths=ends),) if paths else ()
     )
-
-
-def _pair(out: Any, caller: str) -> tuple[Any, Any]:
-    if isinstance(out, tuple | list) and len(out) == 2:
-        return out[0], out[1]
-    got = f"a tuple of {len(out)}" if isinstance(out, tuple) else _kind(out)
-    raise TypeError(
-        f"`{caller}` with has_aux=True expects the loss to return (loss, aux); got {got}."
-    )
-
-
-def _check_scalar(loss: Any, caller: str) -> None:
-    if isinstance(loss, tuple):
-        raise TypeError(_TUPLE_LOSS.format(caller=caller, n=len(loss)))
-    is_number = _is_array(loss) or isinstance(loss, bool | int | float | complex)
-    if not is_number or np.shape(loss):
-        raise TypeError(_NO_SCALAR.format(caller=caller, got=_kind(loss)))
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def _kind(x: Any) -> str:
-    """What `x` is, in a message."""
-    if not _is_array(x):
-        return type(x).__name__
-    return f"{jnp.result_type(x).name}[{', '.join(map(str, np.shape(x)))}]"
-
-
-def _check_scalars(loss: WeightedLoss, caller: str) -> None:
-    for name, value in (("total", loss.total), ("weight", loss.weight)):
-        if jnp.shape(value):
-            raise ValueError(
-                f"`{caller}` expects the {name} of a WeightedLoss to be a scalar, the sum over "
-                f"this replica's share; got shape {jnp.shape(value)}."
-            )
 
 
 def _check_local(value: Any, axes: dict[str, int], caller: str) -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
+from jaxcoll._spmd.backward import traced
 from jaxcoll._spmd.replication import mentions
 from jaxcoll._spmd.scope import Differentiation, differentiated
 
@@ -77,10 +78,11 @@ def _differentiate_untyped(
     axis, and so does the step that JAX puts in where an invariant value meets a varying one.
     """
     args, kwargs = jax.tree.map(
-        lambda x: _compat.as_invariant(x, axes) if isinstance(x, jax.Array) else x, (args, kwargs)
+        lambda x: _compat.as_invariant(x, axes, vouched=False) if isinstance(x, jax.Array) else x,
+        (args, kwargs),
     )
     try:
-        program = jax.make_jaxpr(lambda: loss(*args, **kwargs))()
+        program = traced(loss, *args, **kwargs).program
     except (TypeError, AlreadyReducedError):
         return None
     if mentions(program.jaxpr, axes):

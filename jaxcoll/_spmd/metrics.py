@@ -180,7 +180,8 @@ def settled(parts: Mapping[str, Part], times: int) -> dict[str, jax.Array]:
 
 def _settled(part: Part, times: int) -> jax.Array:
     if part.weight is not None:
-        return part.total / part.weight
+        widest = np.result_type(part.total.dtype, part.weight.dtype)
+        return part.total.astype(widest) / part.weight.astype(widest)
     total = part.total * times if times > 1 else part.total
     return total if part.whole is None else jnp.round(total).astype(part.whole)
 

@@ -217,7 +217,7 @@ def _recipe(
     varying = _compat.varying_axes(array)
     missing = {a: n for a, n in axes.items() if a not in varying and _compat.tracks_variance(a)}
     missing = {a: n for a, n in axes.items() if a in missing or a in same}
-    if invariant == "error" and not same.issuperset(missing):
+    if invariant == "error" and array.size and not same.issuperset(missing):
         raise AlreadyReducedError(
             _ALREADY_REDUCED.format(
                 axes=_named(axes), leaf=where(path), missing=_named(missing), n=count(missing)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxcoll import _compat
 from jaxcoll._plan.errors import AlreadyReducedError
-from jaxcoll._plan.leaves import Leaf, check_reducible, where, wire_dtype
+from jaxcoll._plan.leaves import Leaf, carried_dtype, check_reducible, where, wire_dtype
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.shard_layout import ShardLayout, layout_of
@@ -66,7 +66,8 @@ def reduce_scatter(
     treedef, found = sharded_leaves(value, axes, "reduce_scatter")
     arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
     for leaf, array in zip(found, arrays, strict=True):
-        _check_varies(leaf.path, array, axes)
+        if array.size:
+            _check_varies(leaf.path, array, axes)
     recipes = [_recipe(leaf, reduce_op, axes, world) for leaf in found]
     if layout is not None:
         check_fits(layout, treedef, found, count(axes), "reduce_scatter")
@@ -158,9 +159,9 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
     wholes = []
     for k, (planned, part) in enumerate(zip(plan.packs, shards.parts, strict=True)):
         with jax.named_scope(f"{plan.name}/pack{k}"):
-            part = _compat.as_varying(part, tuple(axes))
-            blocks = algorithms.all_gather(part, plan.stages(planned), tuple(axes))
-            wholes.append(whole_of(blocks, layout, k))
+            sent = _compat.as_varying(part.astype(carried_dtype(part.dtype)), tuple(axes))
+            blocks = algorithms.all_gather(sent, plan.stages(planned), tuple(axes))
+            wholes.append(whole_of(blocks.astype(part.dtype), layout, k))
     hidden = hiding_axis(axes) if world.platform == "cpu" else None
     return scope.vouched(tree_of(wholes, layout, hidden), axes)
 

@@ -81,11 +81,18 @@ class Differentiation:
       axes: what the gradient is reduced over.
       options: of that reduction.
       untyped: whether types have been taken away that tell replicas apart along `axes`.
+      enclosing: axes of all losses around this one.
     """
 
     axes: tuple[str, ...]
     options: CommunicationOptions = CommunicationOptions()
     untyped: bool = False
+    enclosing: frozenset[str] = frozenset()
+
+    @property
+    def retyped(self) -> frozenset[str]:
+        """Axes along which a value is typed as varying in here, whether it differs or not."""
+        return self.enclosing.union(self.axes)
 
 
 _current = jax.make_user_context(default_value=None)

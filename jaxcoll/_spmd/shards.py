@@ -23,6 +23,7 @@ from jaxcoll._plan.shard_layout import (
 )
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.pack import pack, unpack
+from jaxcoll._spmd.per_replica import common
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import is_sparse
 
@@ -141,7 +142,7 @@ def own_part(
 
     Raises:
       NameError: an axis is not bound here.
-      ValueError: the tree is not the layout's.
+      ValueError: the tree is not the layout's, or differs between replicas where that is known.
     """
     axes = bound_axes(axis_name, caller)
     treedef, found = sharded_leaves(value, axes, caller)
@@ -150,6 +151,7 @@ def own_part(
     else:
         check_fits(layout, treedef, found, count(axes), caller)
     arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
+    arrays = jax.tree.leaves(common(treedef.unflatten(arrays), axes, caller, scope=scope))
     rank = _compat.as_varying(lax.axis_index(tuple(axes)), tuple(axes))
     parts = [
         lax.dynamic_index_in_dim(blocks_of(packed, layout, k), rank, keepdims=False)

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
+from jaxcoll._plan.leaves import carried_dtype
 from jaxcoll._spmd.arithmetic import Recipe, after
 from jaxcoll._spmd.indexed_slices import IndexedSlices, unchecked
 
@@ -58,6 +59,11 @@ def _from_all(rows: jax.Array, recipe: Recipe) -> jax.Array:
         return jnp.concatenate([rows] * math.prod(map(lax.axis_size, recipe.over)))
     # `vmap` and `pmap` have no types to settle, and JAX 0.10 refuses to under `vmap`.
     typed = any(map(_compat.tracks_variance, recipe.over))
-    return lax.all_gather(
-        rows, recipe.over, axis=0, tiled=True, to="invarying" if typed else "varying"
+    found = lax.all_gather(
+        rows.astype(carried_dtype(rows.dtype)),
+        recipe.over,
+        axis=0,
+        tiled=True,
+        to="invarying" if typed else "varying",
     )
+    return found.astype(rows.dtype)

@@ -14,6 +14,7 @@ from jaxcoll import _compat
 from jaxcoll._plan.leaves import where
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._spmd.axes import bound_axes
+from jaxcoll._spmd.per_replica import watched
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope, differentiation
 
@@ -47,7 +48,8 @@ def sync_in_backward(
 
     Raises:
       NameError: an axis is not bound here.
-      ValueError: a leaf has no gradient, or a sum is asked for where a mean is taken.
+      ValueError: a leaf has no gradient, or differs between replicas where that is known; or a sum
+        is asked for where a mean is taken.
     """
     outer = differentiation()
     untyped = outer is not None and outer.untyped and axis_name in (outer.axes, *outer.axes)
@@ -59,7 +61,11 @@ def sync_in_backward(
             raise ValueError(_SUM_OF_A_MEAN.format(axes=", ".join(map(repr, axes))))
         scope = scope.merged(outer.options)
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-    arrays = [_floating(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
+    paths = [jax.tree_util.keystr(path) for path, _ in flat]
+    arrays = [_floating(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
+    along = scope.marked if outer is None else scope.marked | outer.retyped
+    named = dict(zip(paths, arrays, strict=True))
+    arrays = watched(arrays, named, along.intersection(axes), "sync_in_backward")
     reduction = _Reduction(reduce_op, axes, treedef, scope.merged(options))
     return treedef.unflatten(_compat.through_backward(arrays, reduction, () if untyped else axes))
 

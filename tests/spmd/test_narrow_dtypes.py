@@ -1,0 +1,139 @@
+"""Types of a byte and less: moved to the bit, summed where a sum can be held, refused elsewhere."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import RUNNERS, per_replica, run
+
+import jaxcoll as jc
+
+N = 4
+FLOATS = [
+    name
+    for name in sorted(dir(ml_dtypes))
+    if name.startswith(("float4", "float8")) and hasattr(jnp, name)
+]
+INTS = ["int2", "uint2", "int4", "uint4"]
+RING = jc.CommunicationOptions(algorithm="ring")
+
+
+def everything(name):
+    """Every value of a type, in another order on each replica."""
+    dtype = np.dtype(getattr(jnp, name))
+    if name in INTS:
+        info = ml_dtypes.iinfo(dtype)
+        values = np.arange(int(info.min), int(info.max) + 1).astype(dtype)
+    else:
+        values = np.arange(2 ** ml_dtypes.finfo(dtype).bits, dtype=np.uint8).view(dtype)
+    return np.stack([np.roll(values, 3 * i) for i in range(N)])
+
+
+def same(got, want, *, signs=True):
+    """The same values, NaN where it was; without `signs` a negative zero may be a zero."""
+    assert got.dtype == want.dtype
+    got, want = (np.asarray(x).astype(np.float32) for x in (got, want))
+    np.testing.assert_array_equal(got, want)
+    if signs:
+        known = ~np.isnan(want)
+        np.testing.assert_array_equal(np.signbit(got[known]), np.signbit(want[known]))
+
+
+def moved(x):
+    """Everything that moves and does not add, in one program."""
+    rows = jc.IndexedSlices(x[:, None], jnp.arange(len(x)), (len(x), 1))
+    if x.dtype.name in ("int2", "uint2"):
+        rows = None  # it has no sum, so a reduction refuses its rows
+    found = {
+        "gather": jc.all_gather(x, "data"),
+        "ring": jc.all_gather(x, "data", options=RING),
+        "broadcast": jc.broadcast(x, "data", source=2),
+        "digests": jc.check_replicas(x, "data").digests,
+    }
+    return found if rows is None else {**found, "rows": jc.all_reduce("sum", rows, "data").values}
+
+
+@pytest.mark.parametrize(
+    ("name", "runner"),
+    [
+        *((name, "checked") for name in [*FLOATS, *INTS]),
+        *((name, runner) for name in ("float8_e8m0fnu", "int2") for runner in RUNNERS[:2]),
+    ],
+)
+def test_what_only_moves_arrives_as_it_was(name, runner):
+    x = everything(name)
+    got = jax.tree.map(lambda v: np.asarray(v)[0], run(runner, moved, N, jnp.asarray(x)))
+    for kind in ("gather", "ring"):
+        # Of a float4 XLA's CPU compiler loses the sign of a zero in copies of its own.
+        same(got[kind], x.reshape(-1), signs=not name.startswith("float4"))
+    same(got["broadcast"], x[2], signs=False)
+    if "rows" in got:
+        same(got["rows"][:, 0], x.reshape(-1), signs=False)
+    assert len({bytes(np.asarray(d)) for d in got["digests"]}) == N, "each replica's is another"
+
+
+@pytest.mark.parametrize("name", [*FLOATS, "int4", "uint4"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_what_is_reduced_is_the_sum_of_its_values(name, op):
+    dtype = np.dtype(getattr(jnp, name))
+    x = np.ones((N, 7), np.float32)
+    x[:, 3] = [0.5, 0.5, 1, 2] if name in FLOATS else [0, 1, 2, 1]
+    x = jnp.asarray(x).astype(dtype)
+
+    def both(v):
+        shards = jc.reduce_scatter(op, {"a": v, "b": v[:5]}, "data")
+        return {
+            "reduced": jc.all_reduce(op, v, "data"),
+            "scattered": jc.all_gather(shards, "data")["a"],
+        }
+
+    values = np.asarray(x).astype(np.float32)
+    want = values.sum(0) if op == "sum" else values.mean(0)
+    for found in run("checked", both, N, x).values():
+        same(found[0], jnp.asarray(want).astype(found.dtype), signs=False)
+
+
+@pytest.mark.parametrize("name", ["int2", "uint2"])
+def test_two_bits_hold_no_sum_and_are_refused_by_their_path(name):
+    x = jnp.ones((2, 3), getattr(jnp, name))
+    entries = {
+        "`all_reduce`": lambda v: jc.all_reduce("sum", {"a": v}, "data"),
+        "`reduce_scatter`": lambda v: jc.reduce_scatter("mean", {"a": v}, "data"),
+    }
+    for caller, entry in entries.items():
+        with pytest.raises(
+            ValueError, match=rf"{caller} cannot reduce leaf \['a'\]: {name} cannot"
+        ):
+            run("vmap", entry, 2, x)
+    with pytest.raises(ValueError, match=rf"leaf \['a'\]: {name} cannot hold the sum of two"):
+        jc.plan({"a": x}, axis_size=2)
+    strategy = jc.MirroredStrategy(jax.devices()[:2])
+    value = strategy.experimental_distribute_values_from_function(lambda context: x[0])
+    with pytest.raises(ValueError, match=f"{name} cannot hold the sum of two"):
+        strategy.reduce("sum", value, axis=None)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_metrics_of_two_bits_are_counted_in_floats(runner):
+    x = jnp.ones((N, 5), jnp.uint2)
+    f = lambda v: jc.reduce_metrics([jc.Total(v), jc.WeightedMean(v, v)], "data")
+    total, mean = per_replica(runner, f, N, x)
+    assert total.tolist() == [5 * N] * N
+    assert mean.tolist() == [1] * N
+
+
+@pytest.mark.parametrize("options", [None, RING])
+def test_an_empty_array_that_all_replicas_hold_is_no_sum_to_count_again(options):
+    """Nothing is counted twice where there is nothing."""
+    empty = {"bias": jnp.zeros((0, 3)), "none": None}
+
+    def f(x):
+        tree = {**empty, "x": x}
+        reduced = jc.all_reduce("sum", tree, "data", options=options)
+        return reduced, jc.all_gather(jc.reduce_scatter("mean", tree, "data"), "data")
+
+    reduced, scattered = run("checked", f, N, jnp.ones((N, 2)))
+    for got in (reduced, scattered):
+        assert got["bias"].shape == (N, 0, 3)
+    assert reduced["x"][0].tolist() == [N, N]
