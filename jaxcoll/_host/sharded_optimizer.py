@@ -21,6 +21,7 @@ from jaxcoll._plan.shard_layout import ShardLayout, layout_of
 from jaxcoll._spmd import reduce_scatter as halves
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.clip import clipped
+from jaxcoll._spmd.reduce import reduced_once
 from jaxcoll._spmd.shards import (
     Shards,
     check_fits,
@@ -204,6 +205,7 @@ class ShardedOptimizer:
         elif reduced:
             grads = own_part(grads, self._axis_name, _CALLER, scope=scope, layout=layout)
         else:
+            grads = reduced_once(grads, self._axis_name, scope=scope)
             grads = halves.reduce_scatter(
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
             )
