@@ -55,6 +55,7 @@ from jaxcoll._plan.errors import ProgramMismatchError as ProgramMismatchError
 from jaxcoll._plan.errors import ReductionCorruptedError as ReductionCorruptedError
 from jaxcoll._plan.errors import ReductionInLoopWarning as ReductionInLoopWarning
 from jaxcoll._plan.errors import ReplicaDivergenceError as ReplicaDivergenceError
+from jaxcoll._plan.errors import SameRowsWarning as SameRowsWarning
 from jaxcoll._plan.hints import CollectiveHints as CollectiveHints
 from jaxcoll._plan.options import UNSET as UNSET
 from jaxcoll._plan.options import CollectiveCommunication as CollectiveCommunication

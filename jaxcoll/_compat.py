@@ -71,14 +71,14 @@ def in_mesh_order(axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(axes, key=lambda a: names.index(a) if a in names else len(names)))
 
 
-def _manual(x: Any) -> Any:
-    """The part of `x`'s type that says how it relates to manual mesh axes (None: nothing)."""
-    return getattr(jax.typeof(x), "manual_axis_type", None)
-
-
 def varying_axes(x: Any) -> frozenset[str]:
     """Axes over which `x` is typed as varying; empty wherever types are not tracked."""
-    manual = _manual(x)
+    return varying_axes_of_type(jax.typeof(x))
+
+
+def varying_axes_of_type(aval: Any) -> frozenset[str]:
+    """The same of a type, as a traced program has them."""
+    manual = getattr(aval, "manual_axis_type", None)
     return frozenset() if manual is None else frozenset(manual.varying)
 
 

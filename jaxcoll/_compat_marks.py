@@ -1,7 +1,8 @@
-"""Marks in a traced program for those who read it; nothing of them is left in a compiled one."""
+"""What those who read a traced program go by; nothing of it is left in a compiled one."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from jax.extend.core import Primitive
@@ -41,3 +42,46 @@ _gradient_p.def_abstract_eval(lambda gradient, leaf, **_: gradient)
 mlir.register_lowering(_gradient_p, lambda ctx, gradient, leaf, **_: [gradient])
 batching.primitive_batchers[_gradient_p] = _batched
 ad.primitive_jvps[_gradient_p] = _jvp
+
+
+ONCE = "reduced_once"
+"""The name of the primitive of `reduced_once`."""
+
+
+def reduced_once(x: Any, axis: str, name: str) -> Any:
+    """`x` with a mark that it is going to be reduced along `axis`, where it must differ.
+
+    Args:
+      x: one replica's array.
+      axis: a mapped axis.
+      name: its place, for a message.
+    """
+    return _once_p.bind(x, axis=axis, path=name)
+
+
+_once_p = Primitive(ONCE)
+_once_p.def_impl(lambda x, **_: x)
+_once_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_once_p, lambda ctx, x, **_: [x])
+batching.defvectorized(_once_p)
+ad.deflinear(_once_p, lambda cotangent, **_: [cotangent])
+
+
+def is_seed_of_gradient(eqn: Any) -> bool:
+    """Whether an equation makes the ones, of a loss's type, that `jax.grad` goes backwards from.
+
+    Nothing but the Python that made it shows that: JAX's own interface called JAX's own arrays,
+    with no line of a user, or of a rule of differentiation, between the two.
+    """
+    traceback = getattr(eqn.source_info, "traceback", None)
+    for frame in getattr(traceback, "frames", ()):
+        if frame.file_name.endswith(_INTERFACE):
+            return True
+        if not _JAX.search(frame.file_name) or frame.file_name.endswith(_AUTODIFF):
+            return False
+    return False
+
+
+_JAX = re.compile(r"[/\\]jax[/\\]")
+_INTERFACE = ("jax/_src/api.py", "jax\\_src\\api.py")
+_AUTODIFF = ("interpreters/ad.py", "interpreters\\ad.py")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxcoll._host.coordination import BEAT_SECONDS, Watch
 from jaxcoll._host.fingerprint import first_difference
+from jaxcoll._host.first_values import compared
 from jaxcoll._plan.errors import PeerLostError
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ SHOW_SECONDS = 2.0
 """How long the lines of another process are waited for."""
 
 
-def agreed(watch: Watch, team: Team, program: Any, call: Entered) -> tuple[str, bool] | None:
+def agreed(
+    watch: Watch, team: Team, program: Any, call: Entered
+) -> tuple[str | Exception, bool] | None:
     """Wait until all processes of a team are about to run the same program.
 
     Args:
@@ -39,9 +42,14 @@ def agreed(watch: Watch, team: Team, program: Any, call: Entered) -> tuple[str, 
       call: which call of it.
 
     Returns:
-      None, if they are; else what differs, in words, and whether nobody has run anything.
+      None, if they are; else what differs, in words or as an error, and whether nobody has run
+      anything.
     """
     folder = f"{watch.root}/agree/{team.name}/{call.position}"
+    first = getattr(program, "first", None)
+    first = None if first is None or first.done else first
+    if first is not None:
+        watch.store.set(f"{folder}/values/{watch.process}", first.short)
     watch.store.set(f"{folder}/marks/{watch.process}", call.mark)
     if watch.process == team.processes[0]:
         verdict = _judged(watch, team, call, folder)
@@ -49,7 +57,10 @@ def agreed(watch: Watch, team: Team, program: Any, call: Entered) -> tuple[str, 
     else:
         verdict = _awaited(watch, team, call, folder)
     if verdict["same"]:
-        return None
+        if first is None:
+            return None
+        different = compared(watch, folder, team.processes, first, program.name)
+        return None if different is None else (different, True)
     if not verdict.get("show"):
         return verdict["said"], False
     if watch.process in verdict["show"]:

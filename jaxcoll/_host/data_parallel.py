@@ -1,4 +1,4 @@
-"""Wraps a train step: places its arguments, compiles it once a shape, keeps all checks on."""
+"""Wraps a train step: places its arguments, compiles it once a shape, proves what it returns."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxcoll._host.compiler_options import known_options
 from jaxcoll._host.deadline import finished, prepared
@@ -23,16 +23,17 @@ from jaxcoll._host.mesh import (
     has_axes,
     no_mesh,
 )
-from jaxcoll._host.placement import check_concrete, check_rows, is_in_place, place, place_leaf
+from jaxcoll._host.placed_arguments import Arguments
 from jaxcoll._host.program import remember
-from jaxcoll._host.shards import place_shards, specs_of
-from jaxcoll._host.step_outputs import VaryingOutputs, output_specs
+from jaxcoll._host.shards import specs_of
+from jaxcoll._host.step_arguments import Call, Signature, Slot, bound_step, positions
+from jaxcoll._host.step_outputs import VaryingOutputs, checked_rule
+from jaxcoll._host.step_program import StepProgram
 from jaxcoll._host.world import mesh_scope, topology_scope
 from jaxcoll._plan.options import UNSET, CommunicationOptions, checked
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.topology import Topology
-from jaxcoll._spmd.scope import Scope, entered
-from jaxcoll._spmd.shards import is_shards
+from jaxcoll._spmd.scope import Scope
 
 
 def data_parallel(
@@ -40,33 +41,49 @@ def data_parallel(
     *,
     mesh: Mesh | None = None,
     axis_name: str | tuple[str, ...] = "data",
-    batch_argnums: int | Sequence[int] = -1,
+    batch_argnums: int | str | Sequence[int | str] | None = None,
     donate_argnums: int | Sequence[int] = (),
     options: CommunicationOptions | None = None,
-    varying_outputs: VaryingOutputs = "error",
+    varying_outputs: VaryingOutputs | Any = "error",
+    checks: bool | None = None,
 ) -> Any:
     """Run an ordinary step on every replica, each with its share of the batch.
 
     Law: the step sees its replica's rows of the batch, its own part of `Shards` wherever they
     are, and whole copies of everything else; what it returns, but for `Shards`, must be the same
-    on every replica, and JAX's own `shard_map` checks, which stay on, prove it. Can be used as a
-    decorator, with or without arguments.
+    on every replica, which is proven before it runs. Can be used as a decorator, with or without
+    arguments, on functions and on methods of a class.
+
+    Over several processes an array of the host (numpy, or a `jax.Array` of this process alone) is
+    this process's share: its rows of the batch, and the whole value of everything else. In one
+    process it is the whole batch. The first call compares across processes, by digests: state
+    that differs is an error, and rows that are the same everywhere are a warning.
 
     Args:
-      step: a function or bound method of pytrees of arrays, positional or by keyword; it reduces
-        with `jc.value_and_grad`, `jc.all_reduce` or `jax.lax` over `axis_name`.
+      step: a function or method of pytrees of arrays, positional or by keyword; it reduces with
+        `jc.grad`, `jc.value_and_grad`, `jc.all_reduce` or `jax.lax` over `axis_name`.
       mesh: devices and axes, Auto or Explicit; None: all devices on one axis.
       axis_name: the mesh axis, or axes from outer to inner, that the batch is split over.
         Other axes of the mesh hold copies.
-      batch_argnums: positions of the arguments split along their leading dimension; the rest,
-        and keyword arguments, are replicated. Default: the last positional argument.
+      batch_argnums: positions in the step's signature, or names, of the arguments split along
+        their leading dimension, however they are passed; the rest is replicated. None: the last
+        positional argument, unless another one looks like the batch, too.
       donate_argnums: positions of the arguments whose memory may be reused for the results.
       options: defaults for the reductions inside; `timeout_seconds` bounds each call.
         Where they overlap, the compiler options that their plans need are set, for this program
         alone, as its first call finds them.
       varying_outputs: what to do with an output that differs between replicas. "error": refuse
-        it and name it. "concatenate": join it along its leading dimension, in replica order,
-        as for the predictions of a batch.
+        it and name it. "concatenate": join the rows of every array along its leading dimension,
+        in replica order, as for the predictions of a batch; one that is the same everywhere
+        gives its rows once for each replica, and only scalars are returned as they are. Or a
+        tree of these words, one for each output or part of the output.
+      checks: what autodiff means inside. True: what JAX's types mean, with all checks of
+        `shard_map` on: `jax.grad` of a replica's own loss is the *sum* over replicas, so a
+        `lax.pmean` of it, n times too large, is refused. False: what `jax.pmap` means:
+        `jax.grad` is each replica's own until it is reduced, loops may begin with constants, and
+        a reader of the traced program proves what types would have. None: the first, unless its
+        types refuse the step or show such a sum; then the second. Either way a program gives one
+        device's numbers or an error.
 
     Returns:
       A `DataParallel`: call it with host numpy arrays or global `jax.Array`s; it places them
@@ -75,7 +92,11 @@ def data_parallel(
 
     Raises:
       ValueError: an argument is invalid, the mesh is empty, lists a device twice or lacks the
-        axis; on a call, a batch that does not divide, or an output that varies.
+        axis; on a call, a batch that does not divide or is not clear, an argument that is no
+        array of numbers, or an output that varies.
+      AlreadyReducedError: on a call, what is reduced already is reduced again.
+      ReplicaDivergenceError: on a first call, processes pass different state.
+      SameRowsWarning: on a first call, all processes pass the same rows.
       DeadlineExceededError: on a call, `timeout_seconds` passed.
       ReductionCorruptedError: on a call, a checksum found a wrong sum.
 
@@ -88,16 +109,16 @@ def data_parallel(
     settings: dict[str, Any] = {
         "mesh": mesh,
         "axis_name": axis_name,
-        "batch_argnums": _positions("batch_argnums", batch_argnums),
-        "donate_argnums": _positions("donate_argnums", donate_argnums),
+        "batch_argnums": None
+        if batch_argnums is None
+        else positions("batch_argnums", batch_argnums, names=True),
+        "donate_argnums": positions("donate_argnums", donate_argnums),
         "options": checked(options),
-        "varying_outputs": varying_outputs,
+        "varying_outputs": checked_rule(varying_outputs),
+        "checks": checks,
     }
-    if varying_outputs not in get_args(VaryingOutputs):
-        raise ValueError(
-            "`data_parallel` expects `varying_outputs` to be 'error' or 'concatenate'; "
-            f"got {varying_outputs!r}."
-        )
+    if checks is not None and not isinstance(checks, bool):
+        raise ValueError(f"`checks` must be True, False or None; got {checks!r}.")
     if mesh is not None:
         checked_mesh(mesh, axis_name, "data_parallel")
     if step is None:
@@ -105,13 +126,6 @@ def data_parallel(
     if not callable(step):
         raise ValueError(f"`data_parallel` expects a function; got {type(step).__name__}.")
     return DataParallel(step, **settings)
-
-
-def _positions(argument: str, value: int | Sequence[int]) -> tuple[int, ...]:
-    positions = tuple(value) if isinstance(value, Sequence) else (value,)
-    if not all(isinstance(p, int) and not isinstance(p, bool) for p in positions):
-        raise ValueError(f"`{argument}` must be an int or a sequence of ints; got {value!r}.")
-    return positions
 
 
 class DataParallel:
@@ -123,10 +137,11 @@ class DataParallel:
         *,
         mesh: Mesh | None,
         axis_name: str | tuple[str, ...],
-        batch_argnums: tuple[int, ...],
-        donate_argnums: tuple[int, ...],
+        batch_argnums: tuple[int | str, ...] | None,
+        donate_argnums: tuple[Any, ...],
         options: CommunicationOptions,
-        varying_outputs: VaryingOutputs,
+        varying_outputs: Any,
+        checks: bool | None,
     ) -> None:
         functools.update_wrapper(self, step, updated=())
         self._step = step
@@ -136,9 +151,11 @@ class DataParallel:
         self._batch_argnums = batch_argnums
         self._donate_argnums = donate_argnums
         self._options = options
-        self._varying_outputs: VaryingOutputs = varying_outputs
+        self._varying_outputs = varying_outputs
+        self._checks = checks
+        self._signature = Signature(step, batch_argnums)
         self._calls = 0
-        self._known: Any = None
+        self._known: dict[Any, Any] = {}
         self._inner = InnerDeadlines()
 
     @functools.cached_property
@@ -155,12 +172,10 @@ class DataParallel:
         return tuple(self.mesh.devices.flat)
 
     @functools.cached_property
-    def _rows(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(self._axis_name))
-
-    @functools.cached_property
-    def _whole(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec())
+    def _arguments(self) -> Arguments:
+        return Arguments(
+            self._signature, self.mesh, self._axis_name, self._processes, self._donate_argnums
+        )
 
     @functools.cached_property
     def told(self) -> str:
@@ -170,6 +185,14 @@ class DataParallel:
     @functools.cached_property
     def _processes(self) -> int:
         return equal_shares(self._devices)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """This step as a method: see `bound_step`."""
+        return self if instance is None else bound_step(self, instance, self._bind)
+
+    def _bind(self, instance: Any) -> DataParallel:
+        step = self._step.__get__(instance)
+        return self._twin(_step=step, _signature=Signature(step, self._batch_argnums))
 
     @property
     def axis_name(self) -> str | tuple[str, ...]:
@@ -181,12 +204,9 @@ class DataParallel:
         """Positions of the arguments whose memory may be reused."""
         return self._donate_argnums
 
-    def call_of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[int | str, ...]]:
+    def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call's arguments, and which of them are the batch, by position or by name."""
-        batch = tuple(i % len(args) for i in self._batch_argnums if -len(args) <= i < len(args))
-        return args, kwargs, batch
+        return self._signature.call(args, kwargs)
 
     @property
     def checksum(self) -> bool:
@@ -204,15 +224,15 @@ class DataParallel:
         own = self._options.timeout_seconds
         name = getattr(self._step, "__name__", "step")
         with no_mesh():
-            args, kwargs = self._placed(args, kwargs)
-            program = self._compiled(args, kwargs)
+            args, kwargs, batch = self._placed(args, kwargs)
             call = prepared(
-                program,
+                self._compiled(batch, args, kwargs),
                 self._inner.bound(own),
                 args,
                 kwargs,
                 across=self._devices,
                 told=self.told,
+                rows=True,
             )
             deadline = self._inner.bound(own)
             what = f"Call {self._calls} of `{name}`"
@@ -257,9 +277,9 @@ class DataParallel:
 
     def _twin(self, **changed: Any) -> DataParallel:
         twin = copy.copy(self)
-        for cached in ("mesh", "_scope", "_devices", "_processes", "_rows", "_whole"):
+        for cached in ("mesh", "_scope", "_devices", "_processes", "_arguments"):
             vars(twin).pop(cached, None)
-        vars(twin).update(changed, _known=None, _inner=InnerDeadlines())
+        vars(twin).update(changed, _known={}, _inner=InnerDeadlines())
         return twin
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -273,8 +293,8 @@ class DataParallel:
           What `jax.jit(...).trace` returns.
         """
         with no_mesh():
-            args, kwargs = self._placed(args, kwargs)
-            return self._compiled(args, kwargs).trace(*args, **kwargs)
+            args, kwargs, batch = self._shapes(args, kwargs)
+            return self._compiled(batch, args, kwargs).trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The program for these arguments, lowered: `.as_text()` shows what is requested.
@@ -287,16 +307,16 @@ class DataParallel:
           What `jax.jit(...).lower` returns; `.compile().as_text()` shows what was compiled.
         """
         with no_mesh():
-            args, kwargs = self._placed(args, kwargs)
-            return self._compiled(args, kwargs).lower(*args, **kwargs)
+            args, kwargs, batch = self._shapes(args, kwargs)
+            return self._compiled(batch, args, kwargs).lower(*args, **kwargs)
 
     def trace_recorded(
-        self, record: Callable[[Plan], None], *args: Any, **kwargs: Any
+        self, record: Callable[[Plan], None], /, *args: Any, **kwargs: Any
     ) -> jax.stages.Traced:
         """Like `trace`, made for the purpose, so that it tells each plan to `record`."""
         with no_mesh():
-            args, kwargs = self._placed(args, kwargs)
-            return self._jitted(record, args, kwargs).trace(*args, **kwargs)
+            args, kwargs, batch = self._shapes(args, kwargs)
+            return self._jitted(record, batch, args, kwargs).trace(*args, **kwargs)
 
     def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
         """The plan of every reduction that the step makes with these arguments, in order.
@@ -309,20 +329,27 @@ class DataParallel:
           The plans that are carried out, from a trace made for the purpose; nothing runs.
         """
         plans: list[Plan] = []
-        program = functools.partial(self._program, plans.append)
         with no_mesh():
-            args, kwargs = self._placed(args, kwargs)
+            args, kwargs, batch = self._shapes(args, kwargs)
+            program = functools.partial(self._program, plans.append, batch)
             jax.eval_shape(program, *args, **kwargs)
         return tuple(plans)
 
-    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compiled(
+        self, batch: tuple[Slot, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The jitted program, which its first arguments decide on."""
-        if self._known is None:
-            self._known = self._jitted(remember, args, kwargs)
-        return self._known
+        known = self._known.get(batch)
+        if known is None:
+            known = self._known[batch] = self._jitted(remember, batch, args, kwargs)
+        return known
 
     def _jitted(
-        self, record: Callable[[Plan], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        record: Callable[[Plan], None],
+        batch: tuple[Slot, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """The program, with the compiler options that its plans need with these arguments.
 
@@ -334,7 +361,7 @@ class DataParallel:
             wanted.update(plan.compiler_options())
             record(plan)
 
-        program = functools.partial(self._program, noted)
+        program = functools.partial(self._program, noted, batch)
         functools.update_wrapper(program, self._step, updated=())
         jitted = functools.partial(jax.jit, program, donate_argnums=self._donate_argnums)
         bare = jitted()
@@ -345,58 +372,28 @@ class DataParallel:
         known = known_options(wanted, self.mesh.devices.flat[0]) if here else wanted
         return jitted(compiler_options=known)
 
-    def _program(self, record: Callable[[Plan], None], *args: Any, **kwargs: Any) -> Any:
-        """What is traced: the step inside a checked `shard_map` over the whole mesh."""
-        batch = PartitionSpec(self._axis_name)
-        split = {i % len(args) for i in self._batch_argnums} if args else set()
-        specs = tuple(batch if i in split else specs_of(args[i]) for i in range(len(args)))
-        mapped = functools.partial(
-            jax.shard_map, mesh=self.mesh, in_specs=(specs, specs_of(kwargs)), check_vma=True
+    def _program(
+        self,
+        record: Callable[[Plan], None],
+        batch: tuple[Slot, ...],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """What is traced: the step on every device of the mesh; see `StepProgram`."""
+        rows = PartitionSpec(self._axis_name)
+        lying = (
+            tuple(rows if i in batch else specs_of(arg) for i, arg in enumerate(args)),
+            {name: rows if name in batch else specs_of(arg) for name, arg in kwargs.items()},
         )
-        scope = dataclasses.replace(
-            self._scope, options=self._options, record=record, deadline=self._inner.ask
+        scope = dataclasses.replace(self._scope, options=self._options, deadline=self._inner.ask)
+        program = StepProgram(
+            self._step, self.mesh, self._axes, scope, self._checks, self._varying_outputs
         )
-        # One trace of the step serves both passes: the first only asks how its outputs vary.
-        step = jax.jit(self._step, inline=True)
-        found: list[Any] = []
+        return program.traced(record, lying, args, kwargs)
 
-        def ask(args: Any, kwargs: Any) -> None:
-            results = step(*args, **kwargs)
-            # The order of the rows is that of the batch: `axis_name`'s, before other axes.
-            order = tuple(dict.fromkeys((*self._axes, *self.mesh.axis_names)))
-            found.append(output_specs(results, order, self._varying_outputs))
+    def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return self._arguments.placed(self._arguments.asked(args, kwargs))
 
-        with entered(scope):
-            jax.eval_shape(mapped(ask, out_specs=None), args, kwargs)
-            run = mapped(lambda args, kwargs: step(*args, **kwargs), out_specs=found[0])
-            return run(args, kwargs)
-
-    def _placed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for i in (*self._batch_argnums, *self._donate_argnums):
-            if not -len(args) <= i < len(args):
-                raise ValueError(
-                    f"`data_parallel`: argument {i} is named in `batch_argnums` or "
-                    f"`donate_argnums`, but the step was called with {len(args)} positional "
-                    "arguments."
-                )
-        check_concrete(args, kwargs)
-        split = {i % len(args) for i in self._batch_argnums}
-        for i in sorted(split):
-            check_rows(args[i], f"args[{i}]", self.num_replicas, self._processes, self._axis_name)
-        placed = tuple(
-            place(arg, self._rows) if i in split else self._replicate(arg)
-            for i, arg in enumerate(args)
-        )
-        return placed, self._replicate(kwargs)
-
-    def _replicate(self, tree: Any) -> Any:
-        """Copies of everything on every device, but for `Shards`: each device has its own."""
-        if is_in_place(tree, self._whole):
-            return tree
-        return jax.tree.map(
-            lambda x: place_shards(x, self.mesh) if is_shards(x) else place_leaf(x, self._whole),
-            tree,
-            is_leaf=is_shards,
-        )
+    def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return self._arguments.shapes(self._arguments.asked(args, kwargs))

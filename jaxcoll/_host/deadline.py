@@ -27,6 +27,7 @@ def prepared(
     *,
     across: Devices = (),
     told: str = "",
+    rows: bool = False,
 ) -> Callable[[], Any]:
     """A call of a jitted program, ready for `finished`.
 
@@ -41,12 +42,13 @@ def prepared(
       kwargs: placed.
       across: the devices of its mesh; others' processes run it, too.
       told: options that processes have to have in common.
+      rows: whether arrays that are split are a batch, of which each process has its own.
     """
     kwargs = dict(kwargs or {})
     team = team_of(across)
     if team is None and not timeout_seconds:
         return functools.partial(program, *args, **kwargs)
-    known = compiled_for(program, args, kwargs, told, shared=team is not None)
+    known = compiled_for(program, args, kwargs, told, shared=team is not None, rows=rows)
     if team is None:
         return functools.partial(known.compiled, *args, **kwargs)
     return functools.partial(_together, team, known, args, kwargs)

@@ -64,10 +64,10 @@ def all_reduce(
       >>> jax.vmap(lambda v: all_reduce("mean", v, "data"), axis_name="data")(x)[3].tolist()
       [4.0, 5.0]
     """
-    scope = scope_here().merged(checked(options))
-    return reduce.all_reduce(
-        ReduceOp.of(reduce_op), value, axis_name, scope=scope, invariant=invariant
-    )
+    scope, op = scope_here().merged(checked(options)), ReduceOp.of(reduce_op)
+    if invariant != "replicated":
+        value = reduce.reduced_once(value, axis_name, scope=scope)
+    return reduce.all_reduce(op, value, axis_name, scope=scope, invariant=invariant)
 
 
 def all_gather(
@@ -160,6 +160,7 @@ def reduce_scatter(
       ([(2, 2, 128)], 812.0)
     """
     scope = scope_here().merged(checked(options))
+    value = reduce.reduced_once(value, axis_name, scope=scope)
     return _halves.reduce_scatter(ReduceOp.of(reduce_op), value, axis_name, scope=scope)
 
 

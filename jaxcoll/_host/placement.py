@@ -40,6 +40,37 @@ def is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
 
 
+def shape_of(x: Any) -> Any:
+    """The type of an array or a number, wherever it lies or lay; anything else as it is."""
+    if not is_array(x) and not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    known = jax.typeof(x)
+    return jax.ShapeDtypeStruct(known.shape, known.dtype, weak_type=known.weak_type)
+
+
+def placed_shape(x: Any, sharding: NamedSharding, processes: int) -> Any:
+    """What `place_leaf` would make of one leaf, as a type: nothing is read or placed.
+
+    Args:
+      x: a leaf; deleted arrays are fine.
+      sharding: where it would belong.
+      processes: whose rows make up a batch.
+    """
+    if isinstance(x, jax.Array) and _is_placed(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
+    known = shape_of(x if is_array(x) or isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x))
+    rows = bool(sharding.spec) and _is_share(x)
+    shape = (known.shape[0] * processes, *known.shape[1:]) if rows else known.shape
+    return jax.ShapeDtypeStruct(shape, known.dtype, weak_type=known.weak_type, sharding=sharding)
+
+
+def _is_share(x: Any) -> bool:
+    """Whether `x` is what this process alone has of a batch."""
+    if isinstance(x, jax.Array):
+        return x.is_fully_addressable
+    return not isinstance(x, jax.ShapeDtypeStruct)
+
+
 def place_leaf(x: Any, sharding: NamedSharding) -> Any:
     """One leaf as a global array with `sharding`; see `place`."""
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -63,6 +94,9 @@ def _of_all(x: Any, sharding: NamedSharding) -> jax.Array:
             f"{', '.join(map(str, owners))}. Only processes that have devices in a mesh call what "
             "runs on it."
         )
+    if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+        data = _of_all(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
 
@@ -100,9 +134,7 @@ def check_rows(tree: Any, argument: str, replicas: int, processes: int, axis: An
                 f"{replicas} replicas along {axis!r}; leave its argument out of `batch_argnums` "
                 "to give every replica the same value."
             )
-        is_local = not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or (
-            isinstance(leaf, jax.Array) and leaf.is_fully_addressable
-        )
+        is_local = _is_share(leaf)
         if is_local and not processes:
             raise ValueError(
                 f"`data_parallel`: {argument}{_path(tree, i)} is this process's share of the "
@@ -127,10 +159,15 @@ def check_concrete(args: Any, kwargs: Any) -> None:
       ValueError: one is; the message names it.
     """
     leaves = jax.tree.leaves((args, kwargs))
-    odd = {kind for kind, leaf in {type(x): x for x in leaves}.items() if not _may_be_placed(leaf)}
-    if not odd:
+    kinds = {type(x): x for x in leaves}
+    odd = {kind for kind, leaf in kinds.items() if not _may_be_placed(leaf)}
+    of_host = any(issubclass(kind, np.ndarray | np.generic) for kind in kinds)
+    if not odd and not of_host:
         return
-    i = next(i for i, leaf in enumerate(leaves) if type(leaf) in odd)
+    found = (i for i, leaf in enumerate(leaves) if type(leaf) in odd or _is_wordy(leaf))
+    i = next(found, None)
+    if i is None:
+        return
     n = len(jax.tree.leaves(args))
     name = f"args{_path(args, i)}" if i < n else f"kwargs{_path(kwargs, i - n)}"
     if isinstance(leaves[i], Tracer):
@@ -139,11 +176,24 @@ def check_concrete(args: Any, kwargs: Any) -> None:
             "called between programs: take `jax.jit`, `jax.grad` or `jax.vmap` inside the step "
             "instead of around it."
         )
+    if _is_wordy(leaves[i]):
+        raise ValueError(
+            f"`data_parallel`: {name} has elements of dtype {leaves[i].dtype}, which no device can "
+            "hold; expected numbers. Leave it out of the tree, or give it as numbers (tokens, "
+            "categories, `.astype`)."
+        )
     raise ValueError(
         f"`data_parallel`: {name} is no array or number; got {type(leaves[i]).__name__}. What only "
         "decides how a step computes belongs to the step: bind it with `functools.partial` before "
         "you wrap it."
     )
+
+
+def _is_wordy(x: Any) -> bool:
+    """Whether `x` is an array of the host of strings, dates, records or objects."""
+    if not isinstance(x, np.ndarray | np.generic):
+        return False
+    return x.dtype.kind in "USOMm" or x.dtype.names is not None
 
 
 def _may_be_placed(x: Any) -> bool:

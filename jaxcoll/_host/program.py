@@ -12,6 +12,7 @@ import jax
 
 from jaxcoll import _compat
 from jaxcoll._host.fingerprint import collectives, fingerprint, mark
+from jaxcoll._host.first_values import FirstValues, first_values
 from jaxcoll._plan.plan import Plan
 
 _PACK = re.compile(r"(all_reduce_[0-9a-f]{6})/pack(\d+)")
@@ -27,6 +28,7 @@ class Program:
       lines: what processes compare.
       mark: short for them.
       moved: its collectives, one line each.
+      first: what this process brings to its first run; None: nothing is compared.
     """
 
     compiled: jax.stages.Compiled
@@ -34,6 +36,7 @@ class Program:
     lines: tuple[str, ...] = ()
     mark: str = ""
     moved: tuple[str, ...] = ()
+    first: FirstValues | None = None
 
     @property
     def starts_with(self) -> str:
@@ -68,7 +71,13 @@ def _leaves(line: str) -> str:
 
 
 def compiled_for(
-    program: Any, args: Sequence[Any], kwargs: dict[str, Any], told: str, *, shared: bool
+    program: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    told: str,
+    *,
+    shared: bool,
+    rows: bool = False,
 ) -> Program:
     """What a jitted program is compiled to for arguments like these; compiled once.
 
@@ -78,6 +87,7 @@ def compiled_for(
       kwargs: placed.
       told: options that processes have to have in common.
       shared: other processes will run it, too: its text is read.
+      rows: whether arrays that are split are a batch, of which each process has its own.
 
     Returns:
       The program. Cost, when it is known: about half a microsecond an array.
@@ -94,11 +104,13 @@ def compiled_for(
     if found is None:
         lowered = program.lower(*args, **kwargs)
         called = getattr(program, "__name__", "program")
-        found = known[key] = (
-            shared_program(lowered, called, leaves, told)
-            if shared
-            else Program(lowered.compile(), _name(called, leaves))
-        )
+        if not shared:
+            found = Program(lowered.compile(), _name(called, leaves))
+        else:
+            first = None if known else first_values(args, kwargs, rows)
+            found = shared_program(lowered, called, leaves, told)
+            found = dataclasses.replace(found, first=first)
+        known[key] = found
     return found
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.mesh import abstract_mesh, fitted_mesh, given_mesh, no_mesh, takes_mesh
-from jaxcoll._host.placement import is_array
+from jaxcoll._host.placement import shape_of
 from jaxcoll._host.unwrap import called, jitted, stage_of
 from jaxcoll._host.world import topology_scope
 from jaxcoll._plan.plan import Plan
@@ -51,7 +51,7 @@ def traced_over(
     """
     fun, args, kwargs = called(fun, args, kwargs)
     if isinstance(fun, DataParallel):
-        shapes, named = jax.tree.map(_shape_of, (args, kwargs))
+        shapes, named = jax.tree.map(shape_of, (args, kwargs))
         return fun.over(topology, mesh).trace_recorded(record, *shapes, **named)
     context = jax.sharding.get_abstract_mesh()
     if takes_mesh(fun, kwargs):
@@ -112,19 +112,11 @@ def lowered_over(traced: jax.stages.Traced, topology: Topology) -> str:
     return text
 
 
-def _shape_of(x: Any) -> Any:
-    """The type of an array or a number, wherever it lies; anything else as it is."""
-    if not is_array(x) and not isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    known = jax.typeof(x)
-    return jax.ShapeDtypeStruct(known.shape, known.dtype, weak_type=known.weak_type)
-
-
 def _as_argument(x: Any, mesh: AbstractMesh | None) -> Any:
     """The type of an array, sharded as before wherever that has a meaning on the topology."""
     if isinstance(x, bool | int | float | complex):
         return x  # it may be static
-    shape, sharding = _shape_of(x), getattr(x, "sharding", None)
+    shape, sharding = shape_of(x), getattr(x, "sharding", None)
     if not isinstance(shape, jax.ShapeDtypeStruct):
         return x
     if not isinstance(sharding, NamedSharding):

@@ -22,6 +22,7 @@ from jaxcoll._plan.shard_layout import ShardLayout, layout_of
 from jaxcoll._spmd import reduce_scatter as halves
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.clip import clipped
+from jaxcoll._spmd.reduce import reduced_once
 from jaxcoll._spmd.shards import (
     Shards,
     all_parts,
@@ -197,8 +198,8 @@ class ShardedOptimizer:
           NameError: the axis is not mapped here.
           ValueError: gradients or parameters are not those that the state was made for (the first
             difference is named), or differ between replicas where that is known; the state is none
-            of this optimizer's; or what is in `extra` differs between replicas, or makes `tx` depend
-            on several elements.
+            of this optimizer's; or what is in `extra` differs between replicas, or makes `tx`
+            depend on several elements.
           AlreadyReducedError: a plain tree is the same on all replicas, and `reduced` was not said.
         """
         axes = bound_axes(self._axis_name, f"{_CALLER}.update")
@@ -210,6 +211,7 @@ class ShardedOptimizer:
         elif reduced:
             grads = own_part(grads, self._axis_name, _CALLER, scope=scope, layout=layout)
         else:
+            grads = reduced_once(grads, self._axis_name, scope=scope)
             grads = halves.reduce_scatter(
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
             )

@@ -169,11 +169,11 @@ class Team:
             return
         said, untouched = complaint
         if not untouched:
-            self.fail(ProgramMismatchError(said))
+            self.fail(ProgramMismatchError(str(said)))
         with self._lock:  # nobody has run it, so that it has a number and changes nothing else
             self._calls[-1] = dataclasses.replace(self._calls[-2], position=call.position, mark="")
         self._order.interrupt()
-        raise ProgramMismatchError(said)
+        raise said if isinstance(said, Exception) else ProgramMismatchError(said)
 
     def explained(self, error: Exception) -> Exception:
         """A transport's error as the loss of a process, if one is lost; else the error itself."""

@@ -80,3 +80,10 @@ class ReductionInLoopWarning(UserWarning):
     is sent is as many times less as the loop turns. The message names the reductions, the lines
     that ask for them, and what to do.
     """
+
+
+class SameRowsWarning(UserWarning):
+    """All processes passed the same rows of a batch, as its whole to each of them.
+
+    Between processes an array of the host is this process's share. The message names the leaf.
+    """

@@ -182,6 +182,7 @@ def _reduced(
     leaves = asked.leaves(args)
     own = own_axes(leaves, axes, enclosing)
     (value, beside), grads = program.evaluate()
+    value = told.reduced_once(value, axes, "the loss")
     untyped = (told.marked | enclosing).intersection(axes)
     grads = watched(grads, leaves, untyped, asked.caller)
     weighted = beside.weight is not None

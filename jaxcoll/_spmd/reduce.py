@@ -134,6 +134,30 @@ def all_reduce(
     return scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
 
 
+def reduced_once(value: Any, axis_name: Any, *, scope: Scope) -> Any:
+    """`value`, marked for those who look for reductions of what is the same on every replica.
+
+    Args:
+      value: a pytree of arrays, numbers and IndexedSlices.
+      axis_name: of the reduction, not yet checked.
+      scope: who looks.
+    """
+    if not scope.once:
+        return value
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
+    marked = [_reduced_once(jax.tree_util.keystr(path), x, names, scope) for path, x in flat]
+    return jax.tree_util.tree_unflatten(treedef, marked)
+
+
+def _reduced_once(path: str, leaf: Any, names: Sequence[str], scope: Scope) -> Any:
+    if isinstance(leaf, IndexedSlices):
+        values = scope.reduced_once(leaf.values, names, path)
+        return IndexedSlices(values, leaf.indices, leaf.dense_shape)
+    is_number = isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic)
+    return scope.reduced_once(jnp.asarray(leaf) if is_number else leaf, names, path)
+
+
 def hiding_axis(axes: dict[str, int]) -> str | None:
     """An axis whose index no compiler knows beforehand."""
     return next((a for a, n in axes.items() if n > 1 and not _compat.is_vmapped(a)), None)

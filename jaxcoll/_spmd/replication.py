@@ -11,14 +11,18 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxcoll import _compat, _compat_marks
+from jaxcoll._plan.errors import AlreadyReducedError
 from jaxcoll._plan.leaves import where
 from jaxcoll._spmd.programs import CALLS, opened, programs
 
 _EQUALIZING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _RETYPING = {"pvary", "pcast", _compat.THROUGH}
+_ZERO_STAYS = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "expand_dims"}
+_ZERO_STAYS |= {"transpose", "neg", _compat_marks.ONCE, _compat_marks.GRADIENT}
 _ASK_THE_HOST = ("callback", "infeed", "rng_uniform")
 
 _GRADIENT_OF_DIFFERENT = """\
@@ -30,15 +34,31 @@ a sharded parameter, the batch), take its gradient with `jax.grad` of this repli
 run the step in a `jax.shard_map` with its checks on, where `jc.grad` keeps it on its replica."""
 
 
+_REDUCED_TWICE = """\
+A reduction over {axis!r}: {leaf} is already the same on every replica, so reducing it again would \
+count it once for each of them. What probably happened: it was reduced before, or is a constant. \
+Reduce it no more; or say what it is: `invariant="replicated"` if every replica holds this value \
+(SUM multiplies it by their number, MEAN leaves it)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Along:
-    """What is asked of a program: which axis, and whether a marked gradient may be refused."""
+    """What is asked of a program.
+
+    Attributes:
+      axis: along which axis.
+      refuses: whether a marked gradient may be refused.
+      once: whether a marked reduction may be.
+      settled: whether what is known to be the same is known for good, in a loop as well.
+    """
 
     axis: str
     refuses: bool
+    once: bool = False
+    settled: bool = True
 
 
-def varying_outputs(jaxpr: ClosedJaxpr, axis: str, varying: Sequence[bool]) -> list[bool]:
+def varying_outputs(jaxpr: ClosedJaxpr | Jaxpr, axis: str, varying: Sequence[bool]) -> list[bool]:
     """Whether each output of a traced program may differ between the replicas along `axis`.
 
     Law: False is a proof: the output is made of constants, of inputs that do not vary, and of
@@ -56,9 +76,11 @@ def varying_outputs(jaxpr: ClosedJaxpr, axis: str, varying: Sequence[bool]) -> l
     Raises:
       ValueError: a gradient that is reduced over the axis is that of a leaf which may differ
         between replicas; the message names the caller and the leaf.
+      AlreadyReducedError: what is reduced over the axis is the same on all replicas already.
     """
-    along = _Along(axis, refuses=True)
-    return _outputs(jaxpr.jaxpr, along, [False] * len(jaxpr.jaxpr.constvars), list(varying))
+    program = opened(jaxpr)
+    along = _Along(axis, refuses=True, once=True)
+    return _outputs(program, along, [False] * len(program.constvars), list(varying))
 
 
 def check_gradients(program: ClosedJaxpr, axes: Sequence[str]) -> None:
@@ -112,7 +134,7 @@ def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
     return any(
         # A mark sends nothing.
         (
-            eqn.primitive.name != _compat_marks.GRADIENT
+            eqn.primitive.name not in (_compat_marks.GRADIENT, _compat_marks.ONCE)
             and any(_says(eqn.params, axis) for axis in axes)
         )
         or any(mentions(inner, axes) for inner in programs(eqn.params))
@@ -128,10 +150,15 @@ def _outputs(
     def varies(atom: Any) -> bool:
         return not isinstance(atom, Literal) and known[atom]
 
+    made_by: dict[Any, JaxprEqn] = {}
     for eqn in jaxpr.eqns:
-        known.update(
-            zip(eqn.outvars, _equation(eqn, along, [*map(varies, eqn.invars)]), strict=True)
-        )
+        inputs = [*map(varies, eqn.invars)]
+        if eqn.primitive.name == _compat_marks.ONCE and eqn.params["axis"] == along.axis:
+            outs = [_reduced(eqn, along, inputs[0], _is_zero(eqn.invars[0], made_by))]
+        else:
+            outs = _equation(eqn, along, inputs)
+        known.update(zip(eqn.outvars, outs, strict=True))
+        made_by.update(dict.fromkeys(eqn.outvars, eqn))
     return [varies(atom) for atom in jaxpr.outvars]
 
 
@@ -192,7 +219,8 @@ def _call(eqn: JaxprEqn, along: _Along, inputs: list[bool]) -> list[bool]:
 
 def _makes_different(eqn: JaxprEqn, along: _Along, *, varies: bool) -> bool:
     """Whether a result of an equation's programs varies, of operands that all do or all do not."""
-    found = [_body(body, along, [varies] * len(body.invars)) for body in programs(eqn.params)]
+    asking = dataclasses.replace(along, settled=False)
+    found = [_body(body, asking, [varies] * len(body.invars)) for body in programs(eqn.params)]
     return any(map(any, found))
 
 
@@ -206,6 +234,30 @@ def _gradient(eqn: JaxprEqn, along: _Along, gradient: bool, leaf: bool) -> bool:
         leaf_there = where(eqn.params["path"])
         raise ValueError(_GRADIENT_OF_DIFFERENT.format(leaf=leaf_there, **eqn.params))
     return gradient
+
+
+def _reduced(eqn: JaxprEqn, along: _Along, value: bool, is_zero: bool) -> bool:
+    """Whether a value varies that is going to be reduced, as one that is the same must not be.
+
+    Zeros may: they are the gradients of what a loss does not depend on.
+
+    Raises:
+      AlreadyReducedError: it is the same.
+    """
+    if not (value or is_zero) and along.once and along.settled:
+        leaf = where(eqn.params["path"])
+        raise AlreadyReducedError(_REDUCED_TWICE.format(leaf=leaf, axis=along.axis))
+    return value
+
+
+def _is_zero(atom: Any, made_by: dict[Any, JaxprEqn]) -> bool:
+    """Whether a value is nothing but zeros, as far as its own program shows."""
+    while not isinstance(atom, Literal):
+        eqn = made_by.get(atom)
+        if eqn is None or eqn.primitive.name not in _ZERO_STAYS:
+            return False
+        atom = eqn.invars[0]
+    return not np.any(np.asarray(atom.val))
 
 
 def _scan(eqn: JaxprEqn, along: _Along, inputs: list[bool]) -> list[bool]:
@@ -235,10 +287,11 @@ def _while(eqn: JaxprEqn, along: _Along, inputs: list[bool]) -> list[bool]:
     of_body = inputs[len(of_condition) :]
     first = eqn.params["body_nconsts"]
     carried = len(of_body) - first
-    found = _settled(eqn.params["body_jaxpr"], along, of_body, first, carried)
+    asking = dataclasses.replace(along, settled=False)
+    found = _settled(eqn.params["body_jaxpr"], asking, of_body, first, carried)
     (uneven,) = _body(eqn.params["cond_jaxpr"], along, [*of_condition, *found])
     if not uneven:
-        return found
+        return _settled(eqn.params["body_jaxpr"], along, of_body, first, carried)
     # Another number of turns on each replica, so all that is carried differs, in the body as well.
     different = [*of_body[:first], *[True] * carried]
     _settled(eqn.params["body_jaxpr"], along, different, first, carried)
@@ -270,10 +323,12 @@ _RULES: dict[str, Callable[[JaxprEqn, _Along, list[bool]], list[bool]]] = {
 def _settled(body: Any, along: _Along, inputs: list[bool], first: int, carried: int) -> list[bool]:
     """The outputs of a loop's body once what it carries on has been everywhere it will be."""
     inputs = list(inputs)
+    asking = dataclasses.replace(along, settled=False)
     while True:
-        outs = _body(body, along, inputs)
+        outs = _body(body, asking, inputs)
         carry = [a or b for a, b in zip(inputs[first : first + carried], outs, strict=False)]
         if carry == inputs[first : first + carried]:
+            outs = _body(body, along, inputs)
             return [*carry, *outs[carried:]]
         inputs[first : first + carried] = carry
 

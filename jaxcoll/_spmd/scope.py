@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxcoll import _compat
+from jaxcoll import _compat, _compat_marks
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.presets import preset
@@ -38,6 +38,8 @@ class Scope:
         others, so that nobody could keep one.
       marked: axes along which no type, but a mark, says that results are equal (see
         `replication.py`).
+      once: whether a reduction along them of what is the same everywhere is refused, as types
+        refuse it.
     """
 
     world: Callable[[dict[str, int]], World]
@@ -47,6 +49,7 @@ class Scope:
     heard: Heard = lambda found, group, member: None
     deadline: Callable[[float], None] | None = None
     marked: frozenset[str] = frozenset()
+    once: bool = False
 
     def merged(self, options: CommunicationOptions | None) -> Scope:
         """This scope with a call's own options over its defaults.
@@ -71,6 +74,25 @@ class Scope:
         for axis in self.marked.intersection(axes):
             result = jax.tree.map(functools.partial(_compat.as_same, axis=axis), result)
         return result
+
+    def reduced_once(self, value: Any, axes: Iterable[str], name: str = "") -> Any:
+        """What is going to be reduced over `axes`, marked where somebody will look for it.
+
+        Args:
+          value: a pytree of arrays.
+          axes: of the reduction.
+          name: of the tree, before the paths of its leaves.
+        """
+
+        def marked(path: Any, leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array):
+                return leaf
+            for axis in self.marked.intersection(axes):
+                place = name + jax.tree_util.keystr(path)
+                leaf = _compat_marks.reduced_once(leaf, axis, place)
+            return leaf
+
+        return jax.tree_util.tree_map_with_path(marked, value) if self.once else value
 
 
 @dataclasses.dataclass(frozen=True)

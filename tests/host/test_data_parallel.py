@@ -1,5 +1,7 @@
 """data_parallel: an ordinary step, placed, compiled once a shape, and checked."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,12 +116,12 @@ def test_what_is_in_place_is_not_copied():
     step = jc.data_parallel(lambda p, x: (p, jc.all_reduce("sum", x.sum(), "data")))
     params = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec()))
     rows = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec("data")))
-    (placed, batch), _ = step._placed((params, rows), {})
+    (placed, batch), *_ = step._placed((params, rows), {})
     seen = [placed is params, batch is rows]
     assert seen == [True, True]
     other = Mesh(step.mesh.devices, ("elsewhere",))
     elsewhere = jax.device_put(X, NamedSharding(other, PartitionSpec()))
-    (relabelled, _), _ = step._placed((elsewhere, rows), {})
+    (relabelled, _), *_ = step._placed((elsewhere, rows), {})
 
     def pointers(x):
         return [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
@@ -266,11 +268,14 @@ def test_a_wrong_mesh_is_refused_before_anything_is_traced():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"batch_argnums": "x"}, "`batch_argnums` must be an int or a sequence of ints; got 'x'"),
-        ({"batch_argnums": None}, "`batch_argnums` must be an int or a sequence of ints; got None"),
+        (
+            {"batch_argnums": 1.5},
+            "`batch_argnums` must be an int or a sequence of ints .*; got 1.5",
+        ),
+        ({"batch_argnums": (0, None)}, r"or names of arguments\); got \(0, None\)"),
         ({"donate_argnums": (True,)}, "`donate_argnums` must be an int or a sequence of ints"),
         ({"options": 3}, "`options` must be a CommunicationOptions"),
-        ({"varying_outputs": "stack"}, "'error' or 'concatenate'; got 'stack'"),
+        ({"varying_outputs": "stack"}, "'error' or 'concatenate'.*; got 'stack'"),
     ],
 )
 def test_a_wrong_setting_is_named(settings, words):
@@ -375,6 +380,205 @@ def test_a_step_whose_arguments_are_in_place_moves_nothing():
     step = jc.data_parallel(lambda p, x: jax.tree.map(lambda a: a + 1, p))
     params = step(PARAMS, X)
     rows = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec("data")))
-    (again, same), _ = step._placed((params, rows), {})
+    (again, same), *_ = step._placed((params, rows), {})
     assert again is params
     assert same is rows
+
+
+def sums(p, batch):
+    return jc.all_reduce("sum", (p * batch).sum(), "data")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda step: step(2.0, X),
+        lambda step: step(2.0, batch=X),
+        lambda step: step(batch=X, p=2.0),
+        lambda step: step(p=2.0, batch=X),
+    ],
+)
+@pytest.mark.parametrize("batch_argnums", [None, -1, 1, "batch", ("batch",)])
+def test_a_batch_is_found_however_it_is_passed(call, batch_argnums):
+    step = jc.data_parallel(sums, batch_argnums=batch_argnums)
+    np.testing.assert_allclose(call(step), 2 * X.sum(), rtol=1e-4)
+
+
+def test_a_batch_that_only_a_keyword_can_name_and_one_before_other_arguments():
+    def step(p, *, batch, shift=0.0):
+        return jc.all_reduce("sum", (p * batch).sum() + shift, "data")
+
+    named = jc.data_parallel(step, batch_argnums="batch")
+    np.testing.assert_allclose(named(2.0, batch=X), 2 * X.sum(), rtol=1e-4)
+    np.testing.assert_allclose(named(2.0, batch=X, shift=1.0), 2 * X.sum() + 8, rtol=1e-4)
+    predict = jc.data_parallel(lambda rows, scale=1.0: rows * scale, varying_outputs="concatenate")
+    np.testing.assert_array_equal(predict(X, scale=2.0), 2 * X)
+    np.testing.assert_array_equal(predict(X), X)
+    optional = jc.data_parallel(
+        lambda p, q=None, *, batch=None: sums(p, batch), batch_argnums="batch"
+    )
+    np.testing.assert_allclose(optional(2.0, batch=X), 2 * X.sum(), rtol=1e-4)
+    with pytest.raises(ValueError, match="argument 'rows' is named in .* with 2 positional"):
+        jc.data_parallel(sums, batch_argnums="rows")(2.0, X)
+    with pytest.raises(TypeError, match="missing a required argument: 'batch'"):
+        jc.data_parallel(sums)(2.0, butch=X)
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "kwargs", "words"),
+    [
+        (lambda w, x, class_weights: x, (1.0, X, np.ones(8, "f")), {},
+         r"args\[2\] \(`class_weights`\), the last positional one, would be split, and args\[1\] "
+         r"\(`x`\) is called like a batch.*Pass `batch_argnums`: \(1, 2\) splits both"),
+        (lambda params, rows, labels: rows, (PARAMS, X, Y), {},
+         r"args\[1\] \(`rows`\) has 24 rows as well"),
+        (lambda params, *, batch: batch, (PARAMS["w"],), {"batch": X}, "`batch` is called like a"),
+        (lambda params, *, rows, labels: rows, (np.ones((24, 3)),), {"rows": X, "labels": Y},
+         "`rows` has 24 rows as well"),
+        (lambda x, params: x, (X, np.ones(8, "f")), {}, r"args\[0\] \(`x`\) is called like a batch"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_is_not_clear_is_refused(step, args, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        jc.data_parallel(step)(*args, **kwargs)
+
+
+def test_an_ordinary_step_is_clear():
+    """Momentum may have as many rows as the batch, and so may a parameter."""
+    w = np.ones(24, "f")
+    step = jc.data_parallel(lambda p, m, b: (p + m, jc.all_reduce("sum", b.sum(), "data")))
+    np.testing.assert_array_equal(step(w, w, X)[0], w + w)
+    keys = jc.data_parallel(lambda p, key, b: (p, jc.all_reduce("sum", b.sum(), "data")))
+    keys(w, jax.random.key(0), X)
+    keys(w, np.zeros(2, "uint32"), X)
+
+
+def test_a_step_can_be_a_method():
+    class Trainer:
+        def __init__(self, scale):
+            self.scale, self.traces = scale, 0
+
+        @jc.data_parallel
+        def step(self, p, batch):
+            self.traces += 1
+            return self.scale * sums(p, batch)
+
+        @jc.data_parallel(batch_argnums=0)
+        def first(self, batch, p):
+            return self.scale * sums(p, batch)
+
+    two, three = Trainer(2.0), Trainer(3.0)
+    for _ in range(2):
+        np.testing.assert_allclose(two.step(1.0, X), 2 * X.sum(), rtol=1e-4)
+        np.testing.assert_allclose(three.step(1.0, X), 3 * X.sum(), rtol=1e-4)
+        np.testing.assert_allclose(three.first(X, 1.0), 3 * X.sum(), rtol=1e-4)
+    assert (two.traces, three.traces) == (1, 1)
+    assert len(two.step.plans(1.0, X)) == 1
+    assert isinstance(Trainer.step, jc.DataParallel)
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Model:
+        w: jax.Array
+
+        @jc.data_parallel
+        def summed(self, batch):
+            return sums(self.w, batch)
+
+    for scale in (2.0, 3.0):  # an argument, and no constant
+        np.testing.assert_allclose(Model(scale).summed(X), scale * X.sum(), rtol=1e-4)
+
+    class Slotted:
+        __slots__ = ()
+        step = jc.data_parallel(lambda self, batch: sums(1.0, batch))
+
+    np.testing.assert_allclose(Slotted().step(X), X.sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [np.array(["a"] * 8), np.array([{}] * 8), np.zeros(8, "M8[s]"), np.zeros(8, [("a", "f")])],
+)
+def test_what_no_device_can_hold_is_refused_by_its_path(words):
+    with pytest.raises(ValueError, match=r"args\[1\]\['y'\] has elements of dtype .*expected num"):
+        jc.data_parallel(sums)(1.0, {"x": X, "y": words})
+
+
+def test_what_is_put_together_does_not_depend_on_types():
+    """Of an output that happens to be the same everywhere each replica still has its rows."""
+
+    def step(p, x):
+        rows = x.shape[0]
+        return {
+            "p": x @ p["w"],
+            "zeros": jnp.zeros((rows, 2)),
+            "mean": jc.all_reduce("mean", x, "data"),
+        }
+
+    for checks in (True, False, None):
+        joined = jc.data_parallel(step, varying_outputs="concatenate", checks=checks)(PARAMS, X)
+        np.testing.assert_array_equal(joined["zeros"], np.zeros((24, 2)))
+        np.testing.assert_allclose(joined["mean"], np.tile(X.reshape(8, 3, 5).mean(0), (8, 1)), rtol=1e-4)  # fmt: skip
+        np.testing.assert_allclose(joined["p"], X @ PARAMS["w"], rtol=1e-5)
+    rule = {"p": "concatenate", "zeros": "concatenate", "mean": "error"}
+    each = jc.data_parallel(step, varying_outputs=rule)(PARAMS, X)
+    assert [x.shape for x in jax.tree.leaves(each)] == [(3, 5), (24, 2), (24, 2)]
+    with pytest.raises(ValueError, match="`varying_outputs` is a tree that does not fit"):
+        jc.data_parallel(step, varying_outputs=("error", "error"))(PARAMS, X)
+
+
+def test_rows_are_not_put_together_along_another_axis():
+    mesh, _ = MESHES["beside a model axis"]
+    step = jc.data_parallel(
+        lambda x: x + jax.lax.axis_index("model").astype("f"),
+        mesh=mesh,
+        varying_outputs="concatenate",
+    )
+    with pytest.raises(
+        ValueError, match="the output of the step varies over 'model', and rows are"
+    ):
+        step(X)
+
+
+def test_shards_that_differ_along_another_axis_are_refused():
+    mesh, _ = MESHES["beside a model axis"]
+
+    def step(x):
+        mine = x + jax.lax.axis_index("model").astype("f")
+        return {"s": jc.reduce_scatter("mean", mine, "data")}
+
+    for checks in (True, False):
+        with pytest.raises(ValueError, match=r"output \['s'\] of the step holds Shards along 'data' "
+                           "that differ along 'model'"):  # fmt: skip
+            jc.data_parallel(step, mesh=mesh, checks=checks)(X)
+
+
+def test_shapes_alone_are_read_where_nothing_runs():
+    step = jc.data_parallel(
+        lambda p, x: (jax.tree.map(lambda a: a + 1, p), sums(p["w"].sum(), x)), donate_argnums=0
+    )
+    params = jax.device_put(PARAMS, NamedSharding(step.mesh, PartitionSpec()))
+    fresh = step.lower(params, X).as_text(), step.plans(params, X)
+    step(params, X)
+    assert params["w"].is_deleted()
+    with jax.transfer_guard("disallow"):
+        assert step.plans(params, X) == fresh[1]
+        assert step.lower(params, X).as_text() == fresh[0]
+        step.trace(params, X)
+    assert jc.inspect(step, params, X).plans == fresh[1]
+    lists = step.plans({"w": jnp.ones(3), "b": 2.0}, X)
+    assert len(lists) == 1
+
+
+def test_a_trace_without_values_is_that_of_the_call():
+    """Numbers are weakly typed, as they are when they are placed."""
+    traces = []
+
+    def step(p, scale, x):
+        traces.append(jax.typeof(scale))
+        return jc.all_reduce("sum", (x * scale).astype(x.dtype).sum(), "data") + p
+
+    half = jc.data_parallel(step)
+    half.lower(1, 2.0, X.astype("float16"))
+    half(1, 2.0, X.astype("float16"))
+    assert len(traces) == 1

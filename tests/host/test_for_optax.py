@@ -118,7 +118,7 @@ def test_accumulation_norm_and_finite_check_take_the_trees_as_they_are(name):
     assert finite
 
 
-def test_gradients_that_autodiff_has_summed_are_refused_until_they_are_said_to_be():
+def test_gradients_that_types_would_sum_are_a_replicas_own_or_refused_until_they_are_said_to_be():
     model = MODELS["linen"]()
 
     def step(model, x, **said):
@@ -127,12 +127,17 @@ def test_gradients_that_autodiff_has_summed_are_refused_until_they_are_said_to_b
 
     rows = X.reshape(-1, 5)
     with pytest.raises(jc.AlreadyReducedError, match=r"leaf \['params'\]\['dense'\]\['bias'\]"):
-        jc.data_parallel(step)(model, rows)
-    told = jc.data_parallel(functools.partial(step, invariant="summed"))(model, rows)
-    jax.tree.map(
-        lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4),
-        *(told, jax.grad(loss)(model, rows)),
-    )
+        jc.data_parallel(step, checks=True)(model, rows)
+    summed = functools.partial(step, invariant="summed")
+    for right in (
+        jc.data_parallel(step),
+        jc.data_parallel(summed),
+        jc.data_parallel(summed, checks=True),
+    ):
+        jax.tree.map(
+            lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4),
+            *(right(model, rows), jax.grad(loss)(model, rows)),
+        )
 
 
 def test_the_sum_and_the_options_are_taken():

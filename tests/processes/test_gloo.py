@@ -42,6 +42,24 @@ def test_a_late_peer_is_noticed_within_the_deadline_and_the_next_step_works():
     assert first["sum"] == second["sum"] == 6
 
 
+def test_what_processes_bring_to_a_first_run_is_compared():
+    first, second = in_world("first_values", 2)
+    for found in (first, second):
+        (warned,) = found["same rows"]["warned"]
+        assert "all 2 processes pass the same rows in args[1]" in warned
+        assert found["again"]["warned"] == []
+        assert found["own rows"]["warned"] == found["ones"]["warned"] == []
+        for name, several in (("other state", 2), ("jax arrays", 2)):
+            error = found[name]["error"]
+            assert f"different values in {several} of 3 leaves" in error
+            assert "args[0]['key'] first: processes 0 | 1. Nothing was run." in error
+            groups = [["0"], ["1"]]
+            assert found[name]["divergent"] == {f"args[0]['{k}']": groups for k in ("key", "w")}
+        assert "args[0][0] first" in found["strategy"]["error"]
+    assert first["after"] == second["after"]  # both can go on
+    assert first["after"]["result"] == pytest.approx(first["own rows"]["result"])
+
+
 def test_every_algorithm_over_three_processes_of_two_devices():
     results = in_world("algorithms", 3, env={"JAX_NUM_CPU_DEVICES": "2"})
     for options, first in results[0].items():

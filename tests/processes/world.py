@@ -9,6 +9,7 @@ assert join()
 
 import hashlib  # noqa: E402
 import json  # noqa: E402
+import warnings  # noqa: E402
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -129,6 +130,47 @@ def late():
         except jc.DeadlineExceededError as error:
             message, waited = str(error), time.monotonic() - start
     return {"message": message, "waited": waited, "sum": float(patient(mine).addressable_data(0))}
+
+
+def first_values():
+    """What processes bring to a first run is compared: rows that should differ, state that must not."""
+    rank = jax.process_index()
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 3)).astype("f")  # the same on every process
+    params = {"b": np.zeros(3, "f"), "w": x[0]}
+    other = {"b": params["b"], "w": x[rank], "key": jax.random.key(rank)}
+
+    def mean(p, x):
+        return jc.all_reduce("mean", (x * p["w"]).sum(), "data")
+
+    def attempt(call):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                result = call()
+            except jc.ReplicaDivergenceError as error:
+                return {"error": str(error), "divergent": error.divergent}
+        found = [str(w.message) for w in caught if w.category is jc.SameRowsWarning]
+        return {"result": float(result.addressable_data(0)), "warned": found}
+
+    step = jc.data_parallel(mean)
+    strategy = jc.MultiWorkerMirroredStrategy()
+    return {
+        "same rows": attempt(lambda: step(params, x)),
+        "again": attempt(lambda: step(params, x)),
+        "own rows": attempt(lambda: jc.data_parallel(mean)(params, x + rank)),
+        "ones": attempt(lambda: jc.data_parallel(mean)(params, np.ones_like(x))),
+        "other state": attempt(lambda: jc.data_parallel(mean)(other, x + rank)),
+        "jax arrays": attempt(
+            lambda: jc.data_parallel(mean)(jax.tree.map(jnp.asarray, other), jnp.asarray(x + rank))
+        ),
+        "after": attempt(lambda: step(params, x + rank)),
+        "strategy": attempt(
+            lambda: strategy.run(
+                lambda v: jc.get_replica_context().all_reduce("sum", v), (x[rank],)
+            )
+        ),
+    }
 
 
 def algorithms():

@@ -1,0 +1,221 @@
+"""Which arguments of a step are the batch: by position, by name, by the step's signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxcoll._spmd.shards import is_shards
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_BATCHES = {"batch", "batches", "x", "xs", "inputs", "images", "tokens", "data", "examples"}
+"""What batches are called."""
+
+Slot = int | str
+"""An argument of a call: the position it was passed at, or the keyword."""
+
+
+class Call(NamedTuple):
+    """The arguments of one call of a step.
+
+    Attributes:
+      args: positional ones; those among them that were passed by keyword stand at their place.
+      kwargs: the rest.
+      batch: which of them are split, in order.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: tuple[Slot, ...]
+
+    def at(self, slot: Slot) -> Any:
+        """One of the arguments."""
+        return self.kwargs[slot] if isinstance(slot, str) else self.args[slot]
+
+    def map(self, split: Callable[[Any], Any], whole: Callable[[Any], Any]) -> Call:
+        """The same call with `split` of each batch and `whole` of everything else."""
+        args = tuple((split if i in self.batch else whole)(x) for i, x in enumerate(self.args))
+        named = self.kwargs.items()
+        kwargs = {name: (split if name in self.batch else whole)(x) for name, x in named}
+        return Call(args, kwargs, self.batch)
+
+
+def positions(argument: str, value: Any, *, names: bool = False) -> tuple[Slot, ...]:
+    """The positions, or names, that `batch_argnums` or `donate_argnums` gives.
+
+    Raises:
+      ValueError: one is neither.
+    """
+    several = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    kinds = (int, str) if names else (int,)
+    if not all(isinstance(p, kinds) and not isinstance(p, bool) for p in several):
+        what = "an int or a sequence of ints" + " (or names of arguments)" * names
+        raise ValueError(f"`{argument}` must be {what}; got {value!r}.")
+    return tuple(several)
+
+
+class Signature:
+    """What of a call is the batch.
+
+    Args:
+      step: the function.
+      batch: positions and names; None: the last positional argument, where nothing else could be
+        meant.
+    """
+
+    def __init__(self, step: Callable[..., Any], batch: tuple[Slot, ...] | None) -> None:
+        self._step = step
+        self._batch = batch
+        self._usual: dict[int, tuple[Slot, ...]] = {}
+
+    @functools.cached_property
+    def _signature(self) -> inspect.Signature | None:
+        try:
+            return inspect.signature(self._step)
+        except (TypeError, ValueError):  # one of C's has none
+            return None
+
+    @functools.cached_property
+    def _names(self) -> tuple[str, ...]:
+        """Of the parameters that may be passed by position."""
+        parameters = self._signature.parameters.values() if self._signature else ()
+        return tuple(p.name for p in parameters if p.kind in _POSITIONAL)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The arguments in their places.
+
+        Raises:
+          TypeError: they do not fit the step's signature.
+          ValueError: one that is to be split is not there, or it is not clear which.
+        """
+        usual = None if kwargs else self._usual.get(len(args))
+        if usual is not None:
+            return Call(args, kwargs, usual)
+        named, by_position = frozenset(kwargs), len(args)
+        if kwargs and self._signature is not None:
+            bound = self._signature.bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        slots: list[Slot] = [*range(len(args)), *(n for n in self._names if n in kwargs)]
+        if self._batch is None:
+            # What was passed by keyword and has no rows is no batch.
+            slots = [k for k in slots if k in range(by_position) or _has_rows(_at(k, args, kwargs))]
+        chosen = (-1,) if self._batch is None else self._batch
+        batch = tuple(dict.fromkeys(self._slot(p, slots, args, kwargs) for p in chosen))
+        if self._batch is None:
+            self._check_clear(batch[0], args, kwargs)
+        if not named:
+            self._usual[len(args)] = batch
+        return Call(args, kwargs, batch)
+
+    def _slot(
+        self, place: Slot, slots: list[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Slot:
+        if isinstance(place, str):
+            at = self._names.index(place) if place in self._names else len(args)
+            if place in kwargs or at < len(args):
+                return place if place in kwargs else at
+        elif place < 0 and -len(slots) <= place:
+            return slots[place]
+        elif 0 <= place < len(args):
+            return place
+        elif len(args) <= place < len(self._names) and self._names[place] in kwargs:
+            return self._names[place]
+        raise ValueError(missing_argument(place, args, kwargs))
+
+    def _check_clear(self, chosen: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a call without `batch_argnums` in which another argument looks like the batch.
+
+        Raises:
+          ValueError: one does.
+        """
+        others: list[Slot] = [k for k in (*range(len(args)), *kwargs) if k != chosen]
+        rows = _rows(_at(chosen, args, kwargs))
+        for other in others:
+            name = other if isinstance(other, str) else self._name(other)
+            value = _at(other, args, kwargs)
+            among = other not in (0, chosen) and rows is not None and rows == _rows(value)
+            beside = among and not _alike(value, args[0] if args else None)
+            if jax.tree.leaves(value) and (name in _BATCHES or beside):
+                raise ValueError(self._unclear(chosen, other, name, rows if beside else None))
+
+    def _name(self, position: int) -> str:
+        return self._names[position] if position < len(self._names) else ""
+
+    def _unclear(self, chosen: Slot, other: Slot, name: str, rows: int | None) -> str:
+        mine = chosen if isinstance(chosen, str) else self._name(chosen)
+        why = f"has {rows} rows as well" if rows is not None else "is called like a batch"
+        both = ", ".join(repr(k) for k in sorted((other, chosen), key=str))
+        return (
+            f"`data_parallel`: which arguments are the batch is not clear: {_shown(chosen, mine)}, "
+            f"the last positional one, would be split, and {_shown(other, name)} {why}, but every "
+            f"replica would get the whole of it. Pass `batch_argnums`: ({both}) splits both, "
+            f"{chosen!r} and {other!r} one of them alone."
+        )
+
+
+def missing_argument(place: Slot, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """What is wrong with a setting that names what a call does not have."""
+    return (
+        f"`data_parallel`: argument {place!r} is named in `batch_argnums` or "
+        f"`donate_argnums`, but the step was called with {len(args)} positional arguments"
+        + (f" and {', '.join(map(repr, kwargs))}." if kwargs else ".")
+    )
+
+
+def bound_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
+    """A step that is a method of a class, for one instance of it.
+
+    An instance that is a pytree of arrays is the step's first argument, replicated, as with
+    `jax.jit`. Any other is a constant of the program: what the method reads of it is what it holds
+    when the step is traced, so arrays that change are arguments.
+
+    Args:
+      step: what the class has.
+      instance: of the class.
+      bind: makes the step of an instance that is a constant; called once for each.
+    """
+    if not jax.tree_util.all_leaves([instance]):
+        return functools.partial(step, instance)
+    try:
+        held = vars(instance)
+    except TypeError:  # it has slots, and room for nothing else
+        return bind(instance)
+    key = f"_data_parallel_{id(step)}"
+    if key not in held or held[key][0] is not instance:
+        # With the instance beside it, a copy of whose attributes has no step of its own yet.
+        held[key] = (instance, bind(instance))
+    return held[key][1]
+
+
+def _shown(slot: Slot, name: str) -> str:
+    if isinstance(slot, str):
+        return f"`{slot}`"
+    return f"args[{slot}]" + (f" (`{name}`)" if name else "")
+
+
+def _at(slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kwargs[slot] if isinstance(slot, str) else args[slot]
+
+
+def _rows(tree: Any) -> int | None:
+    """How many rows every leaf of a tree has; None: not all have equally many."""
+    if any(map(is_shards, jax.tree.leaves(tree, is_leaf=is_shards))):
+        return None
+    found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(tree)}
+    only = found.pop() if len(found) == 1 else ()
+    return only[0] if only else None
+
+
+def _has_rows(tree: Any) -> bool:
+    return any(np.shape(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether one tree may be the other's momentum, say: leaves of the same shapes."""
+    shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (one, other)]
+    return shapes[0] == shapes[1]

@@ -1,0 +1,373 @@
+"""However a step is written, data_parallel gives one device's numbers or refuses it before it runs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh
+
+import jaxcoll as jc
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((16, 5)).astype("f")
+Y = RNG.standard_normal((16, 2)).astype("f")
+PARAMS = {"b": np.zeros(2, "f"), "w": RNG.standard_normal((5, 2)).astype("f")}
+BATCH = {"x": X, "y": Y}
+
+MESHES = {
+    "line": (jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), "data"),
+    "two levels": (jax.make_mesh((2, 4), ("node", "data")), ("node", "data")),
+    "beside a model axis": (
+        jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2),
+        "data",
+    ),
+    "one device": (Mesh(np.array(jax.devices()[:1]), ("data",)), "data"),
+}
+
+
+def loss(p, batch):
+    """Of one replica's share."""
+    return jnp.mean((jnp.tanh(batch["x"] @ p["w"]) + p["b"][None] - batch["y"]) ** 2)
+
+
+def normed(axis):
+    """A loss with batch normalisation over all replicas."""
+
+    def synced(p, batch):
+        hidden = batch["x"] @ p["w"] + p["b"][None]
+        mean = hidden.mean(0) if axis is None else lax.pmean(hidden.mean(0), axis)
+        square = (hidden**2).mean(0) if axis is None else lax.pmean((hidden**2).mean(0), axis)
+        hidden = (hidden - mean[None]) / jnp.sqrt(square - mean**2 + 1e-5)[None]
+        return jnp.mean((hidden * p["w"][:1] - batch["y"]) ** 2)
+
+    return synced
+
+
+def scanned(p, batch):
+    """A loss that scans from a constant."""
+
+    def row(total, xy):
+        return total + jnp.mean((jnp.tanh(xy[0] @ p["w"]) + p["b"] - xy[1]) ** 2), None
+
+    return lax.scan(row, 0.0, (batch["x"], batch["y"]))[0] / batch["x"].shape[0]
+
+
+def remat(p, batch):
+    return jax.checkpoint(loss)(p, batch)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, x), lambda x, ct: (ct * jnp.ones_like(x) * 2.0,))
+
+
+def custom(p, batch):
+    return loss(p, batch) + jnp.mean(doubled(batch["x"] @ p["w"]))
+
+
+def accumulated(p, batch, axis, f):
+    pieces = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
+    zeros = jax.tree.map(jnp.zeros_like, p)
+    add = lambda total, piece: (jax.tree.map(jnp.add, total, jax.grad(f)(p, piece)), None)
+    total, _ = lax.scan(add, zeros, pieces)
+    return lax.pmean(jax.tree.map(lambda g: g / 2, total), axis)
+
+
+def by_psum(p, batch, axis, f):
+    total = lax.psum(jax.grad(f)(p, batch), axis)
+    return jax.tree.map(lambda g: g / lax.psum(1, axis), total)
+
+
+def by_size(p, batch, axis, f):
+    total = lax.psum(jax.grad(f)(p, batch), axis)
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    n = np.float32(np.prod([lax.axis_size(a) for a in axes]))
+    return jax.tree.map(lambda g: g / n, total)
+
+
+def counted(p, batch, axis, f):
+    """The sum of all losses, divided by how many rows there are."""
+    rows = batch["x"].shape[0]
+    count = lax.psum(jnp.float32(rows), axis)
+    total = lax.psum(jax.grad(lambda p: rows * f(p, batch))(p), axis)
+    return jax.tree.map(lambda g: g / count, total)
+
+
+def per_example(p, batch, axis, f):
+    one = lambda row: jax.grad(f)(p, jax.tree.map(lambda x: x[None], row))
+    grads = jax.tree.map(lambda g: g.mean(0), jax.vmap(one)(batch))
+    return lax.pmean(grads, axis)
+
+
+def by_vjp(p, batch, axis, f):
+    value, back = jax.vjp(lambda p: f(p, batch), p)
+    return lax.pmean(back(jnp.ones_like(value))[0], axis)
+
+
+STYLES = {
+    "pmap": lambda p, b, a, f: lax.pmean(jax.grad(f)(p, b), a),
+    "pmap, jitted": lambda p, b, a, f: lax.pmean(jax.jit(jax.grad(f))(p, b), a),
+    "pmap, twice": lambda p, b, a, f: lax.pmean(lax.pmean(jax.grad(f)(p, b), a), a),
+    "pmap, of the mean": lambda p, b, a, f: lax.pmean(
+        jax.grad(lambda p: lax.pmean(f(p, b), a))(p), a
+    ),
+    "typed": lambda p, b, a, f: jax.grad(lambda p: lax.pmean(f(p, b), a))(p),
+    "varied": lambda p, b, a, f: lax.pmean(
+        jax.grad(f)(jax.tree.map(lambda x: lax.pcast(x, a, to="varying"), p), b), a
+    ),
+    "jc.grad": lambda p, b, a, f: jc.grad(f, a)(p, b),
+    "jc.all_reduce": lambda p, b, a, f: jc.all_reduce("mean", jax.grad(f)(p, b), a),
+    "psum / psum(1)": by_psum,
+    "psum / axis_size": by_size,
+    "counted": counted,
+    "accumulated": accumulated,
+    "per example": per_example,
+    "vjp": by_vjp,
+    "jacrev": lambda p, b, a, f: lax.pmean(jax.jacrev(f)(p, b), a),
+}
+
+
+def step_of(style, axis, f):
+    def step(params, batch):
+        value, grads = f(params, batch), STYLES[style](params, batch, axis, f)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), lax.pmean(value, axis)
+
+    return step
+
+
+def assert_close(got, want):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=2e-5, atol=1e-6)
+
+
+def one_device(f):
+    value, grads = jax.value_and_grad(f)(PARAMS, BATCH)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads), value
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("style", STYLES)
+def test_however_a_step_reduces_n_devices_equal_one(style, mesh):
+    mesh, axis = MESHES[mesh]
+    losses = [loss, remat, custom]
+
+    def step(params, batch):
+        return [step_of(style, axis, f)(params, batch) for f in losses]
+
+    got = jc.data_parallel(step, mesh=mesh, axis_name=axis)(PARAMS, BATCH)
+    assert_close(got, [one_device(f) for f in losses])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_loop_from_a_constant_runs_in_every_style_but_the_types_own(style):
+    step = jc.data_parallel(step_of(style, "data", scanned))
+    if style == "typed":
+        with pytest.raises(ValueError, match="output .* differs between replicas"):
+            step(PARAMS, BATCH)
+    else:
+        assert_close(step(PARAMS, BATCH), one_device(scanned))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("style", ["pmap", "typed", "jc.grad", "jc.all_reduce"])
+def test_statistics_over_all_replicas_within_the_loss_have_the_right_gradient(style, mesh):
+    mesh, axis = MESHES[mesh]
+    step = jc.data_parallel(step_of(style, axis, normed(axis)), mesh=mesh, axis_name=axis)
+    assert_close(step(PARAMS, BATCH), one_device(normed(None)))
+
+
+def test_a_gradient_that_nobody_reduces_is_refused_before_anything_runs():
+    step = jc.data_parallel(lambda p, batch: jax.grad(loss)(p, batch))
+    with pytest.raises(ValueError, match=re.escape("output ['b'] of the step differs between replicas")
+                       + r".*each replica's own gradient, here float32\[1, 2\] .*test_step_styles.py:\d+"
+                       ".*pass checks=True"):  # fmt: skip
+        step(PARAMS, BATCH)
+    summed = jc.data_parallel(lambda p, batch: jax.grad(loss)(p, batch), checks=True)
+    whole = jax.tree.map(lambda g: 8 * g, jax.grad(loss)(PARAMS, BATCH))
+    assert_close(summed(PARAMS, BATCH), whole)
+
+
+def test_with_checks_a_second_reduction_is_refused_with_its_line():
+    for style in ("pmap", "psum / psum(1)", "accumulated", "pmap, jitted"):
+        step = jc.data_parallel(step_of(style, "data", loss), checks=True)
+        with pytest.raises(jc.AlreadyReducedError, match=r"gradient float32\[.*\] over 'data' "
+                           r"already \(.*test_step_styles.py:\d+\).*the reduction at .*"
+                           r"test_step_styles.py:\d+.*as many times too large"):  # fmt: skip
+            step(PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("style", ["pmap", "jc.grad", "jc.all_reduce", "pmap, of the mean"])
+def test_without_checks_a_step_means_what_pmap_means(style):
+    step = jc.data_parallel(step_of(style, "data", loss), checks=False)
+    assert_close(step(PARAMS, BATCH), one_device(loss))
+    typed = jc.data_parallel(step_of("typed", "data", loss), checks=False)
+    with pytest.raises(ValueError, match="differs between replicas"):
+        typed(PARAMS, BATCH)
+
+
+def test_a_sum_in_a_loop_is_judged_by_what_it_is_after_every_turn():
+    def turns(first):
+        def turn(total, row):
+            return jc.all_reduce("sum", total, "data") / 8 + row, None
+
+        return lambda x: lax.pmean(lax.scan(turn, first(x), x[:, 0])[0], "data")
+
+    # The carry is the same at first, and a replica's own from the second turn on.
+    sums = jc.data_parallel(turns(lambda x: jnp.float32(0)), checks=False)(X)
+    rows = X[:, 0].reshape(8, 2)
+    np.testing.assert_allclose(sums, rows.sum() / 8, rtol=1e-5)
+
+
+@pytest.mark.parametrize("checks", [None, True, False])
+def test_what_is_reduced_already_is_refused_in_every_mode(checks):
+    def refused(f, words):
+        with pytest.raises(jc.AlreadyReducedError, match=words):
+            jc.data_parallel(f, checks=checks)(PARAMS, BATCH)
+
+    once = lambda p, b: jc.grad(loss, "data")(p, b)
+    reduced = lambda p, b: lax.pmean(loss(p, b), "data")
+    for op in ("sum", "mean"):
+        refused(lambda p, b, op=op: jc.all_reduce(op, once(p, b), "data"), r"leaf \['b'\].*already")
+        refused(lambda p, b, op=op: jc.all_reduce(op, 1.0, "data"), "already the same on every rep")
+        refused(lambda p, b, op=op: jc.reduce_scatter(op, once(p, b), "data"), r"\['b'\].*already")
+        refused(lambda p, b, op=op: jc.grad(reduced, "data", reduce_op=op)(p, b), "loss is already")
+    ones = jc.data_parallel(
+        lambda p, b: jc.all_reduce("sum", 1.0, "data", invariant="replicated"), checks=checks
+    )
+    assert ones(PARAMS, BATCH) == 8
+
+
+def test_gradients_of_what_a_loss_does_not_depend_on_are_reduced_like_others():
+    def step(p, batch):
+        return jc.all_reduce(
+            "mean", jax.grad(lambda p: loss({**p, "b": PARAMS["b"]}, batch))(p), "data"
+        )
+
+    got = jc.data_parallel(step)(PARAMS, BATCH)
+    assert_close(got, {**jax.grad(loss)(PARAMS, BATCH), "b": np.zeros(2, "f")})
+
+
+def test_a_loss_that_sums_over_another_axis_is_not_run_without_types():
+    mesh, _ = MESHES["beside a model axis"]
+
+    def by_columns(p, batch):
+        k = lax.axis_index("model")
+        mine = lax.dynamic_slice_in_dim(p["w"], 2 * k, 2)
+        x = lax.dynamic_slice_in_dim(batch["x"], 2 * k, 2, axis=1)
+        return jnp.mean((lax.psum(x @ mine, "model") - batch["y"]) ** 2)
+
+    step = lambda p, b: lax.pmean(jax.grad(by_columns)(p, b), "data")
+    with pytest.raises(ValueError, match="sums over 'model', which the batch is not split over"):
+        jc.data_parallel(step, mesh=mesh)(PARAMS, BATCH)
+    typed = lambda p, b: jax.grad(lambda p: lax.pmean(by_columns(p, b), "data"))(p)
+    four = lambda p, b: jnp.mean((b["x"][:, :4] @ p["w"][:4] - b["y"]) ** 2)
+    for right in (typed, lambda p, b: jc.grad(by_columns, "data")(p, b)):
+        got = jc.data_parallel(right, mesh=mesh)(PARAMS, BATCH)
+        assert_close(got["w"], jax.grad(four)(PARAMS, BATCH)["w"])
+
+
+def test_metrics_and_optimizers_are_as_on_one_device():
+    tx = optax.adam(0.01)
+
+    def with_aux(p, batch):
+        value = loss(p, batch)
+        return value, {"largest": jnp.max(batch["x"]), "rows": batch["x"].shape[0]}
+
+    def update(params, state, grads):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+    @jc.data_parallel
+    def step(params, state, batch):
+        (value, aux), grads = jax.value_and_grad(with_aux, has_aux=True)(params, batch)
+        grads = lax.pmean(grads, "data")
+        metrics = {"loss": lax.pmean(value, "data"), "largest": lax.pmax(aux["largest"], "data")}
+        metrics["rows"] = lax.psum(aux["rows"], "data")
+        metrics["all"] = lax.all_gather(value, "data").mean()
+        return *update(params, state, grads), metrics
+
+    params, state = PARAMS, tx.init(PARAMS)
+    mine, own = PARAMS, tx.init(PARAMS)
+    for _ in range(3):
+        mine, own = update(mine, own, jax.grad(loss)(mine, BATCH))
+        before = params
+        params, state, metrics = step(params, state, BATCH)
+    assert_close((params, state), (mine, own))
+    want = loss(jax.tree.map(np.asarray, before), BATCH)
+    assert_close(metrics, {"all": want, "largest": X.max(), "loss": want, "rows": 16})
+
+
+def linen_rnn():
+    from flax import linen
+
+    model = linen.RNN(linen.LSTMCell(4))
+    params = model.init(jax.random.key(0), X[:1, :, None])
+    return params, lambda p, x: jnp.mean(model.apply(p, x[..., None])[:, -1] ** 2)
+
+
+def nnx_rnn():
+    from flax import nnx
+
+    cell = nnx.RNN(nnx.GRUCell(1, 4, rngs=nnx.Rngs(0)))
+    graph, params, rest = nnx.split(cell, nnx.Param, ...)
+    return params, lambda p, x: jnp.mean(
+        nnx.merge(graph, p, jax.tree.map(lambda a: a, rest))(x[..., None])[:, -1] ** 2
+    )
+
+
+def haiku_rnn():
+    import haiku
+
+    def f(x):
+        core = haiku.GRU(4)
+        start = core.initial_state(x.shape[0])
+        return jnp.mean(haiku.dynamic_unroll(core, x.T[..., None], start)[1] ** 2)
+
+    net = haiku.without_apply_rng(haiku.transform(f))
+    return net.init(jax.random.key(0), X[:1]), net.apply
+
+
+@pytest.mark.parametrize("library", [linen_rnn, nnx_rnn, haiku_rnn])
+def test_recurrent_cells_of_other_libraries_run_as_they_are(library):
+    """They scan from a constant, in a loss as well as in an evaluation."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        params, f = library()
+        want, grads = jax.value_and_grad(f)(params, X)
+        assert_close(
+            jc.data_parallel(jax.jit(lambda p, x: lax.pmean(f(p, x), "data")))(params, X), want
+        )
+        for style in ("pmap", "jc.grad"):
+            assert_close(
+                jc.data_parallel(lambda p, x, s=style: STYLES[s](p, x, "data", f))(params, X), grads
+            )
+
+
+def test_the_meaning_is_decided_once_a_shape_and_everybody_sees_the_same():
+    traces = []
+
+    def f(p, batch):
+        traces.append(1)
+        return jc.all_reduce("mean", jax.grad(loss)(p, batch), "data")
+
+    step = jc.data_parallel(f)
+    for _ in range(3):
+        step(PARAMS, BATCH)
+    assert len(traces) == 2  # as types mean it, which is refused, and as `pmap` does
+    (plan,) = step.plans(PARAMS, BATCH)
+    assert [leaf.path for leaf in plan.leaves] == ["['b']", "['w']"]
+    assert step.lower(PARAMS, BATCH).as_text().count("stablehlo.all_reduce") == len(plan.packs)
+    assert jc.inspect(step, PARAMS, BATCH).plans == (plan,)
+    jc.n_devices_equal_one(step, PARAMS, BATCH)
+
+
+def test_a_wrong_choice_of_checks_is_named():
+    with pytest.raises(ValueError, match="`checks` must be True, False or None; got 'no'"):
+        jc.data_parallel(loss, checks="no")
