@@ -29,9 +29,10 @@ _GRADIENT_OF_DIFFERENT = """\
 `{caller}` over {axis!r}: {leaf} differs between replicas, or nothing shows that it does not, so \
 reducing its gradient would mix those of different values. What to do: if it is the same \
 everywhere, let it enter as one value for all replicas (an array or a `Mirrored`, no \
-`PerReplica`), or make it so with `jc.broadcast`; if it is meant to differ (an expert, a part of \
-a sharded parameter, the batch), take its gradient with `jax.grad` of this replica's own loss, or \
-run the step in a `jax.shard_map` with its checks on, where `jc.grad` keeps it on its replica."""
+`PerReplica`, and not through `jax.lax.pcast`), or make it so with `jc.broadcast`; if it is meant \
+to differ (an expert, a part of a sharded parameter, the batch), take its gradient with \
+`jax.grad` of this replica's own loss, or run the step in a `jax.shard_map` with its checks on, \
+where `jc.grad` keeps it on its replica."""
 
 
 _REDUCED_TWICE = """\
