@@ -13,7 +13,7 @@ from jaxcoll._host.beats import Doing
 from jaxcoll._host.corruption import listening
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
-from jaxcoll._host.decision import Decision
+from jaxcoll._host.decision import Decision, listed
 from jaxcoll._host.fingerprint import first_difference
 from jaxcoll._host.held_state import HeldState
 from jaxcoll._host.mesh import no_mesh
@@ -81,13 +81,15 @@ class CompiledSteps:
 
 
 def mismatch(decision: Decision, crew: Crew, mine: tuple[str, ...]) -> ProgramMismatchError:
-    """The error for all, of which each that has a part in it tells its own lines."""
-    said = crew.sides(mine)
+    """The error for those who end, of whom each publishes its own lines."""
+    crew.show(mine)
+    said = crew.sides()
     if min(map(len, said.values())) <= 2:  # one has no whole program to show
         said = {p: lines[1:2] or ["a program that is new to it"] for p, lines in said.items()}
+    who = f"workers {listed(decision.ranks)} go" if decision.members else "none goes"
     return ProgramMismatchError(
-        f"Workers bring different programs to step {decision.step}, and none goes on. The first "
+        f"Workers bring different programs to step {decision.step}, and {who} on. The first "
         f"difference:\n{first_difference(said)}\nEvery worker needs the same step function, "
         "options and number of steps, rows of the same structure, shapes and dtypes in each step, "
-        "and the same version of JAX."
+        "the same version of JAX, its settings and `XLA_FLAGS`, and the same kind of processor."
     )

@@ -122,11 +122,6 @@ class Crew:
         self._tell(lambda: self.store.agree(self._key(self.number + 1, "asked"), json.dumps(said)))
         self._asked = True
 
-    def is_current(self) -> bool:
-        """Whether no later generation has begun, perhaps without this worker."""
-        key = self._key(self.number + 1, "decision")
-        return self._tell(lambda: self.store.try_get(key)) is None
-
     def meet(self) -> None:
         """Wait until every process of the job is here, or was once.
 
@@ -147,11 +142,12 @@ class Crew:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def enter(self, step: int) -> Decision | None:
+    def enter(self, step: int, term: int = 0) -> Decision | None:
         """Take part in the first generation, or wait to be taken into a later one.
 
         Args:
           step: finished steps of the state that this worker brings.
+          term: in which its checkpoint was written.
 
         Returns:
           The decision that this worker is in; None: the work ended without it.
@@ -160,10 +156,10 @@ class Crew:
           PeerLostError: nobody is left who could take it in.
         """
         if self._tell(lambda: self.store.try_get(self._key(0, "decision"))) is None:
-            decision = self._decided(step, (step,))
+            decision = self._decided(step, (step,), term)
         else:
             decision = self._read(0)
-        while self.name not in decision.members and not decision.differ:
+        while self.name not in decision.members and (decision.members or not decision.differ):
             if decision.ended:
                 return None
             decision = self._waited(decision)
@@ -227,17 +223,18 @@ class Crew:
         """Look at everybody's beat."""
         self._beats.observe(self._all(f"{self._root}/beat"))
 
-    def sides(self, mine: Sequence[str]) -> dict[int, list[str]]:
-        """What the two say who were found to bring different programs, by process.
+    def show(self, mine: Sequence[str]) -> None:
+        """Publish this worker's program, in lines, if it was found to differ from others'."""
+        assert self.decision is not None
+        if self.name in self.decision.differ and mine:
+            key = self._key(self.number, f"lines/{self.name}")
+            self._tell(lambda: self.store.set(key, json.dumps(mine)))
 
-        Args:
-          mine: the lines of this worker's program; (): it has none.
-        """
+    def sides(self) -> dict[int, list[str]]:
+        """The programs that were found to differ, in lines, by process."""
         assert self.decision is not None
         said = {}
         folder = self._key(self.number, "lines")
-        if self.name in self.decision.differ and mine:
-            self._tell(lambda: self.store.set(f"{folder}/{self.name}", json.dumps(mine)))
         for name in self.decision.differ:
             try:
                 text = self._tell(lambda n=name: self.store.get(f"{folder}/{n}", _SHOW_SECONDS))
@@ -251,10 +248,11 @@ class Crew:
         done = Decision(self.number + 1, (), 0, ended=True)
         self._tell(lambda: self.store.agree(self._key(done.number, "decision"), written(done)))
 
-    def _decided(self, finished: int, held: Sequence[int]) -> Decision:
+    def _decided(self, finished: int, held: Sequence[int], term: int = 0) -> Decision:
         number = self.number + 1
         doing = dataclasses.astuple(self.doing)
-        said = json.dumps({"finished": finished, "held": list(held), "doing": doing})
+        brings = {"finished": finished, "held": list(held), "doing": doing, "term": term}
+        said = json.dumps(brings)
         key, mine = self._key(number, "decision"), self._key(number, f"ready/{self.name}")
         self._tell(lambda: self.store.set(mine, said))
         began = time.monotonic()
@@ -275,9 +273,10 @@ class Crew:
         """Whether nobody else is worth waiting for."""
         if self.decision is None:
             return len(ready) >= self.store.processes or waited > self.startup
-        if self._differ(ready):
+        _, odd = self._differ(ready)
+        if odd == self._members:
             return True
-        missing = [m for m in self.decision.members if m not in ready]
+        missing = [m for m in self.decision.members if m not in ready and m not in odd]
         asked = self._tell(lambda: self.store.try_get(self._key(number, "asked")))
         patience = BEAT_SECONDS if asked and json.loads(asked)["late"] else self._patience
         if any(not self._beats.is_silent(m) for m in missing) and waited < patience:
@@ -285,17 +284,19 @@ class Crew:
         # Of those who wait to be taken in it must be known whether they live.
         return all(map(self._beats.is_settled, self._waiting()))
 
-    def _differ(self, ready: Mapping[str, Any]) -> tuple[str, ...]:
-        """Two members who bring different programs to a step, as those who are ready say."""
-        said = {m: Doing(*said["doing"]) for m, said in ready.items()}
-        return self._beats.out_of_step(self._members, said)
+    def _differ(self, ready: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Members who bring different programs to a step, and those who end for it."""
+        known = {m: Doing(*said["doing"]) for m, said in ready.items()}
+        joined = () if self.decision is None else self.decision.joined
+        return self._beats.differing(self._members, joined, known)
 
     def _proposal(self, number: int, ready: Mapping[str, Any]) -> Decision:
         asked = self._tell(lambda: self.store.try_get(self._key(number, "asked")))
         why = json.loads(asked)["why"] if asked else "a worker joined" if number else ""
         before = sorted(ready, key=rank_of) if self.decision is None else self.decision.members
-        staying = [m for m in before if m in ready][: self._most]
-        if differ := self._differ(ready):
+        differ, odd = self._differ(ready)
+        staying = [m for m in before if m in ready and m not in odd][: self._most]
+        if not staying:
             return Decision(number, (), min(r["finished"] for r in ready.values()), differ=differ)
         waiting = self._waiting()
         for name in (w for w in waiting if self._beats.is_silent(w)):
@@ -307,8 +308,10 @@ class Crew:
         members = in_fresh_order([*staying, *coming], used) or in_fresh_order(staying, used)
         if self.decision is None:
             step = max(ready[m]["finished"] for m in staying)
+            term = max(ready[m]["term"] for m in staying) + 1
         else:
             step = min(ready[m]["finished"] for m in staying)
+            term = self.decision.term + 1
         having = [m for m in staying if step in ready[m]["held"]]
         return Decision(
             number,
@@ -316,9 +319,11 @@ class Crew:
             step,
             source=having[0],
             given=any(m not in having for m in members),
-            lost=tuple(m for m in before if m not in ready),
+            lost=tuple(m for m in before if m not in ready or m in odd),
             joined=tuple(m for m in members if number and m not in before),
             why=why,
+            differ=differ,
+            term=term,
         )
 
     def _waiting(self) -> list[str]:

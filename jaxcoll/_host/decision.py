@@ -23,7 +23,9 @@ class Decision:
       joined: names of those that were not in it.
       why: what ended the generation before, in words.
       ended: the work is done; there are no members.
-      differ: two workers who bring different programs to the step; nobody goes on.
+      differ: workers who bring different programs to the step. Where there are members, one of
+        them is the first of these, and the others had just been taken in; else nobody goes on.
+      term: counts generations, those of earlier runs that wrote this one's checkpoint included.
     """
 
     number: int
@@ -36,11 +38,38 @@ class Decision:
     why: str = ""
     ended: bool = False
     differ: tuple[str, ...] = ()
+    term: int = 0
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The members as process numbers."""
         return tuple(map(rank_of, self.members))
+
+    def ends_for_its_program(self, name: str) -> bool:
+        """Whether a worker does not go on because of the program that it or another brings."""
+        return bool(self.differ) and (not self.members or name in self.differ[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class WorldChange:
+    """One change of who works in an `Elastic` run.
+
+    Attributes:
+      step: finished steps from which it went on.
+      workers: process numbers of those who went on, in the order of the mesh.
+      lost: process numbers of those who did not.
+      joined: process numbers of those who were taken in.
+      why: what was noticed first.
+      seconds: from then until a step was finished again, compilation included, or training ended.
+        Where more is lost before a step is finished, each loss is a change of its own.
+    """
+
+    step: int
+    workers: tuple[int, ...]
+    lost: tuple[int, ...]
+    joined: tuple[int, ...]
+    why: str
+    seconds: float
 
 
 class RegroupError(Exception):
@@ -86,3 +115,8 @@ def words(names: Sequence[str]) -> str:
     """Workers, for a message."""
     ranks = ", ".join(str(rank_of(name)) for name in names)
     return f"worker{'s' * (len(names) > 1)} {ranks}"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Process numbers, for a message."""
+    return ", ".join(map(str, ranks)) or "none"

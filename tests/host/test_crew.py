@@ -77,20 +77,12 @@ def test_who_is_late_is_left_behind_and_learns_it_and_an_order_serves_once():
     assert second[0].ranks == (0, 1)
     late = crew[2].decide(3, (2, 3))
     assert crew[2].name not in late.members
-    assert not Crew.is_current(crew_at(crew[0], 0))
     # Nobody is lost, and yet the same two cannot use their connections again.
     third = at_once(*(lambda c=c: c.decide(4, (3, 4)) for c in crew[:2]))
     assert third[0].ranks == (1, 0)
     fourth = at_once(*(lambda c=c: c.decide(4, (3, 4)) for c in crew[:2]))
     assert fourth[0].members == ()
     ended(crew)
-
-
-def crew_at(crew, number):
-    other = object.__new__(Crew)
-    other.__dict__.update(crew.__dict__)
-    other.decision = crew._read(number)
-    return other
 
 
 def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
@@ -176,8 +168,9 @@ def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other():
     found = at_once(*(lambda c=c: c.decide(6, (5, 6)) for c in crew[:2]))
     assert found[0] == found[1]
     assert (found[0].members, tuple(map(rank_of, found[0].differ))) == ((), (0, 1))
-    sides = at_once(*(lambda c=c: c.sides([f"of {rank_of(c.name)}"]) for c in crew[:2]))
-    assert sides == [{0: ["of 0"], 1: ["of 1"]}] * 2
+    for one in crew[:2]:
+        one.show([f"of {rank_of(one.name)}"])
+    assert [one.sides() for one in crew[:2]] == [{0: ["of 0"], 1: ["of 1"]}] * 2
     late = crew[2].decide(6, (5, 6))
     assert late == found[0]
     said = str(mismatch(late, crew[2], ()))
