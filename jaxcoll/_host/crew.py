@@ -187,6 +187,8 @@ class Crew:
     def gather(self, what: str, value: str, *, same: bool = False) -> dict[str, str]:
         """What every member says, or the end of this generation: a barrier.
 
+        Once all have come it returns, over or not, so that all find the same.
+
         Args:
           what: the same on all members, once in a generation.
           value: what this one says.
@@ -196,12 +198,12 @@ class Crew:
         self._tell(lambda: self.store.set(self._key(self.number, f"{what}/{self.name}"), value))
         until, mine = time.monotonic() + self.startup, {self.name: self.doing}
         while True:
-            self.check()
             self.observe()  # first: one that has ended since may have been here
             said = self._all(self._key(self.number, what))
             missing = [m for m in self.decision.members if m not in said]
             if not missing and not (same and len(set(said.values())) > 1):
                 return said
+            self.check()
             silent = [m for m in missing if self._beats.is_silent(m)]
             if not missing or (same and self._beats.out_of_step(self._members, mine)):
                 self.ask("workers bring different programs")
@@ -252,9 +254,8 @@ class Crew:
         number = self.number + 1
         doing = dataclasses.astuple(self.doing)
         brings = {"finished": finished, "held": list(held), "doing": doing, "term": term}
-        said = json.dumps(brings)
         key, mine = self._key(number, "decision"), self._key(number, f"ready/{self.name}")
-        self._tell(lambda: self.store.set(mine, said))
+        self._tell(lambda: self.store.set(mine, json.dumps(brings)))
         began = time.monotonic()
         while (text := self._tell(lambda: self.store.try_get(key))) is None:
             self._answers.check()

@@ -70,11 +70,10 @@ def _flags(text: str) -> str:
 def _processor() -> str:
     """The kind of this host's processor, as a compiler tells processors apart."""
     try:
-        return (
-            f"{platform.machine()}, {kind_of(Path('/proc/cpuinfo').read_text('utf8', 'replace'))}"
-        )
+        kind = kind_of(Path("/proc/cpuinfo").read_text("utf8", "replace"))
     except OSError:  # no Linux
-        return f"{platform.machine()}, {platform.processor()}"
+        kind = platform.processor()
+    return f"{platform.machine()}, {kind}"
 
 
 def kind_of(cpuinfo: str) -> str:

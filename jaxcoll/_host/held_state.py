@@ -178,7 +178,9 @@ def _digest(x: Any) -> str:
     copies = [s.data for s in x.addressable_shards] if isinstance(x, jax.Array) else [x]
     first, *others = map(_bytes, copies)
     different = [each for each in others if not np.array_equal(each, first)]
-    hashes = (hashlib.blake2b(each.data, digest_size=16).hexdigest() for each in (first, *different))
+    hashes = (
+        hashlib.blake2b(each.data, digest_size=16).hexdigest() for each in (first, *different)
+    )
     return " ".join(hashes)
 
 

@@ -12,6 +12,7 @@ from jaxcoll._host.beats import Doing
 from jaxcoll._host.compiled_steps import mismatch
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import CoordinatorLostError, RegroupError, rank_of
+from jaxcoll._host.last_checkpoint import written_by_one
 from jaxcoll._host.local_keys import LocalKeys
 
 
@@ -175,6 +176,99 @@ def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other():
     assert late == found[0]
     said = str(mismatch(late, crew[2], ()))
     assert said.startswith("Workers bring different programs to step 6, and none goes on.")
+    ended(crew)
+
+
+def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
+    crew = crew_of(3, most=2)
+    found = {}
+    spare = threading.Thread(target=lambda: found.update(spare=crew[2].enter(0)))
+    spare.start()
+    at_once(*(lambda c=c: c.enter(0) for c in crew[:2]))
+    crew[1].close()
+    crew[0].decide(9, (8, 9))
+    spare.join(10)
+    staying, newcomer = crew[0], crew[2]
+    assert tuple(map(rank_of, found["spare"].joined)) == (2,)
+    staying.doing, newcomer.doing = Doing(1, 9, True, "theirs"), Doing(1, 9, True, "other")
+    both = lambda: at_once(
+        lambda: staying.gather("program/9", "theirs", same=True),
+        lambda: newcomer.gather("program/9", "other", same=True),
+    )
+    assert [type(error) for error in both()] == [RegroupError] * 2
+    one, other = at_once(*(lambda c=c: c.decide(9, (8, 9)) for c in (staying, newcomer)))
+    assert one == other
+    assert (one.ranks, tuple(map(rank_of, one.lost))) == ((0,), (2,))
+    assert not one.ends_for_its_program(staying.name)
+    assert one.ends_for_its_program(newcomer.name)
+    staying.show(["JAX", "program `theirs`", "collective"])
+    said = str(mismatch(one, newcomer, ("JAX", "program `other`", "collective")))
+    assert "to step 9, and workers 0 go on. The first difference:\nprocess 0: program `th" in said
+    ended(crew)
+
+
+@pytest.mark.parametrize(
+    ("marks", "joined", "differ", "end"),
+    [
+        ({"0": "a", "1": "a", "2": "a"}, ("2",), (), ()),
+        ({"0": "a", "1": "a", "2": "b"}, ("2",), ("0", "2"), ("2",)),
+        ({"0": "b", "1": "a", "2": "a"}, ("0",), ("1", "0"), ("0",)),
+        ({"0": "b", "1": "a", "2": "b"}, ("0", "2"), ("1", "0", "2"), ("0", "2")),
+        ({"0": "a", "2": "b"}, ("0", "2"), (), ()),  # what 1 does is not known
+        ({"0": "a", "1": "b", "2": "b"}, ("2",), ("0", "1"), ("0", "1", "2")),
+        ({"0": "a", "1": "b", "2": "b"}, (), ("0", "1"), ("0", "1", "2")),
+    ],
+)
+def test_those_who_were_there_before_are_right_unless_they_differ(marks, joined, differ, end):
+    known = {name: Doing(1, 9, True, mark) for name, mark in marks.items()}
+    assert beats.Beats().differing(("0", "1", "2"), joined, known) == (differ, end)
+
+
+def writes(crew, fails):
+    """What becomes of each where some cannot write; and who has written."""
+    wrote = []
+
+    def write(one):
+        if rank_of(one.name) in fails:
+            raise OSError(28, "No space left on device")
+        wrote.append(rank_of(one.name))
+
+    return at_once(
+        *(lambda c=c: written_by_one(c, c.decision, lambda: write(c)) for c in crew)
+    ), wrote
+
+
+@pytest.mark.parametrize("fails", [(), (0,), (0, 1), (1,)])
+def test_the_first_that_can_writes_the_last_checkpoint_while_all_wait(fails):
+    crew = crew_of(3)
+    at_once(*(lambda c=c: c.enter(0) for c in crew))
+    found, wrote = writes(crew, fails)
+    (writer,) = wrote
+    assert writer == min({0, 1, 2} - set(fails))
+    for rank, (name, failure) in enumerate(found):
+        assert rank_of(name) == writer
+        assert isinstance(failure, OSError) == (rank in fails and rank < writer)
+    ended(crew)
+
+
+def test_if_nobody_can_write_the_last_checkpoint_each_has_its_error():
+    crew = crew_of(2)
+    at_once(*(lambda c=c: c.enter(0) for c in crew))
+    found, wrote = writes(crew, (0, 1))
+    assert (wrote, [name for name, _ in found]) == ([], ["", ""])
+    assert all(isinstance(failure, OSError) for _, failure in found)
+    ended(crew)
+
+
+def test_a_writer_that_dies_over_the_last_checkpoint_is_a_loss_and_the_next_one_writes():
+    crew = crew_of(3)
+    at_once(*(lambda c=c: c.enter(0) for c in crew))
+    crew[0].close()  # before it had written
+    found, wrote = writes(crew[1:], ())
+    assert ([type(error) for error in found], wrote) == ([RegroupError] * 2, [])
+    at_once(*(lambda c=c: c.decide(9, (8, 9)) for c in crew[1:]))
+    found, wrote = writes(crew[1:], ())
+    assert ([rank_of(name) for name, _ in found], wrote) == ([1, 1], [1])
     ended(crew)
 
 
