@@ -1,6 +1,7 @@
 """Several hosts, and a cable between them that is pulled."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -43,7 +44,10 @@ def test_only_the_side_that_has_the_coordinator_goes_on_when_a_cable_is_pulled(t
         assert [change[:2] for change in said["changes"]] == [[[0, 1], [2]]]
     assert "is cut off from this worker" in cut["error"]
     assert cut["finished"] < 40
-    assert f"The state after step {cut['finished']} is saved" not in cut["error"], "a later one is"
+    # Its own, or a later one of the others, whichever came first: the newest stays in the end.
+    assert (
+        int(re.search(r"The state after step (\d+) is saved", cut["error"])[1]) >= cut["finished"]
+    )
     assert jc.restore_checkpoint(saved, np.float32(0))[1] == 100
 
 
