@@ -145,7 +145,7 @@ class Ran:
                 seen.append(f"{b.outcome} instead of {want}")
             elif rank not in fault.hit and want == fault.want:
                 seen += [f"no {w!r} in {b.words!r}" for w in fault.words if w not in b.words]
-                lost = sorted({r for c in b.changes for r in c["lost"]})
+                lost = sorted(r for c in b.changes for r in c["lost"])  # each in one change
                 named = lost if want == "trained" else b.said["ranks"]
                 # A step of two processes that is not elastic ends well where nobody is lost.
                 if named != (fault.named if fault.job != "calls" or want != "trained" else []):

@@ -106,7 +106,7 @@ FAULTS = [
           others={1: "trained"}, spec={"pause": 0.6, "until": 3, "steps": 100}),
     *(
         Fault(f"started again with another {odd}", 3, ((1, 20, "SIGKILL"),), job="odd", acts=((1.0, "again", 1),),
-              others={1: MISMATCH}, within=6.0, spec={"again with": odd, "pause": 0.2, "steps": 400})
+              others={1: MISMATCH}, culprits=(1, 1), within=6.0, spec={"again with": odd, "pause": 0.2, "steps": 400})
         for odd in ("state", "function")
     ),
     Fault("other XLA_FLAGS on one", 3, (), MISMATCH, ("process 0: XLA_FLAGS -", "process 1: XLA_FLAGS --xla_cpu_max_isa=AVX"),
@@ -137,7 +137,7 @@ FAULTS = [
     Fault("SIGSTOP of the coordinator, continued", 3, culprits=(),
           acts=((1.0, "SIGSTOP", "C"), (3.0, "SIGCONT", "C")), spec={"pause": 0.1}),
     Fault("full disk at a checkpoint", 2, ((0, 20, "full disk"),), others={0: "OSError"},
-          culprits=(), spec={"settings": {"checkpoint": "last.npz", "every": 10}}),
+          culprits=(), spec={"last": 40, "settings": {"checkpoint": "last.npz", "every": 10}}),
     Fault("SIGKILL while another writes checkpoints", 3, ((1, 20, "SIGKILL"),),
           spec={"settings": {"checkpoint": "last.npz", "every": 1}}),
     Fault("SIGKILL of the one that writes a checkpoint", 3, ((0, "while writing 20", "SIGKILL"),),
