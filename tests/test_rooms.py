@@ -35,9 +35,13 @@ ROOMS_BELOW = {
     "_compat_callback": set(),
     "_compat_compiler": set(),
     "_compat_coordination": set(),
+    "_compat_gloo": set(),
     "_plan": {"_compat"},
     "_spmd": {"_compat", "_compat_callback", "_plan"},
-    "_host": {"_compat", "_compat_compiler", "_compat_coordination", "_plan", "_spmd"},
+    "_host": {
+        *("_compat", "_compat_compiler", "_compat_coordination", "_compat_gloo"),
+        *("_plan", "_spmd"),
+    },
     "_observe": {"_compat", "_plan"},
     "_look": {"_compat", "_plan", "_spmd", "_host", "_observe"},
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +15,16 @@ from jaxcoll._host.beats import Doing
 from jaxcoll._host.corruption import listening
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
-from jaxcoll._host.decision import Decision
+from jaxcoll._host.decision import Decision, rank_of
 from jaxcoll._host.fingerprint import first_difference
 from jaxcoll._host.held_state import HeldState
 from jaxcoll._host.mesh import no_mesh
 from jaxcoll._host.placement import place
 from jaxcoll._host.program import Program, shared_program
 from jaxcoll._plan.errors import ProgramMismatchError
+
+_POLL_SECONDS = 0.02
+_SHOW_SECONDS = 1.0  # how long the lines of another worker's program are waited for
 
 
 class CompiledSteps:
@@ -82,7 +87,7 @@ class CompiledSteps:
 
 def mismatch(decision: Decision, crew: Crew, mine: tuple[str, ...]) -> ProgramMismatchError:
     """The error for all, of which each that has a part in it tells its own lines."""
-    said = crew.sides(mine)
+    said = _sides(decision, crew, mine)
     if min(map(len, said.values())) <= 2:  # one has no whole program to show
         said = {p: lines[1:2] or ["a program that is new to it"] for p, lines in said.items()}
     return ProgramMismatchError(
@@ -91,3 +96,16 @@ def mismatch(decision: Decision, crew: Crew, mine: tuple[str, ...]) -> ProgramMi
         "options and number of steps, rows of the same structure, shapes and dtypes in each step, "
         "and the same version of JAX."
     )
+
+
+def _sides(decision: Decision, crew: Crew, mine: tuple[str, ...]) -> dict[int, list[str]]:
+    """What the two show who were found to bring different programs, by process."""
+    if crew.name in decision.differ and mine:
+        crew.share(decision.number, f"lines/{crew.name}", json.dumps(mine))
+    until = time.monotonic() + _SHOW_SECONDS
+    while True:
+        shown = crew.shared(decision.number, "lines")
+        if not set(decision.differ) - set(shown) or time.monotonic() > until:
+            break
+        time.sleep(_POLL_SECONDS)
+    return {rank_of(name): json.loads(shown.get(name, "[]")) for name in decision.differ}

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
-import numpy as np
 
 from jaxcoll._compat_coordination import store
-from jaxcoll._host import gloo
+from jaxcoll._host.attempts import MOST_ATTEMPTS, Attempts
 from jaxcoll._host.checkpoint import restore_checkpoint, save_checkpoint, step_of_checkpoint
 from jaxcoll._host.compiled_steps import CompiledSteps, mismatch
+from jaxcoll._host.connections import Connections, are_spoiled, forget_devices
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.decision import CoordinatorLostError, Decision, RegroupError, rank_of
-from jaxcoll._host.given_up import are_left, leave_behind, outcome_of
+from jaxcoll._host.elastic_arguments import check_numbers, check_step
+from jaxcoll._host.given_up import leave_behind, outcome_of
 from jaxcoll._host.held_state import HeldState
 from jaxcoll._host.initialize import outlives_processes
 from jaxcoll._host.local_keys import LocalKeys
@@ -117,8 +117,8 @@ class Elastic:
         every: int = 100,
         report: Callable[[int, Any], None] | None = None,
     ) -> None:
-        _check_step(step)
-        _check_numbers(min_workers, max_workers, timeout_seconds, startup_seconds, every)
+        check_step(step)
+        check_numbers(min_workers, max_workers, timeout_seconds, startup_seconds, every)
         self._step = step
         self._state = HeldState(state)
         self._fewest, self._most = min_workers, max_workers
@@ -148,7 +148,8 @@ class Elastic:
           taken in.
 
         Raises:
-          DeadlineExceededError: a worker did not begin within `startup_seconds`.
+          DeadlineExceededError: a worker did not begin within `startup_seconds`; or a step was late
+            20 times in a row though nobody is lost. The state was saved then, if there is a file.
           PeerLostError: too few workers are left, the coordinator died or is stopped, or the others
             left this worker behind. Except by that one the state was saved, if there is a file.
           ReplicaDivergenceError: workers hold different states.
@@ -216,13 +217,13 @@ class _Run:
         self._batches, self._steps = batches, steps
         self._state = trainer._state
         self._compiled: CompiledSteps | None = None
-        self._failed: Any = None
+        self._attempts = Attempts()
         self._began = 0.0
         self._change: WorldChange | None = None
-        self._gloo = gloo.Made(())
+        self._connections: Connections | None = None
 
     def run(self) -> Any:
-        self._crew.publish("gloo", json.dumps(gloo.listening()))
+        self._crew.anew = are_spoiled()
         entered = self._crew.enter(self._state.finished)
         if entered is None:
             return None
@@ -233,24 +234,37 @@ class _Run:
                 self._crew.finish()
                 break
             except BaseException as error:
-                if are_left():
-                    self._gloo.cut()
+                self._leave_connections(broken=True)
                 if not isinstance(error, RegroupError):
                     raise
                 self._began = time.monotonic()
                 self._change = None
                 decision = self._crew.decide(self._state.finished, self._state.held)
-                if not decision.lost and not decision.joined:  # the step failed, here or elsewhere
-                    self._failed = (decision.step, frozenset(decision.members))
+                self._attempts.count(decision)
+        self._leave_connections(broken=False)
         if self._trainer._path is not None and self._crew.name == decision.members[0]:
             self._trainer._save(self._steps)
         return self._state.latest
+
+    def _leave_connections(self, *, broken: bool) -> None:
+        if self._connections is not None:
+            self._connections.end(broken=broken)
+        self._connections = None
 
     def _settle(self, decision: Decision) -> CompiledSteps:
         """Take the place, the mesh and the state that were decided."""
         if decision.differ:
             raise mismatch(decision, self._crew, self._compiled.lines if self._compiled else ())
         lost = tuple(map(rank_of, decision.lost))
+        if len(decision.members) < self._trainer._fewest and not decision.ended:
+            self._give_up(
+                decision,
+                PeerLostError(
+                    f"{len(decision.members)} workers are left ({_listed(decision.ranks)}), and "
+                    f"`min_workers` is {self._trainer._fewest}: {decision.why}.",
+                    ranks=lost,
+                ),
+            )
         if self._crew.name not in decision.members:
             went_on = (
                 "have finished. There is nothing left to do."
@@ -262,8 +276,8 @@ class _Run:
                 f"Worker {rank_of(self._crew.name)} was left behind by the others, who {went_on}",
                 ranks=(rank_of(self._crew.name),),
             )
-        if len(decision.members) < self._trainer._fewest:
-            self._give_up(decision, lost)
+        if self._attempts.are_over:
+            self._give_up(decision, self._attempts.error or _always_late(decision))
         joined = tuple(map(rank_of, decision.joined))
         self._trainer.workers = decision.ranks
         if decision.number:
@@ -277,24 +291,23 @@ class _Run:
             )
         axis = self._trainer._step.axis_name
         assert isinstance(axis, str)
-        mesh = line_of(_devices(decision.ranks), axis)
-        listening = [json.loads(text) for text in self._crew.published("gloo")]
-        self._gloo = gloo.Made((host, port) for one in listening for host, port in one)
+        self._connections = Connections(self._crew, decision)
+        self._connections.begin()
+        mesh = line_of(self._connections.of(decision.ranks), axis)
         self._compiled = CompiledSteps(self._trainer._step, mesh, self._crew)
         self._state.settle(decision, self._crew, mesh)
+        if decision.anew:
+            forget_devices()
         return self._compiled
 
-    def _give_up(self, decision: Decision, lost: tuple[int, ...]) -> None:
-        saved = ""
+    def _give_up(self, decision: Decision, error: Exception) -> NoReturn:
+        """Save what all have, and end."""
         if self._trainer._path is not None:
             if self._crew.name == decision.members[0] and decision.step in self._state.held:
                 self._trainer._save(decision.step)
-            saved = f" The state after step {decision.step} is saved in {self._trainer._path}."
-        raise PeerLostError(
-            f"{len(decision.members)} workers are left ({_listed(decision.ranks)}), and "
-            f"`min_workers` is {self._trainer._fewest}: {decision.why}.{saved}",
-            ranks=lost,
-        )
+            saved = f"The state after step {decision.step} is saved in {self._trainer._path}."
+            error.args = (f"{error} {saved}",)
+        raise error
 
     def _train(self, decision: Decision, compiled: CompiledSteps) -> None:
         place_here = decision.members.index(self._crew.name)
@@ -305,9 +318,10 @@ class _Run:
             batch = self._batches(step, place_here, len(decision.members))
             call = compiled.prepared(step, self._state, batch)
             self._crew.check()
-            state, metrics = self._finished_step(step, call, decision)
+            state, metrics = self._finished_step(step, call)
             self._state.keep(step + 1, state)
-            self._gloo.settle()
+            if self._connections is not None:
+                self._connections.settle()
             if self._change is not None:
                 seconds = time.monotonic() - self._began
                 self._trainer.changes.append(dataclasses.replace(self._change, seconds=seconds))
@@ -315,17 +329,15 @@ class _Run:
             self._report_and_save(step + 1, metrics, first=place_here == 0)
         compiled.end(self._steps)
 
-    def _finished_step(self, step: int, call: Callable[[], Any], decision: Decision) -> Any:
+    def _finished_step(self, step: int, call: Callable[[], Any]) -> Any:
         try:
             return outcome_of(call, self._crew, self._trainer._timeout, f"step {step}")
         except (RuntimeError, ValueError) as error:  # what JAX raises for a broken connection
-            # If nobody turns out to be lost, and it fails again, it is no fault of the others.
-            failure = (step, frozenset(decision.members))
-            if self._failed == failure:
-                raise
-            self._failed = failure
             reason = str(error).splitlines()[0][:200]
-            self._crew.ask(f"step {step} failed on worker {rank_of(self._crew.name)}: {reason}")
+            name = rank_of(self._crew.name)
+            if not self._crew.ask(f"step {step} failed on worker {name}: {reason}"):
+                # If nobody turns out to be lost, and it fails again, it is no fault of the others.
+                self._attempts.fail(error)
             raise RegroupError from error
 
     def _report_and_save(self, finished: int, metrics: Any, first: bool) -> None:
@@ -352,45 +364,14 @@ def _exchange_devices() -> None:
         raise
 
 
-def _devices(ranks: tuple[int, ...]) -> list[jax.Device]:
-    return [d for rank in ranks for d in jax.devices() if d.process_index == rank]
+def _always_late(decision: Decision) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        f"Workers {_listed(decision.ranks)} began the step after step {decision.step} "
+        f"{MOST_ATTEMPTS} times in a row and never finished it, though all live and connect to "
+        f"each other. The last time, {decision.why}. A larger `timeout_seconds` waits longer.",
+        ranks=(),
+    )
 
 
 def _listed(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks)) or "none"
-
-
-def _check_step(step: Any) -> None:
-    if not isinstance(step, DataParallel):
-        raise ValueError(
-            f"`Elastic` expects a step made by `jc.data_parallel`; got {type(step).__name__}."
-        )
-    if isinstance(step.axis_name, tuple):
-        raise ValueError(
-            f"`Elastic` trains over one axis, along which workers may leave; the step has "
-            f"{step.axis_name!r}."
-        )
-    if step.donate_argnums:
-        raise ValueError(
-            "`Elastic` goes back to the state before a step that others did not finish, so the "
-            f"step must not donate it; got donate_argnums={step.donate_argnums}."
-        )
-
-
-def _check_numbers(fewest: Any, most: Any, timeout: Any, startup: Any, every: Any) -> None:
-    whole = {"min_workers": fewest, "every": every} | (
-        {} if most is None else {"max_workers": most}
-    )
-    for name, value in whole.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"`Elastic` expects `{name}` to be an integer above 0; got {value!r}.")
-    if most is not None and most < fewest:
-        raise ValueError(f"`max_workers` ({most}) is below `min_workers` ({fewest}).")
-    seconds = {"startup_seconds": startup} | (
-        {} if timeout is None else {"timeout_seconds": timeout}
-    )
-    for name, value in seconds.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < np.inf:
-            raise ValueError(
-                f"`Elastic` expects `{name}` to be a number of seconds above 0; got {value!r}."
-            )
