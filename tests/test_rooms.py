@@ -35,10 +35,14 @@ ROOMS_BELOW = {
     "_compat_callback": set(),
     "_compat_compiler": set(),
     "_compat_coordination": set(),
+    "_compat_gloo": set(),
     "_files": set(),
     "_plan": {"_compat"},
     "_spmd": {"_compat", "_compat_callback", "_plan"},
-    "_host": {"_compat", "_compat_compiler", "_compat_coordination", "_files", "_plan", "_spmd"},
+    "_host": {
+        *("_compat", "_compat_compiler", "_compat_coordination", "_compat_gloo"),
+        *("_files", "_plan", "_spmd"),
+    },
     "_observe": {"_compat", "_files", "_plan"},
     "_look": {"_compat", "_plan", "_spmd", "_host", "_observe"},
 }

@@ -24,17 +24,16 @@ from jaxcoll._host.decision import (
     CoordinatorLostError,
     Decision,
     RegroupError,
-    in_fresh_order,
     rank_of,
     read,
     words,
     written,
 )
+from jaxcoll._host.links import to_leave_out
 from jaxcoll._host.local_keys import Keys
 from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
 
 _POLL_SECONDS = 0.02
-_SHOW_SECONDS = 1.0  # how long the lines of another worker's program are waited for
 
 
 class Crew:
@@ -45,6 +44,8 @@ class Crew:
       startup: seconds for which a worker that lives is waited for at the beginning of a generation.
       decision: what the present generation began with; None: it belongs to none yet.
       doing: the step that this worker is in, of which its beat tells the others.
+      anew: whether JAX's own connections may be broken here.
+      broken: pairs of workers of this generation that cannot connect to each other.
       woken: set whenever something has happened that a waiting worker should look at.
     """
 
@@ -58,7 +59,8 @@ class Crew:
         self._root = root
         self._patience, self.startup = patience, startup
         self._most = most or store.processes
-        self._asked = self._ended = False
+        self._asked = self._ended = self.anew = False
+        self.broken: set[frozenset[str]] = set()
         self._lock = threading.Lock()
         self._answers = Answers(patience, self.woken.set)
         self._tell = self._answers.to
@@ -111,16 +113,20 @@ class Crew:
         """Tell whoever waits that nobody answers any more."""
         self._answers.lose()
 
-    def ask(self, why: str, late: bool = False) -> None:
+    def ask(self, why: str, late: bool = False) -> bool:
         """End this generation on all its members.
 
         Args:
           why: in words.
           late: because time was up; whoever does not come at once is then left behind.
+
+        Returns:
+          Whether time was up first, here or elsewhere: what fails after that fails because of it.
         """
-        said = {"why": why, "late": late, "by": self.name}
-        self._tell(lambda: self.store.agree(self._key(self.number + 1, "asked"), json.dumps(said)))
+        said = json.dumps({"why": why, "late": late, "by": self.name})
+        first = self._tell(lambda: self.store.agree(self._key(self.number + 1, "asked"), said))
         self._asked = True
+        return json.loads(first)["late"]
 
     def meet(self) -> None:
         """Wait until every process of the job is here, or was once.
@@ -217,33 +223,17 @@ class Crew:
         """Say something for the whole run."""
         self._tell(lambda: self.store.set(f"{self._root}/{what}/{self.store.process}", value))
 
-    def published(self, what: str) -> list[str]:
-        """What every worker of the run has said by then."""
-        return list(self._all(f"{self._root}/{what}").values())
+    def share(self, number: int, what: str, value: str) -> None:
+        """Say something in a generation, by a name that no other worker uses."""
+        self._tell(lambda: self.store.set(self._key(number, what), value))
+
+    def shared(self, number: int, folder: str) -> dict[str, str]:
+        """What all have said in it, by the rest of its name."""
+        return self._all(self._key(number, folder))
 
     def observe(self) -> None:
         """Look at everybody's beat."""
         self._beats.observe(self._all(f"{self._root}/beat"))
-
-    def show(self, mine: Sequence[str]) -> None:
-        """Publish this worker's program, in lines, if it was found to differ from others'."""
-        assert self.decision is not None
-        if self.name in self.decision.differ and mine:
-            key = self._key(self.number, f"lines/{self.name}")
-            self._tell(lambda: self.store.set(key, json.dumps(mine)))
-
-    def sides(self) -> dict[int, list[str]]:
-        """The programs that were found to differ, in lines, by process."""
-        assert self.decision is not None
-        said = {}
-        folder = self._key(self.number, "lines")
-        for name in self.decision.differ:
-            try:
-                text = self._tell(lambda n=name: self.store.get(f"{folder}/{n}", _SHOW_SECONDS))
-                said[rank_of(name)] = json.loads(text)
-            except TimeoutError:
-                said[rank_of(name)] = []
-        return said
 
     def finish(self) -> None:
         """Tell those who still wait that the work is done."""
@@ -253,9 +243,11 @@ class Crew:
     def _decided(self, finished: int, held: Sequence[int], term: int = 0) -> Decision:
         number = self.number + 1
         doing = dataclasses.astuple(self.doing)
-        brings = {"finished": finished, "held": list(held), "doing": doing, "term": term}
+        broken = [sorted(pair) for pair in self.broken]
+        ready = {"finished": finished, "held": list(held), "doing": doing, "term": term}
+        said = json.dumps(ready | {"broken": broken, "anew": self.anew})
         key, mine = self._key(number, "decision"), self._key(number, f"ready/{self.name}")
-        self._tell(lambda: self.store.set(mine, json.dumps(brings)))
+        self._tell(lambda: self.store.set(mine, said))
         began = time.monotonic()
         while (text := self._tell(lambda: self.store.try_get(key))) is None:
             self._answers.check()
@@ -295,8 +287,11 @@ class Crew:
         asked = self._tell(lambda: self.store.try_get(self._key(number, "asked")))
         why = json.loads(asked)["why"] if asked else "a worker joined" if number else ""
         before = sorted(ready, key=rank_of) if self.decision is None else self.decision.members
+        broken = {frozenset(pair) for r in ready.values() for pair in r["broken"]}
+        joined = () if self.decision is None else self.decision.joined
         differ, odd = self._differ(ready)
-        staying = [m for m in before if m in ready and m not in odd][: self._most]
+        out = to_leave_out((pair for pair in broken if pair <= set(ready)), joined) | set(odd)
+        staying = [m for m in before if m in ready and m not in out][: self._most]
         if not staying:
             return Decision(number, (), min(r["finished"] for r in ready.values()), differ=differ)
         waiting = self._waiting()
@@ -305,8 +300,7 @@ class Crew:
         taken = {rank_of(name) for name in staying}
         coming = [w for w in waiting if not self._beats.is_silent(w) and rank_of(w) not in taken]
         coming = coming[: self._most - len(staying)]
-        used = {self._read(g).ranks for g in range(number)}
-        members = in_fresh_order([*staying, *coming], used) or in_fresh_order(staying, used)
+        members = tuple(sorted([*staying, *coming], key=rank_of))
         if self.decision is None:
             step = max(ready[m]["finished"] for m in staying)
             term = max(ready[m]["term"] for m in staying) + 1
@@ -320,10 +314,11 @@ class Crew:
             step,
             source=having[0],
             given=any(m not in having for m in members),
-            lost=tuple(m for m in before if m not in ready or m in odd),
+            lost=tuple(m for m in before if m not in ready or m in out),
             joined=tuple(m for m in members if number and m not in before),
             why=why,
             differ=differ,
+            anew=number > 0 or any(r["anew"] for r in ready.values()),
             term=term,
         )
 
@@ -358,7 +353,7 @@ class Crew:
     def _begin(self, decision: Decision) -> Decision:
         with self._lock:
             self.decision = decision
-            self._asked = False
+            self._asked, self.broken = False, set()
             self.doing = Doing(decision.number, -1)
             self.woken.clear()
         if self.name in decision.members:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -15,7 +14,7 @@ class Decision:
 
     Attributes:
       number: of the generation, from 0.
-      members: names of its workers, in the order of the mesh.
+      members: names of its workers, by number, as in the mesh.
       step: finished steps, from which it goes on.
       source: the member that has the state after that step.
       given: whether some member has it not, and is given it.
@@ -25,6 +24,7 @@ class Decision:
       ended: the work is done; there are no members.
       differ: workers who bring different programs to the step. Where there are members, one of
         them is the first of these, and the others had just been taken in; else nobody goes on.
+      anew: whether its members make connections of its own; else they have those of JAX.
       term: counts generations, those of earlier runs that wrote this one's checkpoint included.
     """
 
@@ -38,6 +38,7 @@ class Decision:
     why: str = ""
     ended: bool = False
     differ: tuple[str, ...] = ()
+    anew: bool = False
     term: int = 0
 
     @property
@@ -83,19 +84,6 @@ class CoordinatorLostError(Exception):
 def rank_of(name: str) -> int:
     """The process number in a worker's name, which also has a part that a restart changes."""
     return int(name.split(".")[0])
-
-
-def in_fresh_order(names: Iterable[str], used: set[tuple[int, ...]]) -> tuple[str, ...]:
-    """The names by rank, or in the first order of theirs in which nobody has worked yet.
-
-    Gloo keeps its connections by the devices of a mesh in their order, and those of a generation in
-    which a worker was lost are broken for good. So an order serves once. (): there is none left.
-    """
-    by_rank = {rank_of(name): name for name in names}
-    for order in itertools.permutations(sorted(by_rank)):
-        if order not in used or len(order) == 1:
-            return tuple(by_rank[rank] for rank in order)
-    return ()
 
 
 def written(decision: Decision) -> str:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
 from jaxcoll._compat_coordination import store
-from jaxcoll._host import gloo
+from jaxcoll._host.attempts import MOST_ATTEMPTS, Attempts
 from jaxcoll._host.checkpoint import Stamp, restore_checkpoint, save_newest, stamp_of_checkpoint
-from jaxcoll._host.compiled_steps import CompiledSteps, mismatch
+from jaxcoll._host.compiled_steps import CompiledSteps, mismatch, show
+from jaxcoll._host.connections import Connections, are_spoiled, forget_devices
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.decision import (
@@ -29,7 +29,7 @@ from jaxcoll._host.decision import (
     rank_of,
 )
 from jaxcoll._host.elastic_arguments import check_numbers, check_step
-from jaxcoll._host.given_up import are_left, leave_behind, outcome_of
+from jaxcoll._host.given_up import leave_behind, outcome_of
 from jaxcoll._host.held_state import HeldState
 from jaxcoll._host.initialize import outlives_processes
 from jaxcoll._host.last_checkpoint import written_by_one
@@ -142,7 +142,8 @@ class Elastic:
           taken in.
 
         Raises:
-          DeadlineExceededError: a worker did not begin within `startup_seconds`.
+          DeadlineExceededError: a worker did not begin within `startup_seconds`; or a step was late
+            20 times in a row though nobody is lost. The state was saved then, if there is a file.
           PeerLostError: too few workers are left, the coordinator died or is stopped, or the others
             left this worker behind. Except by that one the state was saved, if there is a file.
           ReplicaDivergenceError: workers start with different states; or later this worker's
@@ -218,13 +219,13 @@ class _Run:
         self._batches, self._steps = batches, steps
         self._state = trainer._state
         self._compiled: CompiledSteps | None = None
-        self._failed: Any = None
+        self._attempts = Attempts()
         self._began = 0.0
         self._changes: list[tuple[float, WorldChange]] = []
-        self._gloo = gloo.Made(())
+        self._connections: Connections | None = None
 
     def run(self) -> Any:
-        self._crew.publish("gloo", json.dumps(gloo.listening()))
+        self._crew.anew = are_spoiled()
         entered = self._crew.enter(self._state.finished, self._trainer._term)
         if entered is None:
             return None
@@ -234,19 +235,23 @@ class _Run:
                 try:
                     self._train(decision, self._settle(decision))
                     self._end(decision)
+                    self._leave_connections(broken=False)
                     break
                 except BaseException as error:
-                    if are_left():
-                        self._gloo.cut()
+                    self._leave_connections(broken=True)
                     if not isinstance(error, RegroupError):
                         raise
                     self._began = time.monotonic()
                     decision = self._crew.decide(self._state.finished, self._state.held)
-                    if not decision.lost and not decision.joined:  # the step failed somewhere
-                        self._failed = (decision.step, frozenset(decision.members))
+                    self._attempts.count(decision)
         finally:
             self._date_changes()
         return self._state.latest
+
+    def _leave_connections(self, *, broken: bool) -> None:
+        if self._connections is not None:
+            self._connections.end(broken=broken)
+        self._connections = None
 
     def _end(self, decision: Decision) -> None:
         """Nobody leaves before all agree upon the state and, with a file, one has written it."""
@@ -276,8 +281,18 @@ class _Run:
         mine = self._compiled.lines if self._compiled else ()
         if decision.ends_for_its_program(self._crew.name):
             raise mismatch(decision, self._crew, mine)
-        self._crew.show(mine)
+        show(decision, self._crew, mine)
         lost = tuple(map(rank_of, decision.lost))
+        few = len(decision.members) < self._trainer._fewest
+        if few and not decision.ended and decision.step < self._steps:
+            self._give_up(
+                decision,
+                PeerLostError(
+                    f"{len(decision.members)} workers are left ({listed(decision.ranks)}), and "
+                    f"`min_workers` is {self._trainer._fewest}: {decision.why}.",
+                    ranks=lost,
+                ),
+            )
         if self._crew.name not in decision.members:
             went_on = (
                 "have finished. There is nothing left to do."
@@ -289,9 +304,9 @@ class _Run:
                 f"Worker {rank_of(self._crew.name)} was left behind by the others, who {went_on}",
                 ranks=(rank_of(self._crew.name),),
             )
+        if self._attempts.are_over:
+            self._give_up(decision, self._attempts.error or _always_late(decision))
         self._trainer._term = decision.term
-        if len(decision.members) < self._trainer._fewest and decision.step < self._steps:
-            self._give_up(decision, lost)
         joined = tuple(map(rank_of, decision.joined))
         self._trainer.workers = decision.ranks
         if decision.number:
@@ -304,25 +319,24 @@ class _Run:
             self._changes.append((self._began, change))
         axis = self._trainer._step.axis_name
         assert isinstance(axis, str)
-        mesh = line_of(_devices(decision.ranks), axis)
-        listening = [json.loads(text) for text in self._crew.published("gloo")]
-        self._gloo = gloo.Made((host, port) for one in listening for host, port in one)
+        self._connections = Connections(self._crew, decision)
+        self._connections.begin()
+        mesh = line_of(self._connections.of(decision.ranks), axis)
         self._compiled = CompiledSteps(self._trainer._step, mesh, self._crew)
         self._state.settle(decision, self._crew, mesh)
+        if decision.anew:
+            forget_devices()
         return self._compiled
 
-    def _give_up(self, decision: Decision, lost: tuple[int, ...]) -> None:
-        saved = ""
+    def _give_up(self, decision: Decision, error: Exception) -> NoReturn:
+        """Save what all have, and end."""
         writer, failure = self._written(decision, decision.step)
         if writer:
-            saved = f" The state after step {decision.step} is saved in {self._trainer._path}."
+            saved = f"The state after step {decision.step} is saved in {self._trainer._path}."
+            error.args = (f"{error} {saved}",)
         elif failure:
-            saved = f" The state after step {decision.step} could not be saved: {failure}."
-        raise PeerLostError(
-            f"{len(decision.members)} workers are left ({listed(decision.ranks)}), and "
-            f"`min_workers` is {self._trainer._fewest}: {decision.why}.{saved}",
-            ranks=lost,
-        )
+            error.args = (f"{error} The state could not be saved: {failure}.",)
+        raise error
 
     def _train(self, decision: Decision, compiled: CompiledSteps) -> None:
         place_here = decision.members.index(self._crew.name)
@@ -333,23 +347,22 @@ class _Run:
             batch = self._batches(step, place_here, len(decision.members))
             call = compiled.prepared(step, self._state, batch)
             self._crew.check()
-            state, metrics = self._finished_step(step, call, decision)
+            state, metrics = self._finished_step(step, call)
             self._state.keep(step + 1, state)
-            self._gloo.settle()
+            if self._connections is not None:
+                self._connections.settle()
             self._date_changes()
             self._report_and_save(step + 1, metrics, decision)
 
-    def _finished_step(self, step: int, call: Callable[[], Any], decision: Decision) -> Any:
+    def _finished_step(self, step: int, call: Callable[[], Any]) -> Any:
         try:
             return outcome_of(call, self._crew, self._trainer._timeout, f"step {step}")
         except (RuntimeError, ValueError) as error:  # what JAX raises for a broken connection
-            # If nobody turns out to be lost, and it fails again, it is no fault of the others.
-            failure = (step, frozenset(decision.members))
-            if self._failed == failure:
-                raise
-            self._failed = failure
             reason = str(error).splitlines()[0][:200]
-            self._crew.ask(f"step {step} failed on worker {rank_of(self._crew.name)}: {reason}")
+            name = rank_of(self._crew.name)
+            if not self._crew.ask(f"step {step} failed on worker {name}: {reason}"):
+                # If nobody turns out to be lost, and it fails again, it is no fault of the others.
+                self._attempts.fail(error)
             raise RegroupError from error
 
     def _report_and_save(self, finished: int, metrics: Any, decision: Decision) -> None:
@@ -377,5 +390,10 @@ def _exchange_devices() -> None:
         raise
 
 
-def _devices(ranks: tuple[int, ...]) -> list[jax.Device]:
-    return [d for rank in ranks for d in jax.devices() if d.process_index == rank]
+def _always_late(decision: Decision) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        f"Workers {listed(decision.ranks)} began the step after step {decision.step} "
+        f"{MOST_ATTEMPTS} times in a row and never finished it, though all live and connect to "
+        f"each other. The last time, {decision.why}. A larger `timeout_seconds` waits longer.",
+        ranks=(),
+    )

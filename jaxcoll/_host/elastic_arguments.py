@@ -1,19 +1,18 @@
-"""What `Elastic` is given, refused where it does not fit."""
+"""What `Elastic` takes, checked before anything is done."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
-
-import numpy as np
 
 from jaxcoll._host.data_parallel import DataParallel
 
 
 def check_step(step: Any) -> None:
-    """Refuse what cannot be a training step of several workers.
+    """Refuse what `Elastic` cannot train with.
 
     Raises:
-      ValueError: it is none.
+      ValueError: it is no `jc.data_parallel` step, or has several axes, or donates.
     """
     if not isinstance(step, DataParallel):
         raise ValueError(
@@ -32,10 +31,10 @@ def check_step(step: Any) -> None:
 
 
 def check_numbers(fewest: Any, most: Any, timeout: Any, startup: Any, every: Any) -> None:
-    """Refuse numbers of workers, seconds and steps that mean nothing.
+    """Refuse numbers out of range.
 
     Raises:
-      ValueError: the message names the argument.
+      ValueError: one is; it is named.
     """
     whole = {"min_workers": fewest, "every": every} | (
         {} if most is None else {"max_workers": most}
@@ -49,7 +48,11 @@ def check_numbers(fewest: Any, most: Any, timeout: Any, startup: Any, every: Any
         {} if timeout is None else {"timeout_seconds": timeout}
     )
     for name, value in seconds.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < np.inf:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value < math.inf
+        ):
             raise ValueError(
                 f"`Elastic` expects `{name}` to be a number of seconds above 0; got {value!r}."
             )

@@ -9,7 +9,7 @@ import jaxcoll as jc
 from jaxcoll._host import answers, beats
 from jaxcoll._host import crew as crews
 from jaxcoll._host.beats import Doing
-from jaxcoll._host.compiled_steps import mismatch
+from jaxcoll._host.compiled_steps import _sides, mismatch, show
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import CoordinatorLostError, RegroupError, rank_of
 from jaxcoll._host.last_checkpoint import written_by_one
@@ -70,7 +70,7 @@ def test_survivors_agree_on_members_and_on_the_last_step_that_all_have():
     ended(crew)
 
 
-def test_who_is_late_is_left_behind_and_learns_it_and_an_order_serves_once():
+def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often():
     crew = crew_of(3)
     at_once(*(lambda c=c: c.enter(0) for c in crew))
     crew[0].ask("step 3 did not finish", late=True)
@@ -78,11 +78,12 @@ def test_who_is_late_is_left_behind_and_learns_it_and_an_order_serves_once():
     assert second[0].ranks == (0, 1)
     late = crew[2].decide(3, (2, 3))
     assert crew[2].name not in late.members
-    # Nobody is lost, and yet the same two cannot use their connections again.
-    third = at_once(*(lambda c=c: c.decide(4, (3, 4)) for c in crew[:2]))
-    assert third[0].ranks == (1, 0)
-    fourth = at_once(*(lambda c=c: c.decide(4, (3, 4)) for c in crew[:2]))
-    assert fourth[0].members == ()
+    # Nobody is lost, and the same two go on, each time with connections of their own.
+    for number in range(2, 12):
+        again = at_once(*(lambda c=c: c.decide(4, (3, 4)) for c in crew[:2]))
+        assert [(d.number, d.ranks, d.lost, d.anew) for d in again] == [
+            (number, (0, 1), (), True)
+        ] * 2
     ended(crew)
 
 
@@ -110,7 +111,7 @@ def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
     fourth = crew[0].decide(20, (19, 20))
     joins.join(10)
     assert found["again"] == fourth
-    assert (fourth.ranks, fourth.step, fourth.given) == ((1, 0), 20, True)
+    assert (fourth.ranks, fourth.step, fourth.given) == ((0, 1), 20, True)
     assert fourth.why == "a worker joined"
     at_once(*(lambda c=c: c.gather("finished", "") for c in (crew[0], again)))
     crew[0].finish()
@@ -170,8 +171,9 @@ def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other():
     assert found[0] == found[1]
     assert (found[0].members, tuple(map(rank_of, found[0].differ))) == ((), (0, 1))
     for one in crew[:2]:
-        one.show([f"of {rank_of(one.name)}"])
-    assert [one.sides() for one in crew[:2]] == [{0: ["of 0"], 1: ["of 1"]}] * 2
+        show(one.decision, one, (f"of {rank_of(one.name)}",))
+    sides = at_once(*(lambda c=c: _sides(c.decision, c) for c in crew[:2]))
+    assert sides == [{0: ["of 0"], 1: ["of 1"]}] * 2
     late = crew[2].decide(6, (5, 6))
     assert late == found[0]
     said = str(mismatch(late, crew[2], ()))
@@ -201,7 +203,7 @@ def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
     assert (one.ranks, tuple(map(rank_of, one.lost))) == ((0,), (2,))
     assert not one.ends_for_its_program(staying.name)
     assert one.ends_for_its_program(newcomer.name)
-    staying.show(["JAX", "program `theirs`", "collective"])
+    show(one, staying, ("JAX", "program `theirs`", "collective"))
     said = str(mismatch(one, newcomer, ("JAX", "program `other`", "collective")))
     assert "to step 9, and workers 0 go on. The first difference:\nprocess 0: program `th" in said
     ended(crew)
@@ -325,7 +327,7 @@ def test_a_coordinator_that_does_not_answer_is_lost_and_one_that_answers_late_is
     at_once(*(lambda c=c: c.enter(0) for c in (late, goes_on)))
     stopped = threading.Event()
     for crew, seconds in ((goes_on, 0.1), (late, 20)):
-        wait = lambda key, value, seconds=seconds: stopped.wait(seconds)
+        wait = lambda key, value, seconds=seconds: stopped.wait(seconds) or value
         monkeypatch.setattr(crew.store, "agree", wait, raising=False)
     goes_on.ask("")
     with pytest.raises(CoordinatorLostError):
