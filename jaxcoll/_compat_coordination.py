@@ -122,10 +122,14 @@ def store() -> Store | None:
     return Store(client, int(state.process_id), int(state.num_processes))
 
 
-def leave_coordinator() -> None:
-    """Forget a coordinator that has died: JAX would wait for it for minutes when Python ends."""
+def leave_coordinator(*, to_parent: bool = False) -> None:
+    """Forget a coordinator that has died: JAX would wait for it for minutes when Python ends.
+
+    Args:
+      to_parent: it lives, but is a parent's that forked this process: the service is left, too.
+    """
     state: Any = getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
-    for name in ("client", "preemption_sync_manager"):
+    for name in ("client", "preemption_sync_manager", *["service"] * to_parent):
         left = getattr(state, name, None)
         if left is not None:
             # Its destructor would wait as well, so it is never destroyed.

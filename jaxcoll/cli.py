@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: a flag is wrong, or --help was asked for.
     """
     open_closed_streams()
-    command = "COMMAND"
+    command = ""
     try:
         arguments = _parser().parse_args(argv)
         command = arguments.command

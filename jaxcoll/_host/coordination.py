@@ -7,7 +7,6 @@ stuck in a collective. So one that does not answer is dead, stopped or cut off. 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import itertools
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from jaxcoll._compat_coordination import Store, StoreUnreachableError, store
+from jaxcoll._host.at_exit import at_exit, not_at_exit
 from jaxcoll._host.ended import ended, followed
 from jaxcoll._host.given_up import within
 from jaxcoll._host.relay import give_up_coordinator
@@ -85,11 +85,11 @@ class Watch:
         store.set(f"{self.root}/here/{self.process}", "1")
         self._thread = threading.Thread(target=self._listen, name="jaxcoll-watch", daemon=True)
         self._thread.start()
-        atexit.register(self.end)
+        at_exit(self.end)
 
     def end(self) -> None:
         """Stop listening: a thread that waits in the client while Python ends takes it down."""
-        atexit.unregister(self.end)
+        not_at_exit(self.end)
         self._ended = True
         if line := followed():
             line.say_farewell({name: member.done for name, member in self.members.items()})

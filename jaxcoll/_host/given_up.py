@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 import jax
 
+from jaxcoll._host.at_exit import at_exit, not_at_exit
 from jaxcoll._host.beats import BEAT_SECONDS, LOST_SECONDS
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import RegroupError
@@ -153,7 +154,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 def leave_behind(thread: Behind) -> None:
     """Wait no more for a thread that may never come home."""
     if sys.exit is not _exit:
-        atexit.register(_end)
+        at_exit(_end)
         sys.exit = _exit
     _left[:] = [other for other in _left if other is not thread and other.is_alive()] + [thread]
 
@@ -186,7 +187,7 @@ def _end() -> None:
         time.sleep(0.01)
     else:
         return
-    atexit.unregister(_end)
+    not_at_exit(_end)
     atexit._run_exitfuncs()
     status = 1 if getattr(sys, "last_value", None) is not None else _status
     if status is not None and not isinstance(status, int):

@@ -10,16 +10,17 @@ finds out by the silence on its connections.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import functools
 import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 
 from jaxcoll._compat_coordination import leave_coordinator
+from jaxcoll._host.at_exit import at_exit
 from jaxcoll._host.coordinator import break_when_silent
+from jaxcoll._host.socket_folder import make_socket_folder
 
 _CHUNK = 1 << 16
 _LEAST = 2.0  # seconds in which a network may be silent and well
@@ -48,8 +49,8 @@ class Relay:
         self._lost = threading.Event()
         self.callbacks: list[Callable[[], None]] = []
         self.is_left = False
-        folder = tempfile.mkdtemp(prefix="jaxcoll-")  # nobody else may look into it
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        folder = make_socket_folder("coordinator")
+        at_exit(functools.partial(shutil.rmtree, folder, ignore_errors=True))
         self.address = f"unix:{folder}/coordinator"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"{folder}/coordinator")

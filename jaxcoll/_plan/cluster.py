@@ -17,6 +17,9 @@ COORDINATOR, PROCESSES, RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXC
 REJOIN = "JAXCOLL_REJOIN"
 """Set to "1" by `jaxcoll launch` for a process that is started again while the others go on."""
 
+OF_A_LAUNCH = (COORDINATOR, PROCESSES, RANK, REJOIN)
+"""What a job that is started inside a job must not inherit."""
+
 JAX_COORDINATOR, JAX_BIND = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's own variables."""
 

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxcoll._plan.cluster import REJOIN
-from jaxcoll.bench.processes import Lines, Running, surely_ended
+from jaxcoll.bench.lines import Lines
+from jaxcoll.bench.processes import Running, surely_ended
 
 GRACE = 5.0
 """Seconds that processes have to end when they are asked to."""
@@ -48,13 +49,15 @@ def run_job(
     signals: Sequence[int] = (),
     watched: Callable[[], None] = lambda: None,
     again: Callable[[int, int], bool] = lambda rank, status: False,
+    has_room: Callable[[str], bool] = lambda stream: True,
 ) -> Outcome:
     """Run one process for each set of variables, and end all when one fails.
 
     Args:
       command: what to run.
       variables: each rank's own environment variables, over this process's.
-      say: told the rank, the stream ("out" or "err") and each line as it comes.
+      say: given the rank, the stream ("out" or "err") and each line as it comes; see `Lines`. It
+        must not wait.
       timeout: seconds after which all are ended; None: none.
       grace: seconds between asking them to end, by the signal that was asked for or SIGTERM, and
         killing them.
@@ -63,13 +66,15 @@ def run_job(
       watched: called now and then.
       again: asked with the rank and status of one that failed, if others run `SETTLES` seconds
         later and none has ended well: whether it is started again, told to `REJOIN` them.
+      has_room: given a stream, whether more of it can be passed on; else the processes wait with
+        what they print, as they would for any reader.
 
     Returns:
       How it ended. No process outlives this call.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     with surely_ended() as running:
-        job = _Job(running, command, variables, say)
+        job = _Job(running, command, variables, Lines(say, has_room))
         outcome = job.outcome
         while None in outcome.statuses:
             job.note_ended()
@@ -100,10 +105,10 @@ class _Job:
         running: Running,
         command: Sequence[str],
         variables: Sequence[Mapping[str, str]],
-        say: Callable[[int, str, bytes], None],
+        lines: Lines,
     ) -> None:
         self._running, self._command, self._variables = running, command, variables
-        self.lines = Lines(say)
+        self.lines = lines
         self.outcome = Outcome([None] * len(variables))
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._failed_at: dict[int, float] = {}
@@ -152,7 +157,7 @@ class _Job:
         self._running.signal(number)
         before, until = len(signals), time.monotonic() + grace
         while self._run() and time.monotonic() <= until and len(signals) <= before:
-            self.lines.pass_on(_BEAT)
+            self.lines.pass_on(_BEAT, freely=True)
 
     def _run(self) -> bool:
         return any(process.poll() is None for process in self._processes.values())

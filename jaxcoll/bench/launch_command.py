@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -13,8 +14,11 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxcoll.bench.processes import signal_name
+
 if TYPE_CHECKING:
     from jaxcoll.bench.job import Outcome
+    from jaxcoll.bench.launch_output import Output
 
 EPILOG = """\
 The program calls `jc.initialize()` first. Each process is on 127.0.0.1 and nothing of it can be
@@ -77,27 +81,45 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
       The exit status; see `EPILOG`.
+
+    Raises:
+      ValueError: a flag cannot be.
+      OSError: nothing can be started, or no log be written.
     """
+    from jaxcoll.bench.launch_output import Output
+
     command = _command(args)
-    with _logs(args.logs, args.processes) as logs, _noted() as signals:
-        return _run(args, command, logs, signals)
-
-
-def _run(
-    args: argparse.Namespace, command: list[str], logs: list[FileIO], signals: list[int]
-) -> int:
     until = time.monotonic() + (args.timeout or float("inf"))
+    with _logs(args.logs, args.processes) as logs, _noted() as signals:
+        job = _Job(args, command, Output(), logs, signals, until)
+        return _read_out(job, _run(job))
+
+
+@dataclasses.dataclass
+class _Job:
+    """What is to run, and whom it speaks to."""
+
+    args: argparse.Namespace
+    command: list[str]
+    output: Output
+    logs: list[FileIO]
+    signals: list[int]
+    until: float
+
+
+def _run(job: _Job) -> int:
+    args, complain = job.args, job.output.complain
     restarts = _Restarts(args.restarts)
     while True:
-        outcome = _run_once(args, command, logs, signals, until, restarts)
+        outcome = _run_once(job, restarts)
         for rank in outcome.failed[:1] if not args.keep_going else outcome.failed:
             others = "" if args.keep_going else "; the others were ended"
-            _complain(f"process {rank} of {args.processes} {_how(outcome.statuses[rank])}{others}.")
+            complain(f"process {rank} of {args.processes} {_how(outcome.statuses[rank])}{others}.")
         if outcome.interrupted:
-            _complain(f"{signal.Signals(outcome.interrupted).name}: all processes were ended.")
+            complain(f"{signal_name(outcome.interrupted)}: all processes were ended.")
             return 128 + outcome.interrupted
         if outcome.late:
-            _complain(f"not all processes ended within {args.timeout:g} s; they were ended.")
+            complain(f"not all processes ended within {args.timeout:g} s; they were ended.")
             return 124
         if not outcome.failed or (args.keep_going and 0 in outcome.statuses):
             return 0
@@ -105,31 +127,38 @@ def _run(
             status = outcome.statuses[outcome.failed[0]]
             assert status is not None
             return status if status > 0 else 128 - status
-        _complain(f"all {args.processes} are started again ({restarts}).")
+        complain(f"all {args.processes} are started again ({restarts}).")
 
 
-def _run_once(
-    args: argparse.Namespace,
-    command: list[str],
-    logs: list[FileIO],
-    signals: list[int],
-    until: float,
-    restarts: _Restarts,
-) -> Outcome:
+def _read_out(job: _Job, status: int) -> int:
+    """Wait for whoever reads the output, but not after the job was to end.
+
+    Returns:
+      The exit status.
+    """
+    ending = job.signals or time.monotonic() > job.until
+    until = time.monotonic() + 1 if ending else job.until
+    before = len(job.signals)
+    if not job.output.drain(lambda: len(job.signals) > before or time.monotonic() > until):
+        if not ending:
+            return 128 + job.signals[-1] if job.signals else 124
+    return status
+
+
+def _run_once(job: _Job, restarts: _Restarts) -> Outcome:
     """One world, from its coordinator's start to its end."""
     from jaxcoll.bench.job import GRACE, run_job
     from jaxcoll.bench.launch import coordinated, world_variables
 
-    def say(rank: int, stream: str, line: bytes) -> None:
-        to = sys.stdout.buffer if stream == "out" else sys.stderr.buffer
-        with contextlib.suppress(BrokenPipeError):
-            to.write(b"[%d] " % rank + line)
-            to.flush()
+    args, logs, complain = job.args, job.logs, job.output.complain
+
+    def say(rank: int, stream: str, piece: bytes) -> None:
+        job.output.show(rank, stream, piece)
         if logs:
             try:
-                logs[rank].write(line)
+                logs[rank].write(piece)
             except OSError as error:  # a full disk, say, ends no training
-                _complain(f"no more logs are kept: {error.strerror}.")
+                complain(f"no more logs are kept: {error.strerror}.")
                 logs.clear()
 
     with coordinated(args.processes, *logs[-1:]) as coordinator:
@@ -140,12 +169,12 @@ def _run_once(
             # A coordinator that nobody needs any more ends with 0, and not before this.
             if status and not told:
                 told.append(status)
-                _complain(f"the coordinator {_how(status)}: JAX aborts every process without it.")
+                complain(f"the coordinator {_how(status)}: JAX aborts every process without it.")
 
         def again(rank: int, status: int) -> bool:
             if not args.keep_going or told or not restarts.take():
                 return False
-            _complain(
+            complain(
                 f"process {rank} of {args.processes} {_how(status)}; it is started again, to "
                 f"rejoin the others ({restarts})."
             )
@@ -156,9 +185,10 @@ def _run_once(
             for rank, own in enumerate(world_variables(coordinator.address, args.processes))
         ]
         return run_job(
-            command, variables, say,
-            timeout=None if until == float("inf") else max(0.0, until - time.monotonic()),
-            keep_going=args.keep_going, grace=GRACE, signals=signals, watched=watch, again=again,
+            job.command, variables, say,
+            timeout=None if job.until == float("inf") else max(0.0, job.until - time.monotonic()),
+            keep_going=args.keep_going, grace=GRACE, signals=job.signals, watched=watch,
+            again=again, has_room=job.output.has_room,
         )  # fmt: skip
 
 
@@ -176,10 +206,6 @@ class _Restarts:
 
     def __str__(self) -> str:
         return f"restart {self._taken} of {self._most}"
-
-
-def _complain(words: str) -> None:
-    print(f"jaxcoll launch: {words}", file=sys.stderr, flush=True)
 
 
 def _command(args: argparse.Namespace) -> list[str]:
@@ -221,7 +247,7 @@ def _devices(args: argparse.Namespace, rank: int) -> Mapping[str, str]:
 def _how(status: int | None) -> str:
     assert status is not None
     if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
+        return f"was ended by {signal_name(-status)}"
     return f"ended with status {status}"
 
 
@@ -247,11 +273,15 @@ def _logs(folder: Path | None, processes: int) -> Iterator[list[FileIO]]:
 def _noted() -> Iterator[list[int]]:
     """Signals to end are noted, and acted upon where nothing is left half done.
 
+    A hangup that this process was to ignore (`nohup`) it ignores.
+
     Yields:
       Those that came.
     """
     came: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
     before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
     try:
         yield came

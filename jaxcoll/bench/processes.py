@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from jaxcoll._plan.cluster import OF_A_LAUNCH
 
 # Reads the numbers of process groups, a line each, until whoever writes them is gone.
 _WATCH = 'while read -r group; do set -- "$@" "-$group"; done; kill -s KILL -- "$@" 2>/dev/null'
+
+
+def signal_name(number: int) -> str:
+    """A signal by its name; real-time signals are counted from the first of them.
+
+    Examples:
+      >>> signal_name(9), signal_name(signal.SIGRTMIN + 3)
+      ('SIGKILL', 'SIGRTMIN+3')
+    """
+    if signal.SIGRTMIN < number < signal.SIGRTMAX:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class Running:
@@ -29,8 +44,12 @@ class Running:
     def start(
         self, command: Sequence[str], env: Mapping[str, str], **streams: Any
     ) -> subprocess.Popen[bytes]:
-        """Start one more; `env` is added to the environment, `streams` are `Popen`'s."""
-        whole = {**os.environ, **env}
+        """Start one more; `env` is added to the environment, `streams` are `Popen`'s.
+
+        Of the job that this process may itself be one of, nothing is inherited.
+        """
+        own = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
+        whole = {**own, **env}
         process: subprocess.Popen[Any] = subprocess.Popen(
             command, env=whole, start_new_session=True, **streams
         )
@@ -76,58 +95,3 @@ def surely_ended() -> Iterator[Running]:
         assert watch.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             watch.stdin.close()
-
-
-class Lines:
-    """What processes print, line by line, as it comes.
-
-    Args:
-      say: told the rank, the stream ("out" or "err") and a whole line with its end.
-    """
-
-    def __init__(self, say: Callable[[int, str, bytes], None]) -> None:
-        self._say = say
-        self._selector = selectors.DefaultSelector()
-        self._unfinished: dict[int, bytes] = {}
-
-    def of(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Listen to a process that has pipes."""
-        for stream, pipe in (("out", process.stdout), ("err", process.stderr)):
-            if pipe is not None:
-                os.set_blocking(pipe.fileno(), False)
-                self._selector.register(pipe, selectors.EVENT_READ, (rank, stream))
-
-    def pass_on(self, seconds: float) -> None:
-        """Pass on what comes within some time, and return as soon as something has."""
-        if not self._selector.get_map():
-            time.sleep(seconds)
-            return
-        for key, _ in self._selector.select(seconds):
-            self._read(key)
-
-    def finish(self) -> None:
-        """Pass on what is left, unfinished lines too; nobody is waited for."""
-        while ready := self._selector.select(0):
-            for key, _ in ready:
-                self._read(key)
-        for key in list(self._selector.get_map().values()):
-            self._end(key)
-        self._selector.close()
-
-    def _read(self, key: selectors.SelectorKey) -> None:
-        chunk = os.read(key.fd, 1 << 16)
-        if not chunk:
-            return self._end(key)
-        *whole, rest = (self._unfinished.get(key.fd, b"") + chunk).split(b"\n")
-        self._unfinished[key.fd] = rest
-        rank, stream = key.data
-        for line in whole:
-            self._say(rank, stream, line + b"\n")
-        return None
-
-    def _end(self, key: selectors.SelectorKey) -> None:
-        if rest := self._unfinished.pop(key.fd, b""):
-            rank, stream = key.data
-            self._say(rank, stream, rest + b"\n")
-        self._selector.unregister(key.fileobj)
-        key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import selectors
-import signal
 import subprocess
 import tempfile
 import time
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxcoll.bench.launch import LaunchError
-from jaxcoll.bench.processes import surely_ended
+from jaxcoll.bench.processes import signal_name, surely_ended
 from jaxcoll.bench.ranks.rank import Rank
 
 Entry = tuple[str, ...]
@@ -163,7 +162,7 @@ class Launched(Team):
         if not dead:
             raise LaunchError(f"{who} failed ({doing}): {error or 'it closed its pipe'}")
         status = self._running[rank].returncode
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended ({status})"
+        how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended ({status})"
         raise LaunchError(f"{who} {how} ({doing}).{_last_words(self._logs[rank])}")
 
 

@@ -37,7 +37,7 @@ def open_closed_streams() -> None:
 def complain(command: str, words: object) -> None:
     """A line on standard error behind the command's name, if anybody can read it."""
     try:
-        print(f"jaxcoll {command}: {words}", file=sys.stderr, flush=True)
+        print(f"{f'jaxcoll {command}'.rstrip()}: {words}", file=sys.stderr, flush=True)
     except (OSError, ValueError):
         _discard(sys.stderr)
 
