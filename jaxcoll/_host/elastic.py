@@ -295,7 +295,7 @@ class _Run:
         self._connections.begin()
         mesh = line_of(self._connections.of(decision.ranks), axis)
         self._compiled = CompiledSteps(self._trainer._step, mesh, self._crew)
-        self._state.settle(decision, self._crew, mesh)
+        self._state.settle(decision, self._crew, mesh, self._together)
         if decision.anew:
             forget_devices()
         return self._compiled
@@ -318,7 +318,7 @@ class _Run:
             batch = self._batches(step, place_here, len(decision.members))
             call = compiled.prepared(step, self._state, batch)
             self._crew.check()
-            state, metrics = self._finished_step(step, call)
+            state, metrics = self._together(call, self._trainer._timeout, f"step {step}")
             self._state.keep(step + 1, state)
             if self._connections is not None:
                 self._connections.settle()
@@ -329,13 +329,13 @@ class _Run:
             self._report_and_save(step + 1, metrics, first=place_here == 0)
         compiled.end(self._steps)
 
-    def _finished_step(self, step: int, call: Callable[[], Any]) -> Any:
+    def _together(self, call: Callable[[], Any], seconds: float | None, what: str) -> Any:
         try:
-            return outcome_of(call, self._crew, self._trainer._timeout, f"step {step}")
+            return outcome_of(call, self._crew, seconds, what)
         except (RuntimeError, ValueError) as error:  # what JAX raises for a broken connection
             reason = str(error).splitlines()[0][:200]
             name = rank_of(self._crew.name)
-            if not self._crew.ask(f"step {step} failed on worker {name}: {reason}"):
+            if not self._crew.ask(f"{what} failed on worker {name}: {reason}"):
                 # If nobody turns out to be lost, and it fails again, it is no fault of the others.
                 self._attempts.fail(error)
             raise RegroupError from error

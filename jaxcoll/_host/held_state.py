@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,11 +16,13 @@ from jaxcoll._host.checkpoint import on_host
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import data_parallel
 from jaxcoll._host.decision import Decision, rank_of
-from jaxcoll._host.given_up import outcome_of
 from jaxcoll._host.in_program import broadcast
 from jaxcoll._host.mesh import no_mesh
 from jaxcoll._host.placement import place
 from jaxcoll._plan.errors import ProgramMismatchError, ReplicaDivergenceError
+
+Together = Callable[..., Any]
+"""`(call, seconds, what)`: what `call` returns, which every worker makes."""
 
 
 class HeldState:
@@ -59,8 +63,14 @@ class HeldState:
         self._held = {self.finished: self.latest, step: state}
         self.finished = step
 
-    def settle(self, decision: Decision, crew: Crew, mesh: Mesh) -> None:
+    def settle(self, decision: Decision, crew: Crew, mesh: Mesh, together: Together) -> None:
         """Hold the state after the step that was decided, on the devices of `mesh`.
+
+        Args:
+          decision: the step, and who has the state.
+          crew: who settle.
+          mesh: of their devices.
+          together: makes a call that all make, bounded by seconds and named in words.
 
         Raises:
           RegroupError: a member was lost over it.
@@ -71,7 +81,8 @@ class HeldState:
         state = self.host(step)
         _check_structures(crew.gather("structure", _structure(state)))
         if decision.given:
-            state = _given(state, decision, crew, mesh)
+            give = functools.partial(together, seconds=crew.startup, what="giving the state")
+            state = _given(state, decision, mesh, give)
         _check_digests(crew.gather("digest", json.dumps(_digests(state))))
         with no_mesh():
             placed = place(state, NamedSharding(mesh, PartitionSpec()))
@@ -146,7 +157,7 @@ def _check_digests(said: dict[str, str]) -> None:
         )
 
 
-def _given(state: Any, decision: Decision, crew: Crew, mesh: Mesh) -> Any:
+def _given(state: Any, decision: Decision, mesh: Mesh, together: Together) -> Any:
     """The state of the worker that has it, on all: as bytes, so that every bit is kept."""
     leaves, structure = jax.tree.flatten(state)
     parts = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in leaves]
@@ -161,7 +172,7 @@ def _given(state: Any, decision: Decision, crew: Crew, mesh: Mesh) -> Any:
     with no_mesh():
         program = give.lower(rows).compile()
         placed = place(rows, NamedSharding(mesh, PartitionSpec(axis)))
-    got = outcome_of(lambda: program(placed), crew, crew.startup, "giving the state")
+    got = together(lambda: program(placed))
     bits = on_host("", got)
     cuts = np.cumsum([part.size for part in parts])[:-1]
     return structure.unflatten(
