@@ -94,7 +94,9 @@ class Lost:
         steps = self.steps_of[generation] = self.steps_of.get(generation, 0) + (world == 3)
         (last, *turns) = map(int, self.turns.read_text().split())
         if steps > 2 and generation > last and turns and turns[0] == RANK:
-            self.turns.write_text(" ".join(map(str, (generation, *turns[1:]))))
+            written = FOLDER / "written"
+            written.write_text(" ".join(map(str, (generation, *turns[1:]))))
+            written.replace(self.turns)
             os.kill(os.getpid(), signal.SIGKILL)
         while world < 3 and at % 10 == 9 and not CREWS[0]._waiting():
             time.sleep(0.02)
@@ -114,3 +116,5 @@ try:
 except Exception as error:
     said = {"error": type(error).__name__, "message": str(error)}
 print("TOLD " + json.dumps(said), flush=True)
+if "error" in said:
+    sys.exit(3)

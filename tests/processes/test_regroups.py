@@ -33,12 +33,13 @@ class Workers:
     def logs(self):
         return [(self._folder / f"{r}.log").read_text() for r in range(len(self.processes))]
 
-    def wait(self, when_killed=lambda rank: None, limit=150):
+    def wait(self, when_killed=lambda rank: None, limit=120):
         """Until all have ended; whoever was killed is given to `when_killed`."""
         until = time.monotonic() + limit
         while any(p.poll() is None for p in self.processes):
             assert time.monotonic() < until, "\n".join(text[-3000:] for text in self.logs())
             for rank, process in enumerate(self.processes):
+                assert process.poll() in (None, 0, -signal.SIGKILL), "\n".join(self.logs())
                 if process.poll() == -signal.SIGKILL:
                     when_killed(rank)
             time.sleep(0.05)
