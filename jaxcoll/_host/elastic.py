@@ -16,7 +16,7 @@ from jaxcoll._compat_coordination import store
 from jaxcoll._host.attempts import MOST_ATTEMPTS, Attempts
 from jaxcoll._host.checkpoint import restore_checkpoint, save_checkpoint, step_of_checkpoint
 from jaxcoll._host.compiled_steps import CompiledSteps, mismatch
-from jaxcoll._host.connections import Connections, are_spoiled, forget_devices
+from jaxcoll._host.connections import Connections, are_spoiled
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.decision import CoordinatorLostError, Decision, RegroupError, rank_of
@@ -296,8 +296,7 @@ class _Run:
         mesh = line_of(self._connections.of(decision.ranks), axis)
         self._compiled = CompiledSteps(self._trainer._step, mesh, self._crew)
         self._state.settle(decision, self._crew, mesh, self._together)
-        if decision.anew:
-            forget_devices()
+        self._connections.forget_others()
         return self._compiled
 
     def _give_up(self, decision: Decision, error: Exception) -> NoReturn:

@@ -63,10 +63,13 @@ def test_two_workers_of_whom_one_is_late_ten_times_in_a_row_go_on(tmp_path):
 def test_who_is_lost_comes_back_however_often_and_process_0_too(tmp_path):
     turns = [2, 0, 2, 2, 0, 2, 2]
     (tmp_path / "turns").write_text(" ".join(map(str, (-1, *turns))))
+    refused = []
     with coordinated(3) as coordinator, surely_ended() as running:
         workers = Workers(3, "lost", tmp_path, running, coordinator.address)
 
         def again(rank):
+            if rank == 0 and not refused:
+                refused.append(with_two_devices(workers, rank))
             workers.processes[rank] = workers.start(rank, "again")
 
         three = workers.wait(again)
@@ -75,27 +78,13 @@ def test_who_is_lost_comes_back_however_often_and_process_0_too(tmp_path):
     changes = three[1]["changes"]
     assert [lost for _, lost, _ in changes if lost] == [[turn] for turn in turns]
     assert [joined for _, _, joined in changes if joined] == [[turn] for turn in turns]
+    (said,) = refused
+    assert said["error"] == "RuntimeError", said
+    assert "Process 0 was started again with 2 CPU devices and had 1 when" in said["message"]
 
 
-def test_who_comes_back_with_other_devices_is_refused_and_the_others_go_on(tmp_path):
-    (tmp_path / "turns").write_text("-1 0")
+def with_two_devices(workers, rank):
+    """What a process says that is started again with more devices than it had; it ends alone."""
     other = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_NUM_CPU_DEVICES": "2"}
-    with coordinated(3) as coordinator, surely_ended() as running:
-        workers = Workers(3, "lost", tmp_path, running, coordinator.address)
-        started = []
-
-        def again(rank):
-            started.append(workers.start(rank, "again", **({} if started else other)))
-            if len(started) == 1:
-                started[0].wait(60)
-                told = json.loads(workers.logs()[rank].rpartition("TOLD ")[2])
-                assert told["error"] == "RuntimeError", told
-                words = "Process 0 was started again with 2 CPU devices and had 1 when the job"
-                assert words in told["message"]
-                return again(rank)
-            workers.processes[rank] = started[1]
-            return None
-
-        three = workers.wait(again)
-    assert len({said["bits"] for said in three}) == 1
-    assert [joined for _, _, joined in three[1]["changes"] if joined] == [[0]]
+    assert workers.start(rank, "again", **other).wait(60) == 3, workers.logs()[rank]
+    return json.loads(workers.logs()[rank].rpartition("TOLD ")[2])
