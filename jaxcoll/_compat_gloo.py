@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 _LONGEST_FOLDER = 80  # bytes of it that a Unix socket's path has room for
 _FOREVER = 10**8  # seconds
 _LOCAL, _GLOBAL, _ADDRESSES = "cpu:local_topology", "cpu:global_topology", "cpu:gloo"
+_COUNTS = "jaxcoll/device_count"
 
 
 def let_gloo_listen_at(host: str, before: Callable[[], None], again: bool) -> bool:
@@ -38,7 +39,8 @@ def let_gloo_listen_at(host: str, before: Callable[[], None], again: bool) -> bo
       host: the address.
       before: called before they meet; what it raises JAX raises as a RuntimeError with its words.
       again: this process was started again after all had met. It reads what the others wrote of
-        their devices then, and nobody waits for it: its devices connect by `ClientAnew` only.
+        their devices then, and nobody waits for it: its devices connect by `ClientAnew` only. One
+        with another number of devices than it had is refused by JAX's RuntimeError.
 
     Returns:
       Whether this JAX can be told.
@@ -55,7 +57,12 @@ def let_gloo_listen_at(host: str, before: Callable[[], None], again: bool) -> bo
         before()
         devices = _devices_of_all() if again else None
         if devices is None:
-            return make_client(_gloo_over(state.client, host))
+            made = make_client(_gloo_over(state.client, host))
+            state.client.key_value_set(
+                f"{_COUNTS}/{state.process_id}", str(made.local_device_count())
+            )
+            return made
+        _check_count()
         keys = _OwnKeys(devices)
         atexit.register(keys.close)
         return keys.make_client(host)
@@ -138,13 +145,9 @@ class _OwnKeys:
 
     def make_client(self, host: str | None) -> Any:
         """As JAX makes its own, by the same options."""
-        made, state = _bridge().make_cpu_client, _state()
-        seen = types.SimpleNamespace(
-            client=self._client, process_id=state.process_id, num_processes=state.num_processes
-        )
-        around = {**made.__globals__, "distributed": types.SimpleNamespace(global_state=seen)}
-        alike = types.FunctionType(made.__code__, around, made.__name__, made.__defaults__)
-        return alike(_gloo_over(self._client, host))
+        state = _state()
+        collectives = _gloo_over(self._client, host)
+        return _made_over(self._client, state.process_id, state.num_processes, collectives)
 
     def all(self, folder: str) -> dict[str, bytes]:
         """Every value below `folder/` by its whole key; after the end: none."""
@@ -168,6 +171,31 @@ class _OwnKeys:
             self._service.shutdown()
             shutil.rmtree(self._folder, ignore_errors=True)
             atexit.unregister(self.close)
+
+
+def _made_over(client: Any, process: int, processes: int, collectives: Any) -> Any:
+    """A CPU client with the options of JAX's own, but over another coordination service."""
+    made, space = _bridge().make_cpu_client, types.SimpleNamespace
+    seen = space(client=client, process_id=process, num_processes=processes)
+    around = {**made.__globals__, "distributed": space(global_state=seen)}
+    alike = types.FunctionType(made.__code__, around, made.__name__, made.__defaults__)
+    return alike(collectives)
+
+
+def _check_count() -> None:
+    """Refuse to come back with another number of devices, on which XLA ends the process.
+
+    Raises:
+      RuntimeError: it is another.
+    """
+    state, count = _state(), _made_over(None, 0, 1, None).local_device_count()
+    before = state.client.blocking_key_value_get(f"{_COUNTS}/{state.process_id}", 1000)
+    if before != str(count):
+        raise RuntimeError(
+            f"Process {state.process_id} was started again with {count} CPU devices and had "
+            f"{before} when the job began. Start it with as many: by JAX_NUM_CPU_DEVICES, or "
+            "--xla_force_host_platform_device_count in XLA_FLAGS."
+        )
 
 
 def _devices_of_all() -> dict[str, bytes] | None:

@@ -36,4 +36,4 @@ class Attempts:
     @property
     def are_over(self) -> bool:
         """Whether to begin once more is in vain: it failed here twice, or was late too often."""
-        return (self.error is not None and self.times > 1) or self.times > MOST_ATTEMPTS
+        return (self.error is not None and self.times > 1) or self.times >= MOST_ATTEMPTS

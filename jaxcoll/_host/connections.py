@@ -91,8 +91,17 @@ class Connections:
         broken = links.broken({name: json.loads(text) for name, text in told.items()})
         if broken:
             self._crew.broken = broken
-            self._crew.ask(links.named(broken))
+            self._crew.ask(links.named_links(broken))
             raise RegroupError
+
+    def forget_others(self) -> None:
+        """Have JAX drop what it keeps for clients of generations that are over.
+
+        Each would stay, with its threads and descriptors. Functions of the user's compile again.
+        """
+        if self._client is not None:
+            jax.clear_caches()
+            gc.collect()
 
     def settle(self) -> None:
         """A program has run: what is connected later is another's."""
@@ -134,12 +143,3 @@ class Connections:
                     if key not in known:
                         known.add(key)
                         client.learn(key, base64.b64decode(text))
-
-
-def forget_devices() -> None:
-    """Have JAX drop what it keeps for clients that nobody else uses any more.
-
-    Each would stay, with its threads and descriptors. Functions of the user's compile again.
-    """
-    jax.clear_caches()
-    gc.collect()

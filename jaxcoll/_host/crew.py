@@ -29,7 +29,7 @@ from jaxcoll._host.decision import (
     words,
     written,
 )
-from jaxcoll._host.links import to_leave_out
+from jaxcoll._host.links import named_links, to_leave_out
 from jaxcoll._host.local_keys import Keys
 from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
 
@@ -292,6 +292,7 @@ class Crew:
         differ, odd = self._differ(ready)
         out = to_leave_out((pair for pair in broken if pair <= set(ready)), joined) | set(odd)
         staying = [m for m in before if m in ready and m not in out][: self._most]
+        why = named_links(broken) if out - set(odd) else why
         if not staying:
             return Decision(number, (), min(r["finished"] for r in ready.values()), differ=differ)
         waiting = self._waiting()

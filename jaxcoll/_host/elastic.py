@@ -17,7 +17,7 @@ from jaxcoll._compat_coordination import store
 from jaxcoll._host.attempts import MOST_ATTEMPTS, Attempts
 from jaxcoll._host.checkpoint import Stamp, restore_checkpoint, save_newest, stamp_of_checkpoint
 from jaxcoll._host.compiled_steps import CompiledSteps, mismatch, show
-from jaxcoll._host.connections import Connections, are_spoiled, forget_devices
+from jaxcoll._host.connections import Connections, are_spoiled
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
 from jaxcoll._host.decision import (
@@ -283,6 +283,8 @@ class _Run:
             raise mismatch(decision, self._crew, mine)
         show(decision, self._crew, mine)
         lost = tuple(map(rank_of, decision.lost))
+        if self._crew.name in decision.members:
+            self._trainer._term = decision.term
         few = len(decision.members) < self._trainer._fewest
         if few and not decision.ended and decision.step < self._steps:
             self._give_up(
@@ -306,7 +308,6 @@ class _Run:
             )
         if self._attempts.are_over:
             self._give_up(decision, self._attempts.error or _always_late(decision))
-        self._trainer._term = decision.term
         joined = tuple(map(rank_of, decision.joined))
         self._trainer.workers = decision.ranks
         if decision.number:
@@ -323,9 +324,8 @@ class _Run:
         self._connections.begin()
         mesh = line_of(self._connections.of(decision.ranks), axis)
         self._compiled = CompiledSteps(self._trainer._step, mesh, self._crew)
-        self._state.settle(decision, self._crew, mesh)
-        if decision.anew:
-            forget_devices()
+        self._state.settle(decision, self._crew, mesh, self._together)
+        self._connections.forget_others()
         return self._compiled
 
     def _give_up(self, decision: Decision, error: Exception) -> NoReturn:
@@ -347,20 +347,20 @@ class _Run:
             batch = self._batches(step, place_here, len(decision.members))
             call = compiled.prepared(step, self._state, batch)
             self._crew.check()
-            state, metrics = self._finished_step(step, call)
+            state, metrics = self._together(call, self._trainer._timeout, f"step {step}")
             self._state.keep(step + 1, state)
             if self._connections is not None:
                 self._connections.settle()
             self._date_changes()
             self._report_and_save(step + 1, metrics, decision)
 
-    def _finished_step(self, step: int, call: Callable[[], Any]) -> Any:
+    def _together(self, call: Callable[[], Any], seconds: float | None, what: str) -> Any:
         try:
-            return outcome_of(call, self._crew, self._trainer._timeout, f"step {step}")
+            return outcome_of(call, self._crew, seconds, what)
         except (RuntimeError, ValueError) as error:  # what JAX raises for a broken connection
             reason = str(error).splitlines()[0][:200]
             name = rank_of(self._crew.name)
-            if not self._crew.ask(f"step {step} failed on worker {name}: {reason}"):
+            if not self._crew.ask(f"{what} failed on worker {name}: {reason}"):
                 # If nobody turns out to be lost, and it fails again, it is no fault of the others.
                 self._attempts.fail(error)
             raise RegroupError from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -16,11 +17,13 @@ from jaxcoll._host.checkpoint import on_host
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import data_parallel
 from jaxcoll._host.decision import Decision, RegroupError, rank_of, words
-from jaxcoll._host.given_up import outcome_of
 from jaxcoll._host.in_program import broadcast
 from jaxcoll._host.mesh import no_mesh
 from jaxcoll._host.placement import place
 from jaxcoll._plan.errors import ProgramMismatchError, ReplicaDivergenceError
+
+Together = Callable[..., Any]
+"""`(call, seconds, what)`: what `call` returns, which every worker makes."""
 
 
 class HeldState:
@@ -61,8 +64,14 @@ class HeldState:
         self._held = {self.finished: self.latest, step: state}
         self.finished = step
 
-    def settle(self, decision: Decision, crew: Crew, mesh: Mesh) -> None:
+    def settle(self, decision: Decision, crew: Crew, mesh: Mesh, together: Together) -> None:
         """Hold the state after the step that was decided, on the devices of `mesh`.
+
+        Args:
+          decision: the step, and who has the state.
+          crew: who settle.
+          mesh: of their devices.
+          together: makes a call that all make, bounded by seconds and named in words.
 
         Raises:
           RegroupError: a member was lost over it, or holds another state than most do.
@@ -74,7 +83,8 @@ class HeldState:
         structures = crew.gather("structure", _structure(state))
         _agreed(structures, decision, crew, _other_structure, start=not decision.number)
         if decision.given:
-            state = _given(state, decision, crew, mesh)
+            give = functools.partial(together, seconds=crew.startup, what="giving the state")
+            state = _given(state, decision, mesh, give)
         digests = crew.gather("digest", _digests(state))
         _agreed(digests, decision, crew, _other_values, start=not decision.number)
         with no_mesh():
@@ -207,7 +217,7 @@ def _other_values(said: dict[str, str]) -> ReplicaDivergenceError:
     )
 
 
-def _given(state: Any, decision: Decision, crew: Crew, mesh: Mesh) -> Any:
+def _given(state: Any, decision: Decision, mesh: Mesh, together: Together) -> Any:
     """The state of the worker that has it, on all: as bytes, so that every bit is kept."""
     leaves, structure = jax.tree.flatten(state)
     parts = [_bytes(x) for x in leaves]
@@ -222,7 +232,7 @@ def _given(state: Any, decision: Decision, crew: Crew, mesh: Mesh) -> Any:
     with no_mesh():
         program = give.lower(rows).compile()
         placed = place(rows, NamedSharding(mesh, PartitionSpec(axis)))
-    got = outcome_of(lambda: program(placed), crew, crew.startup, "giving the state")
+    got = together(lambda: program(placed))
     bits = on_host("", got)
     cuts = np.cumsum([part.size for part in parts])[:-1]
     return structure.unflatten(

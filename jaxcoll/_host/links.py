@@ -69,7 +69,7 @@ def to_leave_out(links: Iterable[frozenset[str]], newcomers: Iterable[str]) -> s
     return out
 
 
-def named(links: Iterable[frozenset[str]]) -> str:
+def named_links(links: Iterable[frozenset[str]]) -> str:
     """The links, for a message."""
     pairs = sorted(sorted(map(rank_of, link)) for link in links)
     each = [f"workers {one} and {other}" for one, other in pairs[:3]]

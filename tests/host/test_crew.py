@@ -87,6 +87,18 @@ def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often
     ended(crew)
 
 
+def test_who_cannot_connect_to_another_is_left_out_and_the_link_is_named():
+    crew = crew_of(3)
+    at_once(*(lambda c=c: c.enter(0) for c in crew))
+    crew[1].broken = {frozenset((crew[1].name, crew[2].name))}
+    crew[1].ask("workers 1 and 2 cannot connect to each other")
+    found = at_once(*(lambda c=c: c.decide(3, (2, 3)) for c in crew))
+    assert len(set(found)) == 1
+    assert (found[0].ranks, found[0].lost) == ((0, 1), (crew[2].name,))
+    assert found[0].why == "workers 1 and 2 cannot connect to each other"
+    ended(crew)
+
+
 def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
     crew = crew_of(3, most=2)
     found = {}

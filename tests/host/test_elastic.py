@@ -10,6 +10,7 @@ from jaxcoll._host import held_state
 from jaxcoll._host.arrival import reach
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import Decision, RegroupError
+from jaxcoll._host.given_up import outcome_of
 from jaxcoll._host.held_state import HeldState, agreeing
 from jaxcoll._host.local_keys import LocalKeys
 from jaxcoll._plan.cluster import Member
@@ -155,7 +156,7 @@ class Present:
         mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
         for found in (
             lambda: state.compare(decision, self),
-            lambda: state.settle(decision, self, mesh),
+            lambda: state.settle(decision, self, mesh, None),
         ):
             try:
                 found()
@@ -241,6 +242,45 @@ def test_a_step_that_fails_twice_for_nobody_s_loss_is_an_error(monkeypatch):
     monkeypatch.setattr("jaxcoll._host.elastic.outcome_of", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         jc.Elastic(step, START).run(rows, 1)
+
+
+def test_a_step_that_is_late_again_and_again_ends_with_the_state_saved(tmp_path, monkeypatch):
+    begun = []
+
+    def late(call, crew, seconds, what):
+        if what == "step 0":
+            return outcome_of(call, crew, seconds, what)
+        begun.append(what)
+        crew.ask(f"{what} did not finish within {seconds:g} s", late=True)
+        raise RegroupError
+
+    monkeypatch.setattr("jaxcoll._host.elastic.outcome_of", late)
+    path = tmp_path / "last.npz"
+    words = (
+        r"Workers 0 began the step after step 1 20 times in a row and never finished it.*The last "
+        r"time, step 1 did not finish within 60 s\. A larger `timeout_seconds` waits longer\. The "
+        "state after step 1 is saved in"
+    )
+    with pytest.raises(jc.DeadlineExceededError, match=words):
+        jc.Elastic(step, START, checkpoint=path).run(rows, 9)
+    assert len(begun) == 20
+    assert jc.restore_checkpoint(path, START)[1] == 1
+
+
+def test_what_fails_because_time_was_up_is_no_failure(monkeypatch):
+    left = [5]
+
+    def fails(call, crew, seconds, what):
+        if what == "step 1" and left[0]:
+            left[0] -= 1
+            crew.ask("step 1 did not finish within 60 s", late=True)  # on another worker, first
+            raise RuntimeError("Connection closed by peer")
+        return outcome_of(call, crew, seconds, what)
+
+    monkeypatch.setattr("jaxcoll._host.elastic.outcome_of", fails)
+    trainer = jc.Elastic(step, START)
+    trainer.run(rows, 3)
+    assert (trainer.finished, left) == (3, [0])
 
 
 @pytest.mark.parametrize(("by_others", "step_saved"), [(0, 3), (50, 50)])
