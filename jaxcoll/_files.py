@@ -28,7 +28,6 @@ _LOG = logging.getLogger("jaxcoll")
 STALE_SECONDS = 3600.0
 """What nobody has written to for so long was left by somebody who died."""
 
-_MARK = ".jaxcoll-"  # in the name of a partial file, so that nobody else's is taken for one
 _MOST_LINKS = 40
 
 
@@ -173,14 +172,18 @@ def _created_beside(file: Path, suffix: str) -> Path:
     """A new file in the same folder, of the mode that the umask leaves."""
     # Of one that is there nobody may read more, while it is written, than of the file itself.
     mode = 0o600 if file.exists() else 0o666
-    partial = file.with_name(f".{file.name[:150]}{_MARK}{secrets.token_hex(8)}{suffix}")
+    partial = file.with_name(f"{_beginning(file)}{secrets.token_hex(8)}{suffix}")
     os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
     return partial
 
 
+def _beginning(file: Path) -> str:
+    """How the names of its partial files begin, and nobody else's; without another suffix."""
+    return f".jaxcoll-{file.name[:150].replace('.', '_')}-"
+
+
 def _remove_stale(file: Path) -> None:
-    beginning = f".{file.name[:150]}{_MARK}"
-    for left in file.parent.glob(f"{glob.escape(beginning)}*"):
+    for left in file.parent.glob(f"{glob.escape(_beginning(file))}*"):
         with contextlib.suppress(OSError):  # somebody else was quicker
             if time.time() - left.stat().st_mtime > STALE_SECONDS:
                 left.unlink()

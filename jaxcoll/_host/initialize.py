@@ -66,9 +66,10 @@ def initialize(
     """Enter the job that this process is one of, through `jax.distributed`.
 
     To be called first, by every process. What is not given is read off the environment, from the
-    first of these that left its marks: `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI,
-    Slurm, those that write torchrun's variables (`MASTER_ADDR`, `MASTER_PORT`, `RANK`,
-    `WORLD_SIZE`), and then what JAX itself knows: Cloud TPU and Kubernetes.
+    first of these that left its marks: `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI, other
+    launchers of MPI (MPICH, Intel MPI, MVAPICH, Cray PALS, Flux, jsrun, horovodrun: none of them
+    says where to meet), Slurm, those that write torchrun's variables (`MASTER_ADDR`,
+    `MASTER_PORT`, `RANK`, `WORLD_SIZE`), and then what JAX itself knows: Cloud TPU and Kubernetes.
     `JAX_COORDINATOR_ADDRESS` says where they meet, whoever started them. Without any mark this
     process is alone, and nothing is started.
 
@@ -83,7 +84,7 @@ def initialize(
       num_processes: how many there are.
       process_id: this one's number, from 0.
       local_device_ids: accelerators that are this process's own. None: all that it sees, or the
-        one with its number on the host where Slurm, Open MPI or torchrun put several there.
+        one with its number on the host where a launcher says that it put several there.
       cluster_resolver: says it all, in the place of the environment.
       initialization_timeout: seconds until all must have arrived; and, over CPUs, from the first
         use of devices until all use theirs.

@@ -106,21 +106,32 @@ def is_loopback(address: str) -> bool:
 def member_of(environment: Mapping[str, str]) -> Member | None:
     """Which process this is, as the first launcher tells that left its variables.
 
-    In this order: `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI, Slurm, and those that write
-    torchrun's variables. What Slurm starts may be torchrun's agents or Open MPI's daemons, whose
-    processes inherit its variables, so it comes after these. Where `JAX_COORDINATOR_ADDRESS` is
-    set, it is where they meet, whoever started them (but for `jaxcoll launch`).
+    In this order: `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI and other launchers of MPI,
+    Slurm, and those that write torchrun's variables. What Slurm starts may be torchrun's agents or
+    daemons of MPI, whose processes inherit its variables, so it comes after these. Where
+    `JAX_COORDINATOR_ADDRESS` is set, it is where they meet, whoever started them (but for `jaxcoll
+    launch`). A launcher of MPI does not say where; what comes after it may, for the same process.
 
     Returns:
-      The process; None: there is no launcher's mark, or the task takes no part (an evaluator).
+      The process; None: there is no launcher's mark, it has started one process alone, or the task
+      takes no part (an evaluator).
 
     Raises:
       ValueError: a launcher's variables contradict themselves or one is missing.
     """
     found = next((found for read in _READERS if (found := read(environment))), None)
-    if found is None or found.is_launched or JAX_COORDINATOR not in environment:
+    if found is None:
+        return _check_not_one_of_many(environment)
+    if found.is_launched:
         return found
-    return dataclasses.replace(found, coordinator_address=environment[JAX_COORDINATOR])
+    if JAX_COORDINATOR in environment:
+        return dataclasses.replace(found, coordinator_address=environment[JAX_COORDINATOR])
+    if found.coordinator_address is not None:
+        return found
+    others = [other for read in (_slurm, _master) if (other := read(environment))]
+    numbers = (found.num_processes, found.process_id)
+    same = [other for other in others if (other.num_processes, other.process_id) == numbers]
+    return same[0] if same else found if found.num_processes > 1 else None
 
 
 def _launched(environment: Mapping[str, str]) -> Member | None:
@@ -191,6 +202,61 @@ def _open_mpi(environment: Mapping[str, str]) -> Member | None:
     return Member(f"{host}:{_port(int(parts[1]) // 4096)}", processes, rank, own, source)
 
 
+# The variable by which a launcher is known, and those of the number of processes, of this one's
+# number, and of both on its host. None of them says where the processes could meet.
+_OF_MPI = {
+    "MVAPICH": (
+        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+    ),
+    "Cray PALS": ("PALS_RANKID", "PMI_SIZE", "PMI_RANK", "PMI_LOCAL_SIZE", "PMI_LOCAL_RANK"),
+    "Flux": (
+        "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_RANK",
+        "FLUX_TASK_LOCAL_SIZE", "FLUX_TASK_LOCAL_ID",
+    ),
+    "jsrun": (
+        "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
+    ),
+    "MPICH or Intel MPI": (
+        "PMI_RANK", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID",
+    ),
+    "horovodrun": (
+        "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_LOCAL_RANK",
+    ),
+}  # fmt: skip
+
+
+def _mpi(environment: Mapping[str, str]) -> Member | None:
+    for source, (mark, size, rank, local_size, local_rank) in _OF_MPI.items():
+        if mark not in environment:
+            continue
+        if source == "Cray PALS" and "PMI_SIZE" not in environment:
+            continue
+        processes, number = _numbers(environment, (size, rank), source)
+        alone = environment.get(local_size) == "1" or (
+            source == "Flux" and environment.get("FLUX_JOB_NNODES") == environment[size]
+        )
+        own = None if alone else _local(environment, local_rank, source)
+        return Member(None, processes, number, own, source)
+    return None
+
+
+def _check_not_one_of_many(environment: Mapping[str, str]) -> None:
+    """Refuse to be alone where a launcher counts its processes, and does not say how many.
+
+    Raises:
+      ValueError: this is not the first of them.
+    """
+    for source, rank in (("PMIx", "PMIX_RANK"), ("ALPS", "ALPS_APP_PE"), ("PALS", "PALS_RANKID")):
+        if environment.get(rank, "0").isdecimal() and int(environment.get(rank, "0")) > 0:
+            raise ValueError(
+                f"`initialize`: {source} started this as process {environment[rank]} ({rank}) of a "
+                "job, and does not say of how many. Give `coordinator_address`, `num_processes` "
+                "and `process_id`."
+            )
+
+
 def _torchrun(environment: Mapping[str, str]) -> Member | None:
     return _master(environment) if "TORCHELASTIC_RUN_ID" in environment else None
 
@@ -212,7 +278,7 @@ def _master(environment: Mapping[str, str]) -> Member | None:
 
 _READERS: Sequence[Callable[[Mapping[str, str]], Member | None]] = (
     *(_launched, _tf_config),
-    *(_torchrun, _open_mpi, _slurm),
+    *(_torchrun, _open_mpi, _mpi, _slurm),
     _master,
 )
 

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxcoll._plan import overlap, plan_dict, plan_html
+from jaxcoll._plan import overlap, plan_dict, plan_html, plan_text
 from jaxcoll._plan.algorithms import Stage, stages, steps, wire_elements
 from jaxcoll._plan.automatic import (
     RULES,
@@ -33,7 +33,8 @@ from jaxcoll._plan.world import World
 class Plan:
     """What one `all_reduce`, or one half of it, will send, decided from shapes alone.
 
-    `str(plan)` is a table; `plan.to_json()` the same for machines, and `Plan.from_json` reads it.
+    `str(plan)` is a table, of which `plan.text()` shows all rows; `plan.to_json()` is the same for
+    machines, and `Plan.from_json` reads it.
 
     Attributes:
       reduce_op: SUM or MEAN.
@@ -246,14 +247,12 @@ class Plan:
             f"{cost.copy * 1e3:.3g} copies), from {self.terms.source}"
         )
 
+    def text(self) -> str:
+        """What `str(plan)` shows, with all rows of the table."""
+        return plan_text.text(self)
+
     def __str__(self) -> str:
-        table = [plan_html.COLUMNS, *self.rows()]
-        widths = [max(len(row[c]) for row in table) for c in range(5)]
-        lines = [
-            "  ".join([*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[5]])
-            for row in table
-        ]
-        return "\n".join([self.headline, *lines, *self.reasons, self.prediction])
+        return plan_text.text(self, plan_text.MOST)
 
     def _repr_html_(self) -> str:
         return plan_html.html(self)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import html as _html
 from typing import TYPE_CHECKING
 
+from jaxcoll._plan.plan_text import COLUMNS
+
 if TYPE_CHECKING:
     from jaxcoll._plan.plan import Plan
 
-COLUMNS = ("pack", "dtype", "algorithm", "leaves", "bytes", "carries")
 MOST = 40
 """Rows; the rest are counted."""
 
@@ -22,10 +23,11 @@ def html(plan: Plan) -> str:
     if len(rows) > MOST:
         body += f"<tr><td colspan='{len(COLUMNS)}'>… and {len(rows) - MOST:,} more</td></tr>"
     table = f"<table><thead>{_row('th', COLUMNS)}</thead><tbody>{body}</tbody></table>"
+    table = table if rows else ""
     said = "".join(f"<div>{_html.escape(line)}</div>" for line in plan.reasons)
     return (
-        f"<div><p><b>{_html.escape(plan.headline)}</b></p>{table if rows else ''}{said}"
-        f"<div style='opacity:.65'>{_html.escape(plan.prediction)}</div></div>"
+        f"<div><p><b>{_html.escape(plan.headline)}</b></p>{said}"
+        f"<div style='opacity:.65'>{_html.escape(plan.prediction)}</div>{table}</div>"
     )
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 import jaxcoll as jc
+from jaxcoll._plan.plan_text import COLUMNS
 from jaxcoll.bench.demonstration import LEAST_ACCURACY, MOST_DIFFERENCE, Outcome, Traffic, counted
 from jaxcoll.bench.terminal import new_console
 
@@ -95,9 +96,10 @@ def _plan(outcome: Outcome) -> Table:
         title_justify="left",
         title_style="bold",
     )
-    for column in ("pack", "dtype", "leaves", "bytes"):
-        table.add_column(column, justify="right")
-    table.add_column("carries", overflow="fold")
+    *narrow, last = COLUMNS
+    for column in narrow:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column(last, overflow="fold")
     for row in outcome.plan.rows():
         table.add_row(*(Text(cell) for cell in row))
     return table

@@ -90,9 +90,22 @@ def _named(target: str) -> str:
 
 def _report(target: str, args: argparse.Namespace) -> Report:
     module, colon, name = target.rpartition(":")
+    if Path(target).is_dir():
+        raise ValueError(f"{target} is a folder; give a file of HLO text, or module:name.")
+    if not colon and not Path(target).exists():
+        stem = PurePath(target).stem if target.endswith(".py") else target
+        raise ValueError(
+            f"No such file: {target!r}. A function is named with its module, as in "
+            f"{stem.replace('/', '.')}:step."
+        )
     if Path(target).is_file() or not colon:
         if args.topology:
             raise ValueError("--topology is for module:name; a file is compiled already.")
+        if target.endswith(".py"):
+            raise ValueError(
+                f"{target} is a program's source, not HLO text. A function is named with its "
+                f"module, as in {PurePath(target).stem}:step."
+            )
         text = Path(target).read_text(encoding="utf-8", errors="replace")
         return report_of(text)
     import jax

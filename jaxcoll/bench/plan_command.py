@@ -56,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="predict it for 2 to 16,384 replicas of these devices (default: h100:2x8)",
     )
     out.add_argument("--algorithms", metavar="LIST", help=f"for --simulate (default: {ALGORITHMS})")
+    out.add_argument(
+        "--all-rows", action="store_true", help="show all rows of a long table, not the first"
+    )
     out.add_argument("--json", metavar="FILE", help="write it to FILE as JSON; - for here")
     out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what --simulate predicts")
 
@@ -78,7 +81,10 @@ def run(args: argparse.Namespace) -> int:
         write_result("--plot", args.plot, functools.partial(draw, found))
     if args.json and args.json != "-":
         write_text("--json", Path(args.json), text + "\n")
-    print(text if args.json == "-" else found)
+    if args.json == "-":
+        print(text)
+    else:
+        print(found.text() if isinstance(found, Plan) and args.all_rows else found)
     return 0
 
 
@@ -91,6 +97,8 @@ def _checked(args: argparse.Namespace) -> Workload:
     if not args.simulate and (args.plot or args.algorithms):
         flag = "--plot draws" if args.plot else "--algorithms is for"
         raise ValueError(f"{flag} what --simulate predicts; add --simulate.")
+    if args.simulate and args.all_rows:
+        raise ValueError("--all-rows is for a plan's table; leave it out.")
     if args.simulate and args.algorithm != "auto":
         raise ValueError("--simulate takes --algorithms, a list, in the place of --algorithm.")
     if args.plot:

@@ -91,20 +91,21 @@ def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
 
 def test_what_writers_left_that_died_is_removed_and_what_others_write_is_not(tmp_path):
     path = tmp_path / "of [run] 1.npz"
-    left, written, other = (
+    left, written, other, users = (
         tmp_path / name
         for name in (
-            ".of [run] 1.npz.dead.npz",
-            ".of [run] 1.npz.lives.npz",
-            ".of r 1.npz.dead.npz",
+            ".jaxcoll-of [run] 1_npz-dead.npz",
+            ".jaxcoll-of [run] 1_npz-lives.npz",
+            ".jaxcoll-of r 1_npz-dead.npz",
+            ".of [run] 1.npz.mine.npz",
         )
     )
-    for file in (left, written, other):
+    for file in (left, written, other, users):
         file.write_bytes(b"half a checkpoi")
-    for file in (left, other):
+    for file in (left, other, users):
         os.utime(file, (0, time.time() - files.STALE_SECONDS - 60))
     jc.save_checkpoint(path, tree())
-    assert set(tmp_path.iterdir()) == {path, written, other}
+    assert set(tmp_path.iterdir()) == {path, written, other, users}
 
 
 STAMPS = [Stamp(20, 1), Stamp(40, 1), Stamp(40, 2), Stamp(60, 2)]

@@ -177,14 +177,22 @@ def test_nobody_waits_for_a_coordinator_that_is_stopped():
         _answered(lambda: 1 / 0, 5)
 
 
-def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch):
+@pytest.mark.parametrize(
+    ("source", "size", "rank"),
+    [
+        ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK"),
+    ],
+)
+def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch, source, size, rank):
     def unknown(*_, **__):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", unknown)
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
-    with pytest.raises(ValueError, match="Open MPI does not say where .* JAX_COORDINATOR_ADDRESS"):
+    monkeypatch.setenv(size, "2")
+    monkeypatch.setenv(rank, "1")
+    words = f"{source} does not say where .* JAX_COORDINATOR_ADDRESS"
+    with pytest.raises(ValueError, match=words):
         jc.initialize()
 
 

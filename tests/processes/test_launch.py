@@ -1,11 +1,13 @@
 """`jaxcoll launch` and `jaxcoll doctor`: what is passed on, what listens, and that all end."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -229,6 +231,124 @@ def test_nothing_outlives_the_launcher_however_it_is_ended(tmp_path, numbers, ho
     if status > 0:
         name = signal.Signals(status - 128).name
         assert f"jaxcoll launch: {name}: all processes were ended." in errors
+
+
+NOISY = "while True: print('x' * 100)"
+
+
+@pytest.mark.parametrize(
+    ("number", "flags", "status"),
+    [(signal.SIGTERM, [], 143), (signal.SIGINT, [], 130), (None, ["--timeout", "3"], 124)],
+    ids=["SIGTERM", "SIGINT", "timeout"],
+)
+@pytest.mark.parametrize("merged", [False, True], ids=["apart", "one file"])
+def test_a_reader_who_reads_nothing_keeps_no_job_alive(tmp_path, number, flags, status, merged):
+    errors = subprocess.STDOUT if merged else subprocess.PIPE
+    started = subprocess.Popen(
+        [*LAUNCH, *flags, script(tmp_path, NOISY)], stdout=subprocess.PIPE, stderr=errors
+    )
+    assert os.read(started.stdout.fileno(), 1) == b"["
+    time.sleep(1)  # the pipe is full, and so is all before it
+    pids = [int(x) for x in children(started.pid)]
+    if number is not None:
+        started.send_signal(number)
+    assert started.wait(timeout=60) == status
+    started.stdout.close()
+    if not merged:
+        name = f"jaxcoll launch: {number.name if number else 'not all processes ended'}".encode()
+        assert name in started.stderr.read()
+        started.stderr.close()
+    assert gone(pids)
+
+
+def test_a_full_disk_at_standard_output_ends_no_job(tmp_path):
+    file = script(tmp_path, "import os; print('x', flush=True); os.write(2, b'done\\n')")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*LAUNCH, file], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 0, done.stderr
+    words = "standard output cannot be written (No space left on device); the job goes on without"
+    assert done.stderr.count(words) == 1
+    assert {"[0] done", "[1] done"} <= set(done.stderr.splitlines())
+
+
+def test_much_output_without_a_line_s_end_takes_no_longer_than_lines(tmp_path):
+    bars = "import sys\nfor _ in range(20): sys.stdout.write(('\\r' + 'x' * 1023) * 1024)"
+    done = subprocess.run([*LAUNCH, script(tmp_path, bars)], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout.count(b"x")) == (0, 2 * 20 * 1023 * 1024)
+
+
+@pytest.mark.parametrize("number", [signal.SIGRTMIN + 1, signal.SIGUSR1])
+def test_whatever_signal_ends_a_process_is_named(tmp_path, number):
+    done = run("-n", "1", script(tmp_path, f"import os; os.kill(os.getpid(), {int(number)})"))
+    name = "SIGUSR1" if number == signal.SIGUSR1 else "SIGRTMIN+1"
+    assert done.returncode == 128 + number
+    assert f"process 0 of 1 was ended by {name}; the others were ended." in done.stderr
+
+
+def test_a_hangup_that_was_to_be_ignored_is(tmp_path):
+    file = script(tmp_path, "import time; print('begins', flush=True); time.sleep(1)")
+    started = subprocess.Popen(
+        ["nohup", *LAUNCH, file], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert b"begins" in started.stdout.readline()
+    started.send_signal(signal.SIGHUP)
+    assert started.communicate(timeout=60)
+    assert started.returncode == 0
+
+
+def test_a_job_inside_a_job_inherits_nothing_of_it(tmp_path):
+    show = "print(sorted(k for k in __import__('os').environ if k.startswith('JAXCOLL_')))"
+    file = script(tmp_path, show)
+    outer = {"JAXCOLL_REJOIN": "1", "JAXCOLL_RANK": "7", "JAXCOLL_PROCESSES": "9"}
+    done = subprocess.run(
+        [*LAUNCH, "-n", "1", file], env={**os.environ, **outer, "JAXCOLL_TERMS": "kept"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    own = "['JAXCOLL_COORDINATOR', 'JAXCOLL_PROCESSES', 'JAXCOLL_RANK', 'JAXCOLL_TERMS']"
+    assert done.stdout == f"[0] {own}\n", done.stderr
+
+
+FORKS = """
+import os, sys, tempfile, time, warnings
+warnings.simplefilter("ignore")
+import jaxcoll as jc
+jc.initialize()
+import jax, numpy as np
+rank = jax.process_index()
+asked = jc.CommunicationOptions(timeout_seconds=60)
+step = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"), options=asked)
+assert step(np.ones(2, "f")) == 4
+mine = lambda: {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("jaxcoll-")}
+before, child = mine(), os.fork()
+if child == 0:
+    sys.exit(0)
+until = time.monotonic() + 20  # JAX itself may crash or hang at the end of a forked child
+while time.monotonic() < until and os.waitpid(child, os.WNOHANG) == (0, 0):
+    time.sleep(0.05)
+assert len(mine()) >= len(before) == 2, (before, mine())
+for _ in range(3):
+    assert step(np.ones(2, "f")) == 4
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("folder", ["usual", "x" * 120, "per%41cent?and#hash"])
+def test_children_that_end_do_not_speak_for_their_parents_wherever_sockets_are(tmp_path, folder):
+    if folder == "usual":
+        temporary = tempfile.TemporaryDirectory(dir="/tmp")  # where a socket's path is short
+    else:
+        temporary = contextlib.nullcontext(str(tmp_path / folder))
+        (tmp_path / folder).mkdir()
+    text = FORKS if folder == "usual" else FORKS.partition("before, child")[0] + "print('went on')"
+    with temporary as name:
+        done = subprocess.run(
+            [*LAUNCH, "--timeout", "100", script(tmp_path, text)], capture_output=True, text=True,
+            timeout=120, env={**os.environ, "TMPDIR": name},
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {"[0] went on", "[1] went on"} <= set(done.stdout.splitlines())
 
 
 def children(pid):
