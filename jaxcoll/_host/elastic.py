@@ -32,7 +32,7 @@ from jaxcoll._host.elastic_arguments import check_numbers, check_step
 from jaxcoll._host.given_up import leave_behind, outcome_of
 from jaxcoll._host.held_state import HeldState
 from jaxcoll._host.initialize import outlives_processes
-from jaxcoll._host.last_checkpoint import written_by_one
+from jaxcoll._host.last_checkpoint import Writers, writers_of, written_by_one
 from jaxcoll._host.local_keys import LocalKeys
 from jaxcoll._host.mesh import line_of
 from jaxcoll._host.relay import give_up_coordinator, when_coordinator_is_lost
@@ -190,7 +190,7 @@ class Elastic:
             raise OSError(f"worker {jax.process_index()} does not hold the state after step {step}")
         stands = save_newest(self._path, self._state.host(step), Stamp(step, self._term), patience)
         if stands.step > step:
-            words = "%s holds the state after step %d, which that after step %d does not replace."
+            words = "%s holds the state after step %d, and stays: that after step %d is older."
             _LOG.warning(words, self._path, stands.step, step)
         return stands
 
@@ -223,6 +223,7 @@ class _Run:
         self._began = 0.0
         self._changes: list[tuple[float, WorldChange]] = []
         self._connections: Connections | None = None
+        self._writers = Writers((), 0)
 
     def run(self) -> Any:
         self._crew.anew = are_spoiled()
@@ -258,17 +259,15 @@ class _Run:
         assert self._compiled is not None
         self._compiled.end(self._steps)
         self._state.compare(decision, self._crew)
-        writer, failure = self._written(decision, self._state.finished)
-        if writer or not failure:
+        writer, failure = self._written(self._state.finished)
+        if writer or not self._writers.names:
             self._crew.finish()
         if failure:
             raise failure
 
-    def _written(self, decision: Decision, step: int) -> tuple[str, OSError | None]:
-        if self._trainer._path is None:
-            return "", None
+    def _written(self, step: int) -> tuple[str, OSError | None]:
         write = functools.partial(self._trainer._save, step, _LAST_PATIENCE)
-        return written_by_one(self._crew, decision, write)
+        return written_by_one(self._crew, self._writers, write)
 
     def _date_changes(self) -> None:
         for began, change in self._changes:
@@ -285,8 +284,12 @@ class _Run:
         lost = tuple(map(rank_of, decision.lost))
         if self._crew.name in decision.members:
             self._trainer._term = decision.term
-        few = len(decision.members) < self._trainer._fewest
-        if few and not decision.ended and decision.step < self._steps:
+        few = len(decision.members) < self._trainer._fewest and decision.step < self._steps
+        few = few and not decision.ended
+        if few or self._crew.name in decision.members:
+            every = self._trainer._every if self._trainer._path else 0
+            self._writers = writers_of(self._crew, decision, every)
+        if few:
             self._give_up(
                 decision,
                 PeerLostError(
@@ -318,11 +321,9 @@ class _Run:
             )
             change = WorldChange(decision.step, decision.ranks, lost, joined, decision.why, 0.0)
             self._changes.append((self._began, change))
-        axis = self._trainer._step.axis_name
-        assert isinstance(axis, str)
         self._connections = Connections(self._crew, decision)
         self._connections.begin()
-        mesh = line_of(self._connections.of(decision.ranks), axis)
+        mesh = line_of(self._connections.of(decision.ranks), str(self._trainer._step.axis_name))
         self._compiled = CompiledSteps(self._trainer._step, mesh, self._crew)
         self._state.settle(decision, self._crew, mesh, self._together)
         self._connections.forget_others()
@@ -330,7 +331,7 @@ class _Run:
 
     def _give_up(self, decision: Decision, error: Exception) -> NoReturn:
         """Save what all have, and end."""
-        writer, failure = self._written(decision, decision.step)
+        writer, failure = self._written(decision.step)
         if writer:
             saved = f"The state after step {decision.step} is saved in {self._trainer._path}."
             error.args = (f"{error} {saved}",)
@@ -369,10 +370,10 @@ class _Run:
         trainer = self._trainer
         trainer._report(finished, metrics)
         last = finished == self._steps
-        if trainer._path is None or last or finished % trainer._every:
+        if last or not self._writers.are_due(finished):
             return
         self._state.compare(decision, self._crew)
-        if self._crew.name != decision.members[0]:
+        if self._crew.name != self._writers.names[0]:
             return
         try:
             trainer._save(finished, _PATIENCE)

@@ -12,7 +12,7 @@ from jaxcoll._host.beats import Doing
 from jaxcoll._host.compiled_steps import _sides, mismatch, show
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import CoordinatorLostError, RegroupError, rank_of
-from jaxcoll._host.last_checkpoint import written_by_one
+from jaxcoll._host.last_checkpoint import writers_of, written_by_one
 from jaxcoll._host.local_keys import LocalKeys
 
 
@@ -238,7 +238,7 @@ def test_those_who_were_there_before_are_right_unless_they_differ(marks, joined,
     assert beats.Beats().differing(("0", "1", "2"), joined, known) == (differ, end)
 
 
-def writes(crew, fails):
+def writes(crew, fails, every=lambda one: 10):
     """What becomes of each where some cannot write; and who has written."""
     wrote = []
 
@@ -247,9 +247,10 @@ def writes(crew, fails):
             raise OSError(28, "No space left on device")
         wrote.append(rank_of(one.name))
 
-    return at_once(
-        *(lambda c=c: written_by_one(c, c.decision, lambda: write(c)) for c in crew)
-    ), wrote
+    def last(one):
+        return written_by_one(one, writers_of(one, one.decision, every(one)), lambda: write(one))
+
+    return at_once(*(lambda c=c: last(c) for c in crew)), wrote
 
 
 @pytest.mark.parametrize("fails", [(), (0,), (0, 1), (1,)])
@@ -262,6 +263,23 @@ def test_the_first_that_can_writes_the_last_checkpoint_while_all_wait(fails):
     for rank, (name, failure) in enumerate(found):
         assert rank_of(name) == writer
         assert isinstance(failure, OSError) == (rank in fails and rank < writer)
+    ended(crew)
+
+
+@pytest.mark.parametrize("having", [(), (1,), (1, 2)])
+def test_who_has_a_file_writes_and_those_who_have_none_wait_for_it(having):
+    crew = crew_of(3)
+    at_once(*(lambda c=c: c.enter(0) for c in crew))
+    every = lambda one: 10 * rank_of(one.name) if rank_of(one.name) in having else 0
+    found, wrote = writes(crew, (), every)
+    assert wrote == list(having[:1])
+    assert [name and rank_of(name) for name, _ in found] == [having[0] if having else ""] * 3
+    again = at_once(*(lambda c=c: c.decide(9, (9,)) for c in crew))
+    assert len(set(again)) == 1
+    agreed = at_once(*(lambda c=c: writers_of(c, c.decision, every(c)) for c in crew))
+    assert [[w.are_due(at) for at in (10, 15, 20)] for w in agreed] == [
+        [bool(having), False, bool(having)]
+    ] * 3
     ended(crew)
 
 

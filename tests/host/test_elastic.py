@@ -70,7 +70,7 @@ def test_a_newer_checkpoint_stays_and_it_says_so(tmp_path, caplog):
     jc.Elastic(step, START, checkpoint=path, every=4, report=another_writes).run(rows, 5)
     assert jc.restore_checkpoint(path, START)[1] == 50
     said = [record.getMessage() for record in caplog.records]
-    stays = f"{path} holds the state after step 50, which that after step {{}} does not replace."
+    stays = f"{path} holds the state after step 50, and stays: that after step {{}} is older."
     assert said == [stays.format(4), stays.format(5)]
 
 

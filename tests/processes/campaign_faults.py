@@ -142,6 +142,8 @@ FAULTS = [
           spec={"settings": {"checkpoint": "last.npz", "every": 1}}),
     Fault("SIGKILL of the one that writes a checkpoint", 3, ((0, "while writing 20", "SIGKILL"),),
           spec={"good": 10, "settings": {"checkpoint": "last.npz", "every": 10}}),
+    Fault("SIGKILL where only one has a checkpoint", 3, ((2, 20, "SIGKILL"),),
+          spec={"last": 40, "without a file": (0, 2), "settings": {"checkpoint": "last.npz", "every": 10}}),
     Fault("SIGKILL of the one that writes the last checkpoint", 3, ((0, "while writing 40", "SIGKILL"),),
           spec={"last": 40, "settings": {"checkpoint": "last.npz", "every": 10}}),
     Fault("SIGSTOP of the one that writes a checkpoint, continued later", 3, ((0, "while writing 20", "SIGSTOP"),),

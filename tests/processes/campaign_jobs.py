@@ -87,6 +87,8 @@ class Elastic:
     def __init__(self):
         self.settings = {"timeout_seconds": SPEC["timeout"], "startup_seconds": 60.0}
         self.settings |= SPEC.get("settings", {})
+        if RANK in SPEC.get("without a file", ()):
+            self.settings.pop("checkpoint")
         self.trainer = jc.Elastic(step, self.start, **self.settings, report=self.report)
         self.kept, self.changes, self.expiries = {0: self.start}, [], []
 
