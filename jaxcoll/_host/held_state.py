@@ -100,8 +100,8 @@ class HeldState:
           RegroupError: a member was lost over it, or holds another state than most do.
           ReplicaDivergenceError: this worker's state has other values than most have.
         """
-        said = crew.gather(f"digest/{self.finished}", _digests(self.latest))
-        _agreed(said, decision, crew, _other_values)
+        digests = crew.gather(f"digest/{self.finished}", _digests(self.latest))
+        _agreed(digests, decision, crew, _other_values)
 
     def check_result(self, out: Any) -> None:
         """Refuse a step that does not return a state like the one it was given.
@@ -135,7 +135,7 @@ def _difference(one: str, other: str, of_one: str, of_other: str) -> str:
 
 
 def _agreed(
-    said: dict[str, str],
+    values: dict[str, str],
     decision: Decision,
     crew: Crew,
     error: Callable[[dict[str, str]], Exception],
@@ -145,33 +145,33 @@ def _agreed(
 
     Raises:
       RegroupError: those that agree, this worker among them, go on without the others.
-      Exception: `error(said)`: this worker is one of the others; or nobody knows who is right,
+      Exception: `error(values)`: this worker is one of the others; or nobody knows who is right,
         as where all bring what they `start` with.
     """
-    if len(set(said.values())) == 1:
+    if len(set(values.values())) == 1:
         return
-    agree = () if start else agreeing(said, decision)
+    agree = () if start else agreeing(values, decision)
     if crew.name not in agree:
-        raise error(said)
+        raise error(values)
     odd = [name for name in decision.members if name not in agree]
     crew.ask(f"the state of {words(odd)} is not that of the others")
     raise RegroupError
 
 
-def agreeing(said: dict[str, str], decision: Decision) -> tuple[str, ...]:
+def agreeing(values: dict[str, str], decision: Decision) -> tuple[str, ...]:
     """Those of whom more than half said the same; (): there are none.
 
     Who was just taken in is not counted: the others agreed before it came.
     """
     staying = [name for name in decision.members if name not in decision.joined]
-    value, count = Counter(said[name] for name in staying).most_common(1)[0]
+    value, count = Counter(values[name] for name in staying).most_common(1)[0]
     if 2 * count <= len(staying):
         return ()
-    return tuple(name for name in decision.members if said[name] == value)
+    return tuple(name for name in decision.members if values[name] == value)
 
 
-def _other_structure(said: dict[str, str]) -> ProgramMismatchError:
-    (first, mine), *others = sorted(said.items(), key=lambda item: rank_of(item[0]))
+def _other_structure(values: dict[str, str]) -> ProgramMismatchError:
+    (first, mine), *others = sorted(values.items(), key=lambda item: rank_of(item[0]))
     name, structure = next(item for item in others if item[1] != mine)
     found = _difference(mine, structure, f"worker {rank_of(first)}", f"worker {rank_of(name)}")
     return ProgramMismatchError(f"Workers hold states of different structures. {found}.")

@@ -37,9 +37,9 @@ def writers_of(crew: Crew, decision: Decision, every: int) -> Writers:
     Raises:
       RegroupError: a member was lost over it.
     """
-    said = {name: int(text) for name, text in crew.gather("every", str(every)).items()}
-    names = tuple(name for name in decision.members if said[name])
-    return Writers(names, said[names[0]] if names else 0)
+    every_of = {name: int(text) for name, text in crew.gather("every", str(every)).items()}
+    names = tuple(name for name in decision.members if every_of[name])
+    return Writers(names, every_of[names[0]] if names else 0)
 
 
 def written_by_one(
