@@ -187,8 +187,8 @@ def test_a_worker_that_died_is_started_again_and_taken_in(tmp_path):
     assert done.returncode == 0, done.stderr
     said = "process 1 of 2 was ended by SIGKILL; it is started again, to rejoin the others"
     assert f"jaxcoll launch: {said} (restart 1 of 1)." in done.stderr
-    assert "[0] workers (1, 0) [((1,), ()), ((), (1,))]" in done.stdout.splitlines()
-    assert "[1] workers (1, 0) [((), (1,))]" in done.stdout.splitlines()
+    assert "[0] workers (0, 1) [((1,), ()), ((), (1,))]" in done.stdout.splitlines()
+    assert "[1] workers (0, 1) [((), (1,))]" in done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("flags", [[], ["--keep-going"]])
