@@ -165,12 +165,16 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
 
 
 def stamp_of_checkpoint(path: Path) -> Stamp:
-    """When what a file holds was a state; step -1: it is not there, or no whole checkpoint."""
+    """When what a file holds was a state; step -1: it is not there, or no whole checkpoint.
+
+    Raises:
+      OSError: it cannot be read, so that nobody knows how new it is.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             about = json.loads(archive.read(_ABOUT))
             return Stamp(int(about["step"]), int(about.get("term", 0)))
-    except (OSError, ValueError, *_OTHER):
+    except (FileNotFoundError, ValueError, *_OTHER):
         return Stamp(-1, 0)
 
 

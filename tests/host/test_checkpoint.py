@@ -148,6 +148,26 @@ def test_who_is_stopped_between_its_last_look_and_its_rename_keeps_others_from_w
     assert stamp_of_checkpoint(path) == Stamp(60, 2)
 
 
+def test_what_cannot_be_read_may_be_newer_and_stays(tmp_path, monkeypatch):
+    path = tmp_path / "last.npz"
+    save_newest(path, {"w": np.ones(1)}, Stamp(60, 2), 1.0)
+
+    def fails(*args):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(checkpoint, "stamp_of_checkpoint", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            save_newest(path, {"w": np.zeros(1)}, Stamp(20, 1), 1.0)
+        disk.undo()
+        disk.setattr(checkpoint.zipfile, "ZipFile", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            stamp_of_checkpoint(path)
+    assert stamp_of_checkpoint(path) == Stamp(60, 2)
+    path.write_bytes(b"half a checkpoi")
+    assert stamp_of_checkpoint(path) == stamp_of_checkpoint(tmp_path / "none.npz") == Stamp(-1, 0)
+
+
 def test_a_lock_is_free_when_its_holder_is_killed(tmp_path):
     path = tmp_path / "last.npz"
     holds = "import sys; from pathlib import Path; from jaxcoll._files import locked\n"
