@@ -254,16 +254,18 @@ def test_a_step_that_is_late_again_and_again_ends_with_the_state_saved(tmp_path,
         crew.ask(f"{what} did not finish within {seconds:g} s", late=True)
         raise RegroupError
 
+    for room in ("attempts", "elastic"):
+        monkeypatch.setattr(f"jaxcoll._host.{room}.MOST_ATTEMPTS", 4)
     monkeypatch.setattr("jaxcoll._host.elastic.outcome_of", late)
     path = tmp_path / "last.npz"
     words = (
-        r"Workers 0 began the step after step 1 20 times in a row and never finished it.*The last "
+        r"Workers 0 began the step after step 1 4 times in a row and never finished it.*The last "
         r"time, step 1 did not finish within 60 s\. A larger `timeout_seconds` waits longer\. The "
         "state after step 1 is saved in"
     )
     with pytest.raises(jc.DeadlineExceededError, match=words):
         jc.Elastic(step, START, checkpoint=path).run(rows, 9)
-    assert len(begun) == 20
+    assert len(begun) == 4
     assert jc.restore_checkpoint(path, START)[1] == 1
 
 

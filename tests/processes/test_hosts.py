@@ -76,7 +76,7 @@ def test_of_two_hosts_that_cannot_connect_to_each_other_one_is_left_out(tmp_path
     for one in said:
         assert f"2 workers are left (0, 1), and `min_workers` is 3: {link}." in one["error"]
         assert f"The state after step {saved} is saved in" in one["error"]
-        assert one["finished"] == saved
+        assert saved <= one["finished"] <= saved + 1, "no worker is further than all by more"
 
 
 def wait_for(condition, logs):
