@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 CREWS = []
 START = np.zeros(16, "f")
 enter, is_complete = Crew.enter, Crew._is_complete
-Crew.enter = lambda crew, step: CREWS.append(crew) or enter(crew, step)
+Crew.enter = lambda crew, *brings: CREWS.append(crew) or enter(crew, *brings)
 # However slow this machine is, one that was late once is waited for.
 Crew._is_complete = lambda crew, ready, waited, number: is_complete(
     crew, ready, max(0.0, waited - 20), number
