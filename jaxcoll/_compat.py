@@ -347,43 +347,6 @@ def has_backend() -> bool:
     return bool(bridge and bridge.backends_are_initialized())
 
 
-def let_gloo_listen_at(host: str, before: Callable[[], None]) -> bool:
-    """Have CPU devices meet over Gloo at one address of this host.
-
-    By itself Gloo listens at whatever the host's own name stands for. To be called when the
-    processes are joined, and before there are devices.
-
-    Args:
-      host: the address.
-      before: called before they meet; what it raises JAX raises as a RuntimeError with its words.
-
-    Returns:
-      Whether this JAX can be told.
-    """
-    from jax.experimental import multihost_utils
-    from jax.extend.backend import register_backend_factory
-    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
-
-    bridge = getattr(multihost_utils, "xla_bridge", None)
-    state = getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
-    make_client = getattr(bridge, "make_cpu_client", None)
-    if (
-        make_client is None
-        or state is None
-        or configured("cpu_collectives_implementation") != "gloo"
-    ):
-        return False
-
-    def client() -> Any:
-        if state.client is None:  # the processes have parted since
-            return make_client()
-        before()
-        return make_client(_jax.make_gloo_tcp_collectives(state.client, hostname=host))
-
-    register_backend_factory("cpu", client, priority=0, fail_quietly=False)
-    return True
-
-
 def configured(name: str) -> Any:
     """The value of an option of JAX: `jax.config.jax_<name>`, unknown to type checkers."""
     return getattr(jax.config, f"jax_{name}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import glob
+import logging
 import os
 import re
 import secrets
@@ -16,6 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
+
+_LOG = logging.getLogger("jaxcoll")
+
 STALE_SECONDS = 3600.0
 """What nobody has written to for so long was left by somebody who died."""
 
@@ -23,7 +32,7 @@ _MOST_LINKS = 40
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, rename: Callable[[Path, Path], None] | None = None) -> Iterator[Path]:
     """A file to write, whose bytes stand at `path` in the end, if something was written.
 
     Law: a regular file is replaced in one step, after the bytes have reached the disk: a process
@@ -31,6 +40,10 @@ def replacing(path: Path) -> Iterator[Path]:
     owner; a new one has the mode that the umask leaves. Links are followed and stay. What is no
     regular file, such as a pipe or a device, is written to and stays what it is, and so is an open
     file of this process, such as /dev/stdout. What a dead process left is removed an hour later.
+
+    Args:
+      path: where the bytes are to stand.
+      rename: called in place of `put`, to decide once more whether a regular file is replaced.
 
     Yields:
       The file to write, of the same suffix.
@@ -54,7 +67,7 @@ def replacing(path: Path) -> Iterator[Path]:
         if partial.stat().st_size:
             _make_alike(partial, file)
             _to_disk(partial)
-            _put(partial, file)
+            (rename or put)(partial, file)
             _to_disk(file.parent)
     finally:
         partial.unlink(missing_ok=True)
@@ -187,7 +200,8 @@ def _make_alike(partial: Path, file: Path) -> None:
     partial.chmod(stat.S_IMODE(before.st_mode))
 
 
-def _put(partial: Path, file: Path) -> None:
+def put(partial: Path, file: Path) -> None:
+    """Have a file of the same folder, whose bytes are on the disk, take the place of `file`."""
     try:
         partial.replace(file)
     except OSError as error:
@@ -195,6 +209,64 @@ def _put(partial: Path, file: Path) -> None:
             raise
         shutil.copyfile(partial, file)  # a mount point, as of one file in a container
         _to_disk(file)
+
+
+@contextlib.contextmanager
+def locked(path: Path, seconds: float) -> Iterator[None]:
+    """Look at a file and replace it while nobody else does who asks here, on any host.
+
+    The system frees the lock of a process that ends. It is on a file beside `path`, which stays:
+    if it were removed, two could hold a lock on a file of that name. A file system that has no
+    locks (Lustre can be mounted so) is warned of once, and used.
+
+    Args:
+      path: the file.
+      seconds: how long somebody else may hold the lock.
+
+    Raises:
+      TimeoutError: somebody held it for longer.
+
+    Yields:
+      Nothing.
+    """
+    beside = path.with_name(f".{path.name[:150]}-lock")
+    handle = os.open(beside, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        until = time.monotonic() + seconds
+        while not _locks(handle, beside):
+            if time.monotonic() > until:
+                words = f"another process has held this lock for {seconds:g} s; is one stopped?"
+                raise TimeoutError(errno.ETIMEDOUT, words, str(beside))
+            time.sleep(0.02)
+        yield
+    finally:
+        if fcntl is not None:  # a child that was forked meanwhile has the file open, too
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+
+
+def _locks(handle: int, beside: Path) -> bool:
+    """Whether the lock is had, or there can be none."""
+    if fcntl is None:
+        _without_locks(str(beside.parent))
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        _without_locks(str(beside.parent))
+    return True
+
+
+@functools.cache
+def _without_locks(folder: str) -> None:
+    _LOG.warning(
+        "%s has no file locks: a worker that was stopped while it wrote a checkpoint may replace a "
+        "newer one.",
+        folder,
+    )
 
 
 def _to_disk(path: Path) -> None:

@@ -81,7 +81,8 @@ _SAID = """\
 Processes are about to run different programs as call {position}; {done}. The first difference:
 {sides}
 Every process has to call the same function, with arguments of the same structure, shapes and \
-dtypes and the same options, under the same version of JAX."""
+dtypes and the same options, under the same version of JAX, its settings and `XLA_FLAGS`, and on \
+the same kind of processor."""
 
 
 def _judged(watch: Watch, team: Team, call: Entered, folder: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from jaxcoll._host.decision import rank_of
 from jaxcoll._host.ended import ended, followed
@@ -104,8 +104,31 @@ class Beats:
 
     def out_of_step(self, members: Iterable[str], known: Mapping[str, Doing]) -> tuple[str, ...]:
         """Two of them that contradict each other, by what is known and by the others' beats."""
-        doing = self.doing(name for name in members if name not in known) | dict(known)
+        members = list(members)
+        doing = self.doing(name for name in members if name not in known)
+        doing |= {name: known[name] for name in members if name in known}
         return out_of_step(doing, sorted(doing, key=rank_of))
+
+    def differing(
+        self, members: tuple[str, ...], joined: Sequence[str], known: Mapping[str, Doing]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Members that contradict each other, and those of them who do not go on.
+
+        A worker that was just taken in ends if it contradicts the others. Where those contradict
+        each other nobody knows who is right, and all end.
+
+        Args:
+          members: who works together.
+          joined: those of them that were just taken in.
+          known: what is known of what they do; else their heartbeats tell.
+        """
+        staying = [m for m in members if m not in joined]
+        if pair := self.out_of_step(staying or members, known):
+            return pair, members
+        pairs = {m: self.out_of_step([*staying, m], known) for m in joined}
+        odd = tuple(m for m in joined if pairs[m])
+        first = [m for m in pairs[odd[0]] if m != odd[0]] if odd else []
+        return (*first, *odd), odd
 
     def doing(self, names: Iterable[str]) -> dict[str, Doing]:
         """What those of `names` that live said last."""

@@ -5,19 +5,33 @@ from __future__ import annotations
 import json
 import operator
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxcoll._files import replacing
+from jaxcoll._files import locked, put, replacing
 from jaxcoll._host.coordination import confirm
 
 _ABOUT = "about.json"
 _FORMAT = "jaxcoll checkpoint 1"
 # What NumPy and zipfile raise for a file that is cut off, or is another's.
 _OTHER = (zipfile.BadZipFile, KeyError, EOFError, TypeError, AttributeError, AssertionError)
+
+
+class Stamp(NamedTuple):
+    """When a tree was the state of a run: the greater of two is the newer.
+
+    Attributes:
+      step: finished steps.
+      term: counts generations of workers over all runs; a step that is done again by others has a
+        later one.
+    """
+
+    step: int
+    term: int
 
 
 def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
@@ -48,20 +62,56 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
       ([0.0, 1.0, 2.0], 7)
       >>> folder.cleanup()
     """
-    confirm()
-    path = Path(path)
     try:
         step = operator.index(step)
     except TypeError:
         raise ValueError(f"`step` must be a whole number; got {step!r}.") from None
+    _write(Path(path), tree, Stamp(step, 0), put)
+
+
+def save_newest(path: Path, tree: Any, stamp: Stamp, patience: float) -> Stamp:
+    """Write a checkpoint of an elastic run, unless a newer one stands there.
+
+    Law: of two writers the one with the later stamp prevails, whenever each of them writes: one
+    that was stopped and wakes hours later compares before it replaces, and nobody else replaces in
+    between.
+
+    Args:
+      path: the file.
+      tree: as for `save_checkpoint`.
+      stamp: when the tree was a state.
+      patience: seconds for which another process may be about to replace the file.
+
+    Returns:
+      The stamp of what stands there then.
+
+    Raises:
+      OSError: it cannot be written; what was there is still there.
+    """
+    stands = stamp
+
+    def put_if_newer(partial: Path, file: Path) -> None:
+        nonlocal stands
+        with locked(file, patience):
+            if (before := stamp_of_checkpoint(file)) >= stamp:
+                stands = before
+            else:
+                put(partial, file)
+
+    _write(path, tree, stamp, put_if_newer)
+    return stands
+
+
+def _write(path: Path, tree: Any, stamp: Stamp, rename: Callable[[Path, Path], None]) -> None:
+    confirm()
     leaves = {name: on_host(name, leaf) for name, leaf in _named(tree).items()}
     about = {
         "format": _FORMAT,
-        "step": step,
+        **stamp._asdict(),
         "leaves": {name: [str(x.dtype), list(x.shape)] for name, x in leaves.items()},
     }
     try:
-        with replacing(path) as partial:
+        with replacing(path, rename) as partial:
             # Leaves go by number, because a key of a tree may be what no name of a file can be.
             parts: dict[str, Any] = {f"leaf{i}": _plain(x) for i, x in enumerate(leaves.values())}
             with partial.open("wb") as file:
@@ -70,8 +120,8 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
                 archive.writestr(_ABOUT, json.dumps(about))
     except OSError as error:
         error.add_note(
-            f"jaxcoll: the checkpoint after step {step} could not be written to {path}; what stood "
-            "there before still does."
+            f"jaxcoll: the checkpoint after step {stamp.step} could not be written to {path}; what "
+            "stood there before still does."
         )
         raise
 
@@ -114,13 +164,18 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
     return jax.tree.unflatten(structure, [by_name[name] for name in wanted]), about["step"]
 
 
-def step_of_checkpoint(path: Path) -> int:
-    """The step that a file holds; -1: it is not there, or no whole checkpoint."""
+def stamp_of_checkpoint(path: Path) -> Stamp:
+    """When what a file holds was a state; step -1: it is not there, or no whole checkpoint.
+
+    Raises:
+      OSError: it cannot be read, so that nobody knows how new it is.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
-            return int(json.loads(archive.read(_ABOUT))["step"])
-    except (OSError, ValueError, *_OTHER):
-        return -1
+            about = json.loads(archive.read(_ABOUT))
+            return Stamp(int(about["step"]), int(about.get("term", 0)))
+    except (FileNotFoundError, ValueError, *_OTHER):
+        return Stamp(-1, 0)
 
 
 def on_host(name: str, leaf: Any) -> np.ndarray:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +15,16 @@ from jaxcoll._host.beats import Doing
 from jaxcoll._host.corruption import listening
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
-from jaxcoll._host.decision import Decision
+from jaxcoll._host.decision import Decision, listed, rank_of
 from jaxcoll._host.fingerprint import first_difference
 from jaxcoll._host.held_state import HeldState
 from jaxcoll._host.mesh import no_mesh
 from jaxcoll._host.placement import place
 from jaxcoll._host.program import Program, shared_program
 from jaxcoll._plan.errors import ProgramMismatchError
+
+_POLL_SECONDS = 0.02
+_SHOW_SECONDS = 1.0  # how long the lines of another worker's program are waited for
 
 
 class CompiledSteps:
@@ -81,13 +86,32 @@ class CompiledSteps:
 
 
 def mismatch(decision: Decision, crew: Crew, mine: tuple[str, ...]) -> ProgramMismatchError:
-    """The error for all, of which each that has a part in it tells its own lines."""
-    said = crew.sides(mine)
+    """The error for those who end, of whom each publishes its own lines."""
+    show(decision, crew, mine)
+    said = _sides(decision, crew)
     if min(map(len, said.values())) <= 2:  # one has no whole program to show
         said = {p: lines[1:2] or ["a program that is new to it"] for p, lines in said.items()}
+    who = f"workers {listed(decision.ranks)} go" if decision.members else "none goes"
     return ProgramMismatchError(
-        f"Workers bring different programs to step {decision.step}, and none goes on. The first "
+        f"Workers bring different programs to step {decision.step}, and {who} on. The first "
         f"difference:\n{first_difference(said)}\nEvery worker needs the same step function, "
         "options and number of steps, rows of the same structure, shapes and dtypes in each step, "
-        "and the same version of JAX."
+        "the same version of JAX, its settings and `XLA_FLAGS`, and the same kind of processor."
     )
+
+
+def show(decision: Decision, crew: Crew, mine: tuple[str, ...]) -> None:
+    """Publish this worker's program, in lines, if it was found to differ from others'."""
+    if crew.name in decision.differ and mine:
+        crew.share(decision.number, f"lines/{crew.name}", json.dumps(mine))
+
+
+def _sides(decision: Decision, crew: Crew) -> dict[int, list[str]]:
+    """The programs that were found to differ, in lines, by process."""
+    until = time.monotonic() + _SHOW_SECONDS
+    while True:
+        shown = crew.shared(decision.number, "lines")
+        if not set(decision.differ) - set(shown) or time.monotonic() > until:
+            break
+        time.sleep(_POLL_SECONDS)
+    return {rank_of(name): json.loads(shown.get(name, "[]")) for name in decision.differ}

@@ -24,17 +24,16 @@ from jaxcoll._host.decision import (
     CoordinatorLostError,
     Decision,
     RegroupError,
-    in_fresh_order,
     rank_of,
     read,
     words,
     written,
 )
+from jaxcoll._host.links import named_links, to_leave_out
 from jaxcoll._host.local_keys import Keys
 from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
 
 _POLL_SECONDS = 0.02
-_SHOW_SECONDS = 1.0  # how long the lines of another worker's program are waited for
 
 
 class Crew:
@@ -45,6 +44,8 @@ class Crew:
       startup: seconds for which a worker that lives is waited for at the beginning of a generation.
       decision: what the present generation began with; None: it belongs to none yet.
       doing: the step that this worker is in, of which its beat tells the others.
+      anew: whether JAX's own connections may be broken here.
+      broken: pairs of workers of this generation that cannot connect to each other.
       woken: set whenever something has happened that a waiting worker should look at.
     """
 
@@ -58,7 +59,8 @@ class Crew:
         self._root = root
         self._patience, self.startup = patience, startup
         self._most = most or store.processes
-        self._asked = self._ended = False
+        self._asked = self._ended = self.anew = False
+        self.broken: set[frozenset[str]] = set()
         self._lock = threading.Lock()
         self._answers = Answers(patience, self.woken.set)
         self._tell = self._answers.to
@@ -111,21 +113,20 @@ class Crew:
         """Tell whoever waits that nobody answers any more."""
         self._answers.lose()
 
-    def ask(self, why: str, late: bool = False) -> None:
+    def ask(self, why: str, late: bool = False) -> bool:
         """End this generation on all its members.
 
         Args:
           why: in words.
           late: because time was up; whoever does not come at once is then left behind.
-        """
-        said = {"why": why, "late": late, "by": self.name}
-        self._tell(lambda: self.store.agree(self._key(self.number + 1, "asked"), json.dumps(said)))
-        self._asked = True
 
-    def is_current(self) -> bool:
-        """Whether no later generation has begun, perhaps without this worker."""
-        key = self._key(self.number + 1, "decision")
-        return self._tell(lambda: self.store.try_get(key)) is None
+        Returns:
+          Whether time was up first, here or elsewhere: what fails after that fails because of it.
+        """
+        said = json.dumps({"why": why, "late": late, "by": self.name})
+        first = self._tell(lambda: self.store.agree(self._key(self.number + 1, "asked"), said))
+        self._asked = True
+        return json.loads(first)["late"]
 
     def meet(self) -> None:
         """Wait until every process of the job is here, or was once.
@@ -147,11 +148,12 @@ class Crew:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def enter(self, step: int) -> Decision | None:
+    def enter(self, step: int, term: int = 0) -> Decision | None:
         """Take part in the first generation, or wait to be taken into a later one.
 
         Args:
           step: finished steps of the state that this worker brings.
+          term: in which its checkpoint was written.
 
         Returns:
           The decision that this worker is in; None: the work ended without it.
@@ -160,10 +162,10 @@ class Crew:
           PeerLostError: nobody is left who could take it in.
         """
         if self._tell(lambda: self.store.try_get(self._key(0, "decision"))) is None:
-            decision = self._decided(step, (step,))
+            decision = self._decided(step, (step,), term)
         else:
             decision = self._read(0)
-        while self.name not in decision.members and not decision.differ:
+        while self.name not in decision.members and (decision.members or not decision.differ):
             if decision.ended:
                 return None
             decision = self._waited(decision)
@@ -191,6 +193,8 @@ class Crew:
     def gather(self, what: str, value: str, *, same: bool = False) -> dict[str, str]:
         """What every member says, or the end of this generation: a barrier.
 
+        Once all have come it returns, over or not, so that all find the same.
+
         Args:
           what: the same on all members, once in a generation.
           value: what this one says.
@@ -200,12 +204,12 @@ class Crew:
         self._tell(lambda: self.store.set(self._key(self.number, f"{what}/{self.name}"), value))
         until, mine = time.monotonic() + self.startup, {self.name: self.doing}
         while True:
-            self.check()
             self.observe()  # first: one that has ended since may have been here
             said = self._all(self._key(self.number, what))
             missing = [m for m in self.decision.members if m not in said]
             if not missing and not (same and len(set(said.values())) > 1):
                 return said
+            self.check()
             silent = [m for m in missing if self._beats.is_silent(m)]
             if not missing or (same and self._beats.out_of_step(self._members, mine)):
                 self.ask("workers bring different programs")
@@ -219,42 +223,29 @@ class Crew:
         """Say something for the whole run."""
         self._tell(lambda: self.store.set(f"{self._root}/{what}/{self.store.process}", value))
 
-    def published(self, what: str) -> list[str]:
-        """What every worker of the run has said by then."""
-        return list(self._all(f"{self._root}/{what}").values())
+    def share(self, number: int, what: str, value: str) -> None:
+        """Say something in a generation, by a name that no other worker uses."""
+        self._tell(lambda: self.store.set(self._key(number, what), value))
+
+    def shared(self, number: int, folder: str) -> dict[str, str]:
+        """What all have said in it, by the rest of its name."""
+        return self._all(self._key(number, folder))
 
     def observe(self) -> None:
         """Look at everybody's beat."""
         self._beats.observe(self._all(f"{self._root}/beat"))
-
-    def sides(self, mine: Sequence[str]) -> dict[int, list[str]]:
-        """What the two say who were found to bring different programs, by process.
-
-        Args:
-          mine: the lines of this worker's program; (): it has none.
-        """
-        assert self.decision is not None
-        said = {}
-        folder = self._key(self.number, "lines")
-        if self.name in self.decision.differ and mine:
-            self._tell(lambda: self.store.set(f"{folder}/{self.name}", json.dumps(mine)))
-        for name in self.decision.differ:
-            try:
-                text = self._tell(lambda n=name: self.store.get(f"{folder}/{n}", _SHOW_SECONDS))
-                said[rank_of(name)] = json.loads(text)
-            except TimeoutError:
-                said[rank_of(name)] = []
-        return said
 
     def finish(self) -> None:
         """Tell those who still wait that the work is done."""
         done = Decision(self.number + 1, (), 0, ended=True)
         self._tell(lambda: self.store.agree(self._key(done.number, "decision"), written(done)))
 
-    def _decided(self, finished: int, held: Sequence[int]) -> Decision:
+    def _decided(self, finished: int, held: Sequence[int], term: int = 0) -> Decision:
         number = self.number + 1
         doing = dataclasses.astuple(self.doing)
-        said = json.dumps({"finished": finished, "held": list(held), "doing": doing})
+        broken = [sorted(pair) for pair in self.broken]
+        ready = {"finished": finished, "held": list(held), "doing": doing, "term": term}
+        said = json.dumps(ready | {"broken": broken, "anew": self.anew})
         key, mine = self._key(number, "decision"), self._key(number, f"ready/{self.name}")
         self._tell(lambda: self.store.set(mine, said))
         began = time.monotonic()
@@ -275,9 +266,10 @@ class Crew:
         """Whether nobody else is worth waiting for."""
         if self.decision is None:
             return len(ready) >= self.store.processes or waited > self.startup
-        if self._differ(ready):
+        _, odd = self._differ(ready)
+        if odd == self._members:
             return True
-        missing = [m for m in self.decision.members if m not in ready]
+        missing = [m for m in self.decision.members if m not in ready and m not in odd]
         asked = self._tell(lambda: self.store.try_get(self._key(number, "asked")))
         patience = BEAT_SECONDS if asked and json.loads(asked)["late"] else self._patience
         if any(not self._beats.is_silent(m) for m in missing) and waited < patience:
@@ -285,17 +277,23 @@ class Crew:
         # Of those who wait to be taken in it must be known whether they live.
         return all(map(self._beats.is_settled, self._waiting()))
 
-    def _differ(self, ready: Mapping[str, Any]) -> tuple[str, ...]:
-        """Two members who bring different programs to a step, as those who are ready say."""
-        said = {m: Doing(*said["doing"]) for m, said in ready.items()}
-        return self._beats.out_of_step(self._members, said)
+    def _differ(self, ready: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Members who bring different programs to a step, and those who end for it."""
+        known = {m: Doing(*said["doing"]) for m, said in ready.items()}
+        joined = () if self.decision is None else self.decision.joined
+        return self._beats.differing(self._members, joined, known)
 
     def _proposal(self, number: int, ready: Mapping[str, Any]) -> Decision:
         asked = self._tell(lambda: self.store.try_get(self._key(number, "asked")))
         why = json.loads(asked)["why"] if asked else "a worker joined" if number else ""
         before = sorted(ready, key=rank_of) if self.decision is None else self.decision.members
-        staying = [m for m in before if m in ready][: self._most]
-        if differ := self._differ(ready):
+        broken = {frozenset(pair) for r in ready.values() for pair in r["broken"]}
+        joined = () if self.decision is None else self.decision.joined
+        differ, odd = self._differ(ready)
+        out = to_leave_out((pair for pair in broken if pair <= set(ready)), joined) | set(odd)
+        staying = [m for m in before if m in ready and m not in out][: self._most]
+        why = named_links(broken) if out - set(odd) else why
+        if not staying:
             return Decision(number, (), min(r["finished"] for r in ready.values()), differ=differ)
         waiting = self._waiting()
         for name in (w for w in waiting if self._beats.is_silent(w)):
@@ -303,12 +301,13 @@ class Crew:
         taken = {rank_of(name) for name in staying}
         coming = [w for w in waiting if not self._beats.is_silent(w) and rank_of(w) not in taken]
         coming = coming[: self._most - len(staying)]
-        used = {self._read(g).ranks for g in range(number)}
-        members = in_fresh_order([*staying, *coming], used) or in_fresh_order(staying, used)
+        members = tuple(sorted([*staying, *coming], key=rank_of))
         if self.decision is None:
             step = max(ready[m]["finished"] for m in staying)
+            term = max(ready[m]["term"] for m in staying) + 1
         else:
             step = min(ready[m]["finished"] for m in staying)
+            term = self.decision.term + 1
         having = [m for m in staying if step in ready[m]["held"]]
         return Decision(
             number,
@@ -316,9 +315,12 @@ class Crew:
             step,
             source=having[0],
             given=any(m not in having for m in members),
-            lost=tuple(m for m in before if m not in ready),
+            lost=tuple(m for m in before if m not in ready or m in out),
             joined=tuple(m for m in members if number and m not in before),
             why=why,
+            differ=differ,
+            anew=number > 0 or any(r["anew"] for r in ready.values()),
+            term=term,
         )
 
     def _waiting(self) -> list[str]:
@@ -352,7 +354,7 @@ class Crew:
     def _begin(self, decision: Decision) -> Decision:
         with self._lock:
             self.decision = decision
-            self._asked = False
+            self._asked, self.broken = False, set()
             self.doing = Doing(decision.number, -1)
             self.woken.clear()
         if self.name in decision.members:

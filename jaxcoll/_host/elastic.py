@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import json
 import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
-import numpy as np
 
 from jaxcoll._compat_coordination import store
-from jaxcoll._host import gloo
-from jaxcoll._host.checkpoint import restore_checkpoint, save_checkpoint, step_of_checkpoint
-from jaxcoll._host.compiled_steps import CompiledSteps, mismatch
+from jaxcoll._host.attempts import MOST_ATTEMPTS, Attempts
+from jaxcoll._host.checkpoint import Stamp, restore_checkpoint, save_newest, stamp_of_checkpoint
+from jaxcoll._host.compiled_steps import CompiledSteps, mismatch, show
+from jaxcoll._host.connections import Connections, are_spoiled
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import DataParallel
-from jaxcoll._host.decision import CoordinatorLostError, Decision, RegroupError, rank_of
-from jaxcoll._host.given_up import are_left, leave_behind, outcome_of
+from jaxcoll._host.decision import (
+    CoordinatorLostError,
+    Decision,
+    RegroupError,
+    WorldChange,
+    listed,
+    rank_of,
+)
+from jaxcoll._host.elastic_arguments import check_numbers, check_step
+from jaxcoll._host.given_up import leave_behind, outcome_of
 from jaxcoll._host.held_state import HeldState
 from jaxcoll._host.initialize import outlives_processes
+from jaxcoll._host.last_checkpoint import Writers, writers_of, written_by_one
 from jaxcoll._host.local_keys import LocalKeys
 from jaxcoll._host.mesh import line_of
 from jaxcoll._host.relay import give_up_coordinator, when_coordinator_is_lost
@@ -31,28 +40,8 @@ from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
 
 _LOG = logging.getLogger("jaxcoll")
 _JOIN_EVERY = 10  # steps between two looks for workers who want to be taken in
+_PATIENCE, _LAST_PATIENCE = 1.0, 30.0  # seconds that another may be about to replace the checkpoint
 _runs = itertools.count()
-
-
-@dataclasses.dataclass(frozen=True)
-class WorldChange:
-    """One change of who works in an `Elastic` run.
-
-    Attributes:
-      step: finished steps from which it went on.
-      workers: process numbers of those who went on, in the order of the mesh.
-      lost: process numbers of those who did not.
-      joined: process numbers of those who were taken in.
-      why: what was noticed first.
-      seconds: from then until a step was finished again, compilation included.
-    """
-
-    step: int
-    workers: tuple[int, ...]
-    lost: tuple[int, ...]
-    joined: tuple[int, ...]
-    why: str
-    seconds: float
 
 
 class Elastic:
@@ -76,10 +65,14 @@ class Elastic:
       max_workers: more than these wait until they are needed. None: all work.
       timeout_seconds: of one step, its compilation left out. Who did not arrive in it by then is
         left behind. None: no limit; a worker that is stopped then stops all.
-      startup_seconds: how long the first meeting, and those after a change, wait for a worker that
-        lives; it must be longer than a compilation takes.
-      checkpoint: a file. A run begins with what it holds, and the first worker writes it.
-      every: steps between two checkpoints.
+      startup_seconds: how long the first meeting, those after a change, and the last checkpoint are
+        waited for while all live; it must be longer than a compilation or a checkpoint takes.
+      checkpoint: a file. A run begins with what it holds, and the first worker writes it. A newer
+        state is never replaced by an older one, and nobody returns before the last one is there: if
+        the first worker dies over it or cannot write, the next one does.
+      every: steps between two checkpoints. At each, and at the end, all workers compare their
+        states bit by bit. Those that differ from most end with `ReplicaDivergenceError`, and all
+        do where most do not agree.
       report: called on every worker after each step with the number of finished steps and the
         metrics. A step that had to be done again is reported again.
 
@@ -117,8 +110,8 @@ class Elastic:
         every: int = 100,
         report: Callable[[int, Any], None] | None = None,
     ) -> None:
-        _check_step(step)
-        _check_numbers(min_workers, max_workers, timeout_seconds, startup_seconds, every)
+        check_step(step)
+        check_numbers(min_workers, max_workers, timeout_seconds, startup_seconds, every)
         self._step = step
         self._state = HeldState(state)
         self._fewest, self._most = min_workers, max_workers
@@ -126,6 +119,7 @@ class Elastic:
         self._path = None if checkpoint is None else Path(checkpoint)
         self._every = every
         self._report = report or (lambda step, metrics: None)
+        self._term = 0
         self.changes: list[WorldChange] = []
         self.workers: tuple[int, ...] = ()
 
@@ -148,17 +142,20 @@ class Elastic:
           taken in.
 
         Raises:
-          DeadlineExceededError: a worker did not begin within `startup_seconds`.
+          DeadlineExceededError: a worker did not begin within `startup_seconds`; or a step was late
+            20 times in a row though nobody is lost. The state was saved then, if there is a file.
           PeerLostError: too few workers are left, the coordinator died or is stopped, or the others
             left this worker behind. Except by that one the state was saved, if there is a file.
-          ReplicaDivergenceError: workers hold different states.
+          ReplicaDivergenceError: workers start with different states; or later this worker's
+            differs from that of most others, or most do not agree.
           ProgramMismatchError: their states have different structures, or they bring different
-            programs to a step.
+            programs to a step. A worker that comes later ends alone for either.
           ValueError: what the step returns is no state like its argument.
-          OSError: the last checkpoint could not be written.
+          OSError: this worker could not write the last checkpoint.
         """
         if self._path is not None and self._path.exists():
             self._state.reset(*restore_checkpoint(self._path, self._state.latest))
+            self._term = stamp_of_checkpoint(self._path).term
         keys = store()
         if keys is not None and not outlives_processes():
             raise ValueError(
@@ -186,21 +183,27 @@ class Elastic:
         finally:
             crew.close()
 
-    def _save(self, step: int) -> None:
-        if self._path is not None:
-            save_checkpoint(self._path, self._state.host(step), step=step)
+    def _save(self, step: int, patience: float) -> Stamp:
+        """Write the state after `step`, unless that of a later one stands there."""
+        assert self._path is not None
+        if step not in self._state.held:
+            raise OSError(f"worker {jax.process_index()} does not hold the state after step {step}")
+        stands = save_newest(self._path, self._state.host(step), Stamp(step, self._term), patience)
+        if stands.step > step:
+            words = "%s holds the state after step %d, and stays: that after step %d is older."
+            _LOG.warning(words, self._path, stands.step, step)
+        return stands
 
     def _without_coordinator(self) -> PeerLostError:
         give_up_coordinator()
         saved = "There is no `checkpoint` to save the state to."
         if self._path is not None:
-            # Others that are not cut off may have gone on. Of those that are, whoever comes last is
-            # at most one step ahead or behind.
-            held = step_of_checkpoint(self._path)
-            if held < self.finished:
-                self._save(self.finished)
-            step = max(held, self.finished)
-            saved = f"The state after step {step} is saved in {self._path}."
+            # Others that are not cut off may have gone on. What they saved is newer and stays.
+            try:
+                step = self._save(self.finished, _LAST_PATIENCE).step
+                saved = f"The state after step {step} is saved in {self._path}."
+            except OSError as error:
+                saved = f"The state after step {self.finished} could not be saved: {error}."
         return PeerLostError(
             "The coordinator died, is stopped, or is cut off from this worker: nothing can be "
             f"agreed upon any more. {saved} Start the job again, unless others go on.",
@@ -216,85 +219,125 @@ class _Run:
         self._batches, self._steps = batches, steps
         self._state = trainer._state
         self._compiled: CompiledSteps | None = None
-        self._failed: Any = None
+        self._attempts = Attempts()
         self._began = 0.0
-        self._change: WorldChange | None = None
-        self._gloo = gloo.Made(())
+        self._changes: list[tuple[float, WorldChange]] = []
+        self._connections: Connections | None = None
+        self._writers = Writers((), 0)
 
     def run(self) -> Any:
-        self._crew.publish("gloo", json.dumps(gloo.listening()))
-        entered = self._crew.enter(self._state.finished)
+        self._crew.anew = are_spoiled()
+        entered = self._crew.enter(self._state.finished, self._trainer._term)
         if entered is None:
             return None
         decision, self._began = entered, time.monotonic()
-        while True:
-            try:
-                self._train(decision, self._settle(decision))
-                self._crew.finish()
-                break
-            except BaseException as error:
-                if are_left():
-                    self._gloo.cut()
-                if not isinstance(error, RegroupError):
-                    raise
-                self._began = time.monotonic()
-                self._change = None
-                decision = self._crew.decide(self._state.finished, self._state.held)
-                if not decision.lost and not decision.joined:  # the step failed, here or elsewhere
-                    self._failed = (decision.step, frozenset(decision.members))
-        if self._trainer._path is not None and self._crew.name == decision.members[0]:
-            self._trainer._save(self._steps)
+        try:
+            while not (decision.ended and self._state.finished >= self._steps):
+                try:
+                    self._train(decision, self._settle(decision))
+                    self._end(decision)
+                    self._leave_connections(broken=False)
+                    break
+                except BaseException as error:
+                    self._leave_connections(broken=True)
+                    if not isinstance(error, RegroupError):
+                        raise
+                    self._began = time.monotonic()
+                    decision = self._crew.decide(self._state.finished, self._state.held)
+                    self._attempts.count(decision)
+        finally:
+            self._date_changes()
         return self._state.latest
+
+    def _leave_connections(self, *, broken: bool) -> None:
+        if self._connections is not None:
+            self._connections.end(broken=broken)
+        self._connections = None
+
+    def _end(self, decision: Decision) -> None:
+        """Nobody leaves before all agree upon the state and, with a file, one has written it."""
+        assert self._compiled is not None
+        self._compiled.end(self._steps)
+        self._state.compare(decision, self._crew)
+        writer, failure = self._written(self._state.finished)
+        if writer or not self._writers.names:
+            self._crew.finish()
+        if failure:
+            raise failure
+
+    def _written(self, step: int) -> tuple[str, OSError | None]:
+        write = functools.partial(self._trainer._save, step, _LAST_PATIENCE)
+        return written_by_one(self._crew, self._writers, write)
+
+    def _date_changes(self) -> None:
+        for began, change in self._changes:
+            seconds = time.monotonic() - began
+            self._trainer.changes.append(dataclasses.replace(change, seconds=seconds))
+        self._changes.clear()
 
     def _settle(self, decision: Decision) -> CompiledSteps:
         """Take the place, the mesh and the state that were decided."""
-        if decision.differ:
-            raise mismatch(decision, self._crew, self._compiled.lines if self._compiled else ())
+        mine = self._compiled.lines if self._compiled else ()
+        if decision.ends_for_its_program(self._crew.name):
+            raise mismatch(decision, self._crew, mine)
+        show(decision, self._crew, mine)
         lost = tuple(map(rank_of, decision.lost))
+        if self._crew.name in decision.members:
+            self._trainer._term = decision.term
+        few = len(decision.members) < self._trainer._fewest and decision.step < self._steps
+        few = few and not decision.ended
+        if few or self._crew.name in decision.members:
+            every = self._trainer._every if self._trainer._path else 0
+            self._writers = writers_of(self._crew, decision, every)
+        if few:
+            self._give_up(
+                decision,
+                PeerLostError(
+                    f"{len(decision.members)} workers are left ({listed(decision.ranks)}), and "
+                    f"`min_workers` is {self._trainer._fewest}: {decision.why}.",
+                    ranks=lost,
+                ),
+            )
         if self._crew.name not in decision.members:
             went_on = (
                 "have finished. There is nothing left to do."
                 if decision.ended
-                else f"went on from step {decision.step} as workers {_listed(decision.ranks)}, "
+                else f"went on from step {decision.step} as workers {listed(decision.ranks)}, "
                 f"because {decision.why}. It must not go on by itself; start it again."
             )
             raise PeerLostError(
                 f"Worker {rank_of(self._crew.name)} was left behind by the others, who {went_on}",
                 ranks=(rank_of(self._crew.name),),
             )
-        if len(decision.members) < self._trainer._fewest:
-            self._give_up(decision, lost)
+        if self._attempts.are_over:
+            self._give_up(decision, self._attempts.error or _always_late(decision))
         joined = tuple(map(rank_of, decision.joined))
         self._trainer.workers = decision.ranks
         if decision.number:
             _LOG.warning(
                 "After step %d: %s. Lost: %s; joined: %s; workers %s go on.",
-                *(decision.step, decision.why, _listed(lost), _listed(joined)),
-                _listed(decision.ranks),
+                *(decision.step, decision.why, listed(lost), listed(joined)),
+                listed(decision.ranks),
             )
-            self._change = WorldChange(
-                decision.step, decision.ranks, lost, joined, decision.why, 0.0
-            )
-        axis = self._trainer._step.axis_name
-        assert isinstance(axis, str)
-        mesh = line_of(_devices(decision.ranks), axis)
-        listening = [json.loads(text) for text in self._crew.published("gloo")]
-        self._gloo = gloo.Made((host, port) for one in listening for host, port in one)
+            change = WorldChange(decision.step, decision.ranks, lost, joined, decision.why, 0.0)
+            self._changes.append((self._began, change))
+        self._connections = Connections(self._crew, decision)
+        self._connections.begin()
+        mesh = line_of(self._connections.of(decision.ranks), str(self._trainer._step.axis_name))
         self._compiled = CompiledSteps(self._trainer._step, mesh, self._crew)
-        self._state.settle(decision, self._crew, mesh)
+        self._state.settle(decision, self._crew, mesh, self._together)
+        self._connections.forget_others()
         return self._compiled
 
-    def _give_up(self, decision: Decision, lost: tuple[int, ...]) -> None:
-        saved = ""
-        if self._trainer._path is not None:
-            if self._crew.name == decision.members[0] and decision.step in self._state.held:
-                self._trainer._save(decision.step)
-            saved = f" The state after step {decision.step} is saved in {self._trainer._path}."
-        raise PeerLostError(
-            f"{len(decision.members)} workers are left ({_listed(decision.ranks)}), and "
-            f"`min_workers` is {self._trainer._fewest}: {decision.why}.{saved}",
-            ranks=lost,
-        )
+    def _give_up(self, decision: Decision, error: Exception) -> NoReturn:
+        """Save what all have, and end."""
+        writer, failure = self._written(decision.step)
+        if writer:
+            saved = f"The state after step {decision.step} is saved in {self._trainer._path}."
+            error.args = (f"{error} {saved}",)
+        elif failure:
+            error.args = (f"{error} The state could not be saved: {failure}.",)
+        raise error
 
     def _train(self, decision: Decision, compiled: CompiledSteps) -> None:
         place_here = decision.members.index(self._crew.name)
@@ -305,39 +348,35 @@ class _Run:
             batch = self._batches(step, place_here, len(decision.members))
             call = compiled.prepared(step, self._state, batch)
             self._crew.check()
-            state, metrics = self._finished_step(step, call, decision)
+            state, metrics = self._together(call, self._trainer._timeout, f"step {step}")
             self._state.keep(step + 1, state)
-            self._gloo.settle()
-            if self._change is not None:
-                seconds = time.monotonic() - self._began
-                self._trainer.changes.append(dataclasses.replace(self._change, seconds=seconds))
-                self._change = None
-            self._report_and_save(step + 1, metrics, first=place_here == 0)
-        compiled.end(self._steps)
+            if self._connections is not None:
+                self._connections.settle()
+            self._date_changes()
+            self._report_and_save(step + 1, metrics, decision)
 
-    def _finished_step(self, step: int, call: Callable[[], Any], decision: Decision) -> Any:
+    def _together(self, call: Callable[[], Any], seconds: float | None, what: str) -> Any:
         try:
-            return outcome_of(call, self._crew, self._trainer._timeout, f"step {step}")
+            return outcome_of(call, self._crew, seconds, what)
         except (RuntimeError, ValueError) as error:  # what JAX raises for a broken connection
-            # If nobody turns out to be lost, and it fails again, it is no fault of the others.
-            failure = (step, frozenset(decision.members))
-            if self._failed == failure:
-                raise
-            self._failed = failure
             reason = str(error).splitlines()[0][:200]
-            self._crew.ask(f"step {step} failed on worker {rank_of(self._crew.name)}: {reason}")
+            name = rank_of(self._crew.name)
+            if not self._crew.ask(f"{what} failed on worker {name}: {reason}"):
+                # If nobody turns out to be lost, and it fails again, it is no fault of the others.
+                self._attempts.fail(error)
             raise RegroupError from error
 
-    def _report_and_save(self, finished: int, metrics: Any, first: bool) -> None:
+    def _report_and_save(self, finished: int, metrics: Any, decision: Decision) -> None:
         trainer = self._trainer
         trainer._report(finished, metrics)
         last = finished == self._steps
-        if trainer._path is None or not first or last or finished % trainer._every:
+        if last or not self._writers.are_due(finished):
             return
-        if not self._crew.is_current():
-            raise RegroupError
+        self._state.compare(decision, self._crew)
+        if self._crew.name != self._writers.names[0]:
+            return
         try:
-            trainer._save(finished)
+            trainer._save(finished, _PATIENCE)
         except OSError as error:
             _LOG.warning("%s %s", error, " ".join(getattr(error, "__notes__", ())))
 
@@ -352,45 +391,10 @@ def _exchange_devices() -> None:
         raise
 
 
-def _devices(ranks: tuple[int, ...]) -> list[jax.Device]:
-    return [d for rank in ranks for d in jax.devices() if d.process_index == rank]
-
-
-def _listed(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks)) or "none"
-
-
-def _check_step(step: Any) -> None:
-    if not isinstance(step, DataParallel):
-        raise ValueError(
-            f"`Elastic` expects a step made by `jc.data_parallel`; got {type(step).__name__}."
-        )
-    if isinstance(step.axis_name, tuple):
-        raise ValueError(
-            f"`Elastic` trains over one axis, along which workers may leave; the step has "
-            f"{step.axis_name!r}."
-        )
-    if step.donate_argnums:
-        raise ValueError(
-            "`Elastic` goes back to the state before a step that others did not finish, so the "
-            f"step must not donate it; got donate_argnums={step.donate_argnums}."
-        )
-
-
-def _check_numbers(fewest: Any, most: Any, timeout: Any, startup: Any, every: Any) -> None:
-    whole = {"min_workers": fewest, "every": every} | (
-        {} if most is None else {"max_workers": most}
+def _always_late(decision: Decision) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        f"Workers {listed(decision.ranks)} began the step after step {decision.step} "
+        f"{MOST_ATTEMPTS} times in a row and never finished it, though all live and connect to "
+        f"each other. The last time, {decision.why}. A larger `timeout_seconds` waits longer.",
+        ranks=(),
     )
-    for name, value in whole.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"`Elastic` expects `{name}` to be an integer above 0; got {value!r}.")
-    if most is not None and most < fewest:
-        raise ValueError(f"`max_workers` ({most}) is below `min_workers` ({fewest}).")
-    seconds = {"startup_seconds": startup} | (
-        {} if timeout is None else {"timeout_seconds": timeout}
-    )
-    for name, value in seconds.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < np.inf:
-            raise ValueError(
-                f"`Elastic` expects `{name}` to be a number of seconds above 0; got {value!r}."
-            )

@@ -55,12 +55,18 @@ def _lines(compiled: str) -> Iterator[str]:
 
 
 def fingerprint(
-    name: str, options: str, devices: str, lowered: jax.stages.Lowered, moved: Sequence[str]
+    name: str,
+    environment: Sequence[str],
+    options: str,
+    devices: str,
+    lowered: jax.stages.Lowered,
+    moved: Sequence[str],
 ) -> tuple[str, ...]:
     """All that processes must agree upon before they run a program together.
 
     Args:
       name: what the program is called.
+      environment: what decides its bits beside its text.
       options: those that decided something.
       devices: in the order of the mesh.
       lowered: the program, which knows its arguments and results.
@@ -73,6 +79,7 @@ def fingerprint(
     return (
         f"JAX {jax.__version__} with jaxlib {jaxlib.__version__}",
         f"program {name}",
+        *environment,
         *([f"options {options}"] if options else []),
         *([f"devices {devices}"] if devices else []),
         *(f"argument {line}" for line in _arrays((args, kwargs), ("args", "kwargs"))),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,13 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxcoll._host.checkpoint import on_host
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.data_parallel import data_parallel
-from jaxcoll._host.decision import Decision, rank_of
-from jaxcoll._host.given_up import outcome_of
+from jaxcoll._host.decision import Decision, RegroupError, rank_of, words
 from jaxcoll._host.in_program import broadcast
 from jaxcoll._host.mesh import no_mesh
 from jaxcoll._host.placement import place
 from jaxcoll._plan.errors import ProgramMismatchError, ReplicaDivergenceError
 from jaxcoll._plan.words import counted
+
+Together = Callable[..., Any]
+"""`(call, seconds, what)`: what `call` returns, which every worker makes."""
 
 
 class HeldState:
@@ -60,23 +65,44 @@ class HeldState:
         self._held = {self.finished: self.latest, step: state}
         self.finished = step
 
-    def settle(self, decision: Decision, crew: Crew, mesh: Mesh) -> None:
+    def settle(self, decision: Decision, crew: Crew, mesh: Mesh, together: Together) -> None:
         """Hold the state after the step that was decided, on the devices of `mesh`.
 
+        Args:
+          decision: the step, and who has the state.
+          crew: who settle.
+          mesh: of their devices.
+          together: makes a call that all make, bounded by seconds and named in words.
+
         Raises:
-          RegroupError: a member was lost over it.
-          ProgramMismatchError: members hold states of different structures.
-          ReplicaDivergenceError: they hold different values.
+          RegroupError: a member was lost over it, or holds another state than most do.
+          ProgramMismatchError: this worker's state has another structure than the others'.
+          ReplicaDivergenceError: it has other values.
         """
         step = decision.step if decision.step in self._held else self.finished
         state = self.host(step)
-        _check_structures(crew.gather("structure", _structure(state)))
+        structures = crew.gather("structure", _structure(state))
+        _agreed(structures, decision, crew, _other_structure, start=not decision.number)
         if decision.given:
-            state = _given(state, decision, crew, mesh)
-        _check_digests(crew.gather("digest", json.dumps(_digests(state))))
+            give = functools.partial(together, seconds=crew.startup, what="giving the state")
+            state = _given(state, decision, mesh, give)
+        digests = crew.gather("digest", _digests(state))
+        _agreed(digests, decision, crew, _other_values, start=not decision.number)
         with no_mesh():
             placed = place(state, NamedSharding(mesh, PartitionSpec()))
         self.finished, self._held = decision.step, {decision.step: placed}
+
+    def compare(self, decision: Decision, crew: Crew) -> None:
+        """Compare the state after the last finished step with that of all members, bit by bit.
+
+        Cost: every copy of the state here is read once, at about a second for a gigabyte.
+
+        Raises:
+          RegroupError: a member was lost over it, or holds another state than most do.
+          ReplicaDivergenceError: this worker's state has other values than most have.
+        """
+        digests = crew.gather(f"digest/{self.finished}", _digests(self.latest))
+        _agreed(digests, decision, crew, _other_values)
 
     def check_result(self, out: Any) -> None:
         """Refuse a step that does not return a state like the one it was given.
@@ -109,26 +135,71 @@ def _difference(one: str, other: str, of_one: str, of_other: str) -> str:
     return f"{of_one}: {(mine or nothing)[0]}; {of_other}: {(theirs or nothing)[0]}"
 
 
-def _check_structures(said: dict[str, str]) -> None:
-    (first, mine), *others = sorted(said.items(), key=lambda item: rank_of(item[0]))
-    for name, structure in others:
-        if structure != mine:
-            words = _difference(
-                mine, structure, f"worker {rank_of(first)}", f"worker {rank_of(name)}"
-            )
-            raise ProgramMismatchError(f"Workers hold states of different structures. {words}.")
+def _agreed(
+    values: dict[str, str],
+    decision: Decision,
+    crew: Crew,
+    error: Callable[[dict[str, str]], Exception],
+    start: bool = False,
+) -> None:
+    """Go on only if all members say the same.
+
+    Raises:
+      RegroupError: those that agree, this worker among them, go on without the others.
+      Exception: `error(values)`: this worker is one of the others; or nobody knows who is right,
+        as where all bring what they `start` with.
+    """
+    if len(set(values.values())) == 1:
+        return
+    agree = () if start else agreeing(values, decision)
+    if crew.name not in agree:
+        raise error(values)
+    odd = [name for name in decision.members if name not in agree]
+    crew.ask(f"the state of {words(odd)} is not that of the others")
+    raise RegroupError
 
 
-def _digests(tree: Any) -> dict[str, str]:
-    return {
-        f"state{jax.tree_util.keystr(path)}": hashlib.blake2b(
-            np.ascontiguousarray(x).tobytes(), digest_size=16
-        ).hexdigest()
-        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
+def agreeing(values: dict[str, str], decision: Decision) -> tuple[str, ...]:
+    """Those of whom more than half said the same; (): there are none.
+
+    Who was just taken in is not counted: the others agreed before it came.
+    """
+    staying = [name for name in decision.members if name not in decision.joined]
+    value, count = Counter(values[name] for name in staying).most_common(1)[0]
+    if 2 * count <= len(staying):
+        return ()
+    return tuple(name for name in decision.members if values[name] == value)
 
 
-def _check_digests(said: dict[str, str]) -> None:
+def _other_structure(values: dict[str, str]) -> ProgramMismatchError:
+    (first, mine), *others = sorted(values.items(), key=lambda item: rank_of(item[0]))
+    name, structure = next(item for item in others if item[1] != mine)
+    found = _difference(mine, structure, f"worker {rank_of(first)}", f"worker {rank_of(name)}")
+    return ProgramMismatchError(f"Workers hold states of different structures. {found}.")
+
+
+def _digests(tree: Any) -> str:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    found = {f"state{jax.tree_util.keystr(path)}": _digest(x) for path, x in leaves}
+    return json.dumps(found, sort_keys=True)
+
+
+def _digest(x: Any) -> str:
+    """Of all copies that this process holds: of one, if they are equal as they should be."""
+    copies = [s.data for s in x.addressable_shards] if isinstance(x, jax.Array) else [x]
+    first, *others = map(_bytes, copies)
+    different = [each for each in others if not np.array_equal(each, first)]
+    hashes = (
+        hashlib.blake2b(each.data, digest_size=16).hexdigest() for each in (first, *different)
+    )
+    return " ".join(hashes)
+
+
+def _bytes(x: Any) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def _other_values(said: dict[str, str]) -> ReplicaDivergenceError:
     held = {str(rank_of(name)): json.loads(text) for name, text in said.items()}
     divergent = {}
     for leaf in next(iter(held.values())):
@@ -137,21 +208,21 @@ def _check_digests(said: dict[str, str]) -> None:
             groups.setdefault(held[rank][leaf], []).append(rank)
         if len(groups) > 1:
             divergent[leaf] = tuple(sorted(map(tuple, groups.values()), key=len, reverse=True))
-    if divergent:
-        leaf, groups = next(iter(divergent.items()))
-        raise ReplicaDivergenceError(
-            "Workers hold different values in "
-            f"{counted(len(divergent), 'leaf', 'leaves')} of the state, {leaf} first: "
-            f"{' | '.join(', '.join(group) for group in groups)}. At the start give all the same "
-            "initial state, made from one seed or read from one file.",
-            divergent=divergent,
-        )
+    leaf, groups = next(iter(divergent.items()))
+    return ReplicaDivergenceError(
+        f"Workers hold different values in {counted(len(divergent), 'leaf', 'leaves')} of the "
+        f"state, {leaf} first: "
+        f"{' | '.join(', '.join(group) for group in groups)}. At the start give all the same "
+        "initial state, made from one seed or read from one file; a step must compute the same on "
+        "all from then on, whatever the worker's number.",
+        divergent=divergent,
+    )
 
 
-def _given(state: Any, decision: Decision, crew: Crew, mesh: Mesh) -> Any:
+def _given(state: Any, decision: Decision, mesh: Mesh, together: Together) -> Any:
     """The state of the worker that has it, on all: as bytes, so that every bit is kept."""
     leaves, structure = jax.tree.flatten(state)
-    parts = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in leaves]
+    parts = [_bytes(x) for x in leaves]
     mine = np.concatenate([np.zeros(0, np.uint8), *parts])
     axis = mesh.axis_names[0]
     here = len(mesh.local_devices)
@@ -163,7 +234,7 @@ def _given(state: Any, decision: Decision, crew: Crew, mesh: Mesh) -> Any:
     with no_mesh():
         program = give.lower(rows).compile()
         placed = place(rows, NamedSharding(mesh, PartitionSpec(axis)))
-    got = outcome_of(lambda: program(placed), crew, crew.startup, "giving the state")
+    got = together(lambda: program(placed))
     bits = on_host("", got)
     cuts = np.cumsum([part.size for part in parts])[:-1]
     return structure.unflatten(

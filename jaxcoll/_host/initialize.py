@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jaxcoll import _compat
+from jaxcoll._compat_gloo import let_gloo_listen_at
 from jaxcoll._host.arrival import arrive, reach
 from jaxcoll._host.cluster_resolver import ClusterResolver
 from jaxcoll._host.coordinator import Coordinator, start_coordinator
@@ -161,7 +162,7 @@ def initialize(
     except BaseException:
         line.close()
         raise
-    _compat.let_gloo_listen_at(host, functools.partial(await_all, timeout))
+    let_gloo_listen_at(host, functools.partial(await_all, timeout), again=rejoin)
     _joined = _Joined(member, line, recoverable)
     follow(None if rejoin else line)  # to one that comes again nobody speaks on it
     return None

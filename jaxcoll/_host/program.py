@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxcoll import _compat
+from jaxcoll._host.environment import environment
 from jaxcoll._host.fingerprint import collectives, fingerprint, mark
 from jaxcoll._host.first_values import FirstValues, first_values
 from jaxcoll._plan.plan import Plan
@@ -127,7 +128,8 @@ def shared_program(
     """
     compiled = lowered.compile()
     moved = collectives(compiled.as_text() or "")
-    lines = fingerprint(f"`{called}`", told, _devices(leaves), lowered, moved)
+    around = environment(_device_here(leaves))
+    lines = fingerprint(f"`{called}`", around, told, _devices(leaves), lowered, moved)
     return Program(compiled, _name(called, leaves), lines, mark(lines), moved)
 
 
@@ -140,6 +142,12 @@ def _devices(leaves: Sequence[Any]) -> str:
     meshes = (getattr(x.sharding, "mesh", None) for x in leaves)
     found = next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
     return "" if found is None else " ".join(str(d.id) for d in found.devices.flat)
+
+
+def _device_here(leaves: Sequence[Any]) -> jax.Device:
+    """A device of this process on which a program of these arguments runs."""
+    found = (x.sharding.addressable_devices for x in leaves)
+    return min(next(filter(None, found), jax.local_devices()), key=lambda d: d.id)
 
 
 def _shapes(leaves: Sequence[Any], shown: int = 3) -> str:

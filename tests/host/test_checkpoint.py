@@ -1,8 +1,12 @@
 """A checkpoint is whole or not there, and holds what was put in, to the bit."""
 
 import errno
+import itertools
 import os
+import subprocess
+import sys
 import time
+from threading import Event, Thread
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +15,8 @@ import pytest
 
 import jaxcoll as jc
 from jaxcoll import _files as files
+from jaxcoll._host import checkpoint
+from jaxcoll._host.checkpoint import Stamp, save_newest, stamp_of_checkpoint
 
 
 def tree():
@@ -100,6 +106,106 @@ def test_what_writers_left_that_died_is_removed_and_what_others_write_is_not(tmp
         os.utime(file, (0, time.time() - files.STALE_SECONDS - 60))
     jc.save_checkpoint(path, tree())
     assert set(tmp_path.iterdir()) == {path, written, other, users}
+
+
+STAMPS = [Stamp(20, 1), Stamp(40, 1), Stamp(40, 2), Stamp(60, 2)]
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(4))], ids=str)
+def test_the_newest_of_an_elastic_run_stays_in_whatever_order_they_are_written(tmp_path, order):
+    path = tmp_path / "last.npz"
+    for k, i in enumerate(order):
+        stands = save_newest(path, {"w": np.full(3, i)}, STAMPS[i], 1.0)
+        newest = max(order[: k + 1])
+        assert stands == stamp_of_checkpoint(path) == STAMPS[newest]
+        tree, at = jc.restore_checkpoint(path, {"w": np.ones(3, int)})
+        assert (tree["w"].tolist(), at) == ([newest] * 3, STAMPS[newest].step)
+
+
+def test_who_is_stopped_between_its_last_look_and_its_rename_keeps_others_from_writing(
+    tmp_path, monkeypatch
+):
+    path, put, inside, goes_on = tmp_path / "last.npz", files.put, Event(), Event()
+
+    def stopped(partial, file):
+        monkeypatch.setattr(checkpoint, "put", put)
+        inside.set()
+        goes_on.wait(20)
+        put(partial, file)
+
+    monkeypatch.setattr(checkpoint, "put", stopped)
+    old = Thread(target=save_newest, args=(path, {"w": np.zeros(1)}, Stamp(20, 1), 1.0))
+    old.start()
+    assert inside.wait(20)
+    with pytest.raises(OSError, match=r"another process has held this lock for 0\.1 s") as e:
+        save_newest(path, {"w": np.ones(1)}, Stamp(60, 2), 0.1)
+    assert "after step 60 could not be written" in e.value.__notes__[0]
+    new = Thread(target=save_newest, args=(path, {"w": np.ones(1)}, Stamp(60, 2), 20.0))
+    new.start()
+    goes_on.set()
+    old.join(20)
+    new.join(20)
+    assert stamp_of_checkpoint(path) == Stamp(60, 2)
+
+
+def test_what_cannot_be_read_may_be_newer_and_stays(tmp_path, monkeypatch):
+    path = tmp_path / "last.npz"
+    save_newest(path, {"w": np.ones(1)}, Stamp(60, 2), 1.0)
+
+    def fails(*args):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(checkpoint, "stamp_of_checkpoint", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            save_newest(path, {"w": np.zeros(1)}, Stamp(20, 1), 1.0)
+        disk.undo()
+        disk.setattr(checkpoint.zipfile, "ZipFile", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            stamp_of_checkpoint(path)
+    assert stamp_of_checkpoint(path) == Stamp(60, 2)
+    path.write_bytes(b"half a checkpoi")
+    assert stamp_of_checkpoint(path) == stamp_of_checkpoint(tmp_path / "none.npz") == Stamp(-1, 0)
+
+
+def test_a_lock_is_free_when_its_holder_is_killed(tmp_path):
+    path = tmp_path / "last.npz"
+    holds = "import sys; from pathlib import Path; from jaxcoll._files import locked\n"
+    holds += "with locked(Path(sys.argv[1]), 1.0): print('has it', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", holds, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout.readline() == b"has it\n"
+        with pytest.raises(TimeoutError, match="is one stopped"), files.locked(path, 0.1):
+            pass
+        other.kill()
+        with files.locked(path, 20.0):
+            pass
+
+
+def test_where_there_are_no_locks_it_says_so_once_and_writes(tmp_path, monkeypatch, caplog):
+    def none(handle, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(files.fcntl, "flock", none)
+    path = tmp_path / "last.npz"
+    for step in (1, 2):
+        save_newest(path, {"w": np.ones(1)}, Stamp(step, 1), 1.0)
+    assert stamp_of_checkpoint(path) == Stamp(2, 1)
+    assert ["has no file locks" in record.getMessage() for record in caplog.records] == [True]
+    monkeypatch.setattr(files, "fcntl", None)
+    save_newest(path, {"w": np.ones(1)}, Stamp(3, 1), 1.0)
+    assert stamp_of_checkpoint(path) == Stamp(3, 1)
+
+
+def test_a_link_and_what_it_points_to_have_one_lock(tmp_path):
+    (tmp_path / "disk").mkdir()
+    link, real = tmp_path / "last.npz", tmp_path / "disk" / "real.npz"
+    link.symlink_to(real)
+    save_newest(link, {"w": np.ones(1)}, Stamp(5, 1), 1.0)
+    assert save_newest(real, {"w": np.ones(1)}, Stamp(4, 1), 1.0) == Stamp(5, 1)
+    assert link.is_symlink()
+    assert sorted(p.name for p in real.parent.iterdir()) == [".real.npz-lock", "real.npz"]
 
 
 def test_what_cannot_be_held_is_refused(tmp_path):

@@ -9,9 +9,10 @@ import jaxcoll as jc
 from jaxcoll._host import answers, beats
 from jaxcoll._host import crew as crews
 from jaxcoll._host.beats import Doing
-from jaxcoll._host.compiled_steps import mismatch
+from jaxcoll._host.compiled_steps import _sides, mismatch, show
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import CoordinatorLostError, RegroupError, rank_of
+from jaxcoll._host.last_checkpoint import writers_of, written_by_one
 from jaxcoll._host.local_keys import LocalKeys
 
 
@@ -69,7 +70,7 @@ def test_survivors_agree_on_members_and_on_the_last_step_that_all_have():
     ended(crew)
 
 
-def test_who_is_late_is_left_behind_and_learns_it_and_an_order_serves_once():
+def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often():
     crew = crew_of(3)
     at_once(*(lambda c=c: c.enter(0) for c in crew))
     crew[0].ask("step 3 did not finish", late=True)
@@ -77,20 +78,25 @@ def test_who_is_late_is_left_behind_and_learns_it_and_an_order_serves_once():
     assert second[0].ranks == (0, 1)
     late = crew[2].decide(3, (2, 3))
     assert crew[2].name not in late.members
-    assert not Crew.is_current(crew_at(crew[0], 0))
-    # Nobody is lost, and yet the same two cannot use their connections again.
-    third = at_once(*(lambda c=c: c.decide(4, (3, 4)) for c in crew[:2]))
-    assert third[0].ranks == (1, 0)
-    fourth = at_once(*(lambda c=c: c.decide(4, (3, 4)) for c in crew[:2]))
-    assert fourth[0].members == ()
+    # Nobody is lost, and the same two go on, each time with connections of their own.
+    for number in range(2, 12):
+        again = at_once(*(lambda c=c: c.decide(4, (3, 4)) for c in crew[:2]))
+        assert [(d.number, d.ranks, d.lost, d.anew) for d in again] == [
+            (number, (0, 1), (), True)
+        ] * 2
     ended(crew)
 
 
-def crew_at(crew, number):
-    other = object.__new__(Crew)
-    other.__dict__.update(crew.__dict__)
-    other.decision = crew._read(number)
-    return other
+def test_who_cannot_connect_to_another_is_left_out_and_the_link_is_named():
+    crew = crew_of(3)
+    at_once(*(lambda c=c: c.enter(0) for c in crew))
+    crew[1].broken = {frozenset((crew[1].name, crew[2].name))}
+    crew[1].ask("workers 1 and 2 cannot connect to each other")
+    found = at_once(*(lambda c=c: c.decide(3, (2, 3)) for c in crew))
+    assert len(set(found)) == 1
+    assert (found[0].ranks, found[0].lost) == ((0, 1), (crew[2].name,))
+    assert found[0].why == "workers 1 and 2 cannot connect to each other"
+    ended(crew)
 
 
 def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
@@ -117,7 +123,7 @@ def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
     fourth = crew[0].decide(20, (19, 20))
     joins.join(10)
     assert found["again"] == fourth
-    assert (fourth.ranks, fourth.step, fourth.given) == ((1, 0), 20, True)
+    assert (fourth.ranks, fourth.step, fourth.given) == ((0, 1), 20, True)
     assert fourth.why == "a worker joined"
     at_once(*(lambda c=c: c.gather("finished", "") for c in (crew[0], again)))
     crew[0].finish()
@@ -176,12 +182,125 @@ def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other():
     found = at_once(*(lambda c=c: c.decide(6, (5, 6)) for c in crew[:2]))
     assert found[0] == found[1]
     assert (found[0].members, tuple(map(rank_of, found[0].differ))) == ((), (0, 1))
-    sides = at_once(*(lambda c=c: c.sides([f"of {rank_of(c.name)}"]) for c in crew[:2]))
+    for one in crew[:2]:
+        show(one.decision, one, (f"of {rank_of(one.name)}",))
+    sides = at_once(*(lambda c=c: _sides(c.decision, c) for c in crew[:2]))
     assert sides == [{0: ["of 0"], 1: ["of 1"]}] * 2
     late = crew[2].decide(6, (5, 6))
     assert late == found[0]
     said = str(mismatch(late, crew[2], ()))
     assert said.startswith("Workers bring different programs to step 6, and none goes on.")
+    ended(crew)
+
+
+def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
+    crew = crew_of(3, most=2)
+    found = {}
+    spare = threading.Thread(target=lambda: found.update(spare=crew[2].enter(0)))
+    spare.start()
+    at_once(*(lambda c=c: c.enter(0) for c in crew[:2]))
+    crew[1].close()
+    crew[0].decide(9, (8, 9))
+    spare.join(10)
+    staying, newcomer = crew[0], crew[2]
+    assert tuple(map(rank_of, found["spare"].joined)) == (2,)
+    staying.doing, newcomer.doing = Doing(1, 9, True, "theirs"), Doing(1, 9, True, "other")
+    both = lambda: at_once(
+        lambda: staying.gather("program/9", "theirs", same=True),
+        lambda: newcomer.gather("program/9", "other", same=True),
+    )
+    assert [type(error) for error in both()] == [RegroupError] * 2
+    one, other = at_once(*(lambda c=c: c.decide(9, (8, 9)) for c in (staying, newcomer)))
+    assert one == other
+    assert (one.ranks, tuple(map(rank_of, one.lost))) == ((0,), (2,))
+    assert not one.ends_for_its_program(staying.name)
+    assert one.ends_for_its_program(newcomer.name)
+    show(one, staying, ("JAX", "program `theirs`", "collective"))
+    said = str(mismatch(one, newcomer, ("JAX", "program `other`", "collective")))
+    assert "to step 9, and workers 0 go on. The first difference:\nprocess 0: program `th" in said
+    ended(crew)
+
+
+@pytest.mark.parametrize(
+    ("marks", "joined", "differ", "end"),
+    [
+        ({"0": "a", "1": "a", "2": "a"}, ("2",), (), ()),
+        ({"0": "a", "1": "a", "2": "b"}, ("2",), ("0", "2"), ("2",)),
+        ({"0": "b", "1": "a", "2": "a"}, ("0",), ("1", "0"), ("0",)),
+        ({"0": "b", "1": "a", "2": "b"}, ("0", "2"), ("1", "0", "2"), ("0", "2")),
+        ({"0": "a", "2": "b"}, ("0", "2"), (), ()),  # what 1 does is not known
+        ({"0": "a", "1": "b", "2": "b"}, ("2",), ("0", "1"), ("0", "1", "2")),
+        ({"0": "a", "1": "b", "2": "b"}, (), ("0", "1"), ("0", "1", "2")),
+    ],
+)
+def test_those_who_were_there_before_are_right_unless_they_differ(marks, joined, differ, end):
+    known = {name: Doing(1, 9, True, mark) for name, mark in marks.items()}
+    assert beats.Beats().differing(("0", "1", "2"), joined, known) == (differ, end)
+
+
+def writes(crew, fails, every=lambda one: 10):
+    """What becomes of each where some cannot write; and who has written."""
+    wrote = []
+
+    def write(one):
+        if rank_of(one.name) in fails:
+            raise OSError(28, "No space left on device")
+        wrote.append(rank_of(one.name))
+
+    def last(one):
+        return written_by_one(one, writers_of(one, one.decision, every(one)), lambda: write(one))
+
+    return at_once(*(lambda c=c: last(c) for c in crew)), wrote
+
+
+@pytest.mark.parametrize("fails", [(), (0,), (0, 1), (1,)])
+def test_the_first_that_can_writes_the_last_checkpoint_while_all_wait(fails):
+    crew = crew_of(3)
+    at_once(*(lambda c=c: c.enter(0) for c in crew))
+    found, wrote = writes(crew, fails)
+    (writer,) = wrote
+    assert writer == min({0, 1, 2} - set(fails))
+    for rank, (name, failure) in enumerate(found):
+        assert rank_of(name) == writer
+        assert isinstance(failure, OSError) == (rank in fails and rank < writer)
+    ended(crew)
+
+
+@pytest.mark.parametrize("having", [(), (1,), (1, 2)])
+def test_who_has_a_file_writes_and_those_who_have_none_wait_for_it(having):
+    crew = crew_of(3)
+    at_once(*(lambda c=c: c.enter(0) for c in crew))
+    every = lambda one: 10 * rank_of(one.name) if rank_of(one.name) in having else 0
+    found, wrote = writes(crew, (), every)
+    assert wrote == list(having[:1])
+    assert [name and rank_of(name) for name, _ in found] == [having[0] if having else ""] * 3
+    again = at_once(*(lambda c=c: c.decide(9, (9,)) for c in crew))
+    assert len(set(again)) == 1
+    agreed = at_once(*(lambda c=c: writers_of(c, c.decision, every(c)) for c in crew))
+    assert [[w.are_due(at) for at in (10, 15, 20)] for w in agreed] == [
+        [bool(having), False, bool(having)]
+    ] * 3
+    ended(crew)
+
+
+def test_if_nobody_can_write_the_last_checkpoint_each_has_its_error():
+    crew = crew_of(2)
+    at_once(*(lambda c=c: c.enter(0) for c in crew))
+    found, wrote = writes(crew, (0, 1))
+    assert (wrote, [name for name, _ in found]) == ([], ["", ""])
+    assert all(isinstance(failure, OSError) for _, failure in found)
+    ended(crew)
+
+
+def test_a_writer_that_dies_over_the_last_checkpoint_is_a_loss_and_the_next_one_writes():
+    crew = crew_of(3)
+    at_once(*(lambda c=c: c.enter(0) for c in crew))
+    crew[0].close()  # before it had written
+    found, wrote = writes(crew[1:], ())
+    assert ([type(error) for error in found], wrote) == ([RegroupError] * 2, [])
+    at_once(*(lambda c=c: c.decide(9, (8, 9)) for c in crew[1:]))
+    found, wrote = writes(crew[1:], ())
+    assert ([rank_of(name) for name, _ in found], wrote) == ([1, 1], [1])
     ended(crew)
 
 
@@ -238,7 +357,7 @@ def test_a_coordinator_that_does_not_answer_is_lost_and_one_that_answers_late_is
     at_once(*(lambda c=c: c.enter(0) for c in (late, goes_on)))
     stopped = threading.Event()
     for crew, seconds in ((goes_on, 0.1), (late, 20)):
-        wait = lambda key, value, seconds=seconds: stopped.wait(seconds)
+        wait = lambda key, value, seconds=seconds: stopped.wait(seconds) or value
         monkeypatch.setattr(crew.store, "agree", wait, raising=False)
     goes_on.ask("")
     with pytest.raises(CoordinatorLostError):

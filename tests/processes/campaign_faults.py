@@ -61,7 +61,9 @@ class Fault:
 
 
 DEADLINE, LOST, MISMATCH = "DeadlineExceededError", "PeerLostError", "ProgramMismatchError"
+DIVERGED = "ReplicaDivergenceError"
 LATE = f"did not finish within {TIMEOUT:g} s"
+FLAGS = {"flags": {1: "--xla_cpu_max_isa=AVX"}}
 FILE = {"settings": {"checkpoint": "last.npz"}}
 # Where the one that came waits: the collective, and the pack that it carries.
 WAITS = (LATE, "Process 1 of 2 did not arrive", "Collective 1 of ", "/pack0 has (the value)")
@@ -77,6 +79,7 @@ FAULTS = [
     Fault("SIGKILL of process 0", 3, ((0, 20, "SIGKILL"),)),
     Fault("SIGKILL of one of two", 2, ((1, 20, "SIGKILL"),)),
     Fault("SIGKILL of two at once", 4, ((0, 20, "SIGKILL"), (2, 20, "SIGKILL")), spec={"leaves": 5}),
+    Fault("SIGKILL of one, and of another when the rest has regrouped", 4, ((0, 20, "SIGKILL"), (2, "20 of 3", "SIGKILL"))),
     Fault("SIGKILL of one, then of another", 4, ((3, 12, "SIGKILL"), (1, 25, "SIGKILL"))),
     Fault("SIGKILL in the first step", 3, ((1, 0, "SIGKILL"),)),
     Fault("SIGKILL in the last step", 3, ((1, 39, "SIGKILL"),)),
@@ -102,6 +105,20 @@ FAULTS = [
     Fault("started again and taken in", 3, ((1, 20, "SIGKILL"),), acts=((1.0, "again", 1),),
           others={1: "trained"}, spec={"pause": 0.6, "until": 3, "steps": 100}),
     *(
+        Fault(f"started again with another {odd}", 3, ((1, 20, "SIGKILL"),), job="odd", acts=((1.0, "again", 1),),
+              others={1: MISMATCH}, culprits=(1, 1), within=6.0, spec={"again with": odd, "pause": 0.2, "steps": 400})
+        for odd in ("state", "function")
+    ),
+    Fault("other XLA_FLAGS on one", 3, (), MISMATCH, ("process 0: XLA_FLAGS -", "process 1: XLA_FLAGS --xla_cpu_max_isa=AVX"),
+          culprits=(), spec=FLAGS),
+    Fault("one of two drifts apart", 2, (), DIVERGED, ("state['w'] first: 0 | 1",), job="odd", culprits=(), within=3.0,
+          spec={"odd": "drift"}),
+    Fault("one of three drifts apart", 3, (), words=("the state of worker 1 is not that of the others",), job="odd",
+          culprits=(1,), others={1: DIVERGED}, within=3.0,
+          spec={"odd": "drift", "last": 40, "settings": {"checkpoint": "last.npz", "every": 10}}),
+    Fault("one drifts apart and another dies", 4, ((2, 20, "SIGKILL"),), job="odd", culprits=(1, 2),
+          others={1: DIVERGED}, within=3.0, spec={"odd": "drift"}),
+    *(
         Fault(f"another {odd} on one", 3, (), MISMATCH, words, job="odd", culprits=(),
               within=9.5 if odd == "slow rows" else 2.0, spec={"odd": odd})  # whose compilation takes 8 s
         for odd, words in {  # beside process 1 stands whoever came first of the others
@@ -120,11 +137,18 @@ FAULTS = [
     Fault("SIGSTOP of the coordinator, continued", 3, culprits=(),
           acts=((1.0, "SIGSTOP", "C"), (3.0, "SIGCONT", "C")), spec={"pause": 0.1}),
     Fault("full disk at a checkpoint", 2, ((0, 20, "full disk"),), others={0: "OSError"},
-          culprits=(), spec={"settings": {"checkpoint": "last.npz", "every": 10}}),
+          culprits=(), spec={"last": 40, "settings": {"checkpoint": "last.npz", "every": 10}}),
     Fault("SIGKILL while another writes checkpoints", 3, ((1, 20, "SIGKILL"),),
           spec={"settings": {"checkpoint": "last.npz", "every": 1}}),
     Fault("SIGKILL of the one that writes a checkpoint", 3, ((0, "while writing 20", "SIGKILL"),),
           spec={"good": 10, "settings": {"checkpoint": "last.npz", "every": 10}}),
+    Fault("SIGKILL where only one has a checkpoint", 3, ((2, 20, "SIGKILL"),),
+          spec={"last": 40, "without a file": (0, 2), "settings": {"checkpoint": "last.npz", "every": 10}}),
+    Fault("SIGKILL of the one that writes the last checkpoint", 3, ((0, "while writing 40", "SIGKILL"),),
+          spec={"last": 40, "settings": {"checkpoint": "last.npz", "every": 10}}),
+    Fault("SIGSTOP of the one that writes a checkpoint, continued later", 3, ((0, "while writing 20", "SIGSTOP"),),
+          words=(LATE,), acts=((9.0, "SIGCONT", 0),), others={0: LOST},
+          spec={"last": 40, "settings": {"checkpoint": "last.npz", "every": 10}}),
     # Starting up.
     Fault("SIGKILL before JAX is imported", 2, ((1, "before the start", "SIGKILL"),), DEADLINE,
           ("process 1 of 2 did not arrive within",), spec={"arrival": 4}),
@@ -164,6 +188,7 @@ FAULTS = [
             "op": ("nothing was run", "/pack0"),
         }.items()
     ),
+    _calls("a step: other XLA_FLAGS", MISMATCH, spec=FLAGS, words=("process 1: XLA_FLAGS --xla_cpu_max_isa=AVX",)),
     _calls("a step: two calls are swapped", MISMATCH, spec={"odd": "swap", "pause": 0.1, "steps": 60},
            words=("Processes run different programs as call 13", "process 0: collective 1: "), within=2.0),
     _calls("a step: one compiles it once more", "trained", spec={"odd": "recompile"}),

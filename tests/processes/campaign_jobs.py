@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 SPEC = json.loads(sys.argv[1])
 RANK = int(os.environ["JAXCOLL_RANK"])
@@ -86,20 +87,30 @@ class Elastic:
     def __init__(self):
         self.settings = {"timeout_seconds": SPEC["timeout"], "startup_seconds": 60.0}
         self.settings |= SPEC.get("settings", {})
+        if RANK in SPEC.get("without a file", ()):
+            self.settings.pop("checkpoint")
         self.trainer = jc.Elastic(step, self.start, **self.settings, report=self.report)
         self.kept, self.changes, self.expiries = {0: self.start}, [], []
 
     def batches(self, at, rank, world):
-        injected(at)
-        if world < SPEC.get("until", world + 1):  # give a newcomer time to start
+        injected(at, f"{at} of {world}")
+        if self.awaits_newcomer(at, world):
             time.sleep(SPEC.get("pause", 0.0))
         expires_in(SPEC["timeout"])
         self.expiries.append(EXPIRES["at"])
         return rows(at, rank)
 
+    def awaits_newcomer(self, at, world):
+        if SPEC["again with"]:
+            return at > 20 and not Path("again.ended").exists()
+        return world < SPEC.get("until", world + 1)
+
     def report(self, finished, loss):
-        now = time.time()
         self.kept[finished] = self.trainer._state.host(finished)
+        self.note_changes()
+
+    def note_changes(self):
+        now = time.time()
         for change in self.trainer.changes[len(self.changes) :]:
             noticed = now - change.seconds
             before = [t for t in self.expiries if t - SPEC["timeout"] < noticed]
@@ -122,6 +133,7 @@ class Elastic:
         try:
             state = self.trainer.run(self.batches, SPEC["steps"])
         finally:
+            self.note_changes()
             told("CHANGES", changes=self.changes)
         if state is None:
             return {"spare": True}
@@ -142,12 +154,16 @@ class Elastic:
 
 
 class Odd(Elastic):
-    """The same with another step, other rows, or fewer steps on one process."""
+    """The same with another state, step or rows, or fewer steps, on one process."""
 
     def __init__(self):
+        self.odd = (SPEC["again with"] if AGAIN else SPEC["odd"]) if RANK == 1 else ""
+        self.since = {"function": 0, "options": 0, "steps": 29, "drift": 12}.get(self.odd, 20)
+        if self.odd and AGAIN:
+            told("FAULT")
+        if self.odd == "state":
+            self.start = {**self.start, "large": np.ones(4095, "f")}
         super().__init__()
-        self.odd = SPEC["odd"] if RANK == 1 else ""
-        self.since = {"function": 0, "options": 0, "steps": 29}.get(self.odd, 20)
 
         def slow(state, batch):
             if batch[1].shape == (4,):
@@ -161,6 +177,8 @@ class Odd(Elastic):
             options = jc.CommunicationOptions(algorithm="ring")
         if self.odd == "function":
             function = lambda state, batch: (state, jnp.float32(0))
+        if self.odd == "drift":
+            function = drifting
         other = jc.data_parallel(function, batch_argnums=1, options=options)
         self.trainer = jc.Elastic(other, self.start, **self.settings, report=self.report)
         if self.odd == "steps":
@@ -183,6 +201,15 @@ class Odd(Elastic):
             told("FAULT")
         few = at >= 20 and self.odd in ("rows", "slow rows")
         return tuple(x[: 4 if few else 8] for x in super().batches(at, rank, world))
+
+
+def drifting(state, batch):
+    """A constant in the program, which no collective shows."""
+    state, value = step.__wrapped__(state, batch)
+    return {**state, "w": state["w"] + jnp.where(state["seen"] > 12, 1e-6, 0.0)}, value
+
+
+drifting.__name__ = "step"
 
 
 def write_in_two_parts():
@@ -287,4 +314,7 @@ except BaseException as error:
     kind = type(error).__name__
     told("ENDED", outcome=kind, message=f"{error} {notes}", ranks=ranks, expired=EXPIRES["at"])
     sys.exit(3)
+finally:
+    if AGAIN:
+        Path("again.ended").touch()
 raise SystemExit(SPEC["leaves"])  # not by `sys.exit`, which might be wrapped

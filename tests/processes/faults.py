@@ -122,10 +122,13 @@ def departs():
 
 
 def late():
-    """One comes twice as late as the other waits for it, and both go on."""
-    attempt("warm", lambda: hurried(ones()))
-    time.sleep(3 * (RANK == 1))
-    attempt("late", lambda: hurried(ones()))
+    """One comes when the other has given up waiting for it, and both go on."""
+    attempt("warm", lambda: step(ones()))
+    if RANK == 1:
+        meet("given up")
+    attempt("late", lambda: (hurried, step)[RANK](ones()))
+    if RANK == 0:
+        meet("given up")
     attempt("afterwards", lambda: step(ones()))
     meet("end")
 
@@ -139,9 +142,11 @@ def losses():
     attempt("killed", lambda: step(ones()))
     attempt("again", lambda: step(ones()))
     attempt("three", lambda: step.on(of([0, 1, 3]))(ones()))
+    three = jc.data_parallel(total, options=jc.CommunicationOptions(timeout_seconds=4))
+    meet("before one is stopped", [0, 1, 3])
     if RANK == 3:
         os.kill(os.getpid(), signal.SIGSTOP)
-    attempt("stopped", lambda: hurried.on(of([0, 1, 3]))(ones()))
+    attempt("stopped", lambda: three.on(of([0, 1, 3]))(ones()))
     attempt("two", lambda: step.on(of([0, 1]))(ones()))
     if RANK == 1:
         sys.exit()

@@ -42,6 +42,12 @@ class Hosts:
     def pull_cable(self, host):
         ip("-n", self._switch, "link", "set", f"port{host}", "down")
 
+    def part(self, *some):
+        """Between these hosts nothing passes any more; all others see each of them."""
+        for host in some:
+            slave = ("type", "bridge_slave", "isolated", "on")
+            ip("-n", self._switch, "link", "set", f"port{host}", *slave)
+
     def pids(self, host):
         return [int(pid) for pid in ip("netns", "pids", self._names[host]).split()]
 

@@ -16,6 +16,13 @@ pytestmark = pytest.mark.processes
 
 IN_CI = (
     "SIGKILL of two at once",
+    "SIGKILL of one, and of another when the rest has regrouped",
+    "SIGKILL of the one that writes the last checkpoint",
+    "SIGSTOP of the one that writes a checkpoint, continued later",
+    "started again with another function",
+    "one of two drifts apart",
+    "one drifts apart and another dies",
+    "a step: other XLA_FLAGS",
     "SIGSTOP, continued later",
     "too few are left",
     "started again and taken in",

@@ -1,6 +1,7 @@
 """Processes out of step, late, stopped and dead: each ends in an error that names what is wrong."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -89,11 +90,11 @@ def test_a_late_process_is_named_with_the_collective_that_waits(faulty):
     first, second = faulty("late", 2, ends=(0, 1))
     assert second["late"]["sum"] == first["afterwards"]["sum"] == 2
     late = first["late"]
+    # It is told while the late one still waits for that: it comes only then.
     assert (late["error"], late["ranks"]) == ("DeadlineExceededError", [1])
-    assert late["seconds"] < 2.5
+    assert re.search(r"outside of any call for \d+\.\d s, since call 1", late["message"])
     for words in (
-        "Call 2 of `total` did not finish within 1.5 s. Process 1 of 2 did not arrive",
-        "process 1 has been outside of any call for 1.",
+        "Call 1 of `total` did not finish within 1.5 s. Process 1 of 2 did not arrive",
         "of `total` of float32[2,4] is ",
         "/pack0 has (the value)",
     ):

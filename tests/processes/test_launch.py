@@ -49,15 +49,17 @@ else:
 """
 
 STUCK = """
-import os, signal, subprocess, sys, time
+import os, pathlib, signal, subprocess, sys, time
 rank = os.environ["JAXCOLL_RANK"]
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("pids", os.getpid(), child.pid, flush=True)
+here = pathlib.Path(__file__).parent
+(here / rank).touch()
+while rank == "1" and sys.argv[1] in ("status", "kill") and not (here / "0").exists():
+    time.sleep(0.01)
 if sys.argv[1] == "status" and rank == "1":
-    time.sleep(1)
     sys.exit(7)
 if sys.argv[1] == "kill" and rank == "1":
-    time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[1] == "deaf":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -175,7 +177,7 @@ def test_the_first_failure_ends_all_and_is_the_exit_status(tmp_path, how, flags,
     assert (done.returncode, done.stderr) == (status, f"jaxcoll launch: {words}\n")
     assert time.monotonic() - start < 30
     pids = [int(pid) for line in re.findall("pids (.*)", done.stdout) for pid in line.split()]
-    assert len(pids) == 4
+    assert len(pids) == 4 or how == "late"  # where 2 s may pass before they could print
     assert gone(pids)
 
 
@@ -185,8 +187,8 @@ def test_a_worker_that_died_is_started_again_and_taken_in(tmp_path):
     assert done.returncode == 0, done.stderr
     said = "process 1 of 2 was ended by SIGKILL; it is started again, to rejoin the others"
     assert f"jaxcoll launch: {said} (restart 1 of 1)." in done.stderr
-    assert "[0] workers (1, 0) [((1,), ()), ((), (1,))]" in done.stdout.splitlines()
-    assert "[1] workers (1, 0) [((), (1,))]" in done.stdout.splitlines()
+    assert "[0] workers (0, 1) [((1,), ()), ((), (1,))]" in done.stdout.splitlines()
+    assert "[1] workers (0, 1) [((), (1,))]" in done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("flags", [[], ["--keep-going"]])

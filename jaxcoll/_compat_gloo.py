@@ -1,0 +1,230 @@
+"""CPU devices whose processes meet over Gloo: JAX's own, and others whose connections are new.
+
+XLA keeps Gloo's connections for as long as the CPU client lives that they were made for, also those
+that are broken. JAX makes one client and keeps it. So whoever needs new connections needs another
+client, which this file makes: with the same devices by number, and a key-value store of this
+process alone in the place of the coordination service, whose keys can be written only once.
+
+The fifth file that knows what is private to JAX, apart from the others because only processes that
+are joined need it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+_LONGEST_FOLDER = 80  # bytes of it that a Unix socket's path has room for
+_FOREVER = 10**8  # seconds
+_LOCAL, _GLOBAL, _ADDRESSES = "cpu:local_topology", "cpu:global_topology", "cpu:gloo"
+_COUNTS = "jaxcoll/device_count"
+
+
+def let_gloo_listen_at(host: str, before: Callable[[], None], again: bool) -> bool:
+    """Have CPU devices meet over Gloo at one address of this host.
+
+    By itself Gloo listens at whatever the host's own name stands for. To be called when the
+    processes are joined, and before there are devices.
+
+    Args:
+      host: the address.
+      before: called before they meet; what it raises JAX raises as a RuntimeError with its words.
+      again: this process was started again after all had met. It reads what the others wrote of
+        their devices then, and nobody waits for it: its devices connect by `ClientAnew` only. One
+        with another number of devices than it had is refused by JAX's RuntimeError.
+
+    Returns:
+      Whether this JAX can be told.
+    """
+    from jax.extend.backend import register_backend_factory
+
+    if not meets_over_gloo():
+        return False
+    state, make_client = _state(), _bridge().make_cpu_client
+
+    def client() -> Any:
+        if state.client is None:  # the processes have parted since
+            return make_client()
+        before()
+        devices = _devices_of_all() if again else None
+        if devices is None:
+            made = make_client(_gloo_over(state.client, host))
+            state.client.key_value_set(
+                f"{_COUNTS}/{state.process_id}", str(made.local_device_count())
+            )
+            return made
+        _check_count()
+        keys = _OwnKeys(devices)
+        atexit.register(keys.close)
+        return keys.make_client(host)
+
+    register_backend_factory("cpu", client, priority=0, fail_quietly=False)
+    return True
+
+
+def meets_over_gloo() -> bool:
+    """Whether processes are joined, their CPU devices meet over Gloo, and this JAX is known."""
+    return (
+        getattr(_state(), "client", None) is not None
+        and isinstance(getattr(_bridge(), "make_cpu_client", None), types.FunctionType)
+        and getattr(jax.config, "jax_cpu_collectives_implementation", None) == "gloo"
+    )
+
+
+class ClientAnew:
+    """A client beside JAX's own, whose devices have the same numbers and are not connected yet.
+
+    Where Gloo is to connect devices of several processes, each has to be told what the others wrote
+    of their addresses, by `addresses` and `learn`: the client by itself asks nobody.
+
+    Attributes:
+      devices: of all processes, as in `jax.devices()`.
+
+    Args:
+      host: the address at which Gloo listens; None: whatever the host's own name stands for.
+
+    Raises:
+      RuntimeError: JAX's own devices are not known to all processes yet.
+    """
+
+    def __init__(self, host: str | None) -> None:
+        devices = _devices_of_all()
+        if devices is None:
+            raise RuntimeError("New connections need JAX's own devices first: `jax.devices()`.")
+        self._keys = _OwnKeys(devices)
+        self.devices: list[jax.Device] = self._keys.make_client(host).devices()
+        atexit.register(self.close)
+
+    def addresses(self) -> dict[str, bytes]:
+        """What Gloo has written here, or was told, of the ends of its connections."""
+        return self._keys.all(_ADDRESSES)
+
+    def learn(self, key: str, value: bytes) -> None:
+        """Tell Gloo what it wrote in another process."""
+        self._keys.set(key, value)
+
+    def close(self) -> None:
+        """Connect no more. Whatever waits for an address fails; connections stay.
+
+        They end with the client: when no array, program or device of it is left, nor a cache.
+        """
+        self._keys.close()
+        self.devices = []
+        atexit.unregister(self.close)
+
+
+class _OwnKeys:
+    """A coordination service of this process alone, for one CPU client."""
+
+    def __init__(self, held: Mapping[str, bytes]) -> None:
+        self._lock = threading.Lock()
+        home = tempfile.gettempdir()
+        self._folder = tempfile.mkdtemp(
+            prefix="jaxcoll-", dir=home if len(os.fsencode(home)) < _LONGEST_FOLDER else "/tmp"
+        )
+        jaxlib = _jaxlib()
+        address = f"unix:{self._folder}/keys"
+        self._service: Any = jaxlib.get_distributed_runtime_service(
+            address, 1, heartbeat_timeout=_FOREVER, shutdown_timeout=1, recoverable=False
+        )
+        self._client: Any = jaxlib.get_distributed_runtime_client(
+            address, 0, init_timeout=60, heartbeat_timeout=_FOREVER, shutdown_on_destruction=False
+        )
+        self._client.connect()
+        for key, value in held.items():
+            self._client.key_value_set_bytes(key, value)
+
+    def make_client(self, host: str | None) -> Any:
+        """As JAX makes its own, by the same options."""
+        state = _state()
+        collectives = _gloo_over(self._client, host)
+        return _made_over(self._client, state.process_id, state.num_processes, collectives)
+
+    def all(self, folder: str) -> dict[str, bytes]:
+        """Every value below `folder/` by its whole key; after the end: none."""
+        with self._lock:
+            return (
+                {} if self._client is None else dict(self._client.key_value_dir_get_bytes(folder))
+            )
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write where nothing stands; after the end: nothing."""
+        with self._lock:
+            if self._client is not None:
+                self._client.key_value_set_bytes(key, value)
+
+    def close(self) -> None:
+        """End; whatever waits for a value fails."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.shutdown()  # first: it ends the process if its service ends before
+            self._service.shutdown()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            atexit.unregister(self.close)
+
+
+def _made_over(client: Any, process: int, processes: int, collectives: Any) -> Any:
+    """A CPU client with the options of JAX's own, but over another coordination service."""
+    made, space = _bridge().make_cpu_client, types.SimpleNamespace
+    seen = space(client=client, process_id=process, num_processes=processes)
+    around = {**made.__globals__, "distributed": space(global_state=seen)}
+    alike = types.FunctionType(made.__code__, around, made.__name__, made.__defaults__)
+    return alike(collectives)
+
+
+def _check_count() -> None:
+    """Refuse to come back with another number of devices, on which XLA ends the process.
+
+    Raises:
+      RuntimeError: it is another.
+    """
+    state, count = _state(), _made_over(None, 0, 1, None).local_device_count()
+    before = state.client.blocking_key_value_get(f"{_COUNTS}/{state.process_id}", 1000)
+    if before != str(count):
+        raise RuntimeError(
+            f"Process {state.process_id} was started again with {count} CPU devices and had "
+            f"{before} when the job began. Start it with as many: by JAX_NUM_CPU_DEVICES, or "
+            "--xla_force_host_platform_device_count in XLA_FLAGS."
+        )
+
+
+def _devices_of_all() -> dict[str, bytes] | None:
+    """What processes wrote of their devices when they first met; None: they have not yet.
+
+    Process 0 reads what each wrote and writes the whole, the others read the whole.
+    """
+    state = _state()
+    whole = dict(state.client.key_value_dir_get_bytes(_GLOBAL))
+    each = dict(state.client.key_value_dir_get_bytes(_LOCAL))
+    if not whole:
+        return None
+    others = {k: v for k, v in each.items() if k.rpartition("/")[2] != str(state.process_id)}
+    return others if state.process_id == 0 else others | whole
+
+
+def _gloo_over(client: Any, host: str | None) -> Any:
+    return _jaxlib().make_gloo_tcp_collectives(client, hostname=host)
+
+
+def _jaxlib() -> Any:
+    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+    return _jax
+
+
+def _bridge() -> Any:
+    return getattr(multihost_utils, "xla_bridge", None)
+
+
+def _state() -> Any:
+    return getattr(getattr(multihost_utils, "distributed", None), "global_state", None)

@@ -1,0 +1,93 @@
+"""What decides the bits of a compiled program beside its text, in lines that processes compare.
+
+The same program rounds in another way where the compiler was given other flags or compiles for
+another processor. Replicas that each update their own copy of the parameters then drift apart, and
+no collective notices.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+from pathlib import Path
+
+import jax
+
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
+"""Variables of the environment that compilers read."""
+
+SETTINGS = (
+    *("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl"),
+    *("jax_threefry_partitionable", "jax_softmax_custom_jvp", "jax_high_dynamic_range_gumbel"),
+    *("jax_accurate_erf_inv", "jax_use_hlo_logistic_lowering", "jax_allow_f16_reductions"),
+    *("jax_use_direct_linearize", "jax_compiler_enable_remat_pass", "jax_optimization_level"),
+    *("jax_exec_time_optimization_effort", "jax_memory_fitting_level"),
+    *("jax_memory_fitting_effort", "jax_disable_most_optimizations"),
+)
+"""Settings of JAX that change what is computed, as far as the version at hand has them."""
+
+# Flags that change no number, and that one process may well have alone.
+_HARMLESS = re.compile(
+    r"--?(xla_force_host_platform_device_count|xla_hlo_profile|xla_\w*dump\w*|xla_\w*timeout\w*"
+    r"|xla_\w*cache_(dir|file|mode))\b"
+)
+# What a compiler can use of a processor; other flags of Linux tell of its kernel and hypervisor.
+_INSTRUCTIONS = re.compile(
+    r"(sse|ssse|avx|amx|fma|bmi|sha|asimd|sve)\w*|v?aes|v?pclmulqdq|f16c|popcnt|adx|gfni|movbe|abm"
+    r"|sme2?|bf16|i8mm|fp|fphp|crc32|fcma"
+)
+_KIND = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "uarch", "isa")
+
+
+def environment(device: jax.Device) -> tuple[str, ...]:
+    """What programs for `device` depend on beside their text, one line each.
+
+    Examples:
+      >>> import jax
+      >>> environment(jax.devices()[0])[0].partition(" ")[0]
+      'XLA_FLAGS'
+    """
+    here = object()
+    settings = ((name, getattr(jax.config, name, here)) for name in SETTINGS)
+    return (
+        *(f"{name} {_flags(os.environ.get(name, ''))}" for name in VARIABLES),
+        f"processor {_processor() if device.platform == 'cpu' else _accelerator(device)}",
+        *(f"setting {name}={value}" for name, value in settings if value is not here),
+    )
+
+
+def _flags(text: str) -> str:
+    """Flags in order of their names, without those that change no number."""
+    if text and not text.lstrip().startswith("-") and Path(text).is_file():
+        text = Path(text).read_text("utf8", "replace")  # as XLA does
+    last = {flag.partition("=")[0]: flag for flag in text.split()}
+    return " ".join(flag for _, flag in sorted(last.items()) if not _HARMLESS.match(flag)) or "-"
+
+
+@functools.cache
+def _processor() -> str:
+    """The kind of this host's processor, as a compiler tells processors apart."""
+    try:
+        kind = kind_of(Path("/proc/cpuinfo").read_text("utf8", "replace"))
+    except OSError:  # no Linux
+        kind = platform.processor()
+    return f"{platform.machine()}, {kind}"
+
+
+def kind_of(cpuinfo: str) -> str:
+    """What a compiler can know of the first processor that Linux describes."""
+    known = {}
+    for line in cpuinfo.partition("\n\n")[0].splitlines():
+        name, _, value = line.partition(":")
+        known[name.strip()] = value.strip()
+    flags = known.get("flags", known.get("Features", "")).split()
+    kind = [f"{name} {known[name]}" for name in _KIND if name in known]
+    instructions = sorted(flag for flag in flags if _INSTRUCTIONS.fullmatch(flag))
+    return ", ".join([*kind, " ".join(instructions)])
+
+
+def _accelerator(device: jax.Device) -> str:
+    version = " ".join(str(device.client.platform_version).split())
+    return f"{device.device_kind}, {version}"

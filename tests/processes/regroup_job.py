@@ -1,0 +1,120 @@
+"""A worker of `jc.Elastic` that comes late, or dies and is started again, as often as it is told."""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jaxcoll as jc
+from jaxcoll._host.crew import Crew
+
+WHAT, FOLDER, AGAIN = sys.argv[1], Path(sys.argv[2]), "again" in sys.argv
+RANK = int(os.environ["JAXCOLL_RANK"])
+jc.initialize(rejoin=AGAIN)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+CREWS = []
+START = np.zeros(16, "f")
+enter, is_complete = Crew.enter, Crew._is_complete
+Crew.enter = lambda crew, *brings: CREWS.append(crew) or enter(crew, *brings)
+# However slow this machine is, one that was late once is waited for.
+Crew._is_complete = lambda crew, ready, waited, number: is_complete(
+    crew, ready, max(0.0, waited - 20), number
+)
+
+
+@jc.data_parallel(batch_argnums=1)
+def step(w, x):
+    value, gradient = jc.value_and_grad(lambda w, x: jnp.mean((x - w) ** 2), "data")(w, x)
+    return w - 0.1 * gradient, value
+
+
+def rows(at, rank):
+    return np.random.default_rng((at, rank)).standard_normal((8, 16)).astype("f")
+
+
+def bits(w):
+    return hashlib.sha256(np.asarray(w).tobytes()).hexdigest()[:16]
+
+
+def descriptors():
+    """How many are open, once nothing that was left waits any more."""
+    counts = [len(os.listdir("/proc/self/fd"))]
+    until = time.monotonic() + 5
+    while len(counts) < 2 or (counts[-1] != counts[-2] and time.monotonic() < until):
+        time.sleep(0.1)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts[-1]
+
+
+class Late:
+    """Process 1 brings the rows of ten steps in a row only when the other waits no longer."""
+
+    settings = {"timeout_seconds": 0.7}  # noqa: RUF012
+    steps = 16
+
+    def __init__(self):
+        self.late, self.begun, self.open = 10, -1, []
+
+    def batches(self, at, place, world):
+        generation = CREWS[0].number
+        if self.begun == generation and RANK == 1 and self.late:
+            self.late -= 1
+            CREWS[0].woken.wait(60)  # which the others do when they wait no longer
+            while not CREWS[0]._asked:
+                time.sleep(0.01)
+            self.open.append(descriptors())
+        self.begun = generation  # the first step of each is compiled, for which it may take longer
+        return rows(at, place)
+
+    def result(self, state):
+        mesh = state.sharding.mesh  # whose connections work after training, too
+        plain, w = step.on(mesh), START
+        for at in range(self.steps):
+            w = plain(w, rows(at, RANK))[0]
+        return {"plain": bits(w), "late": self.late, "open": self.open}
+
+
+class Lost:
+    """Those whose turn it is kill themselves, two steps after all are there again."""
+
+    settings = {"timeout_seconds": 20}  # noqa: RUF012
+    steps = 200
+
+    def __init__(self):
+        self.steps_of, self.turns = {}, FOLDER / "turns"
+
+    def batches(self, at, place, world):
+        generation = CREWS[0].number
+        steps = self.steps_of[generation] = self.steps_of.get(generation, 0) + (world == 3)
+        (last, *turns) = map(int, self.turns.read_text().split())
+        if steps > 2 and generation > last and turns and turns[0] == RANK:
+            written = FOLDER / "written"
+            written.write_text(" ".join(map(str, (generation, *turns[1:]))))
+            written.replace(self.turns)
+            os.kill(os.getpid(), signal.SIGKILL)
+        while world < 3 and at % 10 == 9 and not CREWS[0]._waiting():
+            time.sleep(0.02)
+        return rows(at, place)
+
+    def result(self, state):
+        return {}
+
+
+job = {"late": Late, "lost": Lost}[WHAT]()
+said = {}
+try:
+    trainer = jc.Elastic(step, START, **job.settings)
+    state = trainer.run(job.batches, job.steps)
+    said = {"bits": bits(state), "workers": trainer.workers, **job.result(state)}
+    said["changes"] = [[c.step, c.lost, c.joined] for c in trainer.changes]
+except Exception as error:
+    said = {"error": type(error).__name__, "message": str(error)}
+print("TOLD " + json.dumps(said), flush=True)
+if "error" in said:
+    sys.exit(3)
