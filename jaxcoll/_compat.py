@@ -341,7 +341,7 @@ def has_backend() -> bool:
     return bool(bridge and bridge.backends_are_initialized())
 
 
-def let_gloo_listen_at(host: str, before: Callable[[], None]) -> bool:
+def let_gloo_listen_at(host: str, exchange: Callable[[Callable[[], Any]], Any]) -> bool:
     """Have CPU devices meet over Gloo at one address of this host.
 
     By itself Gloo listens at whatever the host's own name stands for. To be called when the
@@ -349,7 +349,8 @@ def let_gloo_listen_at(host: str, before: Callable[[], None]) -> bool:
 
     Args:
       host: the address.
-      before: called before they meet; what it raises JAX raises as a RuntimeError with its words.
+      exchange: is given what makes the devices, waiting for all others, calls it, and returns what
+        that returns; what it raises JAX raises as a RuntimeError with its words.
 
     Returns:
       Whether this JAX can be told.
@@ -371,8 +372,8 @@ def let_gloo_listen_at(host: str, before: Callable[[], None]) -> bool:
     def client() -> Any:
         if state.client is None:  # the processes have parted since
             return make_client()
-        before()
-        return make_client(_jax.make_gloo_tcp_collectives(state.client, hostname=host))
+        gloo = _jax.make_gloo_tcp_collectives
+        return exchange(lambda: make_client(gloo(state.client, hostname=host)))
 
     register_backend_factory("cpu", client, priority=0, fail_quietly=False)
     return True

@@ -17,9 +17,9 @@ import jax
 from jaxcoll import _compat
 from jaxcoll._host.arrival import arrive, reach
 from jaxcoll._host.cluster_resolver import ClusterResolver
-from jaxcoll._host.coordinator import Coordinator, start_coordinator
+from jaxcoll._host.coordinator import LONGEST_SECONDS, Coordinator, start_coordinator
 from jaxcoll._host.ended import Line, follow
-from jaxcoll._host.muster import FOREVER, await_all, connected
+from jaxcoll._host.muster import FOREVER, connected, exchanged
 from jaxcoll._host.relay import through_relay
 from jaxcoll._plan.cluster import (
     JAX_BIND,
@@ -85,7 +85,8 @@ def initialize(
         one with its number on the host where Slurm, Open MPI or torchrun put several there.
       cluster_resolver: says it all, in the place of the environment.
       initialization_timeout: seconds until all must have arrived; and, over CPUs, from the first
-        use of devices until all use theirs.
+        use of devices until all use theirs. Of these seconds, here and below, 23 days count at
+        most.
       heartbeat_timeout_seconds: a process that was silent for so long counts as dead.
       shutdown_timeout_seconds: how long processes wait for each other at their end, where
         `recoverable` is False.
@@ -101,16 +102,16 @@ def initialize(
         processes contradict each other.
       OSError: process 0 cannot listen at the address: the port is in use, or it is another host's.
       DeadlineExceededError: processes are missing, which are named.
-      PeerLostError: one that had arrived has died.
+      PeerLostError: one that had arrived has died, or the coordinator.
       RuntimeError: JAX has devices already, or this process has entered another job.
 
     Examples:
       >>> initialize()  # nobody launched this process: it is alone
     """
     global _joined
-    timeout = checked_seconds("initialization_timeout", initialization_timeout)
-    heartbeat = checked_seconds("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
-    shutdown = checked_seconds("shutdown_timeout_seconds", shutdown_timeout_seconds)
+    timeout = _seconds("initialization_timeout", initialization_timeout)
+    heartbeat = _seconds("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
+    shutdown = _seconds("shutdown_timeout_seconds", shutdown_timeout_seconds)
     member = _member(
         coordinator_address, num_processes, process_id, local_device_ids, cluster_resolver
     )
@@ -155,15 +156,21 @@ def initialize(
         **seconds | {"initialization_timeout": FOREVER},
     )
     host, line = arrived.getsockname()[0], Line(arrived.detach())
+    told = None if rejoin else line  # to one that comes again nobody speaks on it
     try:
-        connected(join, line, max(until - time.monotonic(), _CONNECTS))
+        connected(join, told, max(until - time.monotonic(), _CONNECTS))
     except BaseException:
         line.close()
         raise
-    _compat.let_gloo_listen_at(host, functools.partial(await_all, timeout))
+    exchange = functools.partial(exchanged, line=told, timeout=timeout)
+    _compat.let_gloo_listen_at(host, exchange)
     _joined = _Joined(member, line, recoverable)
-    follow(None if rejoin else line)  # to one that comes again nobody speaks on it
+    follow(told)
     return None
+
+
+def _seconds(name: str, value: Any) -> float:
+    return min(checked_seconds(name, value), LONGEST_SECONDS)
 
 
 def outlives_processes() -> bool:

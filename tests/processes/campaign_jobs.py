@@ -47,6 +47,7 @@ import io  # noqa: E402
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from jaxlib import _jax  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
 
@@ -276,6 +277,11 @@ try:
         told("FAULT")
     connect = jax.distributed.initialize
     jax.distributed.initialize = lambda *a, **k: (injected("while connecting"), connect(*a, **k))
+    exchange = _jax.make_gloo_tcp_collectives
+    _jax.make_gloo_tcp_collectives = lambda *a, **k: (
+        injected("while exchanging"),
+        exchange(*a, **k),
+    )[1]
     jc.initialize(*where, initialization_timeout=SPEC["arrival"], rejoin=AGAIN)
     injected("after the meeting")
     job = {"elastic": Elastic, "odd": Odd, "calls": Calls}[SPEC["job"]]()
