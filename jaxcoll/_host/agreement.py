@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxcoll._host.coordination import BEAT_SECONDS, Watch
+from jaxcoll._host.ended import followed
 from jaxcoll._host.fingerprint import first_difference
 from jaxcoll._plan.errors import PeerLostError
 
@@ -23,7 +24,7 @@ PATIENCE_SECONDS = 0.25
 """How long one who does not write its mark is waited for before it is asked what it does."""
 
 LOST_SECONDS = 5.0
-"""How long one who was there and does not answer is waited for: it may only be out of breath."""
+"""How long one who was there and is silent is waited for, where nobody tells who has ended."""
 
 SHOW_SECONDS = 2.0
 """How long the lines of another process are waited for."""
@@ -115,7 +116,8 @@ class _Inquiry:
         """What somebody runs in the place of this call, in words; "" if nobody is known to.
 
         Raises:
-          PeerLostError: one has ended, or has not answered for long.
+          PeerLostError: one has ended; or, where nobody would tell of that, has not answered for
+            long.
         """
         now = time.monotonic()
         if now < self._next:
@@ -142,8 +144,8 @@ class _Inquiry:
 
     def _is_lost(self, process: int, now: float) -> bool:
         known = self._watch.known(process)
-        silent = now - self._heard.setdefault(process, now)
-        return known in ("ended", "dead") or (known == "here" and silent >= LOST_SECONDS)
+        silent = now - self._heard.setdefault(process, now) >= LOST_SECONDS
+        return known in ("ended", "dead") or (known == "here" and silent and followed() is None)
 
     def _said(self, process: int, answer: dict[str, Any]) -> str:
         here = self._watch.process

@@ -301,6 +301,7 @@ class Crew:
         for name in (w for w in waiting if self._beats.is_silent(w)):
             self._tell(lambda w=name: self.store.delete(f"{self._root}/waiting/{w}"))
         taken = {rank_of(name) for name in staying}
+        waiting = [w for w in waiting if not self._beats.stands_still(w)]
         coming = [w for w in waiting if not self._beats.is_silent(w) and rank_of(w) not in taken]
         coming = coming[: self._most - len(staying)]
         used = {self._read(g).ranks for g in range(number)}

@@ -18,6 +18,7 @@ import jax
 from jaxcoll._compat_coordination import StoreUnreachableError
 from jaxcoll._host.agreement import agreed
 from jaxcoll._host.coordination import ANSWER_SECONDS, Watch, watch
+from jaxcoll._host.ended import followed
 from jaxcoll._host.order import Order
 from jaxcoll._plan.errors import PeerLostError, ProgramMismatchError
 
@@ -218,7 +219,8 @@ class Team:
     def _unanswered(self) -> set[int]:
         """Who has ended, as the coordinator tells; or else who does not answer.
 
-        That is one at least after an error; where it seems to be more they get a second chance.
+        That is one at least after an error. Where it seems to be more, or where the coordinator
+        tells of no end, they get a second chance: an interpreter may be held for a while.
         """
         silent = set(self.others)
         time.sleep(NEWS_SECONDS)
@@ -229,7 +231,7 @@ class Team:
             silent -= self._watch.gone.keys()  # these did their part
             at = self.position
             silent -= set(self._watch.roll_call(self.name, at, sorted(silent), patience))
-            if len(silent) < 2:
+            if not silent or (len(silent) == 1 and followed() is None):
                 break
         return silent
 

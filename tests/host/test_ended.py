@@ -83,6 +83,28 @@ def test_a_worker_that_has_ended_is_silent_and_its_successor_is_not(coordinator)
     assert beats.rank_of(old) == beats.rank_of(new) == 1
 
 
+def test_while_its_connection_is_open_a_worker_that_says_nothing_lives(coordinator, monkeypatch):
+    monkeypatch.setattr(beats, "LOST_SECONDS", 0.0)
+    followed, seen = named(1), Beats()
+    line = ended.followed()
+    ended.follow(None)
+    unfollowed = named(2)
+    ended.follow(line)
+    said = {name: beats.beat(1, beats.Doing(0, 1)) for name in (followed, unfollowed)}
+    seen.observe(said)
+    time.sleep(0.01)
+    seen.observe(said)
+    assert all(map(seen.stands_still, said))  # so neither is taken in
+    assert all(map(seen.is_settled, said))
+    assert [seen.is_silent(name) for name in said] == [False, True]
+    assert set(seen.doing(said)) == {followed}
+    ended.follow(None)  # to a worker that was started again nobody tells anything
+    assert all(map(seen.is_silent, said))
+    ended.follow(line)
+    coordinator.sendall(b'{"ended": 1}\n')
+    assert all(map(seen.is_silent, said))
+
+
 def test_a_farewell_reaches_the_others_when_its_process_has_ended():
     started = start_coordinator("127.0.0.1:0", 3)
     found = [None] * 3

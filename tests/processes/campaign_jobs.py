@@ -1,5 +1,6 @@
 """What a process does in the campaign of faults; prints what became of it, as lines of JSON."""
 
+import ctypes
 import json
 import os
 import resource
@@ -26,6 +27,9 @@ def injected(*moments):
         match fault["what"]:
             case "sleep":
                 time.sleep(600)
+            case "hold":  # as `pickle.load` of a data set does
+                fault["when"] = "once"
+                ctypes.PyDLL(None).sleep(7)
             case "raise":
                 raise KeyError("a mistake of the user's")
             case "exit":
