@@ -18,7 +18,8 @@ from jaxcoll._host.fingerprint import first_difference
 from jaxcoll._plan.errors import PeerLostError
 
 if TYPE_CHECKING:
-    from jaxcoll._host.team import Entered, Team
+    from jaxcoll._host.entered import Entered
+    from jaxcoll._host.team import Team
 
 PATIENCE_SECONDS = 0.25
 """How long one who does not write its mark is waited for before it is asked what it does."""
@@ -47,6 +48,10 @@ def agreed(watch: Watch, team: Team, program: Any, call: Entered) -> tuple[str, 
     if watch.process == team.processes[0]:
         verdict = _judged(watch, team, call, folder)
         watch.store.set(f"{folder}/verdict", json.dumps(verdict))
+        if verdict["same"]:  # all are here, and so past the one before
+            if team.agreement:
+                watch.store.delete(team.agreement)
+            team.agreement = folder
     else:
         verdict = _awaited(watch, team, call, folder)
     if verdict["same"]:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from jaxcoll._host.decision import rank_of
 from jaxcoll._host.ended import ended, followed
@@ -113,6 +113,10 @@ class Beats:
         since = self._seen.get(name, (ENDED, 0.0, False))[1]
         return time.monotonic() - since > LOST_SECONDS
 
+    def is_heard(self, name: str) -> bool:
+        """Whether a worker says that it lives, so that it can be taken in."""
+        return not (self.is_silent(name) or self.stands_still(name))
+
     def is_settled(self, name: str) -> bool:
         """Whether it is known if a worker lives."""
         known = name not in self._seen or self._seen[name][2] or self.stands_still(name)
@@ -122,6 +126,11 @@ class Beats:
         """Two of them that contradict each other, by what is known and by the others' beats."""
         doing = self.doing(name for name in members if name not in known) | dict(known)
         return out_of_step(doing, sorted(doing, key=rank_of))
+
+    def begun(self, members: Sequence[str], generation: int) -> int:
+        """The step of a generation that all its members have begun, at least; -1: not known."""
+        steps = [d.step for d in self.doing(members).values() if d.generation == generation]
+        return min(steps) if len(steps) == len(members) else -1
 
     def doing(self, names: Iterable[str]) -> dict[str, Doing]:
         """What those of `names` that live said last."""

@@ -201,6 +201,21 @@ class Watch:
                     self.look()
                     for member in list(self.members.values()):
                         member.beat(self)
+        until = time.monotonic() + COORDINATOR_SECONDS
+        while store() is not None and not self._ended and time.monotonic() < until:
+            time.sleep(0.02)  # JAX forgets a client after it has shut it down
+        if not self._ended and store() is None:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Forget a client that `jax.distributed.shutdown` has ended: it lives while it is known."""
+        global _watch
+        atexit.unregister(self.end)
+        if line := followed():
+            line.say_farewell({name: member.done for name, member in self.members.items()})
+        with _lock:
+            if _watch is self:
+                _watch = None
 
     def _hear(self, rung: dict[str, Any]) -> None:
         member = self.members.get(rung["member"])

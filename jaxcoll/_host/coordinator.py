@@ -20,6 +20,7 @@ import selectors
 import socket
 import subprocess
 import sys
+import threading
 import time
 from typing import Any, NoReturn
 
@@ -78,8 +79,14 @@ class Coordinator:
     lifeline: int
 
     def leave(self) -> None:
-        """Let it live for as long as anybody needs it, this process or another."""
-        self.process.returncode = 0  # nobody here will wait for it
+        """Let it live for as long as anybody needs it, another process or, still, this one."""
+        self.process.returncode = 0  # if this process ends, nobody waits for it
+
+    def part(self) -> None:
+        """Need it no more."""
+        os.close(self.lifeline)
+        self.process.returncode = None
+        threading.Thread(target=self.process.wait, name="jaxcoll-coordinator", daemon=True).start()
 
     def end(self) -> None:
         """End it now."""

@@ -31,6 +31,7 @@ from jaxcoll._host.decision import (
     written,
 )
 from jaxcoll._host.local_keys import Keys
+from jaxcoll._host.step_keys import BLOCK, StepKeys
 from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
 
 _POLL_SECONDS = 0.02
@@ -185,8 +186,10 @@ class Crew:
         """Whether somebody is to be taken in before `step`: the same answer on all members."""
         assert self.decision is not None
         said = "join" if len(self.decision.members) < self._most and self._waiting() else "go"
-        key = self._key(self.number, f"step/{step}")
-        return self._tell(lambda: self.store.agree(key, said)) == "join"
+        if step % BLOCK < 10 and self.name == self.decision.members[0]:
+            self.observe()
+            self._tell(lambda: self._steps.forget(self._beats.begun(self._members, self.number)))
+        return self._tell(lambda: self._steps.agree(step, said)) == "join"
 
     def gather(self, what: str, value: str, *, same: bool = False) -> dict[str, str]:
         """What every member says, or the end of this generation: a barrier.
@@ -301,8 +304,7 @@ class Crew:
         for name in (w for w in waiting if self._beats.is_silent(w)):
             self._tell(lambda w=name: self.store.delete(f"{self._root}/waiting/{w}"))
         taken = {rank_of(name) for name in staying}
-        waiting = [w for w in waiting if not self._beats.stands_still(w)]
-        coming = [w for w in waiting if not self._beats.is_silent(w) and rank_of(w) not in taken]
+        coming = [w for w in waiting if self._beats.is_heard(w) and rank_of(w) not in taken]
         coming = coming[: self._most - len(staying)]
         used = {self._read(g).ranks for g in range(number)}
         members = in_fresh_order([*staying, *coming], used) or in_fresh_order(staying, used)
@@ -355,6 +357,8 @@ class Crew:
             self.decision = decision
             self._asked = False
             self.doing = Doing(decision.number, -1)
+            folder = self._key(decision.number, "step")
+            self._steps = StepKeys(self.store, folder, decision.step)
             self.woken.clear()
         if self.name in decision.members:
             self._tell(lambda: self.store.delete(f"{self._root}/waiting/{self.name}"))

@@ -8,6 +8,7 @@ import ipaddress
 import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -38,14 +39,16 @@ _CONNECTS = 5.0  # seconds at least that JAX's clients may take to connect, once
 
 @dataclasses.dataclass
 class _Joined:
-    """What this process has entered, and what must stay open as long as it lives."""
+    """What this process has entered, and what must stay open as long as it is in it."""
 
     member: Member
     line: Line
     recoverable: bool
+    coordinator: Coordinator | None
 
 
 _joined: _Joined | None = None
+_parting = threading.Lock()
 
 
 def initialize(
@@ -115,10 +118,8 @@ def initialize(
     member = _member(
         coordinator_address, num_processes, process_id, local_device_ids, cluster_resolver
     )
-    if _joined is not None and not jax.distributed.is_initialized():
-        follow(None)  # the user has called `jax.distributed.shutdown`
-        _joined.line.close()
-        _joined = None
+    if not jax.distributed.is_initialized():
+        _part()
     if _joined is not None or jax.distributed.is_initialized():
         return _check_same(member, coordinator_address, num_processes, process_id)
     seconds = {
@@ -145,9 +146,10 @@ def initialize(
         coordinator.leave()
     # JAX has process 0 serve: it gets an idle service on the loopback interface. Where processes do
     # not come, JAX would end this one with a signal, so it is given time, and we look at the clock.
+    relay = through_relay(member.coordinator_address, heartbeat, _part)
     join = functools.partial(
         jax.distributed.initialize,
-        through_relay(member.coordinator_address, heartbeat),
+        relay.address,
         member.num_processes,
         member.process_id,
         member.local_device_ids,
@@ -160,13 +162,26 @@ def initialize(
     try:
         connected(join, told, max(until - time.monotonic(), _CONNECTS))
     except BaseException:
+        relay.close()
         line.close()
         raise
     exchange = functools.partial(exchanged, line=told, timeout=timeout)
     _compat.let_gloo_listen_at(host, exchange)
-    _joined = _Joined(member, line, recoverable)
+    _joined = _Joined(member, line, recoverable, coordinator)
     follow(told)
     return None
+
+
+def _part() -> None:
+    """Let go of a job that this process has left by `jax.distributed.shutdown`."""
+    global _joined
+    with _parting:
+        left, _joined = _joined, None
+    if left is not None:
+        follow(None)
+        left.line.close()
+        if left.coordinator is not None:
+            left.coordinator.part()
 
 
 def _seconds(name: str, value: Any) -> float:

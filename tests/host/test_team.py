@@ -36,9 +36,8 @@ def three(monkeypatch):
 
 
 def call(one, mark):
-    one.run(
-        types.SimpleNamespace(mark=mark, name=f"`{mark}`", lines=(), compiled=lambda: mark), (), {}
-    )
+    program = types.SimpleNamespace(mark=mark, name=f"`{mark}`", lines=(), compiled=lambda: mark)
+    one.run(program, (), {})
 
 
 def test_an_order_that_differs_is_told_to_all(three):
