@@ -30,7 +30,7 @@ LONGEST = 4096
 LONGEST_SECONDS = 2_000_000.0
 """Whoever would wait longer waits for 23 days: the system counts milliseconds in 31 bits."""
 
-_MOST_SAID = 1 << 16  # bytes that a process may say of itself after its first line
+_LONGEST_REPORT = 1 << 16  # bytes that a process may say of itself after its first line
 _MOST_PROCESSES = 1 << 20
 
 LINGERS = 2.0
@@ -240,7 +240,7 @@ class _Coordinator:
         if not chunk:
             return self._left(connection)
         if connection in self._members:  # how far it has come, and its farewell
-            self._lines[connection] = (self._lines[connection] + chunk)[:_MOST_SAID]
+            self._lines[connection] = (self._lines[connection] + chunk)[:_LONGEST_REPORT]
             return None
         line = self._lines[connection] = self._lines[connection] + chunk
         if b"\n" in line or len(line) > LONGEST:
@@ -264,7 +264,7 @@ class _Coordinator:
         if rank is None:
             return
         if self._service is not None:
-            said = {"ended": rank} | _said(farewell)
+            said = {"ended": rank} | _reported(farewell)
             for other in self._members:  # whoever has no use for it does not read it
                 with contextlib.suppress(OSError):
                     other.sendall(json.dumps(said).encode() + b"\n")
@@ -324,22 +324,22 @@ def message(line: bytes | str) -> dict[str, Any]:
 def _hello(line: bytes) -> dict[str, Any] | None:
     """What a process says of itself, if this is one that speaks so."""
     kinds = {"process_id": int, "num_processes": int, "patience": float, "who": str}
-    said = message(line)
-    if any(type(said.get(name)) is not kind for name, kind in kinds.items()):
+    fields = message(line)
+    if any(type(fields.get(name)) is not kind for name, kind in kinds.items()):
         return None
-    counts = 0 <= said["process_id"] < said["num_processes"] <= _MOST_PROCESSES
-    named = len(said["who"]) <= 300 and said["who"].isprintable()
-    if not (counts and named and 0 < said["patience"] <= LONGEST_SECONDS):
+    counts = 0 <= fields["process_id"] < fields["num_processes"] <= _MOST_PROCESSES
+    named = len(fields["who"]) <= 300 and fields["who"].isprintable()
+    if not (counts and named and 0 < fields["patience"] <= LONGEST_SECONDS):
         return None
-    return {name: said[name] for name in kinds}
+    return {name: fields[name] for name in kinds}
 
 
-def _said(lines: bytes) -> dict[str, Any]:
+def _reported(lines: bytes) -> dict[str, Any]:
     """What a process said after its arrival; nothing, if it died without a word."""
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for line in lines.splitlines():
-        said |= message(line)
-    return {"stage": said.get("stage")} | ({"done": said["done"]} if "done" in said else {})
+        fields |= message(line)
+    return {"stage": fields.get("stage")} | ({"done": fields["done"]} if "done" in fields else {})
 
 
 def news_of(line: bytes) -> dict[str, Any]:
@@ -348,11 +348,11 @@ def news_of(line: bytes) -> dict[str, Any]:
     That is `ended`, its number; `stage`, the last that it reached (see `Line.say`), or None; and,
     if it said a farewell, `done`.
     """
-    said = message(line)
-    stage, done = said.get("stage"), said.get("done")
-    if type(said.get("ended")) is not int:
+    fields = message(line)
+    stage, done = fields.get("stage"), fields.get("done")
+    if type(fields.get("ended")) is not int:
         return {}
-    news = {"ended": said["ended"], "stage": stage if isinstance(stage, str) else None}
+    news = {"ended": fields["ended"], "stage": stage if isinstance(stage, str) else None}
     if isinstance(done, dict) and all(type(count) is int for count in done.values()):
         news["done"] = done
     return news

@@ -77,9 +77,9 @@ class Line:
         """Have the others told, when this process has ended, what it had done."""
         self._write({"done": done})
 
-    def _write(self, said: Mapping[str, Any]) -> None:
+    def _write(self, fields: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):
-            os.write(self.fd, json.dumps(said).encode() + b"\n")
+            os.write(self.fd, json.dumps(fields).encode() + b"\n")
 
     def close(self) -> None:
         """Leave the job."""

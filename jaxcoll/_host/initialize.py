@@ -158,17 +158,17 @@ def initialize(
         **seconds | {"initialization_timeout": FOREVER},
     )
     host, line = arrived.getsockname()[0], Line(arrived.detach())
-    told = None if rejoin else line  # to one that comes again nobody speaks on it
+    followed = None if rejoin else line  # to one that comes again nobody speaks on it
     try:
-        connected(join, told, max(until - time.monotonic(), _CONNECTS))
+        connected(join, followed, max(until - time.monotonic(), _CONNECTS))
     except BaseException:
         relay.close()
         line.close()
         raise
-    exchange = functools.partial(exchanged, line=told, timeout=timeout)
+    exchange = functools.partial(exchanged, line=followed, timeout=timeout)
     _compat.let_gloo_listen_at(host, exchange)
     _joined = _Joined(member, line, recoverable, coordinator)
-    follow(told)
+    follow(followed)
     return None
 
 

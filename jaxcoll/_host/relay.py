@@ -144,8 +144,8 @@ def _is_own(near: socket.socket) -> bool:
     """Whether this process has connected, and no other of this host."""
     if sys.platform != "linux":
         return True
-    said = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", said)[0] == os.getpid()
+    found = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", found)[0] == os.getpid()
 
 
 def _copy(source: socket.socket, target: socket.socket) -> bool:
