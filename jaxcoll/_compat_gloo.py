@@ -12,9 +12,7 @@ are joined need it.
 from __future__ import annotations
 
 import atexit
-import os
 import shutil
-import tempfile
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -23,13 +21,18 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-_LONGEST_FOLDER = 80  # bytes of it that a Unix socket's path has room for
 _FOREVER = 10**8  # seconds
 _LOCAL, _GLOBAL, _ADDRESSES = "cpu:local_topology", "cpu:global_topology", "cpu:gloo"
 _COUNTS = "jaxcoll/device_count"
 
 
-def let_gloo_listen_at(host: str, before: Callable[[], None], again: bool) -> bool:
+def let_gloo_listen_at(
+    host: str,
+    exchange: Callable[[Callable[[], Any]], Any],
+    make_folder: Callable[[str], str],
+    *,
+    again: bool,
+) -> bool:
     """Have CPU devices meet over Gloo at one address of this host.
 
     By itself Gloo listens at whatever the host's own name stands for. To be called when the
@@ -37,7 +40,9 @@ def let_gloo_listen_at(host: str, before: Callable[[], None], again: bool) -> bo
 
     Args:
       host: the address.
-      before: called before they meet; what it raises JAX raises as a RuntimeError with its words.
+      exchange: is given what makes the devices, waiting for all others, calls it, and returns what
+        that returns; what it raises JAX raises as a RuntimeError with its words.
+      make_folder: makes a folder for a Unix socket of a given name.
       again: this process was started again after all had met. It reads what the others wrote of
         their devices then, and nobody waits for it: its devices connect by `ClientAnew` only. One
         with another number of devices than it had is refused by JAX's RuntimeError.
@@ -51,10 +56,7 @@ def let_gloo_listen_at(host: str, before: Callable[[], None], again: bool) -> bo
         return False
     state, make_client = _state(), _bridge().make_cpu_client
 
-    def client() -> Any:
-        if state.client is None:  # the processes have parted since
-            return make_client()
-        before()
+    def make() -> Any:
         devices = _devices_of_all() if again else None
         if devices is None:
             made = make_client(_gloo_over(state.client, host))
@@ -63,9 +65,13 @@ def let_gloo_listen_at(host: str, before: Callable[[], None], again: bool) -> bo
             )
             return made
         _check_count()
-        keys = _OwnKeys(devices)
+        keys = _OwnKeys(devices, make_folder)
         atexit.register(keys.close)
         return keys.make_client(host)
+
+    def client() -> Any:
+        # Without a client of the coordination service the processes have parted since.
+        return make_client() if state.client is None else exchange(make)
 
     register_backend_factory("cpu", client, priority=0, fail_quietly=False)
     return True
@@ -91,16 +97,17 @@ class ClientAnew:
 
     Args:
       host: the address at which Gloo listens; None: whatever the host's own name stands for.
+      make_folder: as in `let_gloo_listen_at`.
 
     Raises:
       RuntimeError: JAX's own devices are not known to all processes yet.
     """
 
-    def __init__(self, host: str | None) -> None:
+    def __init__(self, host: str | None, make_folder: Callable[[str], str]) -> None:
         devices = _devices_of_all()
         if devices is None:
             raise RuntimeError("New connections need JAX's own devices first: `jax.devices()`.")
-        self._keys = _OwnKeys(devices)
+        self._keys = _OwnKeys(devices, make_folder)
         self.devices: list[jax.Device] = self._keys.make_client(host).devices()
         atexit.register(self.close)
 
@@ -125,12 +132,9 @@ class ClientAnew:
 class _OwnKeys:
     """A coordination service of this process alone, for one CPU client."""
 
-    def __init__(self, held: Mapping[str, bytes]) -> None:
+    def __init__(self, held: Mapping[str, bytes], make_folder: Callable[[str], str]) -> None:
         self._lock = threading.Lock()
-        home = tempfile.gettempdir()
-        self._folder = tempfile.mkdtemp(
-            prefix="jaxcoll-", dir=home if len(os.fsencode(home)) < _LONGEST_FOLDER else "/tmp"
-        )
+        self._folder = make_folder("keys")
         jaxlib = _jaxlib()
         address = f"unix:{self._folder}/keys"
         self._service: Any = jaxlib.get_distributed_runtime_service(

@@ -13,18 +13,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxcoll._host.coordination import BEAT_SECONDS, Watch
+from jaxcoll._host.ended import followed
 from jaxcoll._host.fingerprint import first_difference
 from jaxcoll._host.first_values import compared
 from jaxcoll._plan.errors import PeerLostError
 
 if TYPE_CHECKING:
-    from jaxcoll._host.team import Entered, Team
+    from jaxcoll._host.entered import Entered
+    from jaxcoll._host.team import Team
 
 PATIENCE_SECONDS = 0.25
 """How long one who does not write its mark is waited for before it is asked what it does."""
 
 LOST_SECONDS = 5.0
-"""How long one who was there and does not answer is waited for: it may only be out of breath."""
+"""How long one who was there and is silent is waited for, where nobody tells who has ended."""
 
 SHOW_SECONDS = 2.0
 """How long the lines of another process are waited for."""
@@ -54,6 +56,10 @@ def agreed(
     if watch.process == team.processes[0]:
         verdict = _judged(watch, team, call, folder)
         watch.store.set(f"{folder}/verdict", json.dumps(verdict))
+        if verdict["same"]:  # all are here, and so past the one before
+            if team.agreement:
+                watch.store.delete(team.agreement)
+            team.agreement = folder
     else:
         verdict = _awaited(watch, team, call, folder)
     if verdict["same"]:
@@ -127,7 +133,8 @@ class _Inquiry:
         """What somebody runs in the place of this call, in words; "" if nobody is known to.
 
         Raises:
-          PeerLostError: one has ended, or has not answered for long.
+          PeerLostError: one has ended; or, where nobody would tell of that, has not answered for
+            long.
         """
         now = time.monotonic()
         if now < self._next:
@@ -154,8 +161,8 @@ class _Inquiry:
 
     def _is_lost(self, process: int, now: float) -> bool:
         known = self._watch.known(process)
-        silent = now - self._heard.setdefault(process, now)
-        return known in ("ended", "dead") or (known == "here" and silent >= LOST_SECONDS)
+        silent = now - self._heard.setdefault(process, now) >= LOST_SECONDS
+        return known in ("ended", "dead") or (known == "here" and silent and followed() is None)
 
     def _said(self, process: int, answer: dict[str, Any]) -> str:
         here = self._watch.process

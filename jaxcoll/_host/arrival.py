@@ -8,11 +8,12 @@ import socket
 import time
 from typing import Any
 
-from jaxcoll._host.coordinator import LONGEST
+from jaxcoll._host.coordinator import LONGEST, LONGEST_SECONDS, message
 from jaxcoll._plan.cluster import Member, host_and_port
 from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
 
 _AGAIN = 0.05  # seconds between two attempts to reach a coordinator that is not there yet
+_GONE_SECONDS = 2.0  # for which nobody listens any more where a coordinator did
 
 
 def arrive(member: Member, timeout: float) -> socket.socket:
@@ -30,10 +31,10 @@ def arrive(member: Member, timeout: float) -> socket.socket:
       ValueError: the coordinator's host has no address; what answers there is no coordinator; or
         two processes have one number, or count the others differently.
       DeadlineExceededError: nobody listens there, or processes are missing, which are named.
-      PeerLostError: a process that had arrived has died.
+      PeerLostError: a process that had arrived has died, or the coordinator.
     """
-    deadline = time.monotonic() + timeout
-    refused = "nobody listens there"
+    deadline = time.monotonic() + min(timeout, LONGEST_SECONDS)
+    refused, gone = "nobody listens there", float("inf")
     while (left := deadline - time.monotonic()) > 0:
         try:
             line = socket.create_connection(host_and_port(member.coordinator_address), left)
@@ -47,11 +48,19 @@ def arrive(member: Member, timeout: float) -> socket.socket:
             refused = f"its host has no address yet ({error.strerror})"
         except OSError as error:
             refused = error.strerror or str(error)
+            if isinstance(error, ConnectionRefusedError) and time.monotonic() > gone:
+                raise PeerLostError(
+                    f"{here(member)}: the coordinator at {member.coordinator_address} died before "
+                    "all had arrived: it hung up, and nobody listens there any more. Start the job "
+                    "again.",
+                    ranks=(),
+                ) from None
         else:
             answer = _answer(line, member, deadline)
             if answer is not None:
                 return _accepted(line, answer, member)
-            refused = "it hung up"
+            line.close()
+            refused, gone = "it hung up", time.monotonic() + _GONE_SECONDS
         time.sleep(min(_AGAIN, max(0.0, deadline - time.monotonic())))
     raise DeadlineExceededError(
         f"{here(member)}: the coordinator at {member.coordinator_address} was not reached within "
@@ -69,18 +78,19 @@ def _answer(line: socket.socket, member: Member, deadline: float) -> dict[str, A
         "who": f"{socket.gethostname()}:{os.getpid()}",
     }
     heard = b""
-    # The coordinator speaks first where time is up; half a second more is for its words to arrive.
-    line.settimeout(max(0.0, deadline - time.monotonic()) + 0.5)
     try:
         line.sendall(json.dumps(hello).encode() + b"\n")
         while b"\n" not in heard and len(heard) <= LONGEST:
+            # It speaks first where time is up; half a second more is for its words to arrive.
+            line.settimeout(max(0.0, deadline - time.monotonic()) + 0.5)
             ahead = line.recv(LONGEST, socket.MSG_PEEK)
             if not ahead:
                 break
             # Who has ended since stands in lines after this one, and is read later.
             heard += line.recv(ahead.find(b"\n") + 1 or len(ahead))
-        answer = json.loads(heard) if heard else None
-        if answer is None or isinstance(answer, dict):
+        if not heard:
+            return None
+        if answer := message(heard):
             return answer
     except TimeoutError:
         said = (
@@ -90,8 +100,6 @@ def _answer(line: socket.socket, member: Member, deadline: float) -> dict[str, A
         return {"error": said, "kind": "deadline"}
     except OSError:
         return None
-    except ValueError:
-        pass
     line.close()
     raise ValueError(
         f"{here(member)}: what answers at {member.coordinator_address} is no coordinator "
@@ -105,12 +113,13 @@ def _accepted(line: socket.socket, answer: dict[str, Any], member: Member) -> so
         line.settimeout(None)
         return line
     line.close()
-    words = f"{here(member)}: {answer.get('error')}"
+    words, ranks = f"{here(member)}: {answer.get('error')}", answer.get("ranks")
+    ranks = [r for r in ranks if type(r) is int] if isinstance(ranks, list) else []
     match answer.get("kind"):
         case "deadline":
-            raise DeadlineExceededError(words, ranks=answer.get("ranks", ()))
+            raise DeadlineExceededError(words, ranks=ranks)
         case "lost":
-            raise PeerLostError(words, ranks=answer.get("ranks", ()))
+            raise PeerLostError(words, ranks=ranks)
     raise ValueError(words)
 
 
@@ -126,7 +135,8 @@ def reach(member: Member, timeout: float) -> socket.socket:
       DeadlineExceededError: nobody listens there any more.
     """
     try:
-        line = socket.create_connection(host_and_port(member.coordinator_address), timeout)
+        address = host_and_port(member.coordinator_address)
+        line = socket.create_connection(address, min(timeout, LONGEST_SECONDS))
     except OSError as error:
         raise DeadlineExceededError(
             f"{here(member)}: the coordinator at {member.coordinator_address} is not there "

@@ -15,7 +15,8 @@ BEAT_SECONDS = 0.5
 """How often a worker says that it lives."""
 
 LOST_SECONDS = 2.0
-"""A worker whose beat stands still for so long is taken for dead, once something has gone wrong."""
+"""After so long without a heartbeat a worker is not taken in; and one of whose end the coordinator
+would not tell is taken for dead, once something has gone wrong."""
 
 ENDED = "ended"
 """The last beat of a worker."""
@@ -77,6 +78,11 @@ def has_ended(name: str) -> bool:
     return not name.endswith(_UNTOLD) and rank_of(name) in ended()
 
 
+def is_followed(name: str) -> bool:
+    """Whether the coordinator would tell this process of that worker's end."""
+    return followed() is not None and not name.endswith(_UNTOLD)
+
+
 _UNTOLD = ".untold"
 
 
@@ -94,13 +100,27 @@ class Beats:
             self._seen[name] = (text, since, moved) if text == before else (text, now, True)
 
     def is_silent(self, name: str) -> bool:
-        """Whether a worker has ended, or its beat stands still."""
-        text, since, _ = self._seen.get(name, (ENDED, 0.0, False))
-        return has_ended(name) or text == ENDED or time.monotonic() - since > LOST_SECONDS
+        """Whether a worker has ended; where nobody would tell, also whether it says nothing.
+
+        One whose interpreter is held by a call of other code says nothing, lives, and goes on. So
+        does one that is stopped, as far as anybody can tell from outside, until a deadline passes.
+        """
+        ended = has_ended(name) or self._seen.get(name, (ENDED,))[0] == ENDED
+        return ended or (not is_followed(name) and self.stands_still(name))
+
+    def stands_still(self, name: str) -> bool:
+        """Whether a worker has not said for long that it lives."""
+        since = self._seen.get(name, (ENDED, 0.0, False))[1]
+        return time.monotonic() - since > LOST_SECONDS
+
+    def is_heard(self, name: str) -> bool:
+        """Whether a worker says that it lives, so that it can be taken in."""
+        return not (self.is_silent(name) or self.stands_still(name))
 
     def is_settled(self, name: str) -> bool:
         """Whether it is known if a worker lives."""
-        return name not in self._seen or self._seen[name][2] or self.is_silent(name)
+        known = name not in self._seen or self._seen[name][2] or self.stands_still(name)
+        return known or self.is_silent(name)
 
     def out_of_step(self, members: Iterable[str], known: Mapping[str, Doing]) -> tuple[str, ...]:
         """Two of them that contradict each other, by what is known and by the others' beats."""
@@ -129,6 +149,11 @@ class Beats:
         odd = tuple(m for m in joined if pairs[m])
         first = [m for m in pairs[odd[0]] if m != odd[0]] if odd else []
         return (*first, *odd), odd
+
+    def begun(self, members: Sequence[str], generation: int) -> int:
+        """The step of a generation that all its members have begun, at least; -1: not known."""
+        steps = [d.step for d in self.doing(members).values() if d.generation == generation]
+        return min(steps) if len(steps) == len(members) else -1
 
     def doing(self, names: Iterable[str]) -> dict[str, Doing]:
         """What those of `names` that live said last."""

@@ -19,6 +19,7 @@ from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import CoordinatorLostError, Decision, RegroupError
 from jaxcoll._host.given_up import are_left
 from jaxcoll._host.initialize import own_address
+from jaxcoll._host.socket_folder import make_socket_folder
 
 _OFTEN, _SELDOM = 0.02, 0.25  # seconds between two looks for addresses
 _CONNECTS = 60.0  # seconds at most that Gloo needs to connect; XLA ends it after 30
@@ -54,7 +55,7 @@ class Connections:
         self._thread: threading.Thread | None = None
         self.devices: list[jax.Device] = jax.devices()
         if decision.anew and meets_over_gloo():
-            self._client = ClientAnew(own_address())
+            self._client = ClientAnew(own_address(), make_socket_folder)
             self.devices = self._client.devices
             self._thread = threading.Thread(
                 target=self._exchange, name="jaxcoll-connect", daemon=True

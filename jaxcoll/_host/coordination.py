@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from jaxcoll._compat_coordination import Store, StoreUnreachableError, store
 from jaxcoll._host.at_exit import at_exit, not_at_exit
+from jaxcoll._host.coordinator import message
 from jaxcoll._host.ended import ended, followed
 from jaxcoll._host.given_up import within
 from jaxcoll._host.relay import give_up_coordinator
@@ -168,9 +169,12 @@ class Watch:
 
     def silent(self, process: int) -> str:
         """The same in words."""
+        here = "it is dead, stopped or cut off"
+        if followed() is not None:
+            here = "it is stopped, cut off, or in foreign code that holds Python's interpreter"
         return {
             "": "has made no call yet",
-            "here": "does not answer: it is dead, stopped or cut off",
+            "here": f"does not answer: {here}",
             "dead": "has died, or was cut off: its connection to the coordinator has ended",
             "ended": "has ended",
         }[self.known(process)]
@@ -185,27 +189,43 @@ class Watch:
             while not self._ended:
                 key = f"{self.root}/bell/{self.process}/{self._heard + 1}"
                 with contextlib.suppress(TimeoutError):
-                    message = json.loads(self.store.get(key, BEAT_SECONDS))
+                    rung = message(self.store.get(key, BEAT_SECONDS))
                     self._heard += 1
                     self.store.delete(key)
-                    if message.get("end"):
+                    if rung.get("end"):
                         return
-                    self._hear(message)
+                    with contextlib.suppress(KeyError, TypeError):  # whoever wrote it is not known
+                        self._hear(rung)
                 if time.monotonic() - beaten >= BEAT_SECONDS:
                     beaten = time.monotonic()
                     self.look()
                     for member in list(self.members.values()):
                         member.beat(self)
+        until = time.monotonic() + COORDINATOR_SECONDS
+        while store() is not None and not self._ended and time.monotonic() < until:
+            time.sleep(0.02)  # JAX forgets a client after it has shut it down
+        if not self._ended and store() is None:
+            self._let_go()
 
-    def _hear(self, message: dict[str, Any]) -> None:
-        member = self.members.get(message["member"])
-        if "alarm" in message:
-            self.lost.update(message["alarm"].get("lost", ()))
+    def _let_go(self) -> None:
+        """Forget a client that `jax.distributed.shutdown` has ended: it lives while it is known."""
+        global _watch
+        not_at_exit(self.end)
+        if line := followed():
+            line.say_farewell({name: member.done for name, member in self.members.items()})
+        with _lock:
+            if _watch is self:
+                _watch = None
+
+    def _hear(self, rung: dict[str, Any]) -> None:
+        member = self.members.get(rung["member"])
+        if "alarm" in rung:
+            self.lost.update(rung["alarm"].get("lost", ()))
             if member:
-                member.alarmed(message["alarm"])
+                member.alarmed(rung["alarm"])
         else:
-            answer = member.whereabouts(message["position"]) if member else {"at": 0}
-            self.store.set(f"{message['ask']}/{self.process}", json.dumps(answer))
+            answer = member.whereabouts(rung["position"]) if member else {"at": 0}
+            self.store.set(f"{rung['ask']}/{self.process}", json.dumps(answer))
 
 
 def _answered(call: Callable[[], Any], seconds: float) -> Any:

@@ -20,17 +20,24 @@ import selectors
 import socket
 import subprocess
 import sys
+import threading
 import time
 from typing import Any, NoReturn
 
 LONGEST = 4096
-"""Bytes of a line; who sends more is no process of this job."""
+"""Bytes of a process's first line; who sends more is no process of this job."""
+
+LONGEST_SECONDS = 2_000_000.0
+"""Whoever would wait longer waits for 23 days: the system counts milliseconds in 31 bits."""
+
+_LONGEST_REPORT = 1 << 16  # bytes that a process may say of itself after its first line
+_MOST_PROCESSES = 1 << 20
 
 LINGERS = 2.0
 """Seconds for which a job that cannot begin says so to those who come later."""
 
 STRANGERS = 256
-"""Connections that may be open beside those of the job's own processes."""
+"""Connections that may be open and have said nothing yet; one more closes the oldest of them."""
 
 _LONGEST_IDLE = 32767  # seconds: what Linux takes for TCP_KEEPIDLE
 
@@ -72,8 +79,14 @@ class Coordinator:
     lifeline: int
 
     def leave(self) -> None:
-        """Let it live for as long as anybody needs it, this process or another."""
-        self.process.returncode = 0  # nobody here will wait for it
+        """Let it live for as long as anybody needs it, another process or, still, this one."""
+        self.process.returncode = 0  # if this process ends, nobody waits for it
+
+    def part(self) -> None:
+        """Need it no more."""
+        os.close(self.lifeline)
+        self.process.returncode = None
+        threading.Thread(target=self.process.wait, name="jaxcoll-coordinator", daemon=True).start()
 
     def end(self) -> None:
         """End it now."""
@@ -179,7 +192,6 @@ class _Coordinator:
         self._lines: dict[socket.socket, bytes] = {}
         self._members: dict[socket.socket, int] = {}
         self._service: Any = None
-        self._began = 0.0
         self._wanted = True
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -203,24 +215,32 @@ class _Coordinator:
             self._wanted = False
 
     def _accept(self, listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        if len(self._lines) >= self._arrivals.expected + STRANGERS:
-            return connection.close()
-        connection.setblocking(False)
-        break_when_silent(connection, self._settings["service"]["heartbeat_timeout"])
+        strangers = [line for line in self._lines if line not in self._members]
+        if len(strangers) >= STRANGERS:  # a process of the job says at once who it is
+            self._left(strangers[0])
+        try:
+            connection, _ = listener.accept()
+            connection.setblocking(False)
+            break_when_silent(connection, self._settings["service"]["heartbeat_timeout"])
+        except OSError:  # it has hung up already; or there are no descriptors left
+            if strangers:
+                return self._left(strangers[0])
+            return time.sleep(0.01)
         self._lines[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ, self._hear)
         return None
 
     def _hear(self, connection: socket.socket) -> None:
+        if connection not in self._lines:  # closed in the same turn
+            return None
         try:
             chunk = connection.recv(LONGEST)
         except OSError:
             chunk = b""
         if not chunk:
             return self._left(connection)
-        if connection in self._members:  # all that it still says is its farewell
-            self._lines[connection] = (self._lines[connection] + chunk)[:LONGEST]
+        if connection in self._members:  # how far it has come, and its farewell
+            self._lines[connection] = (self._lines[connection] + chunk)[:_LONGEST_REPORT]
             return None
         line = self._lines[connection] = self._lines[connection] + chunk
         if b"\n" in line or len(line) > LONGEST:
@@ -244,7 +264,7 @@ class _Coordinator:
         if rank is None:
             return
         if self._service is not None:
-            said = {"ended": rank, "after": time.monotonic() - self._began} | _done(farewell)
+            said = {"ended": rank} | _reported(farewell)
             for other in self._members:  # whoever has no use for it does not read it
                 with contextlib.suppress(OSError):
                     other.sendall(json.dumps(said).encode() + b"\n")
@@ -267,7 +287,8 @@ class _Coordinator:
             )
         except RuntimeError as error:
             return self._tell({"error": f"the service did not start: {error}", "kind": "world"})
-        self._began = time.monotonic()
+        for stranger in [line for line in self._lines if line not in self._members]:
+            self._left(stranger)  # who comes now is not heard any more
         for connection in self._members:
             with contextlib.suppress(OSError):
                 connection.sendall(b'{"go": true}\n')
@@ -279,41 +300,71 @@ class _Coordinator:
         for connection in self._lines:  # members, and those about to say that they are
             with contextlib.suppress(OSError):
                 connection.sendall(line)
-        until = time.monotonic() + LINGERS
+        until, late = time.monotonic() + LINGERS, []
         while self._listener.fileno() >= 0 and (left := until - time.monotonic()) > 0:
-            with contextlib.suppress(OSError):
+            try:
                 self._listener.settimeout(left)
-                connection, _ = self._listener.accept()
-                connection.settimeout(left)
-                connection.recv(LONGEST)
-                connection.sendall(line)
+                late.append(self._listener.accept()[0])
+                late[-1].setblocking(False)
+                late[-1].sendall(line)  # and stays open: to close what is not read loses it
+            except OSError:
+                time.sleep(0.001)
         os._exit(1)
+
+
+def message(line: bytes | str) -> dict[str, Any]:
+    """What a line says, whoever sent it; {}: it is no JSON object."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):  # the latter: of a thousand brackets
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _hello(line: bytes) -> dict[str, Any] | None:
     """What a process says of itself, if this is one that speaks so."""
     kinds = {"process_id": int, "num_processes": int, "patience": float, "who": str}
-    try:
-        said = json.loads(line)
-        typed = all(type(said[name]) is kind for name, kind in kinds.items())
-        if typed and 0 <= said["process_id"] < said["num_processes"] and said["patience"] > 0:
-            return said
-    except (ValueError, KeyError, TypeError):
-        pass
-    return None
+    fields = message(line)
+    if any(type(fields.get(name)) is not kind for name, kind in kinds.items()):
+        return None
+    counts = 0 <= fields["process_id"] < fields["num_processes"] <= _MOST_PROCESSES
+    named = len(fields["who"]) <= 300 and fields["who"].isprintable()
+    if not (counts and named and 0 < fields["patience"] <= LONGEST_SECONDS):
+        return None
+    return {name: fields[name] for name in kinds}
 
 
-def _done(farewell: bytes) -> dict[str, Any]:
-    """What a process said that it had done; nothing, if it died without a word."""
-    try:
-        done = json.loads(farewell)["done"]
-    except (ValueError, KeyError, TypeError):
+def _reported(lines: bytes) -> dict[str, Any]:
+    """What a process said after its arrival; nothing, if it died without a word."""
+    fields: dict[str, Any] = {}
+    for line in lines.splitlines():
+        fields |= message(line)
+    return {"stage": fields.get("stage")} | ({"done": fields["done"]} if "done" in fields else {})
+
+
+def news_of(line: bytes) -> dict[str, Any]:
+    """What a line of the coordinator's tells of a process that has ended; {}: nothing.
+
+    That is `ended`, its number; `stage`, the last that it reached (see `Line.say`), or None; and,
+    if it said a farewell, `done`.
+    """
+    fields = message(line)
+    stage, done = fields.get("stage"), fields.get("done")
+    if type(fields.get("ended")) is not int:
         return {}
-    return {"done": done} if isinstance(done, dict) else {}
+    news = {"ended": fields["ended"], "stage": stage if isinstance(stage, str) else None}
+    if isinstance(done, dict) and all(type(count) is int for count in done.values()):
+        news["done"] = done
+    return news
 
 
 def main() -> None:
     """Listen, say where on standard output, and serve."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # a descriptor for each process
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     settings = json.loads(sys.argv[1])
     host, _, port = settings["address"].rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

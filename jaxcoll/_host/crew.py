@@ -2,8 +2,7 @@
 
 A run is a chain of generations. Each begins with one decision: its members, in order, and the step
 it goes on from. A decision is written once; whoever comes first writes it, and all others read it.
-So processes that disagree on who is alive still agree on who goes on, and one that was left out
-learns it. Messages are JSON.
+So processes that disagree on who is alive agree on who goes on, and one that is left out learns it.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from jaxcoll._host.decision import (
 )
 from jaxcoll._host.links import named_links, to_leave_out
 from jaxcoll._host.local_keys import Keys
+from jaxcoll._host.step_keys import BLOCK, StepKeys
 from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
 
 _POLL_SECONDS = 0.02
@@ -187,8 +187,10 @@ class Crew:
         """Whether somebody is to be taken in before `step`: the same answer on all members."""
         assert self.decision is not None
         said = "join" if len(self.decision.members) < self._most and self._waiting() else "go"
-        key = self._key(self.number, f"step/{step}")
-        return self._tell(lambda: self.store.agree(key, said)) == "join"
+        if step % BLOCK < 10 and self.name == self.decision.members[0]:
+            self.observe()
+            self._tell(lambda: self._steps.forget(self._beats.begun(self._members, self.number)))
+        return self._tell(lambda: self._steps.agree(step, said)) == "join"
 
     def gather(self, what: str, value: str, *, same: bool = False) -> dict[str, str]:
         """What every member says, or the end of this generation: a barrier.
@@ -299,7 +301,7 @@ class Crew:
         for name in (w for w in waiting if self._beats.is_silent(w)):
             self._tell(lambda w=name: self.store.delete(f"{self._root}/waiting/{w}"))
         taken = {rank_of(name) for name in staying}
-        coming = [w for w in waiting if not self._beats.is_silent(w) and rank_of(w) not in taken]
+        coming = [w for w in waiting if self._beats.is_heard(w) and rank_of(w) not in taken]
         coming = coming[: self._most - len(staying)]
         members = tuple(sorted([*staying, *coming], key=rank_of))
         if self.decision is None:
@@ -356,6 +358,8 @@ class Crew:
             self.decision = decision
             self._asked, self.broken = False, set()
             self.doing = Doing(decision.number, -1)
+            folder = self._key(decision.number, "step")
+            self._steps = StepKeys(self.store, folder, decision.step)
             self.woken.clear()
         if self.name in decision.members:
             self._tell(lambda: self.store.delete(f"{self._root}/waiting/{self.name}"))

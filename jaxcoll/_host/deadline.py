@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import queue
 import threading
@@ -17,6 +18,25 @@ from jaxcoll._host.team import Team, team_of
 from jaxcoll._plan.errors import DeadlineExceededError
 
 Devices = Sequence[jax.Device]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a program by all processes of a team."""
+
+    team: Team
+    program: Program
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        """Make it, in a worker's thread, and wait for its result if the job waits."""
+        job = getattr(_worked, "on", None)
+        if job is None:
+            return self.team.run(self.program, self.args, self.kwargs)
+        job.team, job.program, job.position = self.team, self.program, self.team.position + 1
+        with self.team.waited_for(job):
+            return self.team.run(self.program, self.args, self.kwargs, job.wait)
 
 
 def prepared(
@@ -51,25 +71,25 @@ def prepared(
     known = compiled_for(program, args, kwargs, told, shared=team is not None, rows=rows)
     if team is None:
         return functools.partial(known.compiled, *args, **kwargs)
-    return functools.partial(_together, team, known, args, kwargs)
-
-
-def _together(team: Team, known: Program, args: Any, kwargs: Any) -> Any:
-    job = getattr(_worked, "on", None)
-    if job is not None:
-        team.interrupt = job.worker.interrupt
-        job.team, job.program, job.position = team, known, team.position + 1
-    return team.run(known, args, kwargs, wait=job is None or job.wait)
+    return Call(team, known, args, kwargs)
 
 
 class _Job:
     """One call in the hands of a worker: it settles once, by whatever comes first.
 
     It is waited for with a bare lock, whose hand-over takes half the time of an event's.
+
+    Attributes:
+      call: makes it.
+      wait: whether its result is waited for.
+      is_alone: whether no other process takes part.
+      team, program, position: what it has begun, if it has.
     """
 
-    def __init__(self, worker: _Worker, call: Callable[[], Any], wait: bool) -> None:
-        self.worker, self.call, self.wait = worker, call, wait
+    def __init__(
+        self, worker: _Worker, call: Callable[[], Any], wait: bool, is_alone: bool
+    ) -> None:
+        self.worker, self.call, self.wait, self.is_alone = worker, call, wait, is_alone
         self.result: Any = None
         self.error: BaseException | None = None
         self.team: Team | None = None
@@ -88,11 +108,18 @@ class _Job:
         bound = min(timeout_seconds, threading.TIMEOUT_MAX) if timeout_seconds else -1
         return self._open.acquire(timeout=bound)
 
+    def give_up(self, error: Exception) -> None:
+        """Have whoever waits for it raise this, and leave it to its worker."""
+        leave_behind(self.worker)
+        self.settle(error)
+
     def outcome(self) -> tuple[BaseException | None, Any]:
         """Make the call."""
         try:
             result = self.call()
-            return None, jax.block_until_ready(result) if self.wait else result
+            if self.wait and not isinstance(self.call, Call):  # which has waited
+                jax.block_until_ready(result)
+            return None, result
         except BaseException as error:
             return error, None
 
@@ -107,32 +134,24 @@ class _Worker:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._pending: list[_Job] = []
+        self._pending = 0
         threading.Thread(target=self._work, name="jaxcoll-worker", daemon=True).start()
 
     def is_alive(self) -> bool:
         """Whether it still has a call that somebody gave up."""
-        with self._lock:
-            return bool(self._pending)
+        return self._pending > 0
 
     def take(self, job: _Job) -> None:
         with self._lock:
-            self._pending.append(job)
+            self._pending += 1
         self._jobs.put(job)
-
-    def interrupt(self, error: Exception) -> None:
-        """End the wait for all it has."""
-        leave_behind(self)
-        with self._lock:
-            for job in self._pending:
-                job.settle(error)
 
     def _work(self) -> None:
         while True:
             job = _worked.on = self._jobs.get()
             outcome = job.outcome()
             with self._lock:
-                self._pending.remove(job)
+                self._pending -= 1
             _worked.on = None
             # The last that is done: whoever waits would wake only to wait for the interpreter.
             job.settle(*outcome)
@@ -178,7 +197,7 @@ def finished(
     """
     if checksum:
         call = functools.partial(listening, call, what, across)
-    team = team_of(across)
+    team = call.team if isinstance(call, Call) else team_of(across)
     name = team.name if team else ""
     worker = _workers.get(name)
     if team is not None:
@@ -187,20 +206,26 @@ def finished(
         return call()
     if worker is None:
         worker = _workers[name] = _Worker()
-    if team is not None:
-        team.interrupt = worker.interrupt
     # What fails over Gloo may never be ready, so that whoever waited for it elsewhere would hang.
     over_gloo = team is not None and across[0].platform == "cpu"
-    job = _Job(worker, call, wait=bool(timeout_seconds) or over_gloo)
-    worker.take(job)
+    job = _Job(worker, call, bool(timeout_seconds) or over_gloo, is_alone=team is None)
+    if team is None:
+        return _outcome(job, timeout_seconds, what)
+    with team.waited_for(job):
+        return _outcome(job, timeout_seconds, what)
+
+
+def _outcome(job: _Job, timeout_seconds: float | None, what: str) -> Any:
+    """What becomes of a job in its worker's hands."""
+    job.worker.take(job)
     try:
         in_time = job.settled(timeout_seconds)
     except BaseException:  # Ctrl-C, say
-        leave_behind(worker)
+        leave_behind(job.worker)
         raise
     if not in_time:
-        leave_behind(worker)
-        said, ranks = _late(job, team)
+        leave_behind(job.worker)
+        said, ranks = _late(job)
         said = f"{what} did not finish within {timeout_seconds:g} s.{said}"
         raise DeadlineExceededError(said, ranks=ranks)
     if job.error is not None:
@@ -208,9 +233,9 @@ def finished(
     return job.result
 
 
-def _late(job: _Job, team: Team | None) -> tuple[str, tuple[int, ...]]:
+def _late(job: _Job) -> tuple[str, tuple[int, ...]]:
     """Why a call is late, in words, and the processes that did not arrive."""
-    if team is None:
+    if job.is_alone:
         return "", ()
     if job.team is None or job.program is None:
         return (

@@ -386,7 +386,7 @@ def _exchange_devices() -> None:
     try:
         jax.devices()
     except RuntimeError as error:
-        if isinstance(error.__context__, DeadlineExceededError):
+        if isinstance(error.__context__, DeadlineExceededError | PeerLostError):
             raise error.__context__ from None
         raise
 

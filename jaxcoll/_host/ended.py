@@ -13,6 +13,14 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from jaxcoll._host.coordinator import news_of
+
+CONNECTED, DEVICES, LEFT = "connected", "devices", "left"
+"""Stages of the start: JAX's clients are connected; all know each other's devices. Or this process
+waited for others no longer, of whom there is other news, or none."""
+
+_LONGEST = 1 << 17
+
 
 class Line:
     """This process's connection to the coordinator, on which nothing is waited for.
@@ -21,6 +29,9 @@ class Line:
 
     Args:
       fd: the descriptor of its socket, which is the line's from now on.
+
+    Attributes:
+      is_broken: the coordinator has ended, or is cut off, as was found when it was asked last.
     """
 
     def __init__(self, fd: int) -> None:
@@ -29,32 +40,46 @@ class Line:
         self._lock = threading.Lock()
         self._rest = b""
         self._news: dict[int, dict[str, Any]] = {}
+        self.is_broken = False
 
     def news(self) -> dict[int, dict[str, Any]]:
-        """What was told of each process that has ended.
-
-        That is `after`, in seconds since all had arrived, and `done`, its farewell, if it said one.
-        """
+        """What was told of each process that has ended; see `news_of`."""
         with self._lock:
             *lines, self._rest = (self._rest + self._read()).split(b"\n")
+            self._rest = self._rest[:_LONGEST]
             for line in lines:
-                with contextlib.suppress(ValueError):  # the coordinator died while it wrote
-                    said = json.loads(line)
-                    if "ended" in said:
-                        self._news[said["ended"]] = said
+                if news := news_of(line):
+                    self._news[news["ended"]] = news
             return dict(self._news)
+
+    def lost_before(self, *stages: str) -> tuple[int, ...]:
+        """Processes that ended before they reached any of these stages, by themselves."""
+        news = self.news()
+        return tuple(sorted(p for p in news if news[p]["stage"] not in (*stages, LEFT)))
 
     def _read(self) -> bytes:
         heard = b""
-        with contextlib.suppress(OSError):  # no more for now; or the coordinator is gone
+        try:
             while chunk := os.read(self.fd, 1 << 16):
                 heard += chunk
+            self.is_broken = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_broken = True
         return heard
+
+    def say(self, stage: str) -> None:
+        """Have the others told, when this process has ended, how far it had come."""
+        self._write({"stage": stage})
 
     def say_farewell(self, done: Mapping[str, int]) -> None:
         """Have the others told, when this process has ended, what it had done."""
+        self._write({"done": done})
+
+    def _write(self, fields: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):
-            os.write(self.fd, json.dumps({"done": done}).encode() + b"\n")
+            os.write(self.fd, json.dumps(fields).encode() + b"\n")
 
     def close(self) -> None:
         """Leave the job."""

@@ -19,6 +19,8 @@ from jaxcoll._host.beats import BEAT_SECONDS, LOST_SECONDS
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import RegroupError
 
+_LOOK_SECONDS = 0.02
+
 
 class Behind(Protocol):
     """What may still be in a call: a thread, or one that has come home between two calls."""
@@ -122,11 +124,19 @@ def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what:
     return result
 
 
-def within(seconds: float, call: Callable[[], Any]) -> Any:
+def within(seconds: float, call: Callable[[], Any], look: Callable[[], None] | None = None) -> Any:
     """`call()`, in a thread that is left behind if it takes longer.
 
+    Args:
+      seconds: how long.
+      call: what is called.
+      look: called every now and then while it is waited for; what it raises ends the wait.
+
+    Returns:
+      What `call` returns.
+
     Raises:
-      TimeoutError: it did.
+      TimeoutError: it took longer.
     """
     outcome: list[tuple[Any, BaseException | None]] = []
 
@@ -138,8 +148,12 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=work, name="jaxcoll-within", daemon=True)
     thread.start()
+    until = time.monotonic() + seconds
     try:
-        thread.join(seconds)
+        while thread.is_alive() and (left := until - time.monotonic()) > 0:
+            thread.join(left if look is None else min(left, _LOOK_SECONDS))
+            if look is not None and not outcome:
+                look()
         if not outcome:
             raise TimeoutError(f"it did not answer within {seconds:g} s")
     except BaseException:  # Ctrl-C, too

@@ -8,6 +8,7 @@ import ipaddress
 import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +19,11 @@ from jaxcoll import _compat
 from jaxcoll._compat_gloo import let_gloo_listen_at
 from jaxcoll._host.arrival import arrive, reach
 from jaxcoll._host.cluster_resolver import ClusterResolver
-from jaxcoll._host.coordinator import Coordinator, start_coordinator
+from jaxcoll._host.coordinator import LONGEST_SECONDS, Coordinator, start_coordinator
 from jaxcoll._host.ended import Line, follow
-from jaxcoll._host.muster import FOREVER, await_all, connected
+from jaxcoll._host.muster import FOREVER, connected, exchanged
 from jaxcoll._host.relay import through_relay
+from jaxcoll._host.socket_folder import make_socket_folder
 from jaxcoll._plan.cluster import (
     JAX_BIND,
     JAX_COORDINATOR,
@@ -39,14 +41,16 @@ _CONNECTS = 5.0  # seconds at least that JAX's clients may take to connect, once
 
 @dataclasses.dataclass
 class _Joined:
-    """What this process has entered, and what must stay open as long as it lives."""
+    """What this process has entered, and what must stay open as long as it is in it."""
 
     member: Member
     line: Line
     recoverable: bool
+    coordinator: Coordinator | None
 
 
 _joined: _Joined | None = None
+_parting = threading.Lock()
 
 
 def initialize(
@@ -87,7 +91,8 @@ def initialize(
         one with its number on the host where a launcher says that it put several there.
       cluster_resolver: says it all, in the place of the environment.
       initialization_timeout: seconds until all must have arrived; and, over CPUs, from the first
-        use of devices until all use theirs.
+        use of devices until all use theirs. Of these seconds, here and below, 23 days count at
+        most.
       heartbeat_timeout_seconds: a process that was silent for so long counts as dead.
       shutdown_timeout_seconds: how long processes wait for each other at their end, where
         `recoverable` is False.
@@ -103,23 +108,21 @@ def initialize(
         processes contradict each other.
       OSError: process 0 cannot listen at the address: the port is in use, or it is another host's.
       DeadlineExceededError: processes are missing, which are named.
-      PeerLostError: one that had arrived has died.
+      PeerLostError: one that had arrived has died, or the coordinator.
       RuntimeError: JAX has devices already, or this process has entered another job.
 
     Examples:
       >>> initialize()  # nobody launched this process: it is alone
     """
     global _joined
-    timeout = checked_seconds("initialization_timeout", initialization_timeout)
-    heartbeat = checked_seconds("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
-    shutdown = checked_seconds("shutdown_timeout_seconds", shutdown_timeout_seconds)
+    timeout = _seconds("initialization_timeout", initialization_timeout)
+    heartbeat = _seconds("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
+    shutdown = _seconds("shutdown_timeout_seconds", shutdown_timeout_seconds)
     member = _member(
         coordinator_address, num_processes, process_id, local_device_ids, cluster_resolver
     )
-    if _joined is not None and not jax.distributed.is_initialized():
-        follow(None)  # the user has called `jax.distributed.shutdown`
-        _joined.line.close()
-        _joined = None
+    if not jax.distributed.is_initialized():
+        _part()
     if _joined is not None or jax.distributed.is_initialized():
         return _check_same(member, coordinator_address, num_processes, process_id)
     seconds = {
@@ -146,9 +149,10 @@ def initialize(
         coordinator.leave()
     # JAX has process 0 serve: it gets an idle service on the loopback interface. Where processes do
     # not come, JAX would end this one with a signal, so it is given time, and we look at the clock.
+    relay = through_relay(member.coordinator_address, heartbeat, _part)
     join = functools.partial(
         jax.distributed.initialize,
-        through_relay(member.coordinator_address, heartbeat),
+        relay.address,
         member.num_processes,
         member.process_id,
         member.local_device_ids,
@@ -157,15 +161,34 @@ def initialize(
         **seconds | {"initialization_timeout": FOREVER},
     )
     host, line = arrived.getsockname()[0], Line(arrived.detach())
+    followed = None if rejoin else line  # to one that comes again nobody speaks on it
     try:
-        connected(join, line, max(until - time.monotonic(), _CONNECTS))
+        connected(join, followed, max(until - time.monotonic(), _CONNECTS))
     except BaseException:
+        relay.close()
         line.close()
         raise
-    let_gloo_listen_at(host, functools.partial(await_all, timeout), again=rejoin)
-    _joined = _Joined(member, line, recoverable)
-    follow(None if rejoin else line)  # to one that comes again nobody speaks on it
+    exchange = functools.partial(exchanged, line=followed, timeout=timeout)
+    let_gloo_listen_at(host, exchange, make_socket_folder, again=rejoin)
+    _joined = _Joined(member, line, recoverable, coordinator)
+    follow(followed)
     return None
+
+
+def _part() -> None:
+    """Let go of a job that this process has left by `jax.distributed.shutdown`."""
+    global _joined
+    with _parting:
+        left, _joined = _joined, None
+    if left is not None:
+        follow(None)
+        left.line.close()
+        if left.coordinator is not None:
+            left.coordinator.part()
+
+
+def _seconds(name: str, value: Any) -> float:
+    return min(checked_seconds(name, value), LONGEST_SECONDS)
 
 
 def outlives_processes() -> bool:

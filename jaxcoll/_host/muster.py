@@ -7,60 +7,119 @@ here by the time that the user chose.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxcoll._compat_coordination import store
-from jaxcoll._host.ended import Line
+from jaxcoll._host.ended import CONNECTED, DEVICES, LEFT, Line
 from jaxcoll._host.given_up import within
 from jaxcoll._host.relay import give_up_coordinator
-from jaxcoll._plan.errors import DeadlineExceededError
+from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
 
 _POLL_SECONDS = 0.02
-_AT_ONCE_SECONDS = 2.0
+_LEAST_SECONDS = 5.0  # that an exchange may take, once all have begun
 _FOLDER, _HERE = "jaxcoll/devices", "here"
 
 FOREVER = 24 * 3600
 """Seconds: what JAX is told of a wait that it would end with a signal."""
 
 
-def connected(connect: Callable[[], Any], line: Line, timeout: float) -> None:
+def connected(connect: Callable[[], Any], line: Line | None, timeout: float) -> None:
     """`connect()`, in which all processes wait for each other.
 
     Args:
       connect: enters JAX's own world.
-      line: to the coordinator, which tells who has ended.
+      line: to the coordinator, which tells who has ended; None: nobody is waited for.
       timeout: seconds.
 
     Raises:
-      DeadlineExceededError: not all came in time; those that have ended are named.
+      DeadlineExceededError: not all came in time.
+      PeerLostError: one of them, or the coordinator, ended before it was connected.
       KeyboardInterrupt: somebody waits no longer.
     """
     try:
-        within(timeout, connect)
+        with _waiting(line, CONNECTED):
+            within(timeout, connect, functools.partial(_check_live, line, (CONNECTED, DEVICES)))
     except TimeoutError:
         give_up_coordinator()
-        ended = _ended_first({p: said["after"] for p, said in line.news().items()})
-        who = f"process{'es' * (len(ended) > 1)} {', '.join(map(str, ended))} ended meanwhile"
         raise DeadlineExceededError(
             "`initialize`: all processes had arrived, but did not connect to each other within "
-            f"{timeout:g} s: {who if ended else 'one is stopped, or cut off'}.",
-            ranks=ended,
+            f"{timeout:g} s: one is stopped, or cut off.",
         ) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, PeerLostError):
         give_up_coordinator()
         raise
 
 
-def _ended_first(ended: dict[int, float]) -> list[int]:
-    """Those that end later, one by one, do so because they waited no longer."""
-    first = min(ended.values(), default=0.0)
-    return sorted(rank for rank, after in ended.items() if after < first + _AT_ONCE_SECONDS)
+@contextlib.contextmanager
+def _waiting(line: Line | None, stage: str) -> Iterator[None]:
+    """Have the others told, if this process ends, that it came so far; or that it gave up."""
+    try:
+        yield
+    except (TimeoutError, PeerLostError):
+        if line is not None:
+            line.say(LEFT)
+        raise
+    if line is not None:
+        line.say(stage)
 
 
-def await_all(timeout: float) -> None:
+def _check_live(line: Line | None, stages: Sequence[str]) -> None:
+    if line is None:
+        return
+    if lost := line.lost_before(*stages):
+        raise PeerLostError(
+            f"Process{'es' * (len(lost) > 1)} {', '.join(map(str, lost))} ended during the start, "
+            "when all had arrived and waited for each other. Start the job again.",
+            ranks=lost,
+        )
+    if line.is_broken:
+        raise PeerLostError(
+            "The coordinator died, or was cut off, during the start, when all had arrived and "
+            "waited for each other. Start the job again.",
+            ranks=(),
+        )
+
+
+def exchanged(make: Callable[[], Any], line: Line | None, timeout: float) -> Any:
+    """`make()`, in which all processes tell each other of their devices.
+
+    Args:
+      make: makes this process's devices known, and waits for the others'.
+      line: as in `connected`.
+      timeout: seconds, from when the first of them begins.
+
+    Returns:
+      What `make` returns.
+
+    Raises:
+      DeadlineExceededError: some did not come in time; they are named.
+      PeerLostError: one of them, or the coordinator, has ended.
+    """
+    look = functools.partial(_check_live, line, (DEVICES,))
+    try:
+        with _waiting(line, DEVICES):
+            await_all(timeout, look)
+            return within(max(timeout, _LEAST_SECONDS), make, look)
+    except DeadlineExceededError:
+        raise
+    except TimeoutError:
+        raise DeadlineExceededError(
+            f"Processes did not tell each other of their devices within {timeout:g} s, though all "
+            "had begun to: one is stopped, or cut off. A larger `initialization_timeout` waits "
+            "longer."
+        ) from None
+
+
+def await_all(timeout: float, look: Callable[[], None]) -> None:
     """Wait until every process is about to tell the others of its devices, or did so before.
+
+    Args:
+      timeout: seconds.
+      look: called every now and then; what it raises ends the wait.
 
     Raises:
       DeadlineExceededError: some did not come in time; they are named.
@@ -84,4 +143,5 @@ def await_all(timeout: float) -> None:
                 "waited for it no longer. A larger `initialization_timeout` waits longer.",
                 ranks=absent or sorted(map(int, left)),
             )
+        look()
         time.sleep(_POLL_SECONDS)

@@ -11,14 +11,16 @@ finds out by the silence on its connections.
 from __future__ import annotations
 
 import contextlib
-import functools
+import os
 import shutil
 import socket
+import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from jaxcoll._compat_coordination import leave_coordinator
-from jaxcoll._host.at_exit import at_exit
+from jaxcoll._compat_coordination import leave_coordinator, store
+from jaxcoll._host.at_exit import at_exit, not_at_exit
 from jaxcoll._host.coordinator import break_when_silent
 from jaxcoll._host.socket_folder import make_socket_folder
 
@@ -39,9 +41,13 @@ class Relay:
       upstream: the coordinator's address.
       heartbeat: seconds of silence after which JAX takes the coordinator for dead, and so does this
         where nobody asks for less.
+      when_parted: called, from another thread, when JAX's client is no more. The relay is no more
+        then, either.
     """
 
-    def __init__(self, upstream: str, heartbeat: float) -> None:
+    def __init__(
+        self, upstream: str, heartbeat: float, when_parted: Callable[[], None] = lambda: None
+    ) -> None:
         host, _, port = upstream.rpartition(":")
         self._upstream = (host.strip("[]"), int(port))
         self._heartbeat = self._silence = heartbeat
@@ -49,13 +55,32 @@ class Relay:
         self._lost = threading.Event()
         self.callbacks: list[Callable[[], None]] = []
         self.is_left = False
-        folder = make_socket_folder("coordinator")
-        at_exit(functools.partial(shutil.rmtree, folder, ignore_errors=True))
-        self.address = f"unix:{folder}/coordinator"
+        self._when_parted = when_parted
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(f"{folder}/coordinator")
+        self._folder = ""
+        if sys.platform == "linux":  # a name without a file: nothing is left of it, ever
+            name = f"jaxcoll-{os.getpid()}-{os.urandom(8).hex()}"
+            self._listener.bind(f"\0{name}")
+            self.address = f"unix-abstract:{name}"
+        else:
+            self._folder = make_socket_folder("coordinator")
+            self._listener.bind(f"{self._folder}/coordinator")
+            self.address = f"unix:{self._folder}/coordinator"
+            at_exit(self._remove)
         self._listener.listen()
         self._start(self._accept)
+
+    def _remove(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let nobody connect any more."""
+        with contextlib.suppress(OSError):  # on Linux this, and not `close`, ends `accept`
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self._folder:
+            self._remove()
+            not_at_exit(self._remove)
 
     def hurry(self, seconds: float) -> None:
         """Find out sooner, from now on, and in any case before JAX does."""
@@ -69,7 +94,13 @@ class Relay:
 
     def _accept(self) -> None:
         while True:
-            near, _ = self._listener.accept()
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            if not _is_own(near):
+                near.close()
+                continue
             try:
                 far = socket.create_connection(self._upstream, 5.0)
             except OSError:
@@ -90,9 +121,13 @@ class Relay:
             near.close()
         with contextlib.suppress(OSError):
             far.shutdown(socket.SHUT_RDWR)
+        if near.fileno() < 0 and store() is None and not self.is_left:
+            self.close()
+            self._when_parted()
 
     def _copy_in(self, far: socket.socket, near: socket.socket) -> None:
         _copy(far, near)
+        far.close()
         if near.fileno() < 0:  # this process has hung up
             return
         self._lost.set()
@@ -103,6 +138,14 @@ class Relay:
         near.detach()  # open and silent for as long as the process lives
         for callback in list(self.callbacks):
             callback()
+
+
+def _is_own(near: socket.socket) -> bool:
+    """Whether this process has connected, and no other of this host."""
+    if sys.platform != "linux":
+        return True
+    found = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", found)[0] == os.getpid()
 
 
 def _copy(source: socket.socket, target: socket.socket) -> bool:
@@ -120,11 +163,11 @@ def _copy(source: socket.socket, target: socket.socket) -> bool:
             return False
 
 
-def through_relay(address: str, heartbeat: float) -> str:
-    """Where to connect to instead of `address`, the coordinator's, as "host:port"."""
+def through_relay(address: str, heartbeat: float, when_parted: Callable[[], None]) -> Relay:
+    """A relay to `address`, the coordinator's, as "host:port"; the one of this process."""
     global _relay
-    _relay = Relay(address, heartbeat)
-    return _relay.address
+    _relay = Relay(address, heartbeat, when_parted)
+    return _relay
 
 
 def give_up_coordinator() -> None:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import json
 import re
-import threading
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
 
 from jaxcoll._compat_coordination import StoreUnreachableError
 from jaxcoll._host.agreement import agreed
 from jaxcoll._host.coordination import ANSWER_SECONDS, Watch, watch
+from jaxcoll._host.ended import followed
+from jaxcoll._host.entered import Calls, Entered, disordered, where
 from jaxcoll._host.order import Order
 from jaxcoll._plan.errors import PeerLostError, ProgramMismatchError
-
-RECENT = 1 << 14
-"""Calls that a process can be ahead of another before they are no longer compared."""
 
 OUT_OF_BREATH_SECONDS = 3.0
 """How long those who do not answer are waited for once more, where one of them may be alive."""
@@ -30,27 +27,13 @@ OUT_OF_BREATH_SECONDS = 3.0
 NEWS_SECONDS = 0.05
 """How much later than a transport's error the coordinator's news may come, of all who died."""
 
-SHOWN = 32
-"""Calls that a process tells the names of."""
 
+class Wait(Protocol):
+    """Somebody who waits for a call."""
 
-@dataclasses.dataclass(frozen=True)
-class Entered:
-    """One call of a program.
-
-    Attributes:
-      position: its number among the calls of this team.
-      mark: what is short for the program.
-      name: what it is called.
-      digest: of the marks up to here, in order.
-      lines: what the program is, as processes compare it.
-    """
-
-    position: int
-    mark: str
-    name: str
-    digest: int
-    lines: tuple[str, ...] = ()
+    def give_up(self, error: Exception) -> None:
+        """Wait no longer, and raise this."""
+        ...
 
 
 class Team:
@@ -65,22 +48,20 @@ class Team:
       name: short for them.
       failure: the error that all calls raise from now on.
       done: the last call of which this process has done its part.
+      agreement: what processes have written to agree upon a program, the last time.
     """
 
     def __init__(self, watch: Watch, processes: tuple[int, ...]) -> None:
         self.processes = processes
         self.name = f"{processes[0]}-{processes[-1]}-{zlib.crc32(repr(processes).encode()):08x}"
         self.failure: Exception | None = None
-        self.interrupt: Callable[[Exception], None] = lambda error: None
+        self._waits: list[Wait] = []
         self._watch = watch
-        self._lock = threading.Lock()
-        self._calls: deque[Entered] = deque([Entered(0, "", "nothing", 0)], maxlen=RECENT)
+        self._calls = Calls()
         self._order = Order()
-        self._agreed = self._calls[0]
-        self._inside = False
-        self._since = time.monotonic()
         self._told = 0
         self.done = 0
+        self.agreement = ""
         self._missed: tuple[int, set[int]] = (0, set())
 
     @property
@@ -91,7 +72,7 @@ class Team:
     @property
     def last(self) -> Entered:
         """The call that was entered last."""
-        return self._calls[-1]
+        return self._calls.last
 
     @property
     def position(self) -> int:
@@ -111,6 +92,20 @@ class Team:
         if lost := lost or self._gone_before(self.position + 1):
             raise self._loss(lost, "it was known before this call, which was not begun")
 
+    @contextlib.contextmanager
+    def waited_for(self, wait: Wait) -> Iterator[None]:
+        """In here `wait` is given up when the team fails."""
+        self._waits.append(wait)
+        try:
+            yield
+        finally:
+            self._waits.remove(wait)
+
+    def interrupt(self, error: Exception) -> None:
+        """End all waits for calls of this team."""
+        for wait in list(self._waits):
+            wait.give_up(error)
+
     def run(
         self, program: Any, args: Sequence[Any], kwargs: dict[str, Any], wait: bool = True
     ) -> Any:
@@ -124,26 +119,16 @@ class Team:
 
         Raises:
           ProgramMismatchError: they call another one.
-          PeerLostError: the call failed, and somebody does not answer any more.
+          PeerLostError: the call failed, and somebody has died, or does not answer any more.
         """
         self.check()
-        before = self.last
-        call = Entered(
-            before.position + 1,
-            program.mark,
-            program.name,
-            zlib.crc32(program.mark.encode(), before.digest),
-            program.lines,
-        )
-        with self._lock:
-            self._calls.append(call)
-            self._inside, self._since = True, time.monotonic()
+        call = self._calls.enter(program)
         try:
             asked = self._order.asks(call.mark)
             if asked:
                 self._agree(program, call)
             self._order.follow(call.mark, asked)
-            self._agreed = call
+            self._calls.agreed = call
             result = program.compiled(*args, **kwargs)
             if wait:
                 jax.block_until_ready(result)
@@ -158,7 +143,7 @@ class Team:
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # of Gloo it is the latter
             raise self.explained(error) from error
         finally:
-            self._inside, self._since = False, time.monotonic()
+            self._calls.leave()
 
     def _agree(self, program: Any, call: Entered) -> None:
         try:
@@ -170,8 +155,7 @@ class Team:
         said, untouched = complaint
         if not untouched:
             self.fail(ProgramMismatchError(str(said)))
-        with self._lock:  # nobody has run it, so that it has a number and changes nothing else
-            self._calls[-1] = dataclasses.replace(self._calls[-2], position=call.position, mark="")
+        self._calls.take_back()
         self._order.interrupt()
         raise said if isinstance(said, Exception) else ProgramMismatchError(said)
 
@@ -218,7 +202,8 @@ class Team:
     def _unanswered(self) -> set[int]:
         """Who has ended, as the coordinator tells; or else who does not answer.
 
-        That is one at least after an error; where it seems to be more they get a second chance.
+        That is one at least after an error. Where it seems to be more, or where the coordinator
+        tells of no end, they get a second chance: an interpreter may be held for a while.
         """
         silent = set(self.others)
         time.sleep(NEWS_SECONDS)
@@ -229,7 +214,7 @@ class Team:
             silent -= self._watch.gone.keys()  # these did their part
             at = self.position
             silent -= set(self._watch.roll_call(self.name, at, sorted(silent), patience))
-            if len(silent) < 2:
+            if not silent or (len(silent) == 1 and followed() is None):
                 break
         return silent
 
@@ -258,7 +243,7 @@ class Team:
             words = {p: self._watch.silent(p) for p in self.others if p not in answers}
         except (StoreUnreachableError, RuntimeError) as error:
             return (), f"Who did not arrive is not known: {error}"
-        words |= {p: _where(a) for p, a in answers.items() if a["at"] < position}
+        words |= {p: where(a) for p, a in answers.items() if a["at"] < position}
         if not words:
             return (), "All processes have arrived: the call is slow, or its transport is stuck."
         late = sorted(words)
@@ -268,23 +253,7 @@ class Team:
 
     def whereabouts(self, position: int) -> dict[str, Any]:
         """Where this process is, for one who is at `position`."""
-        with self._lock:
-            then = self._at(position)
-            return {
-                "at": self.position,
-                "agreed": self._agreed.position,
-                "name": self.last.name,
-                "inside": self._inside,
-                "seconds": time.monotonic() - self._since,
-                "mark": then and then.mark,
-                "digest": then and then.digest,
-                "then": then and then.name,
-                "lines": then and then.lines,
-            }
-
-    def _at(self, position: int) -> Entered | None:
-        back = self.position - position
-        return self._calls[-1 - back] if 0 <= back < len(self._calls) else None
+        return self._calls.whereabouts(position)
 
     def confirm(self) -> None:
         """Ask all others now for what a beat compares with one.
@@ -294,40 +263,32 @@ class Team:
         """
         if self.failure:
             raise self.failure
-        with self._lock:
-            now, here = self._agreed, self._watch.process
+        now, here = self._calls.agreed, self._watch.process
         answers = self._watch.roll_call(self.name, now.position, self.others)
         for process, answer in sorted(answers.items()):
             if answer.get("digest") not in (None, now.digest):
                 called = f"{now.name} on process {here} and {answer['then']} on process {process}"
                 if answer["mark"] == now.mark:
                     called = "the same there, and something before it was not"
-                failure = _disordered(f"call {now.position} was {called}")
+                failure = disordered(f"call {now.position} was {called}")
                 self.fail(failure)
                 raise failure
 
     def beat(self, watch: Watch) -> None:
         """Tell how far this process is, compare with the next one, and see who has ended."""
         self._end_vain_wait()
-        with self._lock:
-            now = self._agreed
-            recent = [c for c in list(self._calls)[-SHOWN:] if c.position <= now.position]
-        me = self.processes.index(watch.process)
+        shown, here = self._calls.shown(), watch.process
         folder = f"{watch.root}/order/{self.name}"
-        if now.position != self._told:
-            self._told = now.position
-            told = {
-                "at": now.position,
-                "digest": now.digest,
-                "calls": [[c.position, c.name, c.mark] for c in recent],
-            }
-            watch.store.set(f"{folder}/{watch.process}", json.dumps(told))
-        elif not self._inside:
+        if shown["at"] != self._told:
+            self._told = shown["at"]
+            watch.store.set(f"{folder}/{here}", json.dumps(shown))
+        elif not self._calls.is_inside:
             return
-        neighbour = self.processes[(me + 1) % len(self.processes)]
-        text = watch.store.try_get(f"{folder}/{neighbour}")
+        there = self.processes[(self.processes.index(here) + 1) % len(self.processes)]
+        text = watch.store.try_get(f"{folder}/{there}")
         if text and not self.failure:
-            self._compare(neighbour, json.loads(text))
+            if said := self._calls.difference(here, there, json.loads(text)):
+                self.fail(disordered(said))
 
     def _end_vain_wait(self) -> None:
         """Wait no more in a call for who has ended, and since the last beat at least.
@@ -338,41 +299,6 @@ class Team:
         if missed[1] and missed == self._missed:
             self.interrupt(self.lost(missed[1], "the coordinator told of it"))
         self._missed = missed
-
-    def _compare(self, neighbour: int, told: dict[str, Any]) -> None:
-        with self._lock:
-            mine = self._at(told["at"])
-            if mine is None or mine.position > self._agreed.position:
-                return  # not there yet, or it is being asked about
-            if mine.digest == told["digest"]:
-                return
-            here = self._watch.process
-            said = f"at or before call {told['calls'][0][0]} they called different programs"
-            for position, name, mark in told["calls"]:
-                own = self._at(position)
-                if own and own.mark != mark:
-                    said = (
-                        f"call {position} was {own.name} on process {here} and {name} on process "
-                        f"{neighbour}"
-                    )
-                    break
-        self.fail(_disordered(said))
-
-
-def _disordered(said: str) -> ProgramMismatchError:
-    return ProgramMismatchError(
-        f"Processes call programs in different orders: {said}. What these calls and those after "
-        "them returned is wrong. Every process has to make the same calls in the same order."
-    )
-
-
-def _where(answer: dict[str, Any]) -> str:
-    """A process that is not where it is expected, in words."""
-    if not answer["at"]:
-        return "has made no call over these devices"
-    if answer["inside"]:
-        return f"is in call {answer['at']}, {answer['name']}, for {answer['seconds']:.1f} s"
-    return f"has been outside of any call for {answer['seconds']:.1f} s, since call {answer['at']}"
 
 
 _TRANSPORT = re.compile("gloo|connection|peer|nccl|socket|heartbeat|unavailable|timed out", re.I)

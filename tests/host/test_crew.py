@@ -145,6 +145,25 @@ def test_nobody_is_waited_for_who_has_ended_without_finishing():
     ended([again])
 
 
+def test_a_spare_that_says_nothing_is_not_taken_in_until_it_does(monkeypatch):
+    monkeypatch.setattr(beats, "is_followed", lambda name: True)
+    crew = crew_of(3, most=2)
+    spare = threading.Thread(target=lambda: crew[2].enter(0), daemon=True)
+    spare.start()
+    at_once(*(lambda c=c: c.enter(0) for c in crew[:2]))
+    while not crew[0]._waiting():
+        time.sleep(0.01)
+    says, crew[2]._store_beat = crew[2]._store_beat, lambda count: None
+    crew[1].close()
+    assert crew[0].decide(9, (8, 9)).ranks == (0,)
+    crew[2]._store_beat = says
+    assert crew[0].joins_at(10)
+    time.sleep(0.2)
+    assert crew[0].decide(10, (9, 10)).ranks == (0, 2)
+    spare.join(10)
+    ended(crew)
+
+
 def test_a_barrier_that_a_worker_does_not_reach_ends_the_generation():
     crew = crew_of(2)
     at_once(*(lambda c=c: c.enter(0) for c in crew))

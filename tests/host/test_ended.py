@@ -28,11 +28,11 @@ def coordinator():
 
 def test_lines_are_heard_whole_however_they_arrive(coordinator):
     assert ended.ended() == {}
-    coordinator.sendall(b'{"go": true}\n{"ended": 2, "after": 1.5}\n{"ended": 1')
+    coordinator.sendall(b'{"go": true}\n{"ended": 2}\n{"ended": 1')
     assert ended.ended() == {2: {}}
-    coordinator.sendall(b'0, "after": 2.5, "done": {"0-1": 7}}\n')
+    coordinator.sendall(b'0, "done": {"0-1": 7}}\n')
     assert ended.ended() == {2: {}, 10: {"0-1": 7}}
-    coordinator.sendall(b'{"ended\n{"ended": 0, "after": 3.0}\n{"ended"')
+    coordinator.sendall(b'{"ended\n{"ended": 0}\n{"ended"')
     coordinator.close()
     assert ended.ended() == ended.ended() == {0: {}, 2: {}, 10: {"0-1": 7}}
 
@@ -77,10 +77,32 @@ def test_a_worker_that_has_ended_is_silent_and_its_successor_is_not(coordinator)
     seen = Beats()
     seen.observe({name: beats.beat(1, beats.Doing(0, 1)) for name in (old, new, other)})
     assert not any(map(seen.is_silent, (old, new, other)))
-    coordinator.sendall(b'{"ended": 1, "after": 1.5}\n')
+    coordinator.sendall(b'{"ended": 1}\n')
     assert [seen.is_silent(name) for name in (old, new, other)] == [True, False, False]
     assert set(seen.doing((old, new))) == {new}
     assert beats.rank_of(old) == beats.rank_of(new) == 1
+
+
+def test_while_its_connection_is_open_a_worker_that_says_nothing_lives(coordinator, monkeypatch):
+    monkeypatch.setattr(beats, "LOST_SECONDS", 0.0)
+    followed, seen = named(1), Beats()
+    line = ended.followed()
+    ended.follow(None)
+    unfollowed = named(2)
+    ended.follow(line)
+    said = {name: beats.beat(1, beats.Doing(0, 1)) for name in (followed, unfollowed)}
+    seen.observe(said)
+    time.sleep(0.01)
+    seen.observe(said)
+    assert all(map(seen.stands_still, said))  # so neither is taken in
+    assert all(map(seen.is_settled, said))
+    assert [seen.is_silent(name) for name in said] == [False, True]
+    assert set(seen.doing(said)) == {followed}
+    ended.follow(None)  # to a worker that was started again nobody tells anything
+    assert all(map(seen.is_silent, said))
+    ended.follow(line)
+    coordinator.sendall(b'{"ended": 1}\n')
+    assert all(map(seen.is_silent, said))
 
 
 def test_a_farewell_reaches_the_others_when_its_process_has_ended():

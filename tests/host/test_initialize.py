@@ -118,10 +118,10 @@ def test_who_ended_while_this_process_was_told_to_go_is_known_as_well():
         connection, _ = coordinator.accept()
         with connection:
             connection.recv(1000)
-            connection.sendall(b'{"go": true}\n{"ended": 0, "after": 0.1}\n')
+            connection.sendall(b'{"go": true}\n{"ended": 0}\n')
             thread.join()
             line = Line(found[0].detach())
-            assert line.news() == {0: {"ended": 0, "after": 0.1}}
+            assert line.news() == {0: {"ended": 0, "stage": None}}
             line.close()
 
 

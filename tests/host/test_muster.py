@@ -1,7 +1,9 @@
 """Processes that do not come to JAX's own meetings are named in time."""
 
+import json
 import socket
 import threading
+import time
 
 import pytest
 
@@ -10,43 +12,89 @@ from jaxcoll._host import muster
 from jaxcoll._host.ended import Line
 from jaxcoll._host.local_keys import LocalKeys
 
+BOTH_DIED = b"""{"ended": 1, "stage": null}
+{"ended": 2}
+{"ended": 0, "stage": "left"}
+"""
 
+
+@pytest.fixture
+def line():
+    here, coordinator = socket.socketpair()
+    yield Line(here.detach()), coordinator
+    coordinator.close()
+
+
+def waits(kind, line, timeout):
+    """Enter a meeting of this kind, in which nothing comes about before the end of the test."""
+    comes = threading.Event()
+    try:
+        if kind == "connect":
+            muster.connected(comes.wait, line, timeout)
+        else:
+            muster.exchanged(comes.wait, line, timeout)
+    finally:
+        comes.set()
+
+
+@pytest.mark.parametrize("kind", ["connect", "devices"])
 @pytest.mark.parametrize(
     ("told", "words", "ranks"),
     [
-        (
-            b'{"ended": 1, "after": 1.0}\n{"ended": 2, "after": 1.1}\n{"ended": 0, "after": 5.0}\n',
-            "within 0.1 s: processes 1, 2 ended meanwhile",
-            (1, 2),
-        ),
-        (b"", "within 0.1 s: one is stopped, or cut off", ()),
+        (BOTH_DIED, "Processes 1, 2 ended during the start", (1, 2)),
+        (b"the end", "The coordinator died, or was cut off, during the start", ()),
     ],
 )
-def test_a_connection_that_does_not_come_about_ends_in_time(told, words, ranks):
-    line, coordinator = socket.socketpair()
-    coordinator.sendall(told)
-    comes = threading.Event()
-    with pytest.raises(jc.DeadlineExceededError, match=words) as caught:
-        muster.connected(comes.wait, Line(line.fileno()), 0.1)
+def test_nobody_is_waited_for_who_has_ended(kind, told, words, ranks, line):
+    line, coordinator = line
+    if told == b"the end":
+        coordinator.close()
+    else:
+        coordinator.sendall(told)
+    with pytest.raises(jc.PeerLostError, match=words) as caught:
+        waits(kind, line, 60)
     assert caught.value.ranks == ranks
-    comes.set()
-    for end in (line, coordinator):
-        end.close()
+    if ranks:  # who gives up because of another is not blamed by those who notice later
+        assert coordinator.recv(1000) == b'{"stage": "left"}\n'
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("connect", "within 0.1 s: one is stopped"), ("devices", "within 0.1 s, th")],
+)
+def test_a_meeting_that_does_not_come_about_ends_in_time(kind, words, line, monkeypatch):
+    monkeypatch.setattr(muster, "_LEAST_SECONDS", 0.1)
+    with pytest.raises(jc.DeadlineExceededError, match=words):
+        waits(kind, line[0], 0.1)
+
+
+def test_who_ended_after_a_meeting_is_no_loss_for_it(line):
+    line, coordinator = line
+    coordinator.sendall(b'{"ended": 1, "stage": "devices"}\n')
+    assert muster.exchanged(lambda: time.sleep(0.1) or 7, line, 60) == 7
+    muster.connected(lambda: time.sleep(0.1), line, 60)
+    said = coordinator.recv(1000).splitlines()
+    assert [json.loads(each)["stage"] for each in said] == ["devices", "connected"]
+    coordinator.sendall(b'{"ended": 2, "stage": "connected"}\n')
+    muster.connected(lambda: time.sleep(0.1), line, 60)
+    with pytest.raises(jc.PeerLostError, match="Process 2 ended during"):
+        waits("devices", line, 60)
 
 
 def test_what_fails_while_connecting_is_the_callers():
-    line, coordinator = socket.socketpair()
-    with line, coordinator, pytest.raises(ZeroDivisionError):
-        muster.connected(lambda: 1 / 0, Line(line.fileno()), 5.0)
+    with pytest.raises(ZeroDivisionError):
+        muster.connected(lambda: 1 / 0, None, 5.0)
+    with pytest.raises(ZeroDivisionError):
+        muster.exchanged(lambda: 1 / 0, None, 5.0)
 
 
 def test_who_has_no_devices_in_time_is_named_and_nobody_counts_on_who_gave_up(monkeypatch):
     keys = LocalKeys(0, 2)
     monkeypatch.setattr(muster, "store", lambda: keys)
     with pytest.raises(jc.DeadlineExceededError, match="Process 1 of 2 did not .* 0.1 s of the f"):
-        muster.await_all(0.1)
+        muster.await_all(0.1, lambda: None)
     monkeypatch.setattr(muster, "store", lambda: keys.of(1))
     with pytest.raises(jc.DeadlineExceededError, match="when process 0 waited for it no longer"):
-        muster.await_all(60)
+        muster.await_all(60, lambda: None)
     keys.set("jaxcoll/devices/0", "here")
-    muster.await_all(0.1)
+    muster.await_all(0.1, lambda: None)

@@ -1,11 +1,14 @@
 """What neighbours tell one another once a second finds orders that nobody asked about."""
 
+import threading
 import types
 
 import pytest
 
 from jaxcoll._compat_coordination import StoreUnreachableError
 from jaxcoll._host import team
+from jaxcoll._host.agreement import agreed
+from jaxcoll._host.entered import Entered
 from jaxcoll._host.local_keys import LocalKeys
 from jaxcoll._plan.errors import PeerLostError, ProgramMismatchError
 
@@ -36,9 +39,8 @@ def three(monkeypatch):
 
 
 def call(one, mark):
-    one.run(
-        types.SimpleNamespace(mark=mark, name=f"`{mark}`", lines=(), compiled=lambda: mark), (), {}
-    )
+    program = types.SimpleNamespace(mark=mark, name=f"`{mark}`", lines=(), compiled=lambda: mark)
+    one.run(program, (), {})
 
 
 def test_an_order_that_differs_is_told_to_all(three):
@@ -129,3 +131,21 @@ def test_who_did_its_part_is_not_blamed_for_another_and_who_died_is_at_once(thre
     watch.gone, watch.lost = {1: {}}, set()
     assert one.explained(ValueError("Gloo: read error")).ranks == (1,)
     assert asked == [[2]]
+
+
+def test_of_what_was_agreed_upon_only_the_last_is_kept():
+    keys, members = LocalKeys(processes=2), {}
+    watches = [Wired(keys.of(process), members) for process in range(2)]
+    teams = [team.Team(watch, (0, 1)) for watch in watches]
+    program = types.SimpleNamespace(lines=())
+
+    def agree_often(process):
+        for position in range(1, 30):
+            call = Entered(position, "m", "`m`", 0)
+            assert agreed(watches[process], teams[process], program, call) is None
+
+    other = threading.Thread(target=agree_often, args=(1,))
+    other.start()
+    agree_often(0)
+    other.join()
+    assert len(keys.all("watch/agree")) == 3  # two marks and a verdict

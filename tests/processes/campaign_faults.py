@@ -40,7 +40,7 @@ class Fault:
     @property
     def hit(self):
         """Ranks that are not to live on as the others do."""
-        return {rank for rank, _, what in self.faults if what != "full disk"}
+        return {rank for rank, _, what in self.faults if what not in ("full disk", "hold")}
 
     @property
     def named(self):
@@ -64,6 +64,7 @@ DEADLINE, LOST, MISMATCH = "DeadlineExceededError", "PeerLostError", "ProgramMis
 DIVERGED = "ReplicaDivergenceError"
 LATE = f"did not finish within {TIMEOUT:g} s"
 FLAGS = {"flags": {1: "--xla_cpu_max_isa=AVX"}}
+PATIENT = {"timeout_seconds": 20.0, "startup_seconds": 30.0}
 FILE = {"settings": {"checkpoint": "last.npz"}}
 # Where the one that came waits: the collective, and the pack that it carries.
 WAITS = (LATE, "Process 1 of 2 did not arrive", "Collective 1 of ", "/pack0 has (the value)")
@@ -99,6 +100,13 @@ FAULTS = [
           spec={"last": 40, "settings": {"checkpoint": "last.npz", "every": 10}}),
     Fault("asleep in Python", 3, ((1, 20, "sleep"),), words=(LATE,)),
     Fault("SIGSTOP of one and SIGKILL of another", 4, ((1, 20, "SIGSTOP"), (2, 20, "SIGKILL"))),
+    *(
+        Fault(f"an interpreter is held for 7 s {when}", 3, ((1, at, "hold"),), culprits=(), spec={"settings": PATIENT})
+        for when, at in {"before training": "before training", "before the first step": 0,
+                         "while compiling": "while compiling", "between steps": 20}.items()
+    ),
+    Fault("an interpreter is held for 7 s, and SIGKILL of another", 4, ((1, 20, "hold"), (2, 20, "SIGKILL")),
+          within=8.0, spec={"settings": PATIENT}),
     Fault("too few are left", 3, ((1, 20, "SIGKILL"),), LOST, ("`min_workers` is 3",),
           spec={"settings": {"min_workers": 3, "checkpoint": "last.npz"}}),
     Fault("a spare steps in", 3, ((1, 20, "SIGKILL"),), spec={"settings": {"max_workers": 2}}),
@@ -156,11 +164,18 @@ FAULTS = [
           ("process 1 of 2 did not arrive within",), spec={"arrival": 4}),
     Fault("SIGKILL while others are waited for", 3, ((1, "in the meeting", "SIGKILL"),), LOST,
           ("process 1 (", "ended before all 3 had arrived"), within=3.0, spec={"arrival": 8, "comes late": 2}),
-    Fault("SIGKILL while connecting", 3, ((1, "while connecting", "SIGKILL"),), DEADLINE,
-          ("process 1 ended meanwhile",), within=TIMEOUT, spec={"arrival": 6}),
+    Fault("SIGKILL while connecting", 3, ((1, "while connecting", "SIGKILL"),), LOST,
+          ("Process 1 ended during the start",), spec={"arrival": 20}),
+    Fault("death of the coordinator while connecting", 3, ((1, "while connecting", "sleep"),), LOST,
+          ("The coordinator died, or was cut off, during the start",), culprits=(),
+          acts=((0.5, "SIGKILL", "C"),), spec={"arrival": 20}),
     Fault("SIGKILL before there are devices", 3, ((1, "after the meeting", "SIGKILL"),), "RuntimeError",
-          ("Process 1 of 3 did not begin to use devices within 6 s of the first",), job="calls", culprits=(),
-          within=7.0, spec={"arrival": 6}),
+          ("Process 1 ended during the start",), job="calls", culprits=(), within=2.0, spec={"arrival": 20}),
+    Fault("SIGKILL while devices are exchanged", 3, ((1, "while exchanging", "SIGKILL"),), "RuntimeError",
+          ("Process 1 ended during the start",), job="calls", culprits=(), within=2.0, spec={"arrival": 20}),
+    Fault("SIGSTOP while devices are exchanged", 3, ((1, "while exchanging", "SIGSTOP"),), "RuntimeError",
+          ("did not tell each other of their devices within 6 s",), job="calls", culprits=(), within=8.0,
+          spec={"arrival": 6}),
     Fault("SIGKILL after the meeting", 2, ((1, "after the meeting", "SIGKILL"),), DEADLINE,
           ("Worker 1 of 2 did not begin",), spec={"settings": {"startup_seconds": 4.0}}),
     Fault("SIGKILL before training", 2, ((1, "before training", "SIGKILL"),), DEADLINE,
@@ -179,6 +194,8 @@ FAULTS = [
            words=("process 1 has died",), spec={"timeout": 0, "devices": 2}, processes=3, within=2.0),
     _calls("a step: SIGKILL before the first", LOST, (1, "before the first call", "SIGKILL"),
            words=("process 1 has died", "did not come to agree"), within=2.0),
+    _calls("a step: an interpreter is held for 7 s before the first", "trained",
+           (1, "before the first call", "hold"), spec={"timeout": 0}),
     *(
         _calls(f"a step: another {odd}", MISMATCH, spec={"odd": odd}, words=words, within=2.0)
         for odd, words in {

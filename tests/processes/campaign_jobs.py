@@ -1,5 +1,6 @@
 """What a process does in the campaign of faults; prints what became of it, as lines of JSON."""
 
+import ctypes
 import json
 import os
 import resource
@@ -27,6 +28,9 @@ def injected(*moments):
         match fault["what"]:
             case "sleep":
                 time.sleep(600)
+            case "hold":  # as `pickle.load` of a data set does
+                fault["when"] = "once"
+                ctypes.PyDLL(None).sleep(7)
             case "raise":
                 raise KeyError("a mistake of the user's")
             case "exit":
@@ -48,6 +52,7 @@ import io  # noqa: E402
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from jaxlib import _jax  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
 
@@ -303,6 +308,11 @@ try:
         told("FAULT")
     connect = jax.distributed.initialize
     jax.distributed.initialize = lambda *a, **k: (injected("while connecting"), connect(*a, **k))
+    exchange = _jax.make_gloo_tcp_collectives
+    _jax.make_gloo_tcp_collectives = lambda *a, **k: (
+        injected("while exchanging"),
+        exchange(*a, **k),
+    )[1]
     jc.initialize(*where, initialization_timeout=SPEC["arrival"], rejoin=AGAIN)
     injected("after the meeting")
     job = {"elastic": Elastic, "odd": Odd, "calls": Calls}[SPEC["job"]]()

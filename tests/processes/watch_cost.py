@@ -1,11 +1,11 @@
 """What it costs that calls over several processes are watched.
 
-    python -m tests.processes.watch_cost [N]
+    python -m tests.processes.watch_cost [ROUNDS [PROCESSES [KIB ...]]]
 
-Four processes all-reduce 4 MiB by a `data_parallel` step, in N rounds (50) of some calls each: with
-a deadline, without, and as if there were no other processes to watch, which is measured twice.
-Prints the ratios of what a call takes to what it takes unwatched, and that of the twin; and that of
-the compiled program, called by itself.
+So many processes (2) all-reduce so many KiB (4, 64, 1024, 4096) by a `data_parallel` step, in ROUNDS
+(50) of some calls each: with a deadline, without, and as if there were no other processes to watch,
+which is measured twice. Prints the ratios of what a call takes to what it takes unwatched, and that
+of the twin; and that of the compiled program, called by itself.
 """
 
 import os
@@ -20,28 +20,30 @@ from jaxcoll._host import deadline
 from jaxcoll.bench.launch import RANK, join, launch
 from jaxcoll.bench.timing import interleaved, ratio
 
-PROCESSES, SIZE, CALLS = 4, 1 << 20, 20
+WATCHED = deadline.team_of
+ROUND_SECONDS = 0.04
+"""About how long the calls of one round take."""
 
 
-def main(rounds):
+def measured(kib, rounds):
     def total(x):
         return jc.all_reduce("sum", x[0], "data")
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
     rows = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    x = jax.make_array_from_process_local_data(rows, np.ones((1, SIZE), "f"))
+    x = jax.make_array_from_process_local_data(rows, np.ones((1, kib << 8), "f"))
     step = jc.data_parallel(total, mesh=mesh)
     timed = jc.data_parallel(total, mesh=mesh, options=jc.CommunicationOptions(timeout_seconds=60))
     program = step.lower(x).compile()
-    watched = deadline.team_of
     alone = lambda devices: None
+    calls = 10
 
-    def seconds(call, team_of=watched):
+    def seconds(call, team_of=WATCHED):
         deadline.team_of = team_of
         start = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             call(x).block_until_ready()
-        return (time.perf_counter() - start) / CALLS
+        return (time.perf_counter() - start) / calls
 
     turns = {
         "unwatched": lambda: seconds(step, alone),
@@ -52,21 +54,29 @@ def main(rounds):
     }
     for turn in turns.values():
         turn()
+    guess = jax.make_array_from_process_local_data(
+        rows, np.full((1, kib << 8), turns["twin"](), "f")
+    )
+    mean = float(step(guess).addressable_data(0)[0]) / jax.process_count()  # the same on all
+    calls = max(5, round(ROUND_SECONDS / mean))
     found = list(interleaved(turns, rounds))
     taken = {name: [each[name] for each in found] for name in turns}
     ratios = [f"{name} {ratio(taken[name], taken['unwatched'])}" for name in [*turns][1:]]
-    print(
-        f"a call of {SIZE * 4 >> 20} MiB takes {1e3 * np.median(taken['unwatched']):.2f} ms "
-        f"unwatched; beside it: {'; '.join(ratios)}; {rounds} rounds of {CALLS} calls, "
-        f"JAX {jax.__version__}"
+    return (
+        f"a call of {kib} KiB over {jax.process_count()} processes takes "
+        f"{1e3 * np.median(taken['unwatched']):.2f} ms unwatched; beside it: {'; '.join(ratios)}; "
+        f"{rounds} rounds of {calls} calls, JAX {jax.__version__}"
     )
 
 
 if __name__ == "__main__":
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 50
+    given = [int(word) for word in sys.argv[1:]]
+    rounds, processes = [*given, *(50, 2)[len(given) :]][:2]
     if RANK in os.environ:
         assert join()
-        main(rounds)
+        print(
+            "\n".join(f"COST {measured(kib, rounds)}" for kib in given[2:] or (4, 64, 1024, 4096))
+        )
     else:
-        ended = launch([sys.executable, __file__, str(rounds)], PROCESSES, timeout=600)
-        print(ended[0].log.splitlines()[-1])
+        ended = launch([sys.executable, __file__, *sys.argv[1:]], processes, timeout=600)
+        print("\n".join(line[5:] for line in ended[0].log.splitlines() if line[:5] == "COST "))

@@ -1,0 +1,75 @@
+"""What a process has entered and left, or was killed in, leaves nothing behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+CYCLES = """
+import json, os, sys, threading, time
+import jax
+jax.config.update("jax_platforms", "cpu")
+import jaxcoll as jc
+from jaxcoll._host.coordination import watch
+from jaxcoll.bench.launch import free_port
+
+def held():
+    children = [open(f"/proc/self/task/{t}/children").read() for t in os.listdir("/proc/self/task")]
+    names = sorted(thread.name for thread in threading.enumerate())
+    files = len(os.listdir("/proc/self/fd"))
+    return names, files, os.listdir(os.environ["TMPDIR"]), "".join(children).split()
+
+def settled():
+    until = time.monotonic() + 20
+    while held()[0] != before[0] and time.monotonic() < until:
+        time.sleep(0.05)
+    return held()
+
+def cycle(seconds):
+    jc.initialize(f"127.0.0.1:{free_port()}", 1, 0, initialization_timeout=seconds,
+                  heartbeat_timeout_seconds=seconds, shutdown_timeout_seconds=seconds)
+    assert watch() is not None
+    if "killed" in sys.argv:
+        os.kill(os.getpid(), 9)
+    jax.distributed.shutdown()
+
+before = held()
+for seconds in (60, 2_147_484, 1e9, 60, 60):
+    cycle(seconds)
+    after = settled()
+print(json.dumps([before, after]))
+"""
+
+
+def cycles(tmp_path, *how):
+    # A folder whose name is too long for a socket's.
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", CYCLES, *how],
+        env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return done, os.listdir(folder)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts what Linux shows")
+def test_entering_and_leaving_jobs_leaves_no_thread_no_descriptor_no_folder_and_no_process(
+    tmp_path,
+):
+    done, left = cycles(tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (threads, files, folders, children), after = json.loads(done.stdout)
+    assert after[0] == threads
+    assert after[1] <= files + 4  # gRPC keeps so many of its own, however many jobs there were
+    assert (after[2], after[3], left) == (folders, children, [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a socket has a file")
+def test_a_process_that_is_killed_leaves_no_folder(tmp_path):
+    done, left = cycles(tmp_path, "killed")
+    assert (done.returncode, left) == (-9, [])
