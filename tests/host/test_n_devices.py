@@ -221,7 +221,7 @@ def test_rows_that_come_back_in_their_order_are_compared_as_they_were():
     def step(w, x):
         return x * w * lax.axis_size("data"), jc.all_reduce("mean", x.mean(0), "data") * w
 
-    wrong = jc.data_parallel(step, varying_outputs="concatenate")
+    wrong = jc.data_parallel(step, varying_outputs=("concatenate", "error"))
     with pytest.raises(AssertionError, match=r"in 1 of 2 outputs:\n  output \[0\]: .*8.0 times"):
         jc.n_devices_equal_one(wrong, np.float32(2), BATCH["x"])
 
