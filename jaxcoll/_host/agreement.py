@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jaxcoll._host.coordination import BEAT_SECONDS, Watch
 from jaxcoll._host.ended import followed
 from jaxcoll._host.fingerprint import first_difference
-from jaxcoll._host.first_values import compared
+from jaxcoll._host.first_values import compared, uncompared
 from jaxcoll._plan.errors import PeerLostError
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ def agreed(
       anything.
     """
     folder = f"{watch.root}/agree/{team.name}/{call.position}"
-    first = getattr(program, "first", None)
-    first = None if first is None or first.done else first
+    first = uncompared(program)
     if first is not None:
         watch.store.set(f"{folder}/values/{watch.process}", first.short)
     watch.store.set(f"{folder}/marks/{watch.process}", call.mark)
@@ -98,7 +97,7 @@ def _judged(watch: Watch, team: Team, call: Entered, folder: str) -> dict[str, A
     while True:
         marks = {int(p): m for p, m in watch.store.all(f"{folder}/marks").items()}
         other = next((p for p in sorted(marks) if marks[p] != call.mark), None)
-        missing = [p for p in team.processes if p not in marks]
+        missing = [p for p in team.processes if p not in marks and p not in inquiry.alike]
         if other is not None:
             return {"same": False, "show": [watch.process, other], "ran": inquiry.ran(missing)}
         if not missing:
@@ -118,14 +117,21 @@ def _awaited(watch: Watch, team: Team, call: Entered, folder: str) -> dict[str, 
         except TimeoutError:
             if said := inquiry.about(team.processes[:1]):
                 return {"same": False, "said": said}
+            if inquiry.alike:
+                return {"same": True}
 
 
 class _Inquiry:
-    """Asks those who do not come, at growing intervals, what they do instead."""
+    """Asks those who do not come, at growing intervals, what they do instead.
+
+    Attributes:
+      alike: those who run the same program here, and saw nothing to agree upon.
+    """
 
     def __init__(self, watch: Watch, team: Team, call: Entered) -> None:
         self._watch, self._team, self._call = watch, team, call
         self._heard: dict[int, float] = {}
+        self.alike: set[int] = set()
         self._wait = PATIENCE_SECONDS
         self._next = time.monotonic() + self._wait
 
@@ -151,6 +157,8 @@ class _Inquiry:
             ran = answer.get("agreed", 0) >= self._call.position
             if ran and answer["mark"] != self._call.mark:
                 return self._said(process, answer)
+            if ran:
+                self.alike.add(process)
         return ""
 
     def ran(self, missing: Sequence[int]) -> list[int]:

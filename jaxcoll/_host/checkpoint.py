@@ -143,6 +143,8 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
     """
     path = Path(path)
     wanted = _named(like)
+    if path.exists() and not path.is_file():  # a device can be read for ever
+        raise ValueError(f"{path} is no whole checkpoint of jaxcoll: it is no regular file.")
     try:
         with path.open("rb") as file:
             zipfile.ZipFile(file).close()  # np.load would take other files for pickles

@@ -93,7 +93,7 @@ def data_parallel(
     Raises:
       ValueError: an argument is invalid, the mesh is empty, lists a device twice or lacks the
         axis; on a call, a batch that does not divide or is not clear, an argument that is no
-        array of numbers, or an output that varies.
+        array of numbers or is deleted, or an output that varies.
       AlreadyReducedError: on a call, what is reduced already is reduced again.
       ReplicaDivergenceError: on a first call, processes pass different state.
       SameRowsWarning: on a first call, all processes pass the same rows.

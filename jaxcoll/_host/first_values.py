@@ -41,7 +41,7 @@ class FirstValues:
       whole: of each leaf that is the same everywhere, by its path.
       rows: of each leaf of which this process has its share; those that are one number in every
         place, and so tell nothing, left out.
-      done: whether they were compared.
+      done: whether they were compared, and nothing differed that should be the same.
     """
 
     whole: dict[str, str]
@@ -77,6 +77,12 @@ def first_values(args: Sequence[Any], kwargs: dict[str, Any], rows: bool) -> Fir
     return found
 
 
+def uncompared(program: Any) -> FirstValues | None:
+    """What this process brings to the first run of a `Program`, if that is still to be compared."""
+    first: FirstValues | None = getattr(program, "first", None)
+    return None if first is None or first.done else first
+
+
 def compared(
     watch: Watch, folder: str, processes: Sequence[int], mine: FirstValues, name: str
 ) -> ReplicaDivergenceError | None:
@@ -92,7 +98,6 @@ def compared(
     Returns:
       The error that all of them raise; None, if what should be the same is.
     """
-    mine.done = True
     short = {int(p): text.split(":") for p, text in watch.store.all(f"{folder}/values").items()}
     groups: dict[str, list[int]] = {}
     for process in sorted(short):
@@ -106,6 +111,7 @@ def compared(
         leaf = next(iter(mine.rows))
         text = _SAME_ROWS.format(name=name, n=len(processes), leaf=leaf)
         warnings.warn(text, SameRowsWarning, stacklevel=2)
+    mine.done = True
     return None
 
 

@@ -32,7 +32,10 @@ def place(tree: Any, sharding: NamedSharding) -> Any:
 
 def is_in_place(tree: Any, sharding: NamedSharding) -> bool:
     """Whether nothing of `tree` is to be moved; the usual case, which every call waits for."""
-    return all(isinstance(x, jax.Array) and x.sharding == sharding for x in jax.tree.leaves(tree))
+    return all(
+        isinstance(x, jax.Array) and x.sharding == sharding and not x.is_deleted()
+        for x in jax.tree.leaves(tree)
+    )
 
 
 def is_array(value: Any) -> bool:
@@ -76,6 +79,12 @@ def place_leaf(x: Any, sharding: NamedSharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=sharding)
     if isinstance(x, jax.Array):
+        if x.is_deleted():  # XLA would end the process where it has several devices
+            raise ValueError(
+                f"An array {x.dtype}{list(x.shape)} of the arguments is deleted: it was donated to "
+                "an earlier call, by `donate_argnums`, or deleted by hand. Nothing was run. Pass "
+                "what that call returned in its place."
+            )
         if _is_placed(x, sharding):
             return x
         if x.is_fully_addressable and not sharding.is_fully_addressable:

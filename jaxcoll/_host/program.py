@@ -13,7 +13,7 @@ import jax
 from jaxcoll import _compat
 from jaxcoll._host.environment import environment
 from jaxcoll._host.fingerprint import collectives, fingerprint, mark
-from jaxcoll._host.first_values import FirstValues, first_values
+from jaxcoll._host.first_values import FirstValues, first_values, uncompared
 from jaxcoll._plan.plan import Plan
 
 _PACK = re.compile(r"(all_reduce_[0-9a-f]{6})/pack(\d+)")
@@ -112,6 +112,8 @@ def compiled_for(
             found = shared_program(lowered, called, leaves, told)
             found = dataclasses.replace(found, first=first)
         known[key] = found
+    elif uncompared(found):  # a call before this one did not come to it, or was refused
+        found = known[key] = dataclasses.replace(found, first=first_values(args, kwargs, rows))
     return found
 
 

@@ -18,6 +18,7 @@ from jaxcoll._host.agreement import agreed
 from jaxcoll._host.coordination import ANSWER_SECONDS, Watch, watch
 from jaxcoll._host.ended import followed
 from jaxcoll._host.entered import Calls, Entered, disordered, where
+from jaxcoll._host.first_values import uncompared
 from jaxcoll._host.order import Order
 from jaxcoll._plan.errors import PeerLostError, ProgramMismatchError
 
@@ -125,7 +126,8 @@ class Team:
         call = self._calls.enter(program)
         try:
             asked = self._order.asks(call.mark)
-            if asked:
+            # A program made anew may have the mark of one that ran, and is given other values.
+            if asked or uncompared(program):
                 self._agree(program, call)
             self._order.follow(call.mark, asked)
             self._calls.agreed = call

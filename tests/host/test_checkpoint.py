@@ -82,6 +82,10 @@ def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
     np.savez(path, leaf0=np.ones(3))
     with pytest.raises(ValueError, match="is no whole checkpoint of jaxcoll"):
         jc.restore_checkpoint(path, {"w": np.ones(3)})
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path / "pipe", tmp_path, "/dev/zero"):  # which has no end
+        with pytest.raises(ValueError, match="of jaxcoll: it is no regular file"):
+            jc.restore_checkpoint(other, {"w": np.ones(3)})
     path.write_text("words, which NumPy takes for a pickle")
     with pytest.raises(ValueError, match=r"is no whole checkpoint of jaxcoll \(BadZipFile"):
         jc.restore_checkpoint(path, {"w": np.ones(3)})

@@ -138,6 +138,11 @@ def test_donated_arguments_are_used_up():
     out = step(params, X)
     assert params.is_deleted()
     np.testing.assert_allclose(out, X[0] + X.mean(0), rtol=1e-5)
+    timed = jc.data_parallel(step.__wrapped__, options=jc.CommunicationOptions(timeout_seconds=60))
+    for one in (step, timed):
+        with pytest.raises(ValueError, match="is deleted: it was donated to an earlier call"):
+            one(params, X)
+    np.testing.assert_allclose(step(out, X), X[0] + 2 * X.mean(0), rtol=1e-5)
 
 
 def test_batch_arguments_keyword_arguments_and_decoration():

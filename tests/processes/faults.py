@@ -99,6 +99,7 @@ def out_of_step():
         lambda: ops.reduce("mean" if odd else "sum", per_replica, per_replica).tree,
     )
     attempt("afterwards", lambda: step(ones()))
+    attempt("known", lambda: hurried(ones()))
     attempt("one recompiles", lambda: hurried(ones(11 if odd else 4)))
     meet("end")
 

@@ -56,6 +56,10 @@ def test_what_processes_bring_to_a_first_run_is_compared():
             groups = [["0"], ["1"]]
             assert found[name]["divergent"] == {f"args[0]['{k}']": groups for k in ("key", "w")}
         assert "args[0][0] first" in found["strategy"]["error"]
+        for name in ("anew 0", "anew 1", "refused 0", "refused 1"):  # a mark that ran before
+            assert "args[0]['w'] first: processes 0 | 1" in found[name]["error"]
+        for name in ("mended", "anew on 0", "anew on 1"):
+            assert found[name]["result"] == found["own rows"]["result"]
     assert first["after"] == second["after"]  # both can go on
     assert first["after"]["result"] == pytest.approx(first["own rows"]["result"])
 

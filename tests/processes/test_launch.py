@@ -320,14 +320,13 @@ rank = jax.process_index()
 asked = jc.CommunicationOptions(timeout_seconds=60)
 step = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"), options=asked)
 assert step(np.ones(2, "f")) == 4
-mine = lambda: {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("jaxcoll-")}
-before, child = mine(), os.fork()
+before, child = set(os.listdir(tempfile.gettempdir())), os.fork()
 if child == 0:
     sys.exit(0)
 until = time.monotonic() + 20  # JAX itself may crash or hang at the end of a forked child
 while time.monotonic() < until and os.waitpid(child, os.WNOHANG) == (0, 0):
     time.sleep(0.05)
-assert len(mine()) >= len(before) == 2, (before, mine())
+assert before <= set(os.listdir(tempfile.gettempdir()))
 for _ in range(3):
     assert step(np.ones(2, "f")) == 4
 print("went on")

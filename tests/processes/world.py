@@ -157,13 +157,25 @@ def first_values():
         found = [str(w.message) for w in caught if w.category is jc.SameRowsWarning]
         return {"result": float(result.addressable_data(0)), "warned": found}
 
-    step = jc.data_parallel(mean)
+    differ = params | {"w": x[rank]}
+    step, refused = jc.data_parallel(mean), jc.data_parallel(mean)
     strategy = jc.MultiWorkerMirroredStrategy()
     return {
         "same rows": attempt(lambda: step(params, x)),
         "again": attempt(lambda: step(params, x)),
         "own rows": attempt(lambda: jc.data_parallel(mean)(params, x + rank)),
         "ones": attempt(lambda: jc.data_parallel(mean)(params, np.ones_like(x))),
+        **{
+            f"anew {k}": attempt(lambda: jc.data_parallel(mean)(differ, x + rank)) for k in range(2)
+        },
+        **{f"refused {k}": attempt(lambda: refused(differ, x + rank)) for k in range(2)},
+        "mended": attempt(lambda: refused(params, x + rank)),
+        **{
+            f"anew on {k}": attempt(
+                lambda k=k: (jc.data_parallel(mean) if rank == k else step)(params, x + rank)
+            )
+            for k in range(2)
+        },
         "other state": attempt(lambda: jc.data_parallel(mean)(other, x + rank)),
         "jax arrays": attempt(
             lambda: jc.data_parallel(mean)(jax.tree.map(jnp.asarray, other), jnp.asarray(x + rank))
