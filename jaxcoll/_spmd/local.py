@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoll import _compat
+from jaxcoll._plan.errors import AlreadyReducedError
 from jaxcoll._spmd.backward import traced
 from jaxcoll._spmd.replication import mentions
 from jaxcoll._spmd.scope import Differentiation, differentiated
@@ -54,17 +55,18 @@ def value_and_local_grad(
         ]
         with differentiated(differentiation):
             return differentiate(*marked, **kwargs)
-    except Exception as error:
+    except TypeError as error:
         if not _compat.is_variance_mismatch(error):
             raise
         with differentiated(dataclasses.replace(differentiation, untyped=True)):
-            result = _differentiate_untyped(differentiate, axes, args, kwargs)
+            result = _differentiate_untyped(loss, differentiate, axes, args, kwargs)
         if result is None:
             raise
         return result
 
 
 def _differentiate_untyped(
+    loss: Callable[..., tuple[Any, Any]],
     differentiate: Callable[..., Differentiated],
     axes: Sequence[str],
     args: tuple[Any, ...],
@@ -72,8 +74,7 @@ def _differentiate_untyped(
 ) -> Differentiated | None:
     """The second try; None if the loss is not local after all.
 
-    That is read from its program and its derivative's, in which a rule of the user's own may
-    communicate: whatever is reduced, gathered or asked of an axis names the
+    That is read from its program: whatever is reduced, gathered or asked of an axis names the
     axis, and so does the step that JAX puts in where an invariant value meets a varying one.
     """
     args, kwargs = jax.tree.map(
@@ -81,10 +82,12 @@ def _differentiate_untyped(
         (args, kwargs),
     )
     try:
-        local = traced(differentiate, *args, **kwargs)
-    except (TypeError, ValueError):
+        program = traced(loss, *args, **kwargs).program
+    except (TypeError, AlreadyReducedError):
         return None
-    return None if mentions(local.program.jaxpr, axes) else _vary(local.evaluate(), axes)
+    if mentions(program.jaxpr, axes):
+        return None
+    return _vary(differentiate(*args, **kwargs), axes)
 
 
 def _vary(tree: Any, axes: Sequence[str]) -> Any:
