@@ -318,9 +318,16 @@ batching.defvectorized(_as_stored_p)
 ad.deflinear(_as_stored_p, lambda ct, backward: [as_stored(ct, backward=not backward)])
 
 
-def is_variance_mismatch(error: TypeError) -> bool:
-    """Whether `error` is JAX's refusal of a loop or branch whose types vary differently."""
-    return "manual axis types" in str(error)
+def is_variance_mismatch(error: BaseException) -> bool:
+    """Whether `error` may be JAX's refusal of types that vary differently.
+
+    JAX has no class for it, and as many wordings as primitives: of loops and branches, of custom
+    derivatives, solvers, samplers. All of them show a type that varies, or name such types.
+    """
+    return _VARIANCE.search(str(error)) is not None
+
+
+_VARIANCE = re.compile(r"\{V:|manual axis types|varying manual axes|check_vma=False")
 
 
 def is_partially_sharded(x: Any) -> bool:

@@ -71,7 +71,29 @@ class Arguments:
 
     def placed(self, call: Call) -> Call:
         """The same call of global arrays; what is in place is not copied."""
+        call = self._unshared(call) if self._donated else call
         return call.map(lambda x: place(x, self._rows), self._replicated)
+
+    def _unshared(self, call: Call) -> Call:
+        """The same call, in which an array that is passed twice is donated once.
+
+        XLA refuses the second use, as of weights and their average before the first step, on each
+        device by itself; with several of them that ends the process.
+        """
+        leaves = jax.tree.leaves((call.args, call.kwargs))
+        if len({id(leaf) for leaf in leaves}) == len(leaves):
+            return call
+        donated = {i % len(call.args) for i in self._donated}
+        kept = [x for i, x in enumerate(call.args) if i not in donated]
+        seen = {id(leaf) for leaf in jax.tree.leaves((kept, call.kwargs))}
+
+        def own(leaf: Any) -> Any:
+            shared = id(leaf) in seen and isinstance(leaf, jax.Array)
+            seen.add(id(leaf))
+            return leaf.copy() if shared else leaf
+
+        args = [jax.tree.map(own, x) if i in donated else x for i, x in enumerate(call.args)]
+        return call._replace(args=tuple(args))
 
     def shapes(self, call: Call) -> Call:
         """What `placed` would make of it, as types: no array is read, so that deleted ones do."""

@@ -24,6 +24,7 @@ from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.programs import opened
 from jaxcoll._spmd.replication import varying_outputs
 from jaxcoll._spmd.scope import Scope, entered
+from jaxcoll._spmd.summed_again import check_sums
 from jaxcoll._spmd.summed_gradients import Summed, crossing_sums, summed_gradients
 
 _SUMMED = """\
@@ -142,7 +143,10 @@ class StepProgram:
         """One trace of the step, which serves to ask how its outputs vary and to run it."""
         plans: list[Plan] = []
         marked = frozenset() if typed else frozenset(self.mesh.axis_names)
-        scope = dataclasses.replace(self.scope, record=plans.append, marked=marked, once=not typed)
+        watched = frozenset(a for a in self.axes if self.mesh.shape[a] > 1)
+        scope = dataclasses.replace(
+            self.scope, record=plans.append, marked=marked, once=not typed, watched=watched
+        )
         step = jax.jit(self.step, inline=True)
         mapped = functools.partial(jax.shard_map, mesh=self.mesh, in_specs=lying, check_vma=typed)
         found: list[Any] = []
@@ -154,6 +158,7 @@ class StepProgram:
         with entered(scope):
             jax.eval_shape(mapped(ask, out_specs=None), args, kwargs)
         ((program, results),) = found
+        check_sums(program, {axis: self.mesh.shape[axis] for axis in watched})
         if typed:
             again = self._summed(program)
             specs = self._specs(results, _by_type(program), "")
@@ -236,7 +241,7 @@ def _is_refused_by_types(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, AlreadyReducedError | _NotProvenError):
             return True
-        if isinstance(error, TypeError) and _compat.is_variance_mismatch(error):
+        if _compat.is_variance_mismatch(error):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -40,6 +40,7 @@ class Scope:
         `replication.py`).
       once: whether a reduction along them of what is the same everywhere is refused, as types
         refuse it.
+      watched: axes along which results are marked whatever the types say, for `summed_again.py`.
     """
 
     world: Callable[[dict[str, int]], World]
@@ -50,6 +51,7 @@ class Scope:
     deadline: Callable[[float], None] | None = None
     marked: frozenset[str] = frozenset()
     once: bool = False
+    watched: frozenset[str] = frozenset()
 
     def merged(self, options: CommunicationOptions | None) -> Scope:
         """This scope with a call's own options over its defaults.
@@ -71,7 +73,7 @@ class Scope:
 
     def vouched(self, result: Any, axes: Iterable[str]) -> Any:
         """The result of a reduction over `axes`, marked where somebody will look for it."""
-        for axis in self.marked.intersection(axes):
+        for axis in (self.marked | self.watched).intersection(axes):
             result = jax.tree.map(functools.partial(_compat.as_same, axis=axis), result)
         return result
 

@@ -163,7 +163,8 @@ def test_the_gradient_by_the_batch_has_the_batchs_shape(argnums):
     specs = tuple([P(), ROW][i] for i in argnums) if isinstance(argnums, tuple) else ROW
     got = on_a_line(f, (P(), ROW), (P(), specs), w, x)
     close(got, jax.value_and_grad(squares, argnums=argnums)(w, x))
-    step = jc.data_parallel(f, varying_outputs="concatenate")
+    words = jax.tree.map(lambda spec: "concatenate" if spec == ROW else "error", specs)
+    step = jc.data_parallel(f, varying_outputs=("error", words))
     close(step(w, x), jax.value_and_grad(squares, argnums=argnums)(w, x))
 
 

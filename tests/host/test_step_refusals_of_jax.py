@@ -1,0 +1,135 @@
+"""What JAX's types refuse for want of a mark runs as `pmap` would run it, whatever JAX's words."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxcoll as jc
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((16, 5)).astype("f")
+W = RNG.standard_normal(5).astype("f")
+
+
+def plain(w, x):
+    """Of one replica's share."""
+    return jnp.mean((x @ w) ** 2)
+
+
+@jax.custom_vjp
+def derived(w, x):
+    return plain(w, x)
+
+
+derived.defvjp(
+    lambda w, x: (plain(w, x), (w, x)),
+    lambda kept, ct: (ct * jax.grad(plain)(*kept), jnp.zeros_like(kept[1])),
+)
+
+
+@jax.custom_jvp
+def constant(x):
+    return 0.0 * jnp.sum(x)
+
+
+constant.defjvp(lambda primals, tangents: (constant(*primals), jnp.zeros(())))
+
+
+def solved(w, x):
+    """A solver whose matrix varies, and whose right-hand side does not."""
+    matrix = 1 + plain(lax.stop_gradient(w), x)
+    solve = lambda _, b: b / matrix
+    one = lax.custom_linear_solve(lambda z: matrix * z, jnp.float32(1), solve, solve)
+    return plain(w, x) * one * lax.stop_gradient(matrix)
+
+
+def conjugate_gradient(w, x):
+    hessian = lax.stop_gradient(x.T @ x / x.shape[0]) + jnp.eye(5)
+    found, _ = jax.scipy.sparse.linalg.cg(lambda v: hessian @ v, w, maxiter=4)
+    return jnp.mean((x @ found) ** 2)
+
+
+def reduced(w, x):
+    """By an operation of the user's own, with a constant in it."""
+    biggest = lambda a, b: jnp.maximum(a, b * jnp.float32(1))
+    largest = lax.reduce(lax.stop_gradient(x[:, 0]), jnp.float32(0), biggest, (0,))
+    return plain(w, x) + largest
+
+
+def sampled(w, x):
+    """By a sampler that wants the key to vary as its argument does."""
+    noise = jax.random.gamma(jax.random.key(0), lax.stop_gradient(jnp.exp(x)))
+    return jnp.mean((noise @ w) ** 2)
+
+
+LOSSES = {
+    "custom_vjp": derived,
+    "custom_jvp": lambda w, x: plain(w, x) + constant(x),
+    "custom_linear_solve": solved,
+    "conjugate gradient": conjugate_gradient,
+    "reduce": reduced,
+    "gamma": sampled,
+}
+
+STYLES = {
+    "pmap": lambda f: lambda w, x: lax.pmean(jax.grad(f)(w, x), "data"),
+    "jc.grad": lambda f: jc.grad(f, "data"),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_that_types_refuse_gives_the_mean_of_its_replicas_gradients(name, style):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        shares = X.reshape(8, 2, 5)
+        want = np.mean([jax.grad(LOSSES[name])(W, x) for x in shares], axis=0)
+        got = jc.data_parallel(STYLES[style](LOSSES[name]))(W, X)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_derivative_that_communicates_by_a_rule_of_its_own_is_not_local():
+    """Its backward pass sums by itself, so a second trace without types would sum twice."""
+
+    @jax.custom_vjp
+    def synced(w):
+        return 1 * w
+
+    synced.defvjp(lambda w: (1 * w, None), lambda _, ct: (lax.psum(ct, "data"),))
+    step = jc.data_parallel(jc.grad(lambda w, x: plain(synced(w), x), "data"), checks=True)
+    with pytest.raises(ValueError, match="manual axis types do not match"):
+        step(W, X)
+
+
+TWICE = {
+    "gradient": lambda w, x: jc.grad(plain, "data")(w, x),
+    "weighted": lambda w, x: jc.grad(lambda w, x: jc.WeightedLoss(plain(w, x), 2.0), "data")(w, x),
+    "all_reduce": lambda w, x: jc.all_reduce("sum", x, "data"),
+    "moved": lambda w, x: -jc.grad(plain, "data")(w, x).astype(jnp.bfloat16).reshape(1, 5),
+    "accumulated": lambda w, x: jc.accumulate(plain, "data", 2)(w, x)[1],
+}
+
+
+@pytest.mark.parametrize("checks", [None, True, False])
+@pytest.mark.parametrize("what", TWICE)
+def test_lax_may_not_sum_again_what_is_reduced(what, checks):
+    once = TWICE[what]
+    for again in (lambda x: lax.psum(x, "data"), jax.jit(lambda x: lax.psum({"a": x}, "data"))):
+        step = jc.data_parallel(lambda w, x, f=again: f(once(w, x)), checks=checks)
+        with pytest.raises(jc.AlreadyReducedError, match=r"`lax.psum` over 'data' \(.*refusals_of_jax"
+                           r".py:\d+\) of .*this sum is 8 times too large"):  # fmt: skip
+            step.trace(W, X)
+
+
+@pytest.mark.parametrize("checks", [None, True, False])
+def test_lax_may_average_what_is_reduced(checks):
+    def step(w, x):
+        g = jc.grad(plain, "data")(w, x)
+        by_size = lax.psum(g, "data") / lax.axis_size("data")
+        share = lax.psum(g * x.sum(), "data") / lax.psum(x.sum(), "data")
+        return g, lax.pmean(g, "data"), jax.jit(lambda g: lax.pmean(g, "data"))(g), by_size, share
+
+    want, *others = jc.data_parallel(step, checks=checks)(W, X)
+    for other in others:
+        np.testing.assert_allclose(other, want, rtol=1e-5)
