@@ -149,7 +149,9 @@ def in_the_backward_loop(x):
 
 
 def in_a_derivative(x):
-    return jc.grad(lambda w, x: (w * x).sum(), "data", reduce_op="sum", options=OPTIONS)(x[0], x)
+    return jc.grad(lambda w, x: (w * x).sum(), "data", reduce_op="sum", options=OPTIONS)(
+        jnp.float32(1), x
+    )
 
 
 def in_a_vmap(x):

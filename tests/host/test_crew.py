@@ -154,6 +154,8 @@ def test_a_spare_that_says_nothing_is_not_taken_in_until_it_does(monkeypatch):
     while not crew[0]._waiting():
         time.sleep(0.01)
     says, crew[2]._store_beat = crew[2]._store_beat, lambda count: None
+    time.sleep(2 * beats.BEAT_SECONDS)
+    crew[0]._beats = beats.Beats()  # it has not seen the spare's heart beat
     crew[1].close()
     assert crew[0].decide(9, (8, 9)).ranks == (0,)
     crew[2]._store_beat = says

@@ -247,7 +247,7 @@ def test_values_that_are_no_replicas_are_refused(kind, values, message):
 @pytest.mark.parametrize("kind", KINDS)
 def test_devices_that_do_not_match_are_refused(kind):
     one, two = devices(2)
-    with pytest.raises(ValueError, match="one device for each value; got 1 values and 2 devices"):
+    with pytest.raises(ValueError, match="one device for each value; got 1 value and 2 devices"):
         kind([1], devices=[one, two])
     with pytest.raises(ValueError, match=f"`{kind.__name__}` got a device twice: cpu:0"):
         kind([1, 1], devices=[one, one])

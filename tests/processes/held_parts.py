@@ -114,7 +114,12 @@ def main():
             for op in ("sum", "mean"):
                 try:
                     got = plain(call(op, value), held)
-                except (ValueError, NotImplementedError, jc.ProgramMismatchError) as error:
+                except (
+                    ValueError,
+                    NotImplementedError,
+                    jc.ProgramMismatchError,
+                    jc.ReplicaDivergenceError,
+                ) as error:
                     got = f"{type(error).__name__}: {error}"
                 found[f"{entry} | {name} | {op}"] = got
     print("RESULT " + json.dumps(found))

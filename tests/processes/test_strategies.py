@@ -63,10 +63,11 @@ def expected(entry, name, op, workers, devices):
         and entry not in {"collective", "collective to one", "workers", "run"}
     ):
         return "whose SUM over 4 replicas could be"
-    if entry == "run" and plain:  # an argument that the replicas share: each has its process's
-        if name == "rows" and workers > 1:
-            return "ProgramMismatchError"
-        of_all = [x for x in parts(name, workers, devices) for _ in range(devices)]
+    # An argument that all replicas share must be the same on all.
+    if entry == "run" and (plain or name == "mirrored, here") and workers > 1:
+        return "ProgramMismatchError" if name == "rows" else "ReplicaDivergenceError: .* args"
+    if entry == "run" and plain:
+        of_all = parts(name, workers, devices) * devices
     else:
         of_all = parts(name, workers, devices)
     axis = (0, 1) if entry == "along an axis" else 0
