@@ -68,7 +68,7 @@ def plan(
       >>> import numpy as np
       >>> grads = {"b": np.zeros(3, "f"), "w": np.zeros((2, 3), "f")}
       >>> plan(grads, axis_size=4, options=CommunicationOptions(bytes_per_pack=64)).wire_bytes
-      72
+      56
       >>> print(plan(grads, topology="h100:2x8").world)
       16 × gpu, 2 processes
     """

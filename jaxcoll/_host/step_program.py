@@ -125,10 +125,12 @@ class StepProgram:
             if error is None:
                 raise
             raise error from None
-        except _NotProvenError as refused:
+        except ValueError as refused:
             # What the types said of it is the better word, where they have said anything.
             if isinstance(error, _NotProvenError):
                 raise error from None
+            if not isinstance(refused, _NotProvenError):
+                raise
             raise ValueError(str(refused)) from error
 
     def _asked(

@@ -178,7 +178,7 @@ def wire_bytes(collectives: Iterable[Collective], *, unknown_trips: int | None =
       >>> eight = tuple(range(8))
       >>> gradient = Operand("f32", (100,))
       >>> wire_bytes([Collective("all-reduce", "ar", (gradient,), 8, (eight,), "main", trips=5)])
-      3640
+      3520
     """
     found = tuple(collectives)
     return _dearest(
