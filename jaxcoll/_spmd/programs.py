@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.core import Jaxpr
 
 CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
-CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
+CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr"}
 """Primitives that carry out one program, once, with the equation's own operands."""
 
 
