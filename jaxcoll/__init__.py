@@ -14,17 +14,17 @@ from jaxcoll._host.data_parallel import data_parallel as data_parallel
 from jaxcoll._host.elastic import Elastic as Elastic
 from jaxcoll._host.elastic import WorldChange as WorldChange
 from jaxcoll._host.for_optax import all_reduce_updates as all_reduce_updates
+from jaxcoll._host.gradients import accumulate as accumulate
+from jaxcoll._host.gradients import grad as grad
+from jaxcoll._host.gradients import sync_in_backward as sync_in_backward
+from jaxcoll._host.gradients import value_and_grad as value_and_grad
 from jaxcoll._host.hierarchical_copy import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
 )
 from jaxcoll._host.in_program import all_gather as all_gather
 from jaxcoll._host.in_program import all_reduce as all_reduce
 from jaxcoll._host.in_program import broadcast as broadcast
-from jaxcoll._host.in_program import grad as grad
 from jaxcoll._host.in_program import reduce_scatter as reduce_scatter
-from jaxcoll._host.in_program import sync_in_backward as sync_in_backward
-from jaxcoll._host.in_program import value_and_grad as value_and_grad
-from jaxcoll._host.in_step import accumulate as accumulate
 from jaxcoll._host.in_step import all_finite as all_finite
 from jaxcoll._host.in_step import global_norm as global_norm
 from jaxcoll._host.in_step import reduce_metrics as reduce_metrics

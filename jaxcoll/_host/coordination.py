@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from jaxcoll._compat_coordination import Store, StoreUnreachableError, store
-from jaxcoll._host.at_exit import at_exit, not_at_exit
 from jaxcoll._host.coordinator import message
 from jaxcoll._host.ended import ended, followed
-from jaxcoll._host.given_up import within
+from jaxcoll._host.given_up import at_exit, not_at_exit, within
 from jaxcoll._host.relay import give_up_coordinator
 
 BEAT_SECONDS = 1.0

@@ -29,13 +29,14 @@ from jaxcoll._host.decision import (
     rank_of,
 )
 from jaxcoll._host.elastic_arguments import check_numbers, check_step
-from jaxcoll._host.given_up import leave_behind, outcome_of
+from jaxcoll._host.given_up import leave_behind
 from jaxcoll._host.held_state import HeldState
 from jaxcoll._host.initialize import outlives_processes
 from jaxcoll._host.last_checkpoint import Writers, writers_of, written_by_one
 from jaxcoll._host.local_keys import LocalKeys
 from jaxcoll._host.mesh import line_of
 from jaxcoll._host.relay import give_up_coordinator, when_coordinator_is_lost
+from jaxcoll._host.step_call import outcome_of
 from jaxcoll._plan.errors import DeadlineExceededError, PeerLostError
 
 _LOG = logging.getLogger("jaxcoll")

@@ -1,25 +1,20 @@
-"""Calls that others end, and threads that are left behind in them."""
+"""Threads that can be abandoned in a blocking call, and what runs when the process ends."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
-import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
-import jax
-
-from jaxcoll._host.at_exit import at_exit, not_at_exit
-from jaxcoll._host.beats import BEAT_SECONDS, LOST_SECONDS
-from jaxcoll._host.crew import Crew
-from jaxcoll._host.decision import RegroupError
+from jaxcoll._compat_coordination import leave_coordinator
 
 _LOOK_SECONDS = 0.02
+_END_SECONDS = 1.0
 
 
 class Behind(Protocol):
@@ -30,98 +25,7 @@ class Behind(Protocol):
 
 _left: list[Behind] = []
 _status: Any = None
-
-
-class _Maker:
-    """A thread that makes one call after another, until it is left behind in one.
-
-    Attributes:
-      ends: it makes no more calls after the present one.
-    """
-
-    def __init__(self) -> None:
-        self.ends = False
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Callable[..., None]]] = (
-            queue.SimpleQueue()
-        )
-        self._busy = False
-        threading.Thread(target=self._work, name="jaxcoll-step", daemon=True).start()
-
-    def is_alive(self) -> bool:
-        """Whether it is in a call."""
-        return self._busy
-
-    def take(self, call: Callable[[], Any], tell: Callable[..., None]) -> None:
-        self._busy = True
-        self._calls.put((call, tell))
-
-    def _work(self) -> None:
-        while not self.ends:
-            call, tell = self._calls.get()
-            try:
-                found = jax.block_until_ready(call()), None
-            except BaseException as error:
-                found = None, error
-            self._busy = False
-            tell(found)
-            del call, tell, found  # a step's arguments and results are large
-
-
-_maker: _Maker | None = None
-
-
-def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what: str) -> Any:
-    """`call()`, waited for until it is done or this generation of `crew` is over.
-
-    Of a collective in which a worker died only its neighbours get an error; others wait in it for a
-    message that nobody sends. So it is made by another thread, which is left behind then.
-
-    Args:
-      call: dispatches a compiled program, and traces nothing.
-      crew: says when the generation is over.
-      seconds: after which this worker asks for a new generation; None: never.
-      what: what is named then.
-
-    Returns:
-      What `call` returns, ready.
-
-    Raises:
-      RegroupError: the generation is over.
-      CoordinatorLostError: there is nobody to ask.
-    """
-    global _maker
-    outcome: list[tuple[Any, BaseException | None]] = []
-
-    def tell(found: tuple[Any, BaseException | None]) -> None:
-        outcome.append(found)
-        crew.woken.set()
-
-    maker = _maker = _maker or _Maker()
-    maker.take(call, tell)
-    until = time.monotonic() + (seconds or float("inf"))
-    while True:
-        crew.woken.clear()
-        if outcome:
-            break
-        try:
-            crew.check()
-            crew.miss()
-            left = until - time.monotonic()
-            if left <= 0:
-                crew.ask(f"{what} did not finish within {seconds:g} s", late=True)
-                raise RegroupError
-            if left < LOST_SECONDS + BEAT_SECONDS:
-                crew.observe()
-        except BaseException:
-            _maker = None  # the next call is another thread's
-            maker.ends = True
-            leave_behind(maker)
-            raise
-        crew.woken.wait(min(left, BEAT_SECONDS))
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
+_at_exit: list[Callable[[], Any]] = []
 
 
 def within(seconds: float, call: Callable[[], Any], look: Callable[[], None] | None = None) -> Any:
@@ -194,7 +98,7 @@ def _end() -> None:
     then ends at once. (A status is known from `sys.exit` or an uncaught exception; one that was
     only raised, as `SystemExit`, would be taken for 0.)
     """
-    until = time.monotonic() + BEAT_SECONDS
+    until = time.monotonic() + _END_SECONDS
     while are_left():
         if time.monotonic() > until:
             break
@@ -211,3 +115,29 @@ def _end() -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit((status or 0) & 0xFF)
+
+
+def at_exit(call: Callable[[], Any]) -> None:
+    """Have Python call this when the process ends."""
+    _at_exit.append(call)
+    atexit.register(call)
+
+
+def not_at_exit(call: Callable[[], Any]) -> None:
+    """Have it not called any more."""
+    _at_exit[:] = [other for other in _at_exit if other != call]
+    atexit.unregister(call)
+
+
+def _leave_to_parent() -> None:
+    """A forked child that ends must not speak for its parent, nor remove what that one uses."""
+    if not _at_exit:
+        return
+    for call in _at_exit:
+        atexit.unregister(call)
+    _at_exit.clear()
+    leave_coordinator(to_parent=True)  # JAX would shut it down when the child ends
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,98 +1,12 @@
-"""What a train step calls beside the reductions: micro-batches, metrics, norms."""
+"""Public in-program metrics and norms: `reduce_metrics`, `global_norm`, `all_finite`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxcoll._host.world import scope_here
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._spmd import gradient, metrics, norms
-from jaxcoll._spmd.accumulate import MicroBatches
-
-
-def accumulate(
-    fun: Callable[..., Any],
-    axis_name: str | tuple[str, ...],
-    num_micro_batches: int,
-    *,
-    batch_argnums: int | Sequence[int] = -1,
-    reduce_op: ReduceOp | str = ReduceOp.MEAN,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    scatter: bool = False,
-    options: CommunicationOptions | None = None,
-) -> Callable[..., Any]:
-    """`value_and_grad` of a batch that is taken in pieces: one reduction a step, not one a piece.
-
-    Law: the result is that of `jc.value_and_grad(fun, axis_name)` on the whole batch, to
-    rounding: for MEAN, since the pieces are equal; for SUM; and for a `WeightedLoss`, however its
-    weights are spread over pieces and replicas. No collective stands in the loop over the pieces
-    that `fun` does not put there.
-
-    Args:
-      fun: the loss of one piece, as in `value_and_grad`.
-      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner.
-      num_micro_batches: pieces, of neighbouring rows, that each replica's share is cut into.
-      batch_argnums: positions of the arguments that are cut along their leading dimension; the
-        rest, and keyword arguments, are whole in every piece. Default: the last one, as in
-        `data_parallel`. For other random numbers in every piece, cut an array of keys with it.
-      reduce_op: MEAN or SUM, or their names in any case.
-      argnums: positions of the arguments to differentiate.
-      has_aux: whether `fun` returns `(loss, aux)`.
-      scatter: as in `value_and_grad`.
-      options: as in `all_reduce`.
-
-    Returns:
-      A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`.
-      Value and gradients are *invariant*, gradients in `Shards` and of what is a replica's own
-      *varying*, as in `value_and_grad`. Each `WeightedMean` and `Total` in `aux` becomes one number
-      over pieces and replicas; the rest of `aux` is this replica's own (*varying*), with the pieces
-      along a new leading dimension; what is neither array nor number is as it was. Gradients
-      narrower than 32 bits are added up in float32 and travel in their own type. Cost: the memory
-      of one piece and of one gradient more (in float32); one `all_reduce` for all.
-
-    Raises:
-      ValueError: the pieces do not divide a share, a leaf of the batch is a scalar, an argument is
-        both cut and differentiated, or `num_micro_batches` is no integer above 0; and as in
-        `value_and_grad`.
-
-    Warns:
-      ReductionInLoopWarning: `fun` reduces what is only added up or kept.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> step = accumulate(lambda w, x: jnp.mean(w * x), "data", 2)
-      >>> shares = jnp.array([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
-      >>> value, grad = jax.vmap(step, in_axes=(None, 0), axis_name="data")(2.0, shares)
-      >>> value.tolist(), grad.tolist()
-      ([9.0, 9.0], [4.5, 4.5])
-    """
-    count = num_micro_batches
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(
-            f"`jc.accumulate` expects `num_micro_batches` to be an integer of at least 1; "
-            f"got {count!r}."
-        )
-    several = isinstance(batch_argnums, Sequence)
-    positions = tuple(batch_argnums) if several else (batch_argnums,)
-    if not positions or not all(isinstance(p, int) for p in positions):
-        raise ValueError(
-            "`jc.accumulate` expects `batch_argnums` to be a position or several; "
-            f"got {batch_argnums!r}."
-        )
-    return gradient.reduced_gradient(
-        fun,
-        axis_name,
-        reduce_op=ReduceOp.of(reduce_op),
-        argnums=argnums,
-        has_aux=has_aux,
-        scatter=scatter,
-        with_value=True,
-        scope=scope_here,
-        options=checked(options),
-        micro_batches=MicroBatches(count, positions),
-    )
+from jaxcoll._plan.options import CommunicationOptions, checked
+from jaxcoll._spmd import metrics, norms
 
 
 def reduce_metrics(

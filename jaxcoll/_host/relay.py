@@ -20,8 +20,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 from jaxcoll._compat_coordination import leave_coordinator, store
-from jaxcoll._host.at_exit import at_exit, not_at_exit
 from jaxcoll._host.coordinator import break_when_silent
+from jaxcoll._host.given_up import at_exit, not_at_exit
 from jaxcoll._host.socket_folder import make_socket_folder
 
 _CHUNK = 1 << 16

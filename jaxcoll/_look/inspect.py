@@ -9,8 +9,9 @@ from typing import Any
 from jaxcoll._host.texts import Texts, texts_of
 from jaxcoll._host.topology import compile_for
 from jaxcoll._host.unwrap import stage_of
+from jaxcoll._observe.build import report_of
 from jaxcoll._observe.collective import KINDS
-from jaxcoll._observe.report import Report, report_of
+from jaxcoll._observe.report import Report
 from jaxcoll._observe.report_text import carried, like
 from jaxcoll._observe.words import counted, size
 from jaxcoll._plan.errors import ReductionInLoopWarning

@@ -10,8 +10,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from jaxcoll._files import check_writable, write_result, write_text
+from jaxcoll._observe.build import report_of
 from jaxcoll._observe.overlap_text import against
-from jaxcoll._observe.report import Report, report_of
+from jaxcoll._observe.report import Report
 
 EPILOG = """\
 TARGET is a file of HLO text, as `compiled.as_text()` returns it; or module:name. The name is a

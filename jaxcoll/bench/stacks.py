@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxcoll._host.data_parallel import data_parallel
-from jaxcoll._host.in_program import sync_in_backward, value_and_grad
+from jaxcoll._host.gradients import sync_in_backward, value_and_grad
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll.bench.transformer import LAYERS, WIDTH, layer, through
 

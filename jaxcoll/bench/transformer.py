@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoll._host.data_parallel import data_parallel
-from jaxcoll._host.in_program import value_and_grad
+from jaxcoll._host.gradients import value_and_grad
 
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, BATCH = 12, 1024, 16, 512, 32000, 64
 

@@ -10,9 +10,9 @@ from jaxcoll._host import held_state
 from jaxcoll._host.arrival import reach
 from jaxcoll._host.crew import Crew
 from jaxcoll._host.decision import Decision, RegroupError
-from jaxcoll._host.given_up import outcome_of
 from jaxcoll._host.held_state import HeldState, agreeing
 from jaxcoll._host.local_keys import LocalKeys
+from jaxcoll._host.step_call import outcome_of
 from jaxcoll._plan.cluster import Member
 
 

@@ -8,7 +8,7 @@ import pytest
 from jaxcoll._host.coordination import watch
 from jaxcoll._host.fingerprint import collectives, first_difference
 from jaxcoll._host.team import team_of
-from jaxcoll._observe.report import report_of
+from jaxcoll._observe.build import report_of
 
 GOLDEN = sorted((Path(__file__).parents[1] / "observe" / "golden").rglob("*.hlo*"))
 

@@ -1,0 +1,81 @@
+"""Builds a `Report`: reads a program's texts, matches what was requested with what was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxcoll._observe.collective import Collective
+from jaxcoll._observe.hlo import read_program
+from jaxcoll._observe.join import join
+from jaxcoll._observe.narrow import narrow_sums
+from jaxcoll._observe.report import PackedLeaves, Report
+from jaxcoll._observe.stablehlo import read_stablehlo
+from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.terms import Terms
+
+
+def report_of(
+    compiled: str,
+    requested: str | None = None,
+    plans: Sequence[Plan] = (),
+    where: str = "",
+    terms: Terms | None = None,
+    notes: Sequence[str] = (),
+) -> Report:
+    """A report from texts alone.
+
+    Args:
+      compiled: HLO, what `compiled.as_text()` returns.
+      requested: StableHLO, what `lowered.as_text(debug_info=True)` returns.
+      plans: those that were recorded when it was traced.
+      where: what it was compiled for.
+      terms: what that costs.
+      notes: what else is known of it and should be said.
+
+    Returns:
+      The report.
+
+    Raises:
+      ValueError: a text is not what it should be, or is cut off.
+    """
+    program = read_program(compiled)
+    asked, more = (None, []) if requested is None else _requested(requested)
+    origins = join(asked or (), program.collectives)
+    return Report(
+        name=program.name,
+        where=where,
+        devices=program.devices,
+        requested=asked,
+        collectives=program.collectives,
+        origins=origins,
+        packs=tuple(_packed(plans)),
+        matmuls=program.matmuls,
+        loops=program.loops,
+        instructions=program.instructions,
+        uncounted=program.uncounted,
+        notes=(*program.notes, *more, *notes),
+        terms=terms,
+        plans=tuple(plans),
+    )
+
+
+def _requested(text: str) -> tuple[tuple[Collective, ...] | None, list[str]]:
+    """What is requested, and notes; where its notation is not known, a note in its place."""
+    try:
+        return read_stablehlo(text), narrow_sums(text)
+    except ValueError as error:
+        return None, [f"what was requested could not be read: {error}"]
+
+
+def _packed(plans: Sequence[Plan]) -> list[PackedLeaves]:
+    found: dict[str, PackedLeaves] = {}
+    for plan in plans:
+        for k, pack in enumerate(plan.packs):
+            name = f"{plan.name}/pack{k}"
+            paths = tuple(dict.fromkeys(plan.leaves[s.leaf].path for s in pack.segments))
+            found[name] = PackedLeaves(name, pack.dtype.name, pack.nbytes, paths)
+        for k, leaf in enumerate(plan.leaves):
+            if leaf.gathers:
+                name = f"{plan.name}/rows{k}"
+                found[name] = PackedLeaves(name, leaf.dtype.name, leaf.gathers, (leaf.path,))
+    return list(found.values())
