@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxcoll.cli import main
+from jaxcoll.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxcoll as jc
 from jaxcoll import _compat
-from jaxcoll._spmd import algorithms
+from jaxcoll._spmd.algorithms import table as algorithms
 
 HUGE = 1e6
 RUNNERS = ("vmap", "pmap", "checked", "unchecked")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxcoll.bench.terminal import new_console
-from jaxcoll.cli import COMMANDS, main
+from jaxcoll.cli.main import COMMANDS, main
 
 HLO = str(Path(__file__).parent / "observe" / "golden" / "gpu-0.12.0.1-overlapped.hlo")
 RUNS = {

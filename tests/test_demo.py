@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import jaxcoll
-from jaxcoll.bench import digits, network
-from jaxcoll.bench.demonstration import STEPS, Outcome
-from jaxcoll.bench.training import Training
-from jaxcoll.cli import main
+from jaxcoll.cli.main import main
+from jaxcoll.demos import digits, network
+from jaxcoll.demos.demonstration import STEPS, Outcome
+from jaxcoll.demos.training import Training
 
 LEAVES = 9  # four layers' kernels and biases, and the loss
 BYTES = 153_132  # 38,282 parameters and the loss, in float32

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from jaxcoll.bench import gpt, gpt_text
-from jaxcoll.bench.gpt_training import MODES
-from jaxcoll.cli import main
+from jaxcoll.cli.main import main
+from jaxcoll.demos import gpt, gpt_text
+from jaxcoll.demos.gpt_training import MODES
 
 
 def figures(tmp_path, *flags):

@@ -15,7 +15,7 @@ import pytest
 import jaxcoll as jc
 from jaxcoll import _files
 from jaxcoll._files import check_writable, replacing, write_text
-from jaxcoll.cli import main
+from jaxcoll.cli.main import main
 
 HLO = str(Path(__file__).parent / "observe" / "golden" / "gpu-0.12.0.1-overlapped.hlo")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxcoll as jc
-from jaxcoll.cli import main
+from jaxcoll.cli.main import main
 
 GOLDEN = Path(__file__).parent / "observe" / "golden"
 
@@ -109,7 +109,7 @@ def test_a_topology_is_not_for_a_file(capsys):
 def test_modules(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
     script = (
-        "import sys; from jaxcoll.cli import main\n"
+        "import sys; from jaxcoll.cli.main import main\n"
         "for target in sys.argv[1:]: print(main(['inspect', target, '--json', '-']), flush=True)"
     )
     targets = [f"mine:{n}" for n in ("step", "example", "broken", "needs", "number", "nothing")]

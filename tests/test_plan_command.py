@@ -11,10 +11,10 @@ import pytest
 
 import jaxcoll as jc
 from jaxcoll._plan.plan_text import COLUMNS
-from jaxcoll.bench.demo_report import _plan
-from jaxcoll.bench.demonstration import Outcome
-from jaxcoll.bench.transformer import example
-from jaxcoll.cli import main
+from jaxcoll.cli.main import main
+from jaxcoll.demos.demo_report import _plan
+from jaxcoll.demos.demonstration import Outcome
+from jaxcoll.demos.transformer import example
 
 
 def ran(capsys, *flags):

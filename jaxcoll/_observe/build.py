@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxcoll._observe.collective import Collective
-from jaxcoll._observe.hlo import read_program
-from jaxcoll._observe.join import join
-from jaxcoll._observe.narrow import narrow_sums
+from jaxcoll._observe.match import join
+from jaxcoll._observe.parse.collective import Collective
+from jaxcoll._observe.parse.hlo import read_program
+from jaxcoll._observe.parse.narrow_sums import narrow_sums
+from jaxcoll._observe.parse.stablehlo import read_stablehlo
 from jaxcoll._observe.report import PackedLeaves, Report
-from jaxcoll._observe.stablehlo import read_stablehlo
+from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.terms import Terms
 
 
 def report_of(

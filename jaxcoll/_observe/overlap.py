@@ -6,9 +6,9 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxcoll._observe.calls import Matmul
-from jaxcoll._observe.collective import Collective
-from jaxcoll._plan.terms import Terms
+from jaxcoll._observe.parse.calls import Matmul
+from jaxcoll._observe.parse.collective import Collective
+from jaxcoll._plan.cost.terms import Terms
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 """The kinds that gradients travel in."""
@@ -59,7 +59,7 @@ def overlap(collectives: Sequence[Collective], matmuls: Sequence[Matmul]) -> Ove
       Bytes and operations; no time.
 
     Examples:
-      >>> from jaxcoll._observe.collective import Meanwhile, Operand
+      >>> from jaxcoll._observe.parse.collective import Meanwhile, Operand
       >>> pair = tuple(range(2))
       >>> def sends(n, at, until, trips):
       ...     there = [m for m in products if at < m.at < until]

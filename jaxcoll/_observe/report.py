@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxcoll._files import replacing
-from jaxcoll._observe import report_dict, report_text
-from jaxcoll._observe.calls import Loop, Matmul
-from jaxcoll._observe.changes import changes
-from jaxcoll._observe.collective import Collective, runs, wire_bytes
-from jaxcoll._observe.join import Origin
-from jaxcoll._observe.names import names, pack_of
+from jaxcoll._observe import report_json, report_text
+from jaxcoll._observe.compiler_changes import changes
+from jaxcoll._observe.match import Origin
 from jaxcoll._observe.overlap import Overlap, exposed, overlap
-from jaxcoll._observe.seconds import predicted
+from jaxcoll._observe.parse.calls import Loop, Matmul
+from jaxcoll._observe.parse.collective import Collective, runs, wire_bytes
+from jaxcoll._observe.parse.names import names, pack_of
+from jaxcoll._observe.predicted_time import predicted
+from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.terms import Terms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain numbers and strings, bytes and elements counted on one device."""
-        return report_dict.to_dict(self)
+        return report_json.to_dict(self)
 
     def to_json(self) -> str:
         """`to_dict()` as JSON text."""
@@ -220,7 +220,7 @@ class Report:
           ValueError: the text is no such JSON.
         """
         try:
-            return cls(**report_dict.fields(json.loads(text), PackedLeaves))
+            return cls(**report_json.fields(json.loads(text), PackedLeaves))
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"expected what `Report.to_json` writes; got {text[:60]!r} ({error!r})."

@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from jaxcoll._observe.collective import Collective
 from jaxcoll._observe.overlap import exposed
+from jaxcoll._observe.parse.collective import Collective
+from jaxcoll._observe.predicted_time import predicted
 from jaxcoll._observe.report_text import packs_in_words, totals
-from jaxcoll._observe.seconds import predicted
-from jaxcoll._observe.words import counted, scaled, size
+from jaxcoll._show.units import counted, scaled, size
 
 if TYPE_CHECKING:
     from jaxcoll._observe.report import Report

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from jaxcoll._observe import overlap_text
-from jaxcoll._observe.collective import Collective, Meanwhile
-from jaxcoll._observe.words import WIDTH, counted, fold, scaled, shortened, size, some
+from jaxcoll._observe import compare
+from jaxcoll._observe.parse.collective import Collective, Meanwhile
+from jaxcoll._show.units import WIDTH, counted, fold, scaled, shortened, size, some
 
 if TYPE_CHECKING:
     from jaxcoll._observe.report import Report
@@ -27,7 +27,7 @@ def text(report: Report) -> str:
     """The headline, a row for each compiled collective, what was dropped, and the notes."""
     alike = like(report)
     rows = [COLUMNS, *(row(report, each) for each in alike[:MOST])]
-    parts = [fold(line) for line in (headline(report), overlap_text.summary(report)) if line]
+    parts = [fold(line) for line in (headline(report), compare.summary(report)) if line]
     if report.count:
         widths = [max(len(r[c]) for r in rows) for c in range(len(COLUMNS) - 1)]
         lines = []
@@ -63,7 +63,7 @@ def html(report: Report) -> str:
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
     rest = [*_dropped(report), *_notes(report)]
     below = "".join(f"<div style='white-space:pre'>{_html.escape(line)}</div>" for line in rest)
-    hidden = overlap_text.summary(report)
+    hidden = compare.summary(report)
     beneath = f"<p>{_html.escape(hidden)}</p>" if hidden else ""
     return (
         f"<div><p><b>{_html.escape(headline(report))}</b></p>{beneath}"

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxcoll._observe.calls import Loop, Matmul
+from jaxcoll._observe.parse.calls import Loop, Matmul
 
 if TYPE_CHECKING:
     from jaxcoll._observe.report import Report

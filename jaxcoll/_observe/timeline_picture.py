@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from jaxcoll._observe.report_picture import COLOURS, FAINT, INK, LINE
 from jaxcoll._observe.timeline import Timeline, timeline
-from jaxcoll._observe.words import milliseconds, percent
+from jaxcoll._show.units import milliseconds, percent
 
 if TYPE_CHECKING:
     from jaxcoll._observe.report import Report

@@ -13,8 +13,8 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from jaxcoll._plan.words import counted
 from jaxcoll._plan.world import World
+from jaxcoll._show.counts import counted
 
 DESCRIPTIONS = {
     "native": "the compiler's own collectives",

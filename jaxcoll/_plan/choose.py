@@ -12,7 +12,7 @@ from jaxcoll._plan.algorithms import (
     owns_shards,
 )
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions
-from jaxcoll._plan.packing import BytesPerPack, PackingRule
+from jaxcoll._plan.packs.packing import BytesPerPack, PackingRule
 from jaxcoll._plan.world import World
 
 

@@ -10,9 +10,13 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxcoll._plan import overlap, plan_dict, plan_html, plan_text
+from jaxcoll._plan import plan_html, plan_json, plan_text
 from jaxcoll._plan.algorithms import Stage, stages, steps, wire_elements
-from jaxcoll._plan.automatic import (
+from jaxcoll._plan.cost.model import Cost, Prices, loads
+from jaxcoll._plan.cost.terms import Terms
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.packs import overlap
+from jaxcoll._plan.packs.automatic import (
     RULES,
     Alternative,
     algorithms_for,
@@ -20,14 +24,11 @@ from jaxcoll._plan.automatic import (
     said,
     temporary_bytes,
 )
-from jaxcoll._plan.cost import Cost, Prices, loads
-from jaxcoll._plan.leaves import Leaf
-from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packing import Pack
-from jaxcoll._plan.shard_layout import padded
-from jaxcoll._plan.terms import Terms
-from jaxcoll._plan.words import counted
+from jaxcoll._plan.packs.leaves import Leaf
+from jaxcoll._plan.packs.packing import Pack
+from jaxcoll._plan.packs.shard_layout import padded
 from jaxcoll._plan.world import World
+from jaxcoll._show.counts import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Plan:
     Attributes:
       reduce_op: SUM or MEAN.
       leaves: the leaves of the tree, in its order.
-      packs: the arrays that travel; see `jaxcoll._plan.packing`.
+      packs: the arrays that travel; see `jaxcoll._plan.packs.packing`.
       owners: replicas that sum a shard each, in a shuffle; 0: all of them.
       world: where it runs.
       terms: what that world costs, as the prediction has it.
@@ -181,7 +182,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain numbers and strings, bytes and elements counted on one replica."""
-        return plan_dict.to_dict(self)
+        return plan_json.to_dict(self)
 
     def to_json(self) -> str:
         """`to_dict()` as JSON text."""
@@ -198,7 +199,7 @@ class Plan:
         Raises:
           ValueError: the text is no such JSON, or is damaged.
         """
-        return cls(**plan_dict.fields(text))
+        return cls(**plan_json.fields(text))
 
     def rows(self) -> list[tuple[str, str, str, str, str, str]]:
         """The table's cells: pack or "rows", dtype, algorithm, leaves, bytes, what it carries."""

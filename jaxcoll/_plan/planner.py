@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxcoll._plan import overlap
 from jaxcoll._plan.algorithms import Stage
-from jaxcoll._plan.automatic import Way, algorithms_for, fastest, priced, rules_for, said
 from jaxcoll._plan.choose import choose
-from jaxcoll._plan.cost import Cost, Prices
-from jaxcoll._plan.leaves import Leaf, where
+from jaxcoll._plan.cost.model import Cost, Prices
+from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packing import Pack, PackingRule, cut
+from jaxcoll._plan.packs import overlap
+from jaxcoll._plan.packs.automatic import Way, algorithms_for, fastest, priced, rules_for, said
+from jaxcoll._plan.packs.leaves import Leaf, where
+from jaxcoll._plan.packs.packing import Pack, PackingRule, cut
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.presets import preset
-from jaxcoll._plan.terms import Terms
 from jaxcoll._plan.world import World
 
 _NO_ORDER = """\

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcoll._plan.leaves import carried_dtype, no_array, where
 from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.packs.leaves import carried_dtype, no_array, where
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope

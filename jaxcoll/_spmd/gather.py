@@ -13,12 +13,12 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan.algorithms import Stage, stages
-from jaxcoll._plan.automatic import usual
 from jaxcoll._plan.choose import choose
-from jaxcoll._plan.leaves import Leaf, carried_dtype, no_array, where
 from jaxcoll._plan.options import UNSET
-from jaxcoll._plan.packing import plan_packs
-from jaxcoll._spmd.algorithms import ALGORITHMS
+from jaxcoll._plan.packs.automatic import usual
+from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, no_array, where
+from jaxcoll._plan.packs.packing import plan_packs
+from jaxcoll._spmd.algorithms.table import ALGORITHMS
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope

@@ -12,10 +12,10 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxcoll import _compat
-from jaxcoll._plan.errors import AlreadyReducedError
-from jaxcoll._plan.leaves import where
+from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packing import NumPacks
+from jaxcoll._plan.packs.leaves import where
+from jaxcoll._plan.packs.packing import NumPacks
 from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.reduce import all_reduce

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.leaves import where
 from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.packs.leaves import where
 from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.reduce import all_reduce

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.leaves import Leaf
-from jaxcoll._plan.packing import Pack, Segment
+from jaxcoll._plan.packs.leaves import Leaf
+from jaxcoll._plan.packs.packing import Pack, Segment
 
 
 def pack(

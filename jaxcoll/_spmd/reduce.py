@@ -14,22 +14,23 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.errors import AlreadyReducedError
-from jaxcoll._plan.leaves import Leaf, check_reducible, no_array, where, wire_dtype
+from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packing import Pack, PackingRule
+from jaxcoll._plan.packs.leaves import Leaf, check_reducible, no_array, where, wire_dtype
+from jaxcoll._plan.packs.packing import Pack, PackingRule
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import make_plan, stages_of_checksum
 from jaxcoll._plan.world import World
-from jaxcoll._spmd import algorithms, checksum
-from jaxcoll._spmd.algorithms import all_reduce as all_reduce_by
+from jaxcoll._spmd.algorithms import table as algorithms
+from jaxcoll._spmd.algorithms.table import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
 from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.checks import checksum
+from jaxcoll._spmd.checks.corruption_callback import Heard, told
 from jaxcoll._spmd.indexed_slices import IndexedSlices
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import alike, gathered, is_sparse
-from jaxcoll._spmd.verdict import Heard, told
 
 Invariant = Literal["error", "summed", "replicated"]
 

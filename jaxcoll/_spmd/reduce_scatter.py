@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
-from jaxcoll._plan.errors import AlreadyReducedError
-from jaxcoll._plan.leaves import Leaf, carried_dtype, check_reducible, where, wire_dtype
+from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, where, wire_dtype
+from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
+from jaxcoll._plan.packs.shard_plan import plan_half
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.shard_layout import ShardLayout, layout_of
-from jaxcoll._plan.shard_plan import plan_half
-from jaxcoll._plan.words import counted
 from jaxcoll._plan.world import World
-from jaxcoll._spmd import algorithms
+from jaxcoll._show.counts import counted
+from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.arithmetic import Recipe, before, divided
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.pack import pack

@@ -15,13 +15,14 @@ from typing import Any
 
 import jax
 
-from jaxcoll import _compat, _compat_marks
+from jaxcoll import _compat
+from jaxcoll._compat import marks
+from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.presets import preset
-from jaxcoll._plan.terms import Terms
 from jaxcoll._plan.world import World
-from jaxcoll._spmd.verdict import Heard
+from jaxcoll._spmd.checks.corruption_callback import Heard
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ class Scope:
                 return leaf
             for axis in self.marked.intersection(axes):
                 place = name + jax.tree_util.keystr(path)
-                leaf = _compat_marks.reduced_once(leaf, axis, place)
+                leaf = marks.reduced_once(leaf, axis, place)
             return leaf
 
         return jax.tree_util.tree_map_with_path(marked, value) if self.once else value

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.leaves import Leaf, no_array, where
-from jaxcoll._plan.shard_layout import (
+from jaxcoll._plan.packs.leaves import Leaf, no_array, where
+from jaxcoll._plan.packs.shard_layout import (
     LANES,
     ShardedLeaf,
     ShardLayout,
@@ -22,8 +22,8 @@ from jaxcoll._plan.shard_layout import (
     padded,
 )
 from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.gradients.per_replica import common
 from jaxcoll._spmd.pack import pack, unpack
-from jaxcoll._spmd.per_replica import common
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import is_sparse
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.leaves import carried_dtype
+from jaxcoll._plan.packs.leaves import carried_dtype
 from jaxcoll._spmd.arithmetic import Recipe, after
 from jaxcoll._spmd.indexed_slices import IndexedSlices, unchecked
 

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxcoll._host.terms import machine
+from jaxcoll._mesh.machine_costs import machine
 from jaxcoll.bench.counters import busy_seconds, idle_loopback_rate, loopback_bytes
+from jaxcoll.bench.naming import BASELINE
+from jaxcoll.bench.rank_pool import Entry, Team
 from jaxcoll.bench.results import Result
-from jaxcoll.bench.spelling import BASELINE
-from jaxcoll.bench.teams import Entry, Team
 from jaxcoll.bench.timing import estimate, interleaved, ratio
-from jaxcoll.bench.trees import Workload
+from jaxcoll.bench.workloads import Workload
 
 COMPILES = 3
 WARM = 2

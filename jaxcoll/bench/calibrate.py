@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxcoll._files import check_writable, write_text
-from jaxcoll._host.terms import FILE, calibration
-from jaxcoll._plan.calibration import PROBES, Probe, fitted
-from jaxcoll._plan.terms import Terms, terms_of
+from jaxcoll._mesh.machine_costs import FILE, calibration
+from jaxcoll._plan.cost.fit import PROBES, Probe, fitted
+from jaxcoll._plan.cost.terms import Terms, terms_of
 from jaxcoll.bench.all_reduce import MOST_CALLS, SHORTEST, WARM, Contestant
-from jaxcoll.bench.spelling import BASELINE
-from jaxcoll.bench.teams import Team
+from jaxcoll.bench.naming import BASELINE
+from jaxcoll.bench.rank_pool import Team
 from jaxcoll.bench.timing import interleaved
-from jaxcoll.bench.trees import tree_of
+from jaxcoll.bench.workloads import tree_of
 
 SECONDS = 8.0
 """What measuring may take, the held-out tree not counted."""
@@ -193,7 +193,7 @@ def run(args: argparse.Namespace) -> None:
     """
     from jaxcoll.bench.calibration_table import show
     from jaxcoll.bench.table import progress_bar
-    from jaxcoll.bench.worlds import is_first, teams_of
+    from jaxcoll.bench.targets import is_first, teams_of
 
     asked = None if args.json is None else Path(args.json)
 

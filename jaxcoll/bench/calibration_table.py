@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxcoll._plan.algorithms import stages
-from jaxcoll._plan.cost import Prices
-from jaxcoll._plan.terms import Terms
-from jaxcoll.bench.spelling import spelled
+from jaxcoll._plan.cost.model import Prices
+from jaxcoll._plan.cost.terms import Terms
+from jaxcoll.bench.naming import spelled
 from jaxcoll.bench.terminal import new_console
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
+from jaxcoll.bench.naming import BASELINE, TWIN, duration, spelled
 from jaxcoll.bench.results import Result
-from jaxcoll.bench.spelling import BASELINE, TWIN, duration, spelled
 from jaxcoll.bench.table import world_of
 
 INK, FAINT, LINE, BAND = "#1d2433", "#717a8a", "#dfe3e9", "#eceff3"

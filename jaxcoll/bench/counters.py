@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from jaxcoll._observe.kernel import busy_ticks, transmitted_bytes
+from jaxcoll.bench.kernel import busy_ticks, transmitted_bytes
 
 _NETWORK, _CORES = (Path("/proc") / x for x in ("net/dev", "stat"))
 

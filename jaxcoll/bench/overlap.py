@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxcoll._files import check_writable, write_text
-from jaxcoll.bench.spelling import BASELINE
-from jaxcoll.bench.teams import Team
+from jaxcoll.bench.naming import BASELINE
+from jaxcoll.bench.rank_pool import Team
 from jaxcoll.bench.timing import Estimate, estimate, interleaved
-from jaxcoll.bench.trees import Workload
+from jaxcoll.bench.workloads import Workload
 
 WARM = 3
 
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace, workloads: list[Workload], algorithm: str) -> 
       ValueError: the flags ask for what cannot be measured.
     """
     from jaxcoll.bench.table import progress_bar
-    from jaxcoll.bench.worlds import is_first, teams_of
+    from jaxcoll.bench.targets import is_first, teams_of
 
     _check(args)
     found = []

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
+from jaxcoll.bench.naming import BASELINE, TWIN
 from jaxcoll.bench.results import Result
-from jaxcoll.bench.spelling import BASELINE, TWIN
 from jaxcoll.bench.terminal import new_console
 from jaxcoll.bench.timing import Estimate
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 
 import jaxcoll as jc
-from jaxcoll.bench import stacks
+from jaxcoll.demos import stacks
 
 HERE = Path(__file__).parent
 STORED = ("scanned_plain", "scanned", "scanned_by_sixes", "unrolled_plain", "unrolled")

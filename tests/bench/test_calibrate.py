@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from jaxcoll._host.terms import saved, terms_here
-from jaxcoll._plan.calibration import Probes
-from jaxcoll._plan.cost import Prices
-from jaxcoll._plan.presets import preset
-from jaxcoll._plan.terms import parsed, terms_of
+from jaxcoll._cluster.launch.local import launch
+from jaxcoll._mesh.machine_costs import saved, terms_here
+from jaxcoll._plan.cost.fit import Probes
+from jaxcoll._plan.cost.model import Prices
+from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.cost.terms import parsed, terms_of
 from jaxcoll._plan.world import World
-from jaxcoll.bench import calibrate, teams, worlds
-from jaxcoll.bench.launch import launch
-from jaxcoll.bench.spelling import BASELINE
-from jaxcoll.cli import main
+from jaxcoll.bench import calibrate, targets
+from jaxcoll.bench import rank_pool as teams
+from jaxcoll.bench.naming import BASELINE
+from jaxcoll.cli.main import main
 
 WORLD = World("cpu", (4,), processes=4)
 KiB = 1 << 10
@@ -135,8 +136,8 @@ def fake_world(monkeypatch):
     def teams_of(args, entries):
         yield [FakeTeam()]
 
-    monkeypatch.setattr(worlds, "teams_of", teams_of)
-    monkeypatch.setattr(worlds, "is_first", lambda teams: True)
+    monkeypatch.setattr(targets, "teams_of", teams_of)
+    monkeypatch.setattr(targets, "is_first", lambda teams: True)
     return FakeTeam
 
 
@@ -208,7 +209,7 @@ def test_devices_of_this_process_go_by_what_was_measured(monkeypatch, tmp_path, 
 
 PLANNED = """
 import jax, jaxcoll as jc
-from jaxcoll.bench.launch import join
+from jaxcoll._cluster.launch.local import join
 join()
 print("found", jc.plan(jax.ShapeDtypeStruct((8,), "float32")).terms.source)
 """

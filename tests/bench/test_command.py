@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxcoll.bench.launch import launch
-from jaxcoll.bench.spelling import BASELINE, TWIN
+from jaxcoll._cluster.launch.local import launch
+from jaxcoll.bench.naming import BASELINE, TWIN
 
 OURS = ["auto", "native@all", "ring", "halving-doubling", "shuffle"]
 
@@ -162,7 +162,7 @@ def children(parent, count):
     ],
 )  # fmt: skip
 def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
-    from jaxcoll.cli import main
+    from jaxcoll.cli.main import main
 
     assert main(["bench", *flags]) == 2
     said = capsys.readouterr().err
@@ -172,7 +172,7 @@ def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
 
 
 def test_the_others_take_one_dtype_only(tmp_path, capsys):
-    from jaxcoll.cli import main
+    from jaxcoll.cli.main import main
 
     tree = tmp_path / "mixed.json"
     tree.write_text('[{"shape": [1]}, {"shape": [1], "dtype": "int32"}]')

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcoll.bench.overlap import measure, parts_of
-from jaxcoll.bench.teams import Team
-from jaxcoll.bench.trees import Workload
-from jaxcoll.cli import main
+from jaxcoll.bench.rank_pool import Team
+from jaxcoll.bench.workloads import Workload
+from jaxcoll.cli.main import main
 
 
 class Machine(Team):

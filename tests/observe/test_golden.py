@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxcoll._observe.collective import Operand, wire_bytes
-from jaxcoll._observe.hlo import read_hlo, read_program
-from jaxcoll._observe.names import names, pack_of
-from jaxcoll._observe.stablehlo import read_stablehlo
+from jaxcoll._observe.parse.collective import Operand, wire_bytes
+from jaxcoll._observe.parse.hlo import read_hlo, read_program
+from jaxcoll._observe.parse.names import names, pack_of
+from jaxcoll._observe.parse.stablehlo import read_stablehlo
 
 GOLDEN = Path(__file__).parent / "golden"
 ALL = (tuple(range(8)),)

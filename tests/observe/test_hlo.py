@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from jaxcoll._observe.collective import Operand, wire_bytes
-from jaxcoll._observe.hlo import read_hlo, read_program
+from jaxcoll._observe.parse.collective import Operand, wire_bytes
+from jaxcoll._observe.parse.hlo import read_hlo, read_program
 
 ADD = """\
 %add (a: f32[], b: f32[]) -> f32[] {

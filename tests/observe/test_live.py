@@ -8,9 +8,9 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxcoll as jc
-from jaxcoll._observe.collective import Operand, wire_bytes
-from jaxcoll._observe.hlo import read_hlo
-from jaxcoll._observe.stablehlo import read_stablehlo
+from jaxcoll._observe.parse.collective import Operand, wire_bytes
+from jaxcoll._observe.parse.hlo import read_hlo
+from jaxcoll._observe.parse.stablehlo import read_stablehlo
 
 P = PartitionSpec
 ALL = (tuple(range(8)),)

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcoll as jc
-from jaxcoll._observe.narrow import narrow_sums
+from jaxcoll._observe.parse.narrow_sums import narrow_sums
 
 BF16 = jnp.bfloat16
 PARAMS = {

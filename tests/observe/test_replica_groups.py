@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcoll._observe.replica_groups import device_groups, group_size, mesh_groups, read_groups
+from jaxcoll._observe.parse.replica_groups import (
+    device_groups,
+    group_size,
+    mesh_groups,
+    read_groups,
+)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxcoll._observe.collective import KINDS, Collective, Operand
-from jaxcoll._observe.seconds import predicted
+from jaxcoll._observe.parse.collective import KINDS, Collective, Operand
+from jaxcoll._observe.predicted_time import predicted
 from jaxcoll._plan.algorithms import stages
-from jaxcoll._plan.cost import Prices
-from jaxcoll._plan.presets import preset
+from jaxcoll._plan.cost.model import Prices
+from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.world import World
 
 TWO_HOSTS = preset(World("gpu", (16,), processes=2, device_kind="NVIDIA H100", hosts=2))

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from jaxcoll._observe.collective import Operand
-from jaxcoll._observe.stablehlo import read_stablehlo
+from jaxcoll._observe.parse.collective import Operand
+from jaxcoll._observe.parse.stablehlo import read_stablehlo
 
 
 def module(*lines, meshes=""):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxcoll._observe.collective import KINDS, Collective, Operand, bytes_of, wire_bytes
+from jaxcoll._observe.parse.collective import KINDS, Collective, Operand, bytes_of, wire_bytes
 
 
 def collective(kind, n, *operands, **more):

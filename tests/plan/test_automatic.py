@@ -8,14 +8,22 @@ import numpy as np
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._plan.automatic import MODESTY, RULES, WORTH, algorithms_for, priced, rules_for, said
-from jaxcoll._plan.cost import Prices
-from jaxcoll._plan.leaves import Leaf
-from jaxcoll._plan.packing import BytesPerPack, NumPacks, Unpacked
+from jaxcoll._plan.cost.model import Prices
+from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.packs.automatic import (
+    MODESTY,
+    RULES,
+    WORTH,
+    algorithms_for,
+    priced,
+    rules_for,
+    said,
+)
+from jaxcoll._plan.packs.leaves import Leaf
+from jaxcoll._plan.packs.packing import BytesPerPack, NumPacks, Unpacked
 from jaxcoll._plan.planner import make_plan
-from jaxcoll._plan.presets import preset
 from jaxcoll._plan.world import World
-from jaxcoll.bench.trees import TREES
+from jaxcoll.bench.workloads import TREES
 
 F32 = np.dtype(np.float32)
 GLOO = World("cpu", (4,), processes=4)

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from jaxcoll._plan.algorithms import stages
-from jaxcoll._plan.calibration import PROBES, Probe, exchange, fitted
-from jaxcoll._plan.cost import Prices
-from jaxcoll._plan.curve import Curve
-from jaxcoll._plan.presets import preset
-from jaxcoll._plan.terms import Link
+from jaxcoll._plan.cost.curve import Curve
+from jaxcoll._plan.cost.fit import PROBES, Probe, exchange, fitted
+from jaxcoll._plan.cost.model import Prices
+from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.cost.terms import Link
 from jaxcoll._plan.world import World
 
 KiB, MiB = 1 << 10, 1 << 20

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import jaxcoll as jc
 from jaxcoll._plan.algorithms import DESCRIPTIONS, stages
-from jaxcoll._plan.cost import Cost, Load, Prices, loads, scaling
-from jaxcoll._plan.curve import Curve
-from jaxcoll._plan.presets import NETWORKS, preset
-from jaxcoll._plan.terms import Key, Link, Terms
+from jaxcoll._plan.cost.curve import Curve
+from jaxcoll._plan.cost.model import Cost, Load, Prices, loads, scaling
+from jaxcoll._plan.cost.presets import NETWORKS, preset
+from jaxcoll._plan.cost.terms import Key, Link, Terms
 from jaxcoll._plan.world import World
 
 WORLDS = [

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcoll._plan.algorithms import stages
-from jaxcoll._plan.cost import Prices
-from jaxcoll._plan.curve import Curve
-from jaxcoll._plan.presets import preset
+from jaxcoll._plan.cost.curve import Curve
+from jaxcoll._plan.cost.model import Prices
+from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.world import World
 
 PUBLISHED = Path(__file__).parent / "published"

@@ -166,7 +166,7 @@ def test_collective_hints_warn_and_give_options():
 
 
 def test_experimental_hints_are_the_older_name_of_options():
-    from jaxcoll._plan.hints import given
+    from jaxcoll._distribute.ops.hints import given
 
     options = Options(bytes_per_pack=3)
     assert given(options, None) == given(None, options) == options

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._host.plan import plan_in
-from jaxcoll._host.world import topology_world
+from jaxcoll._api.plan import plan_in
+from jaxcoll._mesh.world import topology_world
+from jaxcoll._plan.cost.clusters import topology_named
+from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import make_plan
-from jaxcoll._plan.presets import preset
-from jaxcoll._plan.topology import topology_named
 
 H100 = topology_world(topology_named("h100:8"))
 ASKED = jc.CommunicationOptions(overlap=True)

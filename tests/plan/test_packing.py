@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxcoll._plan.leaves import Leaf
-from jaxcoll._plan.packing import (
+from jaxcoll._plan.packs.leaves import Leaf
+from jaxcoll._plan.packs.packing import (
     BytesPerPack,
     GroupSmall,
     NumPacks,

@@ -9,7 +9,7 @@ import pytest
 
 import jaxcoll as jc
 from jaxcoll._plan.choose import choose
-from jaxcoll._plan.packing import BytesPerPack
+from jaxcoll._plan.packs.packing import BytesPerPack
 from jaxcoll._plan.world import World
 
 TREE = {"w": jax.ShapeDtypeStruct((10, 10), jnp.float32), "b": np.zeros(10, np.float32), "s": 1.0}

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from jaxcoll._plan.curve import Curve
-from jaxcoll._plan.presets import preset
-from jaxcoll._plan.terms import Key, Link, Terms, read_terms
+from jaxcoll._plan.cost.curve import Curve
+from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.cost.terms import Key, Link, Terms, read_terms
 from jaxcoll._plan.world import World
 
 GLOO = World("cpu", (4,), processes=4)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import jaxcoll as jc
-from jaxcoll.bench.launch import join
+from jaxcoll._cluster.launch.local import join
 
 assert join()
 strategy = jc.MultiWorkerMirroredStrategy()

@@ -25,8 +25,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxcoll.bench.launch import coordinated, world_variables
-from jaxcoll.bench.processes import surely_ended
+from jaxcoll._cluster.launch.local import coordinated, world_variables
+from jaxcoll._cluster.launch.subprocesses import surely_ended
 
 from .campaign_faults import DEADLINE, FAULTS, LATE, TIMEOUT
 

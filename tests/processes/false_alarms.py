@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import jaxcoll as jc
-from jaxcoll.bench.launch import RANK, join, launch
+from jaxcoll._cluster.launch.local import RANK, join, launch
 
 PROCESSES, SIZE = 4, 64
 

@@ -4,7 +4,7 @@ import sys
 
 import jax
 
-from jaxcoll.bench.launch import join
+from jaxcoll._cluster.launch.local import join
 
 jax.config.update("jax_enable_recoverability", True)
 assert join()
@@ -19,13 +19,13 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
-from jaxcoll._host import coordination, order  # noqa: E402
+from jaxcoll._dispatch import call_predictor, watchdog  # noqa: E402
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 
 from cases import HUGE, corrupt_huge_sums  # noqa: E402
 
-WATCH = coordination.watch()
+WATCH = watchdog.watch()
 RANK = WATCH.process
 HURRIED = jc.CommunicationOptions(timeout_seconds=1.5)
 
@@ -107,7 +107,7 @@ def out_of_step():
 def departs():
     """Two pairs that went round a loop; then one of each leaves it earlier than it ever did."""
     if RANK > 1:
-        order.ALLOWED = 0  # as where the order is so irregular that processes stopped to agree
+        call_predictor.ALLOWED = 0  # as where the order is so irregular that processes stopped to agree
     mesh = of([0, 1] if RANK < 2 else [2, 3])
     one, two = step.on(mesh), twice.on(mesh)
     for f in (one, one, two) * 4:
@@ -212,7 +212,7 @@ if __name__ == "__main__":
     try:
         globals()[sys.argv[1]]()
     finally:
-        WATCH = coordination.watch()
+        WATCH = watchdog.watch()
         WATCH.end()
         sys.stdout.flush()
         time.sleep(0.5 * (RANK == 0))

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import jaxcoll as jc
-from jaxcoll._host.crew import Crew
+from jaxcoll._elastic.membership import Crew
 
 WHAT, FOLDER, AGAIN = sys.argv[1], Path(sys.argv[2]), "again" in sys.argv
 RANK = int(os.environ["JAXCOLL_RANK"])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxcoll as jc
-from jaxcoll.bench.launch import join
+from jaxcoll._cluster.launch.local import join
 
 if "PORTS" in os.environ:  # TensorFlow's way into the same job
     own, *others = (

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxcoll.bench.launch import world
-from jaxcoll.bench.processes import surely_ended
+from jaxcoll._cluster.launch.local import world
+from jaxcoll._cluster.launch.subprocesses import surely_ended
 
 pytestmark = pytest.mark.processes
 SCRIPT = Path(__file__).with_name("faults.py")

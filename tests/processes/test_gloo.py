@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxcoll.bench.launch import LaunchError, launch
+from jaxcoll._cluster.launch.local import LaunchError, launch
 
 pytestmark = pytest.mark.processes
 WORLD = Path(__file__).with_name("world.py")

@@ -13,7 +13,7 @@ import pytest
 from processes.hosts import hosts
 
 import jaxcoll as jc
-from jaxcoll.bench.processes import surely_ended
+from jaxcoll._cluster.launch.subprocesses import surely_ended
 
 pytestmark = pytest.mark.processes
 JOB = Path(__file__).with_name("cut_job.py")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxcoll.cli import main
+from jaxcoll.cli.main import main
 
 pytestmark = pytest.mark.processes
 
@@ -380,7 +380,7 @@ def test_the_doctor_looks_over_a_job_and_sees_devices_that_differ(tmp_path):
         tmp_path,
         "import os, sys\n"
         "os.environ['JAX_NUM_CPU_DEVICES'] = str(1 + int(os.environ['JAXCOLL_RANK']))\n"
-        "from jaxcoll.cli import main\n"
+        "from jaxcoll.cli.main import main\n"
         "sys.exit(main(['doctor', '--json']))\n",
     )
     well = run("-n", "2", "-m", "jaxcoll", "doctor", "--json")

@@ -15,8 +15,8 @@ import json, os, sys, threading, time
 import jax
 jax.config.update("jax_platforms", "cpu")
 import jaxcoll as jc
-from jaxcoll._host.coordination import watch
-from jaxcoll.bench.launch import free_port
+from jaxcoll._dispatch.watchdog import watch
+from jaxcoll._cluster.launch.local import free_port
 
 def held():
     children = [open(f"/proc/self/task/{t}/children").read() for t in os.listdir("/proc/self/task")]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxcoll.bench.launch import coordinated, world_variables
-from jaxcoll.bench.processes import surely_ended
+from jaxcoll._cluster.launch.local import coordinated, world_variables
+from jaxcoll._cluster.launch.subprocesses import surely_ended
 
 pytestmark = pytest.mark.processes
 JOB = Path(__file__).with_name("regroup_job.py")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxcoll.bench.launch import free_port, launch
+from jaxcoll._cluster.launch.local import free_port, launch
 
 pytestmark = pytest.mark.processes
 SCRIPT = Path(__file__).with_name("strategy.py")

@@ -16,11 +16,11 @@ import jax
 import numpy as np
 
 import jaxcoll as jc
-from jaxcoll._host import deadline
-from jaxcoll.bench.launch import RANK, join, launch
+from jaxcoll._cluster.launch.local import RANK, join, launch
+from jaxcoll._dispatch import dispatch
 from jaxcoll.bench.timing import interleaved, ratio
 
-WATCHED = deadline.team_of
+WATCHED = dispatch.team_of
 ROUND_SECONDS = 0.04
 """About how long the calls of one round take."""
 
@@ -39,7 +39,7 @@ def measured(kib, rounds):
     calls = 10
 
     def seconds(call, team_of=WATCHED):
-        deadline.team_of = team_of
+        dispatch.team_of = team_of
         start = time.perf_counter()
         for _ in range(calls):
             call(x).block_until_ready()

@@ -4,7 +4,7 @@ import functools
 import sys
 import time
 
-from jaxcoll.bench.launch import join
+from jaxcoll._cluster.launch.local import join
 
 assert join()
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
-from jaxcoll._compat_coordination import store  # noqa: E402
+from jaxcoll._compat.coordination import store  # noqa: E402
 
 
 def train():

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcoll as jc
 from jaxcoll import _compat
-from jaxcoll._spmd import algorithms
+from jaxcoll._spmd.algorithms import table as algorithms
 from tests.cases import mesh_of, noise, rows, run
 
 CARRIERS = ["native", "ring", "halving_doubling", "shuffle"]

@@ -8,8 +8,8 @@ from cases import OPTIONS, RUNNERS, assert_trees_equal, lowered, per_replica, ro
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxcoll as jc
+from jaxcoll._plan.packs.shard_layout import layout_of
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.shard_layout import layout_of
 from jaxcoll._spmd.shards import sharded_leaves
 
 P = PartitionSpec

@@ -15,7 +15,7 @@ import jaxcoll as jc
 from jaxcoll._plan.algorithms import DESCRIPTIONS, in_tree_order, stages
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.world import World
-from jaxcoll._spmd.exchange import tree_sum
+from jaxcoll._spmd.algorithms.exchange import tree_sum
 
 P = jax.sharding.PartitionSpec
 SHAPES = {"a": (301,), "b": (), "c": (17, 3), "d": (64,)}

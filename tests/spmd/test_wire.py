@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._observe.hlo import read_hlo
+from jaxcoll._observe.parse.hlo import read_hlo
 
 P = jax.sharding.PartitionSpec
 SIZE = 10007

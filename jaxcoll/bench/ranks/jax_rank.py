@@ -14,18 +14,18 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcoll as jc
-from jaxcoll._host.terms import circumstances, preset_here, saved
-from jaxcoll._host.world import mesh_scope, mesh_world
-from jaxcoll._observe.collective import wire_bytes
-from jaxcoll._observe.hlo import read_hlo
+from jaxcoll._cluster.launch.local import join
+from jaxcoll._mesh.machine_costs import circumstances, preset_here, saved
+from jaxcoll._mesh.world import mesh_scope, mesh_world
+from jaxcoll._observe.parse.collective import wire_bytes
+from jaxcoll._observe.parse.hlo import read_hlo
+from jaxcoll._plan.cost.terms import terms_of
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.terms import terms_of
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.scope import entered
-from jaxcoll.bench.launch import join
+from jaxcoll.bench.naming import BASELINE, TWIN, options_of
 from jaxcoll.bench.ranks.data import Exact, block, held, leaf
 from jaxcoll.bench.ranks.rank import Rank, serve
-from jaxcoll.bench.spelling import BASELINE, TWIN, options_of
 
 
 class JaxRank(Rank):

@@ -1,0 +1,201 @@
+"""The calls a user makes inside a mapped program: read the scope, then hand down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxcoll._mesh.world import scope_here
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._spmd import broadcast as _broadcast
+from jaxcoll._spmd import gather, reduce
+from jaxcoll._spmd import reduce_scatter as _halves
+from jaxcoll._spmd.shards import Shards, is_shards
+
+
+def all_reduce(
+    reduce_op: ReduceOp | str,
+    value: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    options: CommunicationOptions | None = None,
+    invariant: reduce.Invariant = "error",
+) -> Any:
+    """Reduce every leaf of a pytree over the replicas along one or several mapped axes.
+
+    Law: the result equals the float64 reference within n·eps of the sum of magnitudes, keeps
+    the tree's order and structure, and, for n replicas on one axis of size 1, is the value
+    itself without a collective. The cotangent of `all_reduce` is the `all_reduce` of the
+    cotangents with the same op.
+
+    Args:
+      reduce_op: `ReduceOp.SUM`, `ReduceOp.MEAN`, or their names in any case. A MEAN is one sum
+        and one division; of integers it has JAX's default float type, and 32- and 64-bit ones
+        wrap around where their sum does; of float16 it does not overflow where the mean fits.
+      value: any pytree of numeric arrays, of any shapes and dtypes, equal on all replicas in
+        structure and shape. Empty arrays and None pass through. An `IndexedSlices` in it is
+        reduced by gathering: every replica's rows and indices, duplicates kept, one after
+        another in replica order; a MEAN divides the rows.
+      axis_name: the axis that `jax.shard_map`, `jax.pmap` or `jax.vmap` maps; or a tuple of
+        mesh axes, outer (between hosts) to inner (within a host).
+      options: how to pack and what carries it; unset ones come from the enclosing
+        `data_parallel` or strategy, then from the automatic choice. Their `timeout_seconds`
+        bounds the call of that step, or is refused where there is none.
+      invariant: what to do with a leaf that a checked `shard_map` knows to be the same on every
+        replica. "error": refuse it. "summed": it is the sum over replicas already (as autodiff
+        makes of a replicated parameter's gradient); SUM leaves it, MEAN divides. "replicated":
+        every replica holds this value; SUM multiplies it, MEAN leaves it.
+
+    Returns:
+      A pytree like `value`, *invariant* over the axes, so that `out_specs=P()` type-checks.
+      Cost: 2(n-1)/n of the bytes leave each device, one collective a pack before the
+      compiler combines them; see `jc.plan` for steps and bytes.
+
+    Raises:
+      NameError: an axis is not mapped here; the message lists those that are.
+      ValueError: a leaf cannot be reduced (its path is named), or an argument is invalid.
+      AlreadyReducedError: a leaf is invariant and `invariant` was not given.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
+      >>> jax.vmap(lambda v: all_reduce("sum", v, "data"), axis_name="data")(x)[0].tolist()
+      [16.0, 20.0]
+      >>> jax.vmap(lambda v: all_reduce("mean", v, "data"), axis_name="data")(x)[3].tolist()
+      [4.0, 5.0]
+    """
+    scope, op = scope_here().merged(checked(options)), ReduceOp.of(reduce_op)
+    if invariant != "replicated":
+        value = reduce.reduced_once(value, axis_name, scope=scope)
+    return reduce.all_reduce(op, value, axis_name, scope=scope, invariant=invariant)
+
+
+def all_gather(
+    value: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    axis: int = 0,
+    options: CommunicationOptions | None = None,
+) -> Any:
+    """Join every leaf of a pytree with those of the other replicas, in replica order.
+
+    Law: the result is `jnp.concatenate` of the replicas' leaves along `axis`, to the bit. Of the
+    `Shards` that `reduce_scatter` returns it is the tree whose parts they are: its structure,
+    shapes and dtypes. The cotangent of a leaf is its own slice of the sum of the replicas'
+    cotangents.
+
+    Args:
+      value: any pytree of arrays, of any dtype, equal on all replicas in structure and shape;
+        none may be a scalar. Or a `Shards`.
+      axis_name: as in `all_reduce`; along several axes the outer counts slowest. Of `Shards` the
+        one they were made over.
+      axis: the dimension along which each leaf is joined; negative ones count from the last. It
+        has no meaning for `Shards`.
+      options: as in `all_reduce`; there is nothing to cut in `shards`.
+
+    Returns:
+      A pytree like `value`, with n times the size along `axis`, or the tree of the `Shards`;
+      *invariant* over the axes. Cost: one collective a pack; a device sends its own bytes to n-1
+      others, (n-1)/n of the result.
+
+    Raises:
+      NameError: an axis is not mapped here; the message lists those that are.
+      NotImplementedError: a leaf is an `IndexedSlices`.
+      ValueError: a leaf has no such dimension (its path and shape are named), or an argument is
+        invalid.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+      >>> jax.vmap(lambda v: all_gather(v, "data"), axis_name="data")(x)[0].tolist()
+      [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    """
+    scope = scope_here().merged(checked(options))
+    if is_shards(value):
+        if axis != 0:
+            raise ValueError(
+                f"`all_gather` of Shards gives the tree that they are parts of; `axis` ({axis!r}) "
+                "has no meaning there: leave it out."
+            )
+        return _halves.all_gather(value, axis_name, scope=scope)
+    return gather.all_gather(value, axis_name, axis=axis, scope=scope)
+
+
+def reduce_scatter(
+    reduce_op: ReduceOp | str,
+    value: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    options: CommunicationOptions | None = None,
+) -> Shards:
+    """The first half of an `all_reduce`: every replica ends with an n-th of the reduced tree.
+
+    Law: `all_gather(reduce_scatter(op, value, axis), axis)` is `all_reduce(op, value, axis)`, to
+    rounding. The cotangent of `value` is the `all_gather` of the shards' cotangents, divided by n
+    for a MEAN; that of the gathered tree is reduce-scattered, as a SUM.
+
+    Args:
+      reduce_op: as in `all_reduce`.
+      value: any pytree of numeric arrays, equal on all replicas in structure and shape; empty
+        arrays, scalars and None come back from `all_gather` as they were.
+      axis_name: as in `all_reduce`.
+      options: as in `all_reduce`; without `bytes_per_pack`, leaves over 2 MiB are packs of their
+        own and others share packs of 16 MiB. `shards` is refused: there is one for each replica.
+
+    Returns:
+      `Shards`, *varying* over the axes: for each pack an array of shape (rows, 128), of which less
+      than a row is padding. Cost: (n-1)/n of the bytes leave each device, half of an `all_reduce`;
+      one collective a pack before the compiler combines them.
+
+    Raises:
+      NameError: an axis is not mapped here; the message lists those that are.
+      ValueError: a leaf cannot be reduced or cut (its path is named), or an argument is invalid.
+      AlreadyReducedError: a leaf is the same on every replica already.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jnp.arange(2 * 300.0).reshape(2, 300)
+      >>> shards = jax.vmap(lambda v: reduce_scatter("sum", v, "data"), axis_name="data")(x)
+      >>> [part.shape for part in shards.parts], float(shards.parts[0][1, 0, 0])
+      ([(2, 2, 128)], 812.0)
+    """
+    scope = scope_here().merged(checked(options))
+    value = reduce.reduced_once(value, axis_name, scope=scope)
+    return _halves.reduce_scatter(ReduceOp.of(reduce_op), value, axis_name, scope=scope)
+
+
+def broadcast(
+    value: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    source: int = 0,
+    options: CommunicationOptions | None = None,
+) -> Any:
+    """Give every replica the value that one of them holds.
+
+    Law: the result equals the source's value, whatever the others hold; of a negative zero the
+    sign may be lost, and all of a subnormal number (in float32 below 1.2e-38), as in any sum of
+    XLA's. The cotangent of the source is the sum of the replicas' cotangents, that of the others
+    zero; a float8_e8m0fnu, which has no zero, travels as its bits and has no cotangent.
+
+    Args:
+      value: any pytree of arrays, booleans among them, equal on all replicas in structure and
+        shape.
+      axis_name: as in `all_reduce`.
+      source: whose value; with several axes the outer counts slowest.
+      options: as in `all_reduce`.
+
+    Returns:
+      A pytree like `value`, *invariant* over the axes. Cost: that of an `all_reduce`.
+
+    Raises:
+      NameError: an axis is not mapped here; the message lists those that are.
+      ValueError: there is no such replica, a leaf holds no numbers, or an argument is invalid.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jnp.array([1.0, 2.0, 3.0])
+      >>> jax.vmap(lambda v: broadcast(v, "data", source=1), axis_name="data")(x).tolist()
+      [2.0, 2.0, 2.0]
+    """
+    scope = scope_here().merged(checked(options))
+    return _broadcast.broadcast(value, axis_name, source=source, scope=scope)

@@ -1,0 +1,271 @@
+"""Public in-program gradients: of the whole batch, in micro-batches, or as soon as they exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxcoll._mesh.world import scope_here
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._spmd.gradients import gradient, sync
+from jaxcoll._spmd.gradients.accumulate import MicroBatches
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    axis_name: str | tuple[str, ...],
+    *,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    scatter: bool = False,
+    options: CommunicationOptions | None = None,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` of the loss over all replicas, from the loss of each one's share.
+
+    Law: n devices equal one device. The value and the gradient are those that `fun` would
+    have on the whole batch, to rounding, under `pmap` and under `shard_map` with checks on or
+    off: for MEAN with equal shares, for SUM with any, and for a mean weighted by tokens or by
+    real examples when `fun` returns a `WeightedLoss`. A leaf that a checked `shard_map` types as
+    varying is this replica's own (an expert, a part of a sharded parameter, the batch): it is
+    reduced over the other axes only, and its gradient is that of the same global loss by this copy.
+    Where types say nothing (`pmap`, `vmap`, `check_vma=False`) every leaf is taken for one that all
+    replicas hold alike; use `jax.grad` for those that are not.
+
+    Args:
+      fun: the loss of one replica's share of the batch, a scalar or a `WeightedLoss`. It must
+        not reduce the loss over `axis_name` itself.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner.
+      reduce_op: MEAN or SUM, or their names in any case.
+      argnums: positions of the arguments to differentiate, as in `jax.value_and_grad`.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      scatter: leave each replica an n-th of the gradients only, as `Shards`, for the `update` of a
+        `sharded_optimizer`.
+      options: as in `all_reduce`.
+
+    Returns:
+      A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux),
+      grads)`. Value and gradients are *invariant* over the axes, gradients in `Shards` and of what
+      is a replica's own *varying*; `aux` is this replica's own (*varying*), but each `WeightedMean`
+      and `Total` in it comes back as a number over all replicas (*invariant*). Cost: one
+      `all_reduce` of the gradients with loss and metrics among them; with `scatter` a
+      `reduce_scatter`, and an `all_reduce` of the rest.
+
+    Raises:
+      NameError: an axis is not mapped here.
+      ValueError: a WeightedLoss meets SUM, a leaf that is a replica's own meets `scatter`, or an
+        argument is invalid; what is no function or no position is refused at once. Where jaxcoll
+        reads the whole program (`strategy.run`), a leaf that differs between replicas.
+      TypeError: the loss is no scalar, or a tuple without `has_aux`.
+      AlreadyReducedError: the loss was reduced inside `fun`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> step = value_and_grad(lambda w, x: jnp.mean(w * x), "data")
+      >>> shares = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> value, grad = jax.vmap(step, in_axes=(None, 0), axis_name="data")(2.0, shares)
+      >>> value.tolist(), grad.tolist()
+      ([5.0, 5.0], [2.5, 2.5])
+    """
+    return _gradient(fun, axis_name, reduce_op, argnums, has_aux, scatter, options, with_value=True)
+
+
+def grad(
+    fun: Callable[..., Any],
+    axis_name: str | tuple[str, ...],
+    *,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    scatter: bool = False,
+    options: CommunicationOptions | None = None,
+) -> Callable[..., Any]:
+    """`value_and_grad` without the value, which is then not reduced either.
+
+    Args:
+      fun: the loss of one replica's share of the batch.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner.
+      reduce_op: MEAN or SUM, or their names in any case.
+      argnums: positions of the arguments to differentiate.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      scatter: as in `value_and_grad`.
+      options: as in `all_reduce`.
+
+    Returns:
+      A function with `fun`'s arguments that returns `grads`, or `(grads, aux)`; the gradients
+      are *invariant* over the axes, but for leaves that are a replica's own, `aux` *varying*.
+    """
+    return _gradient(
+        fun, axis_name, reduce_op, argnums, has_aux, scatter, options, with_value=False
+    )
+
+
+def sync_in_backward(
+    params: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    options: CommunicationOptions | None = None,
+) -> Any:
+    """`params` themselves, whose gradient is reduced over replicas as soon as it exists.
+
+    Made for models that scan over their layers. Called inside the scan's body on that layer's
+    slice of the stacked parameters, it puts one `all_reduce` of that layer's gradient inside the
+    loop of the backward pass, where it can travel while the layer before is differentiated.
+
+    Law: the forward pass is the identity. In the backward pass the gradients of the group are
+    one `all_reduce`, packed by a plan, in the dtype of `params`: what is cast to bfloat16 after
+    it travels as float32. Works under `jax.checkpoint`, in nested scans, for parameters used
+    more than once, and for derivatives of any order and direction.
+
+    Inside the loss of `jc.value_and_grad` or `jc.grad`, which is where it belongs, n devices
+    equal one device for every mixture of leaves that are synced, partly synced or not synced:
+    what is proven to be the same everywhere is not sent again, and what differs between replicas is
+    refused. Inside plain `jax.grad` the synced
+    leaves are all that is right: others keep each replica's own gradient or, under a checked
+    `shard_map`, the sum that autodiff makes of it.
+
+    Args:
+      params: a pytree of floating arrays, *invariant* or *varying* over the axes; None passes.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner.
+      reduce_op: MEAN or SUM, or their names in any case. Inside `jc.value_and_grad` MEAN, which
+        that makes a sum or a weighted mean of where it was asked for one.
+      options: as in `all_reduce`; unset ones are those of the enclosing `jc.value_and_grad`, then
+        of the enclosing program.
+
+    Returns:
+      A pytree like `params`, *varying* over the axes, so that autodiff adds no sum of its own.
+      The loss must be this replica's own: one that was averaged over replicas has gradients that
+      were divided by their number already. Cost: none forward; backward an `all_reduce`.
+
+    Raises:
+      NameError: an axis is not mapped here; the message lists those that are.
+      ValueError: a leaf has no gradient (its path is named), SUM was asked for inside
+        `jc.value_and_grad`, or a leaf differs between replicas where that can be read (there, and
+        in `strategy.run`).
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> def loss(stack, x):
+      ...     def layer(x, w):
+      ...         return x * sync_in_backward(w, "data"), None
+      ...     return jax.lax.scan(layer, x, stack)[0]
+      >>> step = jax.vmap(grad(loss, "data"), in_axes=(None, 0), axis_name="data")
+      >>> step(jnp.array([2.0, 5.0]), jnp.array([1.0, 3.0]))[0].tolist()
+      [10.0, 4.0]
+    """
+    return sync.sync_in_backward(
+        params,
+        axis_name,
+        reduce_op=ReduceOp.of(reduce_op),
+        scope=scope_here(),
+        options=checked(options),
+    )
+
+
+def accumulate(
+    fun: Callable[..., Any],
+    axis_name: str | tuple[str, ...],
+    num_micro_batches: int,
+    *,
+    batch_argnums: int | Sequence[int] = -1,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    scatter: bool = False,
+    options: CommunicationOptions | None = None,
+) -> Callable[..., Any]:
+    """`value_and_grad` of a batch that is taken in pieces: one reduction a step, not one a piece.
+
+    Law: the result is that of `jc.value_and_grad(fun, axis_name)` on the whole batch, to
+    rounding: for MEAN, since the pieces are equal; for SUM; and for a `WeightedLoss`, however its
+    weights are spread over pieces and replicas. No collective stands in the loop over the pieces
+    that `fun` does not put there.
+
+    Args:
+      fun: the loss of one piece, as in `value_and_grad`.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner.
+      num_micro_batches: pieces, of neighbouring rows, that each replica's share is cut into.
+      batch_argnums: positions of the arguments that are cut along their leading dimension; the
+        rest, and keyword arguments, are whole in every piece. Default: the last one, as in
+        `data_parallel`. For other random numbers in every piece, cut an array of keys with it.
+      reduce_op: MEAN or SUM, or their names in any case.
+      argnums: positions of the arguments to differentiate.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      scatter: as in `value_and_grad`.
+      options: as in `all_reduce`.
+
+    Returns:
+      A function with `fun`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`.
+      Value and gradients are *invariant*, gradients in `Shards` and of what is a replica's own
+      *varying*, as in `value_and_grad`. Each `WeightedMean` and `Total` in `aux` becomes one number
+      over pieces and replicas; the rest of `aux` is this replica's own (*varying*), with the pieces
+      along a new leading dimension; what is neither array nor number is as it was. Gradients
+      narrower than 32 bits are added up in float32 and travel in their own type. Cost: the memory
+      of one piece and of one gradient more (in float32); one `all_reduce` for all.
+
+    Raises:
+      ValueError: the pieces do not divide a share, a leaf of the batch is a scalar, an argument is
+        both cut and differentiated, or `num_micro_batches` is no integer above 0; and as in
+        `value_and_grad`.
+
+    Warns:
+      ReductionInLoopWarning: `fun` reduces what is only added up or kept.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> step = accumulate(lambda w, x: jnp.mean(w * x), "data", 2)
+      >>> shares = jnp.array([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
+      >>> value, grad = jax.vmap(step, in_axes=(None, 0), axis_name="data")(2.0, shares)
+      >>> value.tolist(), grad.tolist()
+      ([9.0, 9.0], [4.5, 4.5])
+    """
+    count = num_micro_batches
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(
+            f"`jc.accumulate` expects `num_micro_batches` to be an integer of at least 1; "
+            f"got {count!r}."
+        )
+    several = isinstance(batch_argnums, Sequence)
+    positions = tuple(batch_argnums) if several else (batch_argnums,)
+    if not positions or not all(isinstance(p, int) for p in positions):
+        raise ValueError(
+            "`jc.accumulate` expects `batch_argnums` to be a position or several; "
+            f"got {batch_argnums!r}."
+        )
+    return gradient.reduced_gradient(
+        fun,
+        axis_name,
+        reduce_op=ReduceOp.of(reduce_op),
+        argnums=argnums,
+        has_aux=has_aux,
+        scatter=scatter,
+        with_value=True,
+        scope=scope_here,
+        options=checked(options),
+        micro_batches=MicroBatches(count, positions),
+    )
+
+
+def _gradient(
+    fun: Callable[..., Any],
+    axis_name: str | tuple[str, ...],
+    reduce_op: ReduceOp | str,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    scatter: bool,
+    options: CommunicationOptions | None,
+    *,
+    with_value: bool,
+) -> Callable[..., Any]:
+    return gradient.reduced_gradient(
+        fun,
+        axis_name,
+        reduce_op=ReduceOp.of(reduce_op),
+        argnums=argnums,
+        has_aux=has_aux,
+        scatter=scatter,
+        with_value=with_value,
+        scope=scope_here,
+        options=checked(options),
+    )

@@ -1,0 +1,176 @@
+"""The plan of a reduction, made from shapes on the host, before anything is traced."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxcoll._mesh.machine_costs import terms_here
+from jaxcoll._mesh.mesh import checked_mesh
+from jaxcoll._mesh.placement import is_array
+from jaxcoll._mesh.world import mesh_world, topology_world
+from jaxcoll._plan.cost.clusters import Topology, topology_named
+from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.cost.terms import Terms
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.packs.leaves import Leaf, check_reducible, where, wire_dtype
+from jaxcoll._plan.packs.shard_layout import layout_of
+from jaxcoll._plan.packs.shard_plan import Half, plan_half
+from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.planner import make_plan
+from jaxcoll._plan.world import World
+from jaxcoll._spmd.reduce_scatter import plan_scatter
+from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.shards import sharded_leaves
+from jaxcoll._spmd.sparse import is_sparse
+
+
+def plan(
+    value: Any,
+    *,
+    axis_size: int | tuple[int, ...] | None = None,
+    mesh: Mesh | None = None,
+    axis_name: str | tuple[str, ...] = "data",
+    options: CommunicationOptions | None = None,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    topology: str | None = None,
+    collective: str = "all_reduce",
+) -> Plan:
+    """What `all_reduce`, or a half of it, will send for a tree of these shapes, and why.
+
+    Law: it is the plan that `all_reduce` carries out with the same options on the same world.
+
+    Args:
+      value: a pytree of arrays, `jax.ShapeDtypeStruct`s and IndexedSlices of either, as on one
+        replica.
+      axis_size: replicas, on devices of this process or of `topology`; for several axes their
+        sizes, from outer to inner; or
+      mesh: devices and axes. Neither: all devices.
+      axis_name: the axis of `mesh`, or axes from outer to inner, that is reduced over.
+      options: how to pack and what carries it.
+      reduce_op: SUM or MEAN.
+      topology: a cluster to plan for instead of the devices here, such as "h100:2x8" for two
+        hosts of eight GPUs or "v5p:8x8x8" for the chips of a TPU pod along each dimension. With
+        two axes and no `axis_size` they are its hosts and what each host has.
+      collective: "all_reduce", "reduce_scatter", or "all_gather", that of such a tree's `Shards`.
+
+    Returns:
+      A `Plan`: print it for a table; `to_json()` for machines. Cost: nothing is compiled.
+
+    Raises:
+      ValueError: an argument is invalid, or a leaf cannot be reduced.
+
+    Examples:
+      >>> import numpy as np
+      >>> grads = {"b": np.zeros(3, "f"), "w": np.zeros((2, 3), "f")}
+      >>> plan(grads, axis_size=4, options=CommunicationOptions(bytes_per_pack=64)).wire_bytes
+      56
+      >>> print(plan(grads, topology="h100:2x8").world)
+      16 × gpu, 2 processes
+    """
+    op = ReduceOp.of(reduce_op)
+    if topology is None:
+        world = _world(axis_size, mesh, axis_name)
+        terms = terms_here(world)
+    else:
+        world = _world_of(topology_named(topology), axis_size, mesh, axis_name)
+        terms = preset(world)  # what was measured on this machine says nothing of that one
+    if collective == "all_reduce":
+        return plan_in(value, world, terms, options, op)
+    if collective not in get_args(Half):
+        raise ValueError(
+            "`collective` must be 'all_reduce', 'reduce_scatter' or 'all_gather'; got "
+            f"{collective!r}."
+        )
+    said, axes = checked(options), {f"axis{i}": n for i, n in enumerate(world.sizes)}
+    treedef, leaves = sharded_leaves(value, axes, "plan")
+    if collective == "reduce_scatter":
+        scope = Scope(lambda _: world, lambda _: terms, said)
+        return plan_scatter(treedef, leaves, op, axes, world, scope)[0]
+    layout = layout_of(treedef, leaves, world.replicas, said.bytes_per_pack)
+    return plan_half("all_gather", ReduceOp.SUM, layout, layout.leaves, said, world, terms)
+
+
+def plan_in(
+    value: Any,
+    world: World,
+    terms: Terms,
+    options: CommunicationOptions | None = None,
+    reduce_op: ReduceOp = ReduceOp.MEAN,
+) -> Plan:
+    """The plan of `plan` in a world that is known.
+
+    Raises:
+      ValueError: as `plan`.
+    """
+    leaves = [
+        _leaf(jax.tree_util.keystr(path), leaf, reduce_op, world)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)[0]
+    ]
+    return make_plan(reduce_op, leaves, checked(options), world, terms=terms)
+
+
+def _leaf(path: str, leaf: Any, reduce_op: ReduceOp, world: World) -> Leaf:
+    indices = None
+    if is_sparse(leaf):
+        leaf.check(f"`plan`: {where(path)}")
+        leaf, indices = leaf.values, jax.dtypes.canonicalize_dtype(leaf.indices.dtype)
+    elif not is_array(leaf) and not hasattr(leaf, "dtype"):
+        raise ValueError(
+            f"`plan`: {where(path)}: expected an array or a number, got {type(leaf).__name__}."
+        )
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
+    check_reducible(path + ".values" * (indices is not None), dtype)
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    wire = wire_dtype(dtype, reduce_op, world) if indices is None else dtype
+    return Leaf(path, tuple(np.shape(leaf)), dtype, wire, world.sizes, indices=indices)
+
+
+def _world(
+    axis_size: int | tuple[int, ...] | None, mesh: Mesh | None, axis_name: str | tuple[str, ...]
+) -> World:
+    if axis_size is None:
+        mesh = checked_mesh(mesh, axis_name, "plan")
+        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        return mesh_world(mesh, {name: mesh.shape[name] for name in names})
+    if mesh is not None:
+        raise ValueError("`plan` takes `axis_size` or `mesh`, not both.")
+    kind = jax.devices()[0].device_kind if jax.default_backend() != "cpu" else ""
+    return World(jax.default_backend(), _sizes(axis_size), device_kind=kind)
+
+
+def _world_of(
+    topology: Topology,
+    axis_size: int | tuple[int, ...] | None,
+    mesh: Mesh | None,
+    axis_name: str | tuple[str, ...],
+) -> World:
+    if mesh is not None:
+        raise ValueError("`plan` takes `topology` or `mesh`, not both.")
+    if axis_size is None:
+        sizes = topology.sizes(len(axis_name) if isinstance(axis_name, tuple) else 1)
+    else:
+        sizes = _sizes(axis_size)
+    if math.prod(sizes) != topology.size:
+        raise ValueError(
+            f"`axis_size` {axis_size!r} makes {math.prod(sizes)} replicas, but {topology} has "
+            f"{topology.size}."
+        )
+    return topology_world(topology, sizes)
+
+
+def _sizes(axis_size: int | tuple[int, ...]) -> tuple[int, ...]:
+    sizes = axis_size if isinstance(axis_size, tuple) else (axis_size,)
+    if not sizes or not all(_is_positive(size) for size in sizes):
+        raise ValueError(
+            f"`axis_size` must be a positive integer, or a tuple of them; got {axis_size!r}."
+        )
+    return sizes
+
+
+def _is_positive(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0

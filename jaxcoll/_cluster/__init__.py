@@ -1,0 +1,1 @@
+"""Processes, addresses, sockets, the environment, the coordinator. Never an array."""

@@ -1,0 +1,199 @@
+"""Between JAX's client and the coordinator: whoever learns first that the coordinator has died.
+
+JAX ends a process with a signal, at once and without asking Python, when its connection to the
+coordinator breaks. So the client is connected to a Unix socket of its own process, and what passes
+is copied to the coordinator and back. When the coordinator dies while somebody here listens for it,
+that socket stays open, silent: JAX notices nothing until its heartbeat timeout, and until then
+there is time to save and to say why. A coordinator that is cut off is as good as dead: the relay
+finds out by the silence on its connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from jaxcoll._cluster.coordinator import break_when_silent
+from jaxcoll._cluster.socket_folder import make_socket_folder
+from jaxcoll._compat.coordination import leave_coordinator, store
+from jaxcoll._threads import at_exit, not_at_exit
+
+_CHUNK = 1 << 16
+_LEAST = 2.0  # seconds in which a network may be silent and well
+_relay: Relay | None = None
+
+
+class Relay:
+    """A way to the coordinator that breaks in words.
+
+    Attributes:
+      address: what the client is given for the coordinator's address.
+      callbacks: called, from another thread, when the coordinator has died.
+      is_left: this process has given it up by itself, and JAX is to hear nothing of its end.
+
+    Args:
+      upstream: the coordinator's address.
+      heartbeat: seconds of silence after which JAX takes the coordinator for dead, and so does this
+        where nobody asks for less.
+      when_parted: called, from another thread, when JAX's client is no more. The relay is no more
+        then, either.
+    """
+
+    def __init__(
+        self, upstream: str, heartbeat: float, when_parted: Callable[[], None] = lambda: None
+    ) -> None:
+        host, _, port = upstream.rpartition(":")
+        self._upstream = (host.strip("[]"), int(port))
+        self._heartbeat = self._silence = heartbeat
+        self._far: list[socket.socket] = []
+        self._lost = threading.Event()
+        self.callbacks: list[Callable[[], None]] = []
+        self.is_left = False
+        self._when_parted = when_parted
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._folder = ""
+        if sys.platform == "linux":  # a name without a file: nothing is left of it, ever
+            name = f"jaxcoll-{os.getpid()}-{os.urandom(8).hex()}"
+            self._listener.bind(f"\0{name}")
+            self.address = f"unix-abstract:{name}"
+        else:
+            self._folder = make_socket_folder("coordinator")
+            self._listener.bind(f"{self._folder}/coordinator")
+            self.address = f"unix:{self._folder}/coordinator"
+            at_exit(self._remove)
+        self._listener.listen()
+        self._start(self._accept)
+
+    def _remove(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let nobody connect any more."""
+        with contextlib.suppress(OSError):  # on Linux this, and not `close`, ends `accept`
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self._folder:
+            self._remove()
+            not_at_exit(self._remove)
+
+    def hurry(self, seconds: float) -> None:
+        """Find out sooner, from now on, and in any case before JAX does."""
+        self._silence = max(_LEAST, min(seconds, self._heartbeat / 2))
+        for far in self._far:
+            with contextlib.suppress(OSError):  # one that is closed
+                break_when_silent(far, self._silence)
+
+    def _start(self, target: Callable[..., None], *args: socket.socket) -> None:
+        threading.Thread(target=target, args=args, name="jaxcoll-relay", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            if not _is_own(near):
+                near.close()
+                continue
+            try:
+                far = socket.create_connection(self._upstream, 5.0)
+            except OSError:
+                if self.is_left or (self._lost.is_set() and self.callbacks):
+                    near.detach()
+                else:
+                    near.close()
+                continue
+            far.settimeout(None)
+            far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            break_when_silent(far, self._silence)
+            self._far = [other for other in self._far if other.fileno() >= 0] + [far]
+            self._start(self._copy_out, near, far)
+            self._start(self._copy_in, far, near)
+
+    def _copy_out(self, near: socket.socket, far: socket.socket) -> None:
+        if _copy(near, far):  # else the coordinator has gone, which the other direction deals with
+            near.close()
+        with contextlib.suppress(OSError):
+            far.shutdown(socket.SHUT_RDWR)
+        if near.fileno() < 0 and store() is None and not self.is_left:
+            self.close()
+            self._when_parted()
+
+    def _copy_in(self, far: socket.socket, near: socket.socket) -> None:
+        _copy(far, near)
+        far.close()
+        if near.fileno() < 0:  # this process has hung up
+            return
+        self._lost.set()
+        if not (self.callbacks or self.is_left):
+            with contextlib.suppress(OSError):
+                near.shutdown(socket.SHUT_RDWR)
+            return
+        near.detach()  # open and silent for as long as the process lives
+        for callback in list(self.callbacks):
+            callback()
+
+
+def _is_own(near: socket.socket) -> bool:
+    """Whether this process has connected, and no other of this host."""
+    if sys.platform != "linux":
+        return True
+    found = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", found)[0] == os.getpid()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> bool:
+    """Copy until one of both is closed; whether it was the source."""
+    while True:
+        try:
+            chunk = source.recv(_CHUNK)
+        except OSError:
+            return True
+        if not chunk:
+            return True
+        try:
+            target.sendall(chunk)
+        except OSError:
+            return False
+
+
+def through_relay(address: str, heartbeat: float, when_parted: Callable[[], None]) -> Relay:
+    """A relay to `address`, the coordinator's, as "host:port"; the one of this process."""
+    global _relay
+    _relay = Relay(address, heartbeat, when_parted)
+    return _relay
+
+
+def give_up_coordinator() -> None:
+    """Forget a coordinator that died or does not answer: this process ends in peace without it."""
+    if _relay is not None:
+        _relay.is_left = True
+    leave_coordinator()
+
+
+@contextlib.contextmanager
+def when_coordinator_is_lost(callback: Callable[[], None], seconds: float) -> Iterator[None]:
+    """In here this is called, from another thread, if the coordinator dies and there is a relay.
+
+    Args:
+      callback: what is called.
+      seconds: for which its host may be silent before that.
+
+    Yields:
+      Nothing.
+    """
+    if _relay is None:
+        yield
+        return
+    _relay.callbacks.append(callback)
+    _relay.hurry(seconds)
+    try:
+        yield
+    finally:
+        _relay.callbacks.remove(callback)

@@ -1,0 +1,361 @@
+"""Entering a job of several processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import ipaddress
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxcoll import _compat
+from jaxcoll._cluster.coordinator import LONGEST_SECONDS, Coordinator, start_coordinator
+from jaxcoll._cluster.coordinator_proxy import through_relay
+from jaxcoll._cluster.launchers import (
+    JAX_BIND,
+    JAX_COORDINATOR,
+    REJOIN,
+    Member,
+    checked_seconds,
+    host_and_port,
+    is_loopback,
+    member_of,
+)
+from jaxcoll._cluster.liveness import Line, follow
+from jaxcoll._cluster.rendezvous import arrive, reach
+from jaxcoll._cluster.resolvers import ClusterResolver
+from jaxcoll._cluster.socket_folder import make_socket_folder
+from jaxcoll._cluster.startup_barriers import FOREVER, connected, exchanged
+from jaxcoll._compat.gloo import let_gloo_listen_at
+from jaxcoll._errors import DeadlineExceededError
+
+_CONNECTS = 5.0  # seconds at least that JAX's clients may take to connect, once all are there
+
+
+@dataclasses.dataclass
+class _Joined:
+    """What this process has entered, and what must stay open as long as it is in it."""
+
+    member: Member
+    line: Line
+    recoverable: bool
+    coordinator: Coordinator | None
+
+
+_joined: _Joined | None = None
+_parting = threading.Lock()
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: int | Sequence[int] | None = None,
+    *,
+    cluster_resolver: ClusterResolver | None = None,
+    initialization_timeout: float = 300,
+    heartbeat_timeout_seconds: float = 100,
+    shutdown_timeout_seconds: float = 300,
+    coordinator_bind_address: str | None = None,
+    recoverable: bool = True,
+    rejoin: bool = False,
+) -> None:
+    """Enter the job that this process is one of, through `jax.distributed`.
+
+    To be called first, by every process. What is not given is read off the environment, from the
+    first of these that left its marks: `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI, other
+    launchers of MPI (MPICH, Intel MPI, MVAPICH, Cray PALS, Flux, jsrun, horovodrun: none of them
+    says where to meet), Slurm, those that write torchrun's variables (`MASTER_ADDR`,
+    `MASTER_PORT`, `RANK`, `WORLD_SIZE`), and then what JAX itself knows: Cloud TPU and Kubernetes.
+    `JAX_COORDINATOR_ADDRESS` says where they meet, whoever started them. Without any mark this
+    process is alone, and nothing is started.
+
+    Law: a job begins when all have arrived, or every process that did is told who did not, or what
+    does not agree, within its `initialization_timeout`. Process 0 starts the coordinator as a
+    process of its own, so that any of them may end or die; it ends after the last. It listens at
+    `coordinator_address` and nowhere else, and Gloo at the address by which this host reaches it.
+    Called again, with the same or no arguments, it does nothing.
+
+    Args:
+      coordinator_address: "host:port" at which all meet: of process 0's host, a free port.
+      num_processes: how many there are.
+      process_id: this one's number, from 0.
+      local_device_ids: accelerators that are this process's own. None: all that it sees, or the
+        one with its number on the host where a launcher says that it put several there.
+      cluster_resolver: says it all, in the place of the environment.
+      initialization_timeout: seconds until all must have arrived; and, over CPUs, from the first
+        use of devices until all use theirs. Of these seconds, here and below, 23 days count at
+        most.
+      heartbeat_timeout_seconds: a process that was silent for so long counts as dead.
+      shutdown_timeout_seconds: how long processes wait for each other at their end, where
+        `recoverable` is False.
+      coordinator_bind_address: "host:port" at which the coordinator listens, where that is not
+        `coordinator_address` (behind a name or a gateway of the network).
+      recoverable: whether the others may go on when one dies, and get an error they can catch from
+        what they did together. Without it JAX aborts them all.
+      rejoin: this process is started again in the place of one that died, and the job has begun:
+        nobody is waited for. `jc.Elastic` takes it in. `jaxcoll launch` says so by itself.
+
+    Raises:
+      ValueError: an argument or a variable cannot be; the coordinator's host has no address; or
+        processes contradict each other.
+      OSError: process 0 cannot listen at the address: the port is in use, or it is another host's.
+      DeadlineExceededError: processes are missing, which are named.
+      PeerLostError: one that had arrived has died, or the coordinator.
+      RuntimeError: JAX has devices already, or this process has entered another job.
+
+    Examples:
+      >>> initialize()  # nobody launched this process: it is alone
+    """
+    global _joined
+    timeout = _seconds("initialization_timeout", initialization_timeout)
+    heartbeat = _seconds("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
+    shutdown = _seconds("shutdown_timeout_seconds", shutdown_timeout_seconds)
+    member = _member(
+        coordinator_address, num_processes, process_id, local_device_ids, cluster_resolver
+    )
+    if not jax.distributed.is_initialized():
+        _part()
+    if _joined is not None or jax.distributed.is_initialized():
+        return _check_same(member, coordinator_address, num_processes, process_id)
+    seconds = {
+        "initialization_timeout": math.ceil(timeout),
+        "heartbeat_timeout_seconds": math.ceil(heartbeat),
+        "shutdown_timeout_seconds": math.ceil(shutdown),
+    }
+    if member is None or member.coordinator_address is None:
+        return _by_jax(member, seconds, coordinator_bind_address, recoverable)
+    _check_unused()
+    rejoin = rejoin or (member.is_launched and os.environ.get(REJOIN) == "1")
+    coordinator, until = None, time.monotonic() + timeout
+    if member.process_id == 0 and not member.is_launched and not rejoin:
+        coordinator = _start(member, coordinator_bind_address, recoverable, heartbeat, shutdown)
+    try:
+        arrived = reach(member, timeout) if rejoin else arrive(member, timeout)
+    except BaseException as error:
+        if coordinator is not None:
+            coordinator.end()
+            _explain_loopback(error, coordinator.address, member)
+        raise
+    # Both stay until the system closes them, after JAX has taken its leave at the very end.
+    if coordinator is not None:
+        coordinator.leave()
+    # JAX has process 0 serve: it gets an idle service on the loopback interface. Where processes do
+    # not come, JAX would end this one with a signal, so it is given time, and we look at the clock.
+    relay = through_relay(member.coordinator_address, heartbeat, _part)
+    join = functools.partial(
+        jax.distributed.initialize,
+        relay.address,
+        member.num_processes,
+        member.process_id,
+        member.local_device_ids,
+        coordinator_bind_address="127.0.0.1:0",
+        cluster_detection_method="deactivate",
+        **seconds | {"initialization_timeout": FOREVER},
+    )
+    host, line = arrived.getsockname()[0], Line(arrived.detach())
+    followed = None if rejoin else line  # to one that comes again nobody speaks on it
+    try:
+        connected(join, followed, max(until - time.monotonic(), _CONNECTS))
+    except BaseException:
+        relay.close()
+        line.close()
+        raise
+    exchange = functools.partial(exchanged, line=followed, timeout=timeout)
+    let_gloo_listen_at(host, exchange, make_socket_folder, again=rejoin)
+    _joined = _Joined(member, line, recoverable, coordinator)
+    follow(followed)
+    return None
+
+
+def _part() -> None:
+    """Let go of a job that this process has left by `jax.distributed.shutdown`."""
+    global _joined
+    with _parting:
+        left, _joined = _joined, None
+    if left is not None:
+        follow(None)
+        left.line.close()
+        if left.coordinator is not None:
+            left.coordinator.part()
+
+
+def _seconds(name: str, value: Any) -> float:
+    return min(checked_seconds(name, value), LONGEST_SECONDS)
+
+
+def outlives_processes() -> bool:
+    """Whether the job that this process is in was told to go on when one of its processes dies."""
+    if _joined is not None:
+        return _joined.recoverable
+    return bool(_compat.configured("enable_recoverability"))
+
+
+def own_address() -> str | None:
+    """This host's address on the way to the coordinator; None: nobody was joined here."""
+    if _joined is None:
+        return None
+    with socket.socket(fileno=os.dup(_joined.line.fd)) as line:
+        return line.getsockname()[0]
+
+
+def _member(
+    address: str | None,
+    count: int | None,
+    rank: int | None,
+    local: int | Sequence[int] | None,
+    resolver: ClusterResolver | None,
+) -> Member | None:
+    """Who this is by the arguments, and for what they leave out by the resolver or environment."""
+    if resolver is not None and not isinstance(resolver, ClusterResolver):
+        raise ValueError(
+            "`cluster_resolver` must be a ClusterResolver, such as "
+            f"`jc.TFConfigClusterResolver()`, or None; got {resolver!r}."
+        )
+    ids = None if local is None else tuple([local] if isinstance(local, int) else local)
+    member = None
+    if None in (address, count, rank):
+        member = member_of(os.environ) if resolver is None else resolver.member()
+    if member is None:
+        address = address or os.environ.get(JAX_COORDINATOR)
+        if address is None and count is None and rank is None:
+            return None
+        if None in (address, count, rank):
+            said = {"coordinator_address": address, "num_processes": count, "process_id": rank}
+            missing = [name for name, value in said.items() if value is None]
+            raise ValueError(
+                f"`initialize` was not told `{'` and `'.join(missing)}`, and no launcher that it "
+                "knows has left it in the environment. Give all three."
+            )
+        member = Member(address, count, rank)  # pyright: ignore[reportArgumentType]
+    else:
+        said = {"coordinator_address": address, "num_processes": count, "process_id": rank}
+        member = dataclasses.replace(
+            member, **{name: value for name, value in said.items() if value is not None}
+        )
+    if ids is not None:
+        member = dataclasses.replace(member, local_device_ids=ids)
+    member.check()
+    return member
+
+
+def _check_same(member: Member | None, *said: Any) -> None:
+    """Refuse to enter a second job."""
+    now = _joined.member if _joined is not None else None
+    here = (
+        (jax.process_count(), jax.process_index())
+        if now is None
+        else (now.num_processes, now.process_id)
+    )
+    told = any(value is not None for value in said)
+    asked = None if member is None else (member.num_processes, member.process_id)
+    elsewhere = now and member and member.coordinator_address != now.coordinator_address
+    if told and (asked != here or elsewhere):
+        at = f" at {now.coordinator_address}" if now and elsewhere else ""
+        then = f" at {member.coordinator_address}" if member and elsewhere else ""
+        raise RuntimeError(
+            f"`initialize`: this is process {here[1]} of {here[0]}{at} already, and cannot become "
+            f"{f'process {asked[1]} of {asked[0]}' if asked else 'another'}{then} as well. Call it "
+            "once, or `jax.distributed.shutdown()` in between."
+        )
+
+
+def _check_unused() -> None:
+    if _compat.has_backend():
+        raise RuntimeError(
+            "`initialize` must come before anything that uses devices (`jax.devices()`, making an "
+            "array, a strategy): JAX has looked for its devices already, and found this process's "
+            "alone. Move the call to the start of the program."
+        )
+
+
+def _start(
+    member: Member, bind: str | None, recoverable: bool, heartbeat: float, shutdown: float
+) -> Coordinator:
+    """Start the coordinator, which listens at one address only."""
+    assert member.coordinator_address is not None
+    asked = bind or os.environ.get(JAX_BIND) or member.coordinator_address
+    host, port = host_and_port(asked)
+    try:
+        number = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        number = _resolved(host, member)
+    at = f"[{number}]:{port}" if number.version == 6 else f"{number}:{port}"
+    try:
+        return start_coordinator(
+            at,
+            member.num_processes,
+            recoverable=recoverable,
+            heartbeat_timeout_seconds=math.ceil(heartbeat),
+            shutdown_timeout_seconds=math.ceil(shutdown),
+        )
+    except OSError as error:
+        raise OSError(
+            f"`initialize` on process 0 cannot listen at {at}, where the processes were to meet: "
+            f"{error}. Choose a free port; where {member.coordinator_address!r} is not an address "
+            "of this host's own, say what is by `coordinator_bind_address`."
+        ) from None
+
+
+def _resolved(host: str, member: Member) -> Any:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ValueError(
+            f"`initialize` on process 0: the host {host!r}, where it is to listen, has no address "
+            f"here ({error.strerror}). Check the name, which came from {member.source}."
+        ) from None
+    return ipaddress.ip_address(str(found[0][4][0]).partition("%")[0])
+
+
+def _explain_loopback(error: BaseException, listened: str, member: Member) -> None:
+    """Say so where nobody could come because a host's name is loopback to itself."""
+    assert member.coordinator_address is not None
+    if (
+        isinstance(error, DeadlineExceededError)
+        and is_loopback(listened)
+        and not is_loopback(member.coordinator_address)
+    ):
+        error.add_note(
+            f"{member.coordinator_address!r} stands for {listened} on its own host, which no other "
+            "host can reach. Write the host's own address into its /etc/hosts, or set "
+            f"{JAX_COORDINATOR} to that address and a port, for all processes."
+        )
+
+
+def _by_jax(
+    member: Member | None, seconds: dict[str, int], bind: str | None, recoverable: bool
+) -> None:
+    """Leave the rest to what JAX knows of clusters; where it knows none, this process is alone."""
+    if member is None and _compat.has_backend():
+        return
+    before = _compat.configured("enable_recoverability")
+    jax.config.update("jax_enable_recoverability", recoverable)
+    try:
+        known = member or Member(None, 1, 0)
+        told = {
+            "num_processes": known.num_processes,
+            "process_id": known.process_id,
+            "local_device_ids": known.local_device_ids,
+        }
+        jax.distributed.initialize(
+            coordinator_bind_address=bind, **seconds, **(told if member is not None else {})
+        )
+    except ValueError as error:
+        if "coordinator_address" not in str(error):
+            raise
+        if member is not None:
+            raise ValueError(
+                f"`initialize`: {member.source} does not say where the processes meet. Give "
+                f"`coordinator_address`, or set {JAX_COORDINATOR}, to 'host:port' of process 0's "
+                "host."
+            ) from None
+    finally:
+        jax.config.update("jax_enable_recoverability", before)

@@ -1,0 +1,1 @@
+"""Processes of this host that form one job, started and surely ended."""

@@ -1,0 +1,97 @@
+"""Processes of this host that are surely ended, however the one that started them ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxcoll._cluster.launchers import OF_A_LAUNCH
+
+# Reads the numbers of process groups, a line each, until whoever writes them is gone.
+_WATCH = 'while read -r group; do set -- "$@" "-$group"; done; kill -s KILL -- "$@" 2>/dev/null'
+
+
+def signal_name(number: int) -> str:
+    """A signal by its name; real-time signals are counted from the first of them.
+
+    Examples:
+      >>> signal_name(9), signal_name(signal.SIGRTMIN + 3)
+      ('SIGKILL', 'SIGRTMIN+3')
+    """
+    if signal.SIGRTMIN < number < signal.SIGRTMAX:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class Running:
+    """Processes that lead sessions of their own.
+
+    Attributes:
+      processes: in the order in which they were started.
+    """
+
+    def __init__(self, watch: subprocess.Popen[bytes]) -> None:
+        self._watch = watch
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str], **streams: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start one more; `env` is added to the environment, `streams` are `Popen`'s.
+
+        Of the job that this process may itself be one of, nothing is inherited.
+        """
+        own = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
+        whole = {**own, **env}
+        process: subprocess.Popen[Any] = subprocess.Popen(
+            command, env=whole, start_new_session=True, **streams
+        )
+        assert self._watch.stdin is not None
+        self._watch.stdin.write(b"%d\n" % process.pid)
+        self._watch.stdin.flush()
+        self.processes.append(process)
+        return process
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every process that has not ended, and to those that it started."""
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+
+@contextlib.contextmanager
+def surely_ended() -> Iterator[Running]:
+    """Processes that are all killed at the end, with those that they started.
+
+    Where this process is killed first, a watch of a few hundred kilobytes does it: it holds the
+    other end of a pipe, which the system closes. What has left its session is out of reach.
+
+    Yields:
+      What starts them.
+    """
+    watch = subprocess.Popen(
+        ["/bin/sh", "-c", _WATCH, "jaxcoll-watch"], stdin=subprocess.PIPE, start_new_session=True
+    )
+    running = Running(watch)
+    try:
+        yield running
+    finally:
+        for process in running.processes:
+            # Also where the process itself has ended: those that it started may not have.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in running.processes:
+            process.wait()
+        watch.kill()
+        watch.wait()
+        assert watch.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            watch.stdin.close()

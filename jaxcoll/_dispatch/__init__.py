@@ -1,0 +1,1 @@
+"""Compiled programs, deadlines, peers: process groups, the watchdog, fingerprints."""

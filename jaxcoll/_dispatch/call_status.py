@@ -1,0 +1,137 @@
+"""Calls that a process of a team has entered, and what others are told of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import zlib
+from collections import deque
+from typing import Any
+
+from jaxcoll._errors import ProgramMismatchError
+
+RECENT = 1 << 14
+"""Calls that a process can be ahead of another before they are no longer compared."""
+
+SHOWN = 32
+"""Calls that a process tells the names of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entered:
+    """One call of a program.
+
+    Attributes:
+      position: its number among the calls of this team.
+      mark: what is short for the program.
+      name: what it is called.
+      digest: of the marks up to here, in order.
+      lines: what the program is, as processes compare it.
+    """
+
+    position: int
+    mark: str
+    name: str
+    digest: int
+    lines: tuple[str, ...] = ()
+
+
+class Calls:
+    """The calls of a team that this process has entered. Any thread may ask.
+
+    Attributes:
+      agreed: the last of which it is known that it is run.
+      is_inside: whether the last has not ended.
+    """
+
+    def __init__(self) -> None:
+        self._entered: deque[Entered] = deque([Entered(0, "", "nothing", 0)], maxlen=RECENT)
+        self._lock = threading.Lock()
+        self.agreed = self._entered[0]
+        self.is_inside, self._since = False, time.monotonic()
+
+    @property
+    def last(self) -> Entered:
+        """The call that was entered last."""
+        return self._entered[-1]
+
+    def enter(self, program: Any) -> Entered:
+        """Begin the next call, of a `Program`."""
+        with self._lock:
+            before = self.last
+            digest = zlib.crc32(program.mark.encode(), before.digest)
+            call = Entered(before.position + 1, program.mark, program.name, digest, program.lines)
+            self._entered.append(call)
+            self.is_inside, self._since = True, time.monotonic()
+        return call
+
+    def leave(self) -> None:
+        """The last call has ended."""
+        self.is_inside, self._since = False, time.monotonic()
+
+    def take_back(self) -> None:
+        """Nobody has run the last call, so that it has a number and changes nothing else."""
+        with self._lock:
+            before, call = self._entered[-2], self._entered[-1]
+            self._entered[-1] = dataclasses.replace(before, position=call.position, mark="")
+
+    def whereabouts(self, position: int) -> dict[str, Any]:
+        """Where this process is, for one who is at `position`."""
+        with self._lock:
+            then = self._at(position)
+            return {
+                "at": self.last.position,
+                "agreed": self.agreed.position,
+                "name": self.last.name,
+                "inside": self.is_inside,
+                "seconds": time.monotonic() - self._since,
+                "mark": then and then.mark,
+                "digest": then and then.digest,
+                "then": then and then.name,
+                "lines": then and then.lines,
+            }
+
+    def shown(self) -> dict[str, Any]:
+        """What others compare with theirs by `difference`."""
+        with self._lock:
+            now = self.agreed
+            recent = [c for c in list(self._entered)[-SHOWN:] if c.position <= now.position]
+        calls = [[c.position, c.name, c.mark] for c in recent]
+        return {"at": now.position, "digest": now.digest, "calls": calls}
+
+    def difference(self, here: int, there: int, shown: dict[str, Any]) -> str:
+        """How the calls of process `there` differ from this one's, in words; "": not so far."""
+        with self._lock:
+            mine = self._at(shown["at"])
+            if mine is None or mine.position > self.agreed.position:
+                return ""  # not there yet, or it is being asked about
+            if mine.digest == shown["digest"]:
+                return ""
+            for position, name, mark in shown["calls"]:
+                own = self._at(position)
+                if own and own.mark != mark:
+                    own_name = f"{own.name} on process {here}"
+                    return f"call {position} was {own_name} and {name} on process {there}"
+        return f"at or before call {shown['calls'][0][0]} they called different programs"
+
+    def _at(self, position: int) -> Entered | None:
+        back = self.last.position - position
+        return self._entered[-1 - back] if 0 <= back < len(self._entered) else None
+
+
+def disordered(said: str) -> ProgramMismatchError:
+    """That processes called programs in different orders, as an error."""
+    return ProgramMismatchError(
+        f"Processes call programs in different orders: {said}. What these calls and those after "
+        "them returned is wrong. Every process has to make the same calls in the same order."
+    )
+
+
+def where(answer: dict[str, Any]) -> str:
+    """A process that is not where it is expected, in words."""
+    if not answer["at"]:
+        return "has made no call over these devices"
+    if answer["inside"]:
+        return f"is in call {answer['at']}, {answer['name']}, for {answer['seconds']:.1f} s"
+    return f"has been outside of any call for {answer['seconds']:.1f} s, since call {answer['at']}"

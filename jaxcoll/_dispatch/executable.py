@@ -1,0 +1,158 @@
+"""Programs that were compiled for the shapes of their arguments, kept so that it is done once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxcoll import _compat
+from jaxcoll._dispatch.environment import environment
+from jaxcoll._dispatch.fingerprint import collectives, fingerprint, mark
+from jaxcoll._dispatch.first_values import FirstValues, first_values, uncompared
+from jaxcoll._plan.plan import Plan
+
+_PACK = re.compile(r"(all_reduce_[0-9a-f]{6})/pack(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program.
+
+    Attributes:
+      compiled: what is called.
+      name: for messages.
+      lines: what processes compare.
+      mark: short for them.
+      moved: its collectives, one line each.
+      first: what this process brings to its first run; None: nothing is compared.
+    """
+
+    compiled: jax.stages.Compiled
+    name: str
+    lines: tuple[str, ...] = ()
+    mark: str = ""
+    moved: tuple[str, ...] = ()
+    first: FirstValues | None = None
+
+    @property
+    def starts_with(self) -> str:
+        """The collective at which processes that are here wait for others, in a sentence."""
+        if not self.moved:
+            return f"{self.name} has no collective."
+        more = f" of {len(self.moved)}" * (len(self.moved) > 1)
+        return f"Collective 1{more} of {self.name} is {self.moved[0]}{_leaves(self.moved[0])}."
+
+
+_known: weakref.WeakKeyDictionary[Any, dict[Any, Program]] = weakref.WeakKeyDictionary()
+_plans: dict[str, Plan] = {}
+"""The plans that were carried out last, by name, to say which leaves a pack carries."""
+
+
+def remember(plan: Plan) -> None:
+    """Keep a plan that is being traced, for messages."""
+    _plans.pop(plan.name, None)
+    _plans[plan.name] = plan
+    if len(_plans) > 256:
+        del _plans[next(iter(_plans))]
+
+
+def _leaves(line: str) -> str:
+    """The leaves of the packs that a collective carries."""
+    carried = [
+        f"{found[0]} has {_plans[found[1]].carried(int(found[2]))}"
+        for found in _PACK.finditer(line)
+        if found[1] in _plans
+    ]
+    return f" ({'; '.join(carried)})" if carried else ""
+
+
+def compiled_for(
+    program: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    told: str,
+    *,
+    shared: bool,
+    rows: bool = False,
+) -> Program:
+    """What a jitted program is compiled to for arguments like these; compiled once.
+
+    Args:
+      program: what `jax.jit` returned.
+      args: placed.
+      kwargs: placed.
+      told: options that processes have to have in common.
+      shared: other processes will run it, too: its text is read.
+      rows: whether arrays that are split are a batch, of which each process has its own.
+
+    Returns:
+      The program. Cost, when it is known: about half a microsecond an array.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    key = (
+        _compat.configuration(),
+        tree,
+        shared,
+        tuple((x.aval, x.sharding) for x in leaves),
+    )
+    known = _known.setdefault(program, {})
+    found = known.get(key)
+    if found is None:
+        lowered = program.lower(*args, **kwargs)
+        called = getattr(program, "__name__", "program")
+        if not shared:
+            found = Program(lowered.compile(), _name(called, leaves))
+        else:
+            first = None if known else first_values(args, kwargs, rows)
+            found = shared_program(lowered, called, leaves, told)
+            found = dataclasses.replace(found, first=first)
+        known[key] = found
+    elif uncompared(found):  # a call before this one did not come to it, or was refused
+        found = known[key] = dataclasses.replace(found, first=first_values(args, kwargs, rows))
+    return found
+
+
+def shared_program(
+    lowered: jax.stages.Lowered, called: str, leaves: Sequence[Any], told: str
+) -> Program:
+    """Compile what other processes will run, too.
+
+    Args:
+      lowered: the program.
+      called: its function's name.
+      leaves: arrays that tell it from others of that name.
+      told: options that processes have to have in common.
+    """
+    compiled = lowered.compile()
+    moved = collectives(compiled.as_text() or "")
+    around = environment(_device_here(leaves))
+    lines = fingerprint(f"`{called}`", around, told, _devices(leaves), lowered, moved)
+    return Program(compiled, _name(called, leaves), lines, mark(lines), moved)
+
+
+def _name(called: str, leaves: Sequence[Any]) -> str:
+    return f"`{called}` of {_shapes(leaves)}"
+
+
+def _devices(leaves: Sequence[Any]) -> str:
+    """The devices in the order in which a program counts them, as the first array lies on them."""
+    meshes = (getattr(x.sharding, "mesh", None) for x in leaves)
+    found = next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
+    return "" if found is None else " ".join(str(d.id) for d in found.devices.flat)
+
+
+def _device_here(leaves: Sequence[Any]) -> jax.Device:
+    """A device of this process on which a program of these arguments runs."""
+    found = (x.sharding.addressable_devices for x in leaves)
+    return min(next(filter(None, found), jax.local_devices()), key=lambda d: d.id)
+
+
+def _shapes(leaves: Sequence[Any], shown: int = 3) -> str:
+    """The first arrays, in short."""
+    words = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in leaves[:shown]]
+    return ", ".join(words) + f" and {len(leaves) - shown} more" * (len(leaves) > shown)

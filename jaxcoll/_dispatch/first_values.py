@@ -1,0 +1,149 @@
+"""What processes bring to the first run of a program, which they compare by digests: once.
+
+What every replica gets whole must be the same on all processes, or they compute with different
+parameters from then on; and rows that are the same on all of them are one batch several times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcoll._dispatch.watchdog import Watch
+from jaxcoll._errors import ReplicaDivergenceError, SameRowsWarning
+
+SHOW_SECONDS = 10.0
+"""How long the digests of another process's leaves are waited for."""
+
+_DIFFERENT = """\
+{name}: processes hold different values in {n} of {of} leaves that every replica gets whole, \
+{leaf} first: processes {groups}. Nothing was run. Make them from one seed, or read them from \
+one file, on every process; what is meant to differ is a batch, or a `PerReplica`."""
+
+_SAME_ROWS = """\
+{name}: all {n} processes pass the same rows in {leaf}. Each process passes its own share of the \
+batch, so that these rows count {n} times; if this is the whole batch, pass this process's part \
+of it, as in `rows[jax.process_index()::jax.process_count()]`."""
+
+
+@dataclasses.dataclass
+class FirstValues:
+    """Digests of one process's arguments.
+
+    Attributes:
+      whole: of each leaf that is the same everywhere, by its path.
+      rows: of each leaf of which this process has its share; those that are one number in every
+        place, and so tell nothing, left out.
+      done: whether they were compared, and nothing differed that should be the same.
+    """
+
+    whole: dict[str, str]
+    rows: dict[str, str]
+    done: bool = False
+
+    @property
+    def short(self) -> str:
+        """All of them, as short as two numbers."""
+        rows = _digest(json.dumps(self.rows).encode()) if self.rows else ""
+        return f"{_digest(json.dumps(self.whole).encode())}:{rows}"
+
+
+def first_values(args: Sequence[Any], kwargs: dict[str, Any], rows: bool) -> FirstValues:
+    """The digests of placed arguments. Cost: what this process has of them is read once.
+
+    Args:
+      args: global arrays.
+      kwargs: likewise.
+      rows: whether those that are split are a batch.
+    """
+    found = FirstValues({}, {})
+    for tree, name in ((tuple(args), "args"), (kwargs, "kwargs")):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            shards = [_host(shard.data) for shard in leaf.addressable_shards]
+            if not shards:
+                continue
+            place = name + jax.tree_util.keystr(path)
+            if leaf.is_fully_replicated:
+                found.whole[place] = _digest(shards[0].view(np.uint8))
+            elif rows and any(np.any(x != x[:1]) for x in shards):
+                found.rows[place] = _digest(b"".join(x.tobytes() for x in shards))
+    return found
+
+
+def uncompared(program: Any) -> FirstValues | None:
+    """What this process brings to the first run of a `Program`, if that is still to be compared."""
+    first: FirstValues | None = getattr(program, "first", None)
+    return None if first is None or first.done else first
+
+
+def compared(
+    watch: Watch, folder: str, processes: Sequence[int], mine: FirstValues, name: str
+) -> ReplicaDivergenceError | None:
+    """Compare what all processes have written beside their marks.
+
+    Args:
+      watch: of this process.
+      folder: where they have.
+      processes: who.
+      mine: this process's own.
+      name: of the program.
+
+    Returns:
+      The error that all of them raise; None, if what should be the same is.
+    """
+    short = {int(p): text.split(":") for p, text in watch.store.all(f"{folder}/values").items()}
+    groups: dict[str, list[int]] = {}
+    for process in sorted(short):
+        groups.setdefault(short[process][0], []).append(process)
+    if len(groups) > 1:
+        return _difference(
+            watch, folder, mine, sorted(groups.values(), key=len, reverse=True), name
+        )
+    rows = {text for _, text in short.values()}
+    if len(short) == len(processes) > 1 and len(rows) == 1 and rows != {""}:
+        leaf = next(iter(mine.rows))
+        text = _SAME_ROWS.format(name=name, n=len(processes), leaf=leaf)
+        warnings.warn(text, SameRowsWarning, stacklevel=2)
+    mine.done = True
+    return None
+
+
+def _difference(
+    watch: Watch, folder: str, mine: FirstValues, groups: list[list[int]], name: str
+) -> ReplicaDivergenceError:
+    """The error, which names the leaves in which the first of two groups differ."""
+    sides = [group[0] for group in groups[:2]]
+    if watch.process in sides:
+        watch.store.set(f"{folder}/leaves/{watch.process}", json.dumps(mine.whole))
+    try:
+        one, other = (
+            json.loads(watch.store.get(f"{folder}/leaves/{side}", SHOW_SECONDS)) for side in sides
+        )
+    except TimeoutError:
+        one, other = mine.whole, {}
+    leaves = [path for path in one if one[path] != other.get(path)]
+    words = " | ".join(", ".join(map(str, group)) for group in groups)
+    text = _DIFFERENT.format(
+        name=name, n=len(leaves), of=len(mine.whole), leaf=leaves[0], groups=words
+    )
+    named = tuple(tuple(map(str, group)) for group in groups)
+    return ReplicaDivergenceError(text, divergent=dict.fromkeys(leaves, named))
+
+
+def _host(x: jax.Array) -> np.ndarray:
+    """The elements as bytes, a row each: bits are compared, whatever they mean."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    flat = np.ascontiguousarray(np.asarray(x)).reshape(-1)
+    return flat.view(np.uint8).reshape(flat.size, -1) if flat.size else np.zeros((0, 1), np.uint8)
+
+
+def _digest(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -1,0 +1,1 @@
+"""The names of tf.distribute: values per replica, cross-device ops, strategies."""

@@ -1,0 +1,240 @@
+"""Whether replicas hold the same: inside a program, or of the copies that arrays claim to be."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from jaxcoll._dispatch.dispatch import finished, prepared
+from jaxcoll._distribute.values.per_replica import PerReplica, copies_over, rows_over
+from jaxcoll._mesh.mesh import no_mesh
+from jaxcoll._mesh.world import scope_here
+from jaxcoll._plan.packs.leaves import where
+from jaxcoll._spmd.checks import check_replicas as _check
+from jaxcoll._spmd.checks.check_replicas import ReplicaCheck
+from jaxcoll._spmd.checks.digest import WORDS, digest
+
+
+def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) -> ReplicaCheck:
+    """Compare what the replicas hold, bit by bit, by digests of a few bytes.
+
+    Law: equal bits are never reported, and one element that differs always is; of other
+    differences one in 2⁶⁴ escapes. That a type says "the same everywhere" is a claim like any
+    other: the copies are read. A leaf of which there is no second copy is refused, never passed.
+
+    Args:
+      tree: any pytree of arrays, equal on all replicas in structure and shape.
+      axis_name: inside a program, the mapped axis or axes. None: between programs. There, copies
+        of one part of a global array are compared with one another, those of other processes
+        included; of a `PerReplica` the rows are. What `jax.pmap` returned looks like a batch:
+        pass it as `PerReplica.from_global(tree)`. Numbers, numpy arrays and arrays on one device
+        are compared with those that the other processes pass.
+
+    Returns:
+      A `ReplicaCheck`, *invariant*: `differs` is a boolean a leaf, and `raise_if_differs()`
+      names leaves and replicas on the host. Cost: the tree is read once, and 8 bytes a leaf go
+      from each replica to every other in one collective. Between programs there is one only
+      where a leaf lies over several processes; all of these must call, then.
+
+    Raises:
+      NameError: an axis is not mapped here.
+      ValueError: a leaf is no array; or, without `axis_name`, there is no second copy of it, or
+        it is being traced.
+      ProgramMismatchError: other processes pass other leaves.
+      PeerLostError: another process has died.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> held = {"b": jnp.zeros(3), "w": jnp.array([1.0, 1.0, 2.0])}
+      >>> f = jax.vmap(lambda held: check_replicas(held, "data"), axis_name="data")
+      >>> f(held).differs.tolist()
+      [False, True]
+      >>> f(held).divergent()
+      {"['w']": (('0', '1'), ('2',))}
+    """
+    if axis_name is not None:
+        return _check.check_replicas(tree, axis_name, scope=scope_here())
+    given = [
+        (leaf, isinstance(node, PerReplica))
+        for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, PerReplica))
+        for leaf in jax.tree.leaves(node)
+    ]
+    with no_mesh():
+        paths, arrays = _check.arrays_of(tree)
+        leaves = [
+            _leaf(path, array, leaf, stacked)
+            for path, array, (leaf, stacked) in zip(paths, arrays, given, strict=True)
+        ]
+        _check_copies(leaves)
+        words = _exchanged(leaves, [_words(leaf) for leaf in leaves])
+    return _compared(leaves, words)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Leaf:
+    """What is compared of one leaf.
+
+    Attributes:
+      path: where it stands.
+      array: what this process has of it.
+      part: which part of it each device holds; devices that hold equal parts are compared.
+      alone: in words, why there is nothing to compare; "" if there is.
+      shared: whether other processes hold parts.
+    """
+
+    path: str
+    array: jax.Array
+    part: Mapping[jax.Device, str]
+    alone: str
+    shared: bool
+
+
+def _leaf(path: str, array: jax.Array, given: Any, stacked: bool) -> _Leaf:
+    """The copies of a leaf, as its type has them.
+
+    Raises:
+      ValueError: it is being traced.
+    """
+    if isinstance(array, Tracer):
+        raise ValueError(
+            f"`check_replicas`: {where(path)} is being traced, so there are no copies to read. "
+            "Name the axis, as in `check_replicas(tree, 'data')`, or call it between programs."
+        )
+    devices = array.sharding.device_set
+    on_a_mesh = isinstance(given, jax.Array) and isinstance(given.sharding, NamedSharding)
+    if len(devices) == 1 and jax.process_count() > 1:
+        everywhere = dict.fromkeys(jax.devices(), "of each process")
+        return _Leaf(path, array, everywhere, "", True)
+    if stacked:
+        part = dict.fromkeys(devices, "row")
+    else:
+        found = array.sharding.devices_indices_map(array.shape)
+        part = {device: str(index) for device, index in found.items()}
+    alone = min(Counter(part.values()).values()) < 2
+    if jax.device_count() == 1 or (len(devices) == 1 and on_a_mesh):
+        alone = False  # one replica, which cannot differ
+    shared = not array.is_fully_addressable
+    return _Leaf(path, array, part, _whose(given) if alone else "", shared)
+
+
+def _whose(given: Any) -> str:
+    """Where the only copy of a leaf is."""
+    if not isinstance(given, jax.Array):
+        return f"a {type(given).__name__} of this process"
+    devices = given.sharding.device_set
+    if len(devices) == 1:
+        return f"on {next(iter(devices))} only"
+    return f"{given.dtype}{list(given.shape)} in {len(devices)} parts, one a device"
+
+
+def _check_copies(leaves: Sequence[_Leaf]) -> None:
+    """Refuse leaves of which there is one copy only.
+
+    Raises:
+      ValueError: there are some; they are named.
+    """
+    alone = [leaf for leaf in leaves if leaf.alone]
+    if not alone:
+        return
+    lines = [f"  {where(leaf.path)}: {leaf.alone}" for leaf in alone[:10]]
+    more = f"\n  and {len(alone) - 10} more" if len(alone) > 10 else ""
+    raise ValueError(
+        "`check_replicas` compares copies, and of these leaves there is one copy only:\n"
+        + "\n".join(lines)
+        + more
+        + "\nPass what the replicas hold, as `jc.data_parallel` returns it. Of what `jax.pmap` "
+        "returned, the rows are the replicas' values: pass `jc.PerReplica.from_global(tree)`. "
+        "Leave out what is meant to be cut, as a batch and a sharded optimizer's `Shards` are."
+    )
+
+
+def _words(leaf: _Leaf) -> dict[jax.Device, np.ndarray]:
+    """The digest of the part on each device of this process."""
+    found = {s.device: _digest(s.data) for s in leaf.array.addressable_shards}
+    if leaf.shared and leaf.array.is_fully_addressable:  # one value, which stands for all of them
+        found = dict.fromkeys(jax.local_devices(), *found.values())
+    return {device: np.asarray(words) for device, words in found.items()}
+
+
+def _exchanged(
+    leaves: Sequence[_Leaf], words: list[dict[jax.Device, np.ndarray]]
+) -> list[dict[jax.Device, np.ndarray]]:
+    """The digests of all processes, where leaves lie over several."""
+    shared = [k for k, leaf in enumerate(leaves) if leaf.shared]
+    devices = tuple(sorted({d for k in shared for d in leaves[k].part}, key=lambda d: d.id))
+    if not devices:
+        return words
+    none = np.zeros(WORDS, np.uint32)
+    rows = {
+        device: np.stack([words[k].get(device, none) for k in shared])[None]
+        for device in devices
+        if device.process_index == jax.process_index()
+    }
+    table = jax.make_array_from_single_device_arrays(
+        (len(devices), len(shared), WORDS),
+        rows_over(devices),
+        [jax.device_put(row, device) for device, row in rows.items()],
+    )
+    shapes = repr([(leaves[k].path, leaves[k].array.dtype, leaves[k].array.shape) for k in shared])
+    call = prepared(_copied(devices), None, (table,), across=devices, told=shapes)
+    copies = np.asarray(finished(call, None, "`check_replicas`", across=devices))
+    found = list(words)
+    for column, k in enumerate(shared):
+        found[k] = {d: copies[i, column] for i, d in enumerate(devices) if d in leaves[k].part}
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _copied(devices: tuple[jax.Device, ...]) -> Any:
+    """The program that gives every device all rows."""
+
+    def check_replicas(table: jax.Array) -> jax.Array:
+        return table
+
+    return jax.jit(check_replicas, out_shardings=copies_over(devices))
+
+
+def _compared(
+    leaves: Sequence[_Leaf], words: Sequence[Mapping[jax.Device, np.ndarray]]
+) -> ReplicaCheck:
+    """The digests as differences from what most copies of the same part have."""
+    holders = sorted({device for found in words for device in found}, key=lambda d: d.id)
+    row = {device: i for i, device in enumerate(holders)}
+    digests = np.zeros((len(holders), len(leaves), WORDS), np.uint32)
+    for k, (leaf, found) in enumerate(zip(leaves, words, strict=True)):
+        copies: dict[str, list[bytes]] = {}
+        for device, each in found.items():
+            copies.setdefault(leaf.part[device], []).append(each.tobytes())
+        usual = {part: _usual(each) for part, each in copies.items()}
+        for device, each in found.items():
+            digests[row[device], k] = each - usual[leaf.part[device]]  # zero for the majority
+    return ReplicaCheck(
+        digests,
+        tuple(leaf.path for leaf in leaves),
+        tuple(map(_name, holders)),
+        tuple(tuple(sorted(row[device] for device in found)) for found in words),
+    )
+
+
+_digest = jax.jit(digest)
+
+
+def _usual(words: Sequence[bytes]) -> np.ndarray:
+    """What most have; zeros where there is no majority, so that none of them is taken for it."""
+    (most, times), *others = Counter(words).most_common(2)
+    if others and others[0][1] == times:
+        return np.zeros(WORDS, np.uint32)
+    return np.frombuffer(most, np.uint32)
+
+
+def _name(device: jax.Device) -> str:
+    several = jax.process_count() > 1
+    return f"{device} of process {device.process_index}" if several else str(device)

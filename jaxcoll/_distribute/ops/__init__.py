@@ -1,0 +1,1 @@
+"""Cross-device ops: reductions, broadcasts and gathers between programs."""

@@ -1,0 +1,198 @@
+"""`AllReduceCrossDeviceOps`: one compiled all-reduce for everything that shares devices."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxcoll._dispatch.dispatch import prepared
+from jaxcoll._distribute.ops.all_reduce_program import Route, all_reduce_program
+from jaxcoll._distribute.ops.cross_device_ops import Call, CrossDeviceOps, Reduction
+from jaxcoll._distribute.ops.one_device import ReductionToOneDevice
+from jaxcoll._distribute.values.per_replica import AXIS
+from jaxcoll._distribute.values.replicate import delivered
+from jaxcoll._mesh.mesh import line_of
+from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
+from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs.packing import GroupSmall, NumPacks, PackingRule, Unpacked
+
+HIERARCHICAL_COPY = "hierarchical_copy"
+
+
+class AllReduceCrossDeviceOps(CrossDeviceOps):
+    """All-reduces in one compiled program, with the algorithm and the packing it is told.
+
+    Law: all values of a batch that share a set of devices travel in one program, one dtype a
+    pack, and come back in their order. What is no all-reduce goes to `ReductionToOneDevice`,
+    one value at a time; but a value over several processes is always all-reduced over its own
+    devices, and each process takes its copy to the destinations.
+
+    Packing is the first of these that is asked for: `num_packs`; the grouping of small arrays;
+    none.
+
+    Args:
+      all_reduce_alg: "nccl", the backend's own all-reduce; "hierarchical_copy", as in
+        `HierarchicalCopyAllReduce`; or an algorithm of `CommunicationOptions`, such as "ring".
+      num_packs: packs of near-equal bytes to make of all the values together, one for each of
+        their dtypes at least; 0: not this packing.
+      agg_small_grads_max_bytes: bytes up to which an array is small: neighbouring small arrays
+        of one dtype travel in groups. 0: no grouping.
+      agg_small_grads_max_group: arrays in a group at most. 0: no grouping.
+
+    Of the options, `bytes_per_pack` replaces the packing for its call, unless it is 0;
+    `algorithm` or `implementation` replaces the algorithm; `timeout_seconds` bounds the call.
+
+    Raises:
+      ValueError: `all_reduce_alg` names no algorithm; a number is no integer, or negative.
+
+    Examples:
+      >>> small = [PerReplica([float(k), float(k)]) for k in range(3)]
+      >>> ops = AllReduceCrossDeviceOps("ring", num_packs=0, agg_small_grads_max_bytes=1024)
+      >>> [x[0].tolist() for x in ops.batch_reduce("sum", [(x, x) for x in small])]
+      [0.0, 2.0, 4.0]
+    """
+
+    def __init__(
+        self,
+        all_reduce_alg: str = "nccl",
+        num_packs: int = 1,
+        agg_small_grads_max_bytes: int = 0,
+        agg_small_grads_max_group: int = 10,
+    ) -> None:
+        self._algorithm = _algorithm(all_reduce_alg)
+        counts = {
+            "num_packs": _count("num_packs", " (0: no packing)", num_packs),
+            "agg_small_grads_max_bytes": _count(
+                "agg_small_grads_max_bytes",
+                " number of bytes (0: no grouping)",
+                agg_small_grads_max_bytes,
+            ),
+            "agg_small_grads_max_group": _count(
+                "agg_small_grads_max_group", " (0: no grouping)", agg_small_grads_max_group
+            ),
+        }
+        self._packing = _packing(*counts.values())
+        self._said: dict[str, Any] = {"all_reduce_alg": all_reduce_alg, **counts}
+        self._otherwise = ReductionToOneDevice()
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{name}={value!r}" for name, value in self._said.items())
+        return f"{type(self).__name__}({said})"
+
+    def _arranged(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
+        """The mesh that an all-reduce over `devices` runs on, and how arrays of each size do.
+
+        Raises:
+          ValueError: this object is for other devices.
+        """
+        mesh, options = arrangement(devices, self._algorithm)
+        return mesh, (Route(options, self._packing),)
+
+    def _prepare(
+        self,
+        reduce_op: ReduceOp,
+        reductions: Sequence[Reduction],
+        options: CommunicationOptions,
+    ) -> Call:
+        together: dict[frozenset[jax.Device], list[int]] = {}
+        alone: list[int] = []
+        for i, r in enumerate(reductions):
+            if r.is_all_reduce:
+                together.setdefault(frozenset(r.value.devices), []).append(i)
+            else:
+                alone.append(i)
+        order = [i for members in together.values() for i in members] + alone
+        calls = [
+            self._prepare_all_reduce(reduce_op, [reductions[i] for i in members], options)
+            for members in together.values()
+        ]
+        if alone:
+            rest = [reductions[i] for i in alone]
+            calls.append(self._otherwise._prepare(reduce_op, rest, options))
+
+        def call() -> list[Any]:
+            results = dict(zip(order, (x for c in calls for x in c()), strict=True))
+            return [results[i] for i in range(len(reductions))]
+
+        return call
+
+    def _prepare_all_reduce(
+        self,
+        reduce_op: ReduceOp,
+        reductions: Sequence[Reduction],
+        options: CommunicationOptions,
+    ) -> Call:
+        mesh, routes = self._arranged(reductions[0].value.devices)
+        # One program has one order of devices, and a sum does not care in which it is made.
+        devices = tuple(mesh.devices.flat)
+        values = [r.value.reordered(devices) for r in reductions]
+        carried = options.replace(timeout_seconds=UNSET)
+        packed = bool(options.bytes_per_pack)
+        routes = tuple(
+            Route(r.options.merge(carried), None if packed else r.packing, r.limit) for r in routes
+        )
+        run = prepared(
+            all_reduce_program(mesh, reduce_op, routes),
+            options.timeout_seconds,
+            (values,),
+            across=devices,
+            told=repr((reduce_op, routes)),
+        )
+
+        def call() -> list[Any]:
+            return [delivered(s, r.destinations) for s, r in zip(run(), reductions, strict=True)]
+
+        return call
+
+
+@functools.lru_cache(maxsize=256)
+def arrangement(
+    devices: tuple[jax.Device, ...], algorithm: str | None
+) -> tuple[Mesh, CommunicationOptions]:
+    """The mesh for an algorithm as `_algorithm` names it, and the options that ask for it."""
+    mesh = line_of(devices, AXIS)
+    if algorithm == HIERARCHICAL_COPY:
+        # Halves of one device would be the line again, and odd counts have no halves.
+        halves = len(devices) % 2 == 0 and len(devices) > 2
+        mesh = grid_of(devices, 2) if halves else mesh
+        algorithm = "native/native" if halves else None
+    return mesh, CommunicationOptions(algorithm=algorithm) if algorithm else CommunicationOptions()
+
+
+def grid_of(devices: Sequence[jax.Device], groups: int) -> Mesh:
+    """A mesh of two Auto axes: groups of neighbouring devices, and the devices of a group."""
+    grid = np.array(devices, dtype=object).reshape(groups, -1)
+    return Mesh(grid, ("group", AXIS), axis_types=(AxisType.Auto,) * 2)
+
+
+def _algorithm(name: Any) -> str | None:
+    """A canonical name, or that of the hierarchical copy; None: whatever the options say."""
+    if name == HIERARCHICAL_COPY:
+        return name
+    try:
+        algorithm = canonical(name)
+        if "/" not in algorithm:
+            return None if algorithm == "native" else algorithm
+    except (ValueError, AttributeError):
+        pass
+    known = ", ".join([HIERARCHICAL_COPY, *TENSORFLOW, *DESCRIPTIONS])
+    raise ValueError(f"`all_reduce_alg` must be one of {known}; got {name!r}.")
+
+
+def _packing(num_packs: int, max_bytes: int, max_group: int) -> PackingRule:
+    if num_packs:
+        return NumPacks(num_packs)
+    return GroupSmall(max_bytes, max_group) if max_bytes and max_group else Unpacked()
+
+
+def _count(argument: str, meaning: str, value: Any) -> int:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or int(value) < 0:
+        raise ValueError(f"`{argument}` must be a non-negative integer{meaning}; got {value!r}.")
+    return int(value)

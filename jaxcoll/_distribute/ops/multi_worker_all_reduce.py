@@ -1,0 +1,108 @@
+"""`MultiWorkerAllReduce`: an algorithm for each size, within workers and between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxcoll._distribute.ops.all_reduce_ops import AllReduceCrossDeviceOps, grid_of
+from jaxcoll._distribute.ops.all_reduce_program import Route
+from jaxcoll._distribute.ops.workers import workers_of
+from jaxcoll._plan.algorithms import check_fits
+from jaxcoll._plan.all_reduce_spec import SpecTuple, parse_spec
+from jaxcoll._plan.options import CommunicationOptions
+from jaxcoll._plan.world import World
+
+
+class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
+    """All-reduces over workers with several devices each, by an algorithm for each size.
+
+    Law: as of `AllReduceCrossDeviceOps`, for the workers' devices only. Each array takes the
+    first tuple of the specification whose limit it does not exceed; all come back in the order
+    they had. A value that is reduced to other devices goes to `ReductionToOneDevice`.
+
+    Algorithms, in TensorFlow's names: "nccl", "xring", "pscpu", "psgpu" run over all devices;
+    "nccl/xring", "nccl/rechd", "nccl/pscpu", "pscpu/pscpu" reduce-scatter within each worker,
+    all-reduce each shard between the workers, and all-gather within. nccl is the backend's own,
+    xring a ring, rechd halving and doubling, pscpu and psgpu a shuffle in which each shard is
+    summed by an owner. Any two of them may be put together by "/", for any number of workers
+    and devices.
+
+    Args:
+      worker_devices: one worker a device string, such as "/job:worker/task:0": the workers take
+        `jax.devices()` in their order, `num_gpus_per_worker` each, whatever they are called, so
+        that simulated CPU devices stand for workers too. Or one list of devices, or of device
+        strings, for each worker.
+      num_gpus_per_worker: devices of each worker; 0: one, as of a worker without GPUs.
+      all_reduce_spec: an algorithm's name; a tuple (name, shards, limit) of which shards (1) and
+        limit (-1) may be left out; or a list of such tuples. Each array, after packing, is cut
+        in `shards` parts, which are reduced side by side; of a shuffle (of "…/pscpu": the one
+        between workers) it is the number of owners, at most as many as replicas it runs over.
+        `limit` is a size in bytes, inclusive, increasing from tuple to tuple, and -1, for any
+        size, in the last.
+      num_packs: as in `AllReduceCrossDeviceOps`, for the arrays of each tuple by themselves.
+      agg_small_grads_max_bytes: likewise.
+      agg_small_grads_max_group: likewise.
+
+    Raises:
+      ValueError: an argument is none of what it may be; there are not enough devices, or too
+        many shards. On a call: a value over other devices than the workers'.
+
+    Examples:
+      >>> workers = ["/job:worker/task:0", "/job:worker/task:1"]
+      >>> spec = [("nccl", 1, 1024), ("nccl/rechd", 2, -1)]
+      >>> ops = MultiWorkerAllReduce(workers, num_gpus_per_worker=4, all_reduce_spec=spec)
+      >>> value = PerReplica.from_function(float)
+      >>> ops.reduce("sum", value, value)[7].tolist()
+      28.0
+    """
+
+    def __init__(
+        self,
+        worker_devices: Sequence[str] | Sequence[Sequence[jax.Device | str]],
+        num_gpus_per_worker: int,
+        all_reduce_spec: str | tuple[Any, ...] | list[tuple[Any, ...]] = ("pscpu/pscpu", 2, -1),
+        num_packs: int = 0,
+        agg_small_grads_max_bytes: int = 0,
+        agg_small_grads_max_group: int = 10,
+    ) -> None:
+        super().__init__("nccl", num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
+        name = type(self).__name__
+        workers = workers_of(worker_devices, num_gpus_per_worker, name)
+        lines = parse_spec(all_reduce_spec)
+        for line in lines:
+            _check_fits(line, (len(workers), len(workers[0])))
+        self._group = tuple(device for worker in workers for device in worker)
+        self._mesh = grid_of(self._group, len(workers))
+        self._routes = tuple(
+            Route(
+                CommunicationOptions(algorithm=line.algorithm, shards=line.shards),
+                self._packing,
+                line.limit,
+            )
+            for line in lines
+        )
+        del self._said["all_reduce_alg"]
+        self._said = {
+            "worker_devices": [list(map(str, worker)) for worker in workers],
+            "num_gpus_per_worker": int(num_gpus_per_worker),
+            "all_reduce_spec": all_reduce_spec,
+            **self._said,
+        }
+
+    def _arranged(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
+        if set(devices) == set(self._group):
+            return self._mesh, self._routes
+        return super()._arranged(devices)  # one value of each process: there are no two levels
+
+
+def _check_fits(line: SpecTuple, sizes: tuple[int, int]) -> None:
+    try:
+        check_fits(line.algorithm, line.shards, World(sizes=sizes))
+    except ValueError as error:
+        raise ValueError(
+            f"`all_reduce_spec` does not fit {sizes[0]} workers of {sizes[1]} devices: {error}"
+        ) from None

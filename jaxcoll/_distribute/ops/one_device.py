@@ -1,0 +1,189 @@
+"""`ReductionToOneDevice`: bring every replica's value to one device, and add them there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcoll._dispatch.dispatch import prepared
+from jaxcoll._distribute.ops.cross_device_ops import Call, CrossDeviceOps, Reduction
+from jaxcoll._distribute.values.assemble import part_on
+from jaxcoll._distribute.values.device_names import device_named
+from jaxcoll._distribute.values.per_replica import AXIS, PerReplica
+from jaxcoll._distribute.values.replicate import copied, copy_near
+from jaxcoll._mesh.mesh import line_of
+from jaxcoll._mesh.world import mesh_scope
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs.leaves import where
+from jaxcoll._plan.packs.packing import Unpacked
+from jaxcoll._spmd import reduce
+from jaxcoll._spmd.sparse import is_sparse
+
+Accumulation = Callable[[list[jax.Array]], jax.Array]
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Copies every replica's value to one device, reduces there, copies the result onwards.
+
+    Law: any destinations will do: more, fewer or other devices than the value lies on. The sum
+    is made in one order every time, by one program compiled once for each shape.
+
+    Of the options `timeout_seconds`, `reproducible` and `checksum` have a meaning: nothing is
+    packed, and copies and one addition leave no choice of implementation.
+
+    Args:
+      reduce_to_device: where to add: a device or a device string. None: the first destination.
+      accumulation_fn: from the list of the replicas' arrays, leaf by leaf, to one of their
+        shape and dtype; it is traced. None: their sum. A MEAN divides what it returns by the
+        number of replicas, a SUM returns it.
+
+    Raises:
+      ValueError: `reduce_to_device` names no device; `accumulation_fn` is no function. On a
+        call, also: it returns another shape or dtype, or meets an IndexedSlices; a replica
+        belongs to another process.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> largest = ReductionToOneDevice(accumulation_fn=lambda xs: jnp.maximum(*xs))
+      >>> value = PerReplica([1.0, 3.0])
+      >>> [float(largest.reduce(op, value, "cpu:0")) for op in ("sum", "mean")]
+      [3.0, 1.5]
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: jax.Device | str | None = None,
+        accumulation_fn: Accumulation | None = None,
+    ) -> None:
+        if isinstance(reduce_to_device, str):
+            reduce_to_device = device_named(reduce_to_device, "reduce_to_device")
+        if reduce_to_device is not None and not isinstance(reduce_to_device, jax.Device):
+            raise ValueError(
+                "`reduce_to_device` must be a device, a device string or None; "
+                f"got {reduce_to_device!r}."
+            )
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise ValueError(
+                "`accumulation_fn` must be a function from a list of arrays to an array, or "
+                f"None; got {accumulation_fn!r}."
+            )
+        self._reduce_to_device = reduce_to_device
+        self._also_on = (reduce_to_device,) if reduce_to_device else ()
+        self._accumulation_fn = accumulation_fn
+
+    def __repr__(self) -> str:
+        return (
+            f"ReductionToOneDevice(reduce_to_device={self._reduce_to_device}, "
+            f"accumulation_fn={self._accumulation_fn})"
+        )
+
+    def _prepare(
+        self,
+        reduce_op: ReduceOp,
+        reductions: Sequence[Reduction],
+        options: CommunicationOptions,
+    ) -> Call:
+        calls = [self._prepare_one(reduce_op, r, options) for r in reductions]
+        return lambda: [call() for call in calls]
+
+    def _prepare_one(
+        self, reduce_op: ReduceOp, reduction: Reduction, options: CommunicationOptions
+    ) -> Callable[[], Any]:
+        device = self._reduce_to_device or reduction.destinations[0]
+        components = _components(reduction, device)
+        rows = isinstance(reduction.value, PerReplica)
+        program = one_device_program(
+            device,
+            reduce_op,
+            self._accumulation_fn,
+            rows,
+            CommunicationOptions(reproducible=options.reproducible, checksum=options.checksum),
+        )
+        moved = jax.device_put(components, device)
+        run = prepared(program, options.timeout_seconds, (moved,))
+        return lambda: copied(run(), reduction.destinations)
+
+
+def _components(reduction: Reduction, device: jax.Device) -> list[Any]:
+    """The part of each replica, still on its own device; of equal copies the nearest."""
+    value = reduction.value
+    strangers = [
+        d
+        for d in (*value.devices, device, *reduction.destinations)
+        if d.process_index != jax.process_index()
+    ]
+    if strangers:
+        raise ValueError(
+            f"A reduction to one device copies between the devices of one process; "
+            f"{strangers[0]} belongs to process {strangers[0].process_index}. Reduce to the "
+            "value's own devices with `NcclAllReduce` instead."
+        )
+    if not isinstance(value, PerReplica):
+        return [copy_near(value, (device, *reduction.destinations))] * len(value)
+    return [jax.tree.map(lambda x, d=d: part_on(x, d), value.tree) for d in value.devices]
+
+
+@functools.lru_cache(maxsize=256)
+def one_device_program(
+    device: jax.Device,
+    reduce_op: ReduceOp,
+    accumulate: Accumulation | None,
+    rows: bool,
+    options: CommunicationOptions = CommunicationOptions(),
+) -> Callable[[list[Any]], Any]:
+    """The reduction of a list of components on one device, compiled once for each shape.
+
+    Args:
+      device: where it runs.
+      reduce_op: SUM or MEAN.
+      accumulate: what makes one array of a list of them; None: the sum.
+      rows: whether components are rows, with a leading dimension of one.
+      options: whether a sum has the bits that it has between devices, if they are asked so, and
+        whether it is compared with a checksum.
+
+    Returns:
+      A jitted function of the components, trees all, to a tree.
+    """
+    scope = mesh_scope(line_of((device,), "device")).merged(options)
+
+    def summed(components: list[Any]) -> Any:
+        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *components)
+        # The replicas of a `vmap` share a device, and this is the arithmetic all others have.
+        replicas = jax.vmap(
+            lambda x: reduce.all_reduce(reduce_op, x, AXIS, scope=scope, packing=Unpacked()),
+            axis_name=AXIS,
+        )(stacked)
+        return jax.tree.map(lambda x: x[0], replicas)
+
+    def program(components: list[Any]) -> Any:
+        if rows:
+            components = jax.tree.map(lambda x: jnp.squeeze(x, 0), components)
+        if accumulate is None:
+            return summed(components)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(components[0], is_leaf=is_sparse):
+            if is_sparse(leaf):
+                raise ValueError(
+                    f"`accumulation_fn` adds arrays, but {where(jax.tree_util.keystr(path))} is an "
+                    "IndexedSlices, which is reduced by gathering its rows: reduce it without an "
+                    "`accumulation_fn`, or make it dense with `to_dense` first."
+                )
+        accumulated = functools.partial(_accumulated, reduce_op, accumulate)
+        return jax.tree.map(accumulated, *components)
+
+    return jax.jit(program)
+
+
+def _accumulated(reduce_op: ReduceOp, accumulate: Accumulation, *arrays: jax.Array) -> jax.Array:
+    total = accumulate(list(arrays))
+    expected = jax.typeof(arrays[0])
+    found = (getattr(total, "shape", None), getattr(total, "dtype", None))
+    if found != (expected.shape, expected.dtype):
+        raise ValueError(
+            "`accumulation_fn` must return an array like each of those it is given, "
+            f"{expected.str_short()}; got {total!r}."
+        )
+    return total if reduce_op is ReduceOp.SUM else jnp.true_divide(total, len(arrays))

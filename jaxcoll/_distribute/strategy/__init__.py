@@ -1,0 +1,1 @@
+"""Strategies, replica contexts, and functions that run on all replicas."""

@@ -1,0 +1,169 @@
+"""Where a program stands: inside a replica function of a strategy, or outside of all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxcoll._api.collectives import all_gather, all_reduce
+from jaxcoll._distribute.ops.hints import given
+from jaxcoll._distribute.values.per_replica import AXIS, DistributedValues
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+
+
+class ReplicaContext:
+    """What a replica function may ask while `strategy.run` calls it: `jc.get_replica_context()`.
+
+    Law: every replica computes with values that are its own. A constant made inside, an array
+    captured from outside and an argument that all replicas share each count once a replica, so
+    that a SUM of one is R times it and a MEAN is itself; and a gradient taken inside is the
+    gradient of this replica's own result, until it is reduced.
+
+    The replicas lie along the mapped axis "replica", which is the `axis_name` of
+    `jc.value_and_grad`, `jc.all_reduce` and `jax.lax` here.
+    """
+
+    __slots__ = ("_replicas", "_strategy")
+
+    def __init__(self, strategy: Any, num_replicas: int) -> None:
+        self._strategy = strategy
+        self._replicas = num_replicas
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy whose `run` called the function."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas run the function; a Python int."""
+        return self._replicas
+
+    @property
+    def replica_id_in_sync_group(self) -> jax.Array:
+        """This replica's number, from 0; a traced int32 scalar, *varying*."""
+        self._check_here()
+        return jax.lax.axis_index(AXIS)
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduce every leaf of a pytree over the replicas.
+
+        Law: as `jc.all_reduce`. The cotangent is the `all_reduce` of the replicas' cotangents
+        with the same op.
+
+        Args:
+          reduce_op: SUM or MEAN, or their names in any case.
+          value: any pytree of numeric arrays and IndexedSlices, alike on all replicas.
+          options: over those of the strategy and of `run`. Their `timeout_seconds` bounds the
+            call of `run` that this is a part of: the shortest one inside counts.
+          experimental_hints: the older name of `options`.
+
+        Returns:
+          A pytree like `value`, *invariant*: as a result of the function it is a `Mirrored`.
+
+        Raises:
+          RuntimeError: the function that this context belongs to has returned.
+          ValueError: a leaf cannot be reduced (its path is named), or an argument is invalid.
+        """
+        self._check_here()
+        check_own("all_reduce", value)
+        asked = given(options, experimental_hints)
+        return all_reduce(reduce_op, value, AXIS, options=asked, invariant="replicated")
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Join every leaf of a pytree with those of the other replicas, in replica order.
+
+        Law: as `jc.all_gather`: the cotangent is this replica's slice of the summed cotangents.
+
+        Args:
+          value: any pytree of arrays of rank 1 or more, alike on all replicas: what a compiled
+            program holds has one shape. Parts of unequal sizes are gathered between programs,
+            with `strategy.gather`.
+          axis: the dimension along which they are joined; negative ones count from the last.
+          options: over those of the strategy and of `run`.
+
+        Returns:
+          A pytree like `value`, with R times the size along `axis`, *invariant*.
+
+        Raises:
+          RuntimeError: the function that this context belongs to has returned.
+          NotImplementedError: a leaf is an `IndexedSlices`.
+          ValueError: a leaf has no such dimension, or an argument is invalid.
+        """
+        self._check_here()
+        check_own("all_gather", value)
+        return all_gather(value, AXIS, axis=axis, options=options)
+
+    def __repr__(self) -> str:
+        return f"ReplicaContext(num_replicas_in_sync={self._replicas})"
+
+    def _check_here(self) -> None:
+        if get_replica_context() is not self:
+            raise RuntimeError(
+                "This ReplicaContext was used outside the function that `strategy.run` called, "
+                "where there are no replicas to speak for. Ask `jc.get_replica_context()` inside "
+                "the function; between programs use `strategy.reduce` and `strategy.gather`."
+            )
+
+
+# Part of JAX's trace-cache key, so that a function jitted by the user, and traced inside one
+# replica function, is traced anew for another strategy and outside.
+_current = jax.make_user_context(default_value=None)
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The context of the replica function that is being traced.
+
+    Returns:
+      A `ReplicaContext` inside a function that `strategy.run` calls; None elsewhere, where
+      `strategy.run`, `reduce` and `gather` may be called.
+
+    Examples:
+      >>> get_replica_context() is None
+      True
+    """
+    return _current.value
+
+
+@contextlib.contextmanager
+def replicas_of(context: ReplicaContext | None) -> Iterator[None]:
+    """Trace what follows as a replica function of `context`."""
+    with _current(context):
+        yield
+
+
+def check_own(caller: str, value: Any) -> None:
+    """Refuse a value of all replicas where one's own is meant.
+
+    Raises:
+      ValueError: there is one in the tree.
+    """
+    for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, DistributedValues)):
+        if isinstance(leaf, DistributedValues):
+            raise ValueError(
+                f"`{caller}` deals with what one replica holds; it has a {type(leaf).__name__}, "
+                "which holds the values of all. If the function has it from outside, pass it to "
+                "`run` in `args`: each replica then sees its own part."
+            )
+
+
+def check_cross_replica(caller: str, instead: str) -> None:
+    """Refuse a call of a strategy from inside a replica function.
+
+    Raises:
+      RuntimeError: it is one; the message says what to call there.
+    """
+    if get_replica_context() is not None:
+        raise RuntimeError(
+            f"`{caller}` was called inside a function that `strategy.run` runs on every replica; "
+            f"it works on the values of all of them, between programs. Inside, {instead}."
+        )

@@ -1,0 +1,243 @@
+"""A function of one replica, made one compiled program of all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+
+from jaxcoll._dispatch.dispatch import finished, prepared
+from jaxcoll._dispatch.inner_deadlines import InnerDeadlines
+from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_own, replicas_of
+from jaxcoll._distribute.values.assemble import viewed
+from jaxcoll._distribute.values.held import of_all
+from jaxcoll._distribute.values.per_replica import (
+    AXIS,
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    copies_over,
+)
+from jaxcoll._distribute.values.ragged import Uneven
+from jaxcoll._distribute.values.replicate import copy_near
+from jaxcoll._jaxpr.replication import varying_outputs
+from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
+from jaxcoll._mesh.placement import is_array, place
+from jaxcoll._mesh.world import mesh_scope
+from jaxcoll._plan.options import UNSET, CommunicationOptions
+from jaxcoll._spmd.scope import entered
+from jaxcoll._spmd.sparse import is_sparse
+
+
+def run_on_replicas(
+    caller: str,
+    what: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, Any],
+    devices: tuple[jax.Device, ...],
+    options: CommunicationOptions,
+    context: ReplicaContext | None,
+) -> Any:
+    """Call `function` once on every device, and wait for it if there is a deadline.
+
+    Args:
+      caller: what is named in messages about arguments.
+      what: what is named in messages about the call.
+      function: as in `replica_program`.
+      arguments: positional and keyword arguments, not yet placed.
+      devices: one for each replica.
+      options: defaults for the reductions inside; `timeout_seconds` bounds the call, and so does
+        the shortest one that a reduction inside was given.
+      context: as in `replica_program`.
+
+    Returns:
+      What the program returns.
+    """
+    carried = options.replace(timeout_seconds=UNSET)
+    program, inner = replica_program(devices, function, carried, context)
+    with no_mesh():
+        placed = placed_arguments(caller, arguments, devices)
+        inner.traced(program, placed)
+        seconds = inner.bound(options.timeout_seconds)
+        call = prepared(program, seconds, placed, across=devices, told=repr(carried))
+        return finished(call, seconds, what, across=devices, checksum=options.checksum)
+
+
+@functools.lru_cache(maxsize=256)
+def replica_program(
+    devices: tuple[jax.Device, ...],
+    function: Callable[..., Any],
+    options: CommunicationOptions,
+    context: ReplicaContext | None,
+) -> tuple[Any, InnerDeadlines]:
+    """The program that runs `function` on every device, compiled once for each shape.
+
+    Law: replica i computes with row i of what is a `PerReplica` and with its copy of everything
+    else, and with nothing of another's but what it reduces or gathers. An output is a
+    `Mirrored` exactly where `varying_outputs` proves it the same everywhere.
+
+    The `shard_map` does not type replicas apart, for types would make a gradient that is taken
+    inside the sum over all replicas, and what it is then reduced to wrong; see `replication`.
+
+    Args:
+      devices: one a replica.
+      function: what one replica does; it is traced once for each shape.
+      options: defaults for the reductions inside.
+      context: what `get_replica_context` returns inside.
+
+    Returns:
+      A jitted function of positional and keyword arguments that are placed, to the function's
+      result with a `PerReplica` or `Mirrored` in the place of each array; and the deadlines that
+      its traces ask for.
+    """
+    inner = InnerDeadlines()
+    name = getattr(function, "__name__", type(function).__name__)
+    mesh = line_of(devices, AXIS)
+    scope = dataclasses.replace(
+        mesh_scope(mesh), options=options, deadline=inner.ask, marked=frozenset({AXIS})
+    )
+
+    def one(args: Any, kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(_own, (args, kwargs), is_leaf=is_distributed)
+        result = function(*args, **kwargs)
+        check_own(name, result)
+        return result
+
+    def program(args: Any, kwargs: Any) -> Any:
+        lying = jax.tree.map(
+            lambda v: PartitionSpec(*[AXIS] * isinstance(v, PerReplica)),
+            (args, kwargs),
+            is_leaf=is_distributed,
+        )
+        mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=lying, check_vma=False)
+        # One trace of the function serves both passes: the first only asks what varies.
+        traced = jax.jit(one, inline=True)
+        varies: list[Any] = []
+        with entered(scope), replicas_of(context):
+            jax.eval_shape(
+                mapped(
+                    lambda *arguments: varies.append(_varying(traced, arguments)), out_specs=None
+                ),
+                args,
+                kwargs,
+            )
+            specs = jax.tree.map(lambda v: PartitionSpec(*[AXIS] * v), varies[0])
+            run = mapped(
+                lambda *arguments: jax.tree.map(
+                    lambda x, v: x[None] if v else x, traced(*arguments), varies[0]
+                ),
+                out_specs=specs,
+            )
+            return jax.tree.map(_wrapped, run(args, kwargs), varies[0], is_leaf=is_sparse)
+
+    one.__name__ = program.__name__ = name  # what messages and profiles show
+    return jax.jit(program), inner
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether `value` has a part on every replica, and is taken as a whole."""
+    return isinstance(value, DistributedValues)
+
+
+def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) -> Any:
+    """The arguments of a replica function where its program wants them.
+
+    Args:
+      caller: what is named in a message.
+      tree: a pair of positional and keyword arguments: `PerReplica`s over `devices`; and
+        `Mirrored`s, arrays and numbers, which every replica gets whole.
+      devices: one a replica.
+
+    Returns:
+      The same tree with global arrays in place of all but the `PerReplica`s, so that what is
+      shared has one type however it was passed; what is in place is not copied.
+
+    Raises:
+      ValueError: a leaf is none of these; its path is named.
+    """
+
+    def placed(path: Any, value: Any) -> Any:
+        name = f"`{caller}`: {('args', 'kwargs')[path[0].idx]}{jax.tree_util.keystr(path[1:])}"
+        if isinstance(value, PerReplica):
+            return _over(name, value.settled(), devices)
+        if isinstance(value, Mirrored):
+            value = value.settled()
+            # Where this process's replicas alone run, its own copy is the one it can reach.
+            inside = span_processes(value.devices) and not span_processes(devices)
+            tree = copy_near(value, devices) if inside else value.tree
+            return jax.tree.map(lambda x: _shared(x, devices), tree)
+        if isinstance(value, Tracer):
+            raise ValueError(
+                f"{name} is being traced. Call `run` between programs, not inside one; what it "
+                "runs is compiled already."
+            )
+        if not is_array(value):
+            raise ValueError(_no_argument(name, value))
+        return _shared(value, devices)
+
+    return jax.tree_util.tree_map_with_path(placed, tree, is_leaf=is_distributed)
+
+
+def _shared(value: Any, devices: tuple[jax.Device, ...]) -> jax.Array:
+    """A copy on every device, typed in one way so that one program takes all there are."""
+    copies = copies_over(devices)
+    array = place(value, copies)
+    return array if array.sharding == copies else viewed(array, copies)
+
+
+def _over(name: str, value: PerReplica, devices: tuple[jax.Device, ...]) -> PerReplica | Mirrored:
+    if value.devices == tuple(devices[i] for i in of_this_process(devices)):
+        return of_all(name, value, devices)  # this process's share of what runs over several
+    if value.devices != devices:
+        raise ValueError(
+            f"{name} is a PerReplica over {', '.join(map(str, value.devices))}; the replicas are "
+            f"on {', '.join(map(str, devices))}, in this order. Make it with "
+            "`strategy.experimental_distribute_values_from_function`, or pass `devices`."
+        )
+    return value
+
+
+def _no_argument(name: str, value: Any) -> str:
+    if isinstance(value, Uneven):
+        return (
+            f"{name} has parts of unequal shapes, and one compiled program has one shape for all. "
+            "Pad them to equal ones, or use `strategy.reduce` or `strategy.gather`."
+        )
+    return (
+        f"{name} is {value!r} ({type(value).__name__}); expected a PerReplica, a Mirrored, an "
+        "array or a number, or a pytree of these. Bind anything else to the function with "
+        "`functools.partial`, once, so that it is not compiled anew on each call."
+    )
+
+
+def _own(value: Any) -> Any:
+    """What one replica sees of an argument."""
+    if isinstance(value, PerReplica):
+        return jax.tree.map(lambda x: jnp.squeeze(x, 0), value.tree)
+    return value
+
+
+def _varying(traced: Any, arguments: Any) -> Any:
+    """In the structure of the function's result, whether each array may vary."""
+    inputs = [
+        isinstance(value, PerReplica)
+        for value in jax.tree.leaves(arguments, is_leaf=is_distributed)
+        for _ in jax.tree.leaves(value)
+    ]
+    jaxpr, shapes = jax.make_jaxpr(traced, return_shape=True)(*arguments)
+    outputs = jax.tree.unflatten(jax.tree.structure(shapes), varying_outputs(jaxpr, AXIS, inputs))
+
+    def whole(node: Any) -> Any:  # the parts of an IndexedSlices are one value
+        return jax.tree.map(lambda _: any(jax.tree.leaves(node)), node)
+
+    return jax.tree.map(whole, outputs, is_leaf=is_sparse)
+
+
+def _wrapped(value: Any, varies: Any) -> PerReplica | Mirrored:
+    return (PerReplica if any(jax.tree.leaves(varies)) else Mirrored).of(value)

@@ -1,0 +1,376 @@
+"""Strategies: a set of devices, how they communicate, and a function run on all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+
+from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps
+from jaxcoll._distribute.ops.hints import given
+from jaxcoll._distribute.strategy.axis_reduction import reduce_along
+from jaxcoll._distribute.strategy.dataset import DistributedDataset
+from jaxcoll._distribute.strategy.extended import StrategyExtended, check_has_sum
+from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_cross_replica
+from jaxcoll._distribute.strategy.replica_program import is_distributed, run_on_replicas
+from jaxcoll._distribute.values.per_replica import DistributedValues
+from jaxcoll._distribute.values.ragged import (
+    Uneven,
+    check_no_list,
+    distributed,
+    has_parts,
+    parts_of,
+)
+from jaxcoll._mesh.mesh import no_mesh, of_this_process
+from jaxcoll._mesh.placement import is_array
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+
+_entered: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar(
+    "jaxcoll_strategy", default=None
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """For which replica a value is asked.
+
+    Attributes:
+      replica_id_in_sync_group: its number, from 0.
+      num_replicas_in_sync: how many there are.
+    """
+
+    replica_id_in_sync_group: int
+    num_replicas_in_sync: int
+
+
+class Strategy:
+    """What `MirroredStrategy` and `MultiWorkerMirroredStrategy` have in common: everything.
+
+    State is an ordinary pytree: it goes into `run` as a `Mirrored` and comes out as one. There
+    are no variable objects, and nothing needs to be made under `scope`.
+    """
+
+    def __init__(
+        self,
+        devices: tuple[jax.Device, ...],
+        ops: CrossDeviceOps,
+        options: CommunicationOptions,
+    ) -> None:
+        self._devices = devices
+        self._ops = ops
+        self._options = options
+        self._here = of_this_process(devices)
+        self._context = ReplicaContext(self, len(devices))
+        self._extended = StrategyExtended(type(self).__name__, ops, options, devices)
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The device of each replica, in the order of their ids."""
+        return self._devices
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas `run` runs on."""
+        return len(self._devices)
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """Reductions to destinations, broadcasts and updates."""
+        return self._extended
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Self]:
+        """Enter this strategy: until it is left, calls of another one are refused.
+
+        Nothing else happens: values are placed when they are passed, wherever they were made.
+
+        Yields:
+          The strategy.
+
+        Raises:
+          RuntimeError: called in a replica function, or under another strategy's scope.
+        """
+        self._check("scope", "this strategy is in scope already")
+        token = _entered.set(self)
+        try:
+            yield self
+        finally:
+            _entered.reset(token)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Call a function once on every replica, in one compiled program.
+
+        Law: replica i computes with component i of what is a `PerReplica` and with its copy of
+        everything else. The function is traced and compiled once for each shape; so a function
+        made anew for each call (a lambda in a loop) is compiled for each.
+
+        Args:
+          fn: of arrays to a pytree of arrays; inside, `jc.get_replica_context()` reduces and
+            gathers over the replicas, and gradients are each replica's own.
+          args: positional arguments, trees of `PerReplica`s over the strategy's devices, and of
+            `Mirrored`s, arrays and numbers, which every replica gets whole.
+          kwargs: likewise.
+          options: over those of the strategy, for the reductions inside; `timeout_seconds`
+            bounds the call, as does the shortest one that a reduction inside is given.
+
+        Returns:
+          What `fn` returns, with a `Mirrored` in the place of each array that is proven to be
+          the same on every replica (what was reduced or gathered, or made of that and of what
+          all share), and a `PerReplica` in the place of each other.
+
+        Raises:
+          RuntimeError: called in a replica function.
+          ValueError: an argument is none of what it may be, or lies on other devices.
+          DeadlineExceededError: `timeout_seconds` passed.
+          ReductionCorruptedError: a checksum found a wrong sum.
+
+        Examples:
+          >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> def step(w, x):
+          ...     return w - get_replica_context().all_reduce("mean", x), x * x
+          >>> strategy.run(step, args=(1.0, PerReplica([2.0, 4.0])))
+          (Mirrored(float32[] on 2: cpu:0, cpu:1), PerReplica(float32[] on 2: cpu:0, cpu:1))
+        """
+        self._check("run", "call the function itself")
+        caller = f"{type(self).__name__}.run"
+        if not callable(fn) or not isinstance(args, tuple | list):
+            raise ValueError(
+                f"`{caller}` expects a function, and its arguments in a tuple, as in "
+                f"`run(step, args=(batch,))`; got {type(fn).__name__} and args "
+                f"{type(args).__name__}."
+            )
+        try:
+            hash(fn)
+        except TypeError:
+            raise ValueError(
+                f"`{caller}` keeps the program of each function, so that it is compiled once, and "
+                f"a {type(fn).__name__} cannot be a key: it has no hash. Wrap it in a function."
+            ) from None
+        said = self._options.merge(checked(options))
+        what = f"`{caller}` of `{getattr(fn, '__name__', type(fn).__name__)}`"
+        arguments = (tuple(args), dict(kwargs or {}))
+        return run_on_replicas(caller, what, fn, arguments, self._devices, said, self._context)
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: Any,
+        options: CommunicationOptions | None = None,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduce over the replicas, and along dimensions of each one's value.
+
+        Law: with an axis, a mean is the sum of all elements over their number, so that a
+        replica with a smaller share counts for less. With several processes all of them call
+        it, each with what it holds, and each gets the result.
+
+        Args:
+          reduce_op: SUM or MEAN, or their names in any case.
+          value: a `PerReplica` or `Mirrored`, or a pytree of them. With an axis also a list or
+            tuple of one array for each replica, whose sizes along it may differ. A plain value
+            has a MEAN, itself, but no SUM, unless it is 0.
+          axis: None: over the replicas only. A dimension, or a tuple or list of them: along
+            these too; negative ones count from the last.
+          options: over those of the strategy; `timeout_seconds` bounds the call.
+          experimental_hints: the older name of `options`.
+
+        With several processes a value may lie over the replicas of this process only: it is then
+        this process's share. A plain value is one of each process, and is reduced over these; a
+        list or tuple has an array for each replica of this process.
+
+        Returns:
+          Plain arrays, on this process's first device, in the structure of `value`.
+
+        Raises:
+          RuntimeError: called in a replica function.
+          ValueError: a leaf has no such dimension, or no sum; a list or tuple of plain values
+            comes without an axis; or an argument is invalid.
+          DeadlineExceededError: `timeout_seconds` passed.
+
+        Examples:
+          >>> import numpy as np
+          >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> float(strategy.reduce("mean", PerReplica([1.0, 2.0]), axis=None))
+          1.5
+          >>> float(strategy.reduce("mean", [np.array([1.0, 2, 3]), np.array([4.0, 5])], axis=0))
+          3.0
+        """
+        self._check("reduce", "call `jc.get_replica_context().all_reduce(...)`")
+        op, first = ReduceOp.of(reduce_op), self._devices[self._here[0]]
+        caller = f"{type(self).__name__}.reduce"
+        said = self._options.merge(given(options, experimental_hints))
+        flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=has_parts)
+        for path, leaf in flat:
+            if axis is None:
+                check_no_list(caller, jax.tree_util.keystr(path), leaf)
+            check_has_sum(caller, op, leaf, self._devices)
+        leaves = [leaf for _, leaf in flat]
+        if axis is None:
+            return treedef.unflatten(
+                self._ops.batch_reduce(op, [(leaf, first) for leaf in leaves], said)
+            )
+        with no_mesh():
+            return treedef.unflatten(
+                [reduce_along(self._ops, op, leaf, axis, self._devices, said) for leaf in leaves]
+            )
+
+    def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Join the replicas' values along one dimension, in replica order.
+
+        Args:
+          value: a `PerReplica` or `Mirrored`, or a pytree of them, over all replicas or over
+            those of this process, as in `reduce`; or a list or tuple with one array for each
+            replica (of this process), whose sizes along `axis` may differ.
+          axis: the dimension; negative ones count from the last.
+          options: over those of the strategy; `timeout_seconds` bounds the call.
+
+        Returns:
+          Plain arrays, on this process's first device, in the structure of `value`.
+
+        Raises:
+          RuntimeError: called in a replica function.
+          NotImplementedError: a leaf is an `IndexedSlices`.
+          DeadlineExceededError: `timeout_seconds` passed.
+          ValueError: parts differ in dtype, rank or another dimension (both shapes are named);
+            a leaf has no such dimension; or a value is plain.
+
+        Examples:
+          >>> import numpy as np
+          >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> strategy.gather(PerReplica([np.array([1, 2]), np.array([3, 4])]), axis=0).tolist()
+          [1, 2, 3, 4]
+        """
+        self._check("gather", "call `jc.get_replica_context().all_gather(...)`")
+
+        caller, first = f"{type(self).__name__}.gather", self._devices[self._here[0]]
+        said = self._options.merge(checked(options))
+
+        def gathered(leaf: Any) -> Any:
+            if is_array(leaf) and self.num_replicas_in_sync > 1:
+                raise ValueError(
+                    f"`{caller}` got the plain value {leaf!r}, which is no "
+                    "replica's and has no parts to join. `Mirrored` is one that every replica "
+                    "holds, `PerReplica` one with parts."
+                )
+            if isinstance(leaf, list | tuple):
+                leaf = parts_of(caller, leaf, len(self._here))
+            return self._ops.gather(leaf, first, axis, said)
+
+        return jax.tree.map(gathered, value, is_leaf=has_parts)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The value of each replica of this process, in their order.
+
+        Args:
+          value: a `PerReplica` or `Mirrored`, or a pytree of them, such as `run` returns.
+
+        Returns:
+          A tuple with one tree for each replica; of a plain value, a tuple of itself.
+
+        Examples:
+          >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> out = strategy.run(lambda: {"id": get_replica_context().replica_id_in_sync_group})
+          >>> [int(result["id"]) for result in strategy.experimental_local_results(out)]
+          [0, 1]
+        """
+        parts = jax.tree.leaves(value, is_leaf=is_distributed)
+        if not any(isinstance(part, DistributedValues | Uneven) for part in parts):
+            return (value,)
+
+        def of(k: int, i: int, part: Any) -> Any:
+            if isinstance(part, Uneven):
+                return part[k]
+            if not isinstance(part, DistributedValues):
+                return part
+            lying = part.devices
+            return part[lying.index(self._devices[i]) if self._devices[i] in lying else i]
+
+        return tuple(
+            jax.tree.map(functools.partial(of, k, i), value, is_leaf=is_distributed)
+            for k, i in enumerate(self._here)
+        )
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """The values that a function gives for each replica.
+
+        Args:
+          value_fn: from a `ValueContext`, which has `replica_id_in_sync_group` and
+            `num_replicas_in_sync`, to a pytree of numbers and arrays; called for the replicas of
+            this process.
+
+        Returns:
+          That tree with a `PerReplica` in the place of each leaf; where the replicas' shapes
+          differ, a tuple of their arrays, for `gather` and for `reduce` along an axis.
+
+        Raises:
+          RuntimeError: called in a replica function.
+          ValueError: the replicas' values disagree in structure or dtype, or hold no arrays.
+
+        Examples:
+          >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> strategy.experimental_distribute_values_from_function(
+          ...     lambda context: 10.0 * context.replica_id_in_sync_group)[1].tolist()
+          10.0
+        """
+        self._check(
+            "experimental_distribute_values_from_function", "each replica makes its own value"
+        )
+        replicas = len(self._devices)
+        return distributed(
+            {i: value_fn(ValueContext(i, replicas)) for i in self._here}, self._devices
+        )
+
+    def experimental_distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
+        """Split every batch of an iterable over the replicas.
+
+        Args:
+          dataset: pytrees of arrays, whose leading dimension is the global batch; with several
+            processes, this process's rows of it.
+
+        Returns:
+          An iterable of the same trees with a `PerReplica` in the place of each array: the
+          replicas (of this process) have equal, consecutive shares. Nothing is read ahead.
+
+        Raises:
+          RuntimeError: called in a replica function.
+          ValueError: `dataset` is no iterable; while iterating, a batch does not divide.
+
+        Examples:
+          >>> import numpy as np
+          >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> batches = strategy.experimental_distribute_dataset([np.arange(4.0)])
+          >>> [batch[1].tolist() for batch in batches]
+          [[2.0, 3.0]]
+        """
+        self._check("experimental_distribute_dataset", "each replica has its share already")
+        return DistributedDataset(dataset, self._devices)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(devices=[{', '.join(map(str, self._devices))}])"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # nothing of it changes, and a device has no copy
+
+    def _check(self, method: str, instead: str) -> None:
+        caller = f"{type(self).__name__}.{method}"
+        check_cross_replica(caller, instead)
+        other = _entered.get()
+        if other not in (None, self):
+            raise RuntimeError(
+                f"`{caller}` was called under the scope of another strategy, {other!r}, so it is "
+                "not clear whose replicas are meant. Leave that scope first."
+            )

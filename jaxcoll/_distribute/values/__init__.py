@@ -1,0 +1,1 @@
+"""One value per replica, or one value on all of them, and where they lie."""

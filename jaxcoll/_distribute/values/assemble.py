@@ -1,0 +1,170 @@
+"""Global arrays made of one part a device, and the parts of global arrays again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from jaxcoll._distribute.values.sparse_padding import evened
+from jaxcoll._mesh.mesh import no_mesh
+
+
+def assembled(
+    name: str,
+    devices: tuple[jax.Device, ...],
+    value_of: Callable[[int], Any],
+    sharding: NamedSharding,
+    *,
+    rows: bool,
+) -> Any:
+    """The global arrays whose part on device i is replica i's value.
+
+    Args:
+      name: the kind of value, for messages.
+      devices: one a replica.
+      value_of: from a replica id to a pytree of numbers and arrays; asked for the replicas of
+        this process.
+      sharding: how the result lies over `devices`.
+      rows: whether the parts are rows of the result; else they are copies, and compared.
+
+    Returns:
+      The replicas' tree, each leaf global; rows of IndexedSlices are padded to the longest.
+      Cost: what is not on its device yet is copied there.
+
+    Raises:
+      ValueError: the replicas disagree, or a leaf is no array; both are named.
+    """
+    here = [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
+    values = {i: value_of(i) for i in here}
+    if rows:
+        with no_mesh():
+            values = evened(name, values, devices)
+    paths, treedef = _agreed(name, values)
+    columns = zip(*(treedef.flatten_up_to(value) for value in values.values()), strict=True)
+    leaves = []
+    for path, column in zip(paths, columns, strict=True):
+        parts = {i: _part(name, i, path, x) for i, x in zip(here, column, strict=True)}
+        _check_alike(name, path, parts, equal=not rows)
+        with no_mesh():
+            local = [part[None] if rows else part for part in parts.values()]
+            placed = jax.device_put(local, [devices[i] for i in here])
+        shape = (len(devices), *placed[0].shape[1:]) if rows else placed[0].shape
+        leaves.append(jax.make_array_from_single_device_arrays(shape, sharding, placed))
+    return treedef.unflatten(leaves)
+
+
+def own_devices(values: Sequence[Any]) -> tuple[jax.Device, ...] | None:
+    """The device of each value, if each is made of arrays that lie on one device of its own."""
+    found: list[jax.Device] = []
+    for value in values:
+        leaves = jax.tree.leaves(value)
+        if any(not isinstance(x, jax.Array) or isinstance(x, Tracer) for x in leaves):
+            return None
+        devices = {device for x in leaves for device in x.sharding.device_set}
+        if len(devices) != 1:
+            return None
+        found += devices
+    return tuple(found) if len(set(found)) == len(found) else None
+
+
+def part_on(leaf: jax.Array, device: jax.Device) -> jax.Array:
+    """The part of a global array that `device` holds: nothing is copied."""
+    return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
+
+
+def viewed(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """The parts that `leaf` has on its devices, as an array with another sharding of the same.
+
+    Nothing is copied: each device's part stays there, whatever place it takes in the whole.
+    """
+    parts = {shard.device: shard.data for shard in leaf.addressable_shards}
+    order = sharding.addressable_devices_indices_map(leaf.shape)
+    return jax.make_array_from_single_device_arrays(
+        leaf.shape, sharding, [parts[device] for device in order]
+    )
+
+
+def _agreed(name: str, values: Mapping[int, Any]) -> tuple[list[str], Any]:
+    """The paths and the structure that all replicas' values have."""
+    if not values:
+        raise ValueError(
+            f"`{name}` expects a device of process {jax.process_index()} among its devices; "
+            "all belong to other processes."
+        )
+    first = next(iter(values))
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(values[first])
+    if not with_paths:
+        raise ValueError(f"`{name}` got values without leaves; each needs an array or a number.")
+    for i, value in values.items():
+        if jax.tree.structure(value) != treedef:
+            raise ValueError(
+                f"`{name}` expects one structure for all replicas; replica {i} has "
+                f"{jax.tree.structure(value)}, replica {first} {treedef}."
+            )
+    return [jax.tree_util.keystr(path) for path, _ in with_paths], treedef
+
+
+def _part(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax.Array:
+    where = f"`{name}`: " + (f"leaf {path} of " if path else "") + f"replica {replica}"
+    if isinstance(value, Tracer):
+        raise ValueError(
+            f"{where} is being traced, so it lies on no device. Make distributed values between "
+            "programs; inside one, each replica already holds its own value."
+        )
+    if isinstance(value, jax.Array):
+        if len(value.sharding.device_set) > 1:
+            raise ValueError(
+                f"{where} spans {len(value.sharding.device_set)} devices; expected an array on "
+                f"one. `{name}.from_global` takes arrays that span the devices."
+            )
+        return value
+    if isinstance(value, np.ndarray | np.generic | bool | int | float | complex):
+        part = np.asarray(value)
+        if jax.dtypes.issubdtype(part.dtype, np.number) or part.dtype == bool:
+            return part
+    raise ValueError(
+        f"{where} must be an array or a number; got {value!r} ({type(value).__name__})."
+    )
+
+
+def _check_alike(
+    name: str, path: str, parts: Mapping[int, np.ndarray | jax.Array], *, equal: bool
+) -> None:
+    """Refuse parts of different shapes or dtypes, or, where they must be `equal`, bits."""
+    where = f"leaf {path}" if path else "the value"
+    first, *others = parts
+    expected = parts[first]
+    for i in others:
+        for said, mine, theirs in (
+            ("shape", parts[i].shape, expected.shape),
+            ("dtype", _dtype(parts[i]), _dtype(expected)),
+        ):
+            if mine != theirs:
+                raise ValueError(
+                    f"`{name}` expects one shape and one dtype for all replicas; {where} has "
+                    f"{said} {mine} on replica {i}, {theirs} on replica {first}."
+                )
+        if equal and _bits(parts[i]) != _bits(expected):
+            raise ValueError(
+                f"`{name}` expects equal copies; {where} of replica {i} differs from that of "
+                f"replica {first}. If they are meant to differ, they are a `PerReplica`."
+            )
+
+
+def _dtype(part: np.ndarray | jax.Array) -> np.dtype:
+    """The dtype that `part` has once it is a jax.Array."""
+    if isinstance(part, jax.Array):
+        return part.dtype
+    return np.dtype(jax.dtypes.canonicalize_dtype(part.dtype))
+
+
+def _bits(part: np.ndarray | jax.Array) -> bytes:
+    if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
+        with no_mesh():
+            part = jax.random.key_data(part)
+    return np.asarray(part).astype(_dtype(part), copy=False).tobytes()

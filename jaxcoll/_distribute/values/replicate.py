@@ -1,0 +1,101 @@
+"""Copies of one value on its destinations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxcoll._dispatch.dispatch import finished, prepared
+from jaxcoll._distribute.values.per_replica import AXIS, Mirrored, PerReplica, copies_over
+from jaxcoll._mesh.mesh import line_of, of_this_process, span_processes
+from jaxcoll._mesh.placement import place
+from jaxcoll._mesh.world import mesh_scope
+from jaxcoll._spmd.broadcast import broadcast
+
+
+def copied(tree: Any, devices: tuple[jax.Device, ...], timeout_seconds: float | None = None) -> Any:
+    """`tree` on one device, or a `Mirrored` of it on several.
+
+    Over several processes all of them call it, and what the first device's process holds is
+    copied; `timeout_seconds` bounds that.
+
+    Raises:
+      ValueError: the only device belongs to another process.
+    """
+    if len(devices) == 1:
+        check_here(devices[0])
+        return jax.device_put(tree, devices[0])
+    if span_processes(devices):
+        rows = PerReplica.from_function(lambda _: tree, devices=devices)
+        call = prepared(_from_the_first(devices), timeout_seconds, (rows,), across=devices)
+        return finished(call, timeout_seconds, "`broadcast`", across=devices)
+    return Mirrored.of(place(tree, copies_over(devices)))
+
+
+def spread(copy: Any, devices: tuple[jax.Device, ...]) -> Any:
+    """What every process has a copy of, on `devices`: each puts it on those that are its own.
+
+    Returns:
+      A `Mirrored` over several devices; the plain value on one. A process without any of them
+      keeps the copy it has: nothing is sent.
+    """
+    here = [devices[i] for i in of_this_process(devices)]
+    if not here:
+        return copy
+    if not span_processes(devices):
+        return copied(copy, devices)
+    sharding = copies_over(devices)
+
+    def on_all(leaf: Any) -> jax.Array:
+        parts = jax.device_put([leaf] * len(here), here)
+        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+
+    return Mirrored.of(jax.tree.map(on_all, copy))
+
+
+def delivered(value: Mirrored, devices: tuple[jax.Device, ...]) -> Any:
+    """A result on the devices where it is wanted: in place, or each process's copy `spread`."""
+    if set(devices) == set(value.devices):
+        return value.reordered(devices)
+    return spread(copy_near(value, devices), devices)
+
+
+def check_here(device: jax.Device) -> None:
+    """Refuse a device on which this process can put nothing.
+
+    Raises:
+      ValueError: it belongs to another process.
+    """
+    if device.process_index != jax.process_index():
+        raise ValueError(
+            f"{device} belongs to process {device.process_index}, and this is process "
+            f"{jax.process_index()}, whose devices are {', '.join(map(str, jax.local_devices()))}. "
+            "Name one of these, or a value that lies on the devices of all processes."
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _from_the_first(devices: tuple[jax.Device, ...]) -> Callable[[PerReplica], Mirrored]:
+    """The program that gives every device what the first one holds."""
+    mesh = line_of(devices, AXIS)
+    scope = mesh_scope(mesh)
+
+    def program(value: PerReplica) -> Mirrored:
+        rows = jax.tree.map(lambda x: jnp.squeeze(x, 0), value.tree)
+        return Mirrored.of(broadcast(rows, AXIS, source=0, scope=scope))
+
+    program.__name__ = "broadcast"  # what messages show
+    return jax.jit(
+        jax.shard_map(program, mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec())
+    )
+
+
+def copy_near(value: Mirrored, devices: tuple[jax.Device, ...]) -> Any:
+    """The copy of `value` that lies on one of `devices`, or any, of this process."""
+    here = of_this_process(value.devices)
+    return value[next((i for i in here if value.devices[i] in devices), here[0])]

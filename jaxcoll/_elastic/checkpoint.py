@@ -1,0 +1,237 @@
+"""A pytree in a file: whole or not there, and read without running anything that stands in it."""
+
+from __future__ import annotations
+
+import json
+import operator
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxcoll._dispatch.watchdog import confirm
+from jaxcoll._files import locked, put, replacing
+
+_ABOUT = "about.json"
+_FORMAT = "jaxcoll checkpoint 1"
+# What NumPy and zipfile raise for a file that is cut off, or is another's.
+_OTHER = (zipfile.BadZipFile, KeyError, EOFError, TypeError, AttributeError, AssertionError)
+
+
+class Stamp(NamedTuple):
+    """When a tree was the state of a run: the greater of two is the newer.
+
+    Attributes:
+      step: finished steps.
+      term: counts generations of workers over all runs; a step that is done again by others has a
+        later one.
+    """
+
+    step: int
+    term: int
+
+
+def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
+    """Write a pytree of arrays into one file.
+
+    Law: the file is replaced in one step, once its bytes have reached the disk. A process that is
+    killed, or a disk that is full, leaves the checkpoint that was there. Nothing is written once
+    processes turn out to have called programs in different orders (docs: hangs), which is asked
+    before.
+
+    Args:
+      path: the file; its folder is made. It is an `.npz` that `numpy.load` reads.
+      tree: a pytree of host arrays, or of `jax.Array`s that this process has whole.
+      step: a number kept with it.
+
+    Raises:
+      ValueError: a leaf is not held whole by this process, or is no array of numbers; or `step` is
+        no whole number.
+      ProgramMismatchError: what the tree was computed by is not what others computed.
+      OSError: it cannot be written; what was there is still there.
+
+    Examples:
+      >>> import tempfile, numpy as np
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> save_checkpoint(f"{folder.name}/last.npz", {"w": np.arange(3.0)}, step=7)
+      >>> restored, step = restore_checkpoint(f"{folder.name}/last.npz", {"w": np.zeros(3)})
+      >>> restored["w"].tolist(), step
+      ([0.0, 1.0, 2.0], 7)
+      >>> folder.cleanup()
+    """
+    try:
+        step = operator.index(step)
+    except TypeError:
+        raise ValueError(f"`step` must be a whole number; got {step!r}.") from None
+    _write(Path(path), tree, Stamp(step, 0), put)
+
+
+def save_newest(path: Path, tree: Any, stamp: Stamp, patience: float) -> Stamp:
+    """Write a checkpoint of an elastic run, unless a newer one stands there.
+
+    Law: of two writers the one with the later stamp prevails, whenever each of them writes: one
+    that was stopped and wakes hours later compares before it replaces, and nobody else replaces in
+    between.
+
+    Args:
+      path: the file.
+      tree: as for `save_checkpoint`.
+      stamp: when the tree was a state.
+      patience: seconds for which another process may be about to replace the file.
+
+    Returns:
+      The stamp of what stands there then.
+
+    Raises:
+      OSError: it cannot be written; what was there is still there.
+    """
+    stands = stamp
+
+    def put_if_newer(partial: Path, file: Path) -> None:
+        nonlocal stands
+        with locked(file, patience):
+            if (before := stamp_of_checkpoint(file)) >= stamp:
+                stands = before
+            else:
+                put(partial, file)
+
+    _write(path, tree, stamp, put_if_newer)
+    return stands
+
+
+def _write(path: Path, tree: Any, stamp: Stamp, rename: Callable[[Path, Path], None]) -> None:
+    confirm()
+    leaves = {name: on_host(name, leaf) for name, leaf in _named(tree).items()}
+    about = {
+        "format": _FORMAT,
+        **stamp._asdict(),
+        "leaves": {name: [str(x.dtype), list(x.shape)] for name, x in leaves.items()},
+    }
+    try:
+        with replacing(path, rename) as partial:
+            # Leaves go by number, because a key of a tree may be what no name of a file can be.
+            parts: dict[str, Any] = {f"leaf{i}": _plain(x) for i, x in enumerate(leaves.values())}
+            with partial.open("wb") as file:
+                np.savez(file, **parts)
+            with zipfile.ZipFile(partial, "a") as archive:
+                archive.writestr(_ABOUT, json.dumps(about))
+    except OSError as error:
+        error.add_note(
+            f"jaxcoll: the checkpoint after step {stamp.step} could not be written to {path}; what "
+            "stood there before still does."
+        )
+        raise
+
+
+def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
+    """Read what `save_checkpoint` wrote. Nothing is unpickled.
+
+    Args:
+      path: the file.
+      like: a pytree of arrays or `jax.ShapeDtypeStruct`s that it must match in structure, shapes
+        and dtypes.
+
+    Returns:
+      A tree like it, of host arrays, and the step.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is no whole checkpoint, or holds another tree; the message names the leaf.
+    """
+    path = Path(path)
+    wanted = _named(like)
+    if path.exists() and not path.is_file():  # a device can be read for ever
+        raise ValueError(f"{path} is no whole checkpoint of jaxcoll: it is no regular file.")
+    try:
+        with path.open("rb") as file:
+            zipfile.ZipFile(file).close()  # np.load would take other files for pickles
+        with np.load(path, allow_pickle=False) as archive:
+            about = json.loads(archive.zip.read(_ABOUT))
+            assert about["format"] == _FORMAT, about["format"]
+            _check_same(path, about["leaves"], wanted)
+            held = [
+                archive[f"leaf{i}"].view(np.dtype(dtype)).reshape(shape)
+                for i, (dtype, shape) in enumerate(about["leaves"].values())
+            ]
+    except _OTHER as error:
+        raise ValueError(
+            f"{path} is no whole checkpoint of jaxcoll ({type(error).__name__}: {error})."
+        ) from error
+    # Of equal names, but perhaps in another order: dicts of another insertion, say.
+    by_name = dict(zip(about["leaves"], held, strict=True))
+    structure = jax.tree.structure(like)
+    return jax.tree.unflatten(structure, [by_name[name] for name in wanted]), about["step"]
+
+
+def stamp_of_checkpoint(path: Path) -> Stamp:
+    """When what a file holds was a state; step -1: it is not there, or no whole checkpoint.
+
+    Raises:
+      OSError: it cannot be read, so that nobody knows how new it is.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            about = json.loads(archive.read(_ABOUT))
+            return Stamp(int(about["step"]), int(about.get("term", 0)))
+    except (FileNotFoundError, ValueError, *_OTHER):
+        return Stamp(-1, 0)
+
+
+def on_host(name: str, leaf: Any) -> np.ndarray:
+    """A leaf of a state as a host array.
+
+    Raises:
+      ValueError: this process has not all of it, or it is no array of numbers.
+    """
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"state{name} is a typed random key, whose bits JAX keeps to itself: hold "
+            "`jax.random.key_data(key)` in the state, and `jax.random.wrap_key_data` in the step."
+        )
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        if not leaf.is_fully_replicated:
+            raise ValueError(
+                f"state{name} is sharded over processes, so that no other has a copy. A state must "
+                "be whole on every worker."
+            )
+        return np.asarray(leaf.addressable_data(0))
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OUSMm" or array.dtype.names:
+        raise ValueError(
+            f"state{name} is no array of numbers: got {type(leaf).__name__} ({array.dtype})."
+        )
+    return array
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def _plain(x: np.ndarray) -> np.ndarray:
+    """Bits in a dtype that NumPy itself knows: those of bfloat16 and its like as bytes."""
+    x = np.ascontiguousarray(x)
+    return x.reshape(-1).view(np.uint8) if x.dtype.kind == "V" else x
+
+
+def _check_same(path: Path, held: dict[str, Any], wanted: dict[str, Any]) -> None:
+    if held.keys() != wanted.keys():
+        lacks = [name for name in wanted if name not in held]
+        has = [name for name in held if name not in wanted]
+        raise ValueError(
+            f"{path} holds another tree: it lacks {', '.join(lacks) or 'nothing'}, and has "
+            f"{', '.join(has) or 'nothing'} beside."
+        )
+    for name, leaf in wanted.items():
+        dtype, shape = held[name]
+        asked = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+        if (dtype, shape) != (str(np.dtype(asked)), list(np.shape(leaf))):
+            raise ValueError(
+                f"{path}: the leaf {name} is {dtype}{shape} in the file, and "
+                f"{np.dtype(asked)}{list(np.shape(leaf))} is expected."
+            )

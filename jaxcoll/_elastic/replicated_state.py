@@ -1,0 +1,245 @@
+"""The state of a run as every worker holds it: after the last two steps, whole, equal on all."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxcoll._api.collectives import broadcast
+from jaxcoll._elastic.checkpoint import on_host
+from jaxcoll._elastic.generation import Decision, RegroupError, rank_of, words
+from jaxcoll._elastic.membership import Crew
+from jaxcoll._errors import ProgramMismatchError, ReplicaDivergenceError
+from jaxcoll._mesh.mesh import no_mesh
+from jaxcoll._mesh.placement import place
+from jaxcoll._show.counts import counted
+from jaxcoll._step.data_parallel import data_parallel
+
+Together = Callable[..., Any]
+"""`(call, seconds, what)`: what `call` returns, which every worker makes."""
+
+
+class HeldState:
+    """A state after one step and after the one before.
+
+    Attributes:
+      finished: steps that are finished.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.finished = 0
+        self._held: dict[int, Any] = {}
+        self.reset(state, 0)
+
+    @property
+    def latest(self) -> Any:
+        """The state after the last finished step."""
+        return self._held[self.finished]
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The steps after which the state is held."""
+        return tuple(self._held)
+
+    def host(self, step: int) -> Any:
+        """The state after `step`, as host arrays."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: on_host(jax.tree_util.keystr(path), x), self._held[step]
+        )
+
+    def reset(self, state: Any, step: int) -> None:
+        """Hold this state, after `step`, and no other."""
+        self.finished, self._held = step, {step: state}
+        self._held[step] = self.host(step)
+
+    def keep(self, step: int, state: Any) -> None:
+        """Hold this state, and of those before it the last."""
+        self._held = {self.finished: self.latest, step: state}
+        self.finished = step
+
+    def settle(self, decision: Decision, crew: Crew, mesh: Mesh, together: Together) -> None:
+        """Hold the state after the step that was decided, on the devices of `mesh`.
+
+        Args:
+          decision: the step, and who has the state.
+          crew: who settle.
+          mesh: of their devices.
+          together: makes a call that all make, bounded by seconds and named in words.
+
+        Raises:
+          RegroupError: a member was lost over it, or holds another state than most do.
+          ProgramMismatchError: this worker's state has another structure than the others'.
+          ReplicaDivergenceError: it has other values.
+        """
+        step = decision.step if decision.step in self._held else self.finished
+        state = self.host(step)
+        structures = crew.gather("structure", _structure(state))
+        _agreed(structures, decision, crew, _other_structure, start=not decision.number)
+        if decision.given:
+            give = functools.partial(together, seconds=crew.startup, what="giving the state")
+            state = _given(state, decision, mesh, give)
+        digests = crew.gather("digest", _digests(state))
+        _agreed(digests, decision, crew, _other_values, start=not decision.number)
+        with no_mesh():
+            placed = place(state, NamedSharding(mesh, PartitionSpec()))
+        self.finished, self._held = decision.step, {decision.step: placed}
+
+    def compare(self, decision: Decision, crew: Crew) -> None:
+        """Compare the state after the last finished step with that of all members, bit by bit.
+
+        Cost: every copy of the state here is read once, at about a second for a gigabyte.
+
+        Raises:
+          RegroupError: a member was lost over it, or holds another state than most do.
+          ReplicaDivergenceError: this worker's state has other values than most have.
+        """
+        digests = crew.gather(f"digest/{self.finished}", _digests(self.latest))
+        _agreed(digests, decision, crew, _other_values)
+
+    def check_result(self, out: Any) -> None:
+        """Refuse a step that does not return a state like the one it was given.
+
+        Raises:
+          ValueError: the message names the leaf.
+        """
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise ValueError(
+                "The step of `Elastic` returns the pair (state, metrics); this one returns "
+                f"{type(out).__name__ if not isinstance(out, tuple) else f'{len(out)} values'}."
+            )
+        before, after = (_structure(tree) for tree in (self.latest, out[0]))
+        if before != after:
+            raise ValueError(
+                "The step of `Elastic` must return a state of the structure, shapes and dtypes "
+                f"that it was given. {_difference(before, after, 'given', 'returned')}."
+            )
+
+
+def _structure(tree: Any) -> str:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return "\n".join(f"state{jax.tree_util.keystr(p)}: {x.dtype}{list(x.shape)}" for p, x in leaves)
+
+
+def _difference(one: str, other: str, of_one: str, of_other: str) -> str:
+    mine = [line for line in one.splitlines() if line not in other.splitlines()]
+    theirs = [line for line in other.splitlines() if line not in one.splitlines()]
+    nothing = ["(nothing more)"]
+    return f"{of_one}: {(mine or nothing)[0]}; {of_other}: {(theirs or nothing)[0]}"
+
+
+def _agreed(
+    values: dict[str, str],
+    decision: Decision,
+    crew: Crew,
+    error: Callable[[dict[str, str]], Exception],
+    start: bool = False,
+) -> None:
+    """Go on only if all members say the same.
+
+    Raises:
+      RegroupError: those that agree, this worker among them, go on without the others.
+      Exception: `error(values)`: this worker is one of the others; or nobody knows who is right,
+        as where all bring what they `start` with.
+    """
+    if len(set(values.values())) == 1:
+        return
+    agree = () if start else agreeing(values, decision)
+    if crew.name not in agree:
+        raise error(values)
+    odd = [name for name in decision.members if name not in agree]
+    crew.ask(f"the state of {words(odd)} is not that of the others")
+    raise RegroupError
+
+
+def agreeing(values: dict[str, str], decision: Decision) -> tuple[str, ...]:
+    """Those of whom more than half said the same; (): there are none.
+
+    Who was just taken in is not counted: the others agreed before it came.
+    """
+    staying = [name for name in decision.members if name not in decision.joined]
+    value, count = Counter(values[name] for name in staying).most_common(1)[0]
+    if 2 * count <= len(staying):
+        return ()
+    return tuple(name for name in decision.members if values[name] == value)
+
+
+def _other_structure(values: dict[str, str]) -> ProgramMismatchError:
+    (first, mine), *others = sorted(values.items(), key=lambda item: rank_of(item[0]))
+    name, structure = next(item for item in others if item[1] != mine)
+    found = _difference(mine, structure, f"worker {rank_of(first)}", f"worker {rank_of(name)}")
+    return ProgramMismatchError(f"Workers hold states of different structures. {found}.")
+
+
+def _digests(tree: Any) -> str:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    found = {f"state{jax.tree_util.keystr(path)}": _digest(x) for path, x in leaves}
+    return json.dumps(found, sort_keys=True)
+
+
+def _digest(x: Any) -> str:
+    """Of all copies that this process holds: of one, if they are equal as they should be."""
+    copies = [s.data for s in x.addressable_shards] if isinstance(x, jax.Array) else [x]
+    first, *others = map(_bytes, copies)
+    different = [each for each in others if not np.array_equal(each, first)]
+    hashes = (
+        hashlib.blake2b(each.data, digest_size=16).hexdigest() for each in (first, *different)
+    )
+    return " ".join(hashes)
+
+
+def _bytes(x: Any) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def _other_values(said: dict[str, str]) -> ReplicaDivergenceError:
+    held = {str(rank_of(name)): json.loads(text) for name, text in said.items()}
+    divergent = {}
+    for leaf in next(iter(held.values())):
+        groups: dict[str, list[str]] = {}
+        for rank in sorted(held, key=int):
+            groups.setdefault(held[rank][leaf], []).append(rank)
+        if len(groups) > 1:
+            divergent[leaf] = tuple(sorted(map(tuple, groups.values()), key=len, reverse=True))
+    leaf, groups = next(iter(divergent.items()))
+    return ReplicaDivergenceError(
+        f"Workers hold different values in {counted(len(divergent), 'leaf', 'leaves')} of the "
+        f"state, {leaf} first: "
+        f"{' | '.join(', '.join(group) for group in groups)}. At the start give all the same "
+        "initial state, made from one seed or read from one file; a step must compute the same on "
+        "all from then on, whatever the worker's number.",
+        divergent=divergent,
+    )
+
+
+def _given(state: Any, decision: Decision, mesh: Mesh, together: Together) -> Any:
+    """The state of the worker that has it, on all: as bytes, so that every bit is kept."""
+    leaves, structure = jax.tree.flatten(state)
+    parts = [_bytes(x) for x in leaves]
+    mine = np.concatenate([np.zeros(0, np.uint8), *parts])
+    axis = mesh.axis_names[0]
+    here = len(mesh.local_devices)
+    source = decision.members.index(decision.source) * here
+    give = data_parallel(
+        lambda rows: broadcast(rows[0], axis, source=source), mesh=mesh, axis_name=axis
+    )
+    rows = np.broadcast_to(mine, (here, *mine.shape))
+    with no_mesh():
+        program = give.lower(rows).compile()
+        placed = place(rows, NamedSharding(mesh, PartitionSpec(axis)))
+    got = together(lambda: program(placed))
+    bits = on_host("", got)
+    cuts = np.cumsum([part.size for part in parts])[:-1]
+    return structure.unflatten(
+        [
+            part.view(x.dtype).reshape(x.shape)
+            for part, x in zip(np.split(bits, cuts), leaves, strict=True)
+        ]
+    )

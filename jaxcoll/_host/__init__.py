@@ -1,1 +1,0 @@
-"""Devices, meshes, processes, compilation. Never spells a collective."""

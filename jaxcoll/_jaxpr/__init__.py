@@ -1,0 +1,1 @@
+"""Reads the equations of traced programs. Computes nothing."""

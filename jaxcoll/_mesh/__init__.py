@@ -1,0 +1,1 @@
+"""Devices, meshes, shardings, placement, and the facts of a mesh."""

@@ -1,0 +1,166 @@
+"""Meshes and device lists, checked before anything is compiled for them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jaxcoll._plan.cost.clusters import Topology
+
+AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
+
+
+def checked_devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
+    """`devices` as a tuple.
+
+    Raises:
+      ValueError: there is none, one is no device, or one is listed twice.
+    """
+    found = tuple(devices)
+    if not found:
+        raise ValueError(f"`{caller}` got no devices; it needs at least one.")
+    for device in found:
+        if not isinstance(device, jax.Device):
+            raise ValueError(
+                f"`{caller}` expects devices, as in `jax.devices()`; got {device!r} "
+                f"({type(device).__name__})."
+            )
+    twice = [str(device) for device, times in Counter(found).items() if times > 1]
+    if twice:
+        raise ValueError(f"`{caller}` got a device twice: {', '.join(twice)}.")
+    return found
+
+
+def of_this_process(devices: Sequence[jax.Device]) -> list[int]:
+    """Positions in `devices` of those that this process can reach."""
+    return [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
+
+
+def span_processes(devices: Sequence[jax.Device]) -> bool:
+    """Whether some of `devices` belong to other processes than others do."""
+    return len({d.process_index for d in devices}) > 1
+
+
+def equal_shares(devices: Sequence[jax.Device]) -> int:
+    """How many processes have `devices`; 0: some have more of them than others."""
+    counts = Counter(d.process_index for d in devices)
+    return len(counts) if len(set(counts.values())) == 1 else 0
+
+
+def line_of(devices: Sequence[jax.Device], axis_name: str) -> Mesh:
+    """A mesh of one Auto axis over `devices`, in their order."""
+    return Mesh(np.array(devices, dtype=object), (axis_name,), axis_types=(AxisType.Auto,))
+
+
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Leave the mesh of the caller's `jax.set_mesh`, so that arguments alone place a program.
+
+    Under a mesh JAX refuses every program, eager operations among them, on other devices.
+
+    Raises:
+      RuntimeError: a program is being traced, which has its mesh for good.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return contextlib.nullcontext()
+    if mesh.manual_axes:
+        raise RuntimeError(
+            "This works on the values of several devices, between programs; here one is being "
+            f"traced that maps {', '.join(map(repr, mesh.manual_axes))}. Pass the value to it as "
+            "an argument, of which each replica sees its own part."
+        )
+    return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
+
+
+def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: str) -> Mesh:
+    """`mesh`, or a line of all devices for None.
+
+    Raises:
+      ValueError: it is no mesh, has no devices, lists one twice, or lacks an axis.
+    """
+    axes: tuple[str, ...] = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not axes or not all(isinstance(a, str) for a in axes):
+        raise ValueError(
+            f"`{caller}` expects `axis_name` to be a string or a non-empty tuple of strings; "
+            f"got {axis_name!r}."
+        )
+    if mesh is None:
+        if len(axes) > 1:
+            raise ValueError(
+                f"`{caller}` over the axes {axis_name!r} needs a `mesh` that has them; without "
+                "one it lays all devices on a single axis."
+            )
+        return line_of(jax.devices(), *axes)
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            f"`{caller}` expects `mesh` to be a jax.sharding.Mesh or None; "
+            f"got {type(mesh).__name__}."
+        )
+    checked_devices(list(mesh.devices.flat), caller)
+    return has_axes(mesh, axes, caller)
+
+
+def has_axes(mesh: AnyMesh, axes: Sequence[str], caller: str) -> AnyMesh:
+    """`mesh` itself.
+
+    Raises:
+      ValueError: it lacks one of `axes`.
+    """
+    missing = [a for a in axes if a not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"`{caller}` over axis {missing[0]!r}: the mesh has no such axis. "
+            f"Its axes: {', '.join(map(repr, mesh.axis_names))}."
+        )
+    return mesh
+
+
+def abstract_mesh(topology: Topology, axes: tuple[str, ...]) -> AbstractMesh:
+    """The mesh that a topology has by itself: one axis, or hosts and what each has."""
+    return AbstractMesh(topology.sizes(len(axes)), axes, (AxisType.Auto,) * len(axes))
+
+
+def fitted_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
+    """`mesh` without its devices, and as large as the topology.
+
+    Raises:
+      ValueError: it is no mesh, or has another size and more than one axis.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            "`mesh` must be a jax.sharding.Mesh or AbstractMesh for a program that is compiled "
+            f"for {topology.name!r}; got {type(mesh).__name__}."
+        )
+    if mesh.size == topology.size:
+        return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    if len(mesh.axis_names) == 1:
+        return AbstractMesh((topology.size,), mesh.axis_names, mesh.axis_types)
+    had = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    raise ValueError(
+        f"The mesh ({had}) does not fit {topology}, and which of its axes should grow is not "
+        f"known. Pass `mesh=jax.sharding.AbstractMesh(sizes, {tuple(mesh.axis_names)!r})` with "
+        f"sizes whose product is {topology.size}."
+    )
+
+
+def takes_mesh(fun: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `fun` cannot be called without a `mesh`, and the caller gives none."""
+    try:
+        parameter = inspect.signature(fun).parameters.get("mesh")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.default is parameter.empty and "mesh" not in kwargs
+
+
+def given_mesh(fun: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+    """`fun` with its `mesh`; what takes nothing else makes the function that is meant."""
+    only = len(inspect.signature(fun).parameters) == 1
+    return fun(mesh) if only else functools.partial(fun, mesh=mesh)

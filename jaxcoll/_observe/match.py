@@ -1,0 +1,177 @@
+"""Sets what was requested beside what was compiled: which collective came out of which."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from jaxcoll._observe.parse.collective import Collective
+from jaxcoll._observe.parse.names import names
+
+By = Literal["name", "shape", "order", ""]
+
+_BECOMES = {
+    "all-reduce": {"reduce-scatter", "all-gather", "collective-permute"},
+    "reduce-scatter": {"all-reduce", "all-to-all"},
+    "all-gather": {"all-reduce", "collective-broadcast", "collective-permute", "all-to-all"},
+    "all-to-all": {"collective-permute", "all-gather"},
+    "collective-broadcast": {"all-reduce", "collective-permute"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The requested collectives that a compiled one carries out.
+
+    Attributes:
+      requested: their positions among the requested ones; () if none is known.
+      by: how that is known. "name": the compiler kept their names. "shape": sizes, kinds and
+        groups fit in one way only. "order": several fit, and were taken in their order. "":
+        it is not known, or the compiler added the collective.
+      again: it carries out once more what another already does, as when a loop is unrolled.
+    """
+
+    requested: tuple[int, ...] = ()
+    by: By = ""
+    again: bool = False
+
+
+def join(requested: Sequence[Collective], compiled: Sequence[Collective]) -> tuple[Origin, ...]:
+    """What each compiled collective carries out of what was requested.
+
+    Law: nothing requested is spent on more elements than it has, except by copies that bear its
+    own name; in a text without names, sizes decide, and then order, and the result says so.
+
+    Args:
+      requested: what `read_stablehlo` returned.
+      compiled: what `read_hlo` returned.
+
+    Returns:
+      An origin for each compiled one.
+    """
+    joiner = _Joiner(requested, compiled)
+    for alike in (_same_kind, _becomes):
+        for in_loop in (True, False):
+            joiner.spend(functools.partial(_fits, alike, in_loop))
+    joiner.repeat()
+    return tuple(joiner.origins)
+
+
+def _fits(alike: Callable[[str, str], bool], in_loop: bool, r: Collective, c: Collective) -> bool:
+    return (
+        alike(r.kind, c.kind)
+        and (not in_loop or bool(r.loops) == bool(c.loops))
+        and (r.kind != c.kind or _members(r) == _members(c))
+    )
+
+
+def _same_kind(requested: str, compiled: str) -> bool:
+    return requested == compiled
+
+
+def _becomes(requested: str, compiled: str) -> bool:
+    return compiled in _BECOMES.get(requested, ())
+
+
+def _members(c: Collective) -> frozenset[tuple[int, ...]]:
+    """The groups, in whichever order they and their devices were written."""
+    if c.kind == "collective-permute":
+        return frozenset(c.groups)
+    return frozenset(tuple(sorted(group)) for group in c.groups)
+
+
+def _size(c: Collective) -> int:
+    return sum(operand.size for operand in c.operands)
+
+
+class _Joiner:
+    """Elements that are still to be accounted for, on both sides."""
+
+    def __init__(self, requested: Sequence[Collective], compiled: Sequence[Collective]) -> None:
+        self._requested, self._compiled = requested, compiled
+        self._left = [_size(r) for r in requested]
+        self.origins = [Origin() for _ in compiled]
+        self._by_name: dict[str, list[int]] = {}
+        for i, r in enumerate(requested):
+            self._by_name.setdefault(r.op_name, []).append(i)
+
+    def spend(self, fits: Callable[[Collective, Collective], bool]) -> None:
+        """Join what fits: by name first, and what then remains by size."""
+        waiting = [k for k, origin in enumerate(self.origins) if not origin.requested]
+        for k in waiting:
+            free = [i for i in self._named(k) if self._left[i]]
+            self._join(k, [i for i in free if fits(self._requested[i], self._compiled[k])], "name")
+        for k in waiting:
+            if not self.origins[k].requested:
+                free = [i for i, left in enumerate(self._left) if left]
+                fitting = [i for i in free if fits(self._requested[i], self._compiled[k])]
+                self._join(k, fitting, "shape")
+
+    def repeat(self) -> None:
+        """What is left over and bears a name that is spent already is a copy."""
+        for k, c in enumerate(self._compiled):
+            if not self.origins[k].requested:
+                found = [i for i in self._named(k) if self._requested[i].kind == c.kind]
+                if found and sum(_size(self._requested[i]) for i in found) >= _size(c):
+                    self.origins[k] = Origin(tuple(found), "name", again=True)
+
+    def _named(self, k: int) -> list[int]:
+        """What is requested under a name that the compiled collective bears."""
+        found: dict[int, None] = {}
+        for name in dict.fromkeys(names(self._compiled[k].op_name)):
+            parts = name.split("/")
+            for start in range(len(parts)):
+                known = self._by_name.get("/".join(parts[start:]), ())
+                found.update(dict.fromkeys(known))
+        return sorted(found)
+
+    def _join(self, k: int, free: Sequence[int], by: By) -> None:
+        taken, is_certain = self._chosen(free, self._compiled[k])
+        if taken:
+            self.origins[k] = Origin(tuple(sorted(taken)), by if is_certain else "order")
+            left = _size(self._compiled[k])
+            for i in taken:
+                spent = min(self._left[i], left)
+                self._left[i] -= spent
+                left -= spent
+
+    def _chosen(self, free: Sequence[int], c: Collective) -> tuple[list[int], bool]:
+        """Which of `free` have the elements of `c` together, and whether no others might."""
+        total = _size(c)
+        if sum(self._left[i] for i in free) == total:
+            return list(free), True
+        by_size: dict[int, list[int]] = {}
+        for i in free:
+            by_size.setdefault(self._left[i], []).append(i)
+        wanted = Counter(operand.size for operand in c.operands)
+        taken = [i for size, n in wanted.items() for i in by_size.get(size, [])[:n]]
+        if sum(self._left[i] for i in taken) == total:
+            return taken, all(
+                len(by_size[size]) == n or self._is_one_kind(by_size[size])
+                for size, n in wanted.items()
+            )
+        if run := self._run(free, total):
+            return run, False
+        larger = [i for i in free if self._left[i] > total]  # it is a part of one
+        return larger[:1], len(larger) == 1
+
+    def _is_one_kind(self, requested: Sequence[int]) -> bool:
+        """Whether it makes no difference which of them it is."""
+        asked = [self._requested[i] for i in requested]
+        told = {(r.op_name, r.source, r.operands) for r in asked}
+        return len(told) == 1 and bool(asked[0].op_name)
+
+    def _run(self, free: Sequence[int], total: int) -> list[int]:
+        """Neighbours that have `total` elements together; [] if none have."""
+        start = spent = 0
+        for end, i in enumerate(free):
+            spent += self._left[i]
+            while spent > total:
+                spent -= self._left[free[start]]
+                start += 1
+            if spent == total:
+                return list(free[start : end + 1])
+        return []

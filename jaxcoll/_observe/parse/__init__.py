@@ -1,0 +1,1 @@
+"""Reads the texts of programs: HLO, StableHLO, and what stands in them."""

@@ -1,0 +1,206 @@
+"""From computations that call one another to what one run of the program carries out."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from jaxcoll._observe.parse.collective import Collective, Meanwhile
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """A computation carried out from within another.
+
+    Attributes:
+      site: the instruction that calls.
+      callee: the computation that it calls.
+      trips: how often, each time; None when that is not said.
+      is_async: other work may run meanwhile.
+      branch: which branch it is, when `site` is a conditional.
+      is_loop: `site` is a loop.
+      is_part: `callee` spells out what `site` does, as for a fusion, rather than a program.
+      at: the line of `site` in its computation.
+      until: the line where it ends, when it is asynchronous.
+      meanwhile: what is scheduled between the two.
+    """
+
+    site: str
+    callee: str
+    trips: int | None = 1
+    is_async: bool = False
+    branch: int | None = None
+    is_loop: bool = False
+    is_part: bool = False
+    at: int = 0
+    until: int = 0
+    meanwhile: Meanwhile | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matmul:
+    """An instruction that multiplies matrices, by itself or in what it fuses.
+
+    Attributes:
+      name: the instruction's name.
+      flops: floating-point operations each time.
+      trips: how often one run carries it out; None when a loop does not say how often it turns.
+      at: its place in the schedule, as in `Collective`.
+      dtype: the element type of what it multiplies (of several, of the largest); "" if the text
+        does not say.
+    """
+
+    name: str
+    flops: int
+    trips: int | None = 1
+    at: int = 0
+    dtype: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop that collectives or matrix products stand in.
+
+    Attributes:
+      name: the instruction's name.
+      trips: how often it turns in one run of the program; None when that is not said.
+      at: its place in the schedule.
+      until: the place of its end.
+    """
+
+    name: str
+    trips: int | None
+    at: int
+    until: int
+
+
+Bodies = Mapping[str, Sequence[Collective | Call | Matmul]]
+"""What matters of each computation, in its order."""
+
+Event = Collective | Matmul | Loop
+"""What one run carries out."""
+
+
+def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple[Event, ...]:
+    """What one run of `entry` carries out, each with the loops and branches it is called in.
+
+    Law: a computation that is called from two places is listed twice, because both send; a
+    collective that no call reaches is an error rather than silence.
+
+    Args:
+      bodies: every computation of the program.
+      entry: the one that runs.
+      lengths: instructions of each computation.
+
+    Returns:
+      The events, in program order. Their places count through the program as if each call
+      were written out.
+
+    Raises:
+      ValueError: a call leads nowhere or in a circle, or a collective is reached by no call.
+    """
+    busy = busy_among(bodies, (Collective, Matmul))
+    reached: set[str] = set()
+    extents: dict[str, int] = {}
+
+    def extent(name: str) -> int:
+        """Instructions of a computation with its calls written out."""
+        if name not in extents:
+            extents[name] = lengths.get(name, 0)  # stays if it calls itself, which is found below
+            extents[name] += sum(extent(call.callee) for call in _calls(bodies[name], busy))
+        return extents[name]
+
+    def within(name: str, path: tuple[Call, ...], base: int) -> Iterator[Event]:
+        if any(name == call.callee for call in path[:-1]):
+            raise ValueError(f"{name!r} calls itself, which no program does: the text is damaged.")
+        reached.add(name)
+        calls = _calls(bodies[name], busy)
+        lines = [call.at for call in calls]
+        grown = [0, *itertools.accumulate(extent(call.callee) for call in calls)]
+
+        def place(line: int) -> int:
+            return base + line + grown[bisect.bisect_left(lines, line)]
+
+        met = 0
+        for item in bodies[name]:
+            if isinstance(item, Collective):
+                yield _called(item, path, place(item.at), place(item.until))
+            elif isinstance(item, Matmul):
+                yield dataclasses.replace(item, trips=_trips(item.trips, path), at=place(item.at))
+            elif item.callee in busy:
+                at, deeper = base + item.at + grown[met], (*path, item)
+                if item.is_loop:
+                    end = at + extent(item.callee)
+                    yield Loop(item.site, _trips(1, deeper), at, end)
+                spans = dataclasses.replace(item, at=place(item.at), until=place(item.until))
+                yield from within(item.callee, (*path, spans), at)
+                met += 1
+
+    found = tuple(within(entry, (), 0))
+    for name in sorted(busy - reached):
+        lost = next((x for x in bodies[name] if isinstance(x, Collective)), None)
+        if lost is not None:
+            raise ValueError(
+                f"{lost.kind} {lost.name!r} stands in {name!r}, which nothing calls in a way that "
+                "is understood here: the notation is newer than this reader, or the text is "
+                "damaged."
+            )
+    return found
+
+
+def busy_among(bodies: Bodies, kinds: tuple[type, ...]) -> set[str]:
+    """The computations that hold one of `kinds`, or call one that does, however far down.
+
+    Raises:
+      ValueError: a call leads nowhere.
+    """
+    callers: dict[str, list[str]] = {}
+    for name, body in bodies.items():
+        for item in body:
+            if isinstance(item, Call):
+                if item.callee not in bodies:
+                    raise ValueError(
+                        f"{item.site!r} calls {item.callee!r}, which is not defined: the text "
+                        "looks cut off."
+                    )
+                callers.setdefault(item.callee, []).append(name)
+    waiting = [name for name, body in bodies.items() if any(isinstance(x, kinds) for x in body)]
+    busy: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in busy:
+            busy.add(name)
+            waiting += callers.get(name, [])
+    return busy
+
+
+def _calls(body: Sequence[Collective | Call | Matmul], busy: set[str]) -> list[Call]:
+    return [item for item in body if isinstance(item, Call) and item.callee in busy]
+
+
+def _trips(trips: int | None, path: Sequence[Call]) -> int | None:
+    for call in path:
+        trips = None if trips is None or call.trips is None else trips * call.trips
+    return trips
+
+
+def _called(collective: Collective, path: Sequence[Call], at: int, until: int) -> Collective:
+    """`collective` as it is met at the end of a path of calls."""
+    branches = tuple(
+        ("/".join(c.site for c in path[: k + 1]), call.branch)
+        for k, call in enumerate(path)
+        if call.branch is not None
+    )
+    pair = next((call for call in path if call.is_async), None)  # the pair is around it
+    return dataclasses.replace(
+        collective,
+        trips=_trips(collective.trips, path),
+        is_async=collective.is_async or pair is not None,
+        branches=branches,
+        loops=tuple(call.site for call in path if call.is_loop),
+        at=pair.at if pair else at,
+        until=pair.until if pair else max(at, until),
+        meanwhile=pair.meanwhile if pair else collective.meanwhile,
+    )

@@ -1,0 +1,283 @@
+"""Reads compiled programs: every collective of an HLO text, whichever compiler printed it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxcoll._observe.parse.calls import Call, Event, Loop, Matmul, carried_out
+from jaxcoll._observe.parse.collective import KINDS, Collective, Groups
+from jaxcoll._observe.parse.hlo_text import (
+    Instruction,
+    Module,
+    definitions,
+    operands_of,
+    pair_ends,
+    parse_instruction,
+    parse_module,
+)
+from jaxcoll._observe.parse.names import names
+from jaxcoll._observe.parse.replica_groups import device_groups, group_size, read_groups
+from jaxcoll._observe.parse.schedule import Schedule
+from jaxcoll._observe.parse.source import StackFrames
+
+_COMMUNICATES = re.compile(r" ((?:all-|collective-|reduce-scatter|ragged-all)[\w\-]*|send)\(")
+_FUSION = re.compile(
+    r"\s+(?:ROOT )?%?([\w.\-]+) = \S+ fusion\([^()]*\), kind=\w+, calls=%?([\w.\-]+)"
+)
+_CALLS = re.compile(
+    r"\b(body|condition|calls|to_apply|branch_computations|true_computation|false_computation|"
+    r"called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_MAY_CALL = re.compile(r"(?:body|condition|calls|to_apply|computations?)=")
+_BRANCHES = {"branch_computations": 0, "true_computation": 0, "false_computation": 1}
+_TRIPS = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\s*\\?"(\d+)')
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_GROUPS = re.compile(r"\breplica_groups=")
+_PAIRS = re.compile(r"\bsource_target_pairs=")
+_ELEMENT = re.compile(r" get-tuple-element\((?:.* )?%?([\w.\-]+)\), index=(\d+)")
+_IS_SYNC = re.compile(r'is_sync\\?":\s*true')
+
+
+def read_hlo(text: str) -> tuple[Collective, ...]:
+    """The collectives of a compiled program.
+
+    Law: nothing is skipped in silence. An asynchronous pair counts once; every operand of a
+    combined collective is listed, in the element type that the compiler settled on; loops,
+    calls, fusions and conditionals are followed from the entry; what is not understood is an
+    error.
+
+    Args:
+      text: what `compiled.as_text()` returns, of any backend.
+
+    Returns:
+      The collectives in the order of the text, which is the schedule where the compiler has
+      made one. Cost: a few seconds for 100 MB.
+
+    Raises:
+      ValueError: the text is no HLO, is cut off, or uses a notation that is not known here.
+
+    Examples:
+      >>> program = '''HloModule jit_f, replica_count=4
+      ... ENTRY %main (x: f32[100]) -> f32[100] {
+      ...   %x = f32[100]{0} parameter(0)
+      ...   ROOT %sum = f32[100]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}
+      ... }'''
+      >>> collective, = read_hlo(program)
+      >>> collective.kind, collective.operands[0].dtype, collective.group_size
+      ('all-reduce', 'f32', 2)
+    """
+    program = read_program(text, strict=True)
+    return program.collectives
+
+
+class Program(NamedTuple):
+    """A compiled program, as far as its text tells.
+
+    Attributes:
+      name: what it was jitted from, as in jit_step.
+      devices: how many it runs on.
+      instructions: of one run, the body of each loop once.
+      collectives: in the order of the text.
+      matmuls: the instructions that multiply matrices, likewise.
+      loops: those that either of them stand in.
+      uncounted: what may send and could not be counted, a sentence each.
+      notes: what else could not be counted.
+    """
+
+    name: str
+    devices: int
+    instructions: int
+    collectives: tuple[Collective, ...]
+    matmuls: tuple[Matmul, ...] = ()
+    loops: tuple[Loop, ...] = ()
+    uncounted: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def read_program(text: str, *, strict: bool = False) -> Program:
+    """A compiled program: its collectives, and the arithmetic that is scheduled around them.
+
+    Law: as `read_hlo`; but what is not understood is told in `uncounted`, unless `strict`.
+
+    Args:
+      text: what `compiled.as_text()` returns, of any backend.
+      strict: raise on what is not understood, and leave out the arithmetic.
+
+    Returns:
+      The program.
+
+    Raises:
+      ValueError: the text is no HLO or is cut off; or something else, if `strict`.
+    """
+    module = parse_module(text)
+    uncounted: list[str] = []
+    notes: list[str] = []
+    reader = _Reader(module, None if strict else uncounted)
+    bodies = {name: reader.body(name) for name in module.computations}
+    if not strict:
+        bodies = Schedule(module, bodies, uncounted, notes).bodies()
+    lengths = {name: len(lines) for name, lines in module.computations.items()}
+    events = carried_out(bodies, module.entry, lengths)
+    return Program(
+        name=module.name,
+        devices=module.replicas * module.partitions,
+        instructions=max([lengths[module.entry], *(_end(event) + 1 for event in events)]),
+        collectives=tuple(e for e in events if isinstance(e, Collective)),
+        matmuls=tuple(e for e in events if isinstance(e, Matmul)),
+        loops=tuple(e for e in events if isinstance(e, Loop)),
+        uncounted=tuple(dict.fromkeys(uncounted)),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _end(event: Event) -> int:
+    return event.at if isinstance(event, Matmul) else event.until
+
+
+class _Reader:
+    """Goes through each computation's lines once."""
+
+    def __init__(self, module: Module, uncounted: list[str] | None) -> None:
+        self._module = module
+        self._uncounted = uncounted
+        self._frames = StackFrames(module.tables)
+        self._definitions: dict[str, dict[str, str]] = {}
+        self._taken_apart: dict[str, dict[str, dict[int, str]]] = {}
+
+    def body(self, computation: str) -> list[Collective | Call | Matmul]:
+        """The collectives of one computation, and what it calls, in order."""
+        lines = self._module.computations[computation]
+        found: list[Collective | Call | Matmul] = []
+        for at, line in enumerate(lines):
+            if fusion := _FUSION.match(line):  # most lines of a large program
+                site, callee = fusion.groups()
+                found.append(Call(site, callee, is_part=True, at=at, until=at))
+                continue
+            if _COMMUNICATES.search(line):
+                try:
+                    instruction = parse_instruction(line)
+                    if _is_collective(instruction):
+                        found.append(self._collective(computation, instruction, at))
+                except ValueError as error:
+                    if self._uncounted is None:
+                        raise
+                    self._uncounted.append(str(error))
+            if _MAY_CALL.search(line):
+                found += _calls(line, at)
+        return found
+
+    def _collective(self, computation: str, instruction: Instruction, at: int) -> Collective:
+        kind, attributes = instruction.opcode.removesuffix("-start"), instruction.attributes
+        operands = operands_of(instruction, self._defined(computation))
+        if kind == "ragged-all-to-all":
+            operands = operands[:1]  # the others are the result's memory, and sizes that stay here
+        if kind == "collective-permute" and "slice_sizes=" in attributes:
+            raise ValueError(
+                f"collective-permute {instruction.name!r} sends slices in place, which is not "
+                "counted here; expected one that sends whole arrays."
+            )
+        groups = _groups(self._module, kind, attributes)
+        return Collective(
+            kind=kind,
+            name=instruction.name,
+            operands=operands,
+            group_size=group_size(kind, groups),
+            groups=groups,
+            computation=computation,
+            is_async=instruction.opcode != kind and not _IS_SYNC.search(attributes),
+            op_name=self._op_name(computation, instruction, len(operands)),
+            source=self._frames.source(attributes),
+            at=at,
+            until=at,
+        )
+
+    def _op_name(self, computation: str, instruction: Instruction, operands: int) -> str:
+        """Its own, or, where that names the first of several only, those of its results."""
+        own = _op_name(instruction.attributes)
+        if operands < 2 or len(names(own)) > 1:
+            return own
+        elements = self._elements(computation).get(instruction.name, {})
+        several = [elements.get(k, "") for k in range(operands)]
+        return f"({':'.join(several)})" if all(several) and len(set(several)) > 1 else own
+
+    def _defined(self, computation: str) -> dict[str, str]:
+        if computation not in self._definitions:
+            # One computation's at a time: a large program's would take as much as its text.
+            self._definitions = {computation: definitions(self._module.computations[computation])}
+        return self._definitions[computation]
+
+    def _elements(self, computation: str) -> dict[str, dict[int, str]]:
+        """Scopes of the instructions that take a tuple apart, by the tuple's name and index."""
+        if computation not in self._taken_apart:
+            lines = self._module.computations[computation]
+            starts = {name: start for _, name, _, start in pair_ends(lines)}
+            found: dict[str, dict[int, str]] = {}
+            for element in filter(None, map(_ELEMENT.search, lines)):
+                whole = starts.get(element[1], element[1])
+                found.setdefault(whole, {})[int(element[2])] = _op_name(element.string)
+            self._taken_apart = {computation: found}
+        return self._taken_apart[computation]
+
+
+def _is_collective(instruction: Instruction) -> bool:
+    """Whether it is a collective, or the start of one; the rest of a pair says nothing new."""
+    opcode, attributes = instruction.opcode, instruction.attributes
+    if opcode.removesuffix("-start") in KINDS:
+        return True
+    if opcode.removesuffix("-done").removesuffix("-update") in KINDS:
+        return False
+    if not _COMMUNICATES.match(f" {opcode}("):
+        return False
+    if opcode == "send" and "is_host_transfer=true" in attributes and "megascale" not in attributes:
+        return False  # to the device's own host, as callbacks do
+    raise ValueError(
+        f"`{opcode}` ({instruction.name!r}) moves data between devices in a way that is not "
+        f"counted here; known are {', '.join(KINDS)}, and their asynchronous forms."
+    )
+
+
+def _op_name(attributes: str) -> str:
+    found = _OP_NAME.search(attributes)
+    return found[1] if found else ""
+
+
+def _groups(module: Module, kind: str, attributes: str) -> Groups:
+    found = (_PAIRS if kind == "collective-permute" else _GROUPS).search(attributes)
+    return device_groups(
+        read_groups(attributes[found.end() :]) if found else (),
+        kind,
+        has_channel="channel_id=" in attributes,
+        has_global_ids="use_global_device_ids=true" in attributes,
+        replicas=module.replicas,
+        partitions=module.partitions,
+    )
+
+
+def _calls(line: str, at: int) -> Iterator[Call]:
+    """What an instruction calls; the rest of an asynchronous pair only repeats its start."""
+    instruction = parse_instruction(line)
+    opcode, attributes = instruction.opcode, instruction.attributes
+    if opcode.endswith(("-done", "-update")):
+        return
+    known = _TRIPS.search(attributes) if opcode == "while" else None
+    for attribute, called in _CALLS.findall(attributes.partition(", metadata=")[0]):
+        for k, name in enumerate(n.strip().lstrip("%") for n in called.strip("{}").split(",")):
+            trips: int | None = 1
+            if opcode == "while":
+                # The condition is asked once more than the body is carried out.
+                trips = int(known[1]) + (attribute == "condition") if known else None
+            branch = _BRANCHES.get(attribute)
+            if name:
+                yield Call(
+                    site=instruction.name,
+                    callee=name,
+                    trips=trips,
+                    is_async=opcode.endswith("-start"),
+                    branch=None if branch is None else branch + k,
+                    is_loop=opcode == "while",
+                    is_part=opcode not in ("while", "call", "conditional"),
+                    at=at,
+                    until=at,
+                )

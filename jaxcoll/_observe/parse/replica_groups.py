@@ -1,0 +1,183 @@
+"""Who talks to whom, in each of the notations that compilers print."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxcoll._observe.parse.collective import Groups
+
+_LISTED = re.compile(r"\{((?:\{[\d,\s]*\},?\s*)*)\}")
+_COUNTED = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
+_ON_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
+_NOTATIONS = (_LISTED, _COUNTED, _ON_MESH)
+_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_AXIS = re.compile(r"'?([^',=:]+)'?=(\d+)")
+_AXIS_REF = re.compile(r"'?([^',=:]+)'?(?::\((\d+)\)(\d+))?")
+
+SubAxis = tuple[str, int, int | None]
+"""A mesh axis, how much of it lies before the part that is meant, the part (None: all of it)."""
+
+
+def read_groups(text: str) -> Groups:
+    """The groups at the beginning of `text`, which is what follows `replica_groups=` in HLO.
+
+    Args:
+      text: groups written out (`{{0,1},{2,3}}`), counted off (`[2,4]<=[4,2]T(1,0)`), or as
+        axes of a mesh (`mesh['a'=2,'b'=4] {'b'}`), and anything after them.
+
+    Returns:
+      The device numbers of each group, in the group's order; () for `{}`, which means one
+      group of all.
+
+    Raises:
+      ValueError: it is none of these notations.
+
+    Examples:
+      >>> read_groups("mesh['a'=2,'b'=2] {'a'}, use_global_device_ids=true")
+      ((0, 2), (1, 3))
+      >>> read_groups("[2,2]<=[4]")
+      ((0, 1), (2, 3))
+    """
+    found = next(filter(None, (notation.match(text) for notation in _NOTATIONS)), None)
+    groups = None if found is None else _groups(found[0])
+    if groups is None:
+        raise ValueError(
+            "expected replica groups as {{0,1},{2,3}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {'a'}; got "
+            f"{text[:60]!r}: the notation is newer than this reader, or the text is damaged."
+        )
+    return groups
+
+
+@functools.lru_cache(maxsize=256)  # a program repeats a few groups thousands of times
+def _groups(text: str) -> Groups | None:
+    if found := _LISTED.fullmatch(text):
+        return tuple(numbers(group) for group in re.findall(r"\{([\d,\s]*)\}", found[1]))
+    if found := _COUNTED.fullmatch(text):
+        return as_groups(_device_order(found[2]).reshape(numbers(found[1])))
+    if found := _ON_MESH.fullmatch(text):
+        axes = [_AXIS.fullmatch(axis.strip()) for axis in found[1].split(",")]
+        refs = [_AXIS_REF.fullmatch(ref.strip()) for ref in found[3].split(",")]
+        if all(axes) and all(refs):
+            return mesh_groups(
+                {axis[1]: int(axis[2]) for axis in axes if axis},
+                _device_order(found[2]) if found[2] else None,
+                [(r[1], int(r[2] or 1), int(r[3]) if r[3] else None) for r in refs if r],
+            )
+    return None
+
+
+def mesh_groups(
+    sizes: dict[str, int], devices: np.ndarray | None, axes: Iterable[SubAxis]
+) -> Groups:
+    """Devices that differ along `axes` of a mesh, and only there.
+
+    Args:
+      sizes: the mesh axes and their sizes, outer first.
+      devices: the device numbers, in the mesh's order; None: 0, 1, 2, ...
+      axes: the axes, or parts of them, in the order in which a group counts through them.
+
+    Returns:
+      The groups, in the mesh's order.
+
+    Raises:
+      ValueError: an axis is not one of the mesh's, or a part does not fit it.
+
+    Examples:
+      >>> mesh_groups({"a": 4}, None, [("a", 2, 2)])
+      ((0, 1), (2, 3))
+    """
+    spans = []
+    for name, pre, size in axes:
+        if name not in sizes or sizes[name] % (pre * (size or 1)):
+            raise ValueError(
+                f"replica groups over axis {name!r} (part {pre}:{size}) of a mesh with {sizes}: "
+                "no such axis, or the part does not divide it."
+            )
+        spans.append((name, pre, pre * size if size else sizes[name]))
+    # Cut each axis wherever a part of it begins or ends: `pieces` are the factors that remain.
+    pieces: list[tuple[str, int, int]] = []
+    for name, size in sizes.items():
+        edges = {1, size}.union(*({a, b} for axis, a, b in spans if axis == name))
+        pieces += [(name, a, b) for a, b in zip(sorted(edges), sorted(edges)[1:], strict=False)]
+    chosen = [
+        k
+        for axis, low, high in spans
+        for k, (name, a, b) in enumerate(pieces)
+        if name == axis and low <= a and b <= high
+    ]
+    rest = [k for k in range(len(pieces)) if k not in chosen]
+    grid = np.arange(math.prod(sizes.values())) if devices is None else np.asarray(devices)
+    grid = grid.reshape([b // a for _, a, b in pieces]).transpose(rest + chosen)
+    return as_groups(grid.reshape(-1, math.prod(grid.shape[len(rest) :])))
+
+
+def device_groups(
+    listed: Groups,
+    kind: str,
+    *,
+    has_channel: bool,
+    has_global_ids: bool,
+    replicas: int,
+    partitions: int,
+) -> Groups:
+    """What listed groups mean: XLA numbers devices in three ways, told apart by two marks.
+
+    Args:
+      listed: the groups as written; () stands for one group of all.
+      kind: the collective's kind; a collective-permute lists pairs, which mean themselves.
+      has_channel: it talks across partitions, rather than across replicas.
+      has_global_ids: it counts through all devices, replica by replica.
+      replicas: of the program.
+      partitions: of each replica.
+
+    Returns:
+      The groups in numbers of devices.
+
+    Examples:
+      >>> marks = dict(has_channel=True, has_global_ids=False)
+      >>> device_groups(((0,), (1,)), "all-reduce", **marks, replicas=2, partitions=2)
+      ((0, 1), (2, 3))
+    """
+    if kind == "collective-permute":
+        return listed
+    if has_global_ids:
+        return listed or (tuple(range(replicas * partitions)),)
+    if has_channel and kind in ("all-reduce", "all-gather", "reduce-scatter"):
+        # Groups of replicas, each with all of its partitions.
+        return tuple(
+            tuple(r * partitions + p for r in group for p in range(partitions))
+            for group in listed or (tuple(range(replicas)),)
+        )
+    return listed or (tuple(range(partitions if has_channel else replicas)),)
+
+
+def group_size(kind: str, groups: Groups) -> int:
+    """Devices of the largest group; of a collective-permute, those that send or receive."""
+    if kind == "collective-permute":
+        return len({device for pair in groups if len(set(pair)) > 1 for device in pair})
+    return max(map(len, groups))
+
+
+def as_groups(rows: np.ndarray) -> Groups:
+    """The rows of a matrix of device numbers, as a value."""
+    return tuple(map(tuple, rows.tolist()))
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The integers of a list written with commas."""
+    return tuple(map(int, text.rstrip(", ").split(","))) if text.strip() else ()
+
+
+def _device_order(text: str) -> np.ndarray:
+    """Devices written out (`3,1,2,0`) or counted off (`[4,2]T(1,0)`)."""
+    counted = _ORDER.fullmatch(text)
+    if counted is None:
+        return np.array(numbers(text))
+    shape = numbers(counted[1])
+    order = numbers(counted[2]) if counted[2] else tuple(range(len(shape)))
+    return np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(-1)

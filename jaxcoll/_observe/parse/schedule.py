@@ -1,0 +1,212 @@
+"""Reads the arithmetic of a compiled program, and what of it runs beside which collective."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from jaxcoll._observe.parse.calls import Bodies, Call, Matmul, busy_among
+from jaxcoll._observe.parse.collective import Collective, Meanwhile
+from jaxcoll._observe.parse.hlo_text import (
+    Module,
+    definitions,
+    operands_of,
+    pair_ends,
+    parse_instruction,
+)
+from jaxcoll._observe.parse.matmul import flops, is_matmul
+
+_NAME = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
+_IDLE = re.compile(
+    r" (?:parameter|constant|get-tuple-element|tuple|bitcast|after-all|iota|partition-id|"
+    r"[a-z][\w\-]*-(?:start|update|done))\("
+)
+_MAY_SEND = re.compile(
+    r"nccl|nvshmem|\bmpi|all_?reduce|all_?gather|all_?to_?all|reduce_?scatter|collective|"
+    r"has_communication\\?\":\s*true",
+    re.IGNORECASE,
+)
+_TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
+
+
+class Work(NamedTuple):
+    """Matrix products, their floating-point operations, and the type that most of them are of."""
+
+    matmuls: int = 0
+    flops: int = 0
+    dtype: str = ""
+
+    def plus(self, other: Work, times: int = 1) -> Work:
+        """Both together."""
+        more = times * other.flops
+        dtype = self.dtype if self.dtype and self.flops >= more else other.dtype
+        return Work(self.matmuls + times * other.matmuls, self.flops + more, dtype)
+
+
+class Schedule:
+    """A module whose collectives and calls are known already.
+
+    Sends that its text does not let one count are told to `uncounted`, arithmetic to `notes`.
+    """
+
+    def __init__(
+        self, module: Module, bodies: Bodies, uncounted: list[str], notes: list[str]
+    ) -> None:
+        self._module = module
+        self._bodies = bodies
+        self._uncounted = uncounted
+        self._notes = notes
+        self._busy = busy_among(bodies, (Collective,))
+        self._direct: dict[str, dict[int, Work]] = {}
+        self._totals: dict[str, Work] = {}
+        self._called_at: dict[str, dict[int, list[Call]]] = {}
+
+    def bodies(self) -> Bodies:
+        """The bodies with matrix products in their places, and with what runs meanwhile.
+
+        What spells out a single instruction and sends nothing is dropped.
+        """
+        return {name: list(self._body(name)) for name in self._bodies}
+
+    def _body(self, name: str) -> Iterator[Collective | Call | Matmul]:
+        lines, direct = self._module.computations[name], self._direct_work(name)
+        ends = self._ends(name)
+        items: list[Collective | Call | Matmul] = [
+            Matmul(_defined_name(lines[at]), work.flops, at=at, dtype=work.dtype)
+            for at, work in direct.items()
+        ]
+        for item in self._bodies[name]:
+            if isinstance(item, Matmul) or (isinstance(item, Call) and self._is_dropped(item)):
+                continue
+            if item.is_async and not (isinstance(item, Call) and item.callee not in self._busy):
+                own = item.site if isinstance(item, Call) else item.name
+                at, until = ends.get(own, (item.at, item.at))
+                meanwhile = self._meanwhile(name, at, until)
+                items.append(dataclasses.replace(item, at=at, until=until, meanwhile=meanwhile))
+            else:
+                items.append(item)
+            if isinstance(item, Call) and item.is_loop and item.trips is None:
+                self._note_loop(item)
+        yield from sorted(items, key=lambda item: item.at)
+
+    def _is_dropped(self, call: Call) -> bool:
+        return call.is_part and call.callee not in self._busy
+
+    def _note_loop(self, call: Call) -> None:
+        if call.callee in self._busy:
+            self._uncounted.append(
+                f"loop {call.site!r} does not say how often it turns: what it sends is counted "
+                "for one turn."
+            )
+
+    def _meanwhile(self, name: str, start: int, end: int) -> Meanwhile:
+        """What stands between two lines of a computation."""
+        lines = self._module.computations[name]
+        direct, work = self._direct_work(name), Work()
+        for at in range(start + 1, end):
+            work = work.plus(direct.get(at, Work()))
+        programs = self._programs(name)
+        between = [call for at in range(start + 1, end) for call in programs.get(at, ())]
+        work = work.plus(self._called(between))
+        count = sum(not _IDLE.search(line) for line in lines[start + 1 : end])
+        return Meanwhile(count, work.matmuls, work.flops)
+
+    def _programs(self, name: str) -> dict[int, list[Call]]:
+        """The calls of a computation that are programs of their own, by their line."""
+        if name not in self._called_at:
+            found: dict[int, list[Call]] = {}
+            for item in self._bodies[name]:
+                if isinstance(item, Call) and not self._is_dropped(item):
+                    found.setdefault(item.at, []).append(item)
+            self._called_at[name] = found
+        return self._called_at[name]
+
+    def _called(self, calls: Iterable[Call]) -> Work:
+        """The work of computations that are called; of a conditional, that of its longest."""
+        work = Work()
+        branches: dict[str, Work] = {}
+        for call in calls:
+            turns = 1 if call.trips is None else call.trips
+            each = Work().plus(self._total(call.callee), turns)
+            if call.branch is None:
+                work = work.plus(each)
+            else:
+                branches[call.site] = max(branches.get(call.site, Work()), each)
+        for most in branches.values():
+            work = work.plus(most)
+        return work
+
+    def _total(self, name: str) -> Work:
+        """The work of one computation, with what it calls."""
+        if name not in self._totals:
+            self._totals[name] = Work()  # for one that calls itself, which is found elsewhere
+            work = self._called(itertools.chain(*self._programs(name).values()))
+            for direct in self._direct_work(name).values():
+                work = work.plus(direct)
+            self._totals[name] = work
+        return self._totals[name]
+
+    def _direct_work(self, name: str) -> dict[int, Work]:
+        """The work of each instruction, by its line; a fusion's is that of what it fuses."""
+        if name not in self._direct:
+            self._direct[name] = {}
+            found = self._own_work(name)
+            for item in self._bodies[name]:
+                if isinstance(item, Call) and self._is_dropped(item):
+                    work = self._total(item.callee)
+                    if work.matmuls:
+                        found[item.at] = found.get(item.at, Work()).plus(work)
+            self._direct[name] = found
+        return self._direct[name]
+
+    def _own_work(self, name: str) -> dict[int, Work]:
+        found: dict[int, Work] = {}
+        lines = self._module.computations[name]
+        defined = None
+        for at, line in enumerate(lines):
+            if not is_matmul(line):
+                continue
+            if " custom-call(" in line and (target := _TARGET.search(line)):
+                config = line.partition("backend_config=")[2] if "has_comm" in line else ""
+                if _MAY_SEND.search(target[1]) or _MAY_SEND.search(config):
+                    self._uncounted.append(
+                        f"custom call {_defined_name(line)!r} ({target[1]}) may send by itself, "
+                        "which is not counted."
+                    )
+            defined = definitions(lines) if defined is None else defined
+            instruction = parse_instruction(line)
+            operations = flops(instruction, defined)
+            if operations is None:
+                self._notes.append(
+                    f"{_defined_name(line)!r} multiplies matrices of sizes that its text does not "
+                    "say: its floating-point operations are not counted."
+                )
+            if operations != 0:
+                operands = operands_of(instruction, defined)
+                found[at] = Work(1, operations or 0, operands[0].dtype if operands else "")
+        return found
+
+    def _ends(self, name: str) -> dict[str, tuple[int, int]]:
+        """Where what each asynchronous start begins travels, and where it ends, by its name.
+
+        A start that is given nothing yet only prepares; what it sends comes with its update.
+        """
+        if not any(i.is_async for i in self._bodies[name] if not isinstance(i, Matmul)):
+            return {}
+        lines = self._module.computations[name]
+        places = {_defined_name(line): at for at, line in enumerate(lines) if "-start(" in line}
+        found: dict[str, tuple[int, int]] = {}
+        for at, _, opcode, start in pair_ends(lines):
+            begins, _ = found.get(start, (places.get(start, at), at))
+            if opcode.endswith("-update") and "-start()" in lines[begins]:
+                begins = at
+            found[start] = (begins, at)
+        return found
+
+
+def _defined_name(line: str) -> str:
+    found = _NAME.match(line)
+    return found[1] if found else ""

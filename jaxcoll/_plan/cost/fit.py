@@ -1,0 +1,174 @@
+"""Cost terms from the measured seconds of a few programs: which programs, and the arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping
+
+from jaxcoll._plan.algorithms import stages
+from jaxcoll._plan.cost.curve import Curve
+from jaxcoll._plan.cost.model import Load, Prices
+from jaxcoll._plan.cost.terms import Link, Terms
+
+KiB, MiB = 1 << 10, 1 << 20
+
+ONE = 16 * MiB
+"""Largest array that stands for leaves which the compiler combines."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """One program to measure: a sum of `count` arrays of `nbytes` each.
+
+    Attributes:
+      algorithm: a canonical name.
+      count: arrays.
+      nbytes: bytes of each, on one replica.
+      packed: whether they are copied into one.
+    """
+
+    algorithm: str
+    count: int
+    nbytes: int
+    packed: bool = False
+
+    def load(self, sizes: tuple[int, ...]) -> Load:
+        """It as the cost model has it, over axes of these sizes."""
+        how = stages(self.algorithm, 0, sizes)
+        if self.packed:
+            return Load(how, self.count * self.nbytes, pieces=self.count)
+        return Load(how, self.nbytes, times=self.count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Probes:
+    """What is measured in order to know a world.
+
+    Attributes:
+      sizes: of one array that the backend sums; the packs' sizes are among them.
+      exchanged: of one array that an exchange of our own sums.
+      arrays: how many of the smallest size are handed over in one program.
+      packs: arrays and bytes of each, copied into one: large ones and small ones.
+    """
+
+    sizes: tuple[int, ...]
+    exchanged: tuple[int, ...]
+    arrays: int
+    packs: tuple[tuple[int, int], tuple[int, int]]
+
+    def of(self, axes: int, terms: Terms) -> tuple[Probe, ...]:
+        """All programs, for a world of so many axes; exchanges are over one."""
+        replicas = terms.key.replicas
+        return (
+            *(_whole(size, terms.combine) for size in self.sizes),
+            Probe("native", self.arrays, self.sizes[0]),
+            *(Probe("native", count, size, packed=True) for count, size in self.packs),
+            *(Probe(exchange(replicas), 1, size) for size in self.exchanged if axes == 1),
+        )
+
+
+PROBES = Probes(
+    sizes=(KiB, 64 * KiB, 256 * KiB, MiB, 4 * MiB, 16 * MiB, 64 * MiB),
+    exchanged=(KiB, MiB, 16 * MiB),
+    arrays=16,
+    packs=((8, 2 * MiB), (256, KiB)),
+)
+
+
+def _whole(nbytes: int, combine: int) -> Probe:
+    """One array; or, of so many bytes as no leaf has where leaves are combined, a few.
+
+    Malloc gives back every array over 32 MiB, unless it is told otherwise: one such array costs
+    more than all the leaves that are combined to its size.
+    """
+    count = max(1, nbytes // ONE) if nbytes < combine else 1
+    return Probe("native", count, nbytes // count)
+
+
+def exchange(replicas: int) -> str:
+    """The exchange that may stand in for the backend's own sum; see `algorithms_for`."""
+    return "halving_doubling" if replicas.bit_count() == 1 else "shuffle"
+
+
+def fitted(usual: Terms, sizes: tuple[int, ...], seconds: Mapping[Probe, float]) -> Terms:
+    """The terms that explain what was measured.
+
+    An exchange gives a latency and a slope, and so no more than two numbers: `call` and the link's
+    `step` keep the proportion that they had, and so do its `per_byte` and `reduce`. What was not
+    measured (the other link, `combine`, curves of other numbers of replicas) stays as it was.
+
+    Args:
+      usual: the terms of the preset, with the key of the world.
+      sizes: replicas along each axis, outer first.
+      seconds: of all of `Probes.of`.
+    """
+    key = usual.key
+    islands = key.processes if key.backend == "gloo" else key.hosts
+    many = _many(seconds)
+    whole = {
+        p.count * p.nbytes: (p.count, t)
+        for p, t in seconds.items()
+        if p.algorithm == "native" and not p.packed and p != many
+    }
+    alone = {size: t for size, (_, t) in whole.items()}
+    curve = Curve(tuple(sorted(alone.items())), key.replicas, islands)
+    others = (c for c in usual.native if (c.replicas, c.islands) != (key.replicas, islands))
+    array = _array(many, seconds[many], curve, usual.combine)
+    if usual.combine:  # there one array has cost `array` as well
+        points = ((size, max(t - k * array, t / 2)) for size, (k, t) in sorted(whole.items()))
+        curve = dataclasses.replace(curve, points=tuple(points))
+    copy, piece = _copies(seconds, alone)
+    found = dataclasses.replace(usual, native=(curve, *others), array=array, copy=copy, slice=piece)
+    latency, slope = _exchange(usual, sizes, seconds)
+    link = "between" if islands > 1 else "within"
+    told: Link = getattr(usual, link)
+    return dataclasses.replace(
+        found,
+        call=usual.call * latency,
+        reduce=usual.reduce * slope,
+        **{link: Link(told.step * latency, told.per_byte * slope, told.torus)},
+    )
+
+
+def _many(seconds: Mapping[Probe, float]) -> Probe:
+    """The program of several arrays of the smallest size."""
+    found = (p for p in seconds if p.algorithm == "native" and p.count > 1 and not p.packed)
+    return min(found, key=lambda p: p.nbytes)
+
+
+def _array(many: Probe, t: float, curve: Curve, combine: int) -> float:
+    """Seconds of one more array in the same program, beyond what the curve says of it."""
+    if many.count * many.nbytes < combine:
+        return max(0.0, (t - curve.seconds(many.count * many.nbytes)) / (many.count - 1))
+    return max(0.0, (t - curve.latency) / (many.count - 1) - curve.latency)
+
+
+def _copies(seconds: Mapping[Probe, float], alone: Mapping[int, float]) -> tuple[float, float]:
+    """Seconds per byte and per piece: what two packs took longer than one array of their size."""
+    large, small = sorted((p for p in seconds if p.packed), key=lambda p: -p.nbytes)
+    a, b = (max(0.0, seconds[p] - alone[p.count * p.nbytes]) for p in (large, small))
+    ma, mb = (2 * p.count * p.nbytes for p in (large, small))
+    determinant = large.count * mb - small.count * ma
+    piece, copy = (a * mb - b * ma) / determinant, (large.count * b - small.count * a) / determinant
+    if piece < 0:
+        return a / ma, 0.0
+    return (copy, piece) if copy >= 0 else (0.0, b / small.count)
+
+
+def _exchange(
+    usual: Terms, sizes: tuple[int, ...], seconds: Mapping[Probe, float]
+) -> tuple[float, float]:
+    """Latency and slope of the exchange, in those of the preset; its slope is between sizes."""
+    measured = sorted((p.nbytes, p) for p in seconds if p.algorithm != "native")
+    if not measured:
+        return 1.0, 1.0
+    prices = Prices(usual, sizes)
+    usually = {p: prices.predict([p.load(sizes)]).seconds for _, p in measured}
+    (_, least), *more = measured
+    slopes = [
+        (seconds[p] - seconds[least]) / (usually[p] - usually[least])
+        for _, p in more
+        if seconds[p] > seconds[least]
+    ]
+    return seconds[least] / usually[least], statistics.geometric_mean(slopes) if slopes else 1.0

@@ -1,0 +1,250 @@
+"""The terms of the cost model: what one kind of world costs, measured or published.
+
+All times are in seconds, all sizes in bytes. The model tells two kinds of link apart: within an
+island, and between islands. An island is a host of GPUs, a slice of TPUs, or one CPU process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from jaxcoll._plan.cost.curve import Curve
+from jaxcoll._plan.world import World
+
+FORMAT = "jaxcoll terms"
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """The kind of world that terms hold for.
+
+    Attributes:
+      backend: what carries collectives: "nccl", "tpu", "gloo" or "memory" (one CPU process).
+      device_kind: what JAX calls the device; "" where it was not asked.
+      replicas: devices.
+      processes: processes they belong to.
+      hosts: hosts (TPU: slices) they belong to.
+    """
+
+    backend: str
+    device_kind: str
+    replicas: int
+    processes: int
+    hosts: int
+
+    @classmethod
+    def of(cls, world: World) -> Key:
+        """The key of a world.
+
+        Examples:
+          >>> str(Key.of(World("cpu", (2, 4), processes=2)))
+          'gloo, 8 replicas, 2 processes, 1 host'
+        """
+        backend = {"gpu": "nccl", "cpu": "gloo" if world.over_gloo else "memory"}
+        return cls(
+            backend.get(world.platform, world.platform),
+            world.device_kind,
+            world.replicas,
+            world.processes,
+            world.hosts,
+        )
+
+    @property
+    def per_island(self) -> int:
+        """Replicas of one island."""
+        islands = self.processes if self.backend == "gloo" else self.hosts
+        return max(1, -(-self.replicas // islands))
+
+    def __str__(self) -> str:
+        counts = (("replica", self.replicas), ("process", self.processes), ("host", self.hosts))
+        return ", ".join(
+            [
+                " ".join(part for part in (self.backend, self.device_kind) if part),
+                *(
+                    f"{k} {name}{('es' if name[-1] == 's' else 's') * (k > 1)}"
+                    for name, k in counts
+                ),
+            ]
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What one exchange between neighbours costs.
+
+    Attributes:
+      step: seconds from one device to the next before the first byte is there.
+      per_byte: seconds per byte that leaves a device, while all devices of its island send.
+      torus: dimensions of the torus that joins the devices; 0: a switch joins them all.
+    """
+
+    step: float
+    per_byte: float
+    torus: int = 0
+
+    def steps(self, n: int) -> float:
+        """Dependent steps of the fastest reduction, or of the fastest broadcast, over n devices.
+
+        Examples:
+          >>> Link(0.0, 0.0).steps(8), Link(0.0, 0.0, torus=2).steps(16)
+          (3.0, 4.0)
+        """
+        if self.torus:
+            return self.torus * round(n ** (1 / self.torus), 9) / 2
+        return float((n - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """The measured or published numbers for one kind of world.
+
+    Attributes:
+      key: the world they hold for.
+      source: which preset or which calibration file they are from.
+      within: the link between devices of one island.
+      between: the link between devices of different islands.
+      call: seconds that one collective costs before anything moves.
+      array: seconds for each array that is handed to the backend's own all-reduce, beyond `call`.
+      reduce: seconds per byte that a device adds to what it holds.
+      copy: seconds per byte copied into a pack, and again per byte copied out of it.
+      slice: seconds for each piece of a leaf that is copied into a pack and out of it.
+      combine: bytes up to which the compiler makes one collective of several of its own
+        all-reduces; 0: the runtime takes them one by one.
+      native: curves of the backend's own all-reduce; those between islands included.
+      rates: for element types, as HLO spells them ("f8" for all of 8 bits), floating-point
+        operations a second that matrix products reach; () where that is not known.
+
+    Raises:
+      ValueError: a number is negative or not finite, or a rate is zero.
+    """
+
+    key: Key
+    source: str
+    within: Link
+    between: Link
+    call: float = 0.0
+    array: float = 0.0
+    reduce: float = 0.0
+    copy: float = 0.0
+    slice: float = 0.0
+    combine: int = 0
+    native: tuple[Curve, ...] = ()
+    rates: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if 0 in dict(self.rates).values():
+            raise ValueError(f"`rates` of the cost terms must be above zero; got {self.rates!r}.")
+        for name, value in (
+            *((f"rates[{dtype!r}]", rate) for dtype, rate in self.rates),
+            *((name, getattr(self, name)) for name in _NUMBERS),
+            *((f"within.{name}", value) for name, value in vars(self.within).items()),
+            *((f"between.{name}", value) for name, value in vars(self.between).items()),
+        ):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or value < 0:
+                raise ValueError(
+                    f"`{name}` of the cost terms must be a finite number that is not negative; "
+                    f"got {value!r}."
+                )
+
+    def rate(self, dtype: str) -> float | None:
+        """Operations a second of products of an element type; None where that is not known."""
+        return dict(self.rates).get("f8" if dtype.startswith("f8") else dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The terms in plain numbers and strings, with a version and the world's key."""
+        return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+
+    def to_json(self) -> str:
+        """`to_dict()` as JSON text, which `read_terms` reads back."""
+        return json.dumps(self.to_dict(), indent=2)
+
+
+_AGAIN = "calibrate again, or delete the file to use the preset"
+_NUMBERS = ("call", "array", "reduce", "copy", "slice", "combine")
+
+
+_AGAIN = "calibrate again, or delete the file to use the preset"
+
+
+def read_terms(text: str, world: World | None = None) -> Terms:
+    """The terms that `Terms.to_json` wrote.
+
+    Args:
+      text: the JSON text.
+      world: where they are to be used; None: anywhere.
+
+    Raises:
+      ValueError: it cannot be read, is not ours, is of a newer version, or of another world.
+    """
+    terms = terms_of(parsed(text))
+    if world is not None and terms.key != Key.of(world):
+        raise ValueError(
+            f"these cost terms were measured on another world: {terms.key}; this one is "
+            f"{Key.of(world)}: {_AGAIN}."
+        )
+    return terms
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """What `Terms.to_dict` gave, and whatever was written beside it, from JSON text.
+
+    Raises:
+      ValueError: it cannot be read, is not ours, or is of a newer version.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"these cost terms cannot be read: expected JSON as a calibration writes it, but "
+            f"{error}; {_AGAIN}."
+        ) from error
+    _check_ours(data)
+    return data
+
+
+def terms_of(data: dict[str, Any]) -> Terms:
+    """The terms whose `to_dict()` is `data`.
+
+    Raises:
+      ValueError: it is not ours, of a newer version, or something is missing, too much, or no
+        number.
+    """
+    _check_ours(data)
+    given = {name: value for name, value in data.items() if name not in ("format", "version")}
+    try:
+        return Terms(
+            **{
+                **given,
+                "key": Key(**given["key"]),
+                "within": Link(**given["within"]),
+                "between": Link(**given["between"]),
+                "native": tuple(
+                    Curve(tuple((size, t) for size, t in c["points"]), c["replicas"], c["islands"])
+                    for c in given["native"]
+                ),
+                "rates": tuple((dtype, rate) for dtype, rate in given.get("rates", ())),
+            }
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"these cost terms are damaged: {type(error).__name__}: {error}; {_AGAIN}."
+        ) from error
+
+
+def _check_ours(data: Any) -> None:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(
+            f"this is no file of cost terms: expected the format {FORMAT!r}, got {found!r}; "
+            f"{_AGAIN}."
+        )
+    if data.get("version") != VERSION:
+        raise ValueError(
+            f"these cost terms are of version {data.get('version')!r}, and this jaxcoll reads "
+            f"version {VERSION}: use the jaxcoll that wrote them, or {_AGAIN}."
+        )

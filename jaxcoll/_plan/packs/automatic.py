@@ -1,0 +1,179 @@
+"""The automatic packing: the packs, and what sums each, that the cost model calls fastest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jaxcoll._plan.algorithms import stages
+from jaxcoll._plan.cost.model import Cost, Prices, loads
+from jaxcoll._plan.packs.leaves import Leaf
+from jaxcoll._plan.packs.packing import (
+    BytesPerPack,
+    Pack,
+    PackingRule,
+    ReadyOrder,
+    Unpacked,
+    plan_packs,
+)
+from jaxcoll._plan.world import World
+
+KiB, MiB = 1 << 10, 1 << 20
+
+RULES: tuple[PackingRule, ...] = (
+    Unpacked(),
+    # A pack holds eight of the largest leaves it takes: XLA's CPU compiler joins few leaves by a
+    # branch for every element, and many by plain copies.
+    *(BytesPerPack(8 * alone, alone) for alone in (256 * KiB, MiB, 2 * MiB, 4 * MiB, 8 * MiB)),
+    BytesPerPack(1 << 50),
+)
+"""What is compared where every array handed over costs its own time."""
+
+
+WORTH = 0.75
+"""Of the compiler's own time, what an exchange may take, which compiles to a dozen kernels."""
+
+
+MODESTY = 1.25
+"""How much longer a plan may take that needs no more memory than the tree, if the fastest does."""
+
+EXCHANGED = 16 * MiB
+"""Bytes of the largest pack that is exchanged: in larger ones both ways only move bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """One way to pack, and what it is predicted to take.
+
+    Attributes:
+      packing: the rule, in words.
+      packs: how many arrays travel.
+      seconds: the prediction.
+    """
+
+    packing: str
+    packs: int
+    seconds: float
+
+
+class Way(NamedTuple):
+    """A rule, the packs that it makes, and what they are predicted to cost."""
+
+    rule: PackingRule
+    packs: tuple[Pack, ...]
+    cost: Cost
+
+
+def fastest(ways: Sequence[Way], leaves: Sequence[Leaf]) -> Way:
+    """The way to take: not the very fastest where a little time saves much memory."""
+    best = min(ways, key=lambda way: way.cost.seconds)
+    tree = sum(pack.nbytes for pack in best.packs)
+    modest = [
+        way
+        for way in ways
+        if temporary_bytes(way.packs, leaves) <= tree
+        and way.cost.seconds <= MODESTY * best.cost.seconds
+    ]
+    return min(modest, key=lambda way: way.cost.seconds, default=best)
+
+
+def temporary_bytes(packs: Sequence[Pack], leaves: Sequence[Leaf]) -> int:
+    """Bytes of the packs that are copies of leaves, before and after they are summed."""
+    return 2 * sum(pack.nbytes for pack in packs if not pack.is_leaf(leaves))
+
+
+def said(rule: PackingRule) -> str:
+    """A rule in words.
+
+    Examples:
+      >>> said(BytesPerPack(8 << 20, 1 << 20))
+      'leaves over 1 MiB alone, others in packs of at most 8 MiB'
+    """
+    if isinstance(rule, Unpacked):
+        return "every leaf alone"
+    if isinstance(rule, ReadyOrder):
+        return f"as leaves become ready, packs of at most {_size(rule.limit)}"
+    if not isinstance(rule, BytesPerPack):
+        return str(rule)
+    if rule.limit >= 1 << 50:
+        return "one pack of each type"
+    packs = f"packs of at most {_size(rule.limit)}"
+    return (
+        packs if rule.alone is None else f"leaves over {_size(rule.alone)} alone, others in {packs}"
+    )
+
+
+def priced(
+    leaves: Sequence[Leaf], rules: Sequence[PackingRule], names: Sequence[str], prices: Prices
+) -> Iterator[Way]:
+    """Each rule's packs, each by the algorithm that is predicted to be fastest, and the cost.
+
+    Args:
+      leaves: the tree.
+      rules: ways to pack it.
+      names: the algorithm of all packs; or the compiler's own and one that may stand in for it. A
+        leaf that must keep its shape has the compiler's own.
+      prices: what the world costs.
+
+    Yields:
+      One way for each rule, but none twice.
+    """
+    suited: dict[tuple[tuple[int, ...], int], str] = {}
+    tried: set[tuple[Pack, ...]] = set()
+
+    def algorithm(pack: Pack) -> str:
+        if pack.solid or len(names) == 1:
+            return "native" if pack.solid else names[0]
+        key = pack.over, pack.nbytes
+        if key not in suited:
+            own, exchange = (_seconds(name, pack, prices) for name in names)
+            suited[key] = names[pack.nbytes <= EXCHANGED and exchange < WORTH * own]
+        return suited[key]
+
+    for rule in rules:
+        packs = tuple(
+            pack if name == pack.algorithm else dataclasses.replace(pack, algorithm=name)
+            for pack in plan_packs(leaves, rule)
+            for name in (algorithm(pack),)
+        )
+        if packs not in tried:
+            tried.add(packs)
+            cost = prices.predict(loads(packs, leaves, lambda p: stages(p.algorithm, 0, p.over)))
+            yield Way(rule, packs, cost)
+
+
+def algorithms_for(world: World) -> tuple[str, ...]:
+    """Algorithms from which each pack may get its own, the compiler's first.
+
+    Exchanges of our own are for CPU processes, where halving and doubling in pairs was never
+    slower than a shuffle, nor a shuffle than a ring (docs/performance.md); elsewhere the
+    backend's library chooses among its own. They need one axis, and all axes mapped.
+    """
+    if not world.over_gloo or len(world.sizes) > 1 or world.partly_mapped:
+        return ("native",)
+    in_pairs = world.replicas.bit_count() == 1
+    return ("native", "halving_doubling" if in_pairs else "shuffle")
+
+
+def rules_for(world: World) -> tuple[PackingRule, ...]:
+    """Ways to pack that are worth a comparison.
+
+    Within one process, and on accelerators, the compiler combines all-reduces by itself, and a
+    copy of ours would be a second one.
+    """
+    return RULES if world.over_gloo else (Unpacked(),)
+
+
+def usual(world: World) -> PackingRule:
+    """How to pack what no cost model speaks of."""
+    return BytesPerPack(16 * MiB, 2 * MiB) if world.over_gloo else Unpacked()
+
+
+def _seconds(name: str, pack: Pack, prices: Prices) -> float:
+    handed_over = prices.terms.array if name == "native" else 0.0
+    return prices.of(stages(name, 0, pack.over), pack.nbytes).seconds + handed_over
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes // MiB} MiB" if nbytes >= MiB else f"{nbytes // KiB} KiB"

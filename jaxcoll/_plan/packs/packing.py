@@ -1,0 +1,316 @@
+"""From shapes to packs, and nothing else: which elements travel together.
+
+A plan is a frozen, hashable value. It is made of segments (runs of elements of one leaf), so
+its inverse needs no state: reading the packs in order gives back every leaf, to the bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator, Sequence
+
+import numpy as np
+
+from jaxcoll._plan.packs.leaves import Leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class BytesPerPack:
+    """Close a pack before it would exceed `limit` bytes; a larger leaf travels alone.
+
+    With `alone`, leaves of more than so many bytes do: a copy in and out can cost more than an
+    array of their own.
+    """
+
+    limit: int
+    alone: int | None = None
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest leaf that shares a pack."""
+        return self.limit if self.alone is None else min(self.limit, self.alone)
+
+
+@dataclasses.dataclass(frozen=True)
+class NumPacks:
+    """`count` packs of near-equal bytes; leaves are cut where a pack ends."""
+
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Unpacked:
+    """Every leaf travels alone, in its own shape."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSmall:
+    """Runs of neighbouring leaves of at most `max_bytes` each travel in groups; others alone.
+
+    A run is of one dtype and kind, and a larger leaf ends it; a group has at most `max_group`
+    leaves.
+    """
+
+    max_bytes: int
+    max_group: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadyOrder:
+    """Packs in the order in which leaves become ready, small ones at the end.
+
+    A pack holds at most `limit` bytes, and at most a quarter of what is still to come with it; but
+    `last` bytes in any case. So what is left when nothing is computed any more is small. Leaves
+    of more than `limit` bytes travel alone and whole; only towards the end leaves are cut. Those
+    of less than `small` bytes, `last` bytes of them at most, wait for the last pack, so that they
+    cost the large ones between them no copy.
+    """
+
+    limit: int
+    last: int
+    small: int
+
+
+PackingRule = BytesPerPack | NumPacks | GroupSmall | ReadyOrder | Unpacked
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Elements `[start, start + size)` of the flattened leaf number `leaf`."""
+
+    leaf: int
+    start: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pack:
+    """What travels as one array: segments of one dtype, in order.
+
+    Attributes:
+      dtype: the type it travels in.
+      over: sizes of the reduction's axes, outer first; 1 along those it is not summed over.
+      kind: what its leaves agree in beside.
+      segments: what it carries.
+      solid: it is one whole leaf, which must keep its shape.
+      algorithm: what sums it, a canonical name; "inner/outer" for one of two parts.
+    """
+
+    dtype: np.dtype
+    over: tuple[int, ...]
+    kind: Hashable
+    segments: tuple[Segment, ...]
+    solid: bool = False
+    algorithm: str = "native"
+
+    @property
+    def size(self) -> int:
+        """Elements on one replica."""
+        return sum(s.size for s in self.segments)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on one replica."""
+        return self.size * self.dtype.itemsize
+
+    def is_leaf(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether it is one whole leaf, which is not copied."""
+        return len(self.segments) == 1 and self.size == leaves[self.segments[0].leaf].size
+
+
+def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
+    """Assign every element of every leaf to exactly one pack.
+
+    Law: a pack holds one dtype and one kind, summed over the same axes; leaves keep their order
+    inside a pack; leaves that do not travel are in none. Packs are ordered by the first leaf
+    they carry; with `ReadyOrder` leaves and packs are in the order in which they are ready.
+
+    Args:
+      leaves: the leaves of a tree, in its order.
+      rule: what closes a pack.
+
+    Returns:
+      The packs, in that order.
+    """
+    if isinstance(rule, ReadyOrder):
+        return _as_they_are_ready(leaves, rule)
+    packs = [
+        Pack(leaf.wire, leaf.over, leaf.kind, (Segment(i, 0, leaf.size),), leaf.solid)
+        for i, leaf in enumerate(leaves)
+        if leaf.travels and (leaf.solid or isinstance(rule, Unpacked))
+    ]
+    if isinstance(rule, GroupSmall):
+        for members in _small_runs(leaves, rule):
+            segments = tuple(Segment(i, 0, leaves[i].size) for i in members)
+            packs.append(Pack(*_agreement(leaves[members[0]]), segments))
+    elif not isinstance(rule, Unpacked):
+        groups = _groups(leaves)
+        counts = _shares(leaves, list(groups.values()), rule)
+        for (agreed, members), count in zip(groups.items(), counts, strict=True):
+            contents = (
+                _close_before(leaves, members, rule)
+                if isinstance(rule, BytesPerPack)
+                else _cut_evenly([Segment(i, 0, leaves[i].size) for i in members], count)
+            )
+            packs += [Pack(*agreed, tuple(segments)) for segments in contents]
+    return tuple(sorted(packs, key=lambda p: (p.segments[0].leaf, p.segments[0].start)))
+
+
+def cut(packs: Sequence[Pack], parts: int) -> tuple[Pack, ...]:
+    """Each pack in `parts` packs of near-equal size, in the same order; solid ones stay whole."""
+    return tuple(
+        dataclasses.replace(pack, segments=tuple(segments))
+        for pack in packs
+        for segments in (
+            [pack.segments] if pack.solid else _cut_evenly(pack.segments, min(parts, pack.size))
+        )
+    )
+
+
+Agreement = tuple[np.dtype, tuple[int, ...], Hashable]
+
+
+def _agreement(leaf: Leaf) -> Agreement:
+    """What two leaves must agree in to share a pack."""
+    return leaf.wire, leaf.over, leaf.kind
+
+
+def _groups(leaves: Sequence[Leaf]) -> dict[Agreement, list[int]]:
+    """Indices of the leaves that may share packs, by what they must agree in."""
+    groups: dict[Agreement, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.travels and not leaf.solid:
+            groups.setdefault(_agreement(leaf), []).append(i)
+    return groups
+
+
+def _as_they_are_ready(leaves: Sequence[Leaf], rule: ReadyOrder) -> tuple[Pack, ...]:
+    """Each kind's packs, ordered by when their last leaf is ready."""
+
+    def ready(leaf: int) -> int:
+        return leaves[leaf].ready or 0
+
+    packs = [
+        Pack(leaf.wire, leaf.over, leaf.kind, (Segment(i, 0, leaf.size),), True)
+        for i, leaf in enumerate(leaves)
+        if leaf.travels and leaf.solid
+    ]
+    for agreed, members in _groups(leaves).items():
+        contents = _tapering(leaves, sorted(members, key=ready), rule)
+        packs += [Pack(*agreed, tuple(segments)) for segments in contents]
+    return tuple(sorted(packs, key=lambda p: max(ready(s.leaf) for s in p.segments)))
+
+
+def _tapering(
+    leaves: Sequence[Leaf], members: Sequence[int], rule: ReadyOrder
+) -> Iterator[list[Segment]]:
+    """The segments of one pack after another; see `ReadyOrder`."""
+    waiting: dict[int, None] = {}
+    for i in members:
+        if leaves[i].nbytes < rule.small:
+            with_it = sum(leaves[k].nbytes for k in waiting) + leaves[i].nbytes
+            waiting.update({i: None} if with_it <= rule.last else {})
+    rest = sum(leaves[i].nbytes for i in members if i not in waiting)
+    pack: list[Segment] = []
+    room = 0
+    for i in members:
+        start = leaves[i].size if i in waiting else 0
+        while start < leaves[i].size:
+            if not pack:
+                room = max(rule.last, min(rule.limit, rest // 4))
+            left = leaves[i].size - start
+            width = leaves[i].wire.itemsize
+            size = min(left, max(room // width, not pack))
+            if size < left and rest // 4 >= rule.limit:  # not near the end: leaves stay whole
+                size = 0 if pack else left
+            if size:
+                pack.append(Segment(i, start, size))
+            start, room, rest = start + size, room - size * width, rest - size * width
+            if not size or room < width:
+                yield pack
+                pack = []
+    last = [Segment(i, 0, leaves[i].size) for i in waiting]
+    together = sum(leaves[s.leaf].wire.itemsize * s.size for s in pack + last) <= rule.limit
+    yield from filter(None, [pack + last] if together else [pack, last])
+
+
+def _small_runs(leaves: Sequence[Leaf], rule: GroupSmall) -> Iterator[list[int]]:
+    """Indices of the leaves that travel together, one by one where they are large."""
+    run: list[int] = []
+    for i, leaf in enumerate(leaves):
+        if not leaf.travels:
+            continue
+        if run and (
+            leaf.solid
+            or len(run) == rule.max_group
+            or max(leaf.nbytes, leaves[run[-1]].nbytes) > rule.max_bytes
+            or _agreement(leaf) != _agreement(leaves[run[-1]])
+        ):
+            yield run
+            run = []
+        if not leaf.solid:
+            run.append(i)
+    if run:
+        yield run
+
+
+def _close_before(
+    leaves: Sequence[Leaf], members: Sequence[int], rule: BytesPerPack
+) -> Iterator[list[Segment]]:
+    """Greedy, in order: the pack at hand is closed when the next leaf would pass the limit.
+
+    A leaf that travels alone is passed over, so that the small leaves between large ones
+    (a bias after every matrix) still meet.
+
+    Yields:
+      The segments of one pack.
+    """
+    pack: list[Segment] = []
+    nbytes = 0
+    for i in members:
+        if leaves[i].nbytes > rule.largest:
+            yield [Segment(i, 0, leaves[i].size)]
+            continue
+        if nbytes + leaves[i].nbytes > rule.limit:
+            yield pack
+            pack, nbytes = [], 0
+        pack.append(Segment(i, 0, leaves[i].size))
+        nbytes += leaves[i].nbytes
+    if pack:
+        yield pack
+
+
+def _cut_evenly(segments: Sequence[Segment], count: int) -> Iterator[list[Segment]]:
+    """The same elements in `count` runs whose sizes differ by one at most."""
+    total = sum(s.size for s in segments)
+    sizes = [total // count + (k < total % count) for k in range(count)]
+    waiting = iter(segments)
+    rest = next(waiting)
+    for size in sizes:
+        pack: list[Segment] = []
+        while size:
+            rest = rest if rest.size else next(waiting)
+            step = min(size, rest.size)
+            pack.append(Segment(rest.leaf, rest.start, step))
+            rest = Segment(rest.leaf, rest.start + step, rest.size - step)
+            size -= step
+        yield pack
+
+
+def _shares(
+    leaves: Sequence[Leaf], groups: Sequence[Sequence[int]], rule: PackingRule
+) -> list[int]:
+    """How many of `NumPacks` packs each group gets: one each, then always to the largest pack."""
+    shares = [1] * len(groups)
+    if isinstance(rule, NumPacks):
+        sizes = [sum(leaves[i].size for i in members) for members in groups]
+        widths = [leaves[members[0]].wire.itemsize for members in groups]
+        for _ in range(rule.count - len(groups)):
+            per_pack = [
+                size * width / k if k < size else 0
+                for size, width, k in zip(sizes, widths, shares, strict=True)
+            ]
+            if not any(per_pack):
+                break
+            shares[per_pack.index(max(per_pack))] += 1
+    return shares

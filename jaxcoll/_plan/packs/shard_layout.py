@@ -1,0 +1,135 @@
+"""How a tree is laid out in shards: packs, padded so that every replica has as much of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Sequence
+
+from jaxcoll._plan.packs.leaves import Leaf, where
+from jaxcoll._plan.packs.packing import BytesPerPack, Pack, plan_packs
+from jaxcoll._show.counts import counted
+
+LANES = 128
+"""Elements of a row. TPUs hold rows of 128; of a flat buffer they make no reduce-scatter."""
+
+_MiB = 1 << 20
+USUAL = BytesPerPack(16 * _MiB, 2 * _MiB)
+"""Packs where nothing is asked. The same in every world, so that what is laid out outside a
+program fits the one inside."""
+
+
+def padded(size: int, replicas: int) -> int:
+    """Elements of a whole pack of `size` with the zeros behind it.
+
+    Examples:
+      >>> padded(1000, 4)
+      1024
+    """
+    return -(-size // (replicas * LANES)) * replicas * LANES
+
+
+class ShardedLeaf(Leaf):
+    """A leaf that is in a pack even on a single replica."""
+
+    @property
+    def travels(self) -> bool:
+        """Whether any pack carries it: it holds something."""
+        return self.size > 0
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ShardLayout:
+    """Where every element of a tree is among the shards of n replicas: a frozen, hashable value.
+
+    A pack's elements, in the order of its leaves and followed by zeros, make n × rows × 128; the
+    first rows are the first replica's, and so on. The zeros are fewer than 128 n.
+
+    Attributes:
+      treedef: the tree's structure.
+      leaves: its leaves, in order; what they vary over beside is their `kind`.
+      packs: which leaves lie one after another, of one dtype each.
+      replicas: n.
+    """
+
+    treedef: Hashable
+    leaves: tuple[Leaf, ...]
+    packs: tuple[Pack, ...]
+    replicas: int
+
+    def rows(self, pack: Pack) -> int:
+        """Rows of 128 elements that one replica has of `pack`.
+
+        Examples:
+          >>> import numpy as np
+          >>> leaf = ShardedLeaf("", (1000,), np.dtype("f"), np.dtype("f"), (4,))
+          >>> layout = layout_of("*", (leaf,), 4)
+          >>> [layout.rows(pack) for pack in layout.packs]
+          [2]
+        """
+        return padded(pack.size, self.replicas) // (self.replicas * LANES)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one replica's shards of such a tree, padding included."""
+        return sum(self.rows(p) * LANES * p.dtype.itemsize for p in self.packs)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.treedef, self.leaves, self.replicas))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return (
+            f"ShardLayout({counted(len(self.leaves), 'leaf', 'leaves')} in "
+            f"{counted(len(self.packs), 'pack')}, {counted(self.replicas, 'shard')} each)"
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def layout_of(
+    treedef: Hashable, leaves: tuple[Leaf, ...], replicas: int, bytes_per_pack: int = 0
+) -> ShardLayout:
+    """The layout of a tree over `replicas`.
+
+    Args:
+      treedef: its structure.
+      leaves: its `ShardedLeaf`s, as on one replica before anything is cut.
+      replicas: how many have a shard each.
+      bytes_per_pack: the largest pack, but for a leaf that is larger; 0: 16 MiB, leaves over
+        2 MiB alone.
+    """
+    rule = BytesPerPack(bytes_per_pack) if bytes_per_pack else USUAL
+    return ShardLayout(treedef, leaves, plan_packs(leaves, rule), replicas)
+
+
+def first_difference(found: Sequence[Leaf], expected: Sequence[Leaf]) -> str:
+    """In words, the first leaf in which two trees differ; "" if they have the same leaves.
+
+    Examples:
+      >>> import numpy as np
+      >>> f = np.dtype("f")
+      >>> w, longer = (ShardedLeaf("['w']", (k,), f, f, (2,)) for k in (3, 4))
+      >>> first_difference([longer], [w])
+      "leaf ['w'] is float32[4], and was float32[3]"
+      >>> first_difference([], [w])
+      "leaf ['w'] (float32[3]) is gone"
+    """
+    before, now = {x.path: x for x in expected}, {x.path: x for x in found}
+    for leaf in expected:
+        if leaf.path not in now:
+            return f"{where(leaf.path)} ({_type(leaf)}) is gone"
+        if _type(now[leaf.path]) != _type(leaf):
+            return f"{where(leaf.path)} is {_type(now[leaf.path])}, and was {_type(leaf)}"
+    for leaf in found:
+        if leaf.path not in before:
+            return f"{where(leaf.path)} ({_type(leaf)}) is new"
+    if [x.path for x in found] != [x.path for x in expected]:
+        return "the leaves are in another order"
+    return ""
+
+
+def _type(leaf: Leaf) -> str:
+    return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"

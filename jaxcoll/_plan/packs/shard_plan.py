@@ -1,0 +1,99 @@
+"""The plans of the two halves of an all-reduce, over a layout that is made already."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from jaxcoll._plan.choose import choose
+from jaxcoll._plan.cost.terms import Terms
+from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs import overlap
+from jaxcoll._plan.packs.leaves import Leaf
+from jaxcoll._plan.packs.shard_layout import LANES, ShardLayout
+from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.world import World
+from jaxcoll._show.counts import counted
+
+Half = Literal["reduce_scatter", "all_gather"]
+
+
+def plan_half(
+    half: Half,
+    reduce_op: ReduceOp,
+    layout: ShardLayout,
+    leaves: Sequence[Leaf],
+    options: CommunicationOptions,
+    world: World,
+    terms: Terms,
+) -> Plan:
+    """What carries the packs of `layout`.
+
+    Args:
+      half: which of the two.
+      reduce_op: SUM or MEAN; of a gather, that of the values.
+      layout: which elements travel together, and where they go.
+      leaves: the layout's, with the types that they travel in.
+      options: what the user asks for.
+      world: where it runs.
+      terms: what that world costs.
+
+    Raises:
+      ValueError: the options ask for what a half cannot do, or does not fit the axes.
+    """
+    if options.shards:
+        raise ValueError(
+            f"`{half}` has one shard for each replica, and `shards={options.shards}` asks for "
+            "another number: leave `shards` unset."
+        )
+    if options.checksum:
+        raise ValueError(
+            f"`{half}` has no checksum, which is of a sum that every replica ends with: leave "
+            "`checksum` unset here, or use `all_reduce`."
+        )
+    choice = choose(options.replace(bytes_per_pack=UNSET), world)
+    algorithm, reason = _carried(choice.algorithm, choice.reasons[0], world)
+    packs = tuple(
+        dataclasses.replace(
+            pack,
+            dtype=leaves[pack.segments[0].leaf].wire,
+            over=world.sizes,
+            kind=(),
+            algorithm=algorithm,
+        )
+        for pack in layout.packs
+    )
+    reasons = (
+        f"packs: {len(packs)}, laid out in rows of {LANES}, as many on each of "
+        f"{counted(layout.replicas, 'replica')}",
+        reason,
+        *choice.reasons[1:],
+    )
+    if options.overlap:
+        reasons += (overlap.by_options(world.platform, half.replace("_", "-")),)
+    shown = tuple(Leaf(x.path, x.shape, x.dtype, x.wire, world.sizes) for x in leaves)
+    return Plan(
+        reduce_op=reduce_op,
+        leaves=shown,
+        packs=packs,
+        owners=0,
+        world=world,
+        terms=terms,
+        reasons=reasons,
+        reproducible=options.reproducible,
+        overlap=bool(options.overlap),
+        collective=half,
+    )
+
+
+def _carried(algorithm: str, why: str, world: World) -> tuple[str, str]:
+    """What stands in for Gloo's own reduce-scatter, and why."""
+    if not world.over_gloo or "native" not in algorithm.split("/"):
+        return algorithm, why.replace("own all-reduce", "own reduce-scatter and all-gather")
+    in_pairs = algorithm == "native" and world.replicas.bit_count() == 1
+    spared = "halving_doubling" if in_pairs else algorithm.replace("native", "shuffle")
+    return spared, (
+        f"algorithm: {spared}, because Gloo's own reduce-scatter sends more than it has to, and is "
+        "reported to go wrong (jax#40830)"
+    )

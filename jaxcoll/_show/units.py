@@ -1,0 +1,78 @@
+"""Numbers, sizes and times as people read them, and lines of a width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxcoll._show.counts import counted as counted
+
+WIDTH = 118
+
+
+def size(nbytes: int) -> str:
+    """Bytes in decimal units.
+
+    Examples:
+      >>> size(28), size(178_900_000), size(7_340_036)
+      ('28 B', '178.9 MB', '7.34 MB')
+    """
+    return f"{scaled(nbytes)}B"
+
+
+def scaled(number: int) -> str:
+    """A number with its decimal prefix, and a blank between them.
+
+    Examples:
+      >>> scaled(999), scaled(1000), scaled(17_179_869_184)
+      ('999 ', '1.00 k', '17.2 G')
+    """
+    if number < 1000:
+        return f"{number} "
+    value, prefixes = float(number), iter("kMGTPE")
+    prefix = ""
+    while value >= 999.95:
+        value, prefix = value / 1000, next(prefixes)
+    return f"{value:.2f} {prefix}" if value < 10 else f"{value:.1f} {prefix}"
+
+
+def milliseconds(seconds: float) -> str:
+    """A time of communication.
+
+    Examples:
+      >>> milliseconds(0.00256), milliseconds(0.1534), milliseconds(0.0000312)
+      ('2.56 ms', '153 ms', '0.0312 ms')
+    """
+    return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds * 1e3:,.0f} ms"
+
+
+def percent(part: float, whole: float) -> str:
+    """A share, which is only nothing or all where it is that.
+
+    Examples:
+      >>> percent(486, 604), percent(0, 5), percent(1, 5000), percent(4999, 5000), percent(5, 5)
+      ('80 %', '0 %', 'under 1 %', 'over 99 %', '100 %')
+    """
+    share = 100 * part / whole if whole else 0.0
+    if 0 < share < 1 or 99 < share < 100:
+        return "under 1 %" if share < 1 else "over 99 %"
+    return f"{share:.0f} %"
+
+
+def some(items: Sequence[str], most: int) -> list[str]:
+    """The first few, and how many more there are."""
+    return [*items[:most], *([f"{len(items) - most} more"] if len(items) > most else [])]
+
+
+def shortened(line: str, width: int) -> str:
+    """`line`, with its end left out where it is too long."""
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def fold(line: str) -> str:
+    """`line` in lines of at most `WIDTH`."""
+    lines, width = [""], WIDTH
+    for word in line.split():
+        if len(lines[-1]) + len(word) >= width and lines[-1]:
+            lines.append(" ")
+        lines[-1] += (" " if lines[-1] else "") + word
+    return "\n".join(lines)

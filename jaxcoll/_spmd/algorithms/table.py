@@ -1,0 +1,134 @@
+"""The table of algorithms, and the one place where they are put together to an all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxcoll import _compat
+from jaxcoll._plan.algorithms import Stage
+from jaxcoll._spmd.algorithms import halving_doubling, native, ring, shuffle
+
+
+class Algorithm(Protocol):
+    """The two halves of an all-reduce, as every algorithm's file defines them."""
+
+    def reduce_scatter(self, shards: jax.Array, axes: tuple[str, ...], /) -> jax.Array:
+        """Sum rows over the replicas; this replica's own, of `shards` of shape (m, k)."""
+        ...
+
+    def all_gather(self, shard: jax.Array, count: int, axes: tuple[str, ...], /) -> jax.Array:
+        """The first `count` replicas' shards, of shape (count, k), everywhere the same bits."""
+        ...
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "native": native,
+    "ring": ring,
+    "halving_doubling": halving_doubling,
+    "shuffle": shuffle,
+}
+
+
+def all_reduce(array: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
+    """The sum of `array` over all replicas along the axes of the stages.
+
+    Args:
+      array: of any shape and dtype, *varying* over those axes where types tell.
+      stages: what to do along which axes, inner first; see `jaxcoll._plan.algorithms.stages`.
+      axes: names of the reduction's axes, which the stages number.
+
+    Returns:
+      The sum, in the array's shape, *invariant*: every replica ends with the same bits. Cost: as
+      the plan of the stages says.
+
+    Raises:
+      ValueError: a stage runs over several axes, one of them of a `vmap`.
+    """
+    if [stage.algorithm for stage in stages] == ["native"]:
+        return native.all_reduce(array, _names(stages[0], axes))
+    total = _summed(array.reshape(-1), stages, axes).reshape(array.shape)
+    return _compat.as_invariant(total, axes, summed=True)
+
+
+def _summed(flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
+    """Reduce-scatter, the same for the shard along the outer axes, all-gather."""
+    if not stages:
+        return flat
+    stage, *outer = stages
+    over = _names(stage, axes)
+    if stage.algorithm == "native" and not outer:
+        return native.all_reduce(flat, over)
+    algorithm = ALGORITHMS[stage.algorithm]
+    length = -(-flat.size // stage.shards)
+    padded = jnp.pad(flat, (0, stage.shards * length - flat.size))
+    shard = algorithm.reduce_scatter(padded.reshape(stage.shards, length), over)
+    gathered = algorithm.all_gather(_summed(shard, outer, axes), stage.shards, over)
+    return gathered.reshape(-1)[: flat.size]
+
+
+def reduce_scatter(blocks: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
+    """This replica's block of `blocks`, summed over all replicas along the axes of the stages.
+
+    Args:
+      blocks: of shape (n, rows, lanes), a block for each replica, the outermost counting slowest.
+      stages: as in `all_reduce`, one for each axis from inner to outer.
+      axes: as in `all_reduce`.
+
+    Returns:
+      Of shape (rows, lanes), *varying*. Cost: half of the stages' all-reduce.
+
+    Raises:
+      ValueError: as in `all_reduce`.
+    """
+    block = blocks.shape[1:]
+    for stage in stages:
+        m = stage.replicas
+        # The blocks of all replicas that share this one's place along the inner axes come to it.
+        rest = len(blocks) // m
+        sent = blocks.reshape(rest, m, *block).swapaxes(0, 1)
+        shape = (m, rest * block[0], *block[1:]) if stage.algorithm == "native" else (m, -1)
+        algorithm = ALGORITHMS[stage.algorithm]
+        blocks = algorithm.reduce_scatter(sent.reshape(shape), _names(stage, axes))
+        blocks = blocks.reshape(rest, *block)
+    return blocks.reshape(block)
+
+
+def all_gather(shard: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
+    """What `reduce_scatter` has taken apart.
+
+    Args:
+      shard: this replica's block, of shape (rows, lanes).
+      stages: as in `all_reduce`.
+      axes: as in `all_reduce`.
+
+    Returns:
+      All blocks, of shape (n, rows, lanes), *invariant*. Cost: half of the stages' all-reduce.
+
+    Raises:
+      ValueError: as in `all_reduce`.
+    """
+    block = shard.shape
+    blocks = shard[None]
+    for stage in reversed(stages):
+        m, rest = stage.replicas, len(blocks)
+        sent = blocks.reshape(rest * block[0], *block[1:])
+        sent = sent if stage.algorithm == "native" else sent.reshape(-1)
+        gathered = ALGORITHMS[stage.algorithm].all_gather(sent, m, _names(stage, axes))
+        blocks = gathered.reshape(m, rest, *block).swapaxes(0, 1).reshape(m * rest, *block)
+    return _compat.as_invariant(blocks, axes, summed=True)
+
+
+def _names(stage: Stage, axes: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(axes[i] for i in stage.axes)
+    local = [name for name in names if _compat.is_vmapped(name)]
+    if local and len(names) > 1 and stage.algorithm != "native":
+        raise ValueError(
+            f"the algorithm {stage.algorithm!r} over axes {names}: JAX cannot exchange between "
+            f"replicas along several axes at once when a `vmap` maps one of them ({local[0]!r}). "
+            f"Ask for '{stage.algorithm}/{stage.algorithm}', one axis at a time, or for 'native'."
+        )
+    return names

@@ -1,0 +1,1 @@
+"""Whether replicas hold the same, and whether a sum arrived intact."""

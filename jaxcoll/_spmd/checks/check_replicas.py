@@ -1,0 +1,168 @@
+"""Whether replicas hold the same, asked of their digests with one small collective."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoll._errors import ReplicaDivergenceError
+from jaxcoll._plan.packs.leaves import no_array, where
+from jaxcoll._show.counts import counted
+from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.checks.digest import WORDS, digest
+from jaxcoll._spmd.gather import all_gather
+from jaxcoll._spmd.scope import Scope
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReplicaCheck:
+    """What `check_replicas` found: a pytree, so it can be returned from a program.
+
+    Attributes:
+      digests: uint32[n, leaves, 2], every replica's digest of every leaf; *invariant*.
+      paths: of the leaves, as `jax.tree_util.keystr` writes them.
+      names: what the replicas are called.
+      holders: for each leaf, the positions in `names` of those that hold it; (): all of them.
+
+    Examples:
+      >>> check = check_replicas(Mirrored([{"w": np.ones(3)}] * 8))
+      >>> check.differs.tolist()
+      [False]
+      >>> check.raise_if_differs()
+    """
+
+    digests: Any
+    paths: tuple[str, ...]
+    names: tuple[str, ...]
+    holders: tuple[tuple[int, ...], ...] = ()
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+        """For JAX: one array, and the names beside it."""
+        return (self.digests,), (self.paths, self.names, self.holders)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> ReplicaCheck:
+        """For JAX: the inverse of `tree_flatten`."""
+        return cls(*children, *aux)
+
+    @property
+    def differs(self) -> Any:
+        """bool[leaves]: whether not all replicas hold the same. Works in a program, too."""
+        digests = self.digests if self.digests.ndim == 3 else _first(self.digests)
+        return (digests != digests[:1]).any((0, 2))
+
+    def divergent(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """Of each leaf that differs the replicas in groups that agree, largest first; on the host.
+
+        The first group is the majority, if there is one: a group as large as the next is none.
+        """
+        digests = np.asarray(self.digests if self.digests.ndim == 3 else _first(self.digests))
+        found = {}
+        for leaf in np.flatnonzero((digests != digests[:1]).any((0, 2))):
+            groups: dict[bytes, list[str]] = {}
+            for i in self.holders[leaf] if self.holders else range(len(self.names)):
+                groups.setdefault(digests[i, leaf].tobytes(), []).append(self.names[i])
+            # `sorted` keeps the order of groups of one size: that of their first replicas.
+            ordered = sorted(groups.values(), key=len, reverse=True)
+            found[self.paths[leaf]] = tuple(tuple(group) for group in ordered)
+        return found
+
+    def raise_if_differs(self) -> None:
+        """Wait for the result, on the host.
+
+        Raises:
+          ReplicaDivergenceError: replicas differ; the leaves and the replicas are named.
+        """
+        found = self.divergent()
+        if not found:
+            return
+        lines = [f"  {where(path)}: {_said(groups)}" for path, groups in found.items()]
+        more = f"\n  … and {_leaves(len(lines) - 20)} more" if len(lines) > 20 else ""
+        differ = "differs" if len(found) == 1 else "differ"
+        raise ReplicaDivergenceError(
+            f"{len(found)} of {_leaves(len(self.paths))} {differ} "
+            f"between {counted(len(self.names), 'replica')} that should hold the same:\n"
+            + "\n".join(lines[:20])
+            + more,
+            divergent=found,
+        )
+
+
+def check_replicas(tree: Any, axis_name: Any, *, scope: Scope) -> ReplicaCheck:
+    """Compare the replicas along mapped axes; see `jc.check_replicas`.
+
+    Args:
+      tree: a pytree of arrays.
+      axis_name: one axis, or several, outer first.
+      scope: the world.
+
+    Returns:
+      The digests of all replicas, *invariant* over the axes.
+
+    Raises:
+      NameError: an axis is not bound here.
+      ValueError: a leaf is no array.
+    """
+    axes = bound_axes(axis_name, "check_replicas")
+    paths, leaves = arrays_of(tree)
+    names = tuple(map(str, range(count(axes))))
+    if not leaves:
+        return ReplicaCheck(jnp.zeros((len(names), 0, WORDS), jnp.uint32), (), names)
+    mine = jnp.stack([digest(leaf) for leaf in leaves])[None]
+    # Digests travel as they are, whatever was asked for the gradients.
+    return ReplicaCheck(all_gather(mine, axis_name, axis=0, scope=Scope(scope.world)), paths, names)
+
+
+def arrays_of(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
+    """Paths and leaves; of typed keys their data.
+
+    Raises:
+      ValueError: a leaf is no array.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths = tuple(jax.tree_util.keystr(path) for path, _ in flat)
+    return paths, [_as_array(p, leaf) for p, (_, leaf) in zip(paths, flat, strict=True)]
+
+
+def _as_array(path: str, leaf: Any) -> Any:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    got = str(dtype) if dtype == jax.dtypes.float0 else no_array(leaf)
+    if got is not None:
+        raise ValueError(f"`check_replicas`: {where(path)}: expected an array, got {got}.")
+    return jnp.asarray(leaf)
+
+
+def _first(stacked: Any) -> Any:
+    """Of what `pmap` or `vmap` returned, all rows of which are equal, one that is at hand."""
+    shards = getattr(stacked, "addressable_shards", None)
+    return shards[0].data[0] if shards else stacked[0]
+
+
+def _leaves(n: int) -> str:
+    return counted(n, "leaf", "leaves")
+
+
+def _said(groups: Sequence[Sequence[str]]) -> str:
+    """Who differs from whom, in words."""
+    largest, *others = groups
+    if len(largest) == 1:
+        return f"all {len(groups)} hold different values"
+    if len(others[0]) == len(largest):
+        return "no majority: " + " | ".join(f"{_listed(group)} agree" for group in groups)
+    rest = [name for group in others for name in group]
+    values = "" if len(others) == 1 else f", with {len(others)} values between them"
+    return f"{_listed(rest)} from the other {len(largest)}{values}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8]) + (f", … ({len(names)} in all)" if len(names) > 8 else "")
+    kind = "" if not names[0].isdigit() else ("replica " if len(names) == 1 else "replicas ")
+    return kind + shown

@@ -1,0 +1,1 @@
+"""Gradients of the loss of the whole batch."""

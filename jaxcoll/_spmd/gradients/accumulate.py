@@ -1,0 +1,184 @@
+"""Micro-batches: a share of the batch in pieces, one after another, whose gradients are added up.
+
+Nothing is reduced here. The loop is local, and what comes out of it is what one pass over the
+whole share would have given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcoll import _compat
+from jaxcoll._errors import ReductionInLoopWarning
+from jaxcoll._jaxpr.loop_reductions import moved_reductions, told
+from jaxcoll._jaxpr.retrace import traced
+from jaxcoll._plan.packs.leaves import no_array
+from jaxcoll._show.counts import counted
+from jaxcoll._spmd.arithmetic import wide
+
+_MOVABLE = """\
+`jc.accumulate`: a reduction stands in the loop over the {count} micro-batches, and what it \
+returns is only added up or kept, so it is sent {count} times a step where once is enough: \
+{found}. What to do: let the loss return this replica's own numbers. `jc.accumulate` reduces the \
+loss and its gradient itself, and metrics that the loss returns as `jc.WeightedMean` or `jc.Total` \
+with them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
+    """Which arguments are cut along their leading dimension, and into how many pieces."""
+
+    count: int
+    argnums: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What a loss says besides its value: a weight, metrics, and what else it returns."""
+
+    weight: Any
+    metrics: Any
+    aux: Any
+
+
+jax.tree_util.register_dataclass(Beside)
+
+Differentiated = tuple[tuple[Any, Beside], Any]
+Differentiate = Callable[[tuple[Any, ...], dict[str, Any]], Differentiated]
+
+
+def accumulated(
+    differentiate: Differentiate,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    micro: MicroBatches,
+    *,
+    argnums: int | Sequence[int],
+    mean: bool,
+    halvings: int,
+) -> Differentiated:
+    """`differentiate(args, kwargs)`, piece by piece.
+
+    Law: value, weight, metrics and gradients are the sums over the pieces (value and gradients
+    their mean, for a mean without weights); `aux` has a leading dimension more. Gradients narrower
+    than 32 bits are added in float32 and have their own type again at the end: adding eight
+    numbers in bfloat16 may cost three of its eight bits. Of a weighted mean in float16 value and
+    gradients have as many powers of two taken off as it takes for their sums to fit.
+
+    Args:
+      differentiate: what is done with each piece; local.
+      args: arguments, those in `micro.argnums` whole.
+      kwargs: passed on as they are.
+      micro: the pieces.
+      argnums: what is differentiated, for a message.
+      mean: whether a loss without weight is averaged.
+      halvings: the powers of two.
+
+    Returns:
+      What `differentiate` returns for one piece.
+
+    Raises:
+      ValueError: an argument cannot be cut so.
+    """
+    pieces = _in_pieces(args, micro, argnums)
+
+    def one(piece: dict[int, Any]) -> tuple[Any, Any]:
+        given = tuple(piece.get(i, arg) for i, arg in enumerate(args))
+        (value, beside), grads = differentiate(given, kwargs)
+        aux = jax.tree.map(lambda x: x if no_array(x) else jnp.asarray(x), beside.aux)
+        return (value, beside.weight, beside.metrics, grads), aux
+
+    # Traced once by itself, for the types with which the sums must begin.
+    first = jax.tree.map(lambda x: x[0], pieces)
+    program = traced(one, inputs=(first,))
+    types, sums = jax.tree.flatten(program.result(program.program.out_avals)[0])
+    _warn_of_reductions(program.program, micro)
+
+    def turn(totals: list[jax.Array], piece: dict[int, Any]) -> tuple[list[jax.Array], Any]:
+        found = program.outputs(piece)
+        added = [t + x.astype(t.dtype) for t, x in zip(totals, found, strict=False)]
+        return added, found[len(types) :]
+
+    zeros = [_compat.zeros_like_aval(aval, wide(aval.dtype)) for aval in types]
+    totals, stacked = lax.scan(turn, zeros, pieces)
+    value, weight, metrics, grads = jax.tree.unflatten(
+        sums, list(map(_Sum, totals, [aval.dtype for aval in types]))
+    )
+    parts = micro.count if mean and weight is None else 1
+    taken_off = 0 if weight is None else halvings
+    value, grads = jax.tree.map(lambda s: s.over(parts, taken_off), (value, grads))
+    weight, metrics = jax.tree.map(lambda s: s.over(1, 0), (weight, metrics))
+    _, aux = program.result([*totals, *stacked])
+    return (value, Beside(weight, metrics, aux)), grads
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """A sum in the type it was added in, and the type of what was added."""
+
+    total: jax.Array
+    dtype: np.dtype
+
+    def over(self, parts: int, halvings: int) -> jax.Array:
+        total = self.total / parts if parts > 1 else self.total
+        if halvings and self.dtype == np.float16:
+            total = total * np.float32(2.0**-halvings)
+        return total.astype(self.dtype)
+
+
+def _in_pieces(
+    args: tuple[Any, ...], micro: MicroBatches, argnums: int | Sequence[int]
+) -> dict[int, Any]:
+    """The arguments to be cut, each leaf with its pieces along a new leading dimension."""
+    for i in micro.argnums:
+        if not -len(args) <= i < len(args):
+            raise ValueError(
+                f"`jc.accumulate`: argument {i} is named in `batch_argnums`, but the function was "
+                f"called with {counted(len(args), 'positional argument')}."
+            )
+    chosen = sorted({i % len(args) for i in micro.argnums})
+    learned = (argnums,) if isinstance(argnums, int) else argnums
+    both = {i % len(args) for i in learned if args} & set(chosen)
+    if both:
+        raise ValueError(
+            f"`jc.accumulate`: argument {min(both)} is in `argnums` and in `batch_argnums`; what "
+            "is differentiated must be whole in every micro-batch."
+        )
+    return {
+        i: jax.tree_util.tree_map_with_path(functools.partial(_cut, i, micro.count), args[i])
+        for i in chosen
+    }
+
+
+def _cut(i: int, count: int, path: Any, leaf: Any) -> Any:
+    name, shape = f"args[{i}]{jax.tree_util.keystr(path)}", np.shape(leaf)
+    if not shape:
+        raise ValueError(
+            f"`jc.accumulate`: {name} is a scalar and cannot be split into {count} micro-batches; "
+            "leave its argument out of `batch_argnums` to give every micro-batch the same value."
+        )
+    if shape[0] % count:
+        raise ValueError(
+            f"`jc.accumulate`: {name} has {shape[0]} rows on each replica, which do not divide "
+            f"into {count} micro-batches ({shape[0]} = {count} × {shape[0] // count} + "
+            f"{shape[0] % count}); take a number that divides {shape[0]}, or pad the batch and "
+            "return a `jc.WeightedLoss`."
+        )
+    array = leaf if hasattr(leaf, "reshape") else jnp.asarray(leaf)
+    return array.reshape(count, shape[0] // count, *shape[1:])
+
+
+def _warn_of_reductions(program: Any, micro: MicroBatches) -> None:
+    found = moved_reductions(program) if micro.count > 1 else ()
+    if found:
+        message = _MOVABLE.format(count=micro.count, found=told(found))
+        warnings.warn(message, ReductionInLoopWarning, stacklevel=2)

@@ -1,0 +1,276 @@
+"""The gradient of the global loss: local gradients, and the value beside them in one reduction."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxcoll import _compat
+from jaxcoll._errors import AlreadyReducedError
+from jaxcoll._jaxpr.ready_order import places
+from jaxcoll._jaxpr.replication import check_gradients, has, same_outputs
+from jaxcoll._jaxpr.retrace import Traced, traced
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs.overlap import wants_order
+from jaxcoll._show.counts import counted
+from jaxcoll._spmd import metrics
+from jaxcoll._spmd.arithmetic import halved, halvings, quotient
+from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.gradients.accumulate import Beside, Differentiated, MicroBatches, accumulated
+from jaxcoll._spmd.gradients.local_grad import value_and_local_grad
+from jaxcoll._spmd.gradients.loss import loss_and_aux, value_and_weight
+from jaxcoll._spmd.gradients.per_replica import check_scattered, own_axes, shared, watched, with_own
+from jaxcoll._spmd.reduce import all_reduce
+from jaxcoll._spmd.reduce_scatter import reduce_scatter
+from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
+
+_LOSS_ALREADY_REDUCED = """\
+`{caller}` over {axes}: the loss is already the same on every replica, so its gradient would be \
+too small or too large by their number. What probably happened: the loss calls `lax.pmean`, \
+`lax.psum` or `jc.all_reduce` itself, or depends neither on the batch nor on the parameters. \
+Return the loss of this replica's share of the batch; `{caller}` reduces it."""
+
+_SYNCED = """\
+not sent again: {what} that `sync_in_backward` has made the same on every replica: {paths}"""
+
+_WEIGHT_IN_SUM = """\
+`{caller}` got a WeightedLoss with reduce_op SUM, which has no use for the weight. For the \
+weighted mean pass reduce_op="mean"; for the sum return the total alone."""
+
+
+class _Local(NamedTuple):
+    """What one replica brings to the reduction; the field names are the plan's leaf paths."""
+
+    value: Any
+    weight: Any
+    metrics: Any
+    grads: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What the caller of `jc.value_and_grad` and its like asked for; see `reduced_gradient`."""
+
+    caller: str
+    fun: Callable[..., Any]
+    reduce_op: ReduceOp
+    argnums: int | Sequence[int]
+    has_aux: bool
+    scatter: bool
+    with_value: bool
+    micro_batches: MicroBatches | None
+
+    def leaves(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        """What is differentiated, by name, in the order of the gradients' leaves."""
+        several = [self.argnums] if isinstance(self.argnums, int) else self.argnums
+        return {
+            f"args[{i}]{jax.tree_util.keystr(path)}": leaf
+            for i in (argnum % len(args) for argnum in several)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(args[i])[0]
+        }
+
+
+def reduced_gradient(
+    fun: Callable[..., Any],
+    axis_name: str | tuple[str, ...],
+    *,
+    reduce_op: ReduceOp,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    scatter: bool,
+    with_value: bool,
+    scope: Callable[[], Scope],
+    options: CommunicationOptions,
+    micro_batches: MicroBatches | None = None,
+) -> Callable[..., Any]:
+    """The body of `jc.value_and_grad`, `jc.grad` and `jc.accumulate`, which say what it does.
+
+    Args:
+      fun: the loss of one replica's share.
+      axis_name: one axis, or several, outer first.
+      reduce_op: SUM or MEAN.
+      argnums: as in `jax.value_and_grad`.
+      has_aux: whether `fun` returns a pair of loss and auxiliary output.
+      scatter: whether each replica gets its part of the gradients only.
+      with_value: whether the loss is reduced and returned too.
+      scope: asked at each trace for world and defaults.
+      options: of the reduction, and of what `sync_in_backward` reduces before.
+      micro_batches: how each share is cut; None: not at all.
+
+    Returns:
+      A function with `fun`'s arguments.
+
+    Raises:
+      ValueError: `fun` is no function, or `argnums` names no position.
+    """
+    caller = "jc.value_and_grad" if with_value else "jc.grad"
+    caller = caller if micro_batches is None else "jc.accumulate"
+    if not callable(fun):
+        raise ValueError(f"`{caller}` expects a function, the loss; got {type(fun).__name__}.")
+    positions = argnums if isinstance(argnums, Sequence) else (argnums,)
+    if not positions or not all(isinstance(i, int) for i in positions):
+        raise ValueError(
+            f"`{caller}` expects `argnums` to be a position or several; got {argnums!r}."
+        )
+    asked = _Asked(caller, fun, reduce_op, argnums, has_aux, scatter, with_value, micro_batches)
+
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        axes = bound_axes(axis_name, caller)
+        around = differentiation()
+        enclosing = frozenset() if around is None else around.retyped
+        here = Differentiation(tuple(axes), options, enclosing=enclosing)
+        program = traced(_of_share, asked, axes, here, args, kwargs)
+        check_gradients(program.program, [a for a in axes if a not in enclosing])
+        return _reduced(asked, program, args, axes, enclosing, scope().merged(options))
+
+    return reduced
+
+
+def _of_share(
+    asked: _Asked,
+    axes: dict[str, int],
+    here: Differentiation,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Differentiated:
+    """Value and gradients of one replica's share; the terms of a weighted mean fit to be summed."""
+    caller, micro_batches = asked.caller, asked.micro_batches
+
+    def loss(*args: Any, **kwargs: Any) -> tuple[Any, Beside]:
+        out = asked.fun(*args, **kwargs)
+        out, aux = loss_and_aux(out, caller) if asked.has_aux else (out, None)
+        value, weight = value_and_weight(out, caller)
+        if weight is not None and asked.reduce_op is ReduceOp.SUM:
+            raise ValueError(_WEIGHT_IN_SUM.format(caller=caller))
+        return value, Beside(weight, *metrics.taken_apart(aux, caller))
+
+    def differentiate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Differentiated:
+        (value, beside), grads = value_and_local_grad(loss, asked.argnums, here, args, kwargs)
+        _check_local(value, axes, caller)
+        parts = metrics.varied(beside.metrics, axes, caller)
+        weight = jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), beside.weight)
+        return (value, Beside(weight, parts, beside.aux)), grads
+
+    if micro_batches is not None:
+        return accumulated(
+            differentiate,
+            args,
+            kwargs,
+            micro_batches,
+            argnums=asked.argnums,
+            mean=asked.reduce_op is ReduceOp.MEAN,
+            halvings=_halvings(asked, axes),
+        )
+    (value, beside), grads = differentiate(args, kwargs)
+    if beside.weight is not None:
+        value, grads = jax.tree.map(lambda x: halved(x, _halvings(asked, axes)), (value, grads))
+    return (value, beside), grads
+
+
+def _reduced(
+    asked: _Asked,
+    program: Traced,
+    args: tuple[Any, ...],
+    axes: dict[str, int],
+    enclosing: frozenset[str],
+    told: Scope,
+) -> Any:
+    """What the caller gets, from the program of one replica's share."""
+    leaves = asked.leaves(args)
+    own = own_axes(leaves, axes, enclosing)
+    (value, beside), grads = program.evaluate()
+    value = told.reduced_once(value, axes, "the loss")
+    untyped = (told.marked | enclosing).intersection(axes)
+    grads = watched(grads, leaves, untyped, asked.caller)
+    weighted = beside.weight is not None
+    op = ReduceOp.SUM if weighted else asked.reduce_op
+    local = _Local(value if asked.with_value else None, beside.weight, beside.metrics, grads)
+    if asked.scatter:
+        check_scattered(leaves, own, asked.caller)
+        shards = reduce_scatter(op, grads, tuple(axes), scope=told)
+        local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=told)
+        local = local._replace(grads=shards)
+    else:
+        local = _together(op, local, own, program, axes, told)
+    value, grads = local.value, local.grads
+    if weighted:
+        taken_off = _halvings(asked, axes)
+        value, grads = jax.tree.map(lambda x: quotient(x, local.weight, taken_off), (value, grads))
+    numbers = metrics.settled(local.metrics, count(axes) if op is ReduceOp.MEAN else 1)
+    aux = metrics.put_together(beside.aux, numbers)
+    outputs = ((value, aux) if asked.has_aux else value, grads)
+    return outputs if asked.with_value else ((grads, aux) if asked.has_aux else grads)
+
+
+def _together(
+    op: ReduceOp,
+    local: _Local,
+    own: Sequence[tuple[str, ...]],
+    program: Traced,
+    axes: Mapping[str, int],
+    told: Scope,
+) -> _Local:
+    """One reduction for everything that replicas have in common."""
+    same, order = _synced(program, tuple(axes)), None
+    if wants_order(told.options, told.world(dict(axes))):
+        (_, order) = program.result(places(program.program))
+    common = local._replace(grads=shared(local.grads, own))
+    reduced = all_reduce(
+        op,
+        common,
+        tuple(axes),
+        scope=told,
+        # All but the gradients is there before any of them.
+        ready=None
+        if order is None
+        else jax.tree.leaves(_gradients_last(common, shared(order, own))),
+        same=same,
+        reasons=_not_again(list(same)),
+    )
+    if not any(own):
+        return reduced
+    grads = with_own(reduced.grads, op, local.grads, own, axes, scope=told)
+    return reduced._replace(grads=grads)
+
+
+def _halvings(asked: _Asked, axes: Mapping[str, int]) -> int:
+    """Powers of two taken off a float16 of a weighted mean, whose sums may be too large for it."""
+    return halvings(count(axes) * (1 if asked.micro_batches is None else asked.micro_batches.count))
+
+
+def _gradients_last(local: _Local, order: Any) -> _Local:
+    """A tree like `local` with the place of each of its leaves."""
+    before = jax.tree.map(lambda _: -1, local._replace(grads=None))
+    return before._replace(grads=order)
+
+
+def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]:
+    """Paths of the gradients that `sync_in_backward` left equal, and the axes along which.
+
+    Only a proof counts: a gradient that is reduced once more is right, too, because the mean of
+    equal numbers is that number; but one that is left out must be equal.
+    """
+    if not has(program.program.jaxpr, _compat.THROUGH):
+        return {}
+    _, grads = program.result(same_outputs(program.program, axes))
+    found, _ = jax.tree_util.tree_flatten_with_path(_Local(None, None, None, grads))
+    return {jax.tree_util.keystr(path): along for path, along in found if along}
+
+
+def _not_again(paths: list[str]) -> tuple[str, ...]:
+    """What the plan says of leaves that were reduced before."""
+    ends = " … ".join(dict.fromkeys([*paths[:1], *paths[-1:]]))
+    return (
+        (_SYNCED.format(what=counted(len(paths), "leaf", "leaves"), paths=ends),) if paths else ()
+    )
+
+
+def _check_local(value: Any, axes: dict[str, int], caller: str) -> None:
+    """Refuse a loss that was reduced on the way, wherever its type shows it."""
+    if any(_compat.tracks_variance(a) and a not in _compat.varying_axes(value) for a in axes):
+        raise AlreadyReducedError(
+            _LOSS_ALREADY_REDUCED.format(caller=caller, axes=", ".join(map(repr, axes)))
+        )

@@ -1,0 +1,146 @@
+"""Gradients of what each replica has its own of: an expert, a shard, the batch. They stay there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxcoll import _compat
+from jaxcoll._compat import marks
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.packs.leaves import where
+from jaxcoll._spmd.arithmetic import quotient
+from jaxcoll._spmd.axes import count
+from jaxcoll._spmd.reduce import all_reduce
+from jaxcoll._spmd.scope import Scope, differentiation
+
+_NO_SHARD = """\
+`{caller}` with scatter=True: {leaf} differs between replicas along {axes}, so its gradient is not \
+summed over them and has no shards. Differentiate it as an argument of its own in a call without \
+`scatter`, and update it there."""
+
+_NOT_COMMON = """\
+`{caller}`: {leaf} differs between replicas along {axes} by its type, and is taken here for \
+something that all of them hold alike. If it is the same everywhere, pass it as it was before it \
+was typed so (by `jax.lax.pcast`), or after `jc.broadcast`; if it is meant to differ (an expert, a \
+part of a sharded parameter), leave it out of this tree and update it by itself."""
+
+
+def watched(gradients: Any, leaves: Mapping[str, Any], along: Iterable[str], caller: str) -> Any:
+    """Gradients that are going to be reduced, marked with what they are those of.
+
+    Where types do not tell replicas apart, or not truly, only who reads the whole program can see
+    whether the leaves differ between replicas; `replication` refuses them then.
+
+    Args:
+      gradients: a tree of one replica's.
+      leaves: what was differentiated, by name, in the order of the tree's leaves.
+      along: axes of the reduction on which types say nothing.
+      caller: the function to name in a message.
+    """
+    marked, treedef = jax.tree.flatten(gradients)
+    for axis in sorted(along):
+        marked = [
+            marks.gradient_of(leaf, gradient, axis, caller, name)
+            for gradient, (name, leaf) in zip(marked, leaves.items(), strict=True)
+        ]
+    return treedef.unflatten(marked)
+
+
+def own_axes(
+    leaves: Mapping[str, Any], axes: Iterable[str], retyped: frozenset[str]
+) -> list[tuple[str, ...]]:
+    """Of each leaf the axes along which its type says that every replica has its own.
+
+    Args:
+      leaves: what was differentiated, as the caller passed it.
+      axes: those of the reduction.
+      retyped: axes on which everything is typed so.
+    """
+    known = [a for a in axes if a not in retyped]
+    return [tuple(a for a in known if a in _compat.varying_axes(leaf)) for leaf in leaves.values()]
+
+
+def shared(tree: Any, own: Sequence[tuple[str, ...]]) -> Any:
+    """The leaves that replicas have in common, with None in the places of their own."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([None if a else x for x, a in zip(leaves, own, strict=True)])
+
+
+def with_own(
+    reduced: Any,
+    op: ReduceOp,
+    gradients: Any,
+    own: Sequence[tuple[str, ...]],
+    axes: Mapping[str, int],
+    *,
+    scope: Scope,
+) -> Any:
+    """All gradients of the loss over all replicas, from those by leaves that they have in common.
+
+    A leaf that is its own along some of the axes is reduced over the others. Along its own, the
+    derivative of the mean of all losses is that of one's own loss, divided by their number; and
+    that of a sum is just that.
+
+    Args:
+      reduced: what `shared` leaves, reduced.
+      op: SUM or MEAN.
+      gradients: one replica's, all of them.
+      own: for each, the axes along which its leaf is every replica's own.
+      axes: of the reduction, outer first.
+      scope: options and world.
+
+    Returns:
+      A tree like `gradients`; each leaf's own are *varying* over its own axes.
+    """
+    leaves, treedef = jax.tree.flatten(gradients)
+    results = treedef.flatten_up_to(reduced)
+    for along in dict.fromkeys(filter(None, own)):
+        rest = tuple(a for a in axes if a not in along)
+        these = [x if a == along else None for x, a in zip(leaves, own, strict=True)]
+        if rest:
+            these = all_reduce(op, treedef.unflatten(these), rest, scope=scope)
+            these = treedef.flatten_up_to(these)
+        times = count({a: axes[a] for a in along}) if op is ReduceOp.MEAN else 1
+        for k, x in enumerate(these):
+            results[k] = results[k] if x is None else quotient(x, times) if times > 1 else x
+    return treedef.unflatten(results)
+
+
+def common(tree: Any, axes: Mapping[str, int], caller: str, *, scope: Scope) -> Any:
+    """A tree that every replica must hold alike, as far as can be known, and marked otherwise.
+
+    Args:
+      tree: of arrays.
+      axes: along which it is the same.
+      caller: the function to name in a message.
+      scope: the axes on which only a mark tells.
+
+    Raises:
+      ValueError: a leaf differs between replicas by its type.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
+    inside = differentiation()
+    retyped = frozenset() if inside is None else inside.retyped
+    for path, along in zip(leaves, own_axes(leaves, axes, retyped), strict=True):
+        if along:
+            named = ", ".join(map(repr, along))
+            raise ValueError(_NOT_COMMON.format(caller=caller, leaf=where(path), axes=named))
+    return treedef.unflatten(
+        watched(list(leaves.values()), leaves, scope.marked.intersection(axes), caller)
+    )
+
+
+def check_scattered(names: Iterable[str], own: Sequence[tuple[str, ...]], caller: str) -> None:
+    """Refuse leaves of which each replica has its own where gradients are to be in shards.
+
+    Raises:
+      ValueError: it names the first.
+    """
+    for name, axes in zip(names, own, strict=True):
+        if axes:
+            named = ", ".join(map(repr, axes))
+            raise ValueError(_NO_SHARD.format(caller=caller, leaf=where(name), axes=named))

@@ -1,0 +1,116 @@
+"""A reduction in the backward pass, at the place where a group of gradients appears."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoll import _compat
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs.leaves import where
+from jaxcoll._spmd.axes import bound_axes
+from jaxcoll._spmd.gradients.per_replica import watched
+from jaxcoll._spmd.reduce import all_reduce
+from jaxcoll._spmd.scope import Scope, differentiation
+
+_SUM_OF_A_MEAN = """\
+`sync_in_backward` over {axes} with reduce_op SUM, inside the loss of `jc.value_and_grad` or \
+`jc.grad`: what they differentiate is this replica's own loss, and they make a sum or a weighted \
+mean of synced gradients themselves. Leave reduce_op at "mean" here, whatever theirs is."""
+
+_REASON = "when: in the backward pass, as soon as these gradients exist"
+
+
+def sync_in_backward(
+    params: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    reduce_op: ReduceOp,
+    scope: Scope,
+    options: CommunicationOptions,
+) -> Any:
+    """`params`, whose cotangents are reduced where they appear; see `jc.sync_in_backward`.
+
+    Args:
+      params: a pytree of floating arrays.
+      axis_name: one axis, or several, outer first.
+      reduce_op: SUM or MEAN.
+      scope: defaults, world, and who wants to know.
+      options: of this call, over those of an enclosing `jc.value_and_grad`.
+
+    Returns:
+      A tree like it, *varying* over the axes where types tell.
+
+    Raises:
+      NameError: an axis is not bound here.
+      ValueError: a leaf has no gradient, or differs between replicas where that is known; or a sum
+        is asked for where a mean is taken.
+    """
+    outer = differentiation()
+    untyped = outer is not None and outer.untyped and axis_name in (outer.axes, *outer.axes)
+    # A second trace of the same loss; to ask for the axes would make it one that communicates.
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    axes = names if untyped else tuple(bound_axes(axis_name, "sync_in_backward"))
+    if outer is not None and set(outer.axes).intersection(axes):
+        if reduce_op is not ReduceOp.MEAN:
+            raise ValueError(_SUM_OF_A_MEAN.format(axes=", ".join(map(repr, axes))))
+        scope = scope.merged(outer.options)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    paths = [jax.tree_util.keystr(path) for path, _ in flat]
+    arrays = [_floating(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
+    along = scope.marked if outer is None else scope.marked | outer.retyped
+    named = dict(zip(paths, arrays, strict=True))
+    arrays = watched(arrays, named, along.intersection(axes), "sync_in_backward")
+    reduction = _Reduction(reduce_op, axes, treedef, scope.merged(options))
+    return treedef.unflatten(_compat.through_backward(arrays, reduction, () if untyped else axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reduction:
+    """What the cotangents of one group go through."""
+
+    reduce_op: ReduceOp
+    axes: tuple[str, ...]
+    treedef: jax.tree_util.PyTreeDef
+    scope: Scope
+
+    def __call__(
+        self, cotangents: dict[int, jax.Array], varying: dict[int, frozenset[str]]
+    ) -> dict[int, jax.Array]:
+        """The reduced cotangents, each typed as its parameter and marked as equal everywhere."""
+        held = {i: _compat.as_varying(ct, self.axes) for i, ct in cotangents.items()}
+        tree = self.treedef.unflatten(map(held.get, range(self.treedef.num_leaves)))
+        reduced = all_reduce(
+            self.reduce_op, tree, self.axes, scope=self.scope, reasons=(_REASON,), in_backward=True
+        )
+        return {
+            i: functools.reduce(
+                _compat.as_same, self.axes, _compat.as_varying(x, tuple(varying[i]))
+            )
+            for i, x in zip(held, jax.tree.leaves(reduced), strict=True)
+        }
+
+
+def _floating(path: str, value: Any) -> jax.Array:
+    """`value` as an array that has a gradient, or an error that names its place."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None and isinstance(value, bool | int | float | complex):
+        dtype = np.result_type(value)
+    if dtype is None:
+        raise ValueError(
+            f"`sync_in_backward` cannot take {where(path)}: expected a floating array, got "
+            f"{type(value).__name__}."
+        )
+    if not jax.dtypes.issubdtype(dtype, np.inexact):
+        kind = "float0" if dtype == jax.dtypes.float0 else dtype
+        raise ValueError(
+            f"`sync_in_backward` cannot take {where(path)}: an array of {kind} has no gradient "
+            "that could be reduced. Pass only what is differentiated, and hand the rest on "
+            "beside it; None may stand in its place."
+        )
+    return jnp.asarray(value)

@@ -1,0 +1,202 @@
+"""Compiles programs for clusters that are not here, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxcoll._compat import compiler
+from jaxcoll._errors import DeadlineExceededError
+from jaxcoll._jaxpr.loop_reductions import repeated_reductions
+from jaxcoll._mesh.world import topology_world
+from jaxcoll._plan.cost.clusters import Topology, topology_named
+from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.plan import Plan
+from jaxcoll._step.aot_child import has_compiler
+from jaxcoll._step.lowering import Texts
+from jaxcoll._step.retarget import lowered_over, traced_over
+
+PYTHON = "JAXCOLL_AOT_PYTHON"
+"""Names the Python, of another environment, that has the compilers installed."""
+
+_MESH = re.compile(r"sdy\.mesh @\w+ = <\[(.*?)\]")
+_FORCED = re.compile(r"--xla_force_host_platform_device_count=\d+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterTexts(Texts):
+    """One program as it was requested, and as the compiler for a topology left it.
+
+    Attributes:
+      topology: what it was compiled for.
+      device_kind: as the compiler calls its devices.
+      hosts: processes, as the compiler counts them.
+      order: how replicas were laid on devices: as `jax.make_mesh` would, or as JAX lists them.
+      seconds: what the compiler took.
+      memory: bytes on one device by name, such as "argument" and "temp".
+      versions: of the wheels that took part.
+    """
+
+    topology: Topology
+    device_kind: str
+    hosts: int
+    order: str
+    seconds: float
+    memory: Mapping[str, int]
+    versions: Mapping[str, str]
+
+
+def compile_for(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    topology: str,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    timeout_seconds: float | None = 600,
+) -> ClusterTexts:
+    """Compile a call of `fun` for a cluster that is not here.
+
+    Law: the program is traced and lowered here, where its Python is; what another process is
+    given is its text, and what comes back is the text that JAX would get from that compiler
+    on that cluster. This process loads no other backend and keeps its own as it is.
+
+    Args:
+      fun: what `traced_over` takes: a `jc.data_parallel` step, a function that takes a `mesh`, or
+        any function, jitted or not.
+      args: arrays or `jax.ShapeDtypeStruct`s; nothing of them but their types is used.
+      kwargs: likewise.
+      topology: as in `topology_named`.
+      mesh: names and sizes of its axes, where `fun` does not say them.
+      compiler_options: as in `jax.jit`, over those that `fun` was jitted with.
+      timeout_seconds: for the other process; None and 0: no limit.
+
+    Returns:
+      The program's texts, and the plans of its reductions. Cost: about 3 s and the compiler's
+      own time.
+
+    Raises:
+      ValueError: there is no such topology, or the program or its mesh does not fit it.
+      ImportError: the compiler is not installed; the message has the command that installs it.
+      JaxRuntimeError: the compiler refused the program.
+      DeadlineExceededError: it took longer than `timeout_seconds`.
+    """
+    where = topology_named(topology)
+    python = os.environ.get(PYTHON) or sys.executable
+    if python == sys.executable and not has_compiler(where.platform):
+        raise ImportError(_how_to_install(where, python))
+    plans: list[Plan] = []
+    traced = traced_over(fun, args, kwargs, where, mesh, plans.append)
+    requested = lowered_over(traced, where)
+    request = {
+        "platform": where.platform,
+        "size": where.size,
+        "cluster": where.request(),
+        "mesh_sizes": _mesh_sizes(requested, where.size),
+        "compiler_options": {
+            **compiler.compiler_options(traced),
+            **(compiler_options or {}),
+        },
+    }
+    with tempfile.TemporaryDirectory(prefix="jaxcoll-") as name:
+        folder = Path(name)
+        (folder / "request.json").write_text(json.dumps(request))
+        (folder / "program.mlir").write_text(requested)
+        found = _ask(folder, python, where, timeout_seconds)
+        compiled = (folder / "compiled.txt").read_text()
+    terms = preset(topology_world(where))
+    repeated = repeated_reductions(traced.jaxpr)
+    return ClusterTexts(
+        compiled, requested, tuple(plans), str(where), terms, repeated, topology=where, **found
+    )
+
+
+def _mesh_sizes(requested: str, size: int) -> list[int]:
+    """The sizes of the program's mesh, by which devices are put in order."""
+    for axes in _MESH.findall(requested):
+        sizes = [int(number) for number in re.findall(r"=(\d+)", axes)]
+        if len(sizes) > 1:
+            return sizes
+    return [size]
+
+
+def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -> dict[str, Any]:
+    """Let another process answer, whatever becomes of it."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",  # or it asks the network where it is
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # or two at a time refuse each other
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "XLA_FLAGS": _FORCED.sub("", os.environ.get("XLA_FLAGS", "")),
+    }
+    if python == sys.executable:
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [python, "-m", "jaxcoll._step.aot_child", str(folder)]
+    with (folder / "log").open("wb") as log, _started(command, environment, log) as process:
+        try:
+            status = process.wait(timeout or None)
+        except subprocess.TimeoutExpired:
+            raise DeadlineExceededError(
+                f"Compiling for {topology} did not finish within {timeout:g} s; it was ended. "
+                "Compile less of the model, or pass a longer `timeout_seconds` (None: no limit)."
+            ) from None
+    if not (folder / "answer.json").exists():
+        last = (folder / "log").read_text(errors="replace")[-2000:].strip()
+        raise jax.errors.JaxRuntimeError(
+            f"Compiling for {topology}: the compiler's process ({shlex.join(command[:3])}) ended "
+            f"with status {status} and no answer. The last it said:\n{last}"
+        )
+    found = json.loads((folder / "answer.json").read_text())
+    if "missing" in found:
+        raise ImportError(_how_to_install(topology, python))
+    if "error" in found:
+        raise jax.errors.JaxRuntimeError(
+            f"Compiling for {topology}: {found['error']}: {found['message']}"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _started(
+    command: list[str], environment: dict[str, str], log: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a group of its own, all of which is ended on the way out."""
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdin:
+            process.stdin.close()
+
+
+def _how_to_install(topology: Topology, python: str) -> str:
+    extra = {"gpu": "cuda13-local", "tpu": "tpu"}[topology.platform]
+    command = [python, "-m", "pip", "install", f"jax[{extra}]=={jax.__version__}"]
+    return (
+        f"Compiling for {topology} needs the compiler of {topology.platform.upper()}s, which is "
+        f"not installed for {python}. Install it:\n\n    {shlex.join(command)}\n\n"
+        f"(`pip install 'jaxcoll[{topology.platform}-aot]'` does the same.) No accelerator and no "
+        f"driver is needed. It may also be in another environment, whose Python {PYTHON} names."
+    )

@@ -1,0 +1,98 @@
+"""The process that compiles for a cluster: reads one request, writes one answer, and ends.
+
+    python -m jaxcoll._step.aot_child FOLDER
+
+It is told what the program is by `request.json` and `program.mlir` in the folder, and leaves
+`answer.json` and `compiled.txt` there. It ends when its standard input does, so that nothing
+outlives the process that asked.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+COMPILERS = {
+    "cpu": (),
+    "gpu": ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
+    "tpu": ("libtpu",),
+}
+"""For each platform the modules any of which brings its compiler."""
+
+_WHEELS = ("jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda12-pjrt", "libtpu")
+
+
+def has_compiler(platform: str) -> bool:
+    """Whether the compiler of a platform is installed for this Python."""
+    return not COMPILERS[platform] or any(map(_is_there, COMPILERS[platform]))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # what it is a part of
+        return False
+
+
+def answer(folder: Path) -> dict[str, Any]:
+    """Compile what lies in `folder`; the text of it is written there, the rest returned."""
+    request = json.loads((folder / "request.json").read_text())
+    versions = {name: version for name in _WHEELS if (version := _version(name))}
+    if not has_compiler(request["platform"]):
+        return {"missing": versions}
+    import jax
+
+    from jaxcoll._compat import compiler
+
+    jax.config.update("jax_platforms", "cpu")
+    if request["platform"] == "cpu":
+        jax.config.update("jax_num_cpu_devices", request["size"])
+        devices, order = list(jax.devices("cpu")), "as JAX lists them"
+    else:
+        devices, order = compiler.cluster_devices(request["cluster"], request["mesh_sizes"])
+    program = (folder / "program.mlir").read_text()
+    start = time.monotonic()
+    compiled = compiler.compile_text(program, devices, request["compiler_options"])
+    (folder / "compiled.txt").write_text(compiled.pop("text"))
+    return {
+        "seconds": time.monotonic() - start,
+        "versions": versions,
+        "device_kind": devices[0].device_kind,
+        "hosts": len({device.process_index for device in devices}),
+        "order": order,
+        **compiled,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _end_with_standard_input() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def main(folder: Path) -> None:
+    """Answer, or say what went wrong, in a file that is there only when it is whole."""
+    threading.Thread(target=_end_with_standard_input, daemon=True).start()
+    try:
+        found = answer(folder)
+    except Exception as error:
+        found = {"error": type(error).__name__, "message": str(error)}
+    (folder / "answer.part").write_text(json.dumps(found))
+    (folder / "answer.part").rename(folder / "answer.json")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

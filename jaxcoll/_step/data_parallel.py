@@ -1,0 +1,400 @@
+"""Wraps a train step: places its arguments, compiles it once a shape, proves what it returns."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jaxcoll._dispatch.compiler_options import known_options
+from jaxcoll._dispatch.dispatch import finished, prepared
+from jaxcoll._dispatch.executable import remember
+from jaxcoll._dispatch.inner_deadlines import InnerDeadlines
+from jaxcoll._mesh.mesh import (
+    abstract_mesh,
+    checked_mesh,
+    equal_shares,
+    fitted_mesh,
+    has_axes,
+    no_mesh,
+)
+from jaxcoll._mesh.shard_arrays import specs_of
+from jaxcoll._mesh.world import mesh_scope, topology_scope
+from jaxcoll._plan.cost.clusters import Topology
+from jaxcoll._plan.options import UNSET, CommunicationOptions, checked
+from jaxcoll._plan.plan import Plan
+from jaxcoll._spmd.scope import Scope
+from jaxcoll._step.arguments import Call, Signature, Slot, bound_step, positions
+from jaxcoll._step.out_specs import VaryingOutputs, checked_rule
+from jaxcoll._step.placed_arguments import Arguments
+from jaxcoll._step.replicated_program import StepProgram
+
+
+def data_parallel(
+    step: Callable[..., Any] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    axis_name: str | tuple[str, ...] = "data",
+    batch_argnums: int | str | Sequence[int | str] | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    options: CommunicationOptions | None = None,
+    varying_outputs: VaryingOutputs | Any = "error",
+    checks: bool | None = None,
+) -> Any:
+    """Run an ordinary step on every replica, each with its share of the batch.
+
+    Law: the step sees its replica's rows of the batch, its own part of `Shards` wherever they
+    are, and whole copies of everything else; what it returns, but for `Shards`, must be the same
+    on every replica, which is proven before it runs. Can be used as a decorator, with or without
+    arguments, on functions and on methods of a class.
+
+    Over several processes an array of the host (numpy, or a `jax.Array` of this process alone) is
+    this process's share: its rows of the batch, and the whole value of everything else. In one
+    process it is the whole batch. The first call compares across processes, by digests: state
+    that differs is an error, and rows that are the same everywhere are a warning.
+
+    Args:
+      step: a function or method of pytrees of arrays, positional or by keyword; it reduces with
+        `jc.grad`, `jc.value_and_grad`, `jc.all_reduce` or `jax.lax` over `axis_name`.
+      mesh: devices and axes, Auto or Explicit; None: all devices on one axis.
+      axis_name: the mesh axis, or axes from outer to inner, that the batch is split over.
+        Other axes of the mesh hold copies.
+      batch_argnums: positions in the step's signature, or names, of the arguments split along
+        their leading dimension, however they are passed; the rest is replicated. None: the last
+        positional argument, unless another one looks like the batch, too.
+      donate_argnums: positions of the arguments whose memory may be reused for the results. An
+        array that is passed twice is given away once, and copied for its other places.
+      options: defaults for the reductions inside; `timeout_seconds` bounds each call.
+        Where they overlap, the compiler options that their plans need are set, for this program
+        alone, as its first call finds them.
+      varying_outputs: what to do with an output that differs between replicas. "error": refuse
+        it and name it. "concatenate": join the rows of every array along its leading dimension,
+        in replica order, as for the predictions of a batch; one that is the same everywhere
+        gives its rows once for each replica, and only scalars are returned as they are. Or a
+        tree of these words, one for each output or part of the output.
+      checks: what autodiff means inside. True: what JAX's types mean, with all checks of
+        `shard_map` on: `jax.grad` of a replica's own loss is the *sum* over replicas, so a
+        `lax.pmean` of it, n times too large, is refused. False: what `jax.pmap` means:
+        `jax.grad` is each replica's own until it is reduced, loops may begin with constants, and
+        a reader of the traced program proves what types would have. None: the first, unless its
+        types refuse the step or show such a sum; then the second. Either way a program gives one
+        device's numbers or an error.
+
+    Returns:
+      A `DataParallel`: call it with host numpy arrays or global `jax.Array`s; it places them
+      (without a copy where they are in place), compiles once for each shape and dtype, and
+      returns global arrays, replicated. Cost: that of the reductions inside.
+
+    Raises:
+      ValueError: an argument is invalid, the mesh is empty, lists a device twice or lacks the
+        axis; on a call, a batch that does not divide or is not clear, an argument that is no
+        array of numbers or is deleted, or an output that varies.
+      AlreadyReducedError: on a call, what is reduced already is reduced again.
+      ReplicaDivergenceError: on a first call, processes pass different state.
+      SameRowsWarning: on a first call, all processes pass the same rows.
+      DeadlineExceededError: on a call, `timeout_seconds` passed.
+      ReductionCorruptedError: on a call, a checksum found a wrong sum.
+
+    Examples:
+      >>> import numpy as np
+      >>> step = data_parallel(lambda w, x: all_reduce("sum", (w * x).sum(), "data"))
+      >>> float(step(2.0, np.arange(8.0)))
+      56.0
+    """
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "axis_name": axis_name,
+        "batch_argnums": None
+        if batch_argnums is None
+        else positions("batch_argnums", batch_argnums, names=True),
+        "donate_argnums": positions("donate_argnums", donate_argnums),
+        "options": checked(options),
+        "varying_outputs": checked_rule(varying_outputs),
+        "checks": checks,
+    }
+    if checks is not None and not isinstance(checks, bool):
+        raise ValueError(f"`checks` must be True, False or None; got {checks!r}.")
+    if mesh is not None:
+        checked_mesh(mesh, axis_name, "data_parallel")
+    if step is None:
+        return lambda decorated: DataParallel(decorated, **settings)
+    if not callable(step):
+        raise ValueError(f"`data_parallel` expects a function; got {type(step).__name__}.")
+    return DataParallel(step, **settings)
+
+
+class DataParallel:
+    """A step that runs on every replica; made by `data_parallel`, called like the step."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *,
+        mesh: Mesh | None,
+        axis_name: str | tuple[str, ...],
+        batch_argnums: tuple[int | str, ...] | None,
+        donate_argnums: tuple[Any, ...],
+        options: CommunicationOptions,
+        varying_outputs: Any,
+        checks: bool | None,
+    ) -> None:
+        functools.update_wrapper(self, step, updated=())
+        self._step = step
+        self._mesh = mesh
+        self._axis_name = axis_name
+        self._axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        self._batch_argnums = batch_argnums
+        self._donate_argnums = donate_argnums
+        self._options = options
+        self._varying_outputs = varying_outputs
+        self._checks = checks
+        self._signature = Signature(step, batch_argnums)
+        self._calls = 0
+        self._known: dict[Any, Any] = {}
+        self._inner = InnerDeadlines()
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The mesh it runs on; without one given, all devices at the time of the first use."""
+        return checked_mesh(self._mesh, self._axis_name, "data_parallel")
+
+    @functools.cached_property
+    def _scope(self) -> Scope:
+        return mesh_scope(self.mesh)
+
+    @functools.cached_property
+    def _devices(self) -> tuple[jax.Device, ...]:
+        return tuple(self.mesh.devices.flat)
+
+    @functools.cached_property
+    def _arguments(self) -> Arguments:
+        return Arguments(
+            self._signature, self.mesh, self._axis_name, self._processes, self._donate_argnums
+        )
+
+    @functools.cached_property
+    def told(self) -> str:
+        """The options that processes have to have in common, in words."""
+        return repr(self._options.replace(timeout_seconds=UNSET))
+
+    @functools.cached_property
+    def _processes(self) -> int:
+        return equal_shares(self._devices)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """This step as a method: see `bound_step`."""
+        return self if instance is None else bound_step(self, instance, self._bind)
+
+    def _bind(self, instance: Any) -> DataParallel:
+        step = self._step.__get__(instance)
+        return self._twin(_step=step, _signature=Signature(step, self._batch_argnums))
+
+    @property
+    def axis_name(self) -> str | tuple[str, ...]:
+        """The axis, or axes, that a batch is split over."""
+        return self._axis_name
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """Positions of the arguments whose memory may be reused."""
+        return self._donate_argnums
+
+    def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """A call's arguments, and which of them are the batch, by position or by name."""
+        return self._signature.call(args, kwargs)
+
+    @property
+    def checksum(self) -> bool:
+        """Whether a call listens for corrupted reductions."""
+        return self._options.checksum
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that share a batch."""
+        return math.prod(self.mesh.shape[a] for a in self._axes)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The step's result on the whole batch; see `data_parallel`."""
+        self._calls += 1
+        own = self._options.timeout_seconds
+        name = getattr(self._step, "__name__", "step")
+        with no_mesh():
+            args, kwargs, batch = self._placed(args, kwargs)
+            call = prepared(
+                self._compiled(batch, args, kwargs),
+                self._inner.bound(own),
+                args,
+                kwargs,
+                across=self._devices,
+                told=self.told,
+                rows=True,
+            )
+            deadline = self._inner.bound(own)
+            what = f"Call {self._calls} of `{name}`"
+            return finished(call, deadline, what, across=self._devices, checksum=self.checksum)
+
+    def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:
+        """This step on a cluster that is not here: to be traced and lowered, not to be called.
+
+        Args:
+          topology: the cluster.
+          mesh: its axes; None: this step's own mesh, if it fits or has only `axis_name`.
+
+        Returns:
+          A step of the same function and settings.
+
+        Raises:
+          ValueError: the mesh does not fit, or lacks an axis.
+        """
+        mesh = self._mesh if mesh is None else mesh
+        if mesh is None or (mesh is self._mesh and set(mesh.axis_names) == set(self._axes)):
+            fits = mesh is not None and mesh.size == topology.size
+            mesh = mesh if fits else abstract_mesh(topology, self._axes)
+        return self._twin(
+            mesh=has_axes(fitted_mesh(mesh, topology), self._axes, "data_parallel"),
+            _scope=topology_scope(topology),
+            _processes=topology.hosts,
+        )
+
+    def on(self, mesh: Mesh) -> DataParallel:
+        """This step on other devices.
+
+        Args:
+          mesh: devices and axes, `axis_name` among them.
+
+        Returns:
+          A step of the same function and settings.
+
+        Raises:
+          ValueError: the mesh lacks the axis.
+        """
+        return self._twin(_mesh=checked_mesh(mesh, self._axis_name, "data_parallel"))
+
+    def _twin(self, **changed: Any) -> DataParallel:
+        twin = copy.copy(self)
+        for cached in ("mesh", "_scope", "_devices", "_processes", "_arguments"):
+            vars(twin).pop(cached, None)
+        vars(twin).update(changed, _known={}, _inner=InnerDeadlines())
+        return twin
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """The program for these arguments, traced and not yet lowered.
+
+        Args:
+          *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+          **kwargs: likewise.
+
+        Returns:
+          What `jax.jit(...).trace` returns.
+        """
+        with no_mesh():
+            args, kwargs, batch = self._shapes(args, kwargs)
+            return self._compiled(batch, args, kwargs).trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The program for these arguments, lowered: `.as_text()` shows what is requested.
+
+        Args:
+          *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+          **kwargs: likewise.
+
+        Returns:
+          What `jax.jit(...).lower` returns; `.compile().as_text()` shows what was compiled.
+        """
+        with no_mesh():
+            args, kwargs, batch = self._shapes(args, kwargs)
+            return self._compiled(batch, args, kwargs).lower(*args, **kwargs)
+
+    def trace_recorded(
+        self, record: Callable[[Plan], None], /, *args: Any, **kwargs: Any
+    ) -> jax.stages.Traced:
+        """Like `trace`, made for the purpose, so that it tells each plan to `record`."""
+        with no_mesh():
+            args, kwargs, batch = self._shapes(args, kwargs)
+            return self._jitted(record, batch, args, kwargs).trace(*args, **kwargs)
+
+    def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
+        """The plan of every reduction that the step makes with these arguments, in order.
+
+        Args:
+          *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+          **kwargs: likewise.
+
+        Returns:
+          The plans that are carried out, from a trace made for the purpose; nothing runs.
+        """
+        plans: list[Plan] = []
+        with no_mesh():
+            args, kwargs, batch = self._shapes(args, kwargs)
+            program = functools.partial(self._program, plans.append, batch)
+            jax.eval_shape(program, *args, **kwargs)
+        return tuple(plans)
+
+    def _compiled(
+        self, batch: tuple[Slot, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The jitted program, which its first arguments decide on."""
+        known = self._known.get(batch)
+        if known is None:
+            known = self._known[batch] = self._jitted(remember, batch, args, kwargs)
+        return known
+
+    def _jitted(
+        self,
+        record: Callable[[Plan], None],
+        batch: tuple[Slot, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The program, with the compiler options that its plans need with these arguments.
+
+        JAX keeps the trace that finds them, and compiles from it.
+        """
+        wanted: dict[str, Any] = {}
+
+        def noted(plan: Plan) -> None:
+            wanted.update(plan.compiler_options())
+            record(plan)
+
+        program = functools.partial(self._program, noted, batch)
+        functools.update_wrapper(program, self._step, updated=())
+        jitted = functools.partial(jax.jit, program, donate_argnums=self._donate_argnums)
+        bare = jitted()
+        bare.trace(*args, **kwargs)
+        if not wanted:
+            return bare
+        here = isinstance(self.mesh, Mesh)
+        known = known_options(wanted, self.mesh.devices.flat[0]) if here else wanted
+        return jitted(compiler_options=known)
+
+    def _program(
+        self,
+        record: Callable[[Plan], None],
+        batch: tuple[Slot, ...],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """What is traced: the step on every device of the mesh; see `StepProgram`."""
+        rows = PartitionSpec(self._axis_name)
+        lying = (
+            tuple(rows if i in batch else specs_of(arg) for i, arg in enumerate(args)),
+            {name: rows if name in batch else specs_of(arg) for name, arg in kwargs.items()},
+        )
+        scope = dataclasses.replace(self._scope, options=self._options, deadline=self._inner.ask)
+        program = StepProgram(
+            self._step, self.mesh, self._axes, scope, self._checks, self._varying_outputs
+        )
+        return program.traced(record, lying, args, kwargs)
+
+    def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return self._arguments.placed(self._arguments.asked(args, kwargs))
+
+    def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return self._arguments.shapes(self._arguments.asked(args, kwargs))

@@ -1,0 +1,137 @@
+"""The texts of a program: what it requests, and what the compiler makes of it. Nothing runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxcoll._jaxpr.loop_reductions import Repeated, repeated_reductions
+from jaxcoll._mesh.machine_costs import terms_here
+from jaxcoll._mesh.mesh import given_mesh, line_of, takes_mesh
+from jaxcoll._mesh.world import mesh_world, scope_here
+from jaxcoll._plan.cost.terms import Terms
+from jaxcoll._plan.plan import Plan
+from jaxcoll._spmd.scope import entered
+from jaxcoll._step.data_parallel import DataParallel
+from jaxcoll._step.unwrap import Stage, called, jitted, stage_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """What is known of a program before it runs.
+
+    Attributes:
+      compiled: HLO.
+      requested: StableHLO with its lines of Python; None if there is none any more.
+      plans: of the reductions that were traced for it.
+      where: what it was compiled for; "" if for the devices that are here.
+      terms: what those devices cost; None if that is not known.
+      repeated: reductions that stand in a loop which only adds up what they return; of a program
+        that was lowered or compiled already, and of `jax.pmap`'s, nobody has looked.
+    """
+
+    compiled: str
+    requested: str | None = None
+    plans: tuple[Plan, ...] = ()
+    where: str = ""
+    terms: Terms | None = None
+    repeated: tuple[Repeated, ...] = ()
+
+
+def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str) -> Texts:
+    """Trace, lower and compile what is not compiled yet.
+
+    Args:
+      program: a function, one that `jax.jit`, `jax.pmap` or another library's own `jit` returned, a
+        `data_parallel` step, a `functools.partial` or method of one; or, without arguments, what
+        `.trace`, `.lower` or `.compile` returned.
+      args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+      kwargs: likewise.
+      caller: who is named in a message.
+
+    Returns:
+      The texts.
+
+    Raises:
+      ValueError: it is none of these, or arguments came with what has them already.
+    """
+    stage = stage_of(program)
+    if stage is not None:
+        if args or kwargs:
+            raise ValueError(
+                f"`{caller}` got arguments for a program that was lowered with its own; pass the "
+                "function and its arguments, or the program alone."
+            )
+        return _texts_of(stage)
+    if callable(program) and takes_mesh(program, kwargs):
+        program = given_mesh(program, line_of(jax.devices(), "data"))
+    plans: list[Plan] = []
+    return _texts_of(_traced(program, args, kwargs, plans.append, caller), plans)
+
+
+def _texts_of(stage: Stage, plans: Sequence[Plan] = ()) -> Texts:
+    """The texts of what is traced, lowered or compiled already."""
+    if isinstance(stage, jax.stages.Compiled):
+        return Texts(stage.as_text() or "", terms=_terms())
+    is_traced = isinstance(stage, jax.stages.Traced)
+    lowered = stage.lower() if is_traced else stage
+    return Texts(
+        lowered.compile().as_text() or "",
+        lowered.as_text(debug_info=True),
+        tuple(plans),
+        terms=_terms(),
+        repeated=repeated_reductions(stage.jaxpr) if is_traced else (),
+    )
+
+
+def _terms() -> Terms:
+    """What a program costs over all devices that are here."""
+    mesh = line_of(jax.devices(), "data")
+    return terms_here(mesh_world(mesh, {"data": mesh.size}))
+
+
+def _traced(
+    program: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    record: Callable[[Plan], None],
+    caller: str,
+) -> Stage:
+    """The program traced anew, so that every reduction in it says its plan.
+
+    Of what equinox jitted there is no step between the function and the lowered program.
+
+    Raises:
+      ValueError: it is no function.
+    """
+    program, args, kwargs = called(program, args, kwargs)
+    if isinstance(program, DataParallel):
+        return program.trace_recorded(record, *args, **kwargs)
+    if not callable(program):
+        raise ValueError(
+            f"`{caller}` expects a function and its arguments, a `data_parallel` step, what "
+            f"`.trace`, `.lower` or `.compile` returned, or HLO text; got {_what(program)}."
+        )
+    jittable: Any = program
+    if not hasattr(program, "lower"):
+        jittable, args, kwargs = jitted(program, args, kwargs)
+    # A scope of its own is part of the key of JAX's caches: no older trace is taken for this one.
+    with entered(dataclasses.replace(scope_here(), record=record)):
+        found = getattr(jittable, "trace", jittable.lower)(*args, **kwargs)
+    stage = stage_of(found)
+    if stage is None:
+        raise ValueError(
+            f"`{caller}`: {type(program).__name__} says that it can be lowered, and what it lowers "
+            f"to, {type(found).__name__}, holds no program of JAX. Pass the function that it wraps."
+        )
+    return stage
+
+
+def _what(program: Any) -> str:
+    """What was passed instead of a program, and which of its functions may be meant."""
+    functions = [name for name in ("apply", "init") if callable(getattr(program, name, None))]
+    meant = f", whose functions are {' and '.join(f'`.{name}`' for name in functions)}"
+    return type(program).__name__ + meant * bool(functions)

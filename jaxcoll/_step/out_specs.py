@@ -1,0 +1,129 @@
+"""How what a step returns lies on the devices: copies of one value, or every replica's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxcoll._mesh.shard_arrays import specs_of
+from jaxcoll._spmd.shards import is_shards
+
+VaryingOutputs = Literal["error", "concatenate"]
+
+
+def checked_rule(rule: Any) -> Any:
+    """`varying_outputs` as it was given.
+
+    Raises:
+      ValueError: it, or a leaf of it, is neither of the words.
+    """
+    words = get_args(VaryingOutputs)
+    odd = [leaf for leaf in jax.tree.leaves(rule) if leaf not in words]
+    if odd or not jax.tree.leaves(rule):
+        raise ValueError(
+            "`data_parallel` expects `varying_outputs` to be 'error' or 'concatenate', or a tree "
+            f"of these, one for each output; got {rule!r}."
+        )
+    return rule
+
+
+def output_specs(
+    results: Any,
+    varying: Sequence[frozenset[str]],
+    axes: tuple[str, ...],
+    rule: Any,
+    shown: str = "",
+) -> Any:
+    """The specs of the results of a step that is being traced.
+
+    Law: whether an output's rows are put together depends on the rule alone, never on whether the
+    output happens to be the same everywhere: of one that is, each replica still has its rows.
+
+    Args:
+      results: a pytree of shapes and `Shards`.
+      varying: of each leaf the mesh axes along which it may differ.
+      axes: those that the batch is split over, outer first: rows count in this order.
+      rule: "error" or "concatenate", or a tree of them, of which `results` is an extension.
+      shown: what else there is to say of an output that differs.
+
+    Returns:
+      The tree with a spec in place of each array and each `Shards`.
+
+    Raises:
+      ValueError: an array varies and is refused, or cannot be put together; or the rule has
+        another structure than the results.
+    """
+    each = iter(varying)
+
+    def spec(word: VaryingOutputs, path: Any, output: Any) -> PartitionSpec:
+        if is_shards(output):
+            return _of_shards(output, path, [next(each) for _ in jax.tree.leaves(output)])
+        along = next(each)
+        name = f"output {jax.tree_util.keystr(path)}" if path else "the output"
+        if word == "concatenate" and (output.ndim or along):
+            return _joined(name, output, along, axes)
+        if along:
+            raise ValueError(_DIFFERS.format(name=name, axes=_listed(along), shown=shown))
+        return PartitionSpec()
+
+    flat, treedef = jax.tree_util.tree_flatten_with_path(results, is_leaf=is_shards)
+    words = _words(rule, results)
+    return jax.tree.unflatten(
+        treedef, [spec(word, *leaf) for word, leaf in zip(words, flat, strict=True)]
+    )
+
+
+_DIFFERS = """\
+`data_parallel`: {name} of the step differs between replicas (it varies over {axes}), so there is \
+no one value to return. {shown}Reduce it with `jc.all_reduce("mean", ...)`, or pass \
+varying_outputs="concatenate" to get every replica's rows."""
+
+
+def _words(rule: Any, results: Any) -> list[VaryingOutputs]:
+    """The rule for each array and each `Shards`, in order."""
+    try:
+        spread = jax.tree.map(
+            lambda word, part: [word for _ in jax.tree.leaves(part, is_leaf=is_shards)],
+            rule,
+            results,
+        )
+    except ValueError as error:
+        raise ValueError(
+            "`data_parallel`: `varying_outputs` is a tree that does not fit what the step "
+            f"returns: {error}"
+        ) from None
+    return jax.tree.leaves(spread)
+
+
+def _joined(name: str, output: Any, along: frozenset[str], axes: tuple[str, ...]) -> PartitionSpec:
+    if along.difference(axes):
+        raise ValueError(
+            f"`data_parallel`: {name} of the step varies over {_listed(along.difference(axes))}, "
+            f"and rows are put together along {', '.join(map(repr, axes))} alone. Reduce it over "
+            "the others, or name them in `axis_name`."
+        )
+    if not output.ndim:
+        raise ValueError(
+            f"`data_parallel`: {name} of the step differs between replicas and is a scalar, "
+            'which cannot be concatenated. Reduce it with `jc.all_reduce("mean", ...)`, or '
+            "return it with a leading dimension, as in `x[None]`."
+        )
+    return PartitionSpec(axes)
+
+
+def _of_shards(output: Any, path: Any, along: Sequence[frozenset[str]]) -> PartitionSpec:
+    others = frozenset().union(*along).difference(output.axes)
+    if others:
+        raise ValueError(
+            f"`data_parallel`: output {jax.tree_util.keystr(path)} of the step holds Shards along "
+            f"{', '.join(map(repr, output.axes))} that differ along {_listed(others)}, too. Reduce "
+            "over all of these axes before you shard."
+        )
+    return specs_of(output)
+
+
+def _listed(axes: frozenset[str]) -> str:
+    return ", ".join(map(repr, sorted(axes)))

@@ -1,0 +1,119 @@
+"""The arguments of a step where its program wants them, or as types if nothing is to run."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxcoll._mesh.placement import (
+    check_concrete,
+    check_rows,
+    is_in_place,
+    place,
+    place_leaf,
+    placed_shape,
+    shape_of,
+)
+from jaxcoll._mesh.shard_arrays import place_shards
+from jaxcoll._spmd.shards import is_shards
+from jaxcoll._step.arguments import Call, Signature, missing_argument
+
+
+class Arguments:
+    """How the calls of a step bring their arguments to a mesh.
+
+    Args:
+      signature: which of them are the batch.
+      mesh: devices and axes.
+      axis_name: the axis, or axes, that the batch is split over.
+      processes: whose rows make up a batch; 0: not all have as many devices.
+      donated: positions of the arguments whose memory may be reused.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        mesh: Any,
+        axis_name: str | tuple[str, ...],
+        processes: int,
+        donated: tuple[int, ...],
+    ) -> None:
+        axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        self._signature = signature
+        self._mesh = mesh
+        self._axis_name = axis_name
+        self._replicas = math.prod(mesh.shape[a] for a in axes)
+        self._processes = processes
+        self._donated = donated
+        self._rows = NamedSharding(mesh, PartitionSpec(axis_name))
+        self._whole = NamedSharding(mesh, PartitionSpec())
+
+    def asked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The arguments in their places, and the batch among them, checked.
+
+        Raises:
+          ValueError: an argument is no array, or the batch does not divide.
+          TypeError: the arguments do not fit the step's signature.
+        """
+        check_concrete(args, kwargs)
+        call = self._signature.call(args, kwargs)
+        for i in self._donated:
+            if not -len(call.args) <= i < len(call.args):
+                raise ValueError(missing_argument(i, call.args, call.kwargs))
+        for slot in call.batch:
+            name = f"kwargs[{slot!r}]" if isinstance(slot, str) else f"args[{slot}]"
+            check_rows(call.at(slot), name, self._replicas, self._processes, self._axis_name)
+        return call
+
+    def placed(self, call: Call) -> Call:
+        """The same call of global arrays; what is in place is not copied."""
+        call = self._unshared(call) if self._donated else call
+        return call.map(lambda x: place(x, self._rows), self._replicated)
+
+    def _unshared(self, call: Call) -> Call:
+        """The same call, in which an array that is passed twice is donated once.
+
+        XLA refuses the second use, as of weights and their average before the first step, on each
+        device by itself; with several of them that ends the process.
+        """
+        leaves = jax.tree.leaves((call.args, call.kwargs))
+        if len({id(leaf) for leaf in leaves}) == len(leaves):
+            return call
+        donated = {i % len(call.args) for i in self._donated}
+        kept = [x for i, x in enumerate(call.args) if i not in donated]
+        seen = {id(leaf) for leaf in jax.tree.leaves((kept, call.kwargs))}
+
+        def own(leaf: Any) -> Any:
+            shared = id(leaf) in seen and isinstance(leaf, jax.Array)
+            seen.add(id(leaf))
+            return leaf.copy() if shared else leaf
+
+        args = [jax.tree.map(own, x) if i in donated else x for i, x in enumerate(call.args)]
+        return call._replace(args=tuple(args))
+
+    def shapes(self, call: Call) -> Call:
+        """What `placed` would make of it, as types: no array is read, so that deleted ones do."""
+        row = functools.partial(placed_shape, sharding=self._rows, processes=self._processes)
+        return call.map(lambda x: jax.tree.map(row, x), self._replicated_shapes)
+
+    def _replicated(self, tree: Any) -> Any:
+        """Copies of everything on every device, but for `Shards`: each device has its own."""
+        if is_in_place(tree, self._whole):
+            return tree
+        return jax.tree.map(
+            lambda x: place_shards(x, self._mesh) if is_shards(x) else place_leaf(x, self._whole),
+            tree,
+            is_leaf=is_shards,
+        )
+
+    def _replicated_shapes(self, tree: Any) -> Any:
+        def shape(x: Any) -> Any:
+            if is_shards(x):  # their parts are global arrays already
+                return place_shards(jax.tree.map(shape_of, x), self._mesh)
+            return placed_shape(x, self._whole, 1)
+
+        return jax.tree.map(shape, tree, is_leaf=is_shards)

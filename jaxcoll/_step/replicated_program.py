@@ -1,0 +1,277 @@
+"""A train step as one program of all replicas: what its types mean, and which outputs are the same.
+
+A step is traced as JAX's checked `shard_map` means it, where types tell replicas apart, and that
+is that unless its types show, or refuse, what is right in a program written for `pmap`: a gradient
+of each replica's own loss, which types sum before the step can take the mean; a loop from a
+constant; a value gathered everywhere. Such a step is traced once more as `pmap` means it: without
+types, every argument each replica's own copy, and the prover of `replication` in their place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxcoll import _compat
+from jaxcoll._errors import AlreadyReducedError
+from jaxcoll._jaxpr.replication import varying_outputs
+from jaxcoll._jaxpr.subjaxprs import opened
+from jaxcoll._jaxpr.summed_again import check_sums
+from jaxcoll._jaxpr.summed_gradients import Summed, crossing_sums, summed_gradients
+from jaxcoll._plan.plan import Plan
+from jaxcoll._spmd.scope import Scope, entered
+from jaxcoll._step.out_specs import output_specs
+
+_SUMMED = """\
+`data_parallel` with checks=True: autodiff has summed the gradient {like} over {axis!r} already\
+{at}, because its parameter is the same on every replica and the loss is each replica's own; \
+{again} takes it for one replica's and would leave it as many times too large as there are \
+replicas. What to do: take the gradient with `jc.grad` or `jc.value_and_grad`; or differentiate \
+the mean, `jax.grad(lambda w: lax.pmean(loss(w), {axis!r}))`, and reduce it no more; or leave \
+`checks` to None, which runs such a step as `pmap` would."""
+
+_NOT_REDUCED = """\
+`jax.grad` of a loss that is each replica's own gives each replica's own gradient, here \
+{like}{at}. If the sum over the replicas is meant, as JAX's types have it, pass checks=True. """
+
+_CROSSING = """\
+`data_parallel`: this step has to run as `pmap` would run it{why}, and its loss sums over \
+{axes}, which the batch is not split over. Without types JAX's derivative of that sum is as many \
+times too large as the axis is long. Take the gradient with `jc.grad` of a loss that passes the \
+checks; or pass checks=False if the step corrects for it."""
+
+
+class _NotProvenError(ValueError):
+    """What a step returns is not shown to be the same everywhere."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """A step, and all that decides what it becomes on a mesh.
+
+    Attributes:
+      step: the function of one replica.
+      mesh: devices and axes.
+      axes: those that the batch is split over, outer first.
+      scope: the world and the options of the reductions inside.
+      checks: True: as types mean it; False: as `pmap` does; None: as the step is found to need.
+      rule: what becomes of outputs that vary; see `output_specs`.
+    """
+
+    step: Callable[..., Any]
+    mesh: Any
+    axes: tuple[str, ...]
+    scope: Scope
+    checks: bool | None
+    rule: Any
+
+    def traced(
+        self,
+        record: Callable[[Plan], None],
+        lying: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The step's result, in a program that is being traced.
+
+        Args:
+          record: told each plan of the meaning that was chosen.
+          lying: a spec for each argument.
+          args: global arrays.
+          kwargs: likewise.
+
+        Raises:
+          ValueError: an output is refused (a `_NotProvenError`), or cannot be right without types.
+          AlreadyReducedError: what is reduced already would be reduced again.
+          _NotProvenError: see ValueError.
+          TypeError: the step's own, or JAX's of types that do not fit.
+        """
+        try:
+            run = self._asked(self.checks is not False, lying, args, kwargs)
+        except Exception as error:
+            if self.checks is not None or not _is_refused_by_types(error):
+                raise
+            run = self._as_pmap(error, (), lying, args, kwargs)
+        else:
+            if run.summed and self.checks is None:
+                run = self._as_pmap(None, run.summed, lying, args, kwargs)
+        for plan in run.plans:
+            record(plan)
+        with entered(run.scope):
+            return run.call(args, kwargs)
+
+    def _as_pmap(
+        self,
+        error: Exception | None,
+        summed: tuple[Summed, ...],
+        lying: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> _Run:
+        """The other meaning, once types have refused the step or do not mean what it says.
+
+        Raises:
+          ValueError: nothing shows that an output is the same everywhere.
+          AlreadyReducedError: what is reduced already would be reduced again.
+        """
+        try:
+            return self._asked(False, lying, args, kwargs, summed, error)
+        except AlreadyReducedError:
+            if error is None:
+                raise
+            raise error from None
+        except ValueError as refused:
+            # What the types said of it is the better word, where they have said anything.
+            if isinstance(error, _NotProvenError):
+                raise error from None
+            if not isinstance(refused, _NotProvenError):
+                raise
+            raise ValueError(str(refused)) from error
+
+    def _asked(
+        self,
+        typed: bool,
+        lying: Any,
+        args: Any,
+        kwargs: Any,
+        summed: tuple[Summed, ...] = (),
+        error: Exception | None = None,
+    ) -> _Run:
+        """One trace of the step, which serves to ask how its outputs vary and to run it."""
+        plans: list[Plan] = []
+        marked = frozenset() if typed else frozenset(self.mesh.axis_names)
+        watched = frozenset(a for a in self.axes if self.mesh.shape[a] > 1)
+        scope = dataclasses.replace(
+            self.scope, record=plans.append, marked=marked, once=not typed, watched=watched
+        )
+        step = jax.jit(self.step, inline=True)
+        mapped = functools.partial(jax.shard_map, mesh=self.mesh, in_specs=lying, check_vma=typed)
+        found: list[Any] = []
+
+        def ask(args: Any, kwargs: Any) -> None:
+            traced = step.trace(*args, **kwargs)
+            found.append((traced.jaxpr, traced.out_info))
+
+        with entered(scope):
+            jax.eval_shape(mapped(ask, out_specs=None), args, kwargs)
+        ((program, results),) = found
+        check_sums(program, {axis: self.mesh.shape[axis] for axis in watched})
+        if typed:
+            again = self._summed(program)
+            specs = self._specs(results, _by_type(program), "")
+        else:
+            again = ()
+            if self.checks is None:
+                self._check_crossing(program, summed, error)
+            inputs = _by_spec(lying, (args, kwargs))
+            specs = self._specs(results, self._proven(program, inputs), _not_reduced(summed))
+        call = mapped(lambda args, kwargs: step(*args, **kwargs), out_specs=specs)
+        return _Run(call, scope, plans, again)
+
+    def _specs(self, results: Any, varying: list[frozenset[str]], shown: str) -> Any:
+        try:
+            return output_specs(results, varying, self.axes, self.rule, shown)
+        except ValueError as error:
+            raise _NotProvenError(str(error)) from None
+
+    def _summed(self, program: Any) -> tuple[Summed, ...]:
+        """Gradients of local losses that types have summed.
+
+        Raises:
+          AlreadyReducedError: one is reduced once more, and types are to be kept.
+        """
+        found = {axis: summed_gradients(program, axis) for axis in self.axes}
+        for axis, each in found.items():
+            twice = next((one for one in each if one.again is not None), None)
+            if self.checks and twice is not None:
+                again = f"the reduction at {twice.again}" if twice.again else "the next reduction"
+                raise AlreadyReducedError(
+                    _SUMMED.format(like=twice.like, axis=axis, at=_at(twice), again=again)
+                )
+        return tuple(one for each in found.values() for one in each)
+
+    def _proven(self, program: Any, inputs: list[frozenset[str]]) -> list[frozenset[str]]:
+        """Of each output the axes along which nothing shows that it is the same."""
+        varying = {
+            axis: varying_outputs(program, axis, [axis in along for along in inputs])
+            for axis in self.mesh.axis_names
+            if self.mesh.shape[axis] > 1
+        }
+        return [
+            frozenset(axis for axis in varying if varying[axis][k])
+            for k in range(len(opened(program).outvars))
+        ]
+
+    def _check_crossing(
+        self, program: Any, summed: tuple[Summed, ...], error: Exception | None
+    ) -> None:
+        others = [a for a, n in self.mesh.shape.items() if a not in self.axes and n > 1]
+        crossed = crossing_sums(program, others)
+        if crossed:
+            why = f", because of the gradient {summed[0].like}{_at(summed[0])}" if summed else ""
+            axes = ", ".join(map(repr, crossed))
+            raise ValueError(_CROSSING.format(why=why, axes=axes)) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A traced step that is ready to run.
+
+    Attributes:
+      call: the mapped function.
+      scope: under which it was traced.
+      plans: that were recorded.
+      summed: gradients that types have summed, of losses that are each replica's own.
+    """
+
+    call: Callable[[Any, Any], Any]
+    scope: Scope
+    plans: list[Plan]
+    summed: tuple[Summed, ...]
+
+
+def _is_refused_by_types(error: BaseException | None) -> bool:
+    """Whether types, or what we make of them, are why a step could not be traced.
+
+    A library may fail of its own once JAX has refused its loop, so what came before counts, too.
+    """
+    while error is not None:
+        if isinstance(error, AlreadyReducedError | _NotProvenError):
+            return True
+        if _compat.is_variance_mismatch(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _by_type(program: Any) -> list[frozenset[str]]:
+    return [_compat.varying_axes_of_type(var.aval) for var in opened(program).outvars]
+
+
+def _by_spec(lying: Any, arguments: Any) -> list[frozenset[str]]:
+    """Along which axes each array among the arguments is split."""
+    along = jax.tree.map(
+        lambda spec, part: [_axes_of(spec) for _ in jax.tree.leaves(part)],
+        lying,
+        arguments,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+    return jax.tree.leaves(along, is_leaf=lambda x: isinstance(x, frozenset))
+
+
+def _axes_of(spec: PartitionSpec) -> frozenset[str]:
+    parts = [part for part in spec if part is not None]
+    return frozenset(a for part in parts for a in (part if isinstance(part, tuple) else (part,)))
+
+
+def _not_reduced(summed: tuple[Summed, ...]) -> str:
+    return _NOT_REDUCED.format(like=summed[0].like, at=_at(summed[0])) if summed else ""
+
+
+def _at(summed: Summed) -> str:
+    return f" ({summed.line})" if summed.line else ""

@@ -1,0 +1,1 @@
+"""Optimizer state in shards, a link for optax, and a test for steps."""

@@ -1,0 +1,71 @@
+"""The reduction as a link of an optax chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxcoll._api.collectives import all_reduce
+from jaxcoll._mesh.world import scope_here
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._spmd.axes import bound_axes
+from jaxcoll._spmd.gradients.per_replica import common
+from jaxcoll._spmd.reduce import Invariant
+
+_CALLER = "jc.all_reduce_updates"
+
+
+def all_reduce_updates(
+    axis_name: str | tuple[str, ...],
+    *,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    options: CommunicationOptions | None = None,
+    invariant: Invariant = "error",
+) -> Any:
+    """An optax transformation that reduces the gradients it is given, as `jc.all_reduce` does.
+
+    Law: `optax.chain(all_reduce_updates(axis), tx)` on each replica's own gradients updates as
+    `tx` does on the reduced ones. It belongs first in a chain: what clips or adapts to gradients
+    must see the reduced ones. Gradients of `jc.value_and_grad` are reduced already and need no
+    such link. Every update is reduced: what belongs to parameters that differ between replicas
+    (experts, parts of a sharded parameter) must not pass here (`optax.masked`); where the
+    parameters are given to the update and their types show it, they are refused.
+
+    Args:
+      axis_name: the mapped axis, or a tuple of mesh axes, outer to inner.
+      reduce_op: MEAN or SUM, or their names in any case.
+      options: as in `all_reduce`.
+      invariant: as in `all_reduce`: what a gradient is that is the same everywhere already, such
+        as one that autodiff has summed under a checked `shard_map`. "error" refuses it.
+
+    Returns:
+      An `optax.GradientTransformation` without state. Updates come out *invariant* over the axes.
+
+    Raises:
+      ImportError: optax is not installed.
+      ValueError: an argument is invalid; on an update, a parameter differs between replicas where
+        that is known, and as in `all_reduce`.
+
+    Examples:
+      >>> import jax, optax, jax.numpy as jnp
+      >>> tx = optax.chain(all_reduce_updates("data"), optax.sgd(1.0))
+      >>> step = lambda g: tx.update(g, tx.init(g))[0]
+      >>> jax.vmap(step, axis_name="data")(jnp.array([1.0, 3.0])).tolist()
+      [-2.0, -2.0]
+    """
+    try:
+        import optax
+    except ImportError as error:
+        raise ImportError(
+            "`jc.all_reduce_updates` needs optax, which is not installed: "
+            "pip install 'jaxcoll[train]'."
+        ) from error
+    op, said = ReduceOp.of(reduce_op), checked(options)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        reduced = all_reduce(op, updates, axis_name, options=said, invariant=invariant)
+        if params is not None:
+            axes = bound_axes(axis_name, _CALLER)
+            common(params, axes, _CALLER, scope=scope_here())
+        return reduced, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -1,0 +1,121 @@
+"""What rounding alone does to a step: one device runs it again, with its rows in other orders.
+
+Each order adds up the same rows differently. What each row adds is rounded in the same way again,
+though, and on another number of devices, where matrices have other shapes, it may not be: so every
+number that goes in is moved by its own rounding as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcoll._mesh.placement import is_array
+
+ORDERS = 8
+"""How often the rows are put in another order. A gradient that is zero but for rounding has a sign
+by chance, so that with few orders an element would often have the same one in all of them."""
+
+_UNSEEN = 0.1
+"""The share of elements that are off by rounding and may have been the same in all orders."""
+_TIMES = 8.0
+"""How far off rounding may be, measured by the largest that the orders showed."""
+
+
+def spreads(
+    run: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    batch: Sequence[int | str],
+    one: Sequence[np.ndarray],
+    numbers: Callable[[Any], Sequence[np.ndarray]],
+) -> list[np.ndarray] | None:
+    """How far each element of each output moves where the rows of the batch are in other orders.
+
+    Args:
+      run: the step on one device.
+      args: what it is called with, on the host.
+      kwargs: likewise.
+      batch: positions and names of the arguments whose rows are meant.
+      one: its outputs with the rows as they are, as `numbers` finds them.
+      numbers: the arrays of what it returns.
+
+    Returns:
+      An array for each of `one`; None if there are no rows to put in order. Outputs with a row for
+      each of the batch's are put back into its order first, where that brings them nearer.
+    """
+    rows = {
+        np.shape(x)[0]
+        for at in batch
+        for x in jax.tree.leaves(_at(at, args, kwargs))
+        if _has_rows(x)
+    }
+    if not any(n > 1 for n in rows):
+        return None
+    found = [np.zeros(x.shape) for x in one]
+    for seed in range(ORDERS):
+        orders = {n: np.random.default_rng((seed, n)).permutation(n) for n in sorted(rows)}
+        given = [_reordered(x, orders) if i in batch else x for i, x in enumerate(args)]
+        named = {k: _reordered(x, orders) if k in batch else x for k, x in kwargs.items()}
+        given, named = _moved_a_little((given, named), seed)
+        outputs = numbers(run(*given, **named))
+        found = [
+            np.maximum(most, _moved(a, b, orders))
+            for most, a, b in zip(found, one, outputs, strict=True)
+        ]
+    return found
+
+
+def is_rounding(one: np.ndarray, many: np.ndarray, spread: np.ndarray, allowed: float) -> bool:
+    """Whether `many` is off by no more than rounding is, and only where rounding is as large."""
+    off = apart(one, many)
+    beyond = off > allowed
+    unseen = beyond & ~(spread > allowed)
+    few = np.count_nonzero(unseen) <= _UNSEEN * np.count_nonzero(beyond)
+    return bool(few and np.max(off, initial=0.0) <= _TIMES * np.max(spread, initial=0.0) < np.inf)
+
+
+def _at(place: int | str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return kwargs[place] if isinstance(place, str) else args[place]
+
+
+def _has_rows(x: Any) -> bool:
+    return is_array(x) and np.ndim(x) > 0
+
+
+def _reordered(tree: Any, orders: dict[int, np.ndarray]) -> Any:
+    return jax.tree.map(lambda x: x[orders[np.shape(x)[0]]] if _has_rows(x) else x, tree)
+
+
+def _moved_a_little(tree: Any, seed: int) -> Any:
+    """Every number of a tree up or down by its own rounding, by chance."""
+    rng = np.random.default_rng(seed)
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, np.ndarray) or not jax.dtypes.issubdtype(x.dtype, np.floating):
+            return x
+        step = float(jax.numpy.finfo(x.dtype).eps)
+        sign = rng.integers(0, 2, x.shape) * 2 - 1
+        return (x.astype(np.float64) * (1 + step * sign)).astype(x.dtype)
+
+    return jax.tree.map(moved, tree)
+
+
+def _moved(one: np.ndarray, other: np.ndarray, orders: dict[int, np.ndarray]) -> np.ndarray:
+    as_it_is = apart(one, other)
+    if not one.ndim or one.shape[0] not in orders:
+        return as_it_is
+    back = apart(one, other[np.argsort(orders[one.shape[0]])])
+    return min(as_it_is, back, key=np.max) if one.size else as_it_is
+
+
+def apart(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """How far two arrays are apart, element by element; two NaNs are not."""
+    wide = np.complex128 if np.iscomplexobj(one) else np.float64
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(one.astype(wide) - other.astype(wide))
+    same = (one == other) | (np.isnan(one.astype(wide)) & np.isnan(other.astype(wide)))
+    return np.where(same, 0.0, np.where(np.isnan(gap), np.inf, gap))

@@ -1,0 +1,356 @@
+"""An optimizer of which every replica keeps an n-th of the state (ZeRO, stages 1 and 2)."""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxcoll import _compat
+from jaxcoll._mesh.mesh import checked_mesh, has_axes, no_mesh
+from jaxcoll._mesh.placement import place
+from jaxcoll._mesh.shard_arrays import abstract, cut, joined, read, specs_of
+from jaxcoll._mesh.world import scope_here
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
+from jaxcoll._spmd import reduce_scatter as halves
+from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.clip import clipped
+from jaxcoll._spmd.reduce import reduced_once
+from jaxcoll._spmd.shards import (
+    Shards,
+    all_parts,
+    check_fits,
+    is_shards,
+    own_part,
+    sharded_leaves,
+    shards_in,
+)
+from jaxcoll._train.elementwise import check_elementwise, check_on_structure, check_with_more
+
+
+def sharded_optimizer(
+    tx: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+    max_norm: float | None = None,
+    options: CommunicationOptions | None = None,
+    assume_elementwise: bool = False,
+) -> ShardedOptimizer:
+    """An elementwise optimizer whose state, and whose work, is shared out over the replicas.
+
+    Law: n devices equal one device. Updates are those of `tx` on whole gradients and parameters, to
+    rounding; each replica holds 1/n of the state's elements and of the gradients' sum.
+
+    Args:
+      tx: an optax transformation, or anything with its `init` and `update`, that treats every
+        element by itself: sgd, adam, adamw, lion, rmsprop ..., with schedules. It is tried on a
+        small tree, whole and in shards, and its program is read; it is refused if the updates
+        differ, or depend on several elements.
+      axis_name: the mapped axis, or a tuple of mesh axes, outer to inner.
+      mesh: where `init` and `shard` lay a state out between programs; None: all devices on one
+        axis. An `AbstractMesh` makes shapes, for `jc.inspect` with a topology.
+      reduce_op: how `update` reduces gradients that come as a plain tree, each replica's own.
+      max_norm: clip the gradients so that their norm, over all replicas' shards together, is at
+        most this. `optax.clip_by_global_norm` would know its own shards alone.
+      options: as in `all_reduce`. The packs are those of `bytes_per_pack`, which gradients that
+        come as `Shards` must have been made with as well.
+      assume_elementwise: take it on your word, and do not try.
+
+    Returns:
+      A `ShardedOptimizer`, with optax's `init` and `update`, and `unshard` and `shard` for
+      checkpoints.
+
+    Raises:
+      ValueError: `tx` is no optimizer or not elementwise, or another argument is invalid.
+
+    Examples:
+      >>> import optax, numpy as np
+      >>> optimizer = sharded_optimizer(optax.adam(0.1), "data")
+      >>> @data_parallel
+      ... def step(params, state, batch):
+      ...     loss = lambda w, x: ((w * x) ** 2).mean()
+      ...     value, grads = value_and_grad(loss, "data", scatter=True)(params, batch)
+      ...     updates, state = optimizer.update(grads, state, params)
+      ...     return optax.apply_updates(params, updates), state, value
+      >>> params = np.ones(3, "f")
+      >>> params, state, value = step(params, optimizer.init(params), np.ones((8, 3), "f"))
+      >>> float(value), [round(float(p), 3) for p in params]
+      (1.0, [0.9, 0.9, 0.9])
+    """
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        raise ValueError(
+            "`sharded_optimizer` expects an optax transformation, something with `init` and "
+            f"`update`; got {type(tx).__name__}."
+        )
+    if isinstance(mesh, AbstractMesh):
+        has_axes(mesh, axis_name if isinstance(axis_name, tuple) else (axis_name,), _CALLER)
+    elif mesh is not None:
+        checked_mesh(mesh, axis_name, _CALLER)
+    positive = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
+    if max_norm is not None and not (positive and math.isfinite(max_norm) and max_norm > 0):
+        raise ValueError(f"`max_norm` must be None or a positive number; got {max_norm!r}.")
+    if not assume_elementwise:
+        check_elementwise(tx)
+    return ShardedOptimizer(
+        tx, axis_name, mesh, ReduceOp.of(reduce_op), max_norm, checked(options), assume_elementwise
+    )
+
+
+_CALLER = "sharded_optimizer"
+
+
+class ShardedOptimizer:
+    """An optimizer whose state is shared out over the replicas; made by `sharded_optimizer`.
+
+    Its state is that of `tx`, with `Shards` in the place of every tree like the parameters.
+    """
+
+    def __init__(
+        self,
+        tx: Any,
+        axis_name: str | tuple[str, ...],
+        mesh: Mesh | AbstractMesh | None,
+        reduce_op: ReduceOp,
+        max_norm: float | None,
+        options: CommunicationOptions,
+        assume_elementwise: bool,
+    ) -> None:
+        self._tx = tx
+        self._axis_name = axis_name
+        self._axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        self._mesh = mesh
+        self._reduce_op = reduce_op
+        self._max_norm = max_norm
+        self._options = options
+        self._assumed = assume_elementwise
+
+    @functools.cached_property
+    def mesh(self) -> Mesh | AbstractMesh:
+        """Where states are laid out between programs."""
+        if isinstance(self._mesh, AbstractMesh):
+            return self._mesh
+        return checked_mesh(self._mesh, self._axis_name, _CALLER)
+
+    def init(self, params: Any) -> Any:
+        """The state for parameters that are still to be trained.
+
+        Args:
+          params: the whole parameters. Between programs numpy arrays, `jax.Array`s that this
+            process can read, or `jax.ShapeDtypeStruct`s; in a program that maps the axis, arrays
+            that all replicas hold. `jax.jit` and `jax.eval_shape` take `init` as well.
+
+        Returns:
+          The state of `tx` with `Shards` in it. Between programs they are global arrays over the
+          mesh, each device given its own part alone; `jc.data_parallel` takes them as they are. In
+          a program they are this replica's part, *varying*. Cost: nothing is sent.
+
+        Raises:
+          ValueError: a leaf cannot be cut, or differs between replicas where that is known; or `tx`
+            goes by names or ranks of leaves.
+        """
+        if set(self._axes) <= set(_compat.axes_in_scope()):
+            scope = scope_here().merged(self._options)
+            own = own_part(params, self._axis_name, _CALLER, scope=scope)
+            self._check(params, own.layout)
+            return _varying(self._tx.init(own))
+        layout, leaves = self._layout(params)
+        self._check(params, layout)
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            return self._laid_out(self._tx.init(all_parts(params, layout, self._axes)))
+        shapes = jax.eval_shape(self._tx.init, abstract(layout, self._axes))
+        if isinstance(self.mesh, AbstractMesh) or any(
+            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves
+        ):
+            return shapes
+        with no_mesh():
+            parts = cut(leaves, layout, self.mesh, self._axes)
+            over = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs_of(shapes))
+            return jax.jit(self._tx.init, out_shardings=over)(parts)
+
+    def update(
+        self, grads: Any, state: Any, params: Any = None, *, reduced: bool = False, **extra: Any
+    ) -> tuple[Any, Any]:
+        """What to add to the parameters, and the next state; inside a program.
+
+        Args:
+          grads: `Shards` from `value_and_grad(..., scatter=True)` or `reduce_scatter`; or a tree
+            like the parameters, of each replica's own gradients, which is reduce-scattered first.
+          state: what `init`, `shard` or the last `update` returned.
+          params: the whole parameters, for optimizers that look at them.
+          reduced: `grads` is a plain tree that is the same on all replicas, as `value_and_grad`
+            returns it without `scatter`; it is not sent again.
+          **extra: given to `tx.update` as it is; the same on all replicas, as a reduced loss is.
+
+        Returns:
+          `(updates, state)`: the updates a tree like the parameters, whole and *invariant*; the
+          state's `Shards` *varying*. Cost: a reduce-scatter, unless `grads` are shards, and an
+          all-gather; with `max_norm` an all-reduce of a number more.
+
+        Raises:
+          NameError: the axis is not mapped here.
+          ValueError: gradients or parameters are not those that the state was made for (the first
+            difference is named), or differ between replicas where that is known; the state is none
+            of this optimizer's; or what is in `extra` differs between replicas, or makes `tx`
+            depend on several elements.
+          AlreadyReducedError: a plain tree is the same on all replicas, and `reduced` was not said.
+        """
+        axes = bound_axes(self._axis_name, f"{_CALLER}.update")
+        scope = scope_here().merged(self._options)
+        found = shards_in(state)
+        layout = found[0].layout if found else None
+        if is_shards(grads):
+            _check_like(grads, layout, count(axes))
+        elif reduced:
+            grads = own_part(grads, self._axis_name, _CALLER, scope=scope, layout=layout)
+        else:
+            grads = reduced_once(grads, self._axis_name, scope=scope)
+            grads = halves.reduce_scatter(
+                self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
+            )
+        self._check_state(grads, state)
+        _check_same(extra, tuple(axes))
+        if extra and not self._assumed:
+            check_with_more(self._tx, grads, state, extra)
+        if self._max_norm is not None:
+            grads = clipped(grads, self._max_norm, scope=scope)
+        if params is not None:
+            params = own_part(params, self._axis_name, _CALLER, scope=scope, layout=grads.layout)
+        updates, state = self._tx.update(grads, state, params, **extra)
+        return halves.all_gather(updates, self._axis_name, scope=scope), _varying(state)
+
+    def unshard(self, state: Any) -> Any:
+        """The state that the unsharded `tx` would have: for checkpoints, whatever n is.
+
+        Args:
+          state: between programs.
+
+        Returns:
+          The same tree with whole leaves in the place of `Shards`; numpy arrays all. Cost: the
+          state, in host memory; where several processes hold parts, all of them must call.
+        """
+        return jax.tree.map(
+            lambda x: joined(x) if is_shards(x) else read(x), state, is_leaf=is_shards
+        )
+
+    def shard(self, state: Any, params: Any) -> Any:
+        """The inverse of `unshard`, for the replicas of this optimizer's mesh.
+
+        Args:
+          state: of the unsharded `tx`, with arrays that this process can read whole.
+          params: the parameters, or their shapes.
+
+        Returns:
+          What `init` returns, with these values.
+
+        Raises:
+          ValueError: the state is not that of `tx` for such parameters.
+        """
+        layout, _ = self._layout(params)
+        template = jax.eval_shape(self._tx.init, abstract(layout, self._axes))
+        nodes, treedef = jax.tree.flatten(template, is_leaf=is_shards)
+        try:
+            values = treedef.flatten_up_to(state)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                "`shard` expects the state that `unshard` returned, or that the unsharded "
+                f"optimizer has for these parameters; this one has another structure: {error}"
+            ) from error
+        with no_mesh():
+            whole = NamedSharding(self.mesh, PartitionSpec())
+            placed = [
+                self._cut(value, node.layout) if is_shards(node) else place(value, whole)
+                for node, value in zip(nodes, values, strict=True)
+            ]
+        return treedef.unflatten(placed)
+
+    def _cut(self, tree: Any, layout: ShardLayout) -> Shards:
+        leaves, treedef = jax.tree.flatten(tree)
+        shapes = [jax.numpy.shape(leaf) for leaf in leaves]
+        if treedef != layout.treedef or shapes != [leaf.shape for leaf in layout.leaves]:
+            wanted = {leaf.path: leaf.shape for leaf in layout.leaves}
+            raise ValueError(
+                "`shard`: a part of the state is not like the parameters. It has leaves of shapes "
+                f"{shapes[:5]}, and the parameters {list(wanted.items())[:5]}."
+            )
+        assert isinstance(self.mesh, Mesh), "an abstract mesh holds no values"
+        return cut(leaves, layout, self.mesh, self._axes)
+
+    def _laid_out(self, state: Any) -> Any:
+        """A state that is being traced, each part of it bound for its device."""
+        if isinstance(self.mesh, AbstractMesh):
+            return state
+        specs = jax.tree.leaves(specs_of(state), is_leaf=lambda x: isinstance(x, PartitionSpec))
+        nodes, treedef = jax.tree.flatten(state, is_leaf=is_shards)
+        over = [NamedSharding(self.mesh, spec) for spec in specs]
+        # Each is without effect, or refused, on axes of the other kind.
+        explicit = AxisType.Explicit in self.mesh.axis_types
+        bound = jax.device_put if explicit else jax.lax.with_sharding_constraint
+        return treedef.unflatten(map(bound, nodes, over))
+
+    def _check(self, params: Any, layout: ShardLayout) -> None:
+        if not self._assumed:
+            check_on_structure(self._tx, params, layout)
+
+    def _layout(self, params: Any) -> tuple[ShardLayout, list[Any]]:
+        """The layout over this mesh, and the leaves."""
+        axes = {a: self.mesh.shape[a] for a in self._axes}
+        treedef, leaves = sharded_leaves(params, axes, _CALLER)
+        layout = layout_of(treedef, leaves, count(axes), self._options.bytes_per_pack)
+        return layout, treedef.flatten_up_to(params)
+
+    def _check_state(self, grads: Shards, state: Any) -> None:
+        """Refuse a state of another structure than `tx` has for such gradients."""
+        expected = jax.eval_shape(self._tx.init, grads)
+        if jax.tree.structure(expected) == jax.tree.structure(state):
+            return
+        if shards_in(expected) and not shards_in(state):
+            raise ValueError(
+                f"`{_CALLER}.update` expects a state with Shards in it, and this one has none: "
+                "make it with this optimizer's `init`, or `shard` the state of the unsharded one."
+            )
+        raise ValueError(
+            f"`{_CALLER}.update` expects a state like {jax.tree.structure(expected)}; got "
+            f"{jax.tree.structure(state)}. Make it with this optimizer's `init` or `shard`."
+        )
+
+
+def _check_like(grads: Shards, layout: ShardLayout | None, replicas: int) -> None:
+    """Refuse shards that are laid out otherwise than the state's."""
+    if layout is None or grads.layout == layout:
+        return
+    check_fits(layout, grads.layout.treedef, grads.layout.leaves, replicas, f"{_CALLER}.update")
+    raise ValueError(
+        f"`{_CALLER}.update`: the gradients' shards are packed otherwise than the state's "
+        f"({grads.layout} and {layout}). Give `bytes_per_pack` to both, in the options of "
+        "`sharded_optimizer` and of `data_parallel` or `value_and_grad`, or to none."
+    )
+
+
+def _check_same(extra: dict[str, Any], axes: tuple[str, ...]) -> None:
+    """Refuse arguments that differ between replicas, whose parts would be updated differently."""
+    for path, x in jax.tree_util.tree_leaves_with_path(extra, is_leaf=is_shards):
+        if isinstance(x, jax.Array) and _compat.varying_axes(x) & set(axes):
+            raise ValueError(
+                f"`{_CALLER}.update`: {jax.tree_util.keystr(path)} differs between replicas, and "
+                "each would update its part of the parameters by its own. Reduce it first, as "
+                "with `jc.all_reduce`; the loss that `jc.value_and_grad` returns is reduced."
+            )
+
+
+def _varying(state: Any) -> Any:
+    """Every shard typed as what it is, also where it is a constant now."""
+
+    def typed(x: Any) -> Any:
+        if not is_shards(x):
+            return x
+        return x.replace([_compat.as_varying(part, x.axes) for part in x.parts])
+
+    return jax.tree.map(typed, state, is_leaf=is_shards)

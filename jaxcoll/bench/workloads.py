@@ -1,0 +1,133 @@
+"""The shapes that are measured: gradients of well-known models, two extremes, and single arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxcoll.bench.naming import spelled
+
+Shapes = list[tuple[int, ...]]
+
+
+def resnet50() -> Shapes:
+    """161 leaves, 25,557,032 elements: convolutions, and a scale and a bias for each."""
+    shapes: Shapes = [(7, 7, 3, 64), (64,), (64,)]
+    channels = 64
+    for width, blocks in zip((64, 128, 256, 512), (3, 4, 6, 3), strict=True):
+        for block in range(blocks):
+            convolutions = [(1, 1, channels, width), (3, 3, width, width), (1, 1, width, 4 * width)]
+            if block == 0:
+                convolutions.append((1, 1, channels, 4 * width))
+            for kernel in convolutions:
+                shapes += [kernel, (kernel[-1],), (kernel[-1],)]
+            channels = 4 * width
+    return [*shapes, (2048, 1000), (1000,)]
+
+
+def gpt2_small() -> Shapes:
+    """148 leaves, 124,439,808 elements."""
+    d = 768
+    layer = [
+        (d,), (d,), (d, 3 * d), (3 * d,), (d, d), (d,),
+        (d,), (d,), (d, 4 * d), (4 * d,), (4 * d, d), (d,),
+    ]  # fmt: skip
+    return [(50257, d), (1024, d), *(layer * 12), (d,), (d,)]
+
+
+def many_small() -> Shapes:
+    """1,000 leaves of 1 to 4,096 elements, scattered by a multiplicative hash."""
+    return [(1 + (i * 2654435761 % 2**32) % 4096,) for i in range(1000)]
+
+
+TREES = {
+    "resnet50": resnet50,
+    "gpt2-small": gpt2_small,
+    "many-small": many_small,
+    "one-big": lambda: [(16 * 1024 * 1024,)],
+    "200x1KiB": lambda: [(256,)] * 200,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is reduced.
+
+    Attributes:
+      name: of the tree, or the size of the array.
+      leaves: shapes and dtypes on one replica.
+      is_size: whether it is one of several sizes, rather than a tree.
+    """
+
+    name: str
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    is_size: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on one replica (S)."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.leaves)
+
+
+def array_of(nbytes: int, dtype: str) -> Workload:
+    """One array of so many bytes.
+
+    Raises:
+      ValueError: the dtype is not known, or `nbytes` are no whole elements of it.
+    """
+    size, rest = divmod(nbytes, _dtype(dtype).itemsize)
+    if rest:
+        raise ValueError(f"--sizes: {nbytes} bytes are no whole elements of {dtype}.")
+    leaf = jax.ShapeDtypeStruct((size,), _dtype(dtype))
+    return Workload(spelled(nbytes), (leaf,), is_size=True)
+
+
+def tree_of(name: str, dtype: str) -> Workload:
+    """A named tree, or one from a JSON file of `[{"shape": [..], "dtype": ".."}, ..]`.
+
+    Args:
+      name: one of `TREES`, or a path that ends in .json.
+      dtype: of leaves that do not say.
+
+    Raises:
+      ValueError: there is no such tree, or the file does not hold one.
+    """
+    default = _dtype(dtype)
+    if name in TREES:
+        leaves = (jax.ShapeDtypeStruct(shape, default) for shape in TREES[name]())
+        return Workload(name, tuple(leaves))
+    if not name.endswith(".json"):
+        raise ValueError(f"no tree {name!r}: choose {', '.join(TREES)}, or a FILE.json.")
+    try:
+        entries = json.loads(Path(name).read_text())
+        if not isinstance(entries, list) or not entries:
+            raise ValueError("no list, or an empty one")
+        leaves = (
+            jax.ShapeDtypeStruct(_shape(e["shape"]), _dtype(e.get("dtype", dtype))) for e in entries
+        )
+        return Workload(Path(name).stem, tuple(leaves))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f'{name} is no tree: expected a list of {{"shape": [..], "dtype": ".."}} '
+            f"({type(error).__name__}: {str(error).rstrip('.')})."
+        ) from None
+
+
+def _shape(sizes: list[int]) -> tuple[int, ...]:
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise ValueError(f"a shape of {sizes}")
+    return tuple(sizes)
+
+
+def _dtype(name: str) -> np.dtype:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        raise ValueError(
+            f"no dtype {name!r}: expected one such as float32, bfloat16, float16 or int32."
+        ) from None

@@ -1,0 +1,189 @@
+"""What is well and what is not about a machine or a job, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jaxcoll._cluster.launch.local import KEEP_MEMORY
+
+FEW_FILES = 1024
+LITTLE_SHARED = 1 << 30
+SLOW_LOOPBACK = 2e8
+LOPSIDED = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+      level: "ok"; "warn": it works, and could do better or surprise; "bad": it will not work.
+      what: was looked at.
+      found: in words.
+      fix: what to do; empty where nothing is wrong.
+    """
+
+    level: Literal["ok", "warn", "bad"]
+    what: str
+    found: str
+    fix: str = ""
+
+
+def machine_findings(facts: Mapping[str, Any], bandwidth: float | None) -> list[Finding]:
+    """About one process and the machine it is on.
+
+    Args:
+      facts: of `machine.facts`.
+      bandwidth: bytes a second over its loopback interface; None: there is none.
+    """
+    return [
+        Finding("ok", "versions", ", ".join(f"{k} {v}" for k, v in facts["versions"].items())),
+        Finding(
+            "ok",
+            "devices",
+            f"{facts['devices']} of {facts['platform']} ({facts['kind']}), {facts['cores']} cores",
+        ),
+        _collectives(facts),
+        _malloc(facts),
+        _limit(
+            facts["files"] >= FEW_FILES or facts["files"] < 0,
+            ("open files", f"{facts['files']:,} allowed"),
+            f"Each pair of processes takes connections: raise it by `ulimit -n {FEW_FILES * 8}`.",
+        ),
+        _limit(
+            facts["shared"] is None or facts["shared"] >= LITTLE_SHARED,
+            (
+                "shared memory",
+                "none" if facts["shared"] is None else f"{facts['shared'] / 1e9:.1f} GB free",
+            ),
+            "NCCL between GPUs of one host takes shared memory: start a container with "
+            "`--shm-size=8g`, or mount a larger /dev/shm.",
+        ),
+        _name(facts),
+        _loopback(bandwidth),
+    ]
+
+
+def _collectives(facts: Mapping[str, Any]) -> Finding:
+    if facts["platform"] != "cpu":
+        return Finding("ok", "collectives", f"XLA's own for {facts['platform']}")
+    if facts["collectives"] in ("gloo", "mpi"):
+        return Finding("ok", "collectives", f"{facts['collectives']} between processes")
+    return Finding(
+        "bad", "collectives", f"{facts['collectives']} between processes of CPU devices",
+        'Set `jax.config.update("jax_cpu_collectives_implementation", "gloo")`.',
+    )  # fmt: skip
+
+
+def _malloc(facts: Mapping[str, Any]) -> Finding:
+    unset = [name for name, value in facts["malloc"].items() if value is None]
+    if facts["platform"] != "cpu" or not facts["glibc"] or not unset:
+        said = "keeps memory" if not unset else "of no importance here"
+        return Finding("ok", "malloc", said)
+    return Finding(
+        "warn", "malloc", "gives large blocks back at once",
+        "Exchanges over Gloo can take twice as long: start with `jaxcoll launch`, or do as it by `"
+        + " ".join(["export", *(f"{name}={KEEP_MEMORY[name]}" for name in unset)]) + "`.",
+    )  # fmt: skip
+
+
+def _name(facts: Mapping[str, Any]) -> Finding:
+    what, found = "this host's name", f"{facts['host']} is {facts['address']}"
+    if facts["address"] is None:
+        return Finding(
+            "warn", what, f"{facts['host']} has no address",
+            "Add it to /etc/hosts, and use addresses that other hosts can reach as "
+            "`coordinator_address`.",
+        )  # fmt: skip
+    if str(facts["address"]).startswith("127.") or facts["address"] == "::1":
+        found += " (loopback: other hosts need another name or address)"
+    return Finding("ok", what, found)
+
+
+def _loopback(bandwidth: float | None) -> Finding:
+    what = "loopback"
+    if bandwidth is None:
+        return Finding("bad", what, "no connection", "Bring the interface up: `ip link set lo up`.")
+    return _limit(
+        bandwidth >= SLOW_LOOPBACK,
+        (what, f"{bandwidth / 1e9:.2f} GB/s from thread to thread"),
+        "The machine is very busy, or limits its own network: measure again when it is idle.",
+    )
+
+
+def _limit(well: bool, said: tuple[str, str], fix: str) -> Finding:
+    return Finding("ok" if well else "warn", *said, "" if well else fix)
+
+
+def job_findings(
+    processes: Sequence[Mapping[str, Any] | None], interface: Sequence[str]
+) -> list[Finding]:
+    """About the processes of a job.
+
+    Args:
+      processes: the facts of each rank; None: it did not tell.
+      interface: of each rank the address at which the others reach it.
+    """
+    silent = [rank for rank, told in enumerate(processes) if told is None]
+    if silent:
+        return [
+            Finding(
+                "bad", "processes", f"{_ranks(silent)} of {len(processes)} did not answer",
+                "Look at what they printed; all processes must run the same command.",
+            )
+        ]  # fmt: skip
+    told = [facts for facts in processes if facts is not None]
+    hosts = {facts["host"] for facts in told}
+    found = [
+        Finding("ok", "processes", f"{len(told)} on {len(hosts)} host{'s' * (len(hosts) > 1)}")
+    ]
+    for name in told[0]["versions"]:
+        found.append(
+            _alike(f"version of {name}", [facts["versions"][name] for facts in told], "bad",
+                   f"Install the same {name} for all processes: programs that are compiled "
+                   "differently do not meet.")
+        )  # fmt: skip
+    for name, fix in (
+        ("devices", "Give every process as many devices: strategies and meshes by process and "
+                    "device need it."),
+        ("kind", "Use one kind of device: the slowest decides, and compilers differ."),
+        ("collectives", "Choose one implementation for all processes."),
+    ):  # fmt: skip
+        label = {"devices": "devices of each process", "kind": "kind of device"}.get(name, name)
+        found.append(_alike(label, [facts[name] for facts in told], "bad", fix))
+    found.append(Finding("ok", "interface", ", ".join(dict.fromkeys(interface))))
+    return found
+
+
+def pair_findings(bandwidths: Mapping[tuple[int, int], float]) -> list[Finding]:
+    """About bytes a second between pairs of ranks, in one direction."""
+    if not bandwidths:
+        return []
+    low, high = min(bandwidths.values()), max(bandwidths.values())
+    slow = [pair for pair, value in bandwidths.items() if value * LOPSIDED < high]
+    links = f"{len(bandwidths)} link{'s' * (len(bandwidths) > 1)}"
+    words = f"{low / 1e9:.2f} … {high / 1e9:.2f} GB/s over {links}"
+    if not slow:
+        return [Finding("ok", "between ranks", words)]
+    named = ", ".join(f"{a} → {b}" for a, b in slow[:4])
+    return [
+        Finding(
+            "warn", "between ranks", f"{words}; slow: {named}",
+            "The ring waits for its slowest link: look at these hosts' interface and load.",
+        )
+    ]  # fmt: skip
+
+
+def _alike(what: str, values: Sequence[Any], level: Literal["warn", "bad"], fix: str) -> Finding:
+    """The same on every rank, or who has what."""
+    if len(set(values)) == 1:
+        return Finding("ok", what, f"{values[0]} on all")
+    groups = {v: [rank for rank, value in enumerate(values) if value == v] for v in values}
+    words = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups.items())
+    return Finding(level, what, words, fix)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"process{'es' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

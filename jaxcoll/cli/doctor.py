@@ -1,0 +1,189 @@
+"""`jaxcoll doctor`: looks over this machine, or the job that this process is one of."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import socket
+import time
+from typing import Any
+
+from jaxcoll.bench.terminal import complain, new_console
+from jaxcoll.cli.diagnosis import Finding, job_findings, machine_findings, pair_findings
+
+EPILOG = """\
+Alone it looks at this machine. In every process of a job (`jaxcoll launch -n 4 -m jaxcoll doctor`,
+`srun jaxcoll doctor`) it also compares the processes, over the coordination service and not over a
+collective that may hang, and measures the links between neighbours; process 0 prints. The exit
+status is 0, 1 where something could be better, 2 where something will not work.
+"""
+
+_BLOCK = 16 << 20  # bytes that go from a rank to the next
+_CALLS = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's flags."""
+    parser.epilog = EPILOG
+    parser.add_argument("--json", action="store_true", help="print lines of JSON, not a table")
+    parser.add_argument(
+        "--timeout", type=float, default=60, help="seconds for the others to answer (default: 60)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look, compare, and say what to do.
+
+    Returns:
+      The exit status; see `EPILOG`.
+
+    Raises:
+      ValueError: the flags cannot be met.
+    """
+    if not args.json and not importlib.util.find_spec("rich"):
+        raise ValueError("needs rich: pip install 'jaxcoll[cli]', or --json")
+    try:
+        findings = _findings(args.timeout)
+    except RuntimeError as error:
+        complain("doctor", error)
+        return 2
+    if findings is None:
+        return 0  # process 0 speaks
+    if args.json:
+        for finding in findings:
+            print(json.dumps(vars(finding)))
+    else:
+        _show(findings)
+    levels = {finding.level for finding in findings}
+    return 2 if "bad" in levels else 1 if "warn" in levels else 0
+
+
+def _findings(timeout: float) -> list[Finding] | None:
+    """All there is to say; None: another process says it."""
+    import jax
+
+    from jaxcoll._cluster.initialize import initialize
+    from jaxcoll._compat.coordination import store
+    from jaxcoll.cli.machine import facts, loopback_bandwidth
+
+    initialize(initialization_timeout=timeout)
+    told = store()
+    if told is not None:
+        _meet(told, timeout)  # JAX looks for its devices together, and waits long for the dead
+    mine = facts()
+    try:
+        bandwidth = loopback_bandwidth()
+    except OSError:
+        bandwidth = None
+    here = machine_findings(mine, bandwidth)
+    if told is None or told.processes == 1:
+        return here
+    address = _address_towards_others()
+    told.set(f"jaxcoll/doctor/{told.process}", json.dumps({**mine, "interface": address}))
+    others = _all_told(told, "jaxcoll/doctor", timeout)
+    alike = None not in others and len({facts["devices"] for facts in others if facts}) == 1
+    measured = pair_findings(_between_neighbours()) if alike else []
+    if told.process == 0:
+        addresses = [facts["interface"] for facts in others if facts]
+        assert jax.process_count() == told.processes
+        return [*here, *job_findings(others, addresses), *measured]
+    return None
+
+
+def _meet(told: Any, timeout: float) -> None:
+    told.set(f"jaxcoll/doctor/here/{told.process}", "{}")
+    here = _all_told(told, "jaxcoll/doctor/here", timeout)
+    if silent := [str(rank) for rank, said in enumerate(here) if said is None]:
+        raise RuntimeError(
+            f"process {', '.join(silent)} of {told.processes} did not answer within {timeout:g} s "
+            "after it had arrived. Look at what it printed; all must run the same command."
+        )
+
+
+def _all_told(told: Any, folder: str, timeout: float) -> list[dict[str, Any] | None]:
+    """What each process said of itself; None: it was silent."""
+    until = time.monotonic() + timeout
+    found: list[dict[str, Any] | None] = []
+    for rank in range(told.processes):
+        try:
+            left = max(until - time.monotonic(), 0.1)
+            found.append(json.loads(told.get(f"{folder}/{rank}", left)))
+        except TimeoutError:
+            found.append(None)
+    return found
+
+
+def _address_towards_others() -> str:
+    """This host's address on the way to the coordinator."""
+    from jaxcoll._cluster.initialize import own_address
+
+    return own_address() or socket.gethostname()
+
+
+def _between_neighbours() -> dict[tuple[int, int], float]:
+    """Bytes a second from each process's first device to that of the next, two at a time.
+
+    One pair exchanges while the others wait, so that a slow link has a name.
+    """
+    import jax
+    import numpy as np
+    from jax import lax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    count = jax.process_count()
+    firsts = [next(d for d in jax.devices() if d.process_index == rank) for rank in range(count)]
+    mesh = Mesh(np.array(firsts, dtype=object), ("process",))
+    rows = PartitionSpec("process")
+    values = jax.make_array_from_callback(
+        (count, _BLOCK // 4), NamedSharding(mesh, rows),
+        lambda index: np.ones((1, _BLOCK // 4), np.float32),
+    )  # fmt: skip
+    found = {}
+    for a in range(count):
+        b = (a + 1) % count
+        if (b, a) in found:
+            continue
+
+        def send(x: jax.Array, pair: tuple[int, int] = (a, b)) -> jax.Array:
+            return lax.ppermute(x, "process", [pair])
+
+        step = jax.jit(jax.shard_map(send, mesh=mesh, in_specs=rows, out_specs=rows))
+        compiled = step.lower(values).compile()
+        seconds = []
+        for _ in range(_CALLS):
+            start = time.perf_counter()
+            jax.block_until_ready(compiled(values))
+            seconds.append(time.perf_counter() - start)
+        # Every process takes the slower of the two ends: only these took part.
+        found[a, b] = _BLOCK / _slowest(sorted(seconds)[_CALLS // 2])
+    return found
+
+
+def _slowest(seconds: float) -> float:
+    import numpy as np
+    from jax.experimental.multihost_utils import process_allgather
+
+    return float(np.max(np.asarray(process_allgather(np.array([seconds], np.float32)))))
+
+
+def _show(findings: list[Finding]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    console = new_console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("", "what", "found"):
+        table.add_column(column, overflow="fold")
+    marks = {"ok": ("ok", "green"), "warn": ("warn", "yellow"), "bad": ("bad", "bold red")}
+    for finding in findings:
+        table.add_row(Text(*marks[finding.level]), finding.what, Text(finding.found))
+    console.print(table)
+    for finding in findings:
+        if finding.fix:
+            mark, style = marks[finding.level]
+            console.print(Text(f"{mark}: {finding.what}: {finding.found}", style))
+            console.print(Text(f"  {finding.fix}"))
+    if not any(finding.fix for finding in findings):
+        console.print("nothing to fix")

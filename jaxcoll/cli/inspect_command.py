@@ -1,0 +1,162 @@
+"""`jaxcoll inspect`: what a compiled text, or a function that is compiled now, will send."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path, PurePath
+from typing import Any
+
+from jaxcoll._files import check_writable, write_result, write_text
+from jaxcoll._observe.build import report_of
+from jaxcoll._observe.compare import against
+from jaxcoll._observe.report import Report
+
+EPILOG = """\
+TARGET is a file of HLO text, as `compiled.as_text()` returns it; or module:name. The name is a
+function that has its arguments in an attribute `example_args`, a tuple of arrays or
+jax.ShapeDtypeStructs; or one that takes none and returns (fun, args), (fun, args, kwargs), or
+what `.lower` returned. Nothing of it is run on a device. With --against there is a table of both
+instead of the report of one. The exit status is 0, or 2 with one line on standard error.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's flags."""
+    parser.epilog = EPILOG
+    parser.add_argument("target", metavar="TARGET", help="FILE.hlo, or module:name")
+    parser.add_argument(
+        "--against", metavar="OTHER", help="another TARGET, of which the figures stand beside"
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="simulated CPU devices to compile for (default: 8, unless the module says)",
+    )
+    parser.add_argument(
+        "--platform",
+        choices=["cpu", "gpu", "tpu", "auto"],
+        default="cpu",
+        help="simulated CPU devices (default), or the accelerators that are here",
+    )
+    parser.add_argument(
+        "--topology", metavar="NAME", help="a cluster that is not here, to compile module:name for"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the report to FILE; - for here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the schedule, as in a.png")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read or compile, and show.
+
+    Returns:
+      The exit status.
+
+    Raises:
+      ValueError: there is no such target, it cannot be compiled, or a result cannot be written.
+    """
+    file = Path(args.json) if args.json and args.json != "-" else None
+    try:
+        for flag, path in (("--json", file), ("--plot", args.plot)):
+            if path:
+                check_writable(flag, path)
+        report = _report(args.target, args)
+        other = _report(args.against, args) if args.against else None
+        shown = report.to_dict() | ({"against": other.to_dict()} if other else {})
+        text = json.dumps(shown, indent=1)
+        if args.plot:
+            write_result("--plot", args.plot, report.plot)
+        if file:
+            write_text("--json", file, text + "\n")
+    except ImportError as error:
+        raise ValueError(str(error)) from error  # matplotlib is missing
+    if args.json == "-":
+        print(text)
+    elif other:
+        print(against(report, other, _named(args.target), _named(args.against)))
+    else:
+        print(report)
+    return 0
+
+
+def _named(target: str) -> str:
+    """A target without the folders or packages that it is in."""
+    module, colon, name = target.rpartition(":")
+    is_file = Path(target).is_file() or not colon
+    return PurePath(target).name if is_file else f"{module.rpartition('.')[2]}:{name}"
+
+
+def _report(target: str, args: argparse.Namespace) -> Report:
+    module, colon, name = target.rpartition(":")
+    if Path(target).is_dir():
+        raise ValueError(f"{target} is a folder; give a file of HLO text, or module:name.")
+    if not colon and not Path(target).exists():
+        stem = PurePath(target).stem if target.endswith(".py") else target
+        raise ValueError(
+            f"No such file: {target!r}. A function is named with its module, as in "
+            f"{stem.replace('/', '.')}:step."
+        )
+    if Path(target).is_file() or not colon:
+        if args.topology:
+            raise ValueError("--topology is for module:name; a file is compiled already.")
+        if target.endswith(".py"):
+            raise ValueError(
+                f"{target} is a program's source, not HLO text. A function is named with its "
+                f"module, as in {PurePath(target).stem}:step."
+            )
+        text = Path(target).read_text(encoding="utf-8", errors="replace")
+        return report_of(text)
+    import jax
+
+    from jaxcoll._inspect import inspect
+
+    if args.platform == "cpu":
+        if args.devices is not None and args.devices < 1:
+            raise ValueError(f"--devices must be at least 1; got {args.devices}.")
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.devices or 8)
+    elif args.platform != "auto":
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(args.platform, args.platform))
+    fun, given, named = _asked_for(module, name)
+    try:
+        return inspect(fun, *given, topology=args.topology, **named)
+    except Exception as error:
+        # Whatever a user's function raises while it is traced, or a compiler while it compiles.
+        raise ValueError(f"{target} cannot be compiled: {_one_line(error)}") from error
+
+
+def _asked_for(module: str, name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The program that module:name stands for, and its arguments."""
+    sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        # Importing runs the user's file, which may raise anything.
+        raise ValueError(f"no {name!r} in {module!r}: {_one_line(error)}") from error
+    if hasattr(found, "example_args"):
+        return found, tuple(found.example_args), dict(getattr(found, "example_kwargs", {}))
+    if not callable(found):
+        raise ValueError(f"{module}:{name} is no function; it is {type(found).__name__}.")
+    try:
+        made = found()
+    except Exception as error:
+        raise ValueError(
+            f"{module}:{name} has no `example_args`, and cannot be called without arguments: "
+            f"{_one_line(error)}"
+        ) from error
+    if not isinstance(made, tuple):
+        return made, (), {}
+    if len(made) not in (2, 3) or not isinstance(made[1], tuple | list):
+        raise ValueError(f"{module}:{name} should return (fun, args) or (fun, args, kwargs).")
+    return made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
+
+
+def _one_line(error: BaseException) -> str:
+    """An error in one line, with its type where the words alone do not say what it is."""
+    words = " ".join(str(error).split())
+    words = words if len(words) <= 400 else f"{words[:399]}…"
+    known = isinstance(error, ValueError | OSError) and words
+    return words if known else f"{type(error).__name__}: {words}"

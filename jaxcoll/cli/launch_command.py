@@ -1,0 +1,290 @@
+"""`jaxcoll launch`: several processes of one program on this host, which all end together."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxcoll._cluster.launch.subprocesses import signal_name
+
+if TYPE_CHECKING:
+    from jaxcoll._cluster.launch.output import Output
+    from jaxcoll._cluster.launch.supervisor import Outcome
+
+EPILOG = """\
+The program calls `jc.initialize()` first. Each process is on 127.0.0.1 and nothing of it can be
+reached from elsewhere; on several hosts, start the program with their own launcher. Standard output
+and error are passed on line by line behind "[rank] ". When a process fails, the others are asked to
+end (SIGTERM), and killed five seconds later; so it is with Ctrl-C, which they get as such. The exit
+status is that of the first process that failed, 128 + n where signal n ended it; 124 when the time
+was up; 130 for Ctrl-C; 2 with one line on standard error when nothing can be started. With
+--keep-going it is 0 if any process ended with 0. With --restarts N the whole job is started again
+when one fails, and goes on from its own checkpoint; with --keep-going as well, a process that
+failed is started again alone, and told to rejoin the others, as long as there are any.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's flags."""
+    parser.epilog = EPILOG
+    parser.usage = "jaxcoll launch [-n N] [flags] (script.py | -m module) [arguments ...]"
+    parser.add_argument("-n", "--processes", type=int, default=2, metavar="N", help="(default: 2)")
+    parser.add_argument(
+        "--devices-per-process",
+        type=int,
+        metavar="K",
+        help="simulated CPU devices, or GPUs, of each process (default: 1)",
+    )
+    parser.add_argument(
+        "--platform",
+        choices=["cpu", "gpu"],
+        default="cpu",
+        help="simulated CPU devices over Gloo (default), or this host's GPUs, K for each process",
+    )
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="write what each prints to DIR/RANK.log as well"
+    )
+    parser.add_argument(
+        "--timeout", type=float, metavar="S", help="end all after S seconds (default: never)"
+    )
+    parser.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="let the others run on when a process fails, for programs that can go on without it",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start what failed again, N times in all (default: 0)",
+    )
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module"
+    )
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="script.py ...", help="what to run"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start, pass on, and end.
+
+    Returns:
+      The exit status; see `EPILOG`.
+
+    Raises:
+      ValueError: a flag cannot be.
+      OSError: nothing can be started, or no log be written.
+    """
+    from jaxcoll._cluster.launch.output import Output
+
+    command = _command(args)
+    until = time.monotonic() + (args.timeout or float("inf"))
+    with _logs(args.logs, args.processes) as logs, _noted() as signals:
+        job = _Job(args, command, Output(), logs, signals, until)
+        return _read_out(job, _run(job))
+
+
+@dataclasses.dataclass
+class _Job:
+    """What is to run, and whom it speaks to."""
+
+    args: argparse.Namespace
+    command: list[str]
+    output: Output
+    logs: list[FileIO]
+    signals: list[int]
+    until: float
+
+
+def _run(job: _Job) -> int:
+    args, complain = job.args, job.output.complain
+    restarts = _Restarts(args.restarts)
+    while True:
+        outcome = _run_once(job, restarts)
+        for rank in outcome.failed[:1] if not args.keep_going else outcome.failed:
+            others = "" if args.keep_going else "; the others were ended"
+            complain(f"process {rank} of {args.processes} {_how(outcome.statuses[rank])}{others}.")
+        if outcome.interrupted:
+            complain(f"{signal_name(outcome.interrupted)}: all processes were ended.")
+            return 128 + outcome.interrupted
+        if outcome.late:
+            complain(f"not all processes ended within {args.timeout:g} s; they were ended.")
+            return 124
+        if not outcome.failed or (args.keep_going and 0 in outcome.statuses):
+            return 0
+        if not restarts.take():
+            status = outcome.statuses[outcome.failed[0]]
+            assert status is not None
+            return status if status > 0 else 128 - status
+        complain(f"all {args.processes} are started again ({restarts}).")
+
+
+def _read_out(job: _Job, status: int) -> int:
+    """Wait for whoever reads the output, but not after the job was to end.
+
+    Returns:
+      The exit status.
+    """
+    ending = job.signals or time.monotonic() > job.until
+    until = time.monotonic() + 1 if ending else job.until
+    before = len(job.signals)
+    if not job.output.drain(lambda: len(job.signals) > before or time.monotonic() > until):
+        if not ending:
+            return 128 + job.signals[-1] if job.signals else 124
+    return status
+
+
+def _run_once(job: _Job, restarts: _Restarts) -> Outcome:
+    """One world, from its coordinator's start to its end."""
+    from jaxcoll._cluster.launch.local import coordinated, world_variables
+    from jaxcoll._cluster.launch.supervisor import GRACE, run_job
+
+    args, logs, complain = job.args, job.logs, job.output.complain
+
+    def say(rank: int, stream: str, piece: bytes) -> None:
+        job.output.show(rank, stream, piece)
+        if logs:
+            try:
+                logs[rank].write(piece)
+            except OSError as error:  # a full disk, say, ends no training
+                complain(f"no more logs are kept: {error.strerror}.")
+                logs.clear()
+
+    with coordinated(args.processes, *logs[-1:]) as coordinator:
+        told: list[int] = []
+
+        def watch() -> None:
+            status = coordinator.process.poll()
+            # A coordinator that nobody needs any more ends with 0, and not before this.
+            if status and not told:
+                told.append(status)
+                complain(f"the coordinator {_how(status)}: JAX aborts every process without it.")
+
+        def again(rank: int, status: int) -> bool:
+            if not args.keep_going or told or not restarts.take():
+                return False
+            complain(
+                f"process {rank} of {args.processes} {_how(status)}; it is started again, to "
+                f"rejoin the others ({restarts})."
+            )
+            return True
+
+        variables = [
+            {**own, **_devices(args, rank)}
+            for rank, own in enumerate(world_variables(coordinator.address, args.processes))
+        ]
+        return run_job(
+            job.command, variables, say,
+            timeout=None if job.until == float("inf") else max(0.0, job.until - time.monotonic()),
+            keep_going=args.keep_going, grace=GRACE, signals=job.signals, watched=watch,
+            again=again, has_room=job.output.has_room,
+        )  # fmt: skip
+
+
+class _Restarts:
+    """How many are left."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._taken = most, 0
+
+    def take(self) -> bool:
+        """Whether one was left, which now is not."""
+        left = self._taken < self._most
+        self._taken += left
+        return left
+
+    def __str__(self) -> str:
+        return f"restart {self._taken} of {self._most}"
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    """What each process runs; everything that can be refused is refused before the work."""
+    if args.processes < 1:
+        raise ValueError(f"-n must be at least 1; got {args.processes}.")
+    if args.devices_per_process is not None and args.devices_per_process < 1:
+        k = args.devices_per_process
+        raise ValueError(f"--devices-per-process must be at least 1; got {k}.")
+    if args.timeout is not None and not 0 < args.timeout < float("inf"):
+        raise ValueError(f"--timeout must be a number of seconds above 0; got {args.timeout}.")
+    if args.restarts < 0:
+        raise ValueError(f"--restarts must be at least 0; got {args.restarts}.")
+    if args.module:
+        return [sys.executable, "-m", *args.module]
+    program = args.program[1:] if args.program[:1] == ["--"] else args.program
+    if not program:
+        raise ValueError("what is to run? Give a script.py, or -m and a module.")
+    if not Path(program[0]).exists():
+        raise ValueError(f"there is no file {program[0]}.")
+    return [sys.executable, *program]
+
+
+def _devices(args: argparse.Namespace, rank: int) -> Mapping[str, str]:
+    """The devices of a process, and what it is told unless the user's own variables say it."""
+    count = args.devices_per_process or 1
+    # JAX's preemption service would keep SIGTERM from ending a process.
+    usual = {"PYTHONUNBUFFERED": "1", "JAX_ENABLE_PREEMPTION_SERVICE": "false"}
+    if args.platform == "cpu":
+        own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
+    else:
+        ids = ",".join(str(rank * count + k) for k in range(count))
+        own = {"JAX_PLATFORMS": "cuda", "JAX_LOCAL_DEVICE_IDS": ids}
+        # NCCL's processes on one host need no other interface to find each other.
+        usual["NCCL_SOCKET_IFNAME"] = "lo"
+    return {**{name: os.environ.get(name, value) for name, value in usual.items()}, **own}
+
+
+def _how(status: int | None) -> str:
+    assert status is not None
+    if status < 0:
+        return f"was ended by {signal_name(-status)}"
+    return f"ended with status {status}"
+
+
+@contextlib.contextmanager
+def _logs(folder: Path | None, processes: int) -> Iterator[list[FileIO]]:
+    """A file for each rank, and one for the coordinator; none without a folder."""
+    with contextlib.ExitStack() as stack:
+        files: list[FileIO] = []
+        if folder is not None:
+            names = [*map(str, range(processes)), "coordinator"]
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                files = [
+                    stack.enter_context((folder / f"{name}.log").open("wb", buffering=0))
+                    for name in names
+                ]
+            except OSError as error:
+                raise OSError(f"--logs {folder}: {error.strerror}.") from None
+        yield files
+
+
+@contextlib.contextmanager
+def _noted() -> Iterator[list[int]]:
+    """Signals to end are noted, and acted upon where nothing is left half done.
+
+    A hangup that this process was to ignore (`nohup`) it ignores.
+
+    Yields:
+      Those that came.
+    """
+    came: list[int] = []
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,142 @@
+"""`jaxcoll plan`: what a tree would send, and what that would take, for any cluster."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+from pathlib import Path
+
+from jaxcoll._api.plan import plan_in
+from jaxcoll._files import check_writable, write_result, write_text
+from jaxcoll._mesh.machine_costs import terms_here
+from jaxcoll._mesh.world import topology_world
+from jaxcoll._plan.cost.clusters import topology_named
+from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.world import World
+from jaxcoll.bench.naming import options_of
+from jaxcoll.bench.workloads import TREES, Workload, tree_of
+from jaxcoll.cli.simulation import ALGORITHMS, Simulation, simulate
+
+EPILOG = """\
+Nothing is compiled, and nothing runs: a plan is made from shapes, and its time is predicted by the
+cost model (docs/cost_model.md). --simulate takes the tree as one array. The exit status is 0, or 2
+with one line on standard error.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's flags."""
+    parser.epilog = EPILOG
+    what = parser.add_argument_group("what is reduced")
+    what.add_argument(
+        "--tree",
+        default="resnet50",
+        metavar="NAME",
+        help=f"{', '.join(TREES)}, or a FILE.json of [{{shape, dtype}}, ...] (default: resnet50)",
+    )
+    what.add_argument("--dtype", default="float32", help="of what does not say (default: float32)")
+    what.add_argument("--reduce-op", choices=["mean", "sum"], default="mean")
+    what.add_argument(
+        "--algorithm", default="auto", metavar="NAME", help="and packs, as in ring@4MiB"
+    )
+    where = parser.add_argument_group("where").add_mutually_exclusive_group()
+    where.add_argument("--topology", metavar="NAME", help="a cluster, such as h100:2x8 or v5e:4x4")
+    where.add_argument("--devices", type=int, metavar="N", help="of one CPU process (default: 8)")
+    where.add_argument(
+        "--processes", type=int, metavar="N", help="CPU processes on this machine, over Gloo"
+    )
+    out = parser.add_argument_group("results")
+    out.add_argument(
+        "--simulate",
+        action="store_true",
+        help="predict it for 2 to 16,384 replicas of these devices (default: h100:2x8)",
+    )
+    out.add_argument("--algorithms", metavar="LIST", help=f"for --simulate (default: {ALGORITHMS})")
+    out.add_argument(
+        "--all-rows", action="store_true", help="show all rows of a long table, not the first"
+    )
+    out.add_argument("--json", metavar="FILE", help="write it to FILE as JSON; - for here")
+    out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what --simulate predicts")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan or simulate, and show.
+
+    Returns:
+      The exit status.
+
+    Raises:
+      ValueError: the flags cannot be met, or a result cannot be written.
+    """
+    workload = _checked(args)
+    found = _simulation(args, workload) if args.simulate else _plan(args, workload)
+    text = json.dumps(found.to_dict(), indent=2)
+    if isinstance(found, Simulation) and args.plot:
+        from jaxcoll.cli.simulation_picture import draw
+
+        write_result("--plot", args.plot, functools.partial(draw, found))
+    if args.json and args.json != "-":
+        write_text("--json", Path(args.json), text + "\n")
+    if args.json == "-":
+        print(text)
+    else:
+        print(found.text() if isinstance(found, Plan) and args.all_rows else found)
+    return 0
+
+
+def _checked(args: argparse.Namespace) -> Workload:
+    """The tree; everything that can be refused is refused before the work."""
+    for flag in ("devices", "processes"):
+        number = getattr(args, flag)
+        if number is not None and number < 1:
+            raise ValueError(f"--{flag} must be at least 1; got {number}.")
+    if not args.simulate and (args.plot or args.algorithms):
+        flag = "--plot draws" if args.plot else "--algorithms is for"
+        raise ValueError(f"{flag} what --simulate predicts; add --simulate.")
+    if args.simulate and args.all_rows:
+        raise ValueError("--all-rows is for a plan's table; leave it out.")
+    if args.simulate and args.algorithm != "auto":
+        raise ValueError("--simulate takes --algorithms, a list, in the place of --algorithm.")
+    if args.plot:
+        if args.plot.suffix != ".png":
+            raise ValueError(f"--plot: expected a name that ends in .png; got {args.plot}.")
+        check_writable("--plot", args.plot)
+    if args.json not in (None, "-"):
+        check_writable("--json", Path(args.json))
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise ValueError(
+            "--plot needs matplotlib, which is not installed: pip install 'jaxcoll[cli]'"
+        )
+    return tree_of(args.tree, args.dtype)
+
+
+def _plan(args: argparse.Namespace, workload: Workload) -> Plan:
+    options = options_of(args.algorithm)
+    two = (options.algorithm or "").count("/") + 1
+    if args.topology:
+        topology = topology_named(args.topology)
+        world = topology_world(topology, topology.sizes(two))
+        terms = preset(world)
+    else:
+        n = args.processes or args.devices or 8
+        world = World("cpu", (n,), processes=args.processes or 1)
+        terms = terms_here(world)
+    op = ReduceOp.of(args.reduce_op)
+    return plan_in(list(workload.leaves), world, terms, options, op)
+
+
+def _simulation(args: argparse.Namespace, workload: Workload) -> Simulation:
+    if args.devices is not None:
+        raise ValueError(
+            "--simulate: devices of one process share one machine, however many there are; name "
+            "a cluster as in --topology h100:2x8, or --processes for CPU processes, one a host."
+        )
+    topology = None if args.processes else topology_named(args.topology or "h100:2x8")
+    names = [name.strip() for name in (args.algorithms or ALGORITHMS).split(",") if name.strip()]
+    if not names:
+        raise ValueError("--algorithms names none.")
+    return simulate(workload.name, workload.nbytes, topology, list(dict.fromkeys(names)))

@@ -1,0 +1,1 @@
+"""Example trainings, through the public face."""

@@ -1,0 +1,183 @@
+"""The picture of the demonstration: how it learned, beside what travelled for it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+from jaxcoll._plan.packs.packing import Pack
+from jaxcoll._plan.plan import Plan
+from jaxcoll.demos.demonstration import Outcome, counted
+
+INK, FAINT, LINE = "#1d2433", "#717a8a", "#dfe3e9"
+MANY, ONE = "#1f6f8b", "#e2725b"
+LEAVES = ("#1f6f8b", "#5aa5bb", "#9bcbd8")
+LEFT, MIDDLE, WIDTH = 0.06, 0.56, 0.385
+
+
+def draw(outcome: Outcome, path: Path) -> None:
+    """Write the picture as a PNG of 1,920 × 1,080 pixels.
+
+    Args:
+      outcome: what to show.
+      path: where to.
+    """
+    # A Figure of its own needs no screen, and leaves matplotlib's state alone.
+    figure = Figure(figsize=(12.8, 7.2), dpi=150, facecolor="white")
+    figure.text(LEFT, 0.915, _headline(outcome), size=22, weight="bold", color=INK)
+    figure.text(
+        LEFT,
+        0.863,
+        f"UCI handwritten digits, {counted(outcome.steps, 'step')} of {outcome.batch_size} images. "
+        f"{outcome.accuracy:.1%} of the test images are read correctly; the parameters differ "
+        f"from one device's by {power(outcome.difference)}.",
+        size=11,
+        color=FAINT,
+    )
+    for x, title in ((LEFT, "Loss, step by step"), (MIDDLE, "What a device sends in each step")):
+        figure.text(x, 0.775, title, size=13, weight="bold", color=INK)
+    _losses(figure.add_axes((LEFT, 0.135, WIDTH, 0.56)), outcome)
+    _packs(figure.add_axes((MIDDLE, 0.135, WIDTH, 0.60)), outcome)
+    figure.text(MIDDLE, 0.06, _sent(outcome), size=11, color=FAINT, linespacing=1.5)
+    figure.savefig(path, format="png")
+
+
+def _losses(axes: Axes, outcome: Outcome) -> None:
+    """Both curves, smoothed; they coincide, so the reference is a thin line inside the other."""
+    steps = np.arange(1, outcome.steps + 1)
+    many, one = (np.array(t.losses) for t in (outcome.training, outcome.reference))
+    axes.semilogy(steps, many, color=LINE, linewidth=1)
+    axes.semilogy(steps, smooth(many), color=MANY, linewidth=6, solid_capstyle="round")
+    axes.semilogy(steps, smooth(one), color=ONE, linewidth=1.8)
+    bare(axes)
+    axes.grid(axis="y", which="major", color=LINE, linewidth=0.8, zorder=0)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.minorticks_off()
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 5, 10]))
+    axes.set_xlim(0, outcome.steps * 1.02)
+    axes.set_xlabel("step", color=FAINT, size=11, loc="right")
+    labels = (
+        (0.0, MANY, f"{counted(outcome.devices, 'device')}, through jaxcoll"),
+        (0.52, ONE, "1 device, without it"),
+    )
+    for x, color, label in labels:
+        above = {"transform": axes.transAxes, "va": "bottom"}
+        axes.text(x, 1.04, label, size=11.5, weight="bold", color=color, **above)
+
+
+def smooth(losses: np.ndarray) -> np.ndarray:
+    """A running geometric mean over a twentieth of the steps, over fewer at the ends."""
+    window = np.ones(2 * (len(losses) // 40) + 1)
+    total, count = (np.convolve(x, window, "same") for x in (np.log(losses), np.ones(len(losses))))
+    return np.exp(total / count)
+
+
+def _packs(axes: Axes, outcome: Outcome) -> None:
+    """A bar for each array that travels, as long as its bytes; its leaves are told apart."""
+    plan = outcome.plan
+    axes.set_axis_off()
+    if not plan.packs:
+        axes.text(0, 0.9, "Nothing: there is no other device.", size=12, color=FAINT)
+        return
+    longest = max(pack.nbytes for pack in plan.packs)
+    for row, pack in enumerate(plan.packs):
+        axes.text(-0.02, row, _carried(plan, pack), size=10, color=INK, ha="right", va="center")
+        end = _bar(axes, row, plan, pack, longest)
+        axes.text(end + 0.015, row, _size(pack.nbytes), size=10, color=FAINT, va="center")
+    axes.set_xlim(-0.34, 1.4)
+    axes.set_ylim(max(len(plan.packs), 4) - 0.4, -0.6)
+    if outcome.compiled.all_reduces == 1 < len(plan.packs):
+        edge, top, bottom = 1.3, -0.31, len(plan.packs) - 0.69
+        axes.plot([edge - 0.02, edge, edge, edge - 0.02], [top, top, bottom, bottom], color=ONE)
+        axes.text(
+            *(edge + 0.02, (top + bottom) / 2, "compiled into\none all-reduce"),
+            size=11,
+            color=ONE,
+            weight="bold",
+            rotation=270,
+            va="center",
+            multialignment="center",
+        )
+
+
+def _bar(axes: Axes, row: int, plan: Plan, pack: Pack, longest: int) -> float:
+    """Draw one pack; returns where it ends. Leaves with room for it carry their name."""
+    end = 0.0
+    for k, segment in enumerate(pack.segments):
+        width = segment.size * pack.dtype.itemsize / longest
+        color = LEAVES[k % len(LEAVES)]
+        axes.barh(row, width, left=end, height=0.62, color=color)
+        if len(pack.segments) > 1 and width > 0.2:
+            name = _name(plan.leaves[segment.leaf].path)
+            axes.text(end + width / 2, row, name, size=9, color="white", ha="center", va="center")
+        end += width
+    # A hair's breadth even for the smallest, or it would look as if nothing travelled.
+    axes.barh(row, max(end, 0.004), height=0.62, color="none" if end > 0.004 else LEAVES[0])
+    return max(end, 0.004)
+
+
+def _headline(outcome: Outcome) -> str:
+    if outcome.devices == 1:
+        return "One device, one model"
+    return f"{outcome.devices} devices, one model"
+
+
+def _sent(outcome: Outcome) -> str:
+    if not outcome.plan.packs:
+        return ""
+    requested, compiled = outcome.requested, outcome.compiled
+    return (
+        f"{counted(requested.all_reduces, 'all-reduce')} requested, "
+        f"{compiled.all_reduces} compiled. {outcome.wire_bytes:,} bytes leave each\n"
+        f"device: 2(n−1)/n of the {outcome.plan.nbytes:,} that it adds, for n = {outcome.devices}."
+    )
+
+
+def _carried(plan: Plan, pack: Pack) -> str:
+    """The first and the last leaf of a pack, as people would name them."""
+    names = [_name(plan.leaves[s.leaf].path) for s in pack.segments]
+    return names[0] if len(names) == 1 else f"{names[0]} …\n{names[-1]}"
+
+
+def _name(path: str) -> str:
+    """`.grads['conv1']['bias']` as conv1 bias; the reduced value is the loss.
+
+    Examples:
+      >>> _name(".grads['conv1']['bias']"), _name(".value")
+      ('conv1 bias', 'loss')
+    """
+    return " ".join(re.findall(r"\['?([^'\]]+)'?\]", path)) or "loss"
+
+
+def _size(nbytes: int) -> str:
+    """Bytes in the unit that suits them.
+
+    Examples:
+      >>> _size(40), _size(18432), _size(3 << 20)
+      ('40 B', '18.0 KiB', '3.0 MiB')
+    """
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    return f"{nbytes / 1024:.1f} KiB" if nbytes < 1 << 20 else f"{nbytes / (1 << 20):.1f} MiB"
+
+
+def power(value: float) -> str:
+    """A number as a power of ten, for matplotlib."""
+    if not value:
+        return "nothing"
+    mantissa, exponent = f"{value:.0e}".split("e")
+    return f"${mantissa}\\cdot 10^{{{int(exponent)}}}$"
+
+
+def bare(axes: Axes) -> None:
+    """Only what carries data."""
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(LINE)
+    axes.tick_params(colors=FAINT, length=0, labelsize=10.5)

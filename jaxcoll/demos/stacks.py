@@ -1,0 +1,152 @@
+r"""Stacks of transformer layers, trained as people write it and by jaxcoll.
+
+    jaxcoll inspect jaxcoll.demos.stacks:scanned --topology h100:8 \\
+        --against jaxcoll.demos.stacks:scanned_plain
+
+Parameters and gradients are float32, the layers compute in bfloat16. A stack has no embedding:
+the gradient of one is the last to be ready and can hide behind nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxcoll._api.gradients import sync_in_backward, value_and_grad
+from jaxcoll._plan.options import CommunicationOptions
+from jaxcoll._step.data_parallel import data_parallel
+from jaxcoll.demos.transformer import LAYERS, WIDTH, layer, through
+
+Example = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A step, and its arguments by their shapes."""
+
+TEXTS, LENGTH = 96, 1024
+"""On each of eight devices 12 texts of 1,024 tokens, as nanoGPT trains GPT-2 by default."""
+
+HALVES = (("down", "norm2"), ("up", "out", "qkv", "norm1"))
+"""Of a layer: what is differentiated first, and what follows; each too large to be merged."""
+
+SMALL_LAYERS, SMALL_WIDTH = 2, 512
+"""25 MB of gradients, which XLA for GPUs makes one collective of."""
+
+
+def scanned() -> Example:
+    """12 layers in a `lax.scan`, each layer's gradient reduced in the loop of the backward pass.
+
+    `data_parallel` sets the compiler options that let several collectives be under way.
+    """
+
+    def body(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
+        return through(sync_in_backward(each, "data"), x), None
+
+    def stack(layers: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(body, x, layers)[0]
+
+    return _by_jaxcoll(stack), _arguments(layer(WIDTH, jnp.float32, LAYERS), WIDTH)
+
+
+def scanned_by_sixes() -> Example:
+    """The same with six layers a turn of the loop, two packs a layer, placed by the compiler.
+
+    A collective ends in the turn in which it started; of six layers only the last has nothing but
+    itself to hide behind. With so much in a turn, one collective at a time is placed best.
+    """
+    whole = CommunicationOptions(overlap=False, bytes_per_pack=64 << 20)
+
+    def body(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
+        for half in HALVES:
+            part = {name: each[name] for name in half}
+            each = {**each, **sync_in_backward(part, "data", options=whole)}
+        return through(each, x), None
+
+    def stack(layers: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(body, x, layers, unroll=6)[0]
+
+    return _by_jaxcoll(stack), _arguments(layer(WIDTH, jnp.float32, LAYERS), WIDTH)
+
+
+def scanned_plain() -> Example:
+    """The same layers in a `lax.scan`, 604 MB of gradients averaged when all are there."""
+    return _plainly(_scan), _arguments(layer(WIDTH, jnp.float32, LAYERS), WIDTH)
+
+
+def unrolled() -> Example:
+    """12 layers in a Python loop, packs of their gradients reduced as they become ready.
+
+    A pack holds one of the large matrices, or the two smaller ones of a layer.
+    """
+    overlap = CommunicationOptions(overlap=True)
+    return _by_jaxcoll(_loop, overlap), _arguments([layer(WIDTH, jnp.float32)] * LAYERS, WIDTH)
+
+
+def unrolled_plain() -> Example:
+    """The same, their gradients averaged leaf by leaf."""
+    return _plainly(_loop), _arguments([layer(WIDTH, jnp.float32)] * LAYERS, WIDTH)
+
+
+def small() -> Example:
+    """Two layers, 25 MB of gradients, packs of them reduced as they become ready."""
+    return _by_jaxcoll(_loop, CommunicationOptions(overlap=True)), _arguments(_small(), SMALL_WIDTH)
+
+
+def small_plain() -> Example:
+    """The same, averaged leaf by leaf."""
+    return _plainly(_loop), _arguments(_small(), SMALL_WIDTH)
+
+
+def _small() -> Any:
+    return [layer(SMALL_WIDTH, jnp.float32)] * SMALL_LAYERS
+
+
+def _arguments(layers: Any, width: int) -> tuple[Any, ...]:
+    return layers, jax.ShapeDtypeStruct((TEXTS, LENGTH, width), jnp.bfloat16)
+
+
+def _by_jaxcoll(
+    stack: Callable[..., jax.Array], options: CommunicationOptions | None = None
+) -> Callable[..., Any]:
+    """The step with jaxcoll."""
+
+    def step(layers: Any, x: jax.Array) -> Any:
+        value, grads = value_and_grad(_loss(stack), "data")(layers, x)
+        return _descend(layers, grads), value
+
+    return data_parallel(step, options=options)
+
+
+def _plainly(stack: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """The step with JAX alone: `pmean` of the gradients, without `shard_map`'s checks."""
+
+    def step(layers: Any, x: jax.Array, *, mesh: Any) -> Any:
+        def replica(layers: Any, x: jax.Array) -> Any:
+            value, grads = jax.value_and_grad(_loss(stack))(layers, x)
+            grads = jax.lax.pmean(grads, "data")
+            return _descend(layers, grads), jax.lax.pmean(value, "data")
+
+        return jax.shard_map(
+            replica, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+        )(layers, x)
+
+    return step
+
+
+def _loss(stack: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda layers, x: jnp.mean(stack(layers, x).astype(jnp.float32) ** 2)
+
+
+def _scan(layers: Any, x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, each: (through(each, x), None), x, layers)[0]
+
+
+def _loop(layers: Any, x: jax.Array) -> jax.Array:
+    for each in layers:
+        x = through(each, x)
+    return x
+
+
+def _descend(layers: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda p, g: p - jnp.float32(1e-3) * g, layers, grads)

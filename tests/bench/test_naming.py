@@ -1,0 +1,90 @@
+"""What is written on the command line, and what it means."""
+
+import math
+
+import pytest
+
+from jaxcoll.bench.naming import bytes_of, options_of, sizes_of, spelled
+from jaxcoll.bench.timing import interleaved, ratio
+from jaxcoll.bench.workloads import TREES, array_of, tree_of
+
+
+def test_algorithms():
+    said = {name: options_of(name) for name in ("auto", "auto@2KiB", "ring", "nccl/rechd@all")}
+    assert [o.algorithm for o in said.values()] == [None, None, "ring", "native/halving_doubling"]
+    assert [o.bytes_per_pack for o in said.values()] == [0, 2048, 0, 1 << 60]
+    assert options_of("halving-doubling") == options_of("halving_doubling")
+    with pytest.raises(
+        ValueError,
+        match=r"no algorithm 'magic': choose per-leaf, auto, reproducible, native, ring, ",
+    ):
+        options_of("magic")
+    with pytest.raises(ValueError, match=r"expected a size such as 1KiB, 4MiB or 1GiB; got 'much'"):
+        options_of("ring@much")
+
+
+def test_sizes():
+    assert [spelled(s) for s in sizes_of("1KiB:8KiB")] == ["1KiB", "2KiB", "4KiB", "8KiB"]
+    assert sizes_of("1MiB") == [1 << 20]
+    assert sizes_of("100:1000:3") == [100, 300, 900]
+    assert len(sizes_of("1KiB:1GiB")) == 21
+    for size in (1, 999, 1024, 5 << 20, 3 << 29):
+        assert bytes_of(spelled(size)) == size
+    for bad in ("2KiB:1KiB", "1KiB:2KiB:1", "1KiB:2KiB:2:2", "1KiB:2KiB:x"):
+        with pytest.raises(
+            ValueError, match=r"--sizes: expected SIZE, FIRST:LAST or FIRST:LAST:FACTOR"
+        ):
+            sizes_of(bad)
+    for bad in ("", "0", "1KB", "-1KiB"):
+        with pytest.raises(ValueError, match="expected a size such as"):
+            sizes_of(bad)
+
+
+def test_the_trees_have_the_sizes_they_are_known_for():
+    count = {name: (len(s()), sum(map(math.prod, s()))) for name, s in TREES.items()}
+    assert count["resnet50"] == (161, 25_557_032)
+    assert count["gpt2-small"] == (148, 124_439_808)
+    assert count["many-small"][0] == 1000
+    assert count["one-big"] == (1, 1 << 24)
+    assert count["200x1KiB"] == (200, 200 * 256)
+    assert tree_of("resnet50", "bfloat16").nbytes == 2 * 25_557_032
+
+
+def test_a_tree_from_a_file(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text('[{"shape": [2, 3], "dtype": "int32"}, {"shape": []}]')
+    found = tree_of(str(file), "float16")
+    assert [(x.shape, x.dtype.name) for x in found.leaves] == [((2, 3), "int32"), ((), "float16")]
+    assert (found.name, found.nbytes) == ("mine", 26)
+    for bad in ("[", "{}", "[]", '[{"dtype": "f4"}]', '[{"shape": 3}]', '[{"shape": [-1]}]',
+                '[{"shape": [1.5]}]', '[{"shape": [], "dtype": "x"}]', "[1]"):  # fmt: skip
+        file.write_text(bad)
+        with pytest.raises(ValueError, match="is no tree: expected a list of"):
+            tree_of(str(file), "float32")
+    with pytest.raises(ValueError, match=r"missing.json is no tree.*FileNotFoundError"):
+        tree_of("missing.json", "float32")
+    with pytest.raises(ValueError, match="no tree 'vgg': choose resnet50"):
+        tree_of("vgg", "float32")
+
+
+def test_an_array_of_a_size():
+    found = array_of(4096, "bfloat16")
+    assert (found.name, found.leaves[0].shape, found.nbytes) == ("4KiB", (2048,), 4096)
+    with pytest.raises(ValueError, match="--sizes: 6 bytes are no whole elements of float32"):
+        array_of(6, "float32")
+    with pytest.raises(ValueError, match="no dtype 'float33': expected one such as float32"):
+        array_of(4, "float33")
+
+
+def test_rounds_are_reversed_every_other_time_and_ratios_are_paired():
+    order = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    assert len(list(interleaved(calls, 3))) == 3
+    assert order == list("abbaab")
+    assert ratio([2.0, 20.0, 4.0], [1.0, 10.0, 2.0]).median == 2.0
+    assert ratio([1.0], [0.0]) is None
+
+
+def test_reproducible_is_spelled_like_an_algorithm():
+    assert options_of("reproducible@all").reproducible
+    assert options_of("reproducible").algorithm is None

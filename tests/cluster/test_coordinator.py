@@ -1,0 +1,165 @@
+"""Whatever strangers send, and however a coordinator ends, real processes get in or know at once."""
+
+import contextlib
+import json
+import socket
+import sys
+import threading
+import time
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import jaxcoll as jc
+from jaxcoll._cluster import coordinator as coordinators
+from jaxcoll._cluster.coordinator import STRANGERS, message, news_of, start_coordinator
+from jaxcoll._cluster.launchers import Member
+from jaxcoll._cluster.liveness import Line
+from jaxcoll._cluster.rendezvous import arrive
+
+HELLO = {"process_id": 1, "num_processes": 2, "patience": 60.0, "who": "there:1"}
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+VALUES = st.recursive(SCALARS, lambda x: st.lists(x) | st.dictionaries(st.text(), x), max_leaves=9)
+
+
+def is_one(name, value):
+    """Whether a hello with this value in the place of its own is one that a process may send."""
+    said = json.dumps(HELLO | {name: value})
+    return coordinators._hello(said.encode()) is not None
+
+
+HELLOS = (
+    st.tuples(st.sampled_from(sorted(HELLO)), VALUES)
+    .filter(lambda pair: not is_one(*pair))
+    .map(lambda pair: json.dumps(HELLO | dict([pair])).encode() + b"\n")
+)
+
+
+@pytest.fixture(scope="module")
+def waiting():
+    """A coordinator that has waited for two processes all the while, and gets them in the end."""
+    started = start_coordinator("127.0.0.1:0", 2)
+    yield started
+    with joined(started) as lines:
+        assert [line.news() for line in lines] == [{}, {}]
+    started.end()
+
+
+@contextlib.contextmanager
+def joined(started):
+    found = [None, None]
+
+    def come(rank):
+        found[rank] = Line(arrive(Member(started.address, 2, rank), 20).detach())
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    yield found
+    for line in found:
+        line.close()
+
+
+def connection(started):
+    host, port = started.address.split(":")
+    return socket.create_connection((host, int(port)), 20)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.binary() | VALUES.map(lambda x: json.dumps(x).encode() + b"\n") | HELLOS)
+@example(b"[" * 1500 + b"\n")
+@example(b'{"a":' * 700 + b"\n")
+@example(json.dumps(HELLO | {"patience": float("inf")}).encode() + b"\n")
+@example(json.dumps(HELLO).replace("60.0", "1e999").encode() + b"\n")
+@example(json.dumps(HELLO | {"patience": float("nan")}).encode() + b"\n")
+@example(json.dumps(HELLO | {"patience": 2.2e6}).encode() + b"\n")
+@example(json.dumps(HELLO | {"num_processes": 10**4000}).encode() + b"\n")
+@example(json.dumps(HELLO | {"who": "\x1b[2J"}).encode() + b"\n")
+@example(b"\xff" * 5000)
+@example(b"\n")
+def test_a_coordinator_waits_on_whatever_strangers_send(waiting, sent):
+    with connection(waiting) as stranger, contextlib.suppress(ConnectionError):
+        stranger.sendall(sent)
+        stranger.shutdown(socket.SHUT_WR)
+        assert stranger.recv(100) == b""  # it has read it all, hung up, and lives
+    assert waiting.process.poll() is None
+
+
+@settings(max_examples=200)
+@given(st.binary() | VALUES.map(json.dumps))
+@example("[" * 100_000)
+@example('{"ended": 1, "done": {"a": "b"}, "stage": 7}')
+@example('{"ended": true}')
+def test_what_is_received_is_a_message_or_nothing(sent):
+    assert type(message(sent)) is dict
+    news = news_of(sent)
+    assert not news or type(news["ended"]) is int
+    assert all(type(count) is int for count in news.get("done", {}).values())
+
+
+def test_connections_that_say_nothing_keep_nobody_out_and_are_not_heard_later():
+    started = start_coordinator("127.0.0.1:0", 2)
+    with contextlib.ExitStack() as open_ones:
+        silent = [open_ones.enter_context(connection(started)) for _ in range(STRANGERS + 40)]
+        for each in silent[::2]:
+            with contextlib.suppress(ConnectionError):  # the oldest were closed
+                each.sendall(b'{"process')
+        began = time.monotonic()
+        with joined(started) as (here, there):
+            assert time.monotonic() - began < 10
+            for each in silent:
+                with contextlib.suppress(OSError):
+                    each.sendall(json.dumps(HELLO).encode() + b"\n")
+            there.say_farewell({"team": 3})
+            there.close()
+            until = time.monotonic() + 20
+            while not here.news() and time.monotonic() < until:
+                time.sleep(0.01)
+            assert here.news()[1]["done"] == {"team": 3}
+            assert not here.is_broken
+    started.end()
+
+
+def test_a_stranger_that_says_nothing_keeps_nobody_from_hearing_why_there_is_no_job():
+    started = start_coordinator("127.0.0.1:0", 3)
+    wrong = HELLO | {"num_processes": 7}
+    with connection(started) as one, connection(started) as silent:
+        one.sendall(json.dumps(wrong).encode() + b"\n")
+        assert b"was told that there are 7" in one.recv(1000)
+        with connection(started), pytest.raises(ValueError, match="was told that there are 7 pro"):
+            arrive(Member(started.address, 3, 0), 20)
+        assert b"was told that there are 7" in silent.recv(1000)
+    started.end()
+
+
+def test_a_coordinator_that_dies_early_is_not_waited_for():
+    started = start_coordinator("127.0.0.1:0", 2)
+    threading.Timer(0.3, started.process.kill).start()
+    began = time.monotonic()
+    with pytest.raises(jc.PeerLostError, match="coordinator at .* died before all had arr") as lost:
+        arrive(Member(started.address, 2, 1), 60)
+    assert (lost.value.ranks, time.monotonic() - began < 20) == ((), True)
+    started.end()
+
+
+@pytest.mark.parametrize("seconds", [2_147_484, 1e9, sys.float_info.max])
+def test_however_long_one_would_wait_the_others_are_waited_for(seconds):
+    started = start_coordinator("127.0.0.1:0", 2)
+    found = []
+
+    def come(rank):
+        found.append(arrive(Member(started.address, 2, rank), seconds))
+
+    first = threading.Thread(target=come, args=(0,), daemon=True)
+    first.start()
+    time.sleep(0.2)
+    assert started.process.poll() is None
+    come(1)
+    first.join(20)
+    assert len(found) == 2
+    for line in found:
+        line.close()
+    started.end()

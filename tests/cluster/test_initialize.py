@@ -1,0 +1,288 @@
+"""Entering a job: who arrives, who does not, and what each is told."""
+
+import ipaddress
+import json
+import os
+import socket
+import threading
+import time
+
+import jax
+import pytest
+
+import jaxcoll as jc
+from jaxcoll._cluster.coordinator import start_coordinator
+from jaxcoll._cluster.initialize import _start
+from jaxcoll._cluster.launchers import Member
+from jaxcoll._cluster.liveness import Line
+from jaxcoll._cluster.rendezvous import arrive
+from jaxcoll._compat.coordination import StoreUnreachableError
+from jaxcoll._dispatch.watchdog import _answered
+
+
+@pytest.fixture
+def coordinator():
+    started = []
+
+    def start(processes):
+        started.append(start_coordinator("127.0.0.1:0", processes))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+
+
+def together(members, timeout):
+    """What each gets from `arrive`: "in", or the exception."""
+    found = [None] * len(members)
+
+    def one(i):
+        try:
+            arrive(members[i], timeout).close()
+            found[i] = "in"
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("present", "expected", "kind", "words"),
+    [
+        ([(0, 3), (2, 3)], 3, jc.DeadlineExceededError, "process 1 of 3 did not arrive within the 1.0 s"),
+        ([(0, 3), (1, 3), (1, 3)], 3, ValueError, "two processes say that they are process 1 of 3: .*:"),
+        ([(0, 2), (1, 3)], 2, ValueError, "was told that there are 3 processes, and the coordinator"),
+    ],
+)  # fmt: skip
+def test_everyone_who_came_is_told_what_is_wrong(coordinator, present, expected, kind, words):
+    address = coordinator(expected).address
+    start = time.monotonic()
+    found = together([Member(address, n, rank) for rank, n in present], 1.0)
+    assert time.monotonic() - start < 2, "not longer than the deadline"
+    for error in found:
+        with pytest.raises(kind, match=words):
+            raise error
+
+
+def test_one_that_dies_before_all_are_here_is_named_at_once(coordinator):
+    address = coordinator(3).address
+    host, port = address.split(":")
+    hello = {"process_id": 2, "num_processes": 3, "patience": 60.0, "who": "there:1"}
+    with socket.create_connection((host, int(port))) as dying:
+        dying.sendall(json.dumps(hello).encode() + b"\n")
+        threading.Timer(0.2, lambda: dying.shutdown(socket.SHUT_RDWR)).start()
+        start = time.monotonic()
+        with pytest.raises(
+            jc.PeerLostError, match=r"process 2 \(there:1\) ended before all 3 had arrived"
+        ) as caught:
+            arrive(Member(address, 3, 0), 30)
+    assert caught.value.ranks == (2,)
+    assert time.monotonic() - start < 10
+
+
+def test_strangers_do_not_count_and_a_coordinator_leaves_when_nobody_needs_it(coordinator):
+    started = coordinator(2)
+    host, port = started.address.split(":")
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"x" * 5000, b'{"process_id": -1}\n', b""):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(said)
+    lines = []
+    others = threading.Thread(
+        target=lambda: lines.append(arrive(Member(started.address, 2, 1), 20))
+    )
+    others.start()
+    lines.append(arrive(Member(started.address, 2, 0), 20))
+    others.join(20)
+    with pytest.raises(ValueError, match="is no coordinator that waits for processes: another"):
+        arrive(Member(started.address, 2, 1), 20)  # the job has begun
+    os.close(os.dup(started.lifeline))
+    lines[0].close()
+    assert started.process.poll() is None
+    os.dup2(os.open(os.devnull, os.O_RDONLY), started.lifeline)  # as if this process had ended
+    lines[1].close()
+    assert started.process.wait(20) == 0
+
+
+def test_who_ended_while_this_process_was_told_to_go_is_known_as_well():
+    with socket.create_server(("127.0.0.1", 0)) as coordinator:
+        address = f"127.0.0.1:{coordinator.getsockname()[1]}"
+        found = []
+        thread = threading.Thread(target=lambda: found.append(arrive(Member(address, 2, 1), 5)))
+        thread.start()
+        connection, _ = coordinator.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(b'{"go": true}\n{"ended": 0}\n')
+            thread.join()
+            line = Line(found[0].detach())
+            assert line.news() == {0: {"ended": 0, "stage": None}}
+            line.close()
+
+
+def test_nobody_there_no_such_host_another_program_and_a_port_in_use():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        address = f"127.0.0.1:{port}"
+        with pytest.raises(
+            jc.DeadlineExceededError, match=r"was not reached within 0.2 s \(Conn.*Is process 0"
+        ):
+            arrive(Member(address, 2, 1), 0.2)
+        taken.listen()
+
+        def answer():
+            connection, _ = taken.accept()
+            connection.recv(100)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ValueError, match=f"what answers at {address} is no coordinator"):
+            arrive(Member(address, 2, 1), 5)
+        thread.join()
+        with pytest.raises(
+            OSError,
+            match=f"process 0 cannot listen at {address}.*: Address already in use. Choose a free",
+        ):
+            _start(Member(address, 2, 0), None, True, 1, 1)
+    with pytest.raises(
+        ValueError, match=r"'no-such-host.invalid:1' has no address here .*came from the arguments"
+    ):
+        arrive(Member("no-such-host.invalid:1", 2, 1), 5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(jc.DeadlineExceededError, match=f"{address} did not answer in time"):
+            arrive(Member(address, 2, 1), 0.2)
+    with pytest.raises(
+        ValueError, match="'no-such-host.invalid', where it is to listen, has no addr"
+    ):
+        _start(Member("no-such-host.invalid:1", 2, 0), None, True, 1, 1)
+
+
+def test_nobody_waits_for_a_coordinator_that_is_stopped():
+    stopped = threading.Event()
+    with pytest.raises(
+        StoreUnreachableError, match="is stopped or cut off: it did not answer within 0.05 s"
+    ):
+        _answered(stopped.wait, 0.05)
+    stopped.set()
+    with pytest.raises(ZeroDivisionError):
+        _answered(lambda: 1 / 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("source", "size", "rank"),
+    [
+        ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK"),
+    ],
+)
+def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch, source, size, rank):
+    def unknown(*_, **__):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", unknown)
+    monkeypatch.setenv(size, "2")
+    monkeypatch.setenv(rank, "1")
+    words = f"{source} does not say where .* JAX_COORDINATOR_ADDRESS"
+    with pytest.raises(ValueError, match=words):
+        jc.initialize()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "words"),
+    [
+        (ValueError, {"initialization_timeout": 0}, "`initialization_timeout` to be a finite"),
+        (ValueError, {"heartbeat_timeout_seconds": -1}, "`heartbeat_timeout_seconds` to be a finite"),
+        (ValueError, {"num_processes": 2}, "not told `coordinator_address` and `process_id`"),
+        (ValueError, {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2}, "process 2 of 2"),
+        (ValueError, {"coordinator_address": "a", "num_processes": 2, "process_id": 0}, "'host:port'"),
+        (ValueError, {"cluster_resolver": "slurm"}, "`cluster_resolver` must be a ClusterResolver"),
+        (RuntimeError, {"coordinator_address": "127.0.0.1:1", "num_processes": 2, "process_id": 0},
+         "must come before anything that uses devices"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(kind, arguments, words):
+    jax.devices()
+    with pytest.raises(kind, match=words):
+        jc.initialize(**arguments)
+
+
+def test_a_process_that_nobody_launched_is_alone():
+    jc.initialize()
+    assert jax.process_count() == 1
+    assert not jax.distributed.is_initialized()
+
+
+def test_the_tf_config_resolver_and_its_arguments():
+    cluster = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
+    said = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}, "rpc_layer": "grpc"})}  # fmt: skip
+    resolver = jc.TFConfigClusterResolver(task_id=1, environment=said)
+    assert resolver.cluster_spec() == {"chief": ("a:1",), "worker": ("b:1", "c:1")}
+    assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 1, "grpc://c:1")
+    assert resolver.master("chief", 0, rpc_layer="x") == "x://a:1"
+    assert resolver.num_accelerators() == {}
+    assert resolver.member() == Member("a:1", 3, 2, None, "TFConfigClusterResolver")
+    assert jc.TFConfigClusterResolver(environment={}).master() == ""
+    with pytest.raises(ValueError, match="there is no task 7 of job 'worker'; the cluster has"):
+        resolver.master("worker", 7)
+    with pytest.raises(ValueError, match="TFConfigClusterResolver: this is task 9 of job 'worker'"):
+        jc.TFConfigClusterResolver(task_id=9, environment=said).member()
+
+
+@pytest.mark.parametrize(
+    ("jobs", "change", "words"),
+    [
+        ({"worker": 3}, {}, "`jobs` has 3 tasks, and Slurm 4"),
+        (None, {"SLURM_PROCID": ""}, "SLURM_PROCID is missing .* Start it with `srun`"),
+        (None, {"SLURM_STEP_TASKS_PER_NODE": "2"}, r"2 hosts \(n\[1-2\]\), and tasks of 1"),
+        (
+            None,
+            {"SLURM_NODEID": "1"},
+            "task 0 is on host 1 .* on host 0 by the distribution 'block'",
+        ),
+    ],
+)
+def test_the_slurm_resolver_refuses(jobs, change, words):
+    said = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "0"}  # fmt: skip
+    assert jc.SlurmClusterResolver(tasks_per_node=2, environment=said).master() == "grpc://n1:8888"
+    with pytest.raises(ValueError, match=words):
+        jc.SlurmClusterResolver(jobs, environment={**said, **change})
+
+
+def test_the_slurm_resolver_puts_tasks_where_slurm_does():
+    said = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_PROCID": "1"}  # fmt: skip
+    block = ("n1:8888", "n1:8889", "n1:8890", "n2:8888")
+    cyclic = ("n1:8888", "n2:8888", "n1:8889", "n1:8890")
+    plane = {"SLURM_DISTRIBUTION": "plane", "SLURM_DIST_PLANESIZE": "2", "SLURM_NODEID": "0"}
+    for change, tasks in (
+        ({}, block),
+        ({"SLURM_DISTRIBUTION": "cyclic:block", "SLURM_NODEID": "1"}, cyclic),
+        (plane, ("n1:8888", "n1:8889", "n2:8888", "n1:8890")),
+    ):
+        resolver = jc.SlurmClusterResolver(environment={**said, **change})
+        assert resolver.cluster_spec() == {"worker": tasks}
+
+
+def test_a_host_whose_name_is_loopback_to_itself_is_found_out(monkeypatch):
+    monkeypatch.setattr(
+        "jaxcoll._cluster.initialize._resolved", lambda *_: ipaddress.ip_address("127.0.0.1")
+    )
+    monkeypatch.setattr("jaxcoll._cluster.initialize._check_unused", lambda: None)
+    monkeypatch.setattr("jaxcoll._cluster.initialize.arrive", out_of_time)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(jc.DeadlineExceededError) as caught:
+        jc.initialize(f"node1:{port}", 2, 0)
+    assert f"'node1:{port}' stands for 127.0.0.1:{port} on" in caught.value.__notes__[0]
+
+
+def out_of_time(member, timeout):
+    raise jc.DeadlineExceededError("time is up")

@@ -1,0 +1,163 @@
+"""Which process of which job this is, by the variables that launchers leave."""
+
+import json
+
+import pytest
+
+from jaxcoll._cluster.launchers import Member, checked_seconds, host_and_port, member_of
+from jaxcoll._cluster.slurm import counts_of, hosts_of
+
+LAUNCH = {"JAXCOLL_COORDINATOR": "127.0.0.1:5", "JAXCOLL_PROCESSES": "4", "JAXCOLL_RANK": "3"}
+SLURM = {
+    "SLURM_JOB_ID": "4097", "SLURM_STEP_NODELIST": "node[007-009,12],x", "SLURM_NTASKS": "10",
+    "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x5)",
+}  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}  # fmt: skip
+TORCH = {
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29500",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+}
+
+
+MPICH = {"PMI_SIZE": "3", "PMI_RANK": "2", "MPI_LOCALNRANKS": "3", "MPI_LOCALRANKID": "1"}
+
+
+def tf(cluster, kind=None, index=None, **more):
+    task = {"type": kind, "index": index} if kind else {}
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task, **more})}
+
+
+WORKERS = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (LAUNCH, ("127.0.0.1:5", 4, 3, None)),
+        (tf(WORKERS, "worker", "1"), ("a:1", 3, 2, None)),
+        (tf({"worker": {"1": "b:1", "0": "a:1"}}, "worker", 0), ("a:1", 2, 0, None)),
+        (tf(WORKERS, "evaluator", 0), None),
+        ({"TF_CONFIG": "{}"}, None),
+        (SLURM, ("node007:61441", 10, 9, (1,))),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x10)"}, ("node007:61441", 10, 9, None)),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, None),
+        (OPEN_MPI, ("10.96.0.1:62624", 4, 2, None)),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, ("10.96.0.1:62624", 4, 2, (0,))),
+        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,2620::2]:43"}, ("[fe80::1]:61441", 4, 2, None)),
+        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": ""}, (None, 4, 2, None)),
+        (TORCH, ("a:29500", 2, 1, (1,))),
+        ({**TORCH, "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "::1"}, ("[::1]:29501", 2, 1, (1,))),
+        ({**TORCH, **SLURM, "JAX_COORDINATOR_ADDRESS": "z:9"}, ("z:9", 10, 9, (1,))),
+        ({**SLURM, "SLURM_STEP_ID": "2"}, ("node007:61563", 10, 9, (1,))),
+        ({**SLURM, **OPEN_MPI}, ("10.96.0.1:62624", 4, 2, None)),
+        ({**SLURM, **OPEN_MPI, **TORCH, "TORCHELASTIC_RUN_ID": "7"}, ("a:29500", 2, 1, (1,))),
+        ({**LAUNCH, **SLURM, "JAX_COORDINATOR_ADDRESS": "z:9"}, ("127.0.0.1:5", 4, 3, None)),
+        ({**LAUNCH, **MPICH}, ("127.0.0.1:5", 4, 3, None)),
+        ({**SLURM, **MPICH}, (None, 3, 2, (1,))),
+        ({**SLURM, "PMI_SIZE": "10", "PMI_RANK": "9"}, ("node007:61441", 10, 9, (1,))),
+        ({**MPICH, "PMI_SIZE": "2", "PMI_RANK": "1", **TORCH}, ("a:29500", 2, 1, (1,))),
+        ({**MPICH, "JAX_COORDINATOR_ADDRESS": "z:9"}, ("z:9", 3, 2, (1,))),
+        ({**OPEN_MPI, **MPICH}, ("10.96.0.1:62624", 4, 2, None)),
+        ({"PMIX_RANK": "0"}, None),
+    ],
+    ids=lambda x: None,
+)  # fmt: skip
+def test_the_first_launcher_that_left_its_marks_is_believed(environment, expected):
+    found = member_of(environment)
+    if expected is None:
+        assert found is None
+    else:
+        found.check()
+        address, count, rank, own = expected
+        assert found == Member(address, count, rank, own, found.source)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"TF_CONFIG": "{'worker'"}, "TF_CONFIG is not JSON .*; it begins with \"{'worker'\""),
+        ({"TF_CONFIG": "[1]"}, "the whole must be a JSON object"),
+        ({"TF_CONFIG": '{"task": {"type": "worker", "index": 0}}'}, "a 'task' and no 'cluster': that maps jobs"),
+        (tf({"worker": "a:1"}, "worker", 0), "job 'worker' must be a list of addresses; got 'a:1'"),
+        (tf({"worker": {"0": "a:1", "2": "c:1"}}, "worker", 0), r"are numbered \[0, 2\]"),
+        (tf(WORKERS, "worker", 2), "this is task 2 of job 'worker', which has 2"),
+        (tf(WORKERS, "worker", -1), "this is task -1 of job 'worker'"),
+        (tf(WORKERS, "boss", 0), "a task of job 'boss', and the cluster has the jobs chief, worker"),
+        (tf(WORKERS), "does not say which task this process is: 'type' is missing"),
+        (tf(WORKERS, "worker"), "'index' is missing from 'task'"),
+        (tf(WORKERS, "worker", True), "a task's number must be whole, from 0; got True"),
+        (tf({"worker": ["a:0", "b:0"]}, "worker", 1), "a port that all processes know: 0, as in 'a:0' from TF_CONFIG"),
+        (tf(WORKERS, "worker", "one"), "a task's number must be whole, from 0; got 'one'"),
+        (tf({"chief": ["a:1", "b:1"]}, "chief", 0), "there can be one chief; got a:1, b:1"),
+        (tf({**WORKERS, "ps": ["p:1"]}, "worker", 0), "parameter servers"),
+        (tf({**WORKERS, "master": ["p:1"]}, "worker", 0), "jobs are chief, worker, ps, evaluator; got master"),
+        (tf({"chief": ["a:1"], "worker": ["a:1"]}, "chief", 0), "two tasks have the address a:1"),
+        (tf({"worker": ["a", "b"]}, "worker", 0), "expected as 'host:port'.* got 'a'. It came from TF_CONFIG"),
+        ({**LAUNCH, "JAXCOLL_PROCESSES": ""}, "jaxcoll launch: the environment variable JAXCOLL_PROCESSES is missing"),
+        ({**SLURM, "SLURM_PROCID": "10"}, r"Slurm gave process 10 of 10"),
+        ({**SLURM, "SLURM_NTASKS": "many"}, "Slurm: SLURM_NTASKS must be a whole number; got 'many'"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "a[1-"}, "this is no list of hosts"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "a[3-1]"}, r"no range of hosts: \[3-1\]"),
+        ({k: v for k, v in TORCH.items() if k != "MASTER_ADDR"}, "MASTER_ADDR is missing"),
+    ],
+    ids=lambda x: None,
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_words(environment, words):
+    with pytest.raises(ValueError, match=words):
+        member_of(environment).check()
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "local_size", "local_rank", "more"),
+    [
+        ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", {}),
+        ("PMI_SIZE", "PMI_RANK", "PMI_LOCAL_SIZE", "PMI_LOCAL_RANK", {"PALS_RANKID": "1"}),
+        *((f"{of}_SIZE", f"{of}_RANK", f"{of}_LOCAL_SIZE", f"{of}_LOCAL_RANK", {})
+          for of in ("MV2_COMM_WORLD", "JSM_NAMESPACE", "HOROVOD", "OMPI_COMM_WORLD")),
+        ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", None, "FLUX_TASK_LOCAL_ID", {"FLUX_JOB_NNODES": "2"}),
+    ],
+    ids=lambda x: x if isinstance(x, str) and x.endswith("_SIZE") else "",
+)  # fmt: skip
+def test_no_launcher_of_many_is_taken_for_none(size, rank, local_size, local_rank, more):
+    environment = {size: "4", rank: "1", local_rank: "1", **more}
+    environment |= {local_size: "2"} if local_size else {}
+    found = member_of(environment)
+    assert found == Member(None, 4, 1, (1,), found.source)
+    alone = {local_size: "1"} if local_size else {"FLUX_JOB_NNODES": "4"}
+    assert member_of(environment | alone).local_device_ids is None
+    assert member_of(environment | {size: "1", rank: "0"}) is None
+    with pytest.raises(ValueError, match=f"environment variable {size} is missing"):
+        member_of({k: v for k, v in environment.items() if k != size and k != "PALS_RANKID"})
+
+
+@pytest.mark.parametrize("rank", ["PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID"])
+def test_one_of_many_is_not_alone_where_nobody_says_of_how_many(rank):
+    with pytest.raises(ValueError, match=rf"as process 3 \({rank}\) of a job, and does not say"):
+        member_of({rank: "3"})
+
+
+@pytest.mark.parametrize("address", ["a", "a:", ":1", "a:b", "a:99999", "::1:1", "[::1:1", 5])
+def test_no_address(address):
+    with pytest.raises(ValueError, match="an address is expected as 'host:port'"):
+        host_and_port(address)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "5", True, None])
+def test_a_time_limit_that_cannot_be_waited_for(seconds):
+    with pytest.raises(ValueError, match="`x` to be a finite number of seconds above 0"):
+        checked_seconds("x", seconds)
+
+
+def test_lists_of_hosts_and_of_tasks():
+    assert hosts_of("a[08-10]b,c") == ["a08b", "a09b", "a10b", "c"]
+    assert counts_of("2(x2),1") == [2, 2, 1]
+    with pytest.raises(ValueError, match="does not say how many tasks a host has: 'x'"):
+        counts_of("x")

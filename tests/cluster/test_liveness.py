@@ -1,0 +1,133 @@
+"""What the coordinator tells of who has ended is heard, and told apart from silence."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxcoll._cluster import liveness
+from jaxcoll._cluster.coordinator import start_coordinator
+from jaxcoll._cluster.launchers import Member
+from jaxcoll._cluster.rendezvous import arrive
+from jaxcoll._elastic import heartbeat
+from jaxcoll._elastic.heartbeat import Beats, named
+
+
+@pytest.fixture
+def coordinator():
+    here, there = socket.socketpair()
+    line = liveness.Line(here.detach())
+    liveness.follow(line)
+    yield there
+    liveness.follow(None)
+    line.close()
+    there.close()
+
+
+def test_lines_are_heard_whole_however_they_arrive(coordinator):
+    assert liveness.ended() == {}
+    coordinator.sendall(b'{"go": true}\n{"ended": 2}\n{"ended": 1')
+    assert liveness.ended() == {2: {}}
+    coordinator.sendall(b'0, "done": {"0-1": 7}}\n')
+    assert liveness.ended() == {2: {}, 10: {"0-1": 7}}
+    coordinator.sendall(b'{"ended\n{"ended": 0}\n{"ended"')
+    coordinator.close()
+    assert liveness.ended() == liveness.ended() == {0: {}, 2: {}, 10: {"0-1": 7}}
+
+
+def test_a_forked_child_does_not_keep_the_connection_of_its_parent():
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["child", "closed", "parent", "open"]
+
+
+FORKS = """
+import os, socket
+from jaxcoll._cluster import liveness
+
+there, here = socket.socketpair()
+line = liveness.Line(here.detach())
+liveness.follow(line)
+child = os.fork()
+if child:
+    os.waitpid(child, 0)
+try:
+    os.fstat(line.fd)
+    found = "open"
+except OSError:
+    found = "closed"
+print("parent" if child else "child", found, flush=True)
+os._exit(0)
+"""
+
+
+def test_who_was_not_told_of_anybody_knows_of_nobody():
+    assert liveness.ended() == {}
+    assert liveness.followed() is None
+
+
+def test_a_worker_that_has_ended_is_silent_and_its_successor_is_not(coordinator):
+    old, other, line = named(1), named(2), liveness.followed()
+    liveness.follow(None)  # as in a process that was started again
+    new = named(1)
+    liveness.follow(line)
+    seen = Beats()
+    seen.observe({name: heartbeat.beat(1, heartbeat.Doing(0, 1)) for name in (old, new, other)})
+    assert not any(map(seen.is_silent, (old, new, other)))
+    coordinator.sendall(b'{"ended": 1}\n')
+    assert [seen.is_silent(name) for name in (old, new, other)] == [True, False, False]
+    assert set(seen.doing((old, new))) == {new}
+    assert heartbeat.rank_of(old) == heartbeat.rank_of(new) == 1
+
+
+def test_while_its_connection_is_open_a_worker_that_says_nothing_lives(coordinator, monkeypatch):
+    monkeypatch.setattr(heartbeat, "LOST_SECONDS", 0.0)
+    followed, seen = named(1), Beats()
+    line = liveness.followed()
+    liveness.follow(None)
+    unfollowed = named(2)
+    liveness.follow(line)
+    said = {name: heartbeat.beat(1, heartbeat.Doing(0, 1)) for name in (followed, unfollowed)}
+    seen.observe(said)
+    time.sleep(0.01)
+    seen.observe(said)
+    assert all(map(seen.stands_still, said))  # so neither is taken in
+    assert all(map(seen.is_settled, said))
+    assert [seen.is_silent(name) for name in said] == [False, True]
+    assert set(seen.doing(said)) == {followed}
+    liveness.follow(None)  # to a worker that was started again nobody tells anything
+    assert all(map(seen.is_silent, said))
+    liveness.follow(line)
+    coordinator.sendall(b'{"ended": 1}\n')
+    assert all(map(seen.is_silent, said))
+
+
+def test_a_farewell_reaches_the_others_when_its_process_has_ended():
+    started = start_coordinator("127.0.0.1:0", 3)
+    found = [None] * 3
+
+    def come(rank):
+        found[rank] = liveness.Line(arrive(Member(started.address, 3, rank), 20).detach())
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found[1].say_farewell({"team": 12})
+    time.sleep(0.2)
+    assert not found[0].news()
+    for rank in (1, 2):
+        found[rank].close()
+    until = time.monotonic() + 20
+    while len(found[0].news()) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    news = found[0].news()
+    assert news[1]["done"] == {"team": 12}
+    assert "done" not in news[2]
+    found[0].close()
+    started.end()

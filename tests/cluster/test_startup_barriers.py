@@ -1,0 +1,100 @@
+"""Processes that do not come to JAX's own meetings are named in time."""
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+import jaxcoll as jc
+from jaxcoll._cluster import startup_barriers
+from jaxcoll._cluster.key_value import LocalKeys
+from jaxcoll._cluster.liveness import Line
+
+BOTH_DIED = b"""{"ended": 1, "stage": null}
+{"ended": 2}
+{"ended": 0, "stage": "left"}
+"""
+
+
+@pytest.fixture
+def line():
+    here, coordinator = socket.socketpair()
+    yield Line(here.detach()), coordinator
+    coordinator.close()
+
+
+def waits(kind, line, timeout):
+    """Enter a meeting of this kind, in which nothing comes about before the end of the test."""
+    comes = threading.Event()
+    try:
+        if kind == "connect":
+            startup_barriers.connected(comes.wait, line, timeout)
+        else:
+            startup_barriers.exchanged(comes.wait, line, timeout)
+    finally:
+        comes.set()
+
+
+@pytest.mark.parametrize("kind", ["connect", "devices"])
+@pytest.mark.parametrize(
+    ("told", "words", "ranks"),
+    [
+        (BOTH_DIED, "Processes 1, 2 ended during the start", (1, 2)),
+        (b"the end", "The coordinator died, or was cut off, during the start", ()),
+    ],
+)
+def test_nobody_is_waited_for_who_has_ended(kind, told, words, ranks, line):
+    line, coordinator = line
+    if told == b"the end":
+        coordinator.close()
+    else:
+        coordinator.sendall(told)
+    with pytest.raises(jc.PeerLostError, match=words) as caught:
+        waits(kind, line, 60)
+    assert caught.value.ranks == ranks
+    if ranks:  # who gives up because of another is not blamed by those who notice later
+        assert coordinator.recv(1000) == b'{"stage": "left"}\n'
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("connect", "within 0.1 s: one is stopped"), ("devices", "within 0.1 s, th")],
+)
+def test_a_meeting_that_does_not_come_about_ends_in_time(kind, words, line, monkeypatch):
+    monkeypatch.setattr(startup_barriers, "_LEAST_SECONDS", 0.1)
+    with pytest.raises(jc.DeadlineExceededError, match=words):
+        waits(kind, line[0], 0.1)
+
+
+def test_who_ended_after_a_meeting_is_no_loss_for_it(line):
+    line, coordinator = line
+    coordinator.sendall(b'{"ended": 1, "stage": "devices"}\n')
+    assert startup_barriers.exchanged(lambda: time.sleep(0.1) or 7, line, 60) == 7
+    startup_barriers.connected(lambda: time.sleep(0.1), line, 60)
+    said = coordinator.recv(1000).splitlines()
+    assert [json.loads(each)["stage"] for each in said] == ["devices", "connected"]
+    coordinator.sendall(b'{"ended": 2, "stage": "connected"}\n')
+    startup_barriers.connected(lambda: time.sleep(0.1), line, 60)
+    with pytest.raises(jc.PeerLostError, match="Process 2 ended during"):
+        waits("devices", line, 60)
+
+
+def test_what_fails_while_connecting_is_the_callers():
+    with pytest.raises(ZeroDivisionError):
+        startup_barriers.connected(lambda: 1 / 0, None, 5.0)
+    with pytest.raises(ZeroDivisionError):
+        startup_barriers.exchanged(lambda: 1 / 0, None, 5.0)
+
+
+def test_who_has_no_devices_in_time_is_named_and_nobody_counts_on_who_gave_up(monkeypatch):
+    keys = LocalKeys(0, 2)
+    monkeypatch.setattr(startup_barriers, "store", lambda: keys)
+    with pytest.raises(jc.DeadlineExceededError, match="Process 1 of 2 did not .* 0.1 s of the f"):
+        startup_barriers.await_all(0.1, lambda: None)
+    monkeypatch.setattr(startup_barriers, "store", lambda: keys.of(1))
+    with pytest.raises(jc.DeadlineExceededError, match="when process 0 waited for it no longer"):
+        startup_barriers.await_all(60, lambda: None)
+    keys.set("jaxcoll/devices/0", "here")
+    startup_barriers.await_all(0.1, lambda: None)

@@ -1,0 +1,34 @@
+"""What processes compare of a program is what there is to compare."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxcoll._dispatch.fingerprint import collectives, first_difference
+from jaxcoll._dispatch.process_group import team_of
+from jaxcoll._dispatch.watchdog import watch
+from jaxcoll._observe.build import report_of
+
+GOLDEN = sorted((Path(__file__).parents[1] / "observe" / "golden").rglob("*.hlo*"))
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.name)
+def test_every_collective_that_a_report_finds_is_compared(path):
+    text = path.read_text()
+    found = report_of(text)
+    lines = collectives(text)
+    assert len(lines) == found.count
+    for kind in {c.kind for c in found.collectives}:
+        wanted = sum(c.kind == kind for c in found.collectives)
+        assert sum(line.split()[0] == kind for line in lines) == wanted
+
+
+def test_a_difference_in_length_is_one():
+    said = first_difference({0: ("a",), 1: ("a", "b")})
+    assert said == "process 0: (nothing more)\nprocess 1: b"
+
+
+def test_one_process_has_nobody_to_ask():
+    assert watch() is None
+    assert team_of(jax.devices()) is None

@@ -1,0 +1,669 @@
+"""CrossDeviceOps: rows of facts/tensorflow_cases.md, laws, and what is refused."""
+
+import functools
+import operator
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CompileCounter, assert_trees_equal, noise, rows, tree
+from jax.sharding import NamedSharding
+
+import jaxcoll as jc
+from jaxcoll import Mirrored, NcclAllReduce, PerReplica, ReductionToOneDevice
+from jaxcoll._distribute.ops.all_reduce_program import Route, all_reduce_program
+from jaxcoll._mesh.mesh import line_of
+from jaxcoll._plan.packs.packing import NumPacks, Unpacked
+
+P = jax.sharding.PartitionSpec
+
+OPS = {
+    "one": ReductionToOneDevice(),
+    "one-cpu0": ReductionToOneDevice(reduce_to_device="/device:CPU:0"),
+    "one-add_n": ReductionToOneDevice(None, functools.partial(functools.reduce, operator.add)),
+    "nccl": NcclAllReduce(),
+    "nccl-packs0": NcclAllReduce(num_packs=0),
+    "nccl-packs3": NcclAllReduce(num_packs=3),
+    "hierarchical-packs8": jc.HierarchicalCopyAllReduce(num_packs=8),
+    "hierarchical-small": jc.AllReduceCrossDeviceOps("hierarchical_copy", 0, 100, 10),
+}  # fmt: skip
+EVERY = pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
+SIMPLE = pytest.mark.parametrize("ops", [OPS["one"], OPS["nccl"]], ids=["one", "nccl"])
+
+
+def devices(n):
+    return jax.devices()[:n]
+
+
+def per_replica(n, fun):
+    return PerReplica.from_function(fun, devices=devices(n))
+
+
+def on(found):
+    """Destinations: a value that lies on these devices."""
+    return Mirrored.from_function(lambda i: 0, devices=found)
+
+
+def same_devices(n):
+    return on(devices(n))
+
+
+DESTINATIONS = {
+    "i": same_devices,
+    "ii": lambda n: on(devices(1)),
+    "iii": lambda n: "/device:CPU:0",
+}
+
+
+def check(result, want, destinations):
+    """`want` everywhere it should be, wrapped as documented."""
+    if isinstance(destinations, str) or len(destinations) == 1:
+        assert isinstance(result, jax.Array)
+        assert result.devices() == {jax.devices()[0]}
+        assert result.item() == want
+    else:
+        assert isinstance(result, Mirrored)
+        assert result.devices == destinations.devices
+        assert [x.item() for x in result] == [want] * len(destinations)
+        assert [x.devices() for x in result] == [{d} for d in destinations.devices]
+
+
+# Part B
+
+
+@EVERY
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+@pytest.mark.parametrize("where", DESTINATIONS)
+def test_B1_B2_B4_B5_reduce(ops, n, where):
+    x, y = per_replica(n, float), per_replica(n, lambda d: d + 1.0)
+    to = DESTINATIONS[where](n)
+    total = n * (n - 1) / 2
+    check(ops.reduce("mean", x, to), total / n, to)
+    check(ops.reduce(jc.ReduceOp.SUM, x, to), total, to)
+    check(ops.reduce("Sum", y, to), total + n, to)
+
+
+@EVERY
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+def test_B7_batch_reduce_to_all_nine_pairs_of_destinations(ops, n):
+    x, y = per_replica(n, float), per_replica(n, lambda d: d + 1.0)
+    for make_first in DESTINATIONS.values():
+        for make_second in DESTINATIONS.values():
+            first, second = make_first(n), make_second(n)
+            results = ops.batch_reduce("sum", [(x, first), (y, second)])
+            assert type(results) is list
+            check(results[0], n * (n - 1) / 2, first)
+            check(results[1], n * (n + 1) / 2, second)
+
+
+@SIMPLE
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+@pytest.mark.parametrize("where", DESTINATIONS)
+@pytest.mark.parametrize("one", [1.0, np.float32(1), jnp.ones(())], ids=["python", "numpy", "jax"])
+def test_B8_broadcast(ops, n, where, one):
+    to = DESTINATIONS[where](n)
+    check(ops.broadcast(one, to), 1.0, to)
+    assert not any(x.weak_type for x in jax.tree.leaves(ops.broadcast(one, to)))
+
+
+# Part L
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint8"])
+def test_L1_the_mean_of_integers_is_a_float(ops, dtype):
+    for n, want in ((2, 1.5), (1, 1.0)):
+        value = PerReplica(list(np.arange(1, n + 1).astype(dtype)))
+        result = ops.reduce("mean", value, "cpu:0")
+        assert (result.item(), result.dtype) == (want, np.float32)
+        assert ops.reduce("sum", value, "cpu:0").dtype == dtype
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_L2_L41_16_bit_floats_keep_their_type(ops, dtype):
+    dtype = jnp.dtype(dtype)
+    value = PerReplica([(np.array(1, dtype), np.float32(5)), (np.array(2, dtype), np.float32(6))])
+    half, single = ops.reduce("mean", value, value)[1]
+    assert (half.item(), half.dtype) == (1.5, dtype)
+    assert (single.item(), single.dtype) == (5.5, np.float32)
+
+
+@pytest.mark.parametrize("ops", [OPS["one"], OPS["nccl"], OPS["nccl-packs0"]])
+def test_the_mean_of_float16_does_not_overflow_where_it_fits(ops):
+    value = PerReplica([np.float16(60000)] * 3)
+    assert ops.reduce("mean", value, value)[2].item() == 60000
+    assert np.isinf(ops.reduce("sum", value, value)[2].item())
+
+
+@EVERY
+def test_L4_booleans_are_refused(ops):
+    value = PerReplica([{"ok": True}, {"ok": False}])
+    with pytest.raises(ValueError, match=r"cannot reduce leaf \['ok'\]: booleans have no sum"):
+        ops.reduce("sum", value, value)
+    with pytest.raises(ValueError, match=r"cannot reduce leaf \[1\]\['ok'\]: booleans"):
+        ops.batch_reduce("mean", [(PerReplica([1, 2]), "cpu:0"), (value, "cpu:0")])
+    with pytest.raises(ValueError, match=r"cannot reduce the value: a typed PRNG key has no sum"):
+        ops.reduce("sum", jax.random.key(0), "cpu:0")
+
+
+def test_L5_replicas_that_disagree_are_refused_before_they_can_be_reduced():
+    with pytest.raises(ValueError, match="has dtype float16 on replica 1, float32 on replica 0"):
+        PerReplica([np.float32(1), np.float16(2)])
+    with pytest.raises(ValueError, match=r"has shape \(1,\) on replica 1, \(2,\) on replica 0"):
+        PerReplica([np.ones(2), np.ones(1)])
+
+
+def test_L7_reduce_to_device_is_only_where_it_is_added():
+    value = PerReplica([1.0, 3.0])
+    for device in ("CPU:3", jax.devices()[3]):
+        check(ReductionToOneDevice(reduce_to_device=device).reduce("sum", value, value), 4.0, value)
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "ids", [(0, 1, 2), (2, 1, 0), (4, 5, 6), (1, 7), (0, 1, 2, 3, 4, 5, 6, 7)], ids=str
+)
+def test_L8_more_other_or_reordered_destinations(ops, ids):
+    to = on([jax.devices()[i] for i in ids])
+    check(ops.reduce("sum", PerReplica([1.0, 3.0]), to), 4.0, to)
+    mirrored = Mirrored([3.0, 3.0])
+    check(ops.reduce("sum", mirrored, to), 6.0, to)
+    check(ops.reduce("mean", mirrored, to), 3.0, to)
+    check(ops.reduce("sum", 5.0, to), 5.0, to)
+
+
+@SIMPLE
+@pytest.mark.parametrize(
+    "bad", ["", "cpu", "cpu:x", "xpu:0", "cpu:8", [0], (1,), 3, None, np.ones(2), "job:a/cpu:0"]
+)
+def test_L10_a_destination_that_is_no_device_is_refused(ops, bad):
+    value = PerReplica([1.0, 2.0])
+    message = (
+        r"(expects destinations to be a PerReplica, a Mirrored, a jax.Array, a device or a device "
+        r"string|expects a device string such as|but there is no such device. There are: cpu:0, )"
+    )
+    with pytest.raises(ValueError, match="`reduce` .*" + message):
+        ops.reduce("sum", value, bad)
+    with pytest.raises(ValueError, match=r"`batch_reduce\[1\]` .*" + message):
+        ops.batch_reduce("sum", [(value, value), (value, bad)])
+    with pytest.raises(ValueError, match="`broadcast` .*" + message):
+        ops.broadcast(1.0, bad)
+    assert ops.reduce("sum", value, "cpu:0").item() == 3.0
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    ["cpu:3", "CPU:3", "/cpu:3", "/device:CPU:3", "device:cpu:3", jax.devices()[3],
+     "/job:worker/task:0/device:CPU:3", "/job:worker/replica:0/task:0/device:CPU:3",
+     "/job:localhost/replica:0/task:0/device:CPU:3", "/job:worker/task:0/cpu:3",
+     lambda: jax.device_put(1.0, jax.devices()[3])],
+    ids=lambda spelling: spelling if isinstance(spelling, str) else type(spelling).__name__,
+)  # fmt: skip
+def test_every_way_to_say_a_device(spelling):
+    if callable(spelling):
+        spelling = spelling()
+    value = PerReplica([1.0, 3.0])
+    assert NcclAllReduce().reduce("sum", value, spelling).devices() == {jax.devices()[3]}
+    if isinstance(spelling, str):
+        assert jc.MirroredStrategy([spelling]).devices == (jax.devices()[3],)
+
+
+def test_a_task_without_a_device_is_its_first_and_one_that_is_not_there_is_refused():
+    value = PerReplica([1.0, 3.0])
+    first = NcclAllReduce().reduce("sum", value, "/job:worker/task:0")
+    assert first.devices() == {jax.devices()[0]}
+    for name in ("/job:worker/task:1/device:CPU:0", "/job:worker/task:0/device:CPU:8"):
+        with pytest.raises(ValueError, match="there is no such device. There are: cpu:0, cpu:1"):
+            NcclAllReduce().reduce("sum", value, name)
+    for name in (
+        "/job:ps/task:0/device:CPU:0",
+        "/job:worker/device:CPU:0",
+        "/job:worker/task:0cpu:1",
+    ):
+        with pytest.raises(ValueError, match="expects a device string such as"):
+            NcclAllReduce().reduce("sum", value, name)
+
+
+def test_an_array_over_several_devices_is_a_destination():
+    wide = jax.device_put(np.ones((3, 2)), NamedSharding(jax.make_mesh((3,), ("x",)), P("x")))
+    check(NcclAllReduce().reduce("sum", PerReplica([1.0, 3.0]), wide), 4.0, same_devices(3))
+
+
+@EVERY
+@pytest.mark.parametrize("five", [5, 5.0, np.float32(5), np.full((), 5.0)], ids=repr)
+def test_L11_a_number_is_a_value_of_one_replica(ops, five):
+    for op in ("sum", "mean"):
+        result = ops.reduce(op, five, "cpu:3")
+        assert result.item() == 5.0
+        assert result.devices() == {jax.devices()[3]}
+
+
+@SIMPLE
+def test_L13_what_batch_reduce_takes(ops):
+    value = PerReplica([1.0, 2.0])
+    assert ops.batch_reduce("sum", []) == []
+    generator = ((value, value) for _ in range(2))
+    assert [r[1].item() for r in ops.batch_reduce("sum", generator)] == [3.0, 3.0]
+    expected = r"`batch_reduce` expects an iterable of tuples \(value, destinations\); "
+    for bad, found in (
+        (3, "got 3"),
+        (None, "got None"),
+        ([[value, value]], "item 0 is a list"),
+        ([(value, value), (value, value, value)], "item 1 is a tuple of 3"),
+        ((value, value), "item 0 is a PerReplica"),
+        ("ab", "item 0 is a str"),
+    ):
+        with pytest.raises(ValueError, match=expected + found):
+            ops.batch_reduce("sum", bad)
+
+
+@SIMPLE
+def test_L14_plain_arrays_reduced_to_their_own_device_are_themselves(ops):
+    x, y = (jax.device_put(np.full((3,), i, "f"), jax.devices()[i]) for i in (1, 2))
+    results = ops.batch_reduce("sum", [(x, x), (y, y)])
+    assert [r.tolist() for r in results] == [[1.0] * 3, [2.0] * 3]
+    assert [type(r) for r in results] == [type(x), type(y)]
+    assert [r.unsafe_buffer_pointer() for r in results] == [
+        x.unsafe_buffer_pointer(),
+        y.unsafe_buffer_pointer(),
+    ]
+
+
+def test_L19_num_packs_cuts_evenly_and_never_mixes_dtypes():
+    """Where TensorFlow gives the remainder to the last piece, the packs differ by one element."""
+    value = PerReplica([[np.ones(5, "f"), np.ones(3, "f"), np.ones(2, "f"), np.ones(2, "i4")]] * 2)
+    assert requested(value, NumPacks(4)) == [("f32", 4), ("f32", 3), ("f32", 3), ("s32", 2)]
+    assert requested(value, NumPacks(1)) == [("f32", 10), ("s32", 2)]
+    assert requested(value, Unpacked()) == [("f32", 5), ("f32", 3), ("f32", 2), ("s32", 2)]
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, 2.0, True, "1", None])
+def test_L82_L83_num_packs_is_a_non_negative_integer(bad):
+    message = f"`num_packs` must be a non-negative integer (0: no packing); got {bad!r}."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        NcclAllReduce(num_packs=bad)
+    assert repr(NcclAllReduce(num_packs=np.int64(2))) == "NcclAllReduce(num_packs=2)"
+
+
+# Laws
+
+
+@EVERY
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_results_equal_the_float64_reference_in_order_and_structure(ops, n, op):
+    x = {"noise": noise(n, 5, 3), **tree(n)}
+    values = [PerReplica([jax.tree.map(lambda a, i=i: a[i], part) for i in range(n)])
+              for part in (x, x["odd"], x["noise"])]  # fmt: skip
+    results = ops.batch_reduce(op, [(v, v) for v in values])
+    for part, result in zip((x, x["odd"], x["noise"]), results, strict=True):
+        assert jax.tree.structure(result.tree) == jax.tree.structure(part)
+        for got, want in zip(jax.tree.leaves(result[n - 1]), jax.tree.leaves(part), strict=True):
+            exact = np.asarray(want, np.float64)
+            share = n if op == "mean" else 1
+            eps = float(jnp.finfo(got.dtype).eps) if got.dtype != np.int32 else 0.0
+            error = np.abs(np.asarray(got, np.float64) - exact.sum(0) / share)
+            assert np.all(error <= n * eps * np.abs(exact).sum(0) / share)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_the_arithmetic_is_that_of_all_reduce(op):
+    """To the bit: the same packs through `jc.all_reduce` under pmap."""
+    x = tree(5)
+    value = PerReplica([jax.tree.map(lambda a, i=i: a[i], x) for i in range(5)])
+    want = jax.pmap(lambda v: jc.all_reduce(op, v, "i"), axis_name="i", devices=devices(5))(
+        value.tree
+    )
+    got = NcclAllReduce(num_packs=0).reduce(op, value, value)
+    assert_trees_equal(got[3], jax.tree.map(lambda a: a[3], want))
+
+
+@EVERY
+def test_dtypes_and_devices_may_mix_in_one_batch_and_keep_their_order(ops):
+    first, second = devices(2), jax.devices()[2:5]
+    pairs = []
+    for i, (dtype, lie) in enumerate(
+        [("f4", first), ("i4", second), ("f2", first), ("f4", second), ("c8", first[::-1])]
+    ):
+        value = PerReplica.from_function(
+            lambda r, i=i, dtype=dtype: np.full((i + 1,), 10 * i + r, dtype), devices=lie
+        )
+        pairs += [(value, value), (value, "cpu:7")]
+    for i, ((value, to), got) in enumerate(zip(pairs, ops.batch_reduce("sum", pairs), strict=True)):
+        want = (10 * (i // 2)) * len(value) + len(value) * (len(value) - 1) / 2
+        got = got if isinstance(to, str) else got[-1]
+        assert got.dtype == value.tree.dtype
+        assert got.tolist() == [want] * (i // 2 + 1)
+
+
+def test_a_mirrored_value_is_reduced_without_a_collective():
+    value = Mirrored.from_function(lambda i: np.arange(3.0))
+    assert requested(value, Unpacked()) == []
+    assert NcclAllReduce().reduce("sum", value, value)[5].tolist() == [0.0, 8.0, 16.0]
+    assert NcclAllReduce().reduce("mean", value, value)[5].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_accumulation_fn_is_applied_to_the_components_and_mean_divides_it(n):
+    ops = ReductionToOneDevice(accumulation_fn=lambda xs: functools.reduce(jnp.maximum, xs))
+    value = PerReplica([1.0, 3.0, 2.0][:n])
+    check(ops.reduce("sum", value, value), 3.0, value)
+    check(ops.reduce("mean", value, value), np.float32(3.0) / np.float32(n), value)
+    integers = ops.reduce("mean", PerReplica([{"a": 1}, {"a": 3}]), "cpu:1")
+    assert (integers["a"].item(), integers["a"].dtype) == (1.5, np.float32)
+
+
+@SIMPLE
+def test_it_stands_between_two_pmaps(ops):
+    """What `jax.pmap` returns goes in, what `jax.pmap` takes comes out."""
+    grads = jax.pmap(lambda x: {"w": x * x})(rows(8, 4))
+    result = ops.reduce("mean", PerReplica.from_global(grads), PerReplica.from_global(grads))
+    again = jax.pmap(lambda x, g: x + g["w"], in_axes=(0, None))(rows(8, 4), result.tree)
+    want = np.asarray(rows(8, 4))
+    np.testing.assert_array_equal(again, want + np.mean(want**2, 0))
+
+
+@SIMPLE
+@pytest.mark.parametrize("seconds", [None, 60])
+def test_the_mesh_that_a_program_has_set_is_no_hindrance(ops, seconds):
+    options = jc.CommunicationOptions(timeout_seconds=seconds)
+    with jax.set_mesh(jax.make_mesh((4, 2), ("replica", "model"))):
+        value = PerReplica([np.full((2,), i, "f") for i in range(3)])
+        result = ops.reduce("sum", value, value, options)
+        assert [x.tolist() for x in (result[1], value[2])] == [[3.0, 3.0], [2.0, 2.0]]
+        assert ops.reduce("mean", value, "cpu:7", options).tolist() == [1.0, 1.0]
+        assert ops.broadcast(1.0, value)[2].item() == 1.0
+
+
+# Nothing is copied or compiled twice
+
+
+@SIMPLE
+def test_one_replica_in_place_comes_back_as_it_is(ops):
+    x = jax.device_put(np.ones(5, "f"), jax.devices()[2])
+    one = Mirrored.from_global({"x": x})
+    for op in ("sum", "mean"):
+        assert ops.reduce(op, x, "cpu:2").unsafe_buffer_pointer() == x.unsafe_buffer_pointer()
+        same = ops.reduce(op, one, one)["x"]
+        assert same.unsafe_buffer_pointer() == x.unsafe_buffer_pointer()
+
+
+@SIMPLE
+def test_broadcast_keeps_the_copies_that_are_in_place(ops):
+    x = jax.device_put(np.ones(5, "f"), jax.devices()[2])
+    pointer = x.unsafe_buffer_pointer()
+    result = ops.broadcast({"x": x}, same_devices(4))
+    assert result[2]["x"].unsafe_buffer_pointer() == pointer
+    assert ops.broadcast(x, "cpu:2").unsafe_buffer_pointer() == pointer
+    again = ops.broadcast(result, on(jax.devices()[3::-1]))
+    assert again.devices == tuple(jax.devices()[3::-1])
+    assert again[1]["x"].unsafe_buffer_pointer() == pointer
+    assert ops.broadcast(result, "cpu:2")["x"].unsafe_buffer_pointer() == pointer
+    wider = ops.broadcast(result, on(jax.devices()[2:7]))
+    assert wider[0]["x"].unsafe_buffer_pointer() == pointer
+    assert wider[4]["x"].tolist() == [1.0] * 5
+
+
+@EVERY
+def test_a_shape_is_compiled_once(ops):
+    def batch(scale):
+        values = [
+            per_replica(3, lambda i, k=k: np.full((k + 2, 3), scale * i, "f")) for k in range(3)
+        ]
+        return [*((v, v) for v in values), (values[0], "cpu:5")]
+
+    ops.batch_reduce("sum", batch(1.0))
+    pairs = batch(2.0)
+    with CompileCounter() as compiled:
+        results = ops.batch_reduce("sum", pairs)
+        type(ops).batch_reduce(ops, "SUM", pairs, options=jc.CommunicationOptions())
+    assert compiled.count == 0
+    assert results[2][0].tolist() == [[6.0] * 3] * 4
+
+
+def test_one_batch_is_one_program_even_if_the_devices_are_told_in_another_order():
+    pairs = [
+        (v, v)
+        for k in range(6)
+        for v in [PerReplica.from_function(lambda i, k=k: np.full((k + 1,), i, "f2"),
+                                           devices=devices(6)[:: 1 if k % 2 else -1])]
+    ]  # fmt: skip
+    with CompileCounter() as compiled:
+        results = NcclAllReduce().batch_reduce("sum", pairs)
+    assert compiled.count == 1
+    for (value, _), result in zip(pairs, results, strict=True):
+        assert result.devices == value.devices
+        assert result[1].tolist() == [15.0] * value[0].size
+
+
+# Options
+
+
+def requested(value, packing, options=None):
+    """Dtype and elements of each all-reduce in the program as it is handed to the compiler."""
+    program = all_reduce_program(
+        line_of(value.devices, "replica"),
+        jc.ReduceOp.SUM,
+        (Route(options or jc.CommunicationOptions(), packing),),
+    )
+    text = program.lower([value]).as_text(dialect="hlo")
+    found = re.findall(r"= (\w+)\[([\d,]*)\]\S* all-reduce\(", text)
+    return [(d, int(np.prod([int(k) for k in s.split(",") if k]))) for d, s in found]
+
+
+def compiled_collectives(monkeypatch, ops, value, options=None):
+    """How often each collective stands in the compiled program that `ops.reduce` runs."""
+    texts = []
+
+    def spy(*args):
+        program = all_reduce_program(*args)
+        texts.append(program.lower([value]).compile().as_text())
+        return program
+
+    monkeypatch.setattr("jaxcoll._distribute.ops.all_reduce_ops.all_reduce_program", spy)
+    ops.reduce("sum", value, value, options=options)
+    (text,) = texts
+    return {
+        name: len(re.findall(rf" {name}(?:-start)?\(", text))
+        for name in ("all-reduce", "collective-permute")
+    }
+
+
+@pytest.mark.parametrize(("packs", "want"), [(1, 1), (2, 2), (5, 5), (0, 7)])
+def test_num_packs_is_the_number_of_all_reduces_requested(packs, want):
+    value = PerReplica([[np.full((k + 3,), k, "f") for k in range(7)]] * 8)
+    assert len(requested(value, NumPacks(packs) if packs else Unpacked())) == want
+
+
+def test_the_options_of_a_call_are_in_its_program(monkeypatch):
+    value = PerReplica([[np.full((k + 3,), k, "f") for k in range(4)]] * 4)
+    count = functools.partial(compiled_collectives, monkeypatch, NcclAllReduce(), value)
+    assert count() == {"all-reduce": 1, "collective-permute": 0}
+    ring = jc.CommunicationOptions(implementation="ring")
+    assert count(ring) == {"all-reduce": 0, "collective-permute": 6}
+    three = ring.replace(bytes_per_pack=40)  # of 12 + 16, 20 and 24 bytes
+    assert count(three) == {"all-reduce": 0, "collective-permute": 18}
+    assert count(jc.CommunicationOptions(bytes_per_pack=0)) == count()
+
+
+@EVERY
+@pytest.mark.parametrize("options", [3, "ring", {"bytes_per_pack": 1}])
+def test_options_of_another_type_are_refused(ops, options):
+    value = PerReplica([1.0, 2.0])
+    with pytest.raises(ValueError, match="`options` must be a CommunicationOptions or None; got"):
+        ops.reduce("sum", value, value, options=options)
+    with pytest.raises(ValueError, match="`options` must be"):
+        ops.batch_reduce("sum", [], options=options)
+    assert ops.reduce("sum", value, value)[0].item() == 3.0
+
+
+def slow(seconds):
+    """An accumulation that takes its time on the device, once it is compiled."""
+
+    def accumulation(xs):
+        def wait(x):
+            time.sleep(seconds)
+            return x
+
+        return jax.pure_callback(wait, jax.typeof(xs[0]), sum(xs[1:], xs[0]))
+
+    return accumulation
+
+
+def test_a_deadline_that_passes_is_an_error_and_the_next_call_works():
+    value = PerReplica([1.0, 3.0])
+    ops = ReductionToOneDevice(accumulation_fn=slow(0.5))
+    ops.reduce("sum", value, value)
+    with pytest.raises(
+        jc.DeadlineExceededError,
+        match=r"`ReductionToOneDevice.reduce` \(SUM of 1 value\) did not finish within 0.05 s",
+    ):
+        ops.reduce("sum", value, value, options=jc.CommunicationOptions(timeout_seconds=0.05))
+    patient = jc.CommunicationOptions(timeout_seconds=60)
+    assert ops.reduce("sum", value, value, options=patient)[0].item() == 4.0
+
+
+@SIMPLE
+def test_a_deadline_that_holds_changes_nothing_and_compiles_nothing(ops):
+    patient = jc.CommunicationOptions(timeout_seconds=60)
+    value = PerReplica([np.arange(17.0)] * 3)
+    pairs = [(value, value), (value, "cpu:1"), (7.0, "cpu:0")]
+    want = ops.batch_reduce("sum", pairs)
+    with CompileCounter() as compiled:
+        got = ops.batch_reduce("sum", pairs, options=patient)
+    assert compiled.count == 0
+    assert_trees_equal([want[0][2], *want[1:]], [got[0][2], *got[1:]])
+
+
+def test_with_a_deadline_it_is_traced_in_the_callers_thread_and_once():
+    traced = []
+
+    def accumulation(xs):
+        traced.append(jax.config.jax_enable_x64)
+        return sum(xs[1:], xs[0])
+
+    value = PerReplica([1.0, 3.0])
+    patient = jc.CommunicationOptions(timeout_seconds=60)
+    ops = ReductionToOneDevice(accumulation_fn=accumulation)
+    for _ in range(2):
+        assert ops.reduce("sum", value, value, options=patient)[1].item() == 4.0
+    assert traced == [False]
+
+
+def test_a_deadline_bounds_an_all_reduce(monkeypatch):
+    value = PerReplica([1.0, 3.0])
+    waits = []
+
+    def never(call, timeout_seconds, what, **_):
+        waits.append((timeout_seconds, what))
+        return call()
+
+    monkeypatch.setattr("jaxcoll._distribute.ops.cross_device_ops.finished", never)
+    options = jc.CommunicationOptions(timeout_seconds=2)
+    NcclAllReduce().batch_reduce(
+        "mean", [(value, value), (value, "cpu:0"), (1.0, "cpu:0")], options
+    )
+    assert waits == [(2.0, "`NcclAllReduce.batch_reduce` (MEAN of 2 values)")]
+
+
+# Bad input
+
+
+@EVERY
+@pytest.mark.parametrize("op", ["max", "", None, 3, jnp.maximum])
+def test_an_op_that_is_no_reduction_is_refused(ops, op):
+    value = PerReplica([1.0, 2.0])
+    with pytest.raises(
+        ValueError, match="`reduce_op` must be a ReduceOp or one of the strings SUM"
+    ):
+        ops.reduce(op, value, value)
+    with pytest.raises(ValueError, match="`reduce_op` must be"):
+        ops.batch_reduce(op, [(value, value)])
+
+
+@SIMPLE
+@pytest.mark.parametrize(
+    "bad", [[1.0, 2.0], (1.0,), {"a": 1.0}, "1", None, object()], ids=lambda bad: type(bad).__name__
+)
+def test_a_value_that_is_none_is_refused(ops, bad):
+    with pytest.raises(
+        ValueError, match=r"`reduce` expects a PerReplica, a Mirrored, an array or a number; got .*"
+        r"`PerReplica` takes a list with each replica's value"
+    ):  # fmt: skip
+        ops.reduce("sum", bad, "cpu:0")
+
+
+@SIMPLE
+def test_an_array_over_several_devices_must_say_what_it_is(ops):
+    wide = jax.pmap(lambda x: x)(np.arange(8.0))
+    with pytest.raises(
+        ValueError, match="`reduce` got an array over 8 devices, which does not say"
+    ):
+        ops.reduce("sum", wide, wide)
+    assert ops.reduce("sum", PerReplica.from_global(wide), wide)[7].item() == 28.0
+
+
+@SIMPLE
+def test_broadcast_refuses_what_is_not_one_value(ops):
+    expected = "`broadcast` expects arrays or numbers, or a Mirrored; "
+    with pytest.raises(ValueError, match=expected + "the value is PerReplica"):
+        ops.broadcast(PerReplica([1, 2]), "cpu:0")
+    with pytest.raises(ValueError, match=expected + r"leaf \['a'\]\[1\] is 'x' \(str\)"):
+        ops.broadcast({"a": [1, "x"]}, "cpu:0")
+
+
+@SIMPLE
+def test_it_is_for_use_between_programs(ops):
+    value = PerReplica([1.0, 2.0])
+    for call in (
+        lambda v: ops.reduce("sum", v, "cpu:0"),
+        lambda v: ops.reduce("sum", v.tree, "cpu:0"),
+        lambda v: ops.reduce("sum", 1.0, v),
+    ):
+        with pytest.raises(ValueError, match=r"is being traced, .*inside one, `jc.all_reduce`"):
+            jax.jit(call)(value)
+
+
+def test_reduce_to_device_and_accumulation_fn_are_checked():
+    with pytest.raises(
+        ValueError, match="`reduce_to_device` must be a device, a device string or N"
+    ):
+        ReductionToOneDevice(reduce_to_device=3)
+    with pytest.raises(
+        ValueError, match="`reduce_to_device` got 'cpu:9', but there is no such device"
+    ):
+        ReductionToOneDevice(reduce_to_device="cpu:9")
+    with pytest.raises(
+        ValueError, match="`accumulation_fn` must be a function from a list of arrays"
+    ):
+        ReductionToOneDevice(accumulation_fn="sum")
+    value = PerReplica([np.ones(3, "f"), np.ones(3, "f")])
+    for bad in (lambda xs: jnp.stack(xs), lambda xs: xs[0].astype(int), lambda xs: xs):
+        with pytest.raises(
+            ValueError,
+            match=r"must return an array like each of those it is given, float32\[3\]; got",
+        ):
+            ReductionToOneDevice(accumulation_fn=bad).reduce("sum", value, value)
+
+
+def test_one_device_stays_within_a_process(monkeypatch):
+    value = PerReplica([1.0, 2.0])
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(
+        ValueError,
+        match=r"between the devices of one process; cpu:0 belongs to process 0\. Reduce to",
+    ):
+        ReductionToOneDevice().reduce("sum", value, value)
+
+
+def test_CrossDeviceOps_is_abstract():
+    with pytest.raises(TypeError, match=r"abstract method '?_prepare"):
+        jc.CrossDeviceOps()
+    assert issubclass(NcclAllReduce, jc.CrossDeviceOps)
+    assert repr(ReductionToOneDevice("cpu:1")).startswith(
+        "ReductionToOneDevice(reduce_to_device=cpu:1"
+    )

@@ -1,0 +1,314 @@
+"""MultiWorkerAllReduce: workers of several devices, eight algorithms, an algorithm for each size."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from cases import assert_trees_equal, noise, rows
+
+import jaxcoll as jc
+from jaxcoll import Mirrored, MultiWorkerAllReduce, PerReplica
+from jaxcoll._distribute.ops.all_reduce_program import all_reduce_program
+from jaxcoll._observe.parse.hlo import read_hlo
+
+EIGHT = (
+    "nccl", "xring", "pscpu", "psgpu", "nccl/xring", "nccl/rechd", "nccl/pscpu", "pscpu/pscpu"
+)  # fmt: skip
+SHAPES = ((2, 4), (3, 2), (7, 1), (1, 5))
+ALGORITHM = pytest.mark.parametrize("alg", EIGHT)
+
+
+def devices(n):
+    return jax.devices()[:n]
+
+
+def names(workers):
+    return [f"/job:worker/replica:0/task:{i}" for i in range(workers)]
+
+
+def per_replica(n, fun):
+    return PerReplica.from_function(fun, devices=devices(n))
+
+
+def copies(result):
+    return (
+        [np.asarray(x).tolist() for x in result]
+        if isinstance(result, Mirrored)
+        else [result.tolist()]
+    )
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Every compiled program that is run, as HLO text."""
+    texts = []
+
+    def spy(*args):
+        program = all_reduce_program(*args)
+
+        def run(values):
+            texts.append(program.lower(values).compile().as_text())
+            return program(values)
+
+        return run
+
+    monkeypatch.setattr("jaxcoll._distribute.ops.all_reduce_ops.all_reduce_program", spy)
+    return texts
+
+
+def count(text):
+    return {
+        name: len(re.findall(rf" {name}(?:-start)?\(", text))
+        for name in (
+            "all-reduce",
+            "reduce-scatter",
+            "all-gather",
+            "collective-permute",
+            "all-to-all",
+        )
+    }
+
+
+def groups(text):
+    """The groups of every collective."""
+    return {tuple(map(tuple, c.groups)) for c in read_hlo(text)}
+
+
+# Part C: the rows of part B, for 2 workers of 1 and 2 devices
+
+
+CONFIGURATIONS = {
+    "C1": {},
+    "C2-pack": {"num_packs": 1},
+    "C3-aggregation": {"agg_small_grads_max_bytes": 100, "agg_small_grads_max_group": 10},
+    "C4-specs": {"all_reduce_spec": [("pscpu/pscpu", 2, 100), ("xring", 2, -1)]},
+}
+
+
+@pytest.mark.parametrize("more", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+@pytest.mark.parametrize("gpus", [0, 1, 2])
+def test_C1_C2_C4_reduction_and_broadcast(gpus, more):
+    ops = MultiWorkerAllReduce(names(2), gpus, **more)
+    n = 2 * (gpus or 1)
+    x, y = per_replica(n, float), per_replica(n, lambda d: d + 1.0)
+    total = n * (n - 1) / 2
+    where = [x, Mirrored.from_function(lambda i: 0, devices=devices(1)), "/device:CPU:0"]
+    for to in where:
+        many = n if to is x else 1
+        assert copies(ops.reduce("mean", x, to)) == [total / n] * many
+        assert copies(ops.reduce("sum", x, to)) == [total] * many
+        assert copies(ops.reduce("sum", y, to)) == [total + n] * many
+        assert copies(ops.broadcast(1.0, to)) == [1.0] * many
+    for first in where:
+        for second in where:
+            got = ops.batch_reduce("sum", [(x, first), (y, second)])
+            assert copies(got[0]) == [total] * (n if first is x else 1)
+            assert copies(got[1]) == [total + n] * (n if second is x else 1)
+
+
+# Laws
+
+
+@ALGORITHM
+@pytest.mark.parametrize(("workers", "gpus"), SHAPES)
+def test_D14_D16_every_algorithm_equals_the_reference_on_any_number_of_workers(alg, workers, gpus):
+    n = workers * gpus
+    shards = 2 if workers > 1 else 1
+    ops = MultiWorkerAllReduce(names(workers), gpus, (alg, shards))
+    shapes = [(), (8,), (7, 13), (1,)]
+    value = per_replica(
+        n, lambda d: [np.arange(np.prod(s), dtype="f").reshape(s) + 0.01 * d for s in shapes]
+    )
+    exact = noise(n, 37)
+    other = per_replica(n, lambda d: exact[d])
+    whole, total = ops.batch_reduce("mean", [(value, value), (other, other)])
+    for shape, got in zip(shapes, whole[n - 1], strict=True):
+        want = np.arange(np.prod(shape)).reshape(shape) + 0.01 * (n - 1) / 2
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    magnitude = np.abs(np.asarray(exact, "f8"))
+    bound = n * np.finfo("f").eps * magnitude.sum(0) / n
+    assert np.all(np.abs(np.asarray(total[0], "f8") - np.asarray(exact, "f8").mean(0)) <= bound)
+    assert len({np.asarray(x).tobytes() for x in total}) == 1, "every replica has the same bits"
+
+
+@pytest.mark.parametrize("alg", ["nccl", "pscpu", "xring"])
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_L68_L80_lengths_that_do_not_divide_are_exact(alg, shards):
+    x = [rows(6, length) for length in (1, 3, 7, 10, 91)]
+    value = per_replica(6, lambda d: [a[d] for a in x])
+    got = MultiWorkerAllReduce(names(3), 2, (alg, shards)).reduce("sum", value, value)
+    for replica in got:
+        assert [a.tolist() for a in replica] == [np.asarray(a).sum(0).tolist() for a in x]
+
+
+@pytest.mark.parametrize("alg", ["pscpu/pscpu", "pscpu", "xring"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_L67_two_workers_of_two(alg, shards):
+    base = np.arange(8.0)
+    ops = MultiWorkerAllReduce(names(2), 2, (alg, shards))
+    pairs = [
+        per_replica(4, lambda d, k=k, s=s: (base + 100 * k + d).reshape(s))
+        for k, s in enumerate([(8,), (2, 4)])
+    ]
+    for k, got in enumerate(ops.batch_reduce("sum", [(v, v) for v in pairs])):
+        want = (4 * base + 400 * k + 6).reshape(pairs[k][0].shape)
+        assert copies(got) == [want.tolist()] * 4
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "spec", "length"),
+    [(2, 1, ("nccl/xring", 2), 8), (2, 3, ("nccl/xring", 2), 7), (3, 1, "nccl/rechd", 8),
+     (3, 2, "nccl/rechd", 7), (2, 4, "nccl/rechd", 7), (5, 1, ("nccl/rechd", 3), 1)],
+)  # fmt: skip
+def test_L70_what_TensorFlow_could_not_build_works(workers, gpus, spec, length):
+    n = workers * gpus
+    x = rows(n, length)
+    value = per_replica(n, lambda d: x[d])
+    got = MultiWorkerAllReduce(names(workers), gpus, spec).reduce("sum", value, value)
+    assert copies(got) == [np.asarray(x).sum(0).tolist()] * n
+
+
+@ALGORITHM
+def test_what_is_asked_is_in_the_program(programs, alg):
+    value = per_replica(8, lambda d: np.full((16,), d, "f"))
+    inside, _, between = alg.rpartition("/")
+    shards = {"pscpu": 2 if inside else 8, "psgpu": 8}.get(between, 1)
+    MultiWorkerAllReduce(names(2), 4, (alg, shards)).reduce("sum", value, value)
+    found = count(programs[0])
+    assert bool(found["collective-permute"]) == (between in ("xring", "rechd")), found
+    assert bool(found["all-to-all"]) == (between in ("pscpu", "psgpu")), found
+    assert bool(found["reduce-scatter"]) == (inside == "nccl"), found
+    assert bool(found["all-reduce"]) == (alg == "nccl"), found
+    if between == "xring":
+        assert found["collective-permute"] == (2 if inside else 14)
+    assert (((0, 1, 2, 3), (4, 5, 6, 7)) in groups(programs[0])) == bool(inside)
+
+
+def test_L71_each_size_takes_its_tuple_and_the_results_keep_their_order(programs):
+    """Limits are bytes and inclusive: 16 float32 are 64 bytes."""
+    counts = [64, 16, 17, 4, 64, 4]
+    pairs = [per_replica(4, lambda d, i=i, c=c: np.full((c,), 10 * i + d, "f"))
+             for i, c in enumerate(counts)]  # fmt: skip
+    spec = [("nccl", 1, 16), ("xring", 1, 64), ("pscpu", 4, -1)]
+    ops = MultiWorkerAllReduce(names(2), 2, spec)
+    got = ops.batch_reduce("sum", [(v, v) for v in pairs])
+    assert [copies(r)[3] for r in got] == [[40.0 * i + 6] * c for i, c in enumerate(counts)]
+    found = count(programs[0])
+    assert found["all-reduce"] == 1, "of both arrays of 4, combined"
+    assert found["collective-permute"] == 6, "a ring of four devices for the one of 16"
+    tree = per_replica(4, lambda d: {"a": np.full((4,), d, "f"), "b": np.full((16,), d, "f")})
+    ops.reduce("sum", tree, tree)
+    assert count(programs[1]) == {**count(programs[1]), "all-reduce": 1, "collective-permute": 6}
+
+
+def test_packing_is_within_the_tuple(programs):
+    counts = [2, 2, 100, 2, 2, 2]
+    value = per_replica(4, lambda d: [np.full((c,), d, "f") for c in counts])
+    want = [[6.0] * c for c in counts]
+    spec = [("xring", 1, 40), ("nccl", 1, -1)]
+    for more, permutes in (
+        ({}, 5 * 6),
+        ({"num_packs": 1}, 6),
+        ({"agg_small_grads_max_bytes": 40}, 6),
+        ({"agg_small_grads_max_bytes": 40, "agg_small_grads_max_group": 2}, 3 * 6),
+    ):
+        got = MultiWorkerAllReduce(names(2), 2, spec, **more).reduce("sum", value, value)
+        assert [x.tolist() for x in got[3]] == want
+        found = count(programs[-1])
+        assert (found["collective-permute"], found["all-reduce"]) == (permutes, 1)
+
+
+def test_shards_travel_side_by_side(programs):
+    value = per_replica(4, lambda d: np.full((64,), d, "f"))
+    for shards in (1, 2, 3):
+        MultiWorkerAllReduce(names(2), 2, ("xring", shards)).reduce("sum", value, value)
+        assert count(programs[-1])["collective-permute"] == 6 * shards
+
+
+def test_the_options_of_a_call_go_over_the_specification(programs):
+    value = per_replica(4, lambda d: [np.full((4,), d, "f"), np.full((8,), d, "f")])
+    ops = MultiWorkerAllReduce(names(2), 2, "nccl")
+    ops.reduce("sum", value, value, jc.CommunicationOptions(algorithm="nccl/xring"))
+    found = count(programs[-1])
+    assert found["reduce-scatter"]
+    assert found["collective-permute"]
+    ops.reduce(
+        "sum", value, value, jc.CommunicationOptions(implementation="ring", bytes_per_pack=99)
+    )
+    assert count(programs[-1])["collective-permute"] == 6
+
+
+# Workers
+
+
+def test_workers_are_neighbours_in_the_order_of_the_devices():
+    ops = MultiWorkerAllReduce(names(2), 4, "nccl")
+    assert "worker_devices=[['cpu:0', 'cpu:1', 'cpu:2', 'cpu:3'], ['cpu:4'" in repr(ops)
+    assert "all_reduce_spec='nccl', num_packs=0, agg_small_grads_max_bytes=0" in repr(ops)
+
+
+def test_workers_may_be_lists_of_devices_in_any_order(programs):
+    workers = [["cpu:5", jax.devices()[0]], ("/device:CPU:3", "cpu:2")]
+    ops = MultiWorkerAllReduce(workers, 2, "nccl/xring")
+    own = [jax.devices()[i] for i in (0, 2, 3, 5)]
+    value = PerReplica.from_function(lambda i: np.arange(4.0) + i, devices=own)
+    got = ops.reduce("sum", value, value)
+    assert got.devices == value.devices
+    assert copies(got) == [[6.0, 10.0, 14.0, 18.0]] * 4
+    assert ((0, 1), (2, 3)) in groups(programs[0])
+    with pytest.raises(ValueError, match="`MultiWorkerAllReduce` reduces over its own 4 devices, cpu:5, "
+                                         "cpu:0, cpu:3, cpu:2; got a value over cpu:0, cpu:1"):  # fmt: skip
+        ops.reduce("sum", *[PerReplica([1.0, 2.0])] * 2)
+    assert copies(ops.reduce("mean", value, value))[2] == [1.5, 2.5, 3.5, 4.5]
+
+
+def test_dtypes_order_and_structure():
+    x = {
+        "i": rows(4, 5, dtype=np.int32),
+        "h": rows(4, 3, dtype=np.float16),
+        "f": [rows(4, 7), rows(4)],
+    }
+    value = per_replica(4, lambda d: jax.tree.map(lambda a: a[d], x))
+    ops = MultiWorkerAllReduce(names(2), 2, [("xring", 2, 8), ("pscpu/pscpu", 2, -1)], num_packs=2)
+    want = jc.ReductionToOneDevice().reduce("sum", value, "cpu:0")
+    assert_trees_equal(ops.reduce("sum", value, value)[3], want)
+    mirrored = Mirrored.from_function(lambda i: 2.0, devices=devices(4))
+    assert copies(ops.reduce("sum", mirrored, mirrored)) == [8.0] * 4
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], 1), r"expects `worker_devices` to be a list with one name, .* for each worker; got \[\]"),
+        (("/job:worker/task:0", 1), "expects `worker_devices` to be a list .*; got '/job"),
+        ((3, 1), "expects `worker_devices` to be a list .*; got 3"),
+        (([""], 1), r"to hold names, or lists of devices, and one kind of them only; got \[''\]"),
+        ((["a", ["cpu:0"]], 1), "one kind of them only"),
+        ((jax.devices()[:2], 1), "one kind of them only"),
+        ((["a", "b", "a"], 1), "got a worker twice: a"),
+        ((["a", "b", "c"], 3), "needs 9 devices for 3 workers of 3 each; there are 8: cpu:0, .* Simulated"),
+        ((["a", "b"], -1), "`num_gpus_per_worker` must be a non-negative integer .*; got -1"),
+        ((["a", "b"], 1.0), "`num_gpus_per_worker` must be .*; got 1.0"),
+        ((["a", "b"], True), "`num_gpus_per_worker` must be .*; got True"),
+        (([["cpu:0"], ["cpu:1", "cpu:2"]], 1), "`num_gpus_per_worker` devices, which is 1; worker 1 has 2"),
+        (([["cpu:0"], ["cpu:0"]], 1), "got a device twice: cpu:0"),
+        (([["cpu:0"], ["cpu:9"]], 1), "got 'cpu:9', but there is no such device"),
+        (([["cpu:0"], [3]], 1), "expects devices, as in `jax.devices\\(\\)`; got 3"),
+        (([[], []], 0), "got no devices"),
+        ((["a", "b"], 2, ("pscpu/pscpu", 3)), "`all_reduce_spec` does not fit 2 workers of 2 devices: "
+         "`shards` is 3, but the shuffle of 'shuffle/shuffle' runs over 2 replicas"),
+        ((["a", "b"], 2, ("pscpu", 5)), "runs over 4 replicas, and each shard needs an owner"),
+        ((["a", "b"], 1, "max"), "`all_reduce_spec` names the algorithm 'max'; expected one of nccl, "),
+        ((["a", "b"], 1, [("nccl", 1, 4)]), "must end in -1"),
+        ((["a", "b"], 1, "nccl", -1), "`num_packs` must be a non-negative integer"),
+        ((["a", "b"], 1, "nccl", 0, 1.5), "`agg_small_grads_max_bytes` must be a non-negative integer"),
+        ((["a", "b"], 1, "nccl", 0, 1, -1), "`agg_small_grads_max_group` must be a non-negative"),
+    ],
+)  # fmt: skip
+def test_L73_arguments_are_checked(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MultiWorkerAllReduce(*arguments)

@@ -1,0 +1,1076 @@
+"""Strategies: rows of facts/tensorflow_cases.md, laws, and what is refused where."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import CompileCounter, assert_trees_equal
+
+import jaxcoll as jc
+from jaxcoll import Mirrored, PerReplica, get_replica_context
+
+NAMES = [f"cpu:{i}" for i in range(8)]
+STRATEGIES = {
+    "mirrored-1": jc.MirroredStrategy(NAMES[:1]),
+    "mirrored-2": jc.MirroredStrategy(NAMES[:2]),
+    "mirrored-3": jc.MirroredStrategy(NAMES[:3], jc.ReductionToOneDevice()),
+    "mirrored-7": jc.MirroredStrategy(NAMES[:7]),
+    "multi": jc.MultiWorkerMirroredStrategy(),
+    "multi-ring": jc.MultiWorkerMirroredStrategy(
+        communication_options=jc.CommunicationOptions(bytes_per_pack=64, implementation="ring")
+    ),
+}
+EVERY = pytest.mark.parametrize("s", STRATEGIES.values(), ids=STRATEGIES)
+TWO = pytest.mark.parametrize("s", [STRATEGIES["mirrored-2"], STRATEGIES["multi"]], ids=["2", "8"])
+ONE = jc.MirroredStrategy(["cpu:0"])
+PAIR = STRATEGIES["mirrored-2"]
+
+
+def all_reduce(op, value, **said):
+    return get_replica_context().all_reduce(op, value, **said)
+
+
+def all_gather(value, axis):
+    return get_replica_context().all_gather(value, axis)
+
+
+def replica_id():
+    return get_replica_context().replica_id_in_sync_group
+
+
+def of_replica(s, fun):
+    """A value for each replica, from its number."""
+    return s.experimental_distribute_values_from_function(
+        lambda context: fun(context.replica_id_in_sync_group)
+    )
+
+
+def local(s, value):
+    """Every replica's value, as Python numbers."""
+    results = s.experimental_local_results(value)
+    assert len(results) == s.num_replicas_in_sync
+    return [jax.tree.map(lambda x: np.asarray(x).tolist(), result) for result in results]
+
+
+# Part A
+
+
+@EVERY
+def test_A7_A8_a_function_is_traced_once_and_gives_back_what_it_is_given(s):
+    traces = []
+
+    def identity(x):
+        traces.append(1)
+        return x
+
+    value = of_replica(s, lambda i: 1.0 + i)
+    for k in range(6):
+        out = s.run(identity, (value,))
+        assert local(s, out) == [2.0**k * (1 + i) for i in range(len(value))]
+        assert (type(out), out.devices) == (PerReplica, s.devices)
+        value = PerReplica.from_global(out.tree * 2)
+    assert len(traces) == 1
+
+
+@EVERY
+def test_A13_A14_values_from_a_function_gathered(s):
+    n = s.num_replicas_in_sync
+    value = of_replica(s, lambda i: np.array([[1, 2, 3]]))
+    assert s.gather(value, axis=0).tolist() == [[1, 2, 3]] * n
+    nested = of_replica(s, lambda i: tuple(np.array([k * i]) for k in (1, 2, 3)))
+    want = tuple([k * i for i in range(n)] for k in (1, 2, 3))
+    assert tuple(x.tolist() for x in s.gather(nested, axis=0)) == want
+
+
+def test_A16_A17_A20_each_leaf_of_a_nest_is_distributed():
+    nest = lambda c: {"a": (1 * c, [2 * c]), "b": (3 * c, 4 * c)}
+    for kind, scale in ((PerReplica, (1, 10)), (Mirrored, (1, 1))):
+        value = kind([nest(c) for c in scale])
+        assert [jax.tree.map(int, v) for v in value] == [nest(c) for c in scale]
+    spread = of_replica(PAIR, lambda i: nest(i + 1))
+    assert all(isinstance(leaf, PerReplica) for leaf in (spread["a"][1][0], spread["b"][0]))
+    assert local(PAIR, spread) == [nest(1), nest(2)]
+
+
+def test_A10_A22_what_is_no_array_or_of_a_length_of_its_own_is_refused():
+    with pytest.raises(TypeError, match="not a valid JAX type"):
+        PAIR.run(lambda: jax.lax.cond(True, lambda: {1}, lambda: {2}))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        PAIR.run(lambda: [0] * replica_id())
+
+
+@EVERY
+def test_A11_outside_a_distributed_value_is_no_array(s):
+    value = of_replica(s, lambda i: i)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        value + 1
+    assert local(s, s.run(lambda x: x.astype(jnp.float32) + 1, (value,))) == [
+        1.0 + i for i in range(s.num_replicas_in_sync)
+    ]
+
+
+@TWO
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda i: {"a": 1, "b": 2},
+        lambda i: [1, 2],
+        lambda i: (1, 2, 3),
+        lambda i: ({"a": 1}, {"b": 2}),
+        lambda i: {"a": 1.5, "b": 2.5},
+        lambda i: i,
+        lambda i: {"a": i + 1, "b": i + 2},
+        lambda i: [2, 3],
+    ],
+    ids=["dict", "list", "tuple", "dicts", "floats", "id", "dict of ids", "numbers"],
+)
+def test_A23_local_results_are_one_structure_for_each_replica(s, result):
+    out = s.run(lambda: result(replica_id()))
+    assert isinstance(s.experimental_local_results(out), tuple)
+    assert local(s, out) == [result(i) for i in range(s.num_replicas_in_sync)]
+
+
+def test_local_results_of_plain_values_are_themselves():
+    assert PAIR.experimental_local_results({"a": 1}) == ({"a": 1},)
+
+
+# Part H
+
+
+@EVERY
+@pytest.mark.parametrize("scoped", [False, True])
+def test_H1_the_sum_of_ones_counts_the_replicas(s, scoped):
+    def total():
+        return s.reduce("sum", s.run(lambda: jnp.float32(1)), axis=None)
+
+    if scoped:
+        with s.scope() as entered:
+            assert entered is s
+            result = total()
+    else:
+        result = total()
+    assert isinstance(result, jax.Array)
+    assert result.devices() == {s.devices[0]}
+    assert result == s.num_replicas_in_sync
+
+
+@EVERY
+def test_H2_along_an_axis(s):
+    value = s.run(lambda: jnp.array([1.0, 2.0]))
+    assert s.reduce("mean", value, axis=0) == 1.5
+    assert s.reduce("sum", value, axis=0) == 3 * s.num_replicas_in_sync
+
+
+@EVERY
+def test_H4_nested_results(s):
+    n = s.num_replicas_in_sync
+    out = s.run(lambda x: (x + 1, x - 1), (3.0,))
+    assert s.reduce("sum", out, axis=None) == (4 * n, 2 * n)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_H5_L49_uneven_shares_are_weighted_by_element(s, dtype):
+    n = s.num_replicas_in_sync
+    value = of_replica(s, lambda i: np.full((i + 1,), i, dtype))
+    total = sum(i * (i + 1) for i in range(n))
+    assert s.reduce("sum", value, axis=0) == total
+    np.testing.assert_allclose(
+        s.reduce("mean", value, axis=0), total / (n * (n + 1) / 2), rtol=1e-5
+    )
+    assert s.reduce("mean", value, axis=0).dtype == np.float32
+
+
+@EVERY
+@pytest.mark.parametrize("op", ["mean", "MEAN", "sum", "Sum"])
+def test_H7_ops_may_be_strings(s, op):
+    one = s.run(lambda: jnp.float32(1))
+    want = s.num_replicas_in_sync if op.lower() == "sum" else 1.0
+    assert s.reduce(op, one, axis=None) == want
+    assert s.extended.reduce_to(op, one, "cpu:0") == want
+    assert s.extended.batch_reduce_to(op, [(one, "cpu:0")] * 2) == [want, want]
+    assert local(s, s.run(lambda: all_reduce(op, 1.0))) == [want] * s.num_replicas_in_sync
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("axis", "want"), [(None, [[1, 2], [3, 4]]), (0, [2, 3]), (-1, [1.5, 3.5]), ((0, 1), 2.5), ([1, -2], 2.5)]
+)  # fmt: skip
+def test_H8_L50_the_mean_of_matrices(s, axis, want):
+    value = s.run(lambda: jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+    np.testing.assert_allclose(s.reduce("mean", value, axis), want, rtol=1e-6)
+    value = of_replica(s, lambda i: np.array([[1.0, 2], [3, 4]]))
+    np.testing.assert_allclose(s.reduce("mean", value, axis), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["reduce", "run", "gather", "extended"])
+def test_H10_strategies_are_not_mixed(method):
+    other = STRATEGIES["mirrored-3"]
+    calls = {
+        "reduce": lambda: other.reduce("sum", Mirrored([1.0]), axis=None),
+        "run": lambda: other.run(lambda: 1.0),
+        "gather": lambda: other.gather(Mirrored([np.ones(1)]), axis=0),
+        "extended": lambda: other.scope().__enter__(),
+    }
+    with (
+        PAIR.scope(),
+        PAIR.scope(),
+        pytest.raises(RuntimeError, match="under the scope of another"),
+    ):
+        calls[method]()
+    assert local(other, other.run(lambda: 1.0)) == [1.0] * 3
+
+
+def test_H11_all_reduce_of_a_tuple():
+    value = PerReplica([(1.0, np.array([39.0, 2.0])), (3.0, np.array([3.0, 41.0]))])
+    out = PAIR.run(lambda v: all_reduce("sum", v), (value,))
+    assert local(PAIR, out) == [(4.0, [42.0, 43.0])] * 2
+    assert all(isinstance(x, Mirrored) for x in out)
+
+
+@TWO
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("x", ["constant", "argument", "captured", "own"])
+def test_H13_H14_the_derivative_of_all_reduce(s, op, x):
+    """y = all_reduce(x)·c: each replica's derivative is the all_reduce of the c."""
+    n = s.num_replicas_in_sync
+    outside = jnp.float32(42)
+
+    def derivative(c, x=None):
+        x = {"constant": jnp.float32(42), "captured": outside}.get(kind, x)
+        return jax.grad(lambda v: all_reduce(op, v) * c)(x)
+
+    kind = x
+    c = of_replica(s, lambda i: 2.0 * i + 1)
+    args = {"argument": (c, 42.0), "own": (c, of_replica(s, lambda i: 42.0))}.get(kind, (c,))
+    want = sum(2.0 * i + 1 for i in range(n)) / (n if op == "mean" else 1)
+    assert local(s, s.run(derivative, args)) == [want] * n
+
+
+@EVERY
+@pytest.mark.parametrize("one", ["constant", "captured", "argument", "number"])
+def test_H16_L35_a_value_counts_once_a_replica_wherever_it_was_made(s, one):
+    n, outside = s.num_replicas_in_sync, jnp.float32(1)
+    results = {
+        "constant": lambda: s.run(lambda: all_reduce("sum", jnp.float32(1))),
+        "captured": lambda: s.run(lambda: all_reduce("sum", outside)),
+        "argument": lambda: s.run(lambda x: all_reduce("sum", x), (outside,)),
+        "number": lambda: s.run(lambda: all_reduce("sum", 1.0)),
+    }
+    assert local(s, results[one]()) == [n] * n
+
+
+@EVERY
+def test_H17_H19_H20_sparse_and_dense_in_one_call_keep_their_places(s):
+    n = s.num_replicas_in_sync
+    rows = lambda value, at: jc.IndexedSlices(jnp.array([[value]]), jnp.array([at]), (5, 1))
+    nest = lambda: (1.0, rows(1.0, 0), 2.0, rows(2.0, 1))
+    out = s.run(lambda: all_reduce("sum", nest()))
+    assert all(isinstance(x, Mirrored) for x in out)
+    assert isinstance(out[1].tree, jc.IndexedSlices)
+    dense = [x.tree.to_dense()[:2, 0].tolist() for x in out[1::2]]
+    assert dense == [[n, 0.0], [0.0, 2.0 * n]]
+    assert [float(x[0]) for x in out[::2]] == [n, 2 * n]
+    (mean,) = s.run(lambda: all_reduce("mean", [rows(1.0, 0)]))
+    assert mean.tree.to_dense()[:, 0].tolist() == [1, 0, 0, 0, 0]
+
+
+@EVERY
+def test_H22_what_is_mirrored_is_summed_like_anything_else(s):
+    n = s.num_replicas_in_sync
+    v = Mirrored([2.0] * n, devices=s.devices)
+    out = s.run(lambda v: all_reduce("SUM", v) + replica_id().astype(jnp.float32), (v,))
+    assert local(s, out) == [2.0 * n + i for i in range(n)]
+
+
+@EVERY
+def test_H26_the_sum_of_the_numbers_of_the_replicas(s):
+    n = s.num_replicas_in_sync
+    out = s.run(lambda: replica_id().astype(jnp.float32))
+    assert s.reduce("sum", out, axis=None) == n * (n - 1) / 2
+
+
+@EVERY
+def test_H28_K28_a_training_loop_whose_state_is_mirrored(s):
+    n = s.num_replicas_in_sync
+    tx = optax.sgd(0.05 / n, momentum=0.5)
+
+    @jax.numpy_dtype_promotion("standard")
+    def step(w, state, target):
+        grads = jax.grad(lambda w: jnp.sum((w - target) ** 2))(w)
+        updates, state = tx.update(all_reduce("sum", grads), state, w)
+        return optax.apply_updates(w, updates), state, grads
+
+    w = jnp.zeros((1, 1))
+    state = tx.init(w)
+    targets = of_replica(s, lambda i: np.full((1, 1), 1.0 + i, "f"))
+    with CompileCounter() as compiled:
+        errors = []
+        for _ in range(10):
+            w, state, grads = s.run(step, (w, state, targets))
+            errors.append(abs(w[0].item() - (n + 1) / 2))
+    assert compiled.count == 1
+    assert errors[-1] < errors[0]
+    assert all(isinstance(x, Mirrored) for x in jax.tree.leaves(
+        (w, state), is_leaf=lambda x: isinstance(x, Mirrored)))  # fmt: skip
+    assert isinstance(grads, PerReplica) == (n > 0)
+
+
+def test_K28_the_gradients_are_summed():
+    tx = optax.sgd(0.5, momentum=0.06)
+    w = jnp.array([1.0, 2.0, 3.0, 4.0])
+    grads = of_replica(PAIR, lambda i: np.array([1.0, 6.0, 7.0, 2.0], "f"))
+
+    @jax.numpy_dtype_promotion("standard")
+    def step(w, state, grads):
+        updates, state = tx.update(all_reduce("sum", grads), state, w)
+        return optax.apply_updates(w, updates)
+
+    assert local(PAIR, PAIR.run(step, (w, tx.init(w), grads))) == [[0.0, -4.0, -4.0, 2.0]] * 2
+
+
+def test_K32_gradients_that_are_accumulated_first():
+    w, g = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([[1.0, 1.0], [2.0, 2.0]])
+    mean = lambda many: sum(many[1:], many[0]) / len(many)
+    out = PAIR.run(lambda w: w - all_reduce("sum", mean([g, g, g])), (w,))
+    assert local(PAIR, out) == [[[-1.0, 0.0], [-1.0, 0.0]]] * 2
+
+
+@TWO
+def test_H29_gradients_of_shares_of_a_dataset(s):
+    n = s.num_replicas_in_sync
+    data = np.arange(5.0, 5.0 + 2 * n, dtype="f").reshape(2, n)
+    batches = s.experimental_distribute_dataset(iter(data))
+    got = [s.run(jax.grad(lambda x: jnp.sum(x**2)), (batch,)) for batch in batches]
+    assert [s.gather(x, axis=0).tolist() for x in got] == (2 * data).tolist()
+
+
+def test_H31_a_gradient_can_be_stopped():
+    out = PAIR.run(lambda w: jax.grad(lambda v: jax.lax.stop_gradient(v) * 2)(w), (1.0,))
+    assert local(PAIR, out) == [0.0, 0.0]
+
+
+@EVERY
+def test_H32_an_exception_reaches_the_caller_and_the_next_call_works(s):
+    def broken(x):
+        all_reduce("sum", x)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        s.run(broken, (1.0,))
+    assert get_replica_context() is None
+    assert local(s, s.run(lambda x: x, (1.0,))) == [1.0] * s.num_replicas_in_sync
+
+
+@EVERY
+def test_H34_ten_runs_are_one_trace_and_one_program_a_shape(s):
+    traces = []
+
+    def step(w, batch, *, scale):
+        traces.append(1)
+        return w + scale * all_reduce("mean", batch.sum()), batch * scale
+
+    shapes = [np.ones((k, 2), "f") for k in (1, 3)]
+    batches = [of_replica(s, lambda i, x=x: x) for x in shapes]
+    w, other = s.run(step, (jnp.float32(1), batches[0]), {"scale": jnp.float32(2)})
+    with CompileCounter() as compiled:
+        for _ in range(9):
+            w, other = s.run(step, (w, other), {"scale": jnp.float32(2)})
+    assert (compiled.count, len(traces)) == (0, 1)
+    with CompileCounter() as compiled:
+        s.run(step, (w, batches[1]), {"scale": jnp.float32(2)})
+    assert (compiled.count, len(traces)) == (1, 2)
+
+
+# Part I, J
+
+
+def test_I1_I2_I5_what_reduces_between_programs():
+    """One default for all topologies; what the user passes is used."""
+    calls = []
+
+    class Spy(jc.ReductionToOneDevice):
+        def _prepare(self, *args):
+            calls.append(1)
+            return super()._prepare(*args)
+
+    s = jc.MirroredStrategy(NAMES[:3], cross_device_ops=Spy())
+    assert s.reduce("sum", of_replica(s, float), axis=None) == 3.0
+    assert s.extended.reduce_to("mean", of_replica(s, float), "cpu:5") == 1.0
+    assert len(calls) == 2
+    with pytest.raises(
+        ValueError, match="expects `cross_device_ops` to be a CrossDeviceOps, .*'nccl'"
+    ):
+        jc.MirroredStrategy(cross_device_ops="nccl")
+
+
+@EVERY
+def test_J1_J5_J7_a_value_that_replicas_agree_on_is_reduced_first(s):
+    n = s.num_replicas_in_sync
+    w = Mirrored([5.0] * n, devices=s.devices)
+    out = s.run(lambda w: w - all_reduce("mean", replica_id().astype(jnp.float32)), (w,))
+    assert isinstance(out, Mirrored)
+    np.testing.assert_allclose(local(s, out), [5.0 - (n - 1) / 2] * n, rtol=1e-6)
+    alone = s.run(lambda w: w - replica_id().astype(jnp.float32), (w,))
+    assert isinstance(alone, PerReplica)
+    assert local(s, alone) == [5.0 - i for i in range(n)]
+
+
+@EVERY
+def test_J4_J8_J20_update_runs_once_on_each_component(s):
+    n = s.num_replicas_in_sync
+    w = Mirrored([{"w": np.float32(1), "b": np.ones(2, "f")}] * n, devices=s.devices)
+    add = lambda p, x: jax.tree.map(lambda v: v + x, p)
+    w = s.extended.update(w, add, (6.0,))
+    with CompileCounter() as compiled:
+        w = s.extended.update(w, add, (2.0,))
+    assert compiled.count == 0
+    assert isinstance(w, Mirrored)
+    assert local(s, w) == [{"w": 9.0, "b": [9.0, 9.0]}] * n
+    own = of_replica(s, float)
+    apart = s.extended.update(w, lambda p, *, x: {**p, "w": p["w"] * x}, kwargs={"x": own})
+    assert isinstance(apart, PerReplica)
+    assert local(s, apart) == [{"w": 9.0 * i, "b": [9.0, 9.0]} for i in range(n)]
+    leaves = s.extended.update({"a": own, "w": w}, lambda v: {"a": v["a"] + 1, "w": v["w"]["w"]})
+    assert [type(leaves[k]) for k in "aw"] == [PerReplica, Mirrored]
+
+
+@EVERY
+def test_J2_J13_J14_a_value_of_each_replica_is_reduced_when_it_is_read(s):
+    n = s.num_replicas_in_sync
+    assert local(s, s.run(lambda: all_reduce("mean", 5.0))) == [5.0] * n
+    own = of_replica(s, lambda i: 1.0)
+    assert s.reduce("sum", own, axis=None) == n
+    assert s.reduce("mean", own, axis=None) == 1.0
+
+
+def test_J10_J11_scattered_updates():
+    """Replica i adds (i, i+1) at rows (i, i+1): added up by the SUM, halved by the MEAN."""
+
+    def scatter(op):
+        i = replica_id()
+        at = jnp.stack([i, i + 1])
+        sparse = jc.IndexedSlices(at.astype(jnp.float32), at, (3,))
+        return all_reduce(op, sparse).to_dense()
+
+    for op, scale in (("sum", 1), ("mean", 0.5)):
+        assert local(PAIR, PAIR.run(lambda op=op: scatter(op))) == [[0, 2 * scale, 2 * scale]] * 2
+
+
+# Part K: gather
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("value", "axis"),
+    [
+        ([1, 2, 3], 0),
+        ([[1, 2, 3]], 0),
+        ([[1, 2, 3]], 1),
+        ([[1, 2, 3]], -1),
+        ([[[1, 2], [1, 2]]], 0),
+        ([[[1, 2], [1, 2]]], 1),
+        ([[[1, 2], [1, 2]]], 2),
+    ],
+    ids=str,
+)
+def test_K1_K2_K4_gather_and_all_gather(s, value, axis):
+    value = np.array(value, "f")
+    want = np.concatenate([value] * s.num_replicas_in_sync, axis)
+    distributed = of_replica(s, lambda i: value)
+    got = s.gather(distributed, axis)
+    np.testing.assert_array_equal(got, want)
+    assert got.devices() == {s.devices[0]}
+    inside = s.run(lambda v: all_gather(v, axis), (distributed,))
+    assert isinstance(inside, Mirrored)
+    for result in s.experimental_local_results(inside):
+        np.testing.assert_array_equal(result, want)
+
+
+@EVERY
+@pytest.mark.parametrize(("axis", "kept"), [(0, 1), (1, 0), (-1, 0), (-2, 1)])
+def test_K5_L32_L34_parts_of_unequal_sizes(s, axis, kept):
+    n = s.num_replicas_in_sync
+    shape = lambda i: (i + 1, 1) if kept else (1, i + 1)
+    value = of_replica(s, lambda i: np.full(shape(i), i, "f"))
+    want = np.concatenate([np.full(shape(i), i, "f") for i in range(n)], axis)
+    np.testing.assert_array_equal(s.gather(value, axis), want)
+    listed = [np.full(shape(i), i, "f") for i in range(n)]
+    np.testing.assert_array_equal(s.gather(listed, axis), want)
+    np.testing.assert_array_equal(s.gather({"x": tuple(listed)}, axis)["x"], want)
+
+
+@pytest.mark.parametrize("s", [PAIR, STRATEGIES["multi"]], ids=["2", "8"])
+def test_K7_K8_parts_that_do_not_fit_are_refused_with_both_shapes(s):
+    value = of_replica(s, lambda i: np.ones((1, i + 1)))
+    with pytest.raises(
+        ValueError, match=r"differ in size along axis 0 only; replica 1 has shape \(1, 2\), replica 0 \(1, 1\)"
+    ):  # fmt: skip
+        s.gather(value, 0)
+    with pytest.raises(
+        ValueError, match=r"`reduce` expects parts that differ in size along axis 0 only"
+    ):
+        s.reduce("sum", value, 0)
+    value = of_replica(s, lambda i: np.ones((1,) * (i + 1)))
+    with pytest.raises(ValueError, match=r"replica 1 has shape \(1, 1\), replica 0 \(1,\)"):
+        s.gather(value, 0)
+    mixed = [np.ones(1, "f")] * (s.num_replicas_in_sync - 1) + [np.ones(1, "i4")]
+    with pytest.raises(
+        ValueError, match=r"expects one dtype; replica \d has int32, replica 0 float32"
+    ):
+        s.gather(mixed, 0)
+
+
+@EVERY
+def test_K10_K11_all_gather_of_a_nest(s):
+    n = s.num_replicas_in_sync
+    nest = [np.ones((1, 2), "f"), np.array([[[1, 2], [1, 2]]], "f")]
+    out = s.run(lambda: all_gather(jax.tree.map(jnp.asarray, nest), 1))
+    assert [x[0].shape for x in out] == [(1, 2 * n), (1, 2 * n, 2)]
+    flat = s.run(lambda: all_gather([jnp.array([1, 2, 3])] * 2, 0))
+    assert [x[0].tolist() for x in flat] == [[1, 2, 3] * n] * 2
+
+
+@TWO
+@pytest.mark.parametrize("nested", [False, True])
+def test_K12_K13_the_derivative_of_all_gather(s, nested):
+    """y = gather(x, 1)·c with c = 1, 2, ...: every element is the sum of the c."""
+    n = s.num_replicas_in_sync
+
+    def derivative(x, c):
+        def y(x):
+            other = jnp.ones((2, 2))
+            gathered = all_gather([x, other], 1)[0] if nested else all_gather(x, 1)
+            return jnp.sum(gathered * c)
+
+        return jax.grad(y)(x)
+
+    x, c = of_replica(s, lambda i: np.ones((3, 1), "f")), of_replica(s, lambda i: i + 1.0)
+    assert local(s, s.run(derivative, (x, c))) == [[[n * (n + 1) / 2]] * 3] * n
+
+
+# Part L, and laws
+
+
+def test_L46_L47_a_plain_value_has_a_mean_and_no_sum():
+    for plain in (1.0, np.float32(2), jnp.ones(())):
+        assert PAIR.reduce("mean", plain, axis=None) == plain
+        with pytest.raises(
+            ValueError, match="got the plain value .* whose SUM over 2 replicas could be"
+        ):
+            PAIR.reduce("sum", plain, axis=None)
+        with pytest.raises(
+            ValueError, match=r"`MirroredStrategy.extended.reduce_to` got the plain"
+        ):
+            PAIR.extended.reduce_to("sum", plain, "cpu:0")
+        with pytest.raises(ValueError, match=r"extended.batch_reduce_to\[1\]` got the plain value"):
+            PAIR.extended.batch_reduce_to("sum", [(Mirrored([1.0]), "cpu:0"), (plain, "cpu:0")])
+        assert ONE.reduce("sum", plain, axis=None) == plain
+        assert PAIR.extended.reduce_to("mean", plain, "cpu:1") == plain
+    for zero in (0, 0.0, np.float32(0), np.zeros(())):
+        assert PAIR.reduce("sum", zero, axis=None) == 0
+        assert PAIR.extended.reduce_to("sum", zero, "cpu:1") == 0
+    assert PAIR.reduce("mean", np.array([1.0, 2.0], "f"), axis=0) == 1.5
+
+
+@pytest.mark.parametrize("s", [ONE, PAIR], ids=["1", "2"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("values", [[1.0, 2.0], (np.ones(2), jnp.ones(3)), [0, 0]], ids=repr)
+def test_a_list_of_plain_values_without_an_axis_is_neither_parts_nor_a_tree(s, op, values):
+    """It could be one value for each replica, or values that all share: the caller has to say."""
+    with pytest.raises(ValueError, match="axis None got the value as a .* of 2 plain values, whi"):
+        s.reduce(op, values, axis=None)
+    with pytest.raises(ValueError, match=r"got leaf \['a'\] as a \w+ of 2 plain values"):
+        s.reduce(op, {"a": values}, axis=None)
+    assert s.reduce("mean", {"a": values[1]}, axis=None)["a"].shape == np.shape(values[1])
+    assert s.reduce("mean", [], axis=None) == []
+
+
+def test_a_plain_value_has_only_the_axes_it_has():
+    for plain, axis in ((1.0, 0), (np.ones(2), 1)):
+        with pytest.raises(ValueError, match=r"`reduce`: the value .* no axis"):
+            PAIR.reduce("mean", plain, axis=axis)
+
+
+def test_rows_of_one_table_have_no_sum_over_replicas_either():
+    rows = jc.IndexedSlices([[1.0]], [2], (3, 1))
+    with pytest.raises(ValueError, match="plain value IndexedSlices.* whose SUM over 2 replicas"):
+        PAIR.reduce("sum", rows, axis=None)
+    with pytest.raises(ValueError, match="extended.reduce_to` got the plain value IndexedSlices"):
+        PAIR.extended.reduce_to("sum", rows, "cpu:0")
+    mean = PAIR.reduce("mean", {"rows": rows}, axis=None)["rows"]
+    assert (mean.values.tolist(), mean.indices.tolist()) == ([[1.0]], [2])
+
+
+def test_L49_means_of_integers_and_16_bit_floats():
+    integers = [np.array([1, 2, 4]), np.array([4, 5])]
+    assert PAIR.reduce("sum", integers, 0) == 16
+    mean = PAIR.reduce("mean", integers, 0)
+    assert (mean.dtype, round(float(mean), 6)) == (np.float32, 3.2)
+    halves = PAIR.reduce("mean", [np.full(3, 60000, "f2"), np.full(2, 60000, "f2")], 0)
+    assert (halves.dtype, float(halves)) == (np.float16, 60000)
+
+
+@EVERY
+def test_a_mean_along_axes_is_that_of_all_elements(s):
+    n = s.num_replicas_in_sync
+    x = np.random.default_rng(0).standard_normal((n, 3, 4, 5)).astype("f")
+    tree = {
+        "x": PerReplica(list(x), devices=s.devices),
+        "y": PerReplica(list(2 * x), devices=s.devices),
+    }
+    for axis in (0, (0, 2), (-1, 0), (0, 1, 2)):
+        over = (0, *(k % 3 + 1 for k in np.atleast_1d(axis)))
+        for op, numpy in (("sum", np.sum), ("mean", np.mean)):
+            got = s.reduce(op, tree, axis)
+            np.testing.assert_allclose(got["x"], numpy(x, over), rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(got["y"], 2 * numpy(x, over), rtol=1e-4, atol=1e-5)
+    held = PerReplica([{"a": v} for v in x], devices=s.devices)
+    np.testing.assert_allclose(s.reduce("mean", held, 1)["a"], x.mean((0, 2)), rtol=1e-4, atol=1e-5)
+    copies = Mirrored([x[0]] * n, devices=s.devices)
+    np.testing.assert_allclose(s.reduce("sum", copies, 1), n * x[0].sum(1), rtol=1e-4, atol=1e-4)
+
+
+@EVERY
+def test_reduce_to_and_broadcast_to_say_where(s):
+    value = of_replica(s, float)
+    result = s.extended.reduce_to("sum", value, value)
+    n = s.num_replicas_in_sync
+    if n > 1:
+        assert result.devices == s.devices
+        assert local(s, result) == [n * (n - 1) / 2] * n
+    copies = s.extended.broadcast_to(5, Mirrored([0] * 3))
+    assert [x.item() for x in copies] == [5, 5, 5]
+    assert s.extended.batch_reduce_to("sum", []) == []
+    with pytest.raises(ValueError, match="expects destinations to be a PerReplica"):
+        s.extended.reduce_to("sum", value, ["cpu:0"])
+    with pytest.raises(ValueError, match="expects an iterable of tuples"):
+        s.extended.batch_reduce_to("sum", 3)
+
+
+def test_the_context_tells_who_and_where():
+    seen = []
+
+    def look():
+        context = get_replica_context()
+        seen.append((context.num_replicas_in_sync, context.strategy, repr(context)))
+        ids = jax.lax.map(lambda _: context.replica_id_in_sync_group, jnp.arange(2))
+        return ids, jax.jit(lambda: context.replica_id_in_sync_group)()
+
+    out = PAIR.run(look)
+    assert seen == [(2, PAIR, "ReplicaContext(num_replicas_in_sync=2)")]
+    assert local(PAIR, out) == [([0, 0], 0), ([1, 1], 1)]
+    assert get_replica_context() is None
+
+
+def test_an_inner_jit_does_not_carry_a_context_elsewhere():
+    counts = []
+
+    @jax.jit
+    def inner(x):
+        context = get_replica_context()
+        counts.append(context and context.num_replicas_in_sync)
+        return x if context is None else context.all_reduce("sum", x)
+
+    for s in (PAIR, STRATEGIES["mirrored-3"], PAIR):
+        assert local(s, s.run(lambda x: inner(x), (1.0,))) == [float(s.num_replicas_in_sync)] * len(
+            s.devices
+        )
+    assert inner(1.0) == 1.0
+    assert set(counts) == {2, 3, None}
+
+
+def test_options_of_the_strategy_of_run_and_of_the_call():
+    ring, native = (jc.CommunicationOptions(implementation=i) for i in ("ring", "auto"))
+    x = of_replica(STRATEGIES["multi"], lambda i: np.ones(16, "f"))
+
+    def step(x):
+        return all_reduce("sum", x), all_reduce("mean", x, options=native)
+
+    from jaxcoll._distribute.strategy.replica_program import replica_program
+
+    for s, said, rings in (
+        (STRATEGIES["multi-ring"], jc.CommunicationOptions(), 1),
+        (STRATEGIES["multi"], ring, 1),
+        (STRATEGIES["multi"], jc.CommunicationOptions(), 0),
+        (STRATEGIES["multi-ring"], native, 0),
+    ):
+        out = s.run(step, (x,), options=said)
+        assert [type(v) for v in out] == [Mirrored, Mirrored]
+        assert [v[3].tolist() for v in out] == [[8.0] * 16, [1.0] * 16]
+        program, _ = replica_program(s.devices, step, s._options.merge(said), s._context)
+        text = program.lower((x,), {}).as_text()
+        assert ("collective_permute" in text) == bool(rings)
+
+
+def test_a_deadline_bounds_a_run():
+    def spin(x, k):
+        slow = jax.lax.fori_loop(0, k, lambda i, c: jnp.sin(c + x), x)
+        return all_reduce("sum", slow)
+
+    quick = jc.CommunicationOptions(timeout_seconds=0.3)
+    with pytest.raises(
+        jc.DeadlineExceededError, match="`MirroredStrategy.run` of `spin` did not finish"
+    ):
+        PAIR.run(spin, (1.0, 30_000_000), options=quick)
+    patient = jc.CommunicationOptions(timeout_seconds=60)
+    assert isinstance(PAIR.run(spin, (1.0, 2), options=patient), Mirrored)
+
+
+def test_a_deadline_given_to_a_reduction_inside_bounds_the_run():
+    quick = jc.CommunicationOptions(timeout_seconds=0.3)
+
+    def spin(x, k):
+        slow = jax.lax.fori_loop(0, k, lambda i, c: jnp.sin(c + x), x)
+        return all_reduce("sum", slow, options=quick)
+
+    with pytest.raises(
+        jc.DeadlineExceededError, match="`MirroredStrategy.run` of `spin` did not finish within 0.3"
+    ):
+        PAIR.run(spin, (1.0, 30_000_000))
+
+
+def test_experimental_hints_go_where_options_go():
+    with pytest.warns(DeprecationWarning, match="use CommunicationOptions"):
+        hints = jc.CollectiveHints(bytes_per_pack=50 << 20, timeout_seconds=120)
+    value = PerReplica([1.0, 3.0])
+    ops = jc.NcclAllReduce()
+    said = {"experimental_hints": hints}
+    assert local(PAIR, PAIR.run(lambda x: all_reduce("sum", x, **said), (value,))) == [4.0, 4.0]
+    assert PAIR.reduce("sum", value, axis=None, **said) == 4.0
+    assert PAIR.extended.reduce_to("sum", value, "cpu:0", **said) == 4.0
+    assert PAIR.extended.batch_reduce_to("sum", [(value, "cpu:0")], **said) == [4.0]
+    assert ops.reduce("sum", value, "cpu:0", **said) == 4.0
+    assert ops.batch_reduce("sum", [(value, "cpu:0")], **said) == [4.0]
+    both = {"options": hints, **said}
+    for call in (
+        lambda: PAIR.run(lambda x: all_reduce("sum", x, **both), (value,)),
+        lambda: PAIR.reduce("sum", value, axis=None, **both),
+        lambda: PAIR.extended.reduce_to("sum", value, "cpu:0", **both),
+        lambda: PAIR.extended.batch_reduce_to("sum", [(value, "cpu:0")], **both),
+        lambda: ops.reduce("sum", value, "cpu:0", **both),
+        lambda: ops.batch_reduce("sum", [(value, "cpu:0")], **both),
+    ):
+        with pytest.raises(ValueError, match="the older name of `options`: give one of the two"):
+            call()
+
+
+@pytest.mark.parametrize("where", ["strategy", "call"])
+def test_a_strategys_calls_are_bounded_by_its_own_deadline_or_the_calls(monkeypatch, where):
+    """Reductions, gathers, updates and runs alike."""
+    waits = []
+
+    def never(call, seconds, what, **_):
+        waits.append(seconds)
+        return call()
+
+    for module in ("ops.cross_device_ops", "ops.gather", "strategy.replica_program"):
+        monkeypatch.setattr(f"jaxcoll._distribute.{module}.finished", never)
+    own = jc.CommunicationOptions(timeout_seconds=77)
+    s = jc.MultiWorkerMirroredStrategy(communication_options=own if where == "strategy" else None)
+    said = {"options": own} if where == "call" else {}
+    value = of_replica(s, lambda i: np.ones(2, "f"))
+    s.reduce("sum", value, None, **said)
+    s.reduce("mean", value, 0, **said)
+    s.gather(value, 0, **said)
+    s.extended.reduce_to("sum", value, value, **said)
+    s.extended.batch_reduce_to("sum", [(value, "cpu:0")], **said)
+    s.run(lambda: 1.0, **said)
+    if where == "strategy":
+        s.extended.update(value, lambda v: v + 1)
+    assert waits == [77.0] * (7 if where == "strategy" else 6)
+
+
+@EVERY
+def test_the_gradient_of_the_global_mean_through_value_and_grad(s):
+    n = s.num_replicas_in_sync
+    x = np.random.default_rng(1).standard_normal((n, 3)).astype("f")
+
+    def step(w, x):
+        return jc.value_and_grad(lambda w, x: jnp.mean((x * w) ** 2), "replica")(w, x)
+
+    out = s.run(step, (2.0, PerReplica(list(x), devices=s.devices)))
+    assert [type(v) for v in out] == [Mirrored, Mirrored]
+    np.testing.assert_allclose(
+        [v[0] for v in out], [4 * np.mean(x**2), 4 * np.mean(x**2)], rtol=1e-5
+    )
+
+
+def test_what_is_in_place_is_not_copied():
+    from jaxcoll._distribute.strategy.replica_program import placed_arguments
+
+    rows = of_replica(PAIR, lambda i: np.full((4,), i, "f"))
+    copies = Mirrored([np.ones(4, "f")] * 2)
+    args, _ = placed_arguments("run", ((rows, copies), {}), PAIR.devices)
+    assert args[0].tree is rows.tree
+    assert args[1] is copies.tree
+    elsewhere = Mirrored([np.ones(4, "f")] * 2, devices=jax.devices()[4:6])
+    assert local(PAIR, PAIR.run(lambda x: x.sum(), (elsewhere,))) == [4.0, 4.0]
+
+
+def test_a_mesh_that_the_user_has_set_is_no_hindrance():
+    with jax.set_mesh(jax.make_mesh((4, 2), ("replica", "model"))):
+        value = of_replica(PAIR, lambda i: np.full((2,), i, "f"))
+        assert PAIR.reduce("sum", PAIR.run(lambda x: x * 2, (value,)), 0).item() == 4.0
+        assert PAIR.gather(value, 0).tolist() == [0, 0, 1, 1]
+        for batch in PAIR.experimental_distribute_dataset([np.arange(4.0)]):
+            assert local(PAIR, batch) == [[0.0, 1.0], [2.0, 3.0]]
+        assert PAIR.extended.update(value, lambda v: v + 1)[1].tolist() == [2.0, 2.0]
+
+
+def test_a_distributed_value_that_was_captured_is_refused():
+    """Inside, it would be all replicas' values, not the replica's own."""
+    for captured in (PerReplica([1.0, 2.0]), Mirrored([1.0, 1.0])):
+        for fn in (
+            lambda: all_reduce("sum", {"x": captured}),  # noqa: B023
+            lambda: all_gather([captured], 0),  # noqa: B023
+            lambda: captured,  # noqa: B023
+        ):
+            with pytest.raises(
+                ValueError, match=r"deals with what one .* has a (Mirr|PerR).*in `args`"
+            ):
+                PAIR.run(fn)
+        with pytest.raises(
+            RuntimeError, match="is being traced that maps 'replica'. Pass the value"
+        ):
+            PAIR.run(lambda: captured[0])  # noqa: B023
+
+
+def test_a_result_that_is_no_array_is_refused_by_the_name_of_its_function():
+    def named():
+        return "x"
+
+    with pytest.raises(
+        TypeError, match="function named at .* returned a value of type <class 'str'>"
+    ):
+        PAIR.run(named)
+
+
+# Datasets
+
+
+@EVERY
+def test_a_dataset_is_split_into_consecutive_shares(s):
+    n = s.num_replicas_in_sync
+    x = np.arange(2 * n * 3, dtype="f").reshape(2 * n, 3)
+    source = [(x, {"y": np.arange(2 * n, dtype="i4"), "none": None})] * 2
+    batches = s.experimental_distribute_dataset(source)
+    for _ in range(2):  # a list can be gone through again
+        got = list(batches)
+        assert len(got) == 2
+        share, labels = got[1]
+        assert share.devices == s.devices
+        for i in range(n):
+            assert_trees_equal(share[i], jnp.asarray(x[2 * i : 2 * i + 2]))
+            assert labels["y"][i].tolist() == [2 * i, 2 * i + 1]
+    on_device = s.experimental_distribute_dataset(iter([jnp.arange(float(n))]))
+    assert [local(s, v) for v in on_device] == [[[float(i)] for i in range(n)]]
+
+
+def test_a_batch_that_cannot_be_split_is_refused_by_name():
+    batches = iter(PAIR.experimental_distribute_dataset([{"x": np.ones(4)}, {"x": np.ones(5)}]))
+    next(batches)
+    with pytest.raises(
+        ValueError, match=r"batch 1: leaf \['x'\] has 5 rows, .* over 2 replicas \(5 = 2 × 2 \+ 1\).*Weigh"
+    ):  # fmt: skip
+        next(batches)
+    for bad, message in (
+        (3.0, "batch 0 is a scalar and has no rows"),
+        (np.array(["a", "b"]), "batch 0 holds no numbers: it is an array of <U1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            next(iter(PAIR.experimental_distribute_dataset([bad])))
+    with pytest.raises(
+        ValueError, match="expects an iterable of batches, pytrees of arrays; got int"
+    ):
+        PAIR.experimental_distribute_dataset(3)
+
+
+# Bad input
+
+
+@EVERY
+def test_strategy_calls_inside_a_replica_say_what_to_call_instead(s):
+    calls = {
+        r"`\w+.run` .* Inside, call the function itself": lambda x: s.run(lambda: 1),
+        r"`\w+.reduce` .*get_replica_context\(\).all_reduce": lambda x: s.reduce("sum", x, None),
+        r"`\w+.gather` .*get_replica_context\(\).all_gather": lambda x: s.gather(x, 0),
+        r"`\w+.scope` .* this strategy is in scope already": lambda x: s.scope().__enter__(),
+        r"experimental_distribute_values_from_function` .* own value": lambda x: of_replica(
+            s, float
+        ),
+        r"experimental_distribute_dataset` .* its share already": (
+            lambda x: s.experimental_distribute_dataset([x])
+        ),
+        r"extended.reduce_to` .*\.all_reduce": lambda x: s.extended.reduce_to("sum", x, "cpu:0"),
+        r"extended.batch_reduce_to` .*\.all_reduce": lambda x: s.extended.batch_reduce_to(
+            "sum", []
+        ),
+        r"extended.broadcast_to` .* may use the value": lambda x: s.extended.broadcast_to(
+            x, "cpu:0"
+        ),
+        r"extended.update` .* return it": lambda x: s.extended.update(x, lambda v: v),
+    }
+    for message, call in calls.items():
+        with pytest.raises(RuntimeError, match=message):
+            s.run(call, (1.0,))
+    assert s.reduce("sum", s.run(lambda x: x, (1.0,)), None) == s.num_replicas_in_sync
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda ops, x: ops.reduce("sum", x, "cpu:0"),
+        lambda ops, x: ops.batch_reduce("sum", [(1.0, "cpu:0"), (x, "cpu:0")]),
+        lambda ops, x: ops.broadcast(x, "cpu:0"),
+        lambda ops, x: ops.gather(x, "cpu:0", 0),
+    ],
+    ids=["reduce", "batch_reduce", "broadcast", "gather"],
+)
+def test_cross_device_ops_are_for_between_programs(call):
+    """Inside, a value is one replica's, so that there is nothing to reduce, gather or copy."""
+    ops = jc.NcclAllReduce()
+    for x in (np.ones(2), PerReplica([np.ones(2)] * 2)):
+        with pytest.raises(RuntimeError, match="inside a function that `strategy.run` runs on ev"):
+            PAIR.run(lambda x=x: call(ops, x))
+    for trace in (jax.jit, lambda f: jax.vmap(f, axis_name="data")):
+        with pytest.raises(ValueError, match="is being traced, so it lies on no device"):
+            trace(lambda x: call(ops, x))(np.ones((2, 2)))
+
+
+def test_a_context_is_of_no_use_outside_its_function():
+    kept = []
+    PAIR.run(lambda: kept.append(get_replica_context()))
+    (context,) = kept
+    for use in (
+        lambda: context.replica_id_in_sync_group,
+        lambda: context.all_reduce("sum", 1.0),
+        lambda: context.all_gather(np.ones(1), 0),
+        lambda: STRATEGIES["mirrored-3"].run(lambda: context.all_reduce("sum", 1.0)),
+    ):
+        with pytest.raises(
+            RuntimeError, match="used outside the function that `strategy.run` called"
+        ):
+            use()
+
+
+def test_what_run_is_given_is_checked():
+    with pytest.raises(
+        ValueError, match="expects a function, and its arguments in a tuple.*got int"
+    ):
+        PAIR.run(3)
+    with pytest.raises(ValueError, match="got function and args PerReplica"):
+        PAIR.run(lambda x: x, PerReplica([1, 2]))
+    with pytest.raises(
+        ValueError, match=r"args\[0\]\['a'\]\[1\] is 'x' \(str\).*functools.partial"
+    ):
+        PAIR.run(lambda x: x, ({"a": (1, "x")},))
+    with pytest.raises(ValueError, match=r"kwargs\['y'\] is .* \(object\); expected a PerReplica"):
+        PAIR.run(lambda y: y, kwargs={"y": object()})
+    with pytest.raises(
+        ValueError, match=r"is a PerReplica over cpu:0, cpu:1, cpu:2; the replicas are on"
+    ):
+        PAIR.run(lambda x: x, (PerReplica([1, 2, 3]),))
+    with pytest.raises(ValueError, match=r"args\[0\] has parts of unequal shapes.*Pad them"):
+        PAIR.run(lambda x: x, (of_replica(PAIR, lambda i: np.ones(i + 1)),))
+    with pytest.raises(ValueError, match=r"args\[0\] is being traced. Call `run` between programs"):
+        jax.jit(lambda x: PAIR.run(lambda y: y, (x,)))(1.0)
+    with pytest.raises(ValueError, match="`options` must be a CommunicationOptions"):
+        PAIR.run(lambda: 1, options="ring")
+    with pytest.raises(ValueError, match="cannot be a key"):
+        PAIR.run(type("Odd", (), {"__call__": lambda self: 1, "__hash__": None})())
+
+
+def test_what_reduce_and_gather_are_given_is_checked():
+    value = of_replica(PAIR, lambda i: np.ones((2, 3), "f"))
+    for axis in (2, -3, (0, 2)):
+        with pytest.raises(
+            ValueError, match=r"`reduce`: the value has shape \(2, 3\) and so no axis"
+        ):
+            PAIR.reduce("sum", value, axis)
+    for axis, message in (
+        ((0, -2), "expected different axes"),
+        ((), "at least one"),
+        ("x", "an integer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PAIR.reduce("mean", value, axis)
+    with pytest.raises(ValueError, match=r"leaf \[1\] is a scalar, which has no axis 0"):
+        PAIR.reduce("mean", PerReplica([(np.ones(2), 1.0)] * 2), 0)
+    with pytest.raises(ValueError, match="`reduce_op` must be a ReduceOp"):
+        PAIR.reduce("max", value, None)
+    with pytest.raises(TypeError, match="axis"):
+        PAIR.reduce("sum", value)
+    with pytest.raises(ValueError, match="booleans have no sum"):
+        PAIR.reduce("sum", [np.array([True]), np.array([False])], 0)
+    with pytest.raises(ValueError, match="expects 2 of them; got 3"):
+        PAIR.gather([np.ones(1)] * 3, 0)
+    with pytest.raises(ValueError, match="expects 2 of them; got 3"):
+        PAIR.reduce("sum", [np.ones(1)] * 3, 0)
+    with pytest.raises(ValueError, match="`MirroredStrategy.gather` got the plain value"):
+        PAIR.gather(np.ones(3), 0)
+    assert ONE.gather(np.ones(3), 0).shape == (3,)
+    with pytest.raises(ValueError, match="the value is a scalar, which has no axis 0"):
+        PAIR.gather(PerReplica([1.0, 2.0]), 0)
+    slices = PerReplica([jc.IndexedSlices([[1.0]], [0], (3, 1))] * 2)
+    with pytest.raises(NotImplementedError, match="`gather` expects dense arrays"):
+        PAIR.gather(slices, 0)
+    with pytest.raises(NotImplementedError, match="`all_gather` expects dense arrays"):
+        PAIR.run(lambda x: all_gather(x, 0), (slices,))
+    with pytest.raises(ValueError, match=r"update` expects a Mirrored or a PerReplica.* got 3"):
+        PAIR.extended.update(3, lambda v: v)
+    with pytest.raises(ValueError, match="one structure for all replicas; replica 1 has"):
+        of_replica(PAIR, lambda i: [1.0] * (i + 1))
+    with pytest.raises(ValueError, match="must be an array or a number; got 'x'"):
+        of_replica(PAIR, lambda i: "x")
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ([], "`MirroredStrategy` got no devices"),
+        (["cpu:0", "cpu:0"], "got a device twice: cpu:0"),
+        (["cpu:9"], "got 'cpu:9', but there is no such device"),
+        ([3], "expects devices, as in `jax.devices\\(\\)`; got 3"),
+        ("cpu:0", "expects a list or tuple of devices or device strings, or None; got 'cpu:0'"),
+    ],
+)
+def test_devices_that_are_none_are_refused(devices, message):
+    with pytest.raises(ValueError, match=message):
+        jc.MirroredStrategy(devices)
+
+
+def test_H38_arguments_of_a_strategy_that_are_none_are_refused():
+    with pytest.raises(
+        ValueError, match="expects `cluster_resolver` to be a ClusterResolver, such"
+    ):
+        jc.MultiWorkerMirroredStrategy(cluster_resolver=object())
+    with pytest.raises(
+        ValueError, match=r"`communication_options` must be a CommunicationOptions or None"
+    ):
+        jc.MultiWorkerMirroredStrategy(communication_options="ring")
+
+
+def test_a_strategy_can_be_shown_and_copied():
+    assert copy.deepcopy({"s": PAIR})["s"] is PAIR
+    assert repr(PAIR) == "MirroredStrategy(devices=[cpu:0, cpu:1])"
+    assert repr(STRATEGIES["multi"]).startswith("MultiWorkerMirroredStrategy(devices=[cpu:0")
+
+
+@pytest.mark.parametrize("size", [3, 2])
+def test_a_vmap_that_takes_the_name_of_the_replicas_is_refused(size):
+    strategy = jc.MirroredStrategy(jax.devices()[:3])
+    value = jc.PerReplica([np.arange(size, dtype="f")] * 3)
+    each = jax.vmap(lambda v: jc.all_reduce("sum", v, "replica"), axis_name="replica")
+    with pytest.raises(ValueError, match="a `vmap` here has taken the name of an axis of the mesh"):
+        strategy.run(each, args=(value,))
+
+
+def test_a_sparse_value_is_not_reduced_along_an_axis():
+    strategy = jc.MirroredStrategy(jax.devices()[:2])
+    value = jc.PerReplica([jc.IndexedSlices([[1.0]], [0], (3, 1))] * 2)
+    with pytest.raises(ValueError, match="`reduce` along an axis expects dense arrays"):
+        strategy.reduce("sum", value, 0)

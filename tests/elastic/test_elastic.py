@@ -1,0 +1,327 @@
+"""`Elastic` in one process: it trains, begins where a checkpoint ends, and refuses what cannot be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcoll as jc
+from jaxcoll._cluster.key_value import LocalKeys
+from jaxcoll._cluster.launchers import Member
+from jaxcoll._cluster.rendezvous import reach
+from jaxcoll._elastic import replicated_state
+from jaxcoll._elastic.generation import Decision, RegroupError
+from jaxcoll._elastic.membership import Crew
+from jaxcoll._elastic.replicated_state import HeldState, agreeing
+from jaxcoll._elastic.step_call import outcome_of
+
+
+@jc.data_parallel(batch_argnums=1)
+def step(state, x):
+    value, gradient = jc.value_and_grad(lambda w, x: jnp.mean((x - w) ** 2), "data")(state["w"], x)
+    return {"w": state["w"] - 0.25 * gradient}, value
+
+
+START = {"w": np.float32(0.0)}
+
+
+def rows(at, rank, world):
+    return np.full(8, at, np.float32)
+
+
+def test_it_trains_as_a_loop_does_and_begins_where_the_checkpoint_ends(tmp_path):
+    reported = []
+    path = tmp_path / "last.npz"
+    first = jc.Elastic(
+        step, START, checkpoint=path, every=2, report=lambda n, loss: reported.append(n)
+    )
+    first.run(rows, 5)
+    assert reported == [1, 2, 3, 4, 5]
+    assert jc.restore_checkpoint(path, START)[1] == 5
+    second = jc.Elastic(step, START, checkpoint=path)
+    state = second.run(rows, 9)
+    want = START
+    for at in range(9):
+        want, _ = step(want, rows(at, 0, 1))
+    assert float(state["w"]) == float(want["w"])
+    assert (second.finished, second.workers, second.changes) == (9, (0,), [])
+
+
+def test_fewer_steps_than_a_checkpoint_holds_change_nothing(tmp_path):
+    path = tmp_path / "last.npz"
+    state = jc.Elastic(step, START, checkpoint=path).run(rows, 5)
+    before = path.read_bytes()
+    again = jc.Elastic(step, START, checkpoint=path).run(rows, 3)
+    assert again["w"].tolist() == state["w"].tolist()
+    assert jc.restore_checkpoint(path, START)[1] == 5
+    jc.save_checkpoint(path, state, step=7)  # a later one, which somebody else has written
+    jc.Elastic(step, START, checkpoint=path).run(rows, 3)
+    assert jc.restore_checkpoint(path, START)[1] == 7
+    assert before
+
+
+def test_a_newer_checkpoint_stays_and_it_says_so(tmp_path, caplog):
+    path = tmp_path / "last.npz"
+
+    def another_writes(finished, loss):
+        if finished == 3:
+            jc.save_checkpoint(path, START, step=50)
+
+    jc.Elastic(step, START, checkpoint=path, every=4, report=another_writes).run(rows, 5)
+    assert jc.restore_checkpoint(path, START)[1] == 50
+    said = [record.getMessage() for record in caplog.records]
+    stays = f"{path} holds the state after step 50, and stays: that after step {{}} is older."
+    assert said == [stays.format(4), stays.format(5)]
+
+
+def test_the_last_checkpoint_that_cannot_be_written_is_an_error_and_an_earlier_one_a_warning(
+    tmp_path, monkeypatch, caplog
+):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jaxcoll._elastic.checkpoint.replacing", full)
+    with pytest.raises(OSError, match="No space left"):
+        jc.Elastic(step, START, checkpoint=tmp_path / "last.npz", every=2).run(rows, 3)
+    assert ["after step 2 could not be written" in r.getMessage() for r in caplog.records] == [True]
+
+
+def test_a_mistake_in_the_step_is_the_users_error_at_once():
+    bad = jc.data_parallel(lambda state, x: 1 / 0, batch_argnums=1)
+    with pytest.raises(ZeroDivisionError):
+        jc.Elastic(bad, START).run(rows, 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda s, x: s, r"returns the pair \(state, metrics\); this one returns dict"),
+        (lambda s, x: (s, 0, 0), "returns the pair .* this one returns 3 values"),
+        (lambda s, x: ({"w": s["w"].astype(jnp.float16)}, 0),
+         r"given: state\['w'\]: float32\[\]; returned: state\['w'\]: float16\[\]"),
+    ],
+)  # fmt: skip
+def test_a_step_that_returns_no_state_is_refused(function, words):
+    with pytest.raises(ValueError, match=words):
+        jc.Elastic(jc.data_parallel(function, batch_argnums=1), START).run(rows, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"min_workers": 0}, "`min_workers` to be an integer above 0; got 0"),
+        ({"every": 1.5}, "`every` to be an integer above 0; got 1.5"),
+        ({"min_workers": 3, "max_workers": 2}, r"`max_workers` \(2\) is below `min_workers` \(3\)"),
+        ({"timeout_seconds": float("nan")}, "`timeout_seconds` to be a number of seconds above 0; got nan"),
+        ({"startup_seconds": -1}, "`startup_seconds` to be a number of seconds above 0; got -1"),
+    ],
+)  # fmt: skip
+def test_bad_numbers_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        jc.Elastic(step, START, **settings)
+
+
+def test_steps_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="expects a step made by `jc.data_parallel`; got function"):
+        jc.Elastic(lambda s, x: (s, x), START)
+    with pytest.raises(ValueError, match=r"must not donate it; got donate_argnums=\(0,\)"):
+        jc.Elastic(jc.data_parallel(lambda s, x: (s, x), donate_argnums=0), START)
+    with pytest.raises(ValueError, match="over one axis, along which workers may leave"):
+        jc.Elastic(jc.data_parallel(lambda s, x: (s, x), axis_name=("a", "b")), START)
+
+
+class Present:
+    """One of several workers, each of which holds a state of its own."""
+
+    name = "0.a"
+
+    def __init__(self, **states):
+        self.states = {name.replace("w", ""): HeldState(state) for name, state in states.items()}
+        self.asked = ""
+
+    def gather(self, what, value):
+        if what == "structure":
+            return {f"{n}.a": replicated_state._structure(s.latest) for n, s in self.states.items()}
+        return {f"{n}.a": replicated_state._digests(s.latest) for n, s in self.states.items()}
+
+    def ask(self, why):
+        self.asked = why
+
+    def settles(self, number, name="0.a", joined=()):
+        """What becomes of one of them in a generation, at its beginning and at a checkpoint."""
+        self.name, self.asked = name, ""
+        members = tuple(f"{n}.a" for n in self.states)
+        decision = Decision(number, members, 0, joined=joined)
+        state = self.states[name[0]]
+        mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+        for found in (
+            lambda: state.compare(decision, self),
+            lambda: state.settle(decision, self, mesh, None),
+        ):
+            try:
+                found()
+                yield None
+            except Exception as error:
+                yield error
+
+
+ONE, OTHER, WIDE = {"w": np.ones(3, "f")}, {"w": np.zeros(3, "f")}, {"w": np.ones(4, "f")}
+
+
+def test_workers_that_hold_the_same_go_on():
+    assert [*Present(w0=ONE, w1=ONE).settles(0)] == [None, None]
+
+
+def test_at_the_start_all_end_where_states_differ_because_nobody_knows_whose_is_right():
+    three = Present(w0=ONE, w1=OTHER, w2=ONE)
+    words = r"in 1 leaf of the state, state\['w'\] first: 0, 2 \| 1. At the start give all the same"
+    for name in ("0.a", "1.a", "2.a"):
+        _, error = three.settles(0, name)
+        assert isinstance(error, jc.ReplicaDivergenceError)
+        with pytest.raises(jc.ReplicaDivergenceError, match=words):
+            raise error
+        _, error = Present(w0=ONE, w1=ONE, w2=WIDE).settles(0, name)
+        with pytest.raises(jc.ProgramMismatchError, match="worker 0: .*3.*; worker 2: .*4"):
+            raise error
+
+
+def test_later_those_that_differ_from_most_end_and_most_go_on_without_them():
+    three = Present(w0=ONE, w1=OTHER, w2=ONE)
+    for name in ("0.a", "2.a"):
+        assert [type(e) for e in three.settles(3, name)] == [RegroupError, RegroupError]
+        assert three.asked == "the state of worker 1 is not that of the others"
+    assert [type(e) for e in three.settles(3, "1.a")] == [jc.ReplicaDivergenceError] * 2
+    compared, _ = three.settles(0, "0.a")  # all of them agreed when the generation began
+    assert isinstance(compared, RegroupError)
+
+
+@pytest.mark.parametrize("states", [(ONE, OTHER), (ONE, OTHER, {"w": np.full(3, 2, "f")})])
+def test_where_most_do_not_agree_all_end(states):
+    several = Present(**{f"w{i}": state for i, state in enumerate(states)})
+    for i in range(len(states)):
+        errors = [type(e) for e in several.settles(3, f"{i}.a")]
+        assert errors == [jc.ReplicaDivergenceError] * 2
+
+
+@pytest.mark.parametrize("other", [OTHER, WIDE])
+def test_who_was_taken_in_with_another_state_ends_alone_and_is_not_counted(other):
+    joined = ("1.a", "2.a")
+    three = Present(w0=ONE, w1=other, w2=other)
+    assert isinstance([*three.settles(3, "0.a", joined)][-1], RegroupError)
+    assert three.asked == "the state of workers 1, 2 is not that of the others"
+    wrong = jc.ReplicaDivergenceError if other is OTHER else jc.ProgramMismatchError
+    assert isinstance([*three.settles(3, "1.a", joined)][-1], wrong)
+    said = {"0.a": "one", "1.a": "other", "2.a": "other", "3.a": "one"}
+    decision = Decision(3, tuple(said), 0, joined=("2.a", "3.a"))
+    assert agreeing(said, decision) == ()
+
+
+def test_copies_that_differ_within_a_process_are_a_difference():
+    shape, devices = (3,), jax.devices()[:2]
+    every = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("x",)), jax.P())
+    parts = [jax.device_put(np.full(shape, i, "f"), d) for i, d in enumerate(devices)]
+    made = jax.make_array_from_single_device_arrays
+    odd = made(shape, every, parts)
+    same = made(shape, every, [jax.device_put(np.zeros(3, "f"), d) for d in devices])
+    digests = [replicated_state._digest(x) for x in (odd, same, np.zeros(3, "f"))]
+    assert digests[0] != digests[1] == digests[2]
+
+
+def test_a_world_that_dies_with_its_processes_is_refused(monkeypatch):
+    monkeypatch.setattr("jaxcoll._elastic.trainer.store", lambda: LocalKeys())
+    with pytest.raises(ValueError, match="`Elastic` needs a world that outlives its processes"):
+        jc.Elastic(step, START).run(rows, 1)
+
+
+def test_a_step_that_fails_twice_for_nobody_s_loss_is_an_error(monkeypatch):
+    def fails(call, crew, seconds, what):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("jaxcoll._elastic.trainer.outcome_of", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        jc.Elastic(step, START).run(rows, 1)
+
+
+def test_a_step_that_is_late_again_and_again_ends_with_the_state_saved(tmp_path, monkeypatch):
+    begun = []
+
+    def late(call, crew, seconds, what):
+        if what == "step 0":
+            return outcome_of(call, crew, seconds, what)
+        begun.append(what)
+        crew.ask(f"{what} did not finish within {seconds:g} s", late=True)
+        raise RegroupError
+
+    for module in ("attempts", "trainer"):
+        monkeypatch.setattr(f"jaxcoll._elastic.{module}.MOST_ATTEMPTS", 4)
+    monkeypatch.setattr("jaxcoll._elastic.trainer.outcome_of", late)
+    path = tmp_path / "last.npz"
+    words = (
+        r"Workers 0 began the step after step 1 4 times in a row and never finished it.*The last "
+        r"time, step 1 did not finish within 60 s\. A larger `timeout_seconds` waits longer\. The "
+        "state after step 1 is saved in"
+    )
+    with pytest.raises(jc.DeadlineExceededError, match=words):
+        jc.Elastic(step, START, checkpoint=path).run(rows, 9)
+    assert len(begun) == 4
+    assert jc.restore_checkpoint(path, START)[1] == 1
+
+
+def test_what_fails_because_time_was_up_is_no_failure(monkeypatch):
+    left = [5]
+
+    def fails(call, crew, seconds, what):
+        if what == "step 1" and left[0]:
+            left[0] -= 1
+            crew.ask("step 1 did not finish within 60 s", late=True)  # on another worker, first
+            raise RuntimeError("Connection closed by peer")
+        return outcome_of(call, crew, seconds, what)
+
+    monkeypatch.setattr("jaxcoll._elastic.trainer.outcome_of", fails)
+    trainer = jc.Elastic(step, START)
+    trainer.run(rows, 3)
+    assert (trainer.finished, left) == (3, [0])
+
+
+@pytest.mark.parametrize(("by_others", "step_saved"), [(0, 3), (50, 50)])
+def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(
+    tmp_path, monkeypatch, by_others, step_saved
+):
+    crews = []
+    enter = Crew.enter
+    monkeypatch.setattr(Crew, "enter", lambda crew, *at: crews.append(crew) or enter(crew, *at))
+    path = tmp_path / "last.npz"
+
+    def die(finished, loss):
+        if finished == 3:
+            if by_others:  # who are not cut off, and have gone on
+                jc.save_checkpoint(path, START, step=by_others)
+            crews[0].lose_coordinator()
+
+    words = f"The coordinator died, .* The state after step {step_saved} is saved in"
+    with pytest.raises(jc.PeerLostError, match=words):
+        jc.Elastic(step, START, checkpoint=path, report=die).run(rows, 9)
+    assert jc.restore_checkpoint(path, START)[1] == step_saved
+
+
+def test_one_that_was_stopped_meanwhile_leaves_the_others_checkpoint(tmp_path, monkeypatch):
+    enter, path = Crew.enter, tmp_path / "last.npz"
+    crews = []
+    monkeypatch.setattr(Crew, "enter", lambda crew, *at: crews.append(crew) or enter(crew, *at))
+
+    def wake(finished, loss):
+        if finished == 3:
+            jc.save_checkpoint(path, START, step=7)
+            crews[0].lose_coordinator()
+
+    with pytest.raises(jc.PeerLostError, match="The state after step 7 is saved in"):
+        jc.Elastic(step, START, checkpoint=path, report=wake).run(rows, 9)
+    assert jc.restore_checkpoint(path, START)[1] == 7
+
+
+def test_a_job_that_is_over_cannot_be_joined_again():
+    member = Member("127.0.0.1:1", 3, 1)
+    with pytest.raises(
+        jc.DeadlineExceededError, match="the coordinator at 127.0.0.1:1 is not there"
+    ):
+        reach(member, 1.0)

@@ -1,0 +1,46 @@
+"""What is agreed upon before steps does not become more the longer a run lasts."""
+
+import threading
+
+from jaxcoll._cluster.key_value import LocalKeys
+from jaxcoll._elastic import membership as crews
+from jaxcoll._elastic.heartbeat import Doing
+from jaxcoll._elastic.membership import Crew
+from jaxcoll._elastic.step_keys import BLOCK, StepKeys
+
+
+def test_what_is_kept_is_bounded_and_nobody_loses_what_it_has_not_passed():
+    keys = LocalKeys()
+    ahead, behind = (StepKeys(keys, "run/step", 0) for _ in range(2))
+    for step in range(0, 20 * BLOCK, 10):
+        ahead.agree(step, f"of {step}")
+        late = max(step - BLOCK - 70, 0)  # who lags is asked about what it has begun
+        ahead.forget(late)
+        assert behind.agree(late, "something else") == f"of {late}"
+        assert len(keys.all("run")) <= 3 * BLOCK / 10
+
+
+def test_members_forget_only_what_all_have_begun(monkeypatch):
+    monkeypatch.setattr(crews, "BEAT_SECONDS", 0.05)
+    keys = LocalKeys(processes=2)
+    crew = [Crew(keys.of(r), "run", patience=5.0, startup=5.0, most=None) for r in range(2)]
+    entering = threading.Thread(target=crew[1].enter, args=(0,))
+    entering.start()
+    crew[0].enter(0)
+    entering.join()
+
+    def beat(*steps):
+        for one, step in zip(crew, steps, strict=True):
+            one.doing = Doing(0, step)
+            one._store_beat(step)
+
+    for step in range(0, 3 * BLOCK, 10):
+        beat(step, 0)
+        assert not crew[0].joins_at(step)
+    assert len(keys.all("run/0/step")) == 3 * BLOCK / 10  # the other may still ask
+    assert not crew[1].joins_at(0)
+    beat(3 * BLOCK, 2 * BLOCK + 5)
+    assert not crew[0].joins_at(3 * BLOCK)
+    assert len(keys.all("run/0/step")) == BLOCK / 10 + 1
+    for one in crew:
+        one.close()

@@ -1,0 +1,121 @@
+"""`jc.inspect` for clusters that are not here: what goes to the compiler, and what is made of it."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_compiler import answering, stand_in
+from jax.sharding import AbstractMesh
+
+import jaxcoll as jc
+from jaxcoll._plan.cost.presets import preset
+from jaxcoll._step.aot_child import has_compiler
+from jaxcoll.cli.main import main
+
+GOLDEN = Path(__file__).parents[1] / "observe" / "golden"
+PACKS = (GOLDEN / "gpu-0.12.0.1-packs.hlo").read_text()
+TREE = {name: jax.ShapeDtypeStruct((200,), jnp.float32) for name in "abc"}
+X = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+
+
+@jc.data_parallel
+def step(tree, x):
+    return jc.all_reduce("mean", jax.tree.map(lambda a: a + x.sum(), tree), "data")
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, answering(PACKS))
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("fun", [step, lambda mesh: step, lambda mesh: jax.shard_map(
+    step.__wrapped__, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())],
+    ids=["a step", "a builder", "a builder of a shard_map"])  # fmt: skip
+def test_the_report_is_of_the_cluster_and_has_the_plans_made_for_it(fun):
+    report = jc.inspect(fun, TREE, X, topology="h100:8")
+    assert report.where == "h100:8 (8 × NVIDIA H100 80GB HBM3, one host)"
+    (plan,) = report.plans
+    assert plan.world == jc.plan(TREE, topology="h100:8").world
+    assert report.terms == preset(plan.world) == plan.terms
+    assert [c.kind for c in report.requested] == ["all-reduce"] * 3
+    assert [c.kind for c in report.collectives] == ["all-reduce"]
+    assert report.where in str(report)
+    assert report.where in report._repr_html_()
+    assert jc.Report.from_json(report.to_json()) == report
+
+
+@pytest.mark.usefixtures("compiler")
+def test_limits_hold_for_a_cluster_too():
+    jc.assert_collectives(step, TREE, X, topology="h100:8", max_count=1)
+    with pytest.raises(AssertionError, match="max_count=0, found 1 collective in one run"):
+        jc.assert_collectives(step, TREE, X, topology="h100:8", max_count=0)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_mesh_arranges_the_cluster_and_must_fit_it():
+    mesh = AbstractMesh((4, 2), ("data", "model"))
+    assert jc.inspect(step, TREE, X, topology="h100:8", mesh=mesh).plans[0].world.sizes == (4,)
+    with pytest.raises(ValueError, match="does not fit h100:8"):
+        jc.inspect(step, TREE, X, topology="h100:8", mesh=AbstractMesh((2, 2), ("data", "b")))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_picture_says_what_it_was_predicted_from(tmp_path):
+    report = jc.inspect(step, TREE, X, topology="h100:8")
+    words = [text.get_text() for axes in report.plot().axes for text in axes.texts]
+    assert any("predicted from preset: Hopper" in text for text in words)
+    own = report.plot(seconds=lambda c: 1e-3)
+    assert any("1.00 ms, as `seconds` predicts" in t.get_text() for a in own.axes for t in a.texts)
+    bare = jc.inspect(PACKS).plot()
+    assert any("counted in wire bytes" in t.get_text() for a in bare.axes for t in a.texts)
+    assert jc.inspect(PACKS).seconds_of(0) is None
+
+
+def test_what_cannot_be_compiled_for_a_cluster_is_refused():
+    lowered = step.lower(*jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), (TREE, X)))
+    for program, given, words in (
+        (lowered, (), "compiles functions for a topology, and got Lowered"),
+        (lowered.compile(), (), "and got Compiled"),
+        (PACKS, (), "got arguments or a topology for a text"),
+        (step, (TREE, X), "There is no topology 'h101:8'. Nearest: 'h100:8'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            jc.inspect(program, *given, topology="h101:8")
+
+
+MODULE = """
+import jax, jax.numpy as jnp
+import jaxcoll as jc
+
+@jc.data_parallel
+def clustered(x):
+    return jc.all_reduce("mean", x, "data")
+
+clustered.example_args = (jax.ShapeDtypeStruct((16, 5), jnp.float32),)
+"""
+
+
+def test_the_command_compiles_for_a_cluster(tmp_path, monkeypatch, capsys):
+    (tmp_path / "of_a_cluster.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # devices are there already
+    stand_in(tmp_path, monkeypatch, answering(PACKS))
+    assert main(["inspect", "of_a_cluster:clustered", "--topology", "h100:2x8"]) == 0
+    assert "h100:2x8 (16 × NVIDIA" in capsys.readouterr().out.replace("\n  ", " ")
+    stand_in(tmp_path, monkeypatch, '(folder / "answer.json").write_text(\'{"missing": {}}\')')
+    assert main(["inspect", "of_a_cluster:clustered", "--topology", "v5e:2x4"]) == 2
+    error = capsys.readouterr().err
+    assert "pip install 'jax[tpu]==" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["h100:8", "v5e:2x4"])
+def test_with_the_vendors_own_compiler(name):
+    if not has_compiler("tpu" if name.startswith("v") else "gpu"):
+        pytest.skip(f"the compiler for {name} is not installed")
+    report = jc.assert_collectives(step, TREE, X, topology=name, max_count=1, kinds=["all-reduce"])
+    assert report.changes(0)[0].startswith("merged 3")
+    assert report.uncounted == ()

@@ -1,0 +1,185 @@
+"""Which terms a program goes by: a calibration that is named, one that was saved, or the preset."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxcoll._mesh import machine_costs as host
+from jaxcoll._mesh.machine_costs import calibration, circumstances, machine, saved, terms_here
+from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.cost.terms import Key, Link
+from jaxcoll._plan.world import World
+
+WORLD = World("cpu", (4,), processes=4)
+LINK = Link(1e-6, 1e-9)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
+    monkeypatch.delenv("JAXCOLL_COORDINATOR", raising=False)
+
+
+def ours(world=WORLD):
+    return dataclasses.replace(preset(world), source="calibration: a test", between=LINK)
+
+
+def written(path, world=WORLD, **changes):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = calibration(ours(world), circumstances(world))
+    path.write_text(json.dumps({**json.loads(text), **changes}) if changes else text)
+    return path
+
+
+@pytest.fixture
+def named(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXCOLL_TERMS", str(tmp_path / "named.json"))
+    return tmp_path / "named.json"
+
+
+def test_without_a_calibration_the_preset_stands():
+    found = terms_here(WORLD)
+    assert found == preset(WORLD, cores=host.cores())
+    assert found.source.startswith("preset: CPU processes over Gloo")
+
+
+def test_what_is_named_is_gone_by(named):
+    written(named)
+    assert terms_here(WORLD) == ours()
+
+
+def test_what_is_saved_is_found_and_read_once(tmp_path):
+    file = written(saved(WORLD))
+    assert file.is_relative_to(tmp_path / "cache" / "jaxcoll" / "terms")
+    assert file.name == "gloo-n4-processes4-hosts1.json"
+    assert terms_here(WORLD) == ours()
+    file.unlink()
+    assert terms_here(WORLD) == ours(), "nothing changes during a run"
+
+
+def test_what_is_saved_later_changes_nothing_either():
+    before = terms_here(WORLD)
+    written(saved(WORLD))
+    assert terms_here(WORLD) == before
+
+
+def test_names_tell_machines_worlds_and_memory_apart(monkeypatch):
+    h100 = World("gpu", (16,), 2, device_kind="NVIDIA H100 80GB HBM3/x", hosts=2)
+    assert saved(h100).name == "nccl-NVIDIA_H100_80GB_HBM3_x-n16-processes2-hosts2.json"
+    fresh = saved(WORLD)
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    assert saved(WORLD).name == "gloo-n4-processes4-hosts1-kept.json"
+    assert saved(h100).name == "nccl-NVIDIA_H100_80GB_HBM3_x-n16-processes2-hosts2.json"
+    monkeypatch.setattr(host, "machine", lambda: "another, 3 cores")
+    assert saved(WORLD).parent != fresh.parent
+
+
+def test_the_cache_is_in_the_home_folder_where_nothing_is_said(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert saved(WORLD).is_relative_to(tmp_path / ".cache" / "jaxcoll")
+
+
+@pytest.mark.parametrize(
+    ("variable", "address", "found"),
+    [
+        ("JAXCOLL_COORDINATOR", "127.0.0.1:99", True),
+        ("JAX_COORDINATOR_ADDRESS", "localhost:99", True),
+        ("JAX_COORDINATOR_ADDRESS", "10.0.0.1:99", False),
+        ("UNRELATED", "", False),
+    ],
+)
+def test_several_processes_read_what_is_saved_only_on_one_host(
+    monkeypatch, variable, address, found
+):
+    monkeypatch.setattr("jax.process_count", lambda: 4)
+    monkeypatch.setenv(variable, address)
+    written(saved(WORLD))
+    assert (terms_here(WORLD) == ours()) is found
+
+
+def test_processes_of_a_cluster_read_what_is_named(monkeypatch, named):
+    monkeypatch.setattr("jax.process_count", lambda: 4)
+    written(named)
+    assert terms_here(WORLD) == ours()
+
+
+def test_memory_that_malloc_keeps_is_read_from_the_environment(monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    assert terms_here(WORLD) == preset(WORLD, cores=host.cores(), keeps_memory=True)
+    gpu = World("gpu", (4,))
+    assert terms_here(gpu) == preset(gpu)
+
+
+def test_a_file_of_another_world_leaves_the_preset_and_the_plan_says_so(named):
+    written(named)
+    other = World("cpu", (2,), processes=2)
+    found = terms_here(other)
+    assert found.source.startswith(preset(other, cores=host.cores()).source)
+    assert f"since {named} is of another world (gloo, 4 replicas" in found.source
+    assert dataclasses.replace(found, source="") == dataclasses.replace(
+        preset(other, cores=host.cores()), source=""
+    )
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_file_of_other_memory_leaves_the_preset_and_the_plan_says_so(monkeypatch, named, kept):
+    if not kept:
+        monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    written(named)
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0" if kept else "65536")
+    words = "memory that malloc gives back" if kept else "memory that malloc keeps"
+    assert terms_here(WORLD).source.endswith(words)
+
+
+def test_a_named_file_that_is_not_there(named):
+    with pytest.raises(
+        ValueError,
+        match="named.json cannot be read .No such file or directory.: name another in JAXCOLL_TERMS",
+    ):
+        terms_here(WORLD)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": 2}, "named.json: these cost terms are of version 2, and this jaxcoll reads"),
+        ({"format": "x"}, "named.json: this is no file of cost terms"),
+        ({"call": -1}, "named.json: these cost terms are damaged"),
+        (
+            {"measured_on": {"machine": "abacus", "keeps_memory": False}},
+            "measured on another machine .abacus.; this is .*: calibrate here with `jaxcoll bench",
+        ),
+        ({"measured_on": None}, "measured on another machine .None."),
+    ],
+    ids=str,
+)
+def test_files_that_are_refused(named, changes, words):
+    written(named, **changes)
+    with pytest.raises(ValueError, match=words):
+        terms_here(WORLD)
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_file_that_is_cut_off_is_refused(named, monkeypatch, automatic):
+    if automatic:
+        monkeypatch.delenv("JAXCOLL_TERMS")
+    file = written(saved(WORLD) if automatic else named)
+    file.write_text(file.read_text()[:100])
+    with pytest.raises(ValueError, match="cannot be read: expected JSON as a calibration writes"):
+        terms_here(WORLD)
+
+
+def test_the_machine_is_its_processor_and_cores(monkeypatch, tmp_path):
+    assert machine().endswith(f" {host.cores()} cores")
+    monkeypatch.setattr(host, "_PROCESSOR", tmp_path / "none")
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: None)
+    assert host.machine.__wrapped__().endswith(", 1 cores")
+
+
+def test_a_key_stays_a_key(named):
+    written(named)
+    assert terms_here(WORLD).key == Key.of(WORLD)

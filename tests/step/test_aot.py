@@ -1,0 +1,277 @@
+"""Programs compiled for clusters that are not here, by a process of its own."""
+
+import os
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_compiler import ANSWER, stand_in
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jaxcoll as jc
+from jaxcoll._compat import compiler
+from jaxcoll._plan.cost.clusters import topology_named
+from jaxcoll._step import aot as service
+from jaxcoll._step.aot import compile_for
+from jaxcoll._step.aot_child import has_compiler
+from jaxcoll._step.retarget import lowered_over, traced_over
+
+P = PartitionSpec
+W, X = np.ones((8, 8), "f"), jax.ShapeDtypeStruct((64, 8), jnp.float32)
+LINE = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+GRID = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def step(w, x):
+    value, grad = jc.value_and_grad(loss, "data")(w, x)
+    return w - grad, value
+
+
+def mapped(mesh, **settings):
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    return jax.jit(jax.shard_map(step, mesh=mesh, **specs), **settings)
+
+
+def takes_mesh(w, x, *, mesh):
+    return mapped(mesh)(w, x)
+
+
+def requested(fun, args=(W, X), topology="h100:2x8", mesh=None):
+    where = topology_named(topology)
+    return lowered_over(traced_over(fun, args, {}, where, mesh), where)
+
+
+def partitions(text):
+    return int(re.search(r"num_partitions = (\d+)", text)[1])
+
+
+WAYS = {
+    "data_parallel": jc.data_parallel(step),
+    "data_parallel over a mesh of this machine": jc.data_parallel(step, mesh=LINE),
+    "a builder": lambda mesh: mapped(mesh),
+    "a builder of a data_parallel step": lambda mesh: jc.data_parallel(step),
+    "a function that takes mesh": takes_mesh,
+}
+
+
+@pytest.mark.parametrize("topology", ["h100:8", "h100:128x8", "v5p:8x8x8", "cpu:3"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_written_once_for_here_and_for_any_cluster(way, topology):
+    size = topology_named(topology).size
+    x = jax.ShapeDtypeStruct((2 * size, 8), jnp.float32)
+    text = requested(WAYS[way], (W, x), topology)
+    assert partitions(text) == size
+    assert f'"data"={size}' in text
+    assert "stablehlo.all_reduce" in text
+
+
+def test_a_mesh_of_set_mesh_grows_or_shrinks_to_the_cluster():
+    context = jax.jit(lambda w, x: jax.shard_map(step, in_specs=(P(), P("data")), out_specs=P())(w, x))  # fmt: skip
+    for topology in ("h100:4", "h100:8", "h100:2x8"):
+        with jax.set_mesh(LINE):
+            assert (
+                partitions(requested(context, topology=topology)) == topology_named(topology).size
+            )
+    mesh = AbstractMesh((16,), ("data",), axis_types=(AxisType.Auto,))
+    assert partitions(requested(context, mesh=mesh)) == 16
+    assert jax.sharding.get_abstract_mesh().empty
+
+
+def test_what_was_mapped_over_as_many_devices_of_this_machine_fits():
+    assert partitions(requested(mapped(LINE), topology="h100:8")) == 8
+    total = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")
+    assert partitions(requested(total, (np.ones((8, 2)),), "v5e:2x4")) == 8
+    placed = jax.device_put(jnp.ones((64, 8)), NamedSharding(LINE, P("data")))
+    assert '[{"data"}, {}]' in requested(mapped(LINE), (W, placed), "h100:8").split("->")[0]
+
+
+def test_axes_of_a_mesh_are_hosts_and_what_each_has_or_as_told():
+    both = jc.data_parallel(
+        lambda w, x: jc.all_reduce("mean", w + x.sum(), ("node", "data")),
+        mesh=jax.make_mesh((4, 2), ("node", "data")),
+        axis_name=("node", "data"),
+    )
+    assert '"node"=2, "data"=8' in requested(both)
+    beside = jc.data_parallel(step, mesh=GRID)
+    assert '"data"=4, "model"=2' in requested(beside, topology="v5e:2x4")
+    told = AbstractMesh((2, 8), ("data", "model"))
+    assert '"data"=2, "model"=8' in requested(beside, mesh=told)
+    sharded = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(GRID, P("data")))
+    auto = jax.jit(lambda w, x: (x @ w).sum())
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = AbstractMesh((2, 8), ("data", "model"), axis_types=(kind,) * 2)
+        assert partitions(requested(auto, (W, sharded), mesh=mesh)) == 16
+
+
+def test_reductions_are_planned_for_the_cluster_and_not_for_this_machine():
+    seen = []
+
+    def ring(w, x):
+        world = jc.plan([w], topology="h100:2x8").world
+        seen.append(world)
+        return jc.all_reduce("mean", w + x.sum(), "data")
+
+    requested(lambda mesh: jax.shard_map(ring, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
+    plans = (
+        jc.data_parallel(step)
+        .over(topology_named("h100:2x8"))
+        .plans(jax.ShapeDtypeStruct((8, 8), jnp.float32), X)
+    )
+    assert [(p.world.platform, p.world.processes) for p in plans] == [("gpu", 2)]
+    assert seen[0] == plans[0].world
+
+
+def test_static_arguments_and_python_numbers_stay_what_they_are():
+    def scaled(w, x, scale, kind):
+        assert kind == "mean"
+        return jc.all_reduce(kind, x.sum() * w * scale, "data")
+
+    @jax.jit
+    def nothing(w, x):
+        return w
+
+    fun = jax.jit(
+        lambda w, x, scale, kind: jax.shard_map(
+            lambda w, x: scaled(w, x, scale, kind), mesh=LINE, in_specs=(P(), P("data")), out_specs=P()
+        )(w, x),
+        static_argnums=(2, 3),
+    )  # fmt: skip
+    assert partitions(requested(fun, (W, X, 2.0, "mean"), "h100:8")) == 8
+    with_number = jc.data_parallel(lambda s, x: jc.all_reduce("sum", x.sum() * s, "data"))
+    assert partitions(requested(with_number, (2.0, X))) == 16
+
+
+@pytest.mark.parametrize(
+    ("fun", "settings", "words"),
+    [
+        (lambda w, x: x @ w, {}, r"runs on 1 of the 16 devices of h100:2x8 .*let the topology"),
+        (mapped(LINE), {}, r"runs on 8 of the 16 devices"),
+        (jc.data_parallel(step, mesh=GRID), {}, r"mesh \(data=4, model=2\) does not fit h100:2x8"),
+        (jc.data_parallel(step), {"mesh": AbstractMesh((2, 2), ("data", "b"))}, "does not fit"),
+        (jc.data_parallel(step), {"mesh": AbstractMesh((16,), ("x",))}, "no such axis"),
+        (jc.data_parallel(step), {"mesh": 16}, "must be a jax.sharding.Mesh or AbstractMesh"),
+        (jc.data_parallel(step, axis_name="data"), {"args": (W, W)}, "8 rows.*16 replicas"),
+        (lambda w, x: jnp.dot(w, x), {}, "dot_general"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_words(fun, settings, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        requested(fun, **settings)
+
+
+def test_a_program_that_calls_back_says_why_it_cannot_be_lowered():
+    def noisy(w, x):
+        jax.debug.print("{}", x.sum())
+        return step(w, x)
+
+    with pytest.raises(ValueError, match="different from the lowering platform") as caught:
+        requested(jc.data_parallel(noisy))
+    assert "calls back into Python" in caught.value.__notes__[0]
+
+
+def without_names(text):
+    """Compiled text without where it came from, and what differs because it has been loaded."""
+    text = re.sub(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*\n?", "", text, flags=re.M)  # fmt: skip
+    text = re.sub(r",? ?(metadata=\{[^}]*\}|stack_frame_id=\d+)", "", text)
+    text = re.sub(r"backend_config=.*", lambda found: "".join(sorted(found[0])), text)
+    return re.sub(r"(fingerprint_before_lhs|fdo_profile)=\"\w+\"", "", text)
+
+
+def here(topology, fun):
+    """The text that JAX gets in this process for the same cluster."""
+    devices = [*jax.devices()]
+    if topology.platform != "cpu":
+        devices, _ = compiler.cluster_devices(topology.request(), [topology.size])
+    mesh = Mesh(np.array(devices, dtype=object), ("data",), axis_types=(AxisType.Auto,))
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (W, X)]
+    return fun(mesh).lower(*types).compile().as_text()
+
+
+CLUSTERS = ["cpu:8", "h100:8", "h100:2x8", "v5e:2x4", "v5p:2x2x4", "tpu7x:2x2x1"]
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_text_is_the_one_that_jax_gets_from_that_compiler(name):
+    topology = topology_named(name)
+    if not has_compiler(topology.platform):
+        pytest.skip(f"the compiler for {name} is not installed")
+
+    def program(mesh):
+        return mapped(mesh, donate_argnums=0)
+
+    found = compile_for(program, (W, X), {}, name)
+    assert without_names(found.compiled) == without_names(here(topology, program))
+    assert "input_output_alias" in found.compiled
+    assert "test_aot.py" in found.requested
+    assert "all-reduce" in found.compiled
+    assert (found.hosts, found.device_kind) == (topology.hosts, topology.kind)
+    assert found.memory["argument"] > 0
+    assert found.versions["jax"] == jax.__version__
+    assert found.seconds > 0
+
+
+def test_options_reach_the_compiler_and_its_refusal_comes_back():
+    fun = jax.jit(lambda x: x * 2, compiler_options={"xla_jaxcoll_nonsense": 1})
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="cpu:1 .*No such compile option: 'xla_jax"
+    ):
+        compile_for(fun, (X,), {}, "cpu:1")
+
+
+def test_another_environments_compiler_is_asked_with_everything_it_needs(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, ANSWER)
+    beside = jc.data_parallel(step, mesh=GRID)
+    found = compile_for(beside, (W, X), {}, "h100:8", compiler_options={"a": 1})
+    assert (found.compiled, found.hosts, found.order) == ("HloModule stand_in", 8, "[4, 2]")
+    assert found.device_kind == "{'a': 1}"
+
+
+def test_what_is_not_installed_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, '(folder / "answer.json").write_text(\'{"missing": {}}\')')
+    for topology, wheel in (("h100:8", "cuda13-local"), ("v5e:2x4", "tpu")):
+        with pytest.raises(ImportError, match=rf"python -m pip install 'jax\[{wheel}\]==\d"):
+            compile_for(jc.data_parallel(step), (W, X), {}, topology)
+    monkeypatch.delenv(service.PYTHON)
+    monkeypatch.setattr(service, "has_compiler", lambda platform: False)
+    with pytest.raises(ImportError, match=r"jaxcoll\[gpu-aot\].*JAXCOLL_AOT_PYTHON"):
+        compile_for(jc.data_parallel(step), (W, X), {}, "h100:8")
+
+
+def test_a_process_that_dies_leaves_its_last_words(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, 'sys.exit("Check failed: no such thing")')
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"status 1 and no answer(.|\n)*Check failed"
+    ):
+        compile_for(jc.data_parallel(step), (W, X), {}, "h100:8")
+
+
+def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, f"""
+        other = subprocess.Popen(["sleep", "600"])
+        pathlib.Path({str(tmp_path)!r}, "pids").write_text(f"{{os.getpid()}} {{other.pid}}")
+        time.sleep(600)
+    """)  # fmt: skip
+    with pytest.raises(jc.DeadlineExceededError, match="did not finish within 1.5 s; it was ended"):
+        compile_for(jc.data_parallel(step), (W, X), {}, "h100:8", timeout_seconds=1.5)
+    for pid in (tmp_path / "pids").read_text().split():
+        assert gone(int(pid))
+
+
+def gone(pid):
+    for _ in range(50):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        with open(f"/proc/{pid}/stat") as status:
+            if status.read().rsplit(")", 1)[1].split()[0] == "Z":
+                return True  # ended, and whoever inherited it has not looked yet
+        time.sleep(0.1)
+    return False

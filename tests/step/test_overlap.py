@@ -1,0 +1,117 @@
+"""Packs that stay apart in the compiled program, and in no other."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import mesh_of
+
+import jaxcoll as jc
+from jaxcoll._compat import compiler
+from jaxcoll._dispatch.compiler_options import known_options
+from jaxcoll._plan.cost.clusters import topology_named
+
+PARAMS = [np.full((16, 16), 0.1, np.float32) for _ in range(6)]
+X = np.ones((8, 16), np.float32)
+
+
+def step(params, x):
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    value, grads = jc.value_and_grad(loss, "data")(params, x)
+    return value, grads
+
+
+@pytest.mark.parametrize("nbytes", [1024, 2048])
+def test_requested_packs_are_compiled_packs(nbytes):
+    options = jc.CommunicationOptions(overlap=True, bytes_per_pack=nbytes)
+    report = jc.inspect(jc.data_parallel(step, options=options), PARAMS, X)
+    (plan,) = report.plans
+    assert len(plan.packs) > 3
+    assert report.count == len(report.requested) == len(plan.packs)
+    assert sorted(report.packs_of(k) for k in range(report.count)) == [
+        (f"{plan.name}/pack{k}",) for k in range(report.count)
+    ]
+    assert all(len(c.operands) == 1 for c in report.collectives)
+
+
+def test_a_program_that_did_not_ask_is_compiled_as_ever():
+    options = jc.CommunicationOptions(bytes_per_pack=1024)
+    report = jc.inspect(jc.data_parallel(step, options=options), PARAMS, X)
+    assert report.count == 1
+    assert report.plans[0].compiler_options() == {}
+
+
+def test_a_jit_of_ones_own_takes_the_options_of_the_plan():
+    options = jc.CommunicationOptions(overlap=True, bytes_per_pack=1024)
+    plan = jc.plan(PARAMS, axis_size=8, options=options)
+    assert plan.compiler_options("gpu") == {}
+    assert plan.compiler_options("tpu") == {"xla_jf_crs_combiner_threshold_in_bytes": 65536}
+    mapped = jax.shard_map(
+        lambda tree: jc.all_reduce("mean", tree, "data", options=options),
+        mesh=mesh_of(8),
+        in_specs=jax.sharding.PartitionSpec("data"),
+        out_specs=jax.sharding.PartitionSpec(),
+    )
+    rows = [np.ones((8 * 16, 16), np.float32)] * 6
+    report = jc.inspect(jax.jit(mapped, compiler_options=plan.compiler_options()), rows)
+    assert report.count == len(plan.packs) == 6
+
+
+def test_a_step_gets_the_options_that_its_plans_need_and_is_traced_once():
+    traces = []
+
+    def step(params, x):
+        traces.append(1)
+
+        def loss(params, x):
+            synced = jc.sync_in_backward(params, "data")
+            return jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), synced, x))
+
+        return jc.grad(loss, "data")(params, x)
+
+    cluster = topology_named("h100:8")
+    plans = []
+    large = [jax.ShapeDtypeStruct((1024, 1024), np.float32)] * 2
+    rows = jax.ShapeDtypeStruct((8, 1024), np.float32)
+    traced = jc.data_parallel(step).over(cluster).trace_recorded(plans.append, large, rows)
+    assert compiler.compiler_options(traced) == plans[0].compiler_options() != {}
+    assert len(traces) == 1
+    assert len(plans) == 2
+
+    options = jc.CommunicationOptions(overlap=True)
+    program = jc.data_parallel(step, options=options)
+    for _ in range(2):
+        program(PARAMS, X)
+    assert len(traces) == 2
+    # Parts of a sharded gradient, too.
+    halves = jc.data_parallel(
+        lambda p, x: jc.all_gather(jc.reduce_scatter("sum", p * x.sum(), "data"), "data"),
+        options=options,
+    ).over(cluster)
+    assert set(compiler.compiler_options(halves.trace(large[0], rows))) == {
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        "xla_gpu_all_gather_combine_threshold_bytes",
+    }
+
+
+def test_an_option_that_the_compiler_does_not_know_is_said_and_left_out():
+    with pytest.warns(RuntimeWarning, match="does not know xla_no_such_option"):
+        assert known_options({"xla_no_such_option": 1}, jax.devices()[0]) == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert known_options({"xla_disable_hlo_passes": "x"}, jax.devices()[0])
+
+
+def test_a_step_with_a_deadline_keeps_packs_apart_as_well():
+    options = jc.CommunicationOptions(overlap=True, bytes_per_pack=1024, timeout_seconds=60)
+    value, grads = jc.data_parallel(step, options=options)(PARAMS, X)
+    want = jc.data_parallel(step)(PARAMS, X)
+    np.testing.assert_allclose(value, want[0], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), grads, want[1])
