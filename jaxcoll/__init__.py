@@ -11,7 +11,6 @@ from jaxcoll._api.gradients import value_and_grad as value_and_grad
 from jaxcoll._api.metrics import all_finite as all_finite
 from jaxcoll._api.metrics import global_norm as global_norm
 from jaxcoll._api.metrics import reduce_metrics as reduce_metrics
-from jaxcoll._api.plan import plan as plan
 from jaxcoll._cluster.initialize import initialize as initialize
 from jaxcoll._cluster.resolvers import ClusterResolver as ClusterResolver
 from jaxcoll._cluster.resolvers import SlurmClusterResolver as SlurmClusterResolver
@@ -54,6 +53,7 @@ from jaxcoll._errors import ReplicaDivergenceError as ReplicaDivergenceError
 from jaxcoll._errors import SameRowsWarning as SameRowsWarning
 from jaxcoll._inspect import assert_collectives as assert_collectives
 from jaxcoll._inspect import inspect as inspect
+from jaxcoll._mesh.plan import plan as plan
 from jaxcoll._observe.report import Report as Report
 from jaxcoll._plan.options import UNSET as UNSET
 from jaxcoll._plan.options import CollectiveCommunication as CollectiveCommunication

@@ -16,12 +16,15 @@ import contextlib
 import dataclasses
 import json
 import os
+import runpy
 import selectors
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 LONGEST = 4096
@@ -276,13 +279,10 @@ class _Coordinator:
             self._tell({"error": wrong, "kind": "lost", "ranks": [rank]})
 
     def _begin(self) -> None:
-        # The service has no public name.
-        from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
-
         self._selector.unregister(self._listener)
         self._listener.close()
         try:
-            self._service = _jax.get_distributed_runtime_service(
+            self._service = _start_service()(
                 self._settings["address"], self._arrivals.expected, **self._settings["service"]
             )
         except RuntimeError as error:
@@ -310,6 +310,12 @@ class _Coordinator:
             except OSError:
                 time.sleep(0.001)
         os._exit(1)
+
+
+def _start_service() -> Callable[..., Any]:
+    """The function of that name, loaded as a file: the package would import JAX."""
+    path = Path(__file__).parents[1] / "_compat" / "service.py"
+    return runpy.run_path(str(path))["start_service"]
 
 
 def message(line: bytes | str) -> dict[str, Any]:

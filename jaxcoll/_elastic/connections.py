@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxcoll._cluster import gloo_sockets
+from jaxcoll._cluster import gloo_sockets, reachable
 from jaxcoll._cluster.initialize import own_address
 from jaxcoll._cluster.socket_folder import make_socket_folder
 from jaxcoll._compat.coordination import StoreUnreachableError
@@ -77,7 +77,7 @@ class Connections:
         with contextlib.ExitStack() as open_here:
             port = None
             if self._client is not None and listening:
-                port = open_here.enter_context(reachability.open_port(listening[-1][0]))
+                port = open_here.enter_context(reachable.open_port(listening[-1][0]))
             said = {"gloo": listening, "port": port and port.getsockname()[:2]}
             told = self._crew.gather("listening", json.dumps(said))
             there = {name: json.loads(text) for name, text in told.items()}
@@ -88,7 +88,7 @@ class Connections:
 
     def _check_links(self, ports: dict[str, tuple[str, int]]) -> None:
         others = {name: port for name, port in ports.items() if name != self._crew.name}
-        missing = reachability.unreachable(others, reachability.CONNECT_SECONDS)
+        missing = reachable.unreachable(others, reachable.CONNECT_SECONDS)
         told = self._crew.gather("unreachable", json.dumps(missing))
         broken = reachability.broken({name: json.loads(text) for name, text in told.items()})
         if broken:

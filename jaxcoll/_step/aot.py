@@ -20,13 +20,13 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxcoll._compat import compiler
+from jaxcoll._compat.compiler_process import has_compiler
 from jaxcoll._errors import DeadlineExceededError
 from jaxcoll._jaxpr.loop_reductions import repeated_reductions
 from jaxcoll._mesh.world import topology_world
 from jaxcoll._plan.cost.clusters import Topology, topology_named
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.plan import Plan
-from jaxcoll._step.aot_child import has_compiler
 from jaxcoll._step.lowering import Texts
 from jaxcoll._step.retarget import lowered_over, traced_over
 
@@ -147,7 +147,7 @@ def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -
     }
     if python == sys.executable:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [python, "-m", "jaxcoll._step.aot_child", str(folder)]
+    command = [python, "-m", "jaxcoll._compat.compiler_process", str(folder)]
     with (folder / "log").open("wb") as log, _started(command, environment, log) as process:
         try:
             status = process.wait(timeout or None)

@@ -8,9 +8,9 @@ import importlib.util
 import json
 from pathlib import Path
 
-from jaxcoll._api.plan import plan_in
 from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll._mesh.machine_costs import terms_here
+from jaxcoll._mesh.plan import plan_in
 from jaxcoll._mesh.world import topology_world
 from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._plan.cost.presets import preset

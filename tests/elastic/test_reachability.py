@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from jaxcoll._cluster import reachable
 from jaxcoll._elastic import reachability
 
 
@@ -42,14 +43,14 @@ def test_a_link_is_broken_if_one_end_cannot_use_it_and_few_are_named():
 def test_who_answers_or_refuses_is_reached_and_who_is_silent_is_not():
     before = len(os.listdir("/dev/fd"))
     with (
-        reachability.open_port("127.0.0.1") as there,
+        reachable.open_port("127.0.0.1") as there,
         socket.socket() as bound,
         socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
         socket.create_connection(silent.getsockname()),  # all that it has room for
     ):
         bound.bind(("127.0.0.1", 0))  # and does not listen
         addresses = {"there": there, "ended": bound, "silent": silent}
-        found = reachability.unreachable({n: s.getsockname() for n, s in addresses.items()}, 0.5)
+        found = reachable.unreachable({n: s.getsockname() for n, s in addresses.items()}, 0.5)
         assert found == ["silent"]
-        assert reachability.unreachable({"there": there.getsockname()}, 0.5) == []
+        assert reachable.unreachable({"there": there.getsockname()}, 0.5) == []
     assert len(os.listdir("/dev/fd")) == before

@@ -10,8 +10,8 @@ from fake_compiler import answering, stand_in
 from jax.sharding import AbstractMesh
 
 import jaxcoll as jc
+from jaxcoll._compat.compiler_process import has_compiler
 from jaxcoll._plan.cost.presets import preset
-from jaxcoll._step.aot_child import has_compiler
 from jaxcoll.cli.main import main
 
 GOLDEN = Path(__file__).parents[1] / "observe" / "golden"

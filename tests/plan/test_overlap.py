@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._api.plan import plan_in
+from jaxcoll._mesh.plan import plan_in
 from jaxcoll._mesh.world import topology_world
 from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._plan.cost.presets import preset

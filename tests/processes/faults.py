@@ -107,7 +107,9 @@ def out_of_step():
 def departs():
     """Two pairs that went round a loop; then one of each leaves it earlier than it ever did."""
     if RANK > 1:
-        call_predictor.ALLOWED = 0  # as where the order is so irregular that processes stopped to agree
+        call_predictor.ALLOWED = (
+            0  # as where the order is so irregular that processes stopped to agree
+        )
     mesh = of([0, 1] if RANK < 2 else [2, 3])
     one, two = step.on(mesh), twice.on(mesh)
     for f in (one, one, two) * 4:
