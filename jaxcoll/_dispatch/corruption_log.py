@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -33,37 +34,43 @@ _listeners: list[_Listener] = []
 _reports: dict[Any, collections.Counter[int]] = {}
 
 
-def heard(
-    found: tuple[Corruption, ...],
-    group: Hashable,
-    member: int,
-    devices: frozenset[jax.Device] = frozenset(),
-) -> None:
-    """Take note of what one device tells.
+@dataclasses.dataclass(frozen=True)
+class Reports:
+    """Takes note of what each device of a program reports.
 
-    It goes to the calls that are waited for over these devices, whatever thread has traced,
+    A report goes to the calls that are waited for over these devices, whatever thread has traced,
     compiled or called the program. Where there are none, to the log, once for all devices of this
     process: the n-th report of each of them is one of the same reduction.
 
-    Args:
-      found: what is wrong.
-      group: for the replicas that reduce together.
-      member: the replica among them.
+    Attributes:
       devices: those of the program; none: they are not known, as in a user's own.
     """
-    with _lock:
-        listeners = [each for each in _listeners if devices and devices <= each.devices]
-        for listener in listeners:
-            for each in found:
-                listener.take(each)
-        if listeners:
-            return
-        key = (devices, group, tuple(each.pack for each in found))
-        reports = _reports.setdefault(key, collections.Counter())
-        reports[member] += 1
-        new = all(n < reports[member] for other, n in reports.items() if other != member)
-    if new:
-        _LOG.warning("A reduction was corrupted, and came back as NaN: %s.", _said(found))
+
+    devices: frozenset[jax.Device] = frozenset()
+
+    def __call__(self, found: tuple[Corruption, ...], group: Hashable, member: int) -> None:
+        """Take note of what one device reports.
+
+        Args:
+          found: what is wrong.
+          group: for the replicas that reduce together.
+          member: the replica among them.
+        """
+        with _lock:
+            listeners = [
+                each for each in _listeners if self.devices and self.devices <= each.devices
+            ]
+            for listener in listeners:
+                for each in found:
+                    listener.take(each)
+            if listeners:
+                return
+            key = (self.devices, group, tuple(each.pack for each in found))
+            reports = _reports.setdefault(key, collections.Counter())
+            reports[member] += 1
+            new = all(n < reports[member] for other, n in reports.items() if other != member)
+        if new:
+            _LOG.warning("A reduction was corrupted, and came back as NaN: %s.", _listed(found))
 
 
 def listening(call: Callable[[], Any], what: str, across: Sequence[jax.Device]) -> Any:
@@ -83,7 +90,7 @@ def listening(call: Callable[[], Any], what: str, across: Sequence[jax.Device]) 
     if found := tuple(listener.found.values()):
         raise ReductionCorruptedError(
             f"{what} was corrupted: what came back is not the sum of what was put in, in "
-            f"{_said(found)}. Its result is dropped. Nothing else is wrong with these processes: "
+            f"{_listed(found)}. Its result is dropped. Nothing else is wrong with these processes: "
             "the call can be made again, with arguments that it did not consume. If that happens "
             "again, a link, a memory or a kernel is at fault.",
             packs={each.pack: each.leaves for each in found},
@@ -91,5 +98,5 @@ def listening(call: Callable[[], Any], what: str, across: Sequence[jax.Device]) 
     return result
 
 
-def _said(found: Sequence[Corruption]) -> str:
+def _listed(found: Sequence[Corruption]) -> str:
     return "; ".join(map(str, found))

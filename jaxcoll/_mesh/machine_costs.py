@@ -25,49 +25,101 @@ _PROCESSOR = Path("/proc/cpuinfo")
 _COORDINATORS = (COORDINATOR, JAX_COORDINATOR)
 
 
-def terms_here(world: World) -> Terms:
-    """What `world` costs, read once: nothing is measured, and nothing changes during a run.
+@dataclasses.dataclass(frozen=True)
+class MachineCosts:
+    """What a world costs on this machine: a value, so that a traced program reads no file.
+
+    Attributes:
+      named: path and text of the calibration that `JAXCOLL_TERMS` names; None: it names none.
+      saved: where this user's calibrations of this machine are, and the text of each by its name.
+      memory_is_kept: malloc keeps the pages of large arrays that are freed.
+      one_host: all processes of the job are known to be on this host.
+    """
+
+    named: tuple[Path, str] | None = None
+    saved: tuple[Path, tuple[tuple[str, str], ...]] = (Path(), ())
+    memory_is_kept: bool = False
+    one_host: bool = True
+
+    def __call__(self, world: World) -> Terms:
+        """What `world` costs.
+
+        Raises:
+          ValueError: its calibration is damaged, or is of another machine or version.
+        """
+        return _terms(self, world)
+
+    def preset(self, world: World) -> Terms:
+        """The preset for `world` on this machine, whatever has been calibrated.
+
+        Nothing in it may differ between the processes of a job: plans that differ never meet. How
+        many cores there are and what malloc does is therefore used only where all processes are
+        known to be on this host; and the host's cores, for single processes may be pinned.
+        """
+        if world.processes > 1 and not self.one_host:
+            return preset(world)
+        kept = self.memory_is_kept and world.platform == "cpu"
+        return preset(world, cores=os.cpu_count() or 1, keeps_memory=kept)
+
+
+def costs_here() -> MachineCosts:
+    """What worlds cost on this machine, read before a program is traced.
 
     The file that the environment variable `JAXCOLL_TERMS` names is used for the world it was
     measured on; for another the preset stands, and its source says so. Without the variable, what
     this user has saved for this machine and world is used, if all processes are known to be on this
     host: processes that read different files would compile programs that do not meet. Else the
-    preset stands.
+    preset stands. A file is read once: nothing changes during a run.
 
     Raises:
-      ValueError: the file cannot be read, or is of another machine or version.
+      ValueError: the file that is named cannot be read.
     """
-    named = os.environ.get(FILE)
-    path = Path(named) if named else saved(world)
-    return _terms(world, path, bool(named), keeps_memory(world))
+    one_host, kept = _on_this_host(), _memory_is_kept()
+    if name := os.environ.get(FILE):
+        return MachineCosts((Path(name), _text(Path(name))), (Path(), ()), kept, one_host)
+    folder = _folder()
+    return MachineCosts(None, (folder, _texts(folder) if one_host else ()), kept, one_host)
+
+
+def terms_here(world: World) -> Terms:
+    """What `world` costs on this machine; see `costs_here`.
+
+    Raises:
+      ValueError: the calibration cannot be read, or is of another machine or version.
+    """
+    return costs_here()(world)
 
 
 def preset_here(world: World) -> Terms:
-    """The preset for `world` on this machine, whatever has been calibrated.
-
-    Nothing in it may differ between the processes of a job: plans that differ never meet. How many
-    cores there are and what malloc does is therefore asked only where all processes are known to
-    be on this host, and of the host, to whose cores single processes may be pinned.
-    """
-    if world.processes > 1 and not _on_this_host():
-        return preset(world)
-    return preset(world, cores=os.cpu_count() or 1, keeps_memory=keeps_memory(world))
+    """The preset for `world` on this machine, whatever has been calibrated."""
+    return MachineCosts(memory_is_kept=_memory_is_kept(), one_host=_on_this_host()).preset(world)
 
 
 def saved(world: World) -> Path:
     """Where the calibration of a world on this machine is kept."""
-    key = Key.of(world)
+    return _folder() / _saved_name(world, keeps_memory(world))
+
+
+def _folder() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "jaxcoll" / "terms" / _file_name(machine())
+
+
+def _saved_name(world: World, kept: bool) -> str:
+    key = Key.of(world)
     counts = (("n", key.replicas), ("processes", key.processes), ("hosts", key.hosts))
     words = [key.backend, key.device_kind, *(f"{name}{count}" for name, count in counts)]
-    words += ["kept"] * keeps_memory(world)
-    name = "-".join(filter(None, words))
-    return cache / "jaxcoll" / "terms" / _file_name(machine()) / f"{_file_name(name)}.json"
+    words += ["kept"] * kept
+    return f"{_file_name('-'.join(filter(None, words)))}.json"
 
 
 def circumstances(world: World) -> dict[str, Any]:
     """What a calibration holds for, beside the world: the machine, and what malloc does."""
-    return {"machine": machine(), "keeps_memory": keeps_memory(world)}
+    return _circumstances(keeps_memory(world))
+
+
+def _circumstances(kept: bool) -> dict[str, Any]:
+    return {"machine": machine(), "keeps_memory": kept}
 
 
 def calibration(terms: Terms, measured_on: dict[str, Any]) -> str:
@@ -96,23 +148,45 @@ def cores() -> int:
 
 def keeps_memory(world: World) -> bool:
     """Whether malloc keeps the pages of large arrays that are freed (docs/performance.md)."""
-    return world.platform == "cpu" and os.environ.get("MALLOC_MMAP_MAX_") == "0"
+    return world.platform == "cpu" and _memory_is_kept()
+
+
+def _memory_is_kept() -> bool:
+    return os.environ.get("MALLOC_MMAP_MAX_") == "0"
 
 
 @functools.cache
-def _terms(world: World, path: Path, named: bool, keeps: bool) -> Terms:
-    usual = preset_here(world)
-    if not named and not (path.exists() and _on_this_host()):
-        return usual
+def _text(path: Path) -> str:
     try:
-        data = parsed(path.read_text())
-        measured_on = data.pop("measured_on", None)
-        terms = terms_of(data)
+        return path.read_text()
     except OSError as error:
         raise ValueError(
             f"the calibration {path} cannot be read ({error.strerror}): name another in {FILE}, or "
             "unset it to use the preset."
         ) from None
+
+
+@functools.cache
+def _texts(folder: Path) -> tuple[tuple[str, str], ...]:
+    return tuple((path.name, _text(path)) for path in sorted(folder.glob("*.json")))
+
+
+@functools.cache
+def _terms(costs: MachineCosts, world: World) -> Terms:
+    kept = world.platform == "cpu" and costs.memory_is_kept
+    usual = costs.preset(world)
+    if costs.named:
+        path, text = costs.named
+    else:
+        folder, texts = costs.saved
+        path = folder / _saved_name(world, kept)
+        text = dict(texts).get(path.name)
+    if text is None:
+        return usual
+    try:
+        data = parsed(text)
+        measured_on = data.pop("measured_on", None)
+        terms = terms_of(data)
     except ValueError as error:
         raise ValueError(f"the calibration {path}: {error}") from None
     there = measured_on.get("machine") if isinstance(measured_on, dict) else None
@@ -123,8 +197,8 @@ def _terms(world: World, path: Path, named: bool, keeps: bool) -> Terms:
         )
     if terms.key != Key.of(world):
         other = f"is of another world ({terms.key})"
-    elif measured_on != circumstances(world):
-        other = f"was measured with memory that malloc {'gives back' if keeps else 'keeps'}"
+    elif measured_on != _circumstances(kept):
+        other = f"was measured with memory that malloc {'gives back' if kept else 'keeps'}"
     else:
         return terms
     return dataclasses.replace(usual, source=f"{usual.source}, since {path} {other}")
@@ -134,8 +208,8 @@ def _on_this_host() -> bool:
     """Whether all processes of the job are known to be on this host, which JAX does not tell."""
     if jax.process_count() == 1:
         return True
-    told = [os.environ[name] for name in _COORDINATORS if name in os.environ]
-    return bool(told) and told[0].rpartition(":")[0] in ("127.0.0.1", "localhost")
+    addresses = [os.environ[name] for name in _COORDINATORS if name in os.environ]
+    return bool(addresses) and addresses[0].rpartition(":")[0] in ("127.0.0.1", "localhost")
 
 
 def _file_name(words: str) -> str:

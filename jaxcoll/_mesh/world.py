@@ -9,9 +9,9 @@ import math
 import jax
 import numpy as np
 
-from jaxcoll._dispatch.corruption_log import heard
+from jaxcoll._dispatch.corruption_log import Reports
 from jaxcoll._dispatch.executable import remember
-from jaxcoll._mesh.machine_costs import terms_here
+from jaxcoll._mesh.machine_costs import MachineCosts, costs_here
 from jaxcoll._plan.cost.clusters import Topology
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.scope import Scope, current
@@ -21,7 +21,13 @@ _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 def scope_here() -> Scope:
     """The scope that a jaxcoll program set, or one read from JAX where there is none."""
-    return current() or Scope(world=ambient_world, terms=terms_here, heard=heard)
+    return current() or Scope(world=ambient_world, terms=_costs_of_bare_calls(), heard=Reports())
+
+
+@functools.cache
+def _costs_of_bare_calls() -> MachineCosts:
+    """Read at the first trace of a call in a user's own program, above which nobody stands."""
+    return costs_here()
 
 
 def ambient_world(axes: dict[str, int]) -> World:
@@ -35,14 +41,13 @@ def ambient_world(axes: dict[str, int]) -> World:
     host_of = {d.process_index: _host(d) for d in jax.devices()}
     hosts = tuple(host_of.get(process, process) for process in range(jax.process_count()))
     kind = _kind(platform, getattr(device, "device_kind", None) or jax.devices()[0].device_kind)
-    return _traced_world(_PLATFORMS.get(platform, platform), kind, hosts, axes)
+    return _TracedWorlds(_PLATFORMS.get(platform, platform), kind, hosts)(axes)
 
 
 def topology_scope(topology: Topology) -> Scope:
     """A scope for programs that are compiled for a cluster of which only the name is there."""
     kind = _kind(topology.platform, topology.kind)
-    hosts = _hosts_of(topology)
-    return Scope(world=functools.partial(_traced_world, topology.platform, kind, hosts))
+    return Scope(world=_TracedWorlds(topology.platform, kind, _hosts_of(topology)))
 
 
 def topology_world(topology: Topology, sizes: tuple[int, ...] = ()) -> World:
@@ -66,53 +71,97 @@ def _hosts_of(topology: Topology) -> tuple[int, ...]:
     return tuple(processes) if topology.platform == "gpu" else (0,) * len(processes)
 
 
-def _traced_world(
-    platform: str, kind: str, host_of: tuple[int, ...], axes: dict[str, int]
-) -> World:
-    """The world around this point of a trace; `host_of` has the host of each process."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not set(axes) <= set(mesh.axis_names):
-        return World(platform, tuple(axes.values()), device_kind=kind)
-    owners = np.arange(mesh.size) // (mesh.size // min(len(host_of), mesh.size))
-    owners = owners.reshape(tuple(mesh.shape.values()))
-    hosts = np.vectorize(lambda owner: host_of[owner], otypes=[int])(owners)
-    return World(
-        platform,
-        tuple(axes.values()),
-        _met(owners, tuple(mesh.axis_names), axes),
-        partly_mapped=set(mesh.manual_axes) != set(mesh.axis_names),
-        device_kind=kind,
-        hosts=_met(hosts, tuple(mesh.axis_names), axes),
-    )
+@dataclasses.dataclass(frozen=True)
+class _TracedWorlds:
+    """The worlds of reductions over the mesh around a trace, whose devices are not there.
+
+    Attributes:
+      platform, kind: of the devices.
+      host_of: the host of each process.
+    """
+
+    platform: str
+    kind: str
+    host_of: tuple[int, ...]
+
+    def __call__(self, axes: dict[str, int]) -> World:
+        mesh = jax.sharding.get_abstract_mesh()
+        if not set(axes) <= set(mesh.axis_names):
+            return World(self.platform, tuple(axes.values()), device_kind=self.kind)
+        processes = min(len(self.host_of), mesh.size)
+        owners = np.arange(mesh.size) // (mesh.size // processes)
+        hosts = np.take(self.host_of, owners)
+        here = _MeshWorlds(
+            self.platform,
+            self.kind,
+            tuple(mesh.shape.items()),
+            tuple(owners.tolist()),
+            tuple(hosts.tolist()),
+        )
+        partly = set(mesh.manual_axes) != set(mesh.axis_names)
+        return dataclasses.replace(here(axes), partly_mapped=partly)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MeshWorlds:
+    """The worlds of reductions over axes of one mesh; axes that it lacks are local.
+
+    Attributes:
+      platform, kind: of the devices.
+      shape: its axes and their sizes.
+      processes, hosts: of each device, in the mesh's order.
+    """
+
+    platform: str
+    kind: str
+    shape: tuple[tuple[str, int], ...]
+    processes: tuple[int, ...]
+    hosts: tuple[int, ...]
+
+    def __call__(self, axes: dict[str, int]) -> World:
+        return World(
+            self.platform,
+            tuple(axes.values()),
+            self._met(self.processes, axes),
+            device_kind=self.kind,
+            hosts=self._met(self.hosts, axes),
+        )
+
+    def _met(self, owners: tuple[int, ...], axes: dict[str, int]) -> int:
+        """Most owners met by any one group of devices that differ only along `axes`."""
+        names = [name for name, _ in self.shape]
+        within = [names.index(a) for a in axes if a in names]
+        order = [i for i in range(len(names)) if i not in within] + within
+        sizes = [size for _, size in self.shape]
+        grid = np.reshape(owners, sizes).transpose(order)
+        groups = grid.reshape(-1, math.prod(sizes[i] for i in within))
+        return max(len(np.unique(group)) for group in groups)
 
 
 def mesh_world(mesh: jax.sharding.Mesh, axes: dict[str, int]) -> World:
     """The world of a reduction over `axes` of a mesh whose devices are known."""
-    platform = str(mesh.devices.flat[0].platform)
-    owners = np.vectorize(lambda d: d.process_index, otypes=[int])(mesh.devices)
-    hosts = np.vectorize(_host, otypes=[int])(mesh.devices)
-    return World(
-        _PLATFORMS.get(platform, platform),
-        tuple(axes.values()),
-        _met(owners, mesh.axis_names, axes),
-        device_kind=_kind(platform, mesh.devices.flat[0].device_kind),
-        hosts=_met(hosts, mesh.axis_names, axes),
-    )
+    return _worlds_of(mesh)(axes)
 
 
 def mesh_scope(mesh: jax.sharding.Mesh) -> Scope:
     """A scope for programs compiled for `mesh`; axes that it lacks (an inner `vmap`) are local."""
-
-    @functools.cache
-    def known(axes: tuple[tuple[str, int], ...]) -> World:
-        here = {name: size for name, size in axes if name in mesh.axis_names}
-        return dataclasses.replace(mesh_world(mesh, here), sizes=tuple(size for _, size in axes))
-
     return Scope(
-        world=lambda axes: known(tuple(axes.items())),
-        terms=terms_here,
+        world=_worlds_of(mesh),
+        terms=costs_here(),
         record=remember,
-        heard=functools.partial(heard, devices=frozenset(mesh.devices.flat)),
+        heard=Reports(frozenset(mesh.devices.flat)),
+    )
+
+
+def _worlds_of(mesh: jax.sharding.Mesh) -> _MeshWorlds:
+    devices = list(mesh.devices.flat)
+    platform = str(devices[0].platform)
+    return _MeshWorlds(
+        _PLATFORMS.get(platform, platform),
+        _kind(platform, devices[0].device_kind),
+        tuple(zip(mesh.axis_names, mesh.devices.shape, strict=True)),
+        tuple(d.process_index for d in devices),
+        tuple(map(_host, devices)),
     )
 
 
@@ -127,10 +176,3 @@ def _host(device: jax.Device) -> int:
 def _kind(platform: str, device_kind: str | None) -> str:
     """What JAX calls the devices; of CPUs it knows no more than that they are."""
     return "" if platform == "cpu" else device_kind or ""
-
-
-def _met(owners: np.ndarray, names: tuple[str, ...], axes: dict[str, int]) -> int:
-    """Most owners met by any one group of devices that differ only along `axes`."""
-    order = [names.index(a) for a in names if a not in axes] + [names.index(a) for a in axes]
-    groups = owners.transpose(order).reshape(-1, math.prod(axes.values()) or 1)
-    return max(len(np.unique(group)) for group in groups)

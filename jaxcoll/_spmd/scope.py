@@ -1,8 +1,8 @@
-"""What a reduction is told by whoever stands above the traced program.
+"""What whoever stands above a traced program hands down to the reductions in it.
 
 The scope is part of JAX's trace-cache key: a function that was traced under one scope is
-traced anew under another, so an inner `jax.jit` cannot carry options from one program to the
-next.
+traced anew under one that differs, so an inner `jax.jit` cannot carry options from one program to
+the next.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from jaxcoll._plan.world import World
 from jaxcoll._spmd.checks.corruption_callback import Heard
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Scope:
-    """A frozen value, equal only to itself.
+    """A frozen value; its functions are values, too, so that equal programs share their traces.
 
     Attributes:
       world: from the axes of a reduction and their sizes to where it runs.
       terms: what a world costs, for the plans' choices and predictions.
       options: defaults under the options of each call.
-      record: told each plan as it is carried out.
-      heard: told by each device, when a program runs, which packs were corrupted; see `verdict.py`.
-      deadline: told each deadline that a call inside is given; None: the program is called by
-        others, so that nobody could keep one.
+      record: called with each plan that is carried out.
+      heard: called for each device, when a program runs, with the packs that were corrupted; see
+        `corruption_callback.py`.
+      deadline: called with each deadline that a call inside is given; None: the program is called
+        by others, so that nobody could keep one.
       marked: axes along which no type, but a mark, says that results are equal (see
         `replication.py`).
       once: whether a reduction along them of what is the same everywhere is refused, as types

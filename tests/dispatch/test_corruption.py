@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcoll as jc
-from jaxcoll._dispatch.corruption_log import heard, listening
+from jaxcoll._dispatch.corruption_log import Reports, listening
 from jaxcoll._plan.corruption import Corruption
 
 OPTIONS = jc.CommunicationOptions(checksum=True)
@@ -220,7 +220,7 @@ def test_reports_go_to_the_calls_over_their_devices_whatever_thread_they_come_in
     other = frozenset(devices[4:6])
 
     def report(over):
-        tell = threading.Thread(target=heard, args=((FOUND,), (), 0), kwargs={"devices": over})
+        tell = threading.Thread(target=Reports(over), args=((FOUND,), (), 0))
         tell.start()
         tell.join()
 

@@ -1,0 +1,108 @@
+"""What a trace needs to know of the machine is read before it, and handed down as a value."""
+
+import builtins
+import contextlib
+import os
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import mesh_of
+
+import jaxcoll as jc
+from jaxcoll._mesh.world import mesh_scope
+from jaxcoll._spmd.scope import entered
+
+P = jax.sharding.PartitionSpec
+ROWS = np.ones((8, 4), "f")
+
+
+@contextlib.contextmanager
+def asks_nobody():
+    """No environment, file or clock is read in here."""
+
+    def refused(*args, **kwargs):
+        raise AssertionError(f"a trace read {args}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(os.environ), "__getitem__", refused)
+        patch.setattr(type(os.environ), "get", refused)
+        for module, names in (
+            (os, ("getenv", "sched_getaffinity", "scandir", "listdir")),
+            (builtins, ("open",)),
+            (pathlib.Path, ("open", "read_text", "exists", "glob")),
+            (time, ("time", "monotonic", "perf_counter")),
+        ):
+            for name in names:
+                patch.setattr(module, name, refused)
+        yield
+
+
+def collectives(x, axis):
+    """Every in-program function that makes a plan."""
+    with asks_nobody():
+        grads = jc.grad(lambda w, x: jnp.mean((x @ w) ** 2), axis)(jnp.ones((4, 2)), x)
+        halves = jc.all_gather(jc.reduce_scatter("sum", {"a": x}, axis), axis)
+        total, first = jc.all_reduce("sum", x, axis), jc.broadcast(x, axis)
+        return sum(map(jnp.sum, jax.tree.leaves((grads, halves, total, first))))
+
+
+def by_data_parallel():
+    return jc.data_parallel(lambda x: collectives(x, "data"), mesh=mesh_of(4))(ROWS)
+
+
+def by_strategy():
+    strategy = jc.MirroredStrategy()
+    shares = jc.PerReplica([ROWS] * strategy.num_replicas_in_sync)
+    return strategy.run(lambda x: collectives(x, "replica"), args=(shares,))
+
+
+def by_shard_map():
+    """Nobody stands above it, so the first trace of a process reads the facts for all of them."""
+    step = jax.shard_map(
+        lambda x: collectives(x, "data"), mesh=mesh_of(4), in_specs=P("data"), out_specs=P()
+    )
+    jax.eval_shape(
+        jax.shard_map(
+            lambda x: jc.all_reduce("sum", x, "data"),
+            mesh=mesh_of(4),
+            in_specs=P("data"),
+            out_specs=P(),
+        ),
+        ROWS,
+    )
+    return jax.jit(step)(ROWS)
+
+
+@pytest.mark.parametrize("run", [by_data_parallel, by_strategy, by_shard_map])
+def test_a_trace_reads_no_environment_no_file_and_no_clock(run):
+    run()
+
+
+def test_the_guard_can_fail():
+    with pytest.raises(AssertionError, match="a trace read"), asks_nobody():
+        os.environ.get("HOME")
+
+
+def test_scopes_of_equal_meshes_are_equal_so_that_programs_share_their_traces():
+    mesh, traces = mesh_of(4), []
+    assert mesh_scope(mesh) == mesh_scope(mesh)
+    assert hash(mesh_scope(mesh)) == hash(mesh_scope(mesh))
+    assert mesh_scope(mesh) != mesh_scope(mesh_of(2))
+
+    @jax.jit
+    def total(x):
+        traces.append(x.shape)
+        return jc.all_reduce("sum", x, "data")
+
+    def program(x):
+        with entered(mesh_scope(mesh)):
+            return total(x)
+
+    for _ in range(2):
+        step = jax.shard_map(lambda x: program(x), mesh=mesh, in_specs=P("data"), out_specs=P())
+        jax.jit(step)(ROWS)
+    assert traces == [(2, 4)]
