@@ -15,7 +15,7 @@ from jaxcoll._dispatch.corruption_log import listening
 from jaxcoll._dispatch.executable import Program, compiled_for
 from jaxcoll._dispatch.process_group import Team, team_of
 from jaxcoll._errors import DeadlineExceededError
-from jaxcoll._threads import leave_behind
+from jaxcoll._threads import abandon
 
 Devices = Sequence[jax.Device]
 
@@ -110,7 +110,7 @@ class _Job:
 
     def give_up(self, error: Exception) -> None:
         """Have whoever waits for it raise this, and leave it to its worker."""
-        leave_behind(self.worker)
+        abandon(self.worker)  # pyright: ignore
         self.settle(error)
 
     def outcome(self) -> tuple[BaseException | None, Any]:
@@ -221,10 +221,10 @@ def _outcome(job: _Job, timeout_seconds: float | None, what: str) -> Any:
     try:
         in_time = job.settled(timeout_seconds)
     except BaseException:  # Ctrl-C, say
-        leave_behind(job.worker)
+        abandon(job.worker)  # pyright: ignore
         raise
     if not in_time:
-        leave_behind(job.worker)
+        abandon(job.worker)  # pyright: ignore
         said, ranks = _late(job)
         said = f"{what} did not finish within {timeout_seconds:g} s.{said}"
         raise DeadlineExceededError(said, ranks=ranks)
