@@ -19,14 +19,14 @@ _EXIT_SECONDS = 1.0  # how long the exit waits for abandoned calls to return
 
 
 class Task:
-    """One call that a worker was given. It is settled once, by whatever comes first.
+    """One call for a worker to make. It is settled once, by whatever comes first.
 
     Attributes:
       is_settled: whether `result` returns at once.
     """
 
     def __init__(
-        self, worker: Worker, call: Callable[[], Any], then: Callable[[], Any] | None
+        self, worker: Worker, call: Callable[[], Any], then: Callable[[], Any] | None = None
     ) -> None:
         self.is_settled = False
         self._worker, self._then = worker, then
@@ -108,10 +108,14 @@ class Worker:
           then: called when the task is settled, by whoever settles it.
         """
         task = Task(self, call, then)
+        self.start(task)
+        return task
+
+    def start(self, task: Task) -> None:
+        """Have the thread make the call of a task that is this worker's."""
         with self._lock:
             self._submitted += 1
         self._tasks.put(task)
-        return task
 
     def close(self) -> None:
         """End the thread after the calls that it was given."""
@@ -166,7 +170,7 @@ def within(seconds: float, call: Callable[[], Any], look: Callable[[], None] | N
 def abandon(thread: Worker | threading.Thread) -> None:
     """Wait no longer for a thread that may never return from its call.
 
-    From now on `sys.exit` is replaced, because nothing else tells the status to what runs at exit.
+    From now on `sys.exit` is replaced, because nothing else hands the status to what runs at exit.
     """
     if sys.exit is not _exit:
         at_exit(_end)

@@ -1,4 +1,4 @@
-"""Corrupted reductions that programs tell of: an error of the call that made them, or a warning."""
+"""Collects checksum failures of running programs: an error of their call, or a logged warning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOG = logging.getLogger("jaxcoll")
 
 
 class _Listener:
-    """A call that is being waited for, and what was told of its devices meanwhile."""
+    """A call that is being waited for, and what was reported of its devices meanwhile."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self.devices = frozenset(devices)
@@ -39,11 +39,11 @@ def heard(
     member: int,
     devices: frozenset[jax.Device] = frozenset(),
 ) -> None:
-    """Take note of what one device tells.
+    """Take the report of one device.
 
     It goes to the calls that are waited for over these devices, whatever thread has traced,
-    compiled or called the program. Where there are none, to the log, once for all devices of this
-    process: the n-th report of each of them is one of the same reduction.
+    compiled or called the program. Without such a call it goes to the log, once for all devices of
+    this process: the n-th report of each of them is about the same reduction.
 
     Args:
       found: what is wrong.
@@ -63,7 +63,7 @@ def heard(
         reports[member] += 1
         new = all(n < reports[member] for other, n in reports.items() if other != member)
     if new:
-        _LOG.warning("A reduction was corrupted, and came back as NaN: %s.", _said(found))
+        _LOG.warning("A reduction was corrupted, and came back as NaN: %s.", _text(found))
 
 
 def listening(call: Callable[[], Any], what: str, across: Sequence[jax.Device]) -> Any:
@@ -83,7 +83,7 @@ def listening(call: Callable[[], Any], what: str, across: Sequence[jax.Device]) 
     if found := tuple(listener.found.values()):
         raise ReductionCorruptedError(
             f"{what} was corrupted: what came back is not the sum of what was put in, in "
-            f"{_said(found)}. Its result is dropped. Nothing else is wrong with these processes: "
+            f"{_text(found)}. Its result is dropped. Nothing else is wrong with these processes: "
             "the call can be made again, with arguments that it did not consume. If that happens "
             "again, a link, a memory or a kernel is at fault.",
             packs={each.pack: each.leaves for each in found},
@@ -91,5 +91,5 @@ def listening(call: Callable[[], Any], what: str, across: Sequence[jax.Device]) 
     return result
 
 
-def _said(found: Sequence[Corruption]) -> str:
+def _text(found: Sequence[Corruption]) -> str:
     return "; ".join(map(str, found))

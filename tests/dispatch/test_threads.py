@@ -56,6 +56,9 @@ def test_an_exception_in_the_wait_abandons_the_call(monkeypatch):
         def acquire(self, timeout):
             raise KeyboardInterrupt
 
+        def release(self):
+            pass
+
     monkeypatch.setattr(task, "_unsettled", Interrupted())
     with pytest.raises(KeyboardInterrupt):
         task.wait()
