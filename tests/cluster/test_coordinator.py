@@ -15,7 +15,7 @@ import jaxcoll as jc
 from jaxcoll._cluster import coordinator as coordinators
 from jaxcoll._cluster.coordinator import STRANGERS, message, news_of, start_coordinator
 from jaxcoll._cluster.launchers import Member
-from jaxcoll._cluster.liveness import Line
+from jaxcoll._cluster.liveness import CoordinatorConnection
 from jaxcoll._cluster.rendezvous import arrive
 
 HELLO = {"process_id": 1, "num_processes": 2, "patience": 60.0, "who": "there:1"}
@@ -51,7 +51,7 @@ def joined(started):
     found = [None, None]
 
     def come(rank):
-        found[rank] = Line(arrive(Member(started.address, 2, rank), 20).detach())
+        found[rank] = CoordinatorConnection(arrive(Member(started.address, 2, rank), 20).detach())
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -128,10 +128,10 @@ def test_a_stranger_that_says_nothing_keeps_nobody_from_hearing_why_there_is_no_
     wrong = HELLO | {"num_processes": 7}
     with connection(started) as one, connection(started) as silent:
         one.sendall(json.dumps(wrong).encode() + b"\n")
-        assert b"was told that there are 7" in one.recv(1000)
-        with connection(started), pytest.raises(ValueError, match="was told that there are 7 pro"):
+        assert b"expects 7 processes" in one.recv(1000)
+        with connection(started), pytest.raises(ValueError, match="expects 7 processes"):
             arrive(Member(started.address, 3, 0), 20)
-        assert b"was told that there are 7" in silent.recv(1000)
+        assert b"expects 7 processes" in silent.recv(1000)
     started.end()
 
 

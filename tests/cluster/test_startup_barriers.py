@@ -10,7 +10,7 @@ import pytest
 import jaxcoll as jc
 from jaxcoll._cluster import startup_barriers
 from jaxcoll._cluster.key_value import LocalKeys
-from jaxcoll._cluster.liveness import Line
+from jaxcoll._cluster.liveness import CoordinatorConnection
 
 BOTH_DIED = b"""{"ended": 1, "stage": null}
 {"ended": 2}
@@ -21,7 +21,7 @@ BOTH_DIED = b"""{"ended": 1, "stage": null}
 @pytest.fixture
 def line():
     here, coordinator = socket.socketpair()
-    yield Line(here.detach()), coordinator
+    yield CoordinatorConnection(here.detach()), coordinator
     coordinator.close()
 
 
@@ -94,7 +94,7 @@ def test_who_has_no_devices_in_time_is_named_and_nobody_counts_on_who_gave_up(mo
     with pytest.raises(jc.DeadlineExceededError, match="Process 1 of 2 did not .* 0.1 s of the f"):
         startup_barriers.await_all(0.1, lambda: None)
     monkeypatch.setattr(startup_barriers, "store", lambda: keys.of(1))
-    with pytest.raises(jc.DeadlineExceededError, match="when process 0 waited for it no longer"):
+    with pytest.raises(jc.DeadlineExceededError, match="when process 0 no longer waited for it"):
         startup_barriers.await_all(60, lambda: None)
     keys.set("jaxcoll/devices/0", "here")
     startup_barriers.await_all(0.1, lambda: None)

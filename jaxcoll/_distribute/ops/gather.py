@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxcoll._dispatch.dispatch import finished, prepared
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import run
 from jaxcoll._distribute.values.assemble import part_on
 from jaxcoll._distribute.values.held import first_of_each_process, of_all
 from jaxcoll._distribute.values.per_replica import AXIS, Mirrored, PerReplica
@@ -49,73 +50,74 @@ def gathered(
       NotImplementedError: a leaf is an `IndexedSlices`.
       ValueError: as in `CrossDeviceOps.gather`.
     """
-    across: tuple[jax.Device, ...] = destinations
     if isinstance(value, PerReplica | Mirrored):
         value = value.settled()
         _check_leaves(value, axis)
-        across = value.devices
-        if span_processes(group) and set(across) == {group[i] for i in of_this_process(group)}:
+        here = {group[i] for i in of_this_process(group)}
+        if span_processes(group) and set(value.devices) == here:
             return _gathered_held(name, list(value), destinations, axis, options, group)
         value = of_all(name, value, group)
-        call = _prepare_distributed(value, destinations, axis, options)
-    elif span_processes(group):
-        parts = _plain_parts(value)
+        return _gathered_distributed(name, value, destinations, axis, options)
+    parts = _plain_parts(value)
+    if span_processes(group):
         if not isinstance(value, list | tuple):
             group = first_of_each_process(group)
         return _gathered_held(name, parts, destinations, axis, options, group)
-    else:
-        parts = _plain_parts(value)
-        who = "`gather`: the part of replica 0" if len(parts) > 1 else "`gather`: the value"
-        check_parts("gather", parts, [gather.dimension(axis, parts[0].shape, who)])
-        call = _prepare_copies(parts, False, destinations, axis, options)
-    return finished(call, options.timeout_seconds, f"`{name}.gather`", across=across)
+    who = "`gather`: the part of replica 0" if len(parts) > 1 else "`gather`: the value"
+    check_parts("gather", parts, [gather.dimension(axis, parts[0].shape, who)])
+    return _gathered_copies(name, parts, False, destinations, axis, options)
 
 
-def _prepare_distributed(
+def _gathered_distributed(
+    name: str,
     value: PerReplica | Mirrored,
     destinations: tuple[jax.Device, ...],
     axis: int,
     options: CommunicationOptions,
-) -> Callable[[], Any]:
-    """What dispatches the gather of a value that lies over all its devices."""
+) -> Any:
+    """The gather of a value that lies over all its devices."""
     spans = span_processes(value.devices)
     if isinstance(value, PerReplica):
         if spans or (len(value) > 1 and set(value.devices) == set(destinations)):
-            return _prepare_program(value, destinations, axis, options)
+            return _all_gathered(name, value, destinations, axis, options)
         parts = [jax.tree.map(lambda x, d=d: part_on(x, d), value.tree) for d in value.devices]
-        return _prepare_copies(parts, True, destinations, axis, options)
+        return _gathered_copies(name, parts, True, destinations, axis, options)
     parts = [copy_near(value, destinations)] * len(value)
     if not spans:
-        return _prepare_copies(parts, False, destinations, axis, options)
+        return _gathered_copies(name, parts, False, destinations, axis, options)
     here = value.devices[of_this_process(value.devices)[0]]
-    call = _prepare_on_one(parts, False, here, axis, options)
-    return lambda: spread(call(), destinations)
+    return spread(_joined_on_one(name, parts, False, here, axis, options), destinations)
 
 
-def _prepare_copies(
+def _gathered_copies(
+    name: str,
     parts: list[Any],
     rows: bool,
     destinations: tuple[jax.Device, ...],
     axis: int,
     options: CommunicationOptions,
-) -> Callable[[], Any]:
-    """What joins parts on the first destination, and copies the result to the others."""
+) -> Any:
+    """Parts joined on the first destination, and the result copied to the others."""
     if span_processes(destinations):
         raise ValueError(
             "`gather` copies between the devices of one process; over several, gather a value that "
             "lies on the devices of all, and take the copy of this process with `result[i]`."
         )
     check_here(destinations[0])
-    call = _prepare_on_one(parts, rows, destinations[0], axis, options)
-    return lambda: copied(call(), destinations)
+    return copied(_joined_on_one(name, parts, rows, destinations[0], axis, options), destinations)
 
 
-def _prepare_on_one(
-    parts: list[Any], rows: bool, device: jax.Device, axis: int, options: CommunicationOptions
-) -> Callable[[], Any]:
-    """What joins parts on one device of this process."""
+def _joined_on_one(
+    name: str,
+    parts: list[Any],
+    rows: bool,
+    device: jax.Device,
+    axis: int,
+    options: CommunicationOptions,
+) -> Any:
+    """Parts joined on one device of this process."""
     moved = jax.device_put(parts, device)
-    return prepared(_joining_program(axis, rows), options.timeout_seconds, (moved,))
+    return run(Call(_joining_program(axis, rows), (moved,), (device,), f"`{name}.gather`", options))
 
 
 def _gathered_held(
@@ -142,10 +144,9 @@ def _gathered_held(
 
     def joined(*leaves: Any) -> Any:
         held = dict(zip(here, leaves, strict=True))
-        seconds = options.timeout_seconds
         who = f"`gather`: the part of replica {here[0]}"
         k = gather.dimension(axis, np.shape(leaves[0]), who)
-        shapes = known_shapes("gather", held, group, (k,), seconds)
+        shapes = known_shapes("gather", held, group, (k,), options.timeout_seconds)
         longest = max(spec.shape[k] for spec in shapes)
 
         def padded(replica: int) -> Any:
@@ -156,8 +157,7 @@ def _gathered_held(
             return jnp.pad(part, [(0, missing * (d == k)) for d in range(part.ndim)])
 
         rows = PerReplica.from_function(padded, devices=group)
-        call = _prepare_program(rows, group, k, options)
-        whole = copy_near(finished(call, seconds, f"`{name}.gather`", across=group), destinations)
+        whole = copy_near(_all_gathered(name, rows, group, k, options), destinations)
         if all(spec.shape[k] == longest for spec in shapes):
             return whole
         pieces = [
@@ -200,21 +200,19 @@ def _plain_parts(value: Any) -> list[Any]:
     )
 
 
-def _prepare_program(
+def _all_gathered(
+    name: str,
     value: PerReplica,
     destinations: tuple[jax.Device, ...],
     axis: int,
     options: CommunicationOptions,
-) -> Callable[[], Mirrored]:
+) -> Any:
+    """A value gathered to its own devices by one program, and taken to the destinations."""
     carried = options.replace(timeout_seconds=UNSET)
-    run = prepared(
-        gather_program(value.devices, int(axis), carried),
-        options.timeout_seconds,
-        (value,),
-        across=value.devices,
-        told=repr((axis, carried)),
-    )
-    return lambda: delivered(run(), destinations)
+    program = gather_program(value.devices, int(axis), carried)
+    settings = axis, carried
+    call = Call(program, (value,), value.devices, f"`{name}.gather`", options, settings=settings)
+    return delivered(run(call), destinations)
 
 
 @functools.lru_cache(maxsize=256)

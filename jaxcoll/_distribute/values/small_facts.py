@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxcoll._dispatch.dispatch import finished, prepared
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import run
 from jaxcoll._mesh.mesh import line_of, of_this_process
 from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.options import CommunicationOptions
@@ -44,8 +45,8 @@ def known_to_all(
     sharding = NamedSharding(line_of(devices, _AXIS), PartitionSpec(_AXIS))
     shape = (len(devices), *rows[0].shape[1:])
     table = jax.make_array_from_single_device_arrays(shape, sharding, parts)
-    call = prepared(_program(devices), timeout_seconds, (table,), across=devices, told=what)
-    result = finished(call, timeout_seconds, f"`{what}`", across=devices)
+    options = CommunicationOptions(timeout_seconds=timeout_seconds)
+    result = run(Call(_program(devices), (table,), devices, f"`{what}`", options, settings=what))
     return np.asarray(result.addressable_data(0))
 
 
