@@ -1,0 +1,102 @@
+"""Collects checksum failures of running programs: an error of their call, or a logged warning."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+
+from jaxcoll._errors import ReductionCorruptedError
+from jaxcoll._plan.corruption import Corruption
+
+_LOG = logging.getLogger("jaxcoll")
+
+
+class _Listener:
+    """A call that is being waited for, and what was reported of its devices meanwhile."""
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        self.devices = frozenset(devices)
+        self.found: dict[str, Corruption] = {}
+
+    def take(self, found: Corruption) -> None:
+        known = self.found.get(found.pack, found)
+        self.found[found.pack] = max(known, found, key=lambda each: each.wrong)
+
+
+_lock = threading.Lock()
+_listeners: list[_Listener] = []
+_reports: dict[Any, collections.Counter[int]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reports:
+    """Takes note of what each device of a program reports.
+
+    A report goes to the calls that are waited for over these devices, whatever thread has traced,
+    compiled or called the program. Where there are none, to the log, once for all devices of this
+    process: the n-th report of each of them is one of the same reduction.
+
+    Attributes:
+      devices: those of the program; none: they are not known, as in a user's own.
+    """
+
+    devices: frozenset[jax.Device] = frozenset()
+
+    def __call__(self, found: tuple[Corruption, ...], group: Hashable, member: int) -> None:
+        """Take note of what one device reports.
+
+        Args:
+          found: what is wrong.
+          group: for the replicas that reduce together.
+          member: the replica among them.
+        """
+        with _lock:
+            listeners = [
+                each for each in _listeners if self.devices and self.devices <= each.devices
+            ]
+            for listener in listeners:
+                for each in found:
+                    listener.take(each)
+            if listeners:
+                return
+            key = (self.devices, group, tuple(each.pack for each in found))
+            reports = _reports.setdefault(key, collections.Counter())
+            reports[member] += 1
+            new = all(n < reports[member] for other, n in reports.items() if other != member)
+        if new:
+            _LOG.warning("A reduction was corrupted, and came back as NaN: %s.", _text(found))
+
+
+def listening(call: Callable[[], Any], what: str, across: Sequence[jax.Device]) -> Any:
+    """`call()`, waited for, unless a reduction over some of `across` was corrupted meanwhile.
+
+    Raises:
+      ReductionCorruptedError: one was.
+    """
+    listener = _Listener(across)
+    with _lock:
+        _listeners.append(listener)
+    try:
+        result = jax.block_until_ready(call())
+    finally:
+        with _lock:
+            _listeners.remove(listener)
+    if found := tuple(listener.found.values()):
+        raise ReductionCorruptedError(
+            f"{what} was corrupted: what came back is not the sum of what was put in, in "
+            f"{_text(found)}. Its result is dropped. Nothing else is wrong with these processes: "
+            "the call can be made again, with arguments that it did not consume. If that happens "
+            "again, a link, a memory or a kernel is at fault.",
+            packs={each.pack: each.leaves for each in found},
+        )
+    return result
+
+
+def _text(found: Sequence[Corruption]) -> str:
+    return "; ".join(map(str, found))
