@@ -150,7 +150,7 @@ def test_a_deadline_changes_no_result(ops, monkeypatch):
         ([np.ones(1, "f"), np.ones(1, "i4")], 0, "expects one dtype; replica 1 has int32, replica 0 float32"),
         ([1.0, 2.0], 0, r"the part of replica 0 is a scalar, which has no axis 0; give it one with `x\[None\]`"),
         ([np.ones(1), "x"], 0, r"the part of replica 1 is 'x' \(str\)"),
-        ([], 0, "expects one or more of them; got 0"),
+        ([], 0, "expected one or more, got 0"),
         (3.0, 0, "the value is a scalar"),
         ("x", 0, r"expects a PerReplica, a Mirrored, an array, or a list .* got 'x' \(str\)"),
         ({"a": np.ones(1)}, 0, r"array for each replica; got \{'a'.*\(dict\)"),

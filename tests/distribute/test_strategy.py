@@ -1006,9 +1006,9 @@ def test_what_reduce_and_gather_are_given_is_checked():
         PAIR.reduce("sum", value)
     with pytest.raises(ValueError, match="booleans have no sum"):
         PAIR.reduce("sum", [np.array([True]), np.array([False])], 0)
-    with pytest.raises(ValueError, match="expects 2 of them; got 3"):
+    with pytest.raises(ValueError, match="expected 2, got 3"):
         PAIR.gather([np.ones(1)] * 3, 0)
-    with pytest.raises(ValueError, match="expects 2 of them; got 3"):
+    with pytest.raises(ValueError, match="expected 2, got 3"):
         PAIR.reduce("sum", [np.ones(1)] * 3, 0)
     with pytest.raises(ValueError, match="`MirroredStrategy.gather` got the plain value"):
         PAIR.gather(np.ones(3), 0)

@@ -15,7 +15,7 @@ from jaxcoll._dispatch.dispatch import prepared
 from jaxcoll._distribute.ops.all_reduce_program import Route, all_reduce_program
 from jaxcoll._distribute.ops.cross_device_ops import Call, CrossDeviceOps, Reduction
 from jaxcoll._distribute.ops.one_device import ReductionToOneDevice
-from jaxcoll._distribute.values.per_replica import AXIS
+from jaxcoll._distribute.values.replica_axis import AXIS
 from jaxcoll._distribute.values.replicate import delivered
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
