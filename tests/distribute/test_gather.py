@@ -8,7 +8,6 @@ from cases import CompileCounter, assert_trees_equal
 
 import jaxcoll as jc
 from jaxcoll import Mirrored, NcclAllReduce, PerReplica, ReductionToOneDevice
-from jaxcoll._distribute.ops.gather import gather_program
 
 RING = jc.CommunicationOptions(bytes_per_pack=64, implementation="ring")
 OPS = {
@@ -111,34 +110,6 @@ def test_it_is_compiled_once_a_shape():
         with CompileCounter() as other:
             NCCL.gather(values[2], to, 1)
         assert (again.count, other.count) == (0, 1)
-
-
-def test_the_options_of_a_call_and_of_the_object_are_in_the_program():
-    value = PerReplica([[np.ones(k, "f") for k in (3, 4, 5)]] * 4)
-    text = lambda **said: gather_program(
-        value.devices, 0, jc.CommunicationOptions(**said)
-    ).lower(value).as_text()  # fmt: skip
-    assert text().count('"stablehlo.all_gather"') == 3
-    assert text(bytes_per_pack=1000).count('"stablehlo.all_gather"') == 1
-    assert text(implementation="ring").count('"stablehlo.collective_permute"') == 9
-
-
-@EVERY
-def test_a_deadline_changes_no_result(ops, monkeypatch):
-    waits = []
-
-    def waited(call, seconds, what, **_):
-        waits.append((seconds, what))
-        return call()
-
-    value = PerReplica([np.ones(2)] * 8)
-    for seconds in (60, 0.5):
-        options = jc.CommunicationOptions(timeout_seconds=seconds)
-        for to in (value, "cpu:0"):
-            result = ops.gather(value, to, 0, options)
-            assert (result if to == "cpu:0" else result[7]).shape == (16,)
-        monkeypatch.setattr("jaxcoll._distribute.ops.gather.finished", waited)
-    assert waits == [(0.5, f"`{type(ops).__name__}.gather`")] * 2
 
 
 @EVERY
