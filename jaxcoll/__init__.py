@@ -1,5 +1,6 @@
 """Collectives for JAX programs, compiled by XLA: how replicas exchange tensors."""
 
+from jaxcoll import distribute as distribute
 from jaxcoll._api.collectives import all_gather as all_gather
 from jaxcoll._api.collectives import all_reduce as all_reduce
 from jaxcoll._api.collectives import broadcast as broadcast
@@ -19,16 +20,16 @@ from jaxcoll._distribute.check_replicas import check_replicas as check_replicas
 from jaxcoll._distribute.ops.all_reduce_ops import (
     AllReduceCrossDeviceOps as AllReduceCrossDeviceOps,
 )
-from jaxcoll._distribute.ops.collective_all_reduce import CollectiveAllReduce as CollectiveAllReduce
-from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps as CrossDeviceOps
-from jaxcoll._distribute.ops.hierarchical_copy import (
+from jaxcoll._distribute.ops.all_reduce_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
 )
+from jaxcoll._distribute.ops.all_reduce_ops import NcclAllReduce as NcclAllReduce
+from jaxcoll._distribute.ops.collective_all_reduce import CollectiveAllReduce as CollectiveAllReduce
+from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxcoll._distribute.ops.hints import CollectiveHints as CollectiveHints
 from jaxcoll._distribute.ops.multi_worker_all_reduce import (
     MultiWorkerAllReduce as MultiWorkerAllReduce,
 )
-from jaxcoll._distribute.ops.nccl_all_reduce import NcclAllReduce as NcclAllReduce
 from jaxcoll._distribute.ops.one_device import ReductionToOneDevice as ReductionToOneDevice
 from jaxcoll._distribute.strategy.mirrored import MirroredStrategy as MirroredStrategy
 from jaxcoll._distribute.strategy.mirrored import (

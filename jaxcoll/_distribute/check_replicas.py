@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
-from jaxcoll._distribute.values.per_replica import PerReplica, copies_over, rows_over
+from jaxcoll._distribute.values.per_replica import PerReplica
+from jaxcoll._distribute.values.replica_axis import copies_over, rows_over
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.packs.leaves import where

@@ -15,8 +15,6 @@ from jaxcoll import (
     NcclAllReduce,
     PerReplica,
 )
-from jaxcoll._distribute.ops.all_reduce_program import all_reduce_program
-from jaxcoll._observe.parse.hlo import read_hlo
 
 
 def devices(n):
@@ -25,32 +23,6 @@ def devices(n):
 
 def value_of(x, n):
     return PerReplica([jax.tree.map(lambda a, i=i: a[i], x) for i in range(n)])
-
-
-@pytest.fixture
-def programs(monkeypatch):
-    """The requested programs of every all-reduce, as HLO text, one for each call."""
-    texts = []
-
-    def spy(*args):
-        program = all_reduce_program(*args)
-
-        def run(values):
-            texts.append(program.lower(values).as_text(dialect="hlo"))
-            return program(values)
-
-        return run
-
-    monkeypatch.setattr("jaxcoll._distribute.ops.all_reduce_ops.all_reduce_program", spy)
-    return texts
-
-
-def collectives(text):
-    """Name and elements of each collective of a program, in order."""
-    found = re.findall(
-        r"= \w+\[([\d,]*)\]\S* (all-reduce|reduce-scatter|all-gather|collective-permute)\(", text
-    )
-    return [(name, int(np.prod([int(k) for k in shape.split(",") if k]))) for shape, name in found]
 
 
 # Hierarchical copy
@@ -75,36 +47,19 @@ def test_L16_L17_no_device_is_lost_for_any_number_of_them(n, packs):
 def test_two_halves_where_there_are_halves(programs, n, want):
     value = value_of(noise(n, 12), n)
     HierarchicalCopyAllReduce().reduce("sum", value, value)
-    assert [name for name, _ in collectives(programs[0])] == want
+    assert [name for name, _ in programs.collectives()] == want
     if n == 6:
-        groups = {tuple(map(tuple, c.groups)) for c in read_hlo(programs[0])}
-        assert groups == {((0, 1, 2), (3, 4, 5)), ((0, 3), (1, 4), (2, 5))}
+        assert programs.groups() == {((0, 1, 2), (3, 4, 5)), ((0, 3), (1, 4), (2, 5))}
 
 
 # Algorithms and packing
-
-
-@pytest.mark.parametrize(
-    "alg",
-    ["nccl", "NCCL", "native", "ring", "xring", "rechd", "pscpu", "shuffle", "hierarchical_copy"],
-)
-@pytest.mark.parametrize("n", [2, 5, 6])
-def test_every_algorithm_equals_the_reference(alg, n):
-    x = {"noise": noise(n, 5, 3), **tree(n)}
-    value = value_of(x, n)
-    got = AllReduceCrossDeviceOps(alg, num_packs=2).reduce("mean", value, value)
-    want = jc.ReductionToOneDevice().reduce("mean", value, "cpu:0")
-    for g, w in zip(jax.tree.leaves(got[n - 1]), jax.tree.leaves(want), strict=True):
-        assert g.dtype == w.dtype
-        rtol = 2e-3 if g.dtype == np.float16 else 1e-5
-        np.testing.assert_allclose(np.asarray(g, "f8"), np.asarray(w, "f8"), rtol=rtol, atol=1e-2)
 
 
 def sizes(ops, programs, counts, dtype="f"):
     value = PerReplica([[np.full((k,), i, dtype) for k in counts] for i in range(2)])
     result = ops.reduce("sum", value, value)
     assert [x.tolist() for x in result[1]] == [[1.0] * k for k in counts], "in their order"
-    return [elements for _, elements in collectives(programs[-1])]
+    return programs.sizes()
 
 
 def test_L76_L77_small_arrays_travel_in_groups(programs):
@@ -134,21 +89,7 @@ def test_num_packs_comes_first_and_bytes_per_pack_of_a_call_before_all(programs)
         CollectiveAllReduce(devices(2), 2, jc.CommunicationOptions(bytes_per_pack=99)),
     ):
         ops.reduce("sum", value, value, options)
-        assert [n for _, n in collectives(programs[-1])] == [5, 9]
-
-
-def test_the_algorithm_of_a_call_replaces_the_objects(programs):
-    value = value_of(noise(4, 12), 4)
-    ops = AllReduceCrossDeviceOps("xring")
-    ops.reduce("sum", value, value)
-    assert {name for name, _ in collectives(programs[-1])} == {"collective-permute"}
-    ops.reduce("sum", value, value, jc.CommunicationOptions(implementation="nccl"))
-    assert {name for name, _ in collectives(programs[-1])} == {"all-reduce"}
-    ops = HierarchicalCopyAllReduce()
-    ops.reduce("sum", value, value, jc.CommunicationOptions(algorithm="nccl/xring"))
-    names = [name for name, _ in collectives(programs[-1])]
-    assert (names[0], names[-1]) == ("reduce-scatter", "all-gather")
-    assert set(names[1:-1]) == {"collective-permute"}
+        assert programs.sizes() == [5, 9]
 
 
 @pytest.mark.parametrize("bad", ["max", "", None, 3, "nccl/xring", "hierarchical", ["nccl"]])
@@ -160,7 +101,7 @@ def test_an_algorithm_that_there_is_not_is_refused(bad):
         AllReduceCrossDeviceOps(bad)
 
 
-@pytest.mark.parametrize("bad", [-1, 1.5, True, "1", None])
+@pytest.mark.parametrize("bad", [-1, 1.5, 2.0, True, "1", None])
 @pytest.mark.parametrize(
     "name", ["num_packs", "agg_small_grads_max_bytes", "agg_small_grads_max_group"]
 )
@@ -170,12 +111,13 @@ def test_L82_L83_numbers_are_non_negative_integers(bad, name):
     )
     with pytest.raises(ValueError, match=message):
         AllReduceCrossDeviceOps(**{name: bad})
-    if name == "num_packs":
+    for kind in (NcclAllReduce, HierarchicalCopyAllReduce) if name == "num_packs" else ():
         with pytest.raises(ValueError, match=message):
-            HierarchicalCopyAllReduce(num_packs=bad)
+            kind(num_packs=bad)
 
 
 def test_they_are_one_family_and_say_what_they_are():
+    assert repr(NcclAllReduce(num_packs=np.int64(2))) == "NcclAllReduce(num_packs=2)"
     assert repr(HierarchicalCopyAllReduce(8)) == "HierarchicalCopyAllReduce(num_packs=8)"
     assert repr(AllReduceCrossDeviceOps("ring", 0)) == (
         "AllReduceCrossDeviceOps(all_reduce_alg='ring', num_packs=0, "
@@ -193,53 +135,15 @@ def test_they_are_one_family_and_say_what_they_are():
 # CollectiveAllReduce
 
 
-COLLECTIVE = {
-    "auto": jc.CommunicationOptions(),
-    "ring": jc.CommunicationOptions(implementation="ring"),
-    "nccl": jc.CommunicationOptions(implementation="NCCL"),
-    "packed": jc.CommunicationOptions(bytes_per_pack=8),
-}
-
-
-@pytest.mark.parametrize("options", COLLECTIVE.values(), ids=COLLECTIVE)
-def test_F1_F2_F4_F5_reduce_dense(options):
-    for n, sums in ((1, 1), (2, 3), (4, 10)):
-        ops = CollectiveAllReduce(devices(n), group_size=n, options=options)
-        value = PerReplica([i + 1.0 for i in range(n)])
-        for op, want in (("sum", sums), ("mean", sums / n)):
-            got = ops.reduce(op, value, value)
-            assert [x.item() for x in (got if n > 1 else [got])] == [want] * n
-            assert ops.reduce(op, value, "cpu:5").item() == want
-
-
-@pytest.mark.parametrize("options", COLLECTIVE.values(), ids=COLLECTIVE)
-def test_F10_F11_batch_reduce_dense(options):
-    for n, op, want in ((1, "sum", [1, 2]), (2, "sum", [4, 6]), (2, "mean", [2, 3])):
-        ops = CollectiveAllReduce([f"cpu:{i}" for i in range(n)], n, options)
-        pairs = [PerReplica([1.0, 3.0][:n]), PerReplica([2.0, 4.0][:n])]
-        got = ops.batch_reduce(op, [(v, v) for v in pairs])
-        assert [(x[n - 1] if n > 1 else x).item() for x in got] == want
-
-
-def test_F34_reduction_local():
-    for implementation in ("ring", "nccl"):
-        options = jc.CommunicationOptions(implementation=implementation)
-        ops = CollectiveAllReduce(devices(2), 2, options)
-        x, y = PerReplica([0.0, 1.0]), PerReplica([1.0, 2.0])
-        assert [ops.reduce(op, v, v)[1].item() for v in (x, y) for op in ("mean", "sum")] == [
-            0.5, 1, 1.5, 3
-        ]  # fmt: skip
-
-
 def test_L20_L22_L23_packs_close_before_the_limit_in_the_order_of_the_arrays(programs):
     """TensorFlow's list is reversed, its limit a floor; eager calls ignore it."""
     value = PerReplica([[np.ones(k, "f") for k in (1, 2, 3)]] * 2)
     for limit, want in ((1, [1, 2, 3]), (11, [1, 2, 3]), (12, [3, 3]), (24, [6])):
         options = jc.CommunicationOptions(bytes_per_pack=limit)
         CollectiveAllReduce(devices(2), 2, options).reduce("sum", value, value)
-        assert [n for _, n in collectives(programs[-1])] == want
+        assert programs.sizes() == want
     CollectiveAllReduce(devices(2), 2).reduce("sum", value, value)
-    assert [n for _, n in collectives(programs[-1])] == [1, 2, 3], "the planner packs none here"
+    assert programs.sizes() == [1, 2, 3], "the planner packs none here"
 
 
 def test_L25_L26_dtypes_may_mix_in_one_pack_of_options():
@@ -254,24 +158,6 @@ def test_L25_L26_dtypes_may_mix_in_one_pack_of_options():
         (2, "float32"),
         (1.5, "float32"),
         (1.5, "float16"),
-    ]
-
-
-def test_its_deadline_bounds_every_call(monkeypatch):
-    waits = []
-
-    def never(call, timeout_seconds, what, **_):
-        waits.append((timeout_seconds, what))
-        return call()
-
-    monkeypatch.setattr("jaxcoll._distribute.ops.cross_device_ops.finished", never)
-    ops = CollectiveAllReduce(devices(2), 2, jc.CommunicationOptions(timeout_seconds=7))
-    value = PerReplica([1.0, 2.0])
-    ops.reduce("sum", value, value)
-    ops.reduce("sum", value, value, jc.CommunicationOptions(timeout_seconds=2))
-    assert waits == [
-        (7.0, "`CollectiveAllReduce.reduce` (SUM of 1 value)"),
-        (2.0, "`CollectiveAllReduce.reduce` (SUM of 1 value)"),
     ]
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CompileCounter, assert_trees_equal, noise, rows, tree
+from cases import CompileCounter, assert_trees_equal, rows, tree
 from jax.sharding import NamedSharding
 
 import jaxcoll as jc
@@ -51,13 +51,6 @@ def same_devices(n):
     return on(devices(n))
 
 
-DESTINATIONS = {
-    "i": same_devices,
-    "ii": lambda n: on(devices(1)),
-    "iii": lambda n: "/device:CPU:0",
-}
-
-
 def check(result, want, destinations):
     """`want` everywhere it should be, wrapped as documented."""
     if isinstance(destinations, str) or len(destinations) == 1:
@@ -72,41 +65,6 @@ def check(result, want, destinations):
 
 
 # Part B
-
-
-@EVERY
-@pytest.mark.parametrize("n", [1, 2, 4, 5])
-@pytest.mark.parametrize("where", DESTINATIONS)
-def test_B1_B2_B4_B5_reduce(ops, n, where):
-    x, y = per_replica(n, float), per_replica(n, lambda d: d + 1.0)
-    to = DESTINATIONS[where](n)
-    total = n * (n - 1) / 2
-    check(ops.reduce("mean", x, to), total / n, to)
-    check(ops.reduce(jc.ReduceOp.SUM, x, to), total, to)
-    check(ops.reduce("Sum", y, to), total + n, to)
-
-
-@EVERY
-@pytest.mark.parametrize("n", [1, 2, 4, 5])
-def test_B7_batch_reduce_to_all_nine_pairs_of_destinations(ops, n):
-    x, y = per_replica(n, float), per_replica(n, lambda d: d + 1.0)
-    for make_first in DESTINATIONS.values():
-        for make_second in DESTINATIONS.values():
-            first, second = make_first(n), make_second(n)
-            results = ops.batch_reduce("sum", [(x, first), (y, second)])
-            assert type(results) is list
-            check(results[0], n * (n - 1) / 2, first)
-            check(results[1], n * (n + 1) / 2, second)
-
-
-@SIMPLE
-@pytest.mark.parametrize("n", [1, 2, 4, 5])
-@pytest.mark.parametrize("where", DESTINATIONS)
-@pytest.mark.parametrize("one", [1.0, np.float32(1), jnp.ones(())], ids=["python", "numpy", "jax"])
-def test_B8_broadcast(ops, n, where, one):
-    to = DESTINATIONS[where](n)
-    check(ops.broadcast(one, to), 1.0, to)
-    assert not any(x.weak_type for x in jax.tree.leaves(ops.broadcast(one, to)))
 
 
 # Part L
@@ -281,33 +239,7 @@ def test_L19_num_packs_cuts_evenly_and_never_mixes_dtypes():
     assert requested(value, Unpacked()) == [("f32", 5), ("f32", 3), ("f32", 2), ("s32", 2)]
 
 
-@pytest.mark.parametrize("bad", [-1, 1.5, 2.0, True, "1", None])
-def test_L82_L83_num_packs_is_a_non_negative_integer(bad):
-    message = f"`num_packs` must be a non-negative integer (0: no packing); got {bad!r}."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        NcclAllReduce(num_packs=bad)
-    assert repr(NcclAllReduce(num_packs=np.int64(2))) == "NcclAllReduce(num_packs=2)"
-
-
 # Laws
-
-
-@EVERY
-@pytest.mark.parametrize("n", [2, 3, 8])
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_results_equal_the_float64_reference_in_order_and_structure(ops, n, op):
-    x = {"noise": noise(n, 5, 3), **tree(n)}
-    values = [PerReplica([jax.tree.map(lambda a, i=i: a[i], part) for i in range(n)])
-              for part in (x, x["odd"], x["noise"])]  # fmt: skip
-    results = ops.batch_reduce(op, [(v, v) for v in values])
-    for part, result in zip((x, x["odd"], x["noise"]), results, strict=True):
-        assert jax.tree.structure(result.tree) == jax.tree.structure(part)
-        for got, want in zip(jax.tree.leaves(result[n - 1]), jax.tree.leaves(part), strict=True):
-            exact = np.asarray(want, np.float64)
-            share = n if op == "mean" else 1
-            eps = float(jnp.finfo(got.dtype).eps) if got.dtype != np.int32 else 0.0
-            error = np.abs(np.asarray(got, np.float64) - exact.sum(0) / share)
-            assert np.all(error <= n * eps * np.abs(exact).sum(0) / share)
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
@@ -455,39 +387,10 @@ def requested(value, packing, options=None):
     return [(d, int(np.prod([int(k) for k in s.split(",") if k]))) for d, s in found]
 
 
-def compiled_collectives(monkeypatch, ops, value, options=None):
-    """How often each collective stands in the compiled program that `ops.reduce` runs."""
-    texts = []
-
-    def spy(*args):
-        program = all_reduce_program(*args)
-        texts.append(program.lower([value]).compile().as_text())
-        return program
-
-    monkeypatch.setattr("jaxcoll._distribute.ops.all_reduce_ops.all_reduce_program", spy)
-    ops.reduce("sum", value, value, options=options)
-    (text,) = texts
-    return {
-        name: len(re.findall(rf" {name}(?:-start)?\(", text))
-        for name in ("all-reduce", "collective-permute")
-    }
-
-
 @pytest.mark.parametrize(("packs", "want"), [(1, 1), (2, 2), (5, 5), (0, 7)])
 def test_num_packs_is_the_number_of_all_reduces_requested(packs, want):
     value = PerReplica([[np.full((k + 3,), k, "f") for k in range(7)]] * 8)
     assert len(requested(value, NumPacks(packs) if packs else Unpacked())) == want
-
-
-def test_the_options_of_a_call_are_in_its_program(monkeypatch):
-    value = PerReplica([[np.full((k + 3,), k, "f") for k in range(4)]] * 4)
-    count = functools.partial(compiled_collectives, monkeypatch, NcclAllReduce(), value)
-    assert count() == {"all-reduce": 1, "collective-permute": 0}
-    ring = jc.CommunicationOptions(implementation="ring")
-    assert count(ring) == {"all-reduce": 0, "collective-permute": 6}
-    three = ring.replace(bytes_per_pack=40)  # of 12 + 16, 20 and 24 bytes
-    assert count(three) == {"all-reduce": 0, "collective-permute": 18}
-    assert count(jc.CommunicationOptions(bytes_per_pack=0)) == count()
 
 
 @EVERY
@@ -552,22 +455,6 @@ def test_with_a_deadline_it_is_traced_in_the_callers_thread_and_once():
     for _ in range(2):
         assert ops.reduce("sum", value, value, options=patient)[1].item() == 4.0
     assert traced == [False]
-
-
-def test_a_deadline_bounds_an_all_reduce(monkeypatch):
-    value = PerReplica([1.0, 3.0])
-    waits = []
-
-    def never(call, timeout_seconds, what, **_):
-        waits.append((timeout_seconds, what))
-        return call()
-
-    monkeypatch.setattr("jaxcoll._distribute.ops.cross_device_ops.finished", never)
-    options = jc.CommunicationOptions(timeout_seconds=2)
-    NcclAllReduce().batch_reduce(
-        "mean", [(value, value), (value, "cpu:0"), (1.0, "cpu:0")], options
-    )
-    assert waits == [(2.0, "`NcclAllReduce.batch_reduce` (MEAN of 2 values)")]
 
 
 # Bad input

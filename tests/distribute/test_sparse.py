@@ -226,18 +226,22 @@ def test_lengths_of_other_processes_count_and_so_do_their_tables(monkeypatch):
 
     devices = tuple(jax.devices()[:4])
     assert (
-        sparse_padding.evened("PerReplica", {0: B9[0], 1: B9[1]}, devices[:2])[0].values.shape[0]
+        sparse_padding.padded_alike("PerReplica", {0: B9[0], 1: B9[1]}, devices[:2])[
+            0
+        ].values.shape[0]
         == 2
     )
-    others = np.array([[1, sparse_padding._mark(B9[0])], [5, sparse_padding._mark(B9[0])]])
+    others = np.array(
+        [[1, sparse_padding._shape_hash(B9[0])], [5, sparse_padding._shape_hash(B9[0])]]
+    )
     monkeypatch.setattr(sparse_padding, "known_to_all", lambda *_: others)
-    found = sparse_padding.evened("PerReplica", {0: B9[0], 1: B9[1]}, devices)
+    found = sparse_padding.padded_alike("PerReplica", {0: B9[0], 1: B9[1]}, devices)
     assert [x.values.shape for x in found.values()] == [(5, 2), (5, 2)]
     others[1, 1] += 1
     with pytest.raises(
         ValueError, match=r"rows of one array; those here have the dense_shape \(5, 2\), and other"
     ):
-        sparse_padding.evened("PerReplica", {0: B9[0], 1: B9[1]}, devices)
+        sparse_padding.padded_alike("PerReplica", {0: B9[0], 1: B9[1]}, devices)
 
 
 def test_copies_are_not_padded():

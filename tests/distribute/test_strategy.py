@@ -706,33 +706,6 @@ def test_options_of_the_strategy_of_run_and_of_the_call():
         assert ("collective_permute" in text) == bool(rings)
 
 
-def test_a_deadline_bounds_a_run():
-    def spin(x, k):
-        slow = jax.lax.fori_loop(0, k, lambda i, c: jnp.sin(c + x), x)
-        return all_reduce("sum", slow)
-
-    quick = jc.CommunicationOptions(timeout_seconds=0.3)
-    with pytest.raises(
-        jc.DeadlineExceededError, match="`MirroredStrategy.run` of `spin` did not finish"
-    ):
-        PAIR.run(spin, (1.0, 30_000_000), options=quick)
-    patient = jc.CommunicationOptions(timeout_seconds=60)
-    assert isinstance(PAIR.run(spin, (1.0, 2), options=patient), Mirrored)
-
-
-def test_a_deadline_given_to_a_reduction_inside_bounds_the_run():
-    quick = jc.CommunicationOptions(timeout_seconds=0.3)
-
-    def spin(x, k):
-        slow = jax.lax.fori_loop(0, k, lambda i, c: jnp.sin(c + x), x)
-        return all_reduce("sum", slow, options=quick)
-
-    with pytest.raises(
-        jc.DeadlineExceededError, match="`MirroredStrategy.run` of `spin` did not finish within 0.3"
-    ):
-        PAIR.run(spin, (1.0, 30_000_000))
-
-
 def test_experimental_hints_go_where_options_go():
     with pytest.warns(DeprecationWarning, match="use CommunicationOptions"):
         hints = jc.CollectiveHints(bytes_per_pack=50 << 20, timeout_seconds=120)
@@ -756,32 +729,6 @@ def test_experimental_hints_go_where_options_go():
     ):
         with pytest.raises(ValueError, match="the older name of `options`: give one of the two"):
             call()
-
-
-@pytest.mark.parametrize("where", ["strategy", "call"])
-def test_a_strategys_calls_are_bounded_by_its_own_deadline_or_the_calls(monkeypatch, where):
-    """Reductions, gathers, updates and runs alike."""
-    waits = []
-
-    def never(call, seconds, what, **_):
-        waits.append(seconds)
-        return call()
-
-    for module in ("ops.cross_device_ops", "ops.gather", "strategy.replica_program"):
-        monkeypatch.setattr(f"jaxcoll._distribute.{module}.finished", never)
-    own = jc.CommunicationOptions(timeout_seconds=77)
-    s = jc.MultiWorkerMirroredStrategy(communication_options=own if where == "strategy" else None)
-    said = {"options": own} if where == "call" else {}
-    value = of_replica(s, lambda i: np.ones(2, "f"))
-    s.reduce("sum", value, None, **said)
-    s.reduce("mean", value, 0, **said)
-    s.gather(value, 0, **said)
-    s.extended.reduce_to("sum", value, value, **said)
-    s.extended.batch_reduce_to("sum", [(value, "cpu:0")], **said)
-    s.run(lambda: 1.0, **said)
-    if where == "strategy":
-        s.extended.update(value, lambda v: v + 1)
-    assert waits == [77.0] * (7 if where == "strategy" else 6)
 
 
 @EVERY
@@ -1006,9 +953,9 @@ def test_what_reduce_and_gather_are_given_is_checked():
         PAIR.reduce("sum", value)
     with pytest.raises(ValueError, match="booleans have no sum"):
         PAIR.reduce("sum", [np.array([True]), np.array([False])], 0)
-    with pytest.raises(ValueError, match="expects 2 of them; got 3"):
+    with pytest.raises(ValueError, match="expected 2, got 3"):
         PAIR.gather([np.ones(1)] * 3, 0)
-    with pytest.raises(ValueError, match="expects 2 of them; got 3"):
+    with pytest.raises(ValueError, match="expected 2, got 3"):
         PAIR.reduce("sum", [np.ones(1)] * 3, 0)
     with pytest.raises(ValueError, match="`MirroredStrategy.gather` got the plain value"):
         PAIR.gather(np.ones(3), 0)

@@ -15,7 +15,7 @@ from jaxcoll._dispatch.call import Call
 from jaxcoll._distribute.ops.all_reduce_program import Route, all_reduce_program
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps, Reduction
 from jaxcoll._distribute.ops.one_device import ReductionToOneDevice
-from jaxcoll._distribute.values.per_replica import AXIS
+from jaxcoll._distribute.values.replica_axis import AXIS
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
@@ -25,15 +25,15 @@ HIERARCHICAL_COPY = "hierarchical_copy"
 
 
 class AllReduceCrossDeviceOps(CrossDeviceOps):
-    """All-reduces in one compiled program, with the algorithm and the packing it is told.
+    """All-reduces in one compiled program, with the algorithm and the packing it is given.
 
-    Law: all values of a batch that share a set of devices travel in one program, one dtype a
-    pack, and come back in their order. What is no all-reduce goes to `ReductionToOneDevice`,
-    one value at a time; but a value over several processes is always all-reduced over its own
-    devices, and each process takes its copy to the destinations.
+    Law: all values of a batch that share a set of devices travel in one program, one dtype per
+    pack, and come back in their order. A value with other destinations than its own devices goes
+    to `ReductionToOneDevice`, one at a time; but a value over several processes is always
+    all-reduced over its own devices, and each process takes its copy to the destinations.
 
-    Packing is the first of these that is asked for: `num_packs`; the grouping of small arrays;
-    none.
+    The packing is the first of these that is asked for: `num_packs`; the grouping of small
+    arrays; none.
 
     Args:
       all_reduce_alg: "nccl", the backend's own all-reduce; "hierarchical_copy", as in
@@ -48,7 +48,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     `algorithm` or `implementation` replaces the algorithm; `timeout_seconds` bounds the call.
 
     Raises:
-      ValueError: `all_reduce_alg` names no algorithm; a number is no integer, or negative.
+      ValueError: `all_reduce_alg` names no algorithm; a number is not an integer, or negative.
 
     Examples:
       >>> small = [PerReplica([float(k), float(k)]) for k in range(3)]
@@ -65,31 +65,27 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         agg_small_grads_max_group: int = 10,
     ) -> None:
         self._algorithm = _algorithm(all_reduce_alg)
-        counts = {
-            "num_packs": _count("num_packs", " (0: no packing)", num_packs),
-            "agg_small_grads_max_bytes": _count(
+        sizes = {
+            "num_packs": count_of("num_packs", num_packs, " (0: no packing)"),
+            "agg_small_grads_max_bytes": count_of(
                 "agg_small_grads_max_bytes",
-                " number of bytes (0: no grouping)",
                 agg_small_grads_max_bytes,
+                " number of bytes (0: no grouping)",
             ),
-            "agg_small_grads_max_group": _count(
-                "agg_small_grads_max_group", " (0: no grouping)", agg_small_grads_max_group
+            "agg_small_grads_max_group": count_of(
+                "agg_small_grads_max_group", agg_small_grads_max_group, " (0: no grouping)"
             ),
         }
-        self._packing = _packing(*counts.values())
-        self._said: dict[str, Any] = {"all_reduce_alg": all_reduce_alg, **counts}
+        self._packing = _packing(*sizes.values())
+        self._arguments: dict[str, Any] = {"all_reduce_alg": all_reduce_alg, **sizes}
         self._otherwise = ReductionToOneDevice()
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{name}={value!r}" for name, value in self._said.items())
-        return f"{type(self).__name__}({said})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
+        return f"{type(self).__name__}({arguments})"
 
     def _arranged(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
-        """The mesh that an all-reduce over `devices` runs on, and how arrays of each size do.
-
-        Raises:
-          ValueError: this object is for other devices.
-        """
+        """The mesh that an all-reduce over `devices` runs on, and the routes of its arrays."""
         mesh, options = arrangement(devices, self._algorithm)
         return mesh, (Route(options, self._packing),)
 
@@ -135,6 +131,55 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         return Call(program, (values,), devices, name, options, settings=(reduce_op, routes))
 
 
+class NcclAllReduce(AllReduceCrossDeviceOps):
+    """All-reduces in one compiled program, packed; NCCL carries it on NVIDIA GPUs.
+
+    Law: as of `AllReduceCrossDeviceOps`, which it is with the algorithm "nccl". On other
+    platforms their own all-reduce carries it.
+
+    Args:
+      num_packs: packs of near-equal bytes to make of all the values together, one for each of
+        their dtypes at least; 0: no packing.
+
+    Raises:
+      ValueError: `num_packs` is not an integer, or negative.
+
+    Examples:
+      >>> grads = PerReplica([{"w": [1.0, 2.0], "b": 3.0}, {"w": [5.0, 6.0], "b": 7.0}])
+      >>> NcclAllReduce(num_packs=2).reduce("mean", grads, destinations=grads)[1]["b"].tolist()
+      5.0
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        super().__init__("nccl", num_packs)
+        self._arguments = {"num_packs": int(num_packs)}
+
+
+class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
+    """All-reduces within each half of the devices, then between the halves.
+
+    Law: every device counts. An even number of devices, from four on, is reduced in two halves
+    of neighbours: a reduce-scatter within, an all-reduce of each shard between them, an
+    all-gather within. Two devices, and an odd number, which has no halves, take one all-reduce
+    over all. (TensorFlow's own, made for the links of a DGX-1, loses the last of an odd number.)
+
+    Args:
+      num_packs: as in `NcclAllReduce`.
+
+    Raises:
+      ValueError: `num_packs` is not an integer, or negative.
+
+    Examples:
+      >>> value = PerReplica([1.0, 10.0, 100.0])
+      >>> HierarchicalCopyAllReduce().reduce("sum", value, value)[0].tolist()
+      111.0
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        super().__init__(HIERARCHICAL_COPY, num_packs)
+        self._arguments = {"num_packs": int(num_packs)}
+
+
 @functools.lru_cache(maxsize=256)
 def arrangement(
     devices: tuple[jax.Device, ...], algorithm: str | None
@@ -156,7 +201,7 @@ def grid_of(devices: Sequence[jax.Device], groups: int) -> Mesh:
 
 
 def _algorithm(name: Any) -> str | None:
-    """A canonical name, or that of the hierarchical copy; None: whatever the options say."""
+    """A canonical name, or that of the hierarchical copy; None: as the options say."""
     if name == HIERARCHICAL_COPY:
         return name
     try:
@@ -175,8 +220,18 @@ def _packing(num_packs: int, max_bytes: int, max_group: int) -> PackingRule:
     return GroupSmall(max_bytes, max_group) if max_bytes and max_group else Unpacked()
 
 
-def _count(argument: str, meaning: str, value: Any) -> int:
+def is_count(value: Any) -> bool:
+    """Whether `value` is a non-negative integer, numpy's included, and not a truth value."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or int(value) < 0:
+    return whole and int(value) >= 0
+
+
+def count_of(argument: str, value: Any, meaning: str) -> int:
+    """`value` as a Python integer.
+
+    Raises:
+      ValueError: it is not a non-negative integer.
+    """
+    if not is_count(value):
         raise ValueError(f"`{argument}` must be a non-negative integer{meaning}; got {value!r}.")
     return int(value)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
@@ -45,24 +44,15 @@ def all_reduce_program(
     are packed together; all come back in the order and structure they had.
 
     Args:
-      mesh: where it runs: the devices in the order of the values' replicas, in one axis, or in
-        several from outer to inner.
+      mesh: the devices in the order of the values' replicas, along axes from outer to inner.
       reduce_op: SUM or MEAN.
       routes: by rising limits, the last one without.
-
-    Returns:
-      A jitted function of the values, which all lie on the mesh's devices in this order.
     """
     axes = tuple(mesh.axis_names)
     scope = mesh_scope(mesh)
 
     def reduced(values: list[PerReplica | Mirrored]) -> list[Mirrored]:
-        local = [
-            jax.tree.map(lambda x: jnp.squeeze(x, 0), v.tree)
-            if isinstance(v, PerReplica)
-            else v.tree
-            for v in values
-        ]
+        local = [v.local(v.tree) for v in values]
         leaves, treedef = jax.tree.flatten(local, is_leaf=is_sparse)
         taken = [_route_of(leaf, routes) for leaf in leaves]
         results: dict[int, Any] = {}
@@ -83,9 +73,9 @@ def all_reduce_program(
         return [Mirrored.of(total) for total in tree]
 
     def batch_reduce(values: list[PerReplica | Mirrored]) -> list[Mirrored]:
-        lying = [PartitionSpec(*[axes] * isinstance(v, PerReplica)) for v in values]
+        specs = [PartitionSpec() if v.replicated else PartitionSpec(axes) for v in values]
         return jax.shard_map(
-            reduced, mesh=mesh, in_specs=(lying,), out_specs=PartitionSpec(), check_vma=True
+            reduced, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=True
         )(values)
 
     return jax.jit(batch_reduce)

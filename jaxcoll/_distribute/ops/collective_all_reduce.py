@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh
 
-from jaxcoll._distribute.ops.all_reduce_ops import AllReduceCrossDeviceOps
+from jaxcoll._distribute.ops.all_reduce_ops import AllReduceCrossDeviceOps, is_count
 from jaxcoll._distribute.ops.all_reduce_program import Route
-from jaxcoll._distribute.values.device_names import device_named
-from jaxcoll._mesh.mesh import checked_devices
+from jaxcoll._distribute.values.device_names import devices_named
 from jaxcoll._plan.options import CommunicationOptions, checked
 
 
@@ -19,7 +17,7 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
     """All-reduces over the devices of a group, as its options say.
 
     Law: as of `AllReduceCrossDeviceOps`, but for the group's devices only, and packed, carried
-    and bounded as `options` say, over which a call's own options go. With several processes each
+    and bounded as `options` say; a call's own options take precedence. With several processes each
     passes what it holds, and gets the reduction of what all hold: see `CrossDeviceOps`.
 
     Args:
@@ -29,8 +27,8 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
       options: defaults for every call.
 
     Raises:
-      ValueError: `devices` are none or repeat; `group_size` is no multiple of their number, or
-        takes more workers than there are. On a call: a value that lies on other devices.
+      ValueError: `devices` is empty or has one twice; `group_size` is not a multiple of their
+        number, or takes more workers than there are. On a call: a value that lies on other devices.
 
     Examples:
       >>> import jax
@@ -49,11 +47,9 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
     ) -> None:
         super().__init__(num_packs=0)
         name = type(self).__name__
-        found = [device_named(d, name) if isinstance(d, str) else d for d in devices]
-        self._group = checked_devices(found, name)
-        count = len(self._group)
-        whole = isinstance(group_size, numbers.Integral) and not isinstance(group_size, bool)
-        if not whole or group_size < 1 or group_size % count:
+        self._group = found = devices_named(devices, name)
+        count = len(found)
+        if not is_count(group_size) or not group_size or group_size % count:
             raise ValueError(
                 f"`group_size` must be a positive multiple of the number of devices, {count}, so "
                 f"that every worker has as many; got {group_size!r}."
@@ -61,8 +57,8 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
         if group_size > count:
             self._group = _of_all_workers(self._group, int(group_size))
         self._options = checked(options)
-        self._said = {"devices": list(map(str, found)), "group_size": int(group_size)}
-        self._said |= {"options": self._options} if options else {}
+        self._arguments = {"devices": list(map(str, found)), "group_size": int(group_size)}
+        self._arguments |= {"options": self._options} if options else {}
 
     def _arranged(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
         mesh, _ = super()._arranged(self._group if set(devices) == set(self._group) else devices)
@@ -73,7 +69,7 @@ def _of_all_workers(devices: tuple[jax.Device, ...], group_size: int) -> tuple[j
     """The devices of all processes, where those of this one are given.
 
     Raises:
-      ValueError: they are others, or `group_size` is not the number of all.
+      ValueError: other devices are given, or `group_size` is not the number of all.
     """
     every = jax.devices()
     if set(devices) != set(jax.local_devices()) or group_size != len(every):

@@ -18,7 +18,7 @@ from jaxcoll._distribute.ops.hints import given
 from jaxcoll._distribute.strategy.replica_context import check_cross_replica
 from jaxcoll._distribute.values.assemble import own_devices
 from jaxcoll._distribute.values.device_names import destination_devices
-from jaxcoll._distribute.values.held import of_all, one_of_each_process
+from jaxcoll._distribute.values.held import Held, of_all
 from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
 from jaxcoll._distribute.values.replicate import copied, copy_near, delivered
 from jaxcoll._mesh.mesh import no_mesh, span_processes
@@ -327,7 +327,7 @@ class CrossDeviceOps(abc.ABC):
             return of_all(type(self).__name__, value, self._group)
         _check_plain(caller, value)
         if span_processes(self._group):
-            return one_of_each_process(value, self._group)
+            return Held.of_each_process(value, self._group).assembled()
         if is_sparse(value):
             return _sparse(value, device)
         if not isinstance(value, jax.Array):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,21 +9,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
-from jaxcoll._distribute.values.assemble import part_on
-from jaxcoll._distribute.values.held import first_of_each_process, of_all
-from jaxcoll._distribute.values.per_replica import AXIS, Mirrored, PerReplica
-from jaxcoll._distribute.values.ragged import check_parts, known_shapes, parts_of
+from jaxcoll._distribute.values.held import Held, first_of_each_process, held
+from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
+from jaxcoll._distribute.values.ragged import check_parts, parts_of
+from jaxcoll._distribute.values.replica_axis import AXIS, replicating, without_row
 from jaxcoll._distribute.values.replicate import check_here, copied, copy_near, delivered, spread
-from jaxcoll._mesh.mesh import line_of, of_this_process, span_processes
+from jaxcoll._mesh.mesh import of_this_process, span_processes
 from jaxcoll._mesh.placement import is_array
-from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.options import UNSET, CommunicationOptions
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._spmd import gather
+from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import is_sparse
 
 
@@ -36,7 +34,7 @@ def gathered(
     options: CommunicationOptions,
     group: tuple[jax.Device, ...],
 ) -> Any:
-    """What `CrossDeviceOps.gather` does, checked and done.
+    """`CrossDeviceOps.gather`, with its errors.
 
     Args:
       name: of the cross-device op, for messages.
@@ -45,24 +43,21 @@ def gathered(
       axis: the dimension along which parts are joined.
       options: what carries it; `timeout_seconds` bounds it.
       group: the devices that the op is for; (): any.
-
-    Raises:
-      NotImplementedError: a leaf is an `IndexedSlices`.
-      ValueError: as in `CrossDeviceOps.gather`.
     """
     if isinstance(value, PerReplica | Mirrored):
         value = value.settled()
         _check_leaves(value, axis)
-        here = {group[i] for i in of_this_process(group)}
-        if span_processes(group) and set(value.devices) == here:
-            return _gathered_held(name, list(value), destinations, axis, options, group)
-        value = of_all(name, value, group)
-        return _gathered_distributed(name, value, destinations, axis, options)
-    parts = _plain_parts(value)
-    if span_processes(group):
+        value = held(name, value, group)
+    elif span_processes(group):
         if not isinstance(value, list | tuple):
             group = first_of_each_process(group)
-        return _gathered_held(name, parts, destinations, axis, options, group)
+        parts = parts_of("gather", _plain_parts(value), len(of_this_process(group)))
+        value = Held.of_process(parts, group)
+    if isinstance(value, Held):
+        return _gathered_held(name, value, destinations, axis, options)
+    if isinstance(value, PerReplica | Mirrored):
+        return _gathered_distributed(name, value, destinations, axis, options)
+    parts = _plain_parts(value)
     who = "`gather`: the part of replica 0" if len(parts) > 1 else "`gather`: the value"
     check_parts("gather", parts, [gather.dimension(axis, parts[0].shape, who)])
     return _gathered_copies(name, parts, False, destinations, axis, options)
@@ -77,14 +72,16 @@ def _gathered_distributed(
 ) -> Any:
     """The gather of a value that lies over all its devices."""
     spans = span_processes(value.devices)
+    in_place = len(value) > 1 and set(value.devices) == set(destinations)
+    if isinstance(value, PerReplica) and (spans or in_place):
+        return delivered(_all_gathered(name, value, axis, options), destinations)
     if isinstance(value, PerReplica):
-        if spans or (len(value) > 1 and set(value.devices) == set(destinations)):
-            return _all_gathered(name, value, destinations, axis, options)
-        parts = [jax.tree.map(lambda x, d=d: part_on(x, d), value.tree) for d in value.devices]
+        parts = [value.part(d) for d in value.devices]
         return _gathered_copies(name, parts, True, destinations, axis, options)
     parts = [copy_near(value, destinations)] * len(value)
     if not spans:
         return _gathered_copies(name, parts, False, destinations, axis, options)
+    # Equal copies are joined on each process by itself: nothing is sent.
     here = value.devices[of_this_process(value.devices)[0]]
     return spread(_joined_on_one(name, parts, False, here, axis, options), destinations)
 
@@ -122,57 +119,54 @@ def _joined_on_one(
 
 def _gathered_held(
     name: str,
-    parts: Sequence[Any],
+    value: Held,
     destinations: tuple[jax.Device, ...],
     axis: int,
     options: CommunicationOptions,
-    group: tuple[jax.Device, ...],
 ) -> Any:
-    """The parts that this process holds, joined with those of all others of the group.
+    """The parts that this process holds, joined with those of all others."""
+    group, seconds = value.devices, options.timeout_seconds
+    first, (part, *_) = min(value.parts), value.parts.values()
+    leaves, treedef = jax.tree.flatten(part)
+    who = f"`gather`: the part of replica {first}"
+    axes = [gather.dimension(axis, np.shape(leaf), who) for leaf in leaves]
+    shapes = value.shapes("gather", [(k,) for k in axes], seconds)
+    sizes = [[spec.shape[k] for spec in of_all] for of_all, k in zip(shapes, axes, strict=True)]
 
-    Args:
-      name: of the cross-device op, for messages.
-      parts: a tree for each replica of this process, whose sizes along `axis` may differ.
-      destinations: where the result is wanted.
-      axis: the dimension.
-      options: what carries it.
-      group: one device for each replica of all processes.
-    """
-    here = of_this_process(group)
-    if len(parts) != len(here):
-        parts_of("gather", parts, len(here))
+    def padded(part: Any) -> Any:
+        found = zip(jax.tree.leaves(part), axes, sizes, strict=True)
+        return treedef.unflatten(_padded(leaf, k, max(of_all)) for leaf, k, of_all in found)
 
-    def joined(*leaves: Any) -> Any:
-        held = dict(zip(here, leaves, strict=True))
-        who = f"`gather`: the part of replica {here[0]}"
-        k = gather.dimension(axis, np.shape(leaves[0]), who)
-        shapes = known_shapes("gather", held, group, (k,), options.timeout_seconds)
-        longest = max(spec.shape[k] for spec in shapes)
+    rows = Held({i: padded(part) for i, part in value.parts.items()}, group).assembled()
+    result = copy_near(_all_gathered(name, rows, axis, options), destinations)
+    found = zip(treedef.flatten_up_to(result), axes, sizes, strict=True)
+    return spread(
+        treedef.unflatten(_cut(leaf, k, of_all) for leaf, k, of_all in found), destinations
+    )
 
-        def padded(replica: int) -> Any:
-            part = held[replica]
-            missing = longest - part.shape[k]
-            if not missing:
-                return part
-            return jnp.pad(part, [(0, missing * (d == k)) for d in range(part.ndim)])
 
-        rows = PerReplica.from_function(padded, devices=group)
-        whole = copy_near(_all_gathered(name, rows, group, k, options), destinations)
-        if all(spec.shape[k] == longest for spec in shapes):
-            return whole
-        pieces = [
-            jax.lax.slice_in_dim(whole, i * longest, i * longest + spec.shape[k], axis=k)
-            for i, spec in enumerate(shapes)
-        ]
-        return jnp.concatenate(pieces, k)
+def _padded(part: Any, axis: int, size: int) -> Any:
+    missing = size - part.shape[axis]
+    widths = [(0, missing * (k == axis)) for k in range(part.ndim)]
+    return jnp.pad(part, widths) if missing else part
 
-    return spread(jax.tree.map(joined, *parts), destinations)
+
+def _cut(joined: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
+    """Padded parts that stand side by side, without their padding."""
+    longest = max(sizes)
+    if min(sizes) == longest:
+        return joined
+    pieces = [
+        jax.lax.slice_in_dim(joined, i * longest, i * longest + size, axis=axis)
+        for i, size in enumerate(sizes)
+    ]
+    return jnp.concatenate(pieces, axis)
 
 
 def _check_leaves(value: PerReplica | Mirrored, axis: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(value.tree, is_leaf=is_sparse):
         _check_dense(path, leaf)
-        shape = leaf.shape[isinstance(value, PerReplica) :]
+        shape = leaf.shape[int(not value.replicated) :]
         gather.dimension(axis, shape, f"`gather`: {where(jax.tree_util.keystr(path))}")
 
 
@@ -201,18 +195,14 @@ def _plain_parts(value: Any) -> list[Any]:
 
 
 def _all_gathered(
-    name: str,
-    value: PerReplica,
-    destinations: tuple[jax.Device, ...],
-    axis: int,
-    options: CommunicationOptions,
-) -> Any:
-    """A value gathered to its own devices by one program, and taken to the destinations."""
-    carried = options.replace(timeout_seconds=UNSET)
-    program = gather_program(value.devices, int(axis), carried)
-    settings = axis, carried
-    call = Call(program, (value,), value.devices, f"`{name}.gather`", options, settings=settings)
-    return delivered(run(call), destinations)
+    name: str, value: PerReplica, axis: int, options: CommunicationOptions
+) -> Mirrored:
+    """A value gathered to its own devices by one program."""
+    settings = axis, options.replace(timeout_seconds=UNSET)
+    program = gather_program(value.devices, int(axis), settings[1])
+    return run(
+        Call(program, (value,), value.devices, f"`{name}.gather`", options, settings=settings)
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -220,22 +210,11 @@ def gather_program(
     devices: tuple[jax.Device, ...], axis: int, options: CommunicationOptions
 ) -> Callable[[PerReplica], Mirrored]:
     """The all-gather of a value to its own devices, compiled once for each shape."""
-    mesh = line_of(devices, AXIS)
-    scope = dataclasses.replace(mesh_scope(mesh), options=options)
 
-    def gathered(value: PerReplica) -> Mirrored:
-        rows = jax.tree.map(lambda x: jnp.squeeze(x, 0), value.tree)
-        return Mirrored.of(gather.all_gather(rows, AXIS, axis=axis, scope=scope))
+    def gathered(value: PerReplica, scope: Scope) -> Mirrored:
+        return Mirrored.of(gather.all_gather(value.tree, AXIS, axis=axis, scope=scope))
 
-    return jax.jit(
-        jax.shard_map(
-            gathered,
-            mesh=mesh,
-            in_specs=PartitionSpec(AXIS),
-            out_specs=PartitionSpec(),
-            check_vma=True,
-        )
-    )
+    return replicating("gathered", devices, gathered, options)
 
 
 @functools.lru_cache(maxsize=256)
@@ -244,7 +223,7 @@ def _joining_program(axis: int, rows: bool) -> Callable[[Sequence[Any]], Any]:
 
     def joined(parts: Sequence[Any]) -> Any:
         if rows:
-            parts = jax.tree.map(lambda x: jnp.squeeze(x, 0), parts)
+            parts = without_row(parts)
         return jax.tree.map(lambda *xs: jnp.concatenate(xs, axis), *parts)
 
     return jax.jit(joined)

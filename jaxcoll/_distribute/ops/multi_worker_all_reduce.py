@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jaxcoll._distribute.ops.all_reduce_ops import AllReduceCrossDeviceOps, grid_of
+from jaxcoll._distribute.ops.all_reduce_ops import AllReduceCrossDeviceOps, count_of, grid_of
 from jaxcoll._distribute.ops.all_reduce_program import Route
-from jaxcoll._distribute.ops.workers import workers_of
+from jaxcoll._distribute.values.device_names import devices_named
 from jaxcoll._plan.algorithms import check_fits
 from jaxcoll._plan.all_reduce_spec import SpecTuple, parse_spec
 from jaxcoll._plan.options import CommunicationOptions
@@ -32,9 +33,9 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
     and devices.
 
     Args:
-      worker_devices: one worker a device string, such as "/job:worker/task:0": the workers take
-        `jax.devices()` in their order, `num_gpus_per_worker` each, whatever they are called, so
-        that simulated CPU devices stand for workers too. Or one list of devices, or of device
+      worker_devices: one device string for each worker, such as "/job:worker/task:0": the workers
+        take `jax.devices()` in their order, `num_gpus_per_worker` each, whatever they are called,
+        so that simulated CPU devices stand for workers too. Or one list of devices, or of device
         strings, for each worker.
       num_gpus_per_worker: devices of each worker; 0: one, as of a worker without GPUs.
       all_reduce_spec: an algorithm's name; a tuple (name, shards, limit) of which shards (1) and
@@ -71,26 +72,26 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
     ) -> None:
         super().__init__("nccl", num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
         name = type(self).__name__
-        workers = workers_of(worker_devices, num_gpus_per_worker, name)
-        lines = parse_spec(all_reduce_spec)
-        for line in lines:
-            _check_fits(line, (len(workers), len(workers[0])))
+        workers = _workers_of(worker_devices, num_gpus_per_worker, name)
+        tuples = parse_spec(all_reduce_spec)
+        for each in tuples:
+            _check_fits(each, (len(workers), len(workers[0])))
         self._group = tuple(device for worker in workers for device in worker)
         self._mesh = grid_of(self._group, len(workers))
         self._routes = tuple(
             Route(
-                CommunicationOptions(algorithm=line.algorithm, shards=line.shards),
+                CommunicationOptions(algorithm=each.algorithm, shards=each.shards),
                 self._packing,
-                line.limit,
+                each.limit,
             )
-            for line in lines
+            for each in tuples
         )
-        del self._said["all_reduce_alg"]
-        self._said = {
+        del self._arguments["all_reduce_alg"]
+        self._arguments = {
             "worker_devices": [list(map(str, worker)) for worker in workers],
             "num_gpus_per_worker": int(num_gpus_per_worker),
             "all_reduce_spec": all_reduce_spec,
-            **self._said,
+            **self._arguments,
         }
 
     def _arranged(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
@@ -99,10 +100,54 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
         return super()._arranged(devices)  # one value of each process: there are no two levels
 
 
-def _check_fits(line: SpecTuple, sizes: tuple[int, int]) -> None:
+def _check_fits(spec: SpecTuple, sizes: tuple[int, int]) -> None:
     try:
-        check_fits(line.algorithm, line.shards, World(sizes=sizes))
+        check_fits(spec.algorithm, spec.shards, World(sizes=sizes))
     except ValueError as error:
         raise ValueError(
             f"`all_reduce_spec` does not fit {sizes[0]} workers of {sizes[1]} devices: {error}"
         ) from None
+
+
+def _workers_of(
+    workers: Any, num_gpus_per_worker: Any, caller: str
+) -> tuple[tuple[jax.Device, ...], ...]:
+    """The devices of each worker: equally many for all, none of them twice."""
+    meaning = " (0: workers without GPUs, of one device each)"
+    count = count_of("num_gpus_per_worker", num_gpus_per_worker, meaning) or 1
+    if not isinstance(workers, list | tuple) or not workers:
+        raise ValueError(
+            f"`{caller}` expects `worker_devices` to be a list with one name, or one list of "
+            f"devices, for each worker; got {workers!r}."
+        )
+    if all(isinstance(worker, str) and worker for worker in workers):
+        devices = _devices_in_order(workers, count, caller)
+        return tuple(devices[k : k + count] for k in range(0, len(devices), count))
+    if not all(isinstance(worker, list | tuple) for worker in workers):
+        raise ValueError(
+            f"`{caller}` expects `worker_devices` to hold names, or lists of devices, and one kind "
+            f"of them only; got {workers!r}."
+        )
+    found = iter(devices_named([device for worker in workers for device in worker], caller))
+    for i, worker in enumerate(workers):
+        if len(worker) != count:
+            raise ValueError(
+                f"`{caller}` expects every worker to have `num_gpus_per_worker` devices, which is "
+                f"{num_gpus_per_worker}; worker {i} has {len(worker)}."
+            )
+    return tuple(tuple(itertools.islice(found, count)) for _ in workers)
+
+
+def _devices_in_order(names: Sequence[str], count: int, caller: str) -> tuple[jax.Device, ...]:
+    """The first `count` devices for each of these workers, whatever they are called."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"`{caller}` got a worker twice: {', '.join(twice)}.")
+    devices = jax.devices()
+    if len(names) * count > len(devices):
+        raise ValueError(
+            f"`{caller}` needs {len(names) * count} devices for {len(names)} workers of {count} "
+            f"each; there are {len(devices)}: {', '.join(map(str, devices))}. Simulated ones are "
+            'made by `jax.config.update("jax_num_cpu_devices", n)` at the start of a program.'
+        )
+    return tuple(devices[: len(names) * count])

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps, Reduction
-from jaxcoll._distribute.values.assemble import part_on
 from jaxcoll._distribute.values.device_names import device_named
-from jaxcoll._distribute.values.per_replica import AXIS, PerReplica
+from jaxcoll._distribute.values.per_replica import PerReplica
+from jaxcoll._distribute.values.replica_axis import AXIS, without_row
 from jaxcoll._distribute.values.replicate import copy_near
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._mesh.world import mesh_scope
@@ -32,8 +32,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     Law: any destinations will do: more, fewer or other devices than the value lies on. The sum
     is made in one order every time, by one program compiled once for each shape.
 
-    Of the options `timeout_seconds`, `reproducible` and `checksum` have a meaning: nothing is
-    packed, and copies and one addition leave no choice of implementation.
+    Of the options only `timeout_seconds`, `reproducible` and `checksum` have a meaning: nothing
+    is packed, and copies and one addition leave no choice of implementation.
 
     Args:
       reduce_to_device: where to add: a device or a device string. None: the first destination.
@@ -42,7 +42,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         number of replicas, a SUM returns it.
 
     Raises:
-      ValueError: `reduce_to_device` names no device; `accumulation_fn` is no function. On a
+      ValueError: `reduce_to_device` names no device; `accumulation_fn` is not callable. On a
         call, also: it returns another shape or dtype, or meets an IndexedSlices; a replica
         belongs to another process.
 
@@ -114,7 +114,7 @@ def _components(reduction: Reduction, device: jax.Device) -> list[Any]:
         )
     if not isinstance(value, PerReplica):
         return [copy_near(value, (device, *reduction.destinations))] * len(value)
-    return [jax.tree.map(lambda x, d=d: part_on(x, d), value.tree) for d in value.devices]
+    return [value.part(d) for d in value.devices]
 
 
 @functools.lru_cache(maxsize=256)
@@ -130,10 +130,10 @@ def one_device_program(
     Args:
       device: where it runs.
       reduce_op: SUM or MEAN.
-      accumulate: what makes one array of a list of them; None: the sum.
+      accumulate: makes one array of a list of them; None: the sum.
       rows: whether components are rows, with a leading dimension of one.
-      options: whether a sum has the bits that it has between devices, if they are asked so, and
-        whether it is compared with a checksum.
+      options: whether a sum is bit-equal to the one between devices, and whether a checksum
+        guards it.
 
     Returns:
       A jitted function of the components, trees all, to a list of one tree.
@@ -142,7 +142,7 @@ def one_device_program(
 
     def summed(components: list[Any]) -> Any:
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *components)
-        # The replicas of a `vmap` share a device, and this is the arithmetic all others have.
+        # Replicas of a `vmap` share a device; so the arithmetic is that of every other reduction.
         replicas = jax.vmap(
             lambda x: reduce.all_reduce(reduce_op, x, AXIS, scope=scope, packing=Unpacked()),
             axis_name=AXIS,
@@ -151,7 +151,7 @@ def one_device_program(
 
     def program(components: list[Any]) -> list[Any]:
         if rows:
-            components = jax.tree.map(lambda x: jnp.squeeze(x, 0), components)
+            components = without_row(components)
         if accumulate is None:
             return [summed(components)]
         for path, leaf in jax.tree_util.tree_leaves_with_path(components[0], is_leaf=is_sparse):

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps
-from jaxcoll._distribute.values.held import check_same_devices, first_of_each_process
-from jaxcoll._distribute.values.per_replica import DistributedValues, PerReplica, rows_over
-from jaxcoll._distribute.values.ragged import known_shapes, parts_of
+from jaxcoll._distribute.values.held import Held, held
+from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
+from jaxcoll._distribute.values.ragged import parts_of
+from jaxcoll._distribute.values.replica_axis import rows_over
 from jaxcoll._mesh.mesh import of_this_process
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
@@ -54,34 +55,26 @@ def reduce_along(
     """
     here = of_this_process(devices)
     first = devices[here[0]]
+    spans = len(here) < len(devices)
     _check_dense(value)
-    if isinstance(value, DistributedValues):
-        value = value.settled()
-        if len(here) == len(devices) or len(value) == len(devices):
-            sums, counts = _sums_of_rows(reduce_op, value, axis)
-            total = ops.reduce(ReduceOp.SUM, sums, first, options)
-            if reduce_op is ReduceOp.SUM:
-                return total
-            return jax.tree.map(divided, total, counts, value.tree)
-        if set(value.devices) != {devices[i] for i in here}:
-            check_same_devices("reduce", value.devices, devices)
-    elif is_array(value):
-        if len(here) == len(devices):  # one that all replicas share, or zero
-            shared = ops.broadcast(value, first)
-            axes = dimensions_of(axis, shared.shape, "")
-            return (jnp.mean if reduce_op is ReduceOp.MEAN else jnp.sum)(shared, axes)
-        devices, value = first_of_each_process(devices), [value]
-        here = of_this_process(devices)
-
-    def parts_reduced(*leaves: Any) -> jax.Array:
-        parts = dict(zip(here, parts_of("reduce", leaves, len(here)), strict=True))
-        sums, count = _sums_of_parts(reduce_op, parts, axis, devices, options.timeout_seconds)
-        total = ops.reduce(ReduceOp.SUM, sums, first, options)
-        return total if reduce_op is ReduceOp.SUM else divided(total, count, parts[here[0]])
-
-    if isinstance(value, DistributedValues):
-        return jax.tree.map(parts_reduced, *value)
-    return parts_reduced(*value)
+    if isinstance(value, PerReplica | Mirrored):
+        value = held("reduce", value, devices if spans else ())
+    elif not is_array(value):
+        value = Held.of_process(parts_of("reduce", value, len(here)), devices)
+    elif spans:
+        value = Held.of_each_process(parts_of("reduce", [value])[0], devices)
+    else:  # one that all replicas share, or zero
+        shared = ops.broadcast(value, first)
+        axes = dimensions_of(axis, shared.shape, "")
+        return (jnp.mean if reduce_op is ReduceOp.MEAN else jnp.sum)(shared, axes)
+    if isinstance(value, Held):
+        sums, counts = _sums_of_parts(reduce_op, value, axis, options.timeout_seconds)
+        like = value.parts[min(value.parts)]
+    else:
+        sums, counts = _sums_of_rows(reduce_op, value, axis)
+        like = value.tree
+    total = ops.reduce(ReduceOp.SUM, sums, first, options)
+    return total if reduce_op is ReduceOp.SUM else jax.tree.map(divided, total, counts, like)
 
 
 def _check_dense(value: Any) -> None:
@@ -95,42 +88,49 @@ def _check_dense(value: Any) -> None:
             )
 
 
-def _sums_of_rows(reduce_op: ReduceOp, value: Any, axis: Any) -> tuple[Any, Any]:
+def _sums_of_rows(
+    reduce_op: ReduceOp, value: PerReplica | Mirrored, axis: Any
+) -> tuple[PerReplica | Mirrored, Any]:
     """Each replica's sums where they lie, and how many elements all replicas have in each."""
-    shift = int(isinstance(value, PerReplica))
-    flat, treedef = jax.tree_util.tree_flatten_with_path(value.tree)
-    axes, counts = [], []
-    for path, leaf in flat:
-        name = jax.tree_util.keystr(path)
-        check_reducible(name, leaf.dtype)
-        found = dimensions_of(axis, leaf.shape[shift:], name)
-        axes.append(tuple(k + shift for k in found))
-        counts.append(len(value) * math.prod(leaf.shape[k + shift] for k in found))
+    shift = int(not value.replicated)
+    axes = _axes_of(value.tree, axis, shift)
+    leaves, treedef = jax.tree.flatten(value.tree)
+    shifted = tuple(tuple(k + shift for k in own) for own in axes)
+    counts = [len(value) * _elements(x, own) for x, own in zip(leaves, shifted, strict=True)]
     sharding = rows_over(value.devices) if shift else None
-    program = local_sums(reduce_op, tuple(axes), sharding)
-    sums = treedef.unflatten(program([leaf for _, leaf in flat]))
+    sums = treedef.unflatten(local_sums(reduce_op, shifted, sharding)(leaves))
     return type(value).of(sums), treedef.unflatten(counts)
 
 
 def _sums_of_parts(
-    reduce_op: ReduceOp,
-    parts: dict[int, Any],
-    axis: Any,
-    devices: tuple[jax.Device, ...],
-    timeout_seconds: float | None,
-) -> tuple[PerReplica, int]:
-    """The sums of this process's parts, by replica, and how many elements all replicas have."""
-    first = next(iter(parts.values()))
-    check_reducible("", first.dtype)
-    axes = dimensions_of(axis, first.shape, "")
-    shapes = known_shapes("reduce", parts, devices, axes, timeout_seconds)
-    program = local_sums(reduce_op, (axes,), None)
+    reduce_op: ReduceOp, value: Held, axis: Any, timeout_seconds: float | None
+) -> tuple[PerReplica, Any]:
+    """The sums of this process's parts, and how many elements all replicas have in each."""
+    part = value.parts[min(value.parts)]
+    axes = _axes_of(part, axis, 0)
+    treedef = jax.tree.structure(part)
+    shapes = value.shapes("reduce", axes, timeout_seconds)
+    counts = [sum(_elements(x, own) for x in x_of) for x_of, own in zip(shapes, axes, strict=True)]
+    program = local_sums(reduce_op, axes, None)
+    sums = {
+        i: treedef.unflatten(program(jax.device_put(jax.tree.leaves(part), value.devices[i])))
+        for i, part in value.parts.items()
+    }
+    return Held(sums, value.devices).assembled(), treedef.unflatten(counts)
 
-    def summed(replica: int) -> jax.Array:
-        return program([jax.device_put(parts[replica], devices[replica])])[0]
 
-    count = sum(math.prod(spec.shape[k] for k in axes) for spec in shapes)
-    return PerReplica.from_function(summed, devices=devices), count
+def _axes_of(tree: Any, axis: Any, shift: int) -> tuple[tuple[int, ...], ...]:
+    """For each leaf the dimensions that `axis` names, not counting `shift` leading ones."""
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path)
+        check_reducible(name, leaf.dtype)
+        found.append(dimensions_of(axis, leaf.shape[shift:], name))
+    return tuple(found)
+
+
+def _elements(array: Any, axes: Sequence[int]) -> int:
+    return math.prod(array.shape[k] for k in axes)
 
 
 def dimensions_of(axis: Any, shape: Sequence[int], path: str) -> tuple[int, ...]:
@@ -163,13 +163,13 @@ def local_sums(
 
 
 def _mean_dtype(array: Any) -> np.dtype:
-    """What a mean of `array` has: its own type, or of integers a float of JAX's choice."""
+    """The type of a mean of `array`: its own, or of integers JAX's default float."""
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((), dtype)).dtype
 
 
 def _wide(array: Any) -> np.dtype:
-    """In which the sum of a mean of 16-bit floats does not overflow."""
+    """The type of a sum whose mean is wanted: that of 16-bit floats must not overflow."""
     dtype = _mean_dtype(array)
     return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcoll._distribute.values.per_replica import PerReplica, rows_over
+from jaxcoll._distribute.values.per_replica import PerReplica
+from jaxcoll._distribute.values.replica_axis import rows_over
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._mesh.placement import place
 

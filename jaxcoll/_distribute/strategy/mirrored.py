@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 from jaxcoll import _compat
 from jaxcoll._cluster.initialize import initialize
 from jaxcoll._cluster.resolvers import ClusterResolver
+from jaxcoll._distribute.ops.all_reduce_ops import NcclAllReduce
 from jaxcoll._distribute.ops.collective_all_reduce import CollectiveAllReduce
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps
-from jaxcoll._distribute.ops.nccl_all_reduce import NcclAllReduce
 from jaxcoll._distribute.strategy.strategy import Strategy
-from jaxcoll._distribute.values.device_names import device_named
+from jaxcoll._distribute.values.device_names import devices_named
 from jaxcoll._distribute.values.replicate import check_here
-from jaxcoll._mesh.mesh import checked_devices, span_processes
+from jaxcoll._mesh.mesh import span_processes
 from jaxcoll._plan.options import CommunicationOptions
 
 
@@ -56,7 +55,9 @@ class MirroredStrategy(Strategy):
                 "`MirroredStrategy` expects `cross_device_ops` to be a CrossDeviceOps, such as "
                 f"`jc.NcclAllReduce()`, or None; got {cross_device_ops!r}."
             )
-        found = _devices(jax.local_devices() if devices is None else devices, "MirroredStrategy")
+        found = devices_named(
+            jax.local_devices() if devices is None else devices, "MirroredStrategy"
+        )
         if span_processes(found):
             raise ValueError(
                 "`MirroredStrategy` has its replicas in one process; these devices belong to "
@@ -112,8 +113,3 @@ class MultiWorkerMirroredStrategy(Strategy):
             initialize(cluster_resolver=cluster_resolver)
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
         super().__init__(tuple(devices), CollectiveAllReduce(devices, len(devices)), options)
-
-
-def _devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
-    named = [device_named(d, caller) if isinstance(d, str) else d for d in devices]
-    return checked_devices(named, caller)

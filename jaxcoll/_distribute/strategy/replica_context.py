@@ -10,7 +10,8 @@ import jax
 
 from jaxcoll._api.collectives import all_gather, all_reduce
 from jaxcoll._distribute.ops.hints import given
-from jaxcoll._distribute.values.per_replica import AXIS, DistributedValues
+from jaxcoll._distribute.values.per_replica import DistributedValues
+from jaxcoll._distribute.values.replica_axis import AXIS
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 
 

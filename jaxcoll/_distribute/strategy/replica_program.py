@@ -1,4 +1,4 @@
-"""A function of one replica, made one compiled program of all of them."""
+"""A function of one replica, made one compiled program for all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
@@ -18,14 +17,9 @@ from jaxcoll._dispatch.inner_deadlines import InnerDeadlines
 from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_own, replicas_of
 from jaxcoll._distribute.values.assemble import viewed
 from jaxcoll._distribute.values.held import of_all
-from jaxcoll._distribute.values.per_replica import (
-    AXIS,
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    copies_over,
-)
+from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
 from jaxcoll._distribute.values.ragged import Uneven
+from jaxcoll._distribute.values.replica_axis import AXIS, copies_over
 from jaxcoll._distribute.values.replicate import copy_near
 from jaxcoll._jaxpr.replication import varying_outputs
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
@@ -48,17 +42,14 @@ def run_on_replicas(
     """Call `function` once on every device, and wait for it if there is a deadline.
 
     Args:
-      caller: what is named in messages about arguments.
-      what: what is named in messages about the call.
+      caller: for messages about arguments.
+      what: the call, for messages about it.
       function: as in `replica_program`.
       arguments: positional and keyword arguments, not yet placed.
       devices: one for each replica.
       options: defaults for the reductions inside; `timeout_seconds` bounds the call, and so does
         the shortest one that a reduction inside was given.
       context: as in `replica_program`.
-
-    Returns:
-      What the program returns.
     """
     carried = options.replace(timeout_seconds=UNSET)
     program, inner = replica_program(devices, function, carried, context)
@@ -81,12 +72,9 @@ def replica_program(
     else, and with nothing of another's but what it reduces or gathers. An output is a
     `Mirrored` exactly where `varying_outputs` proves it the same everywhere.
 
-    The `shard_map` does not type replicas apart, for types would make a gradient that is taken
-    inside the sum over all replicas, and what it is then reduced to wrong; see `replication`.
-
     Args:
-      devices: one a replica.
-      function: what one replica does; it is traced once for each shape.
+      devices: one for each replica.
+      function: of one replica; it is traced once for each shape.
       options: defaults for the reductions inside.
       context: what `get_replica_context` returns inside.
 
@@ -103,18 +91,24 @@ def replica_program(
     )
 
     def one(args: Any, kwargs: Any) -> Any:
-        args, kwargs = jax.tree.map(_own, (args, kwargs), is_leaf=is_distributed)
+        args, kwargs = jax.tree.map(
+            lambda v: v.local(v.tree) if isinstance(v, PerReplica) else v,
+            (args, kwargs),
+            is_leaf=is_distributed,
+        )
         result = function(*args, **kwargs)
         check_own(name, result)
         return result
 
     def program(args: Any, kwargs: Any) -> Any:
-        lying = jax.tree.map(
-            lambda v: PartitionSpec(*[AXIS] * isinstance(v, PerReplica)),
+        specs = jax.tree.map(
+            lambda v: v.spec if is_distributed(v) else PartitionSpec(),
             (args, kwargs),
             is_leaf=is_distributed,
         )
-        mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=lying, check_vma=False)
+        # Types (check_vma) would turn a gradient that is taken inside into the sum over all
+        # replicas, and make a reduction of it wrong; see `replication`.
+        mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, check_vma=False)
         # One trace of the function serves both passes: the first only asks what varies.
         traced = jax.jit(one, inline=True)
         varies: list[Any] = []
@@ -126,12 +120,11 @@ def replica_program(
                 args,
                 kwargs,
             )
-            specs = jax.tree.map(lambda v: PartitionSpec(*[AXIS] * v), varies[0])
             run = mapped(
                 lambda *arguments: jax.tree.map(
                     lambda x, v: x[None] if v else x, traced(*arguments), varies[0]
                 ),
-                out_specs=specs,
+                out_specs=jax.tree.map(lambda v: PartitionSpec(*[AXIS] * v), varies[0]),
             )
             return jax.tree.map(_wrapped, run(args, kwargs), varies[0], is_leaf=is_sparse)
 
@@ -140,7 +133,7 @@ def replica_program(
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether `value` has a part on every replica, and is taken as a whole."""
+    """Whether `value` has a part on every replica, so that it is one argument and not a tree."""
     return isinstance(value, DistributedValues)
 
 
@@ -148,17 +141,17 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
     """The arguments of a replica function where its program wants them.
 
     Args:
-      caller: what is named in a message.
-      tree: a pair of positional and keyword arguments: `PerReplica`s over `devices`; and
-        `Mirrored`s, arrays and numbers, which every replica gets whole.
-      devices: one a replica.
+      caller: for messages.
+      tree: positional and keyword arguments: `PerReplica`s over `devices`; and `Mirrored`s, arrays
+        and numbers, of which every replica gets a copy.
+      devices: one for each replica.
 
     Returns:
-      The same tree with global arrays in place of all but the `PerReplica`s, so that what is
-      shared has one type however it was passed; what is in place is not copied.
+      The same tree with global arrays in place of all but the `PerReplica`s, so that shared values
+      have one type however they were passed; values that are in place are not copied.
 
     Raises:
-      ValueError: a leaf is none of these; its path is named.
+      ValueError: a leaf is something else; its path is named.
     """
 
     def placed(path: Any, value: Any) -> Any:
@@ -215,13 +208,6 @@ def _no_argument(name: str, value: Any) -> str:
     )
 
 
-def _own(value: Any) -> Any:
-    """What one replica sees of an argument."""
-    if isinstance(value, PerReplica):
-        return jax.tree.map(lambda x: jnp.squeeze(x, 0), value.tree)
-    return value
-
-
 def _varying(traced: Any, arguments: Any) -> Any:
     """In the structure of the function's result, whether each array may vary."""
     inputs = [
@@ -232,10 +218,10 @@ def _varying(traced: Any, arguments: Any) -> Any:
     jaxpr, shapes = jax.make_jaxpr(traced, return_shape=True)(*arguments)
     outputs = jax.tree.unflatten(jax.tree.structure(shapes), varying_outputs(jaxpr, AXIS, inputs))
 
-    def whole(node: Any) -> Any:  # the parts of an IndexedSlices are one value
+    def as_one(node: Any) -> Any:  # the arrays of an IndexedSlices are one value
         return jax.tree.map(lambda _: any(jax.tree.leaves(node)), node)
 
-    return jax.tree.map(whole, outputs, is_leaf=is_sparse)
+    return jax.tree.map(as_one, outputs, is_leaf=is_sparse)
 
 
 def _wrapped(value: Any, varies: Any) -> PerReplica | Mirrored:

@@ -1,4 +1,4 @@
-"""Global arrays made of one part a device, and the parts of global arrays again."""
+"""Global arrays made of one part on each device, and the parts of global arrays again."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from jaxcoll._distribute.values.sparse_padding import evened
-from jaxcoll._mesh.mesh import no_mesh
+from jaxcoll._distribute.values.replica_axis import copies_over, rows_over
+from jaxcoll._distribute.values.sparse_padding import padded_alike
+from jaxcoll._mesh.mesh import no_mesh, of_this_process
 
 
 def assembled(
     name: str,
     devices: tuple[jax.Device, ...],
     value_of: Callable[[int], Any],
-    sharding: NamedSharding,
     *,
     rows: bool,
 ) -> Any:
@@ -26,24 +26,21 @@ def assembled(
 
     Args:
       name: the kind of value, for messages.
-      devices: one a replica.
-      value_of: from a replica id to a pytree of numbers and arrays; asked for the replicas of
-        this process.
-      sharding: how the result lies over `devices`.
+      devices: one for each replica.
+      value_of: from a replica id to a pytree of numbers and arrays; called for this process's.
       rows: whether the parts are rows of the result; else they are copies, and compared.
 
     Returns:
       The replicas' tree, each leaf global; rows of IndexedSlices are padded to the longest.
-      Cost: what is not on its device yet is copied there.
 
     Raises:
-      ValueError: the replicas disagree, or a leaf is no array; both are named.
+      ValueError: the replicas disagree, or a leaf is not an array; both are named.
     """
-    here = [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
+    here = of_this_process(devices)
     values = {i: value_of(i) for i in here}
     if rows:
         with no_mesh():
-            values = evened(name, values, devices)
+            values = padded_alike(name, values, devices)
     paths, treedef = _agreed(name, values)
     columns = zip(*(treedef.flatten_up_to(value) for value in values.values()), strict=True)
     leaves = []
@@ -54,6 +51,7 @@ def assembled(
             local = [part[None] if rows else part for part in parts.values()]
             placed = jax.device_put(local, [devices[i] for i in here])
         shape = (len(devices), *placed[0].shape[1:]) if rows else placed[0].shape
+        sharding = rows_over(devices) if rows else copies_over(devices)
         leaves.append(jax.make_array_from_single_device_arrays(shape, sharding, placed))
     return treedef.unflatten(leaves)
 
@@ -80,7 +78,7 @@ def part_on(leaf: jax.Array, device: jax.Device) -> jax.Array:
 def viewed(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     """The parts that `leaf` has on its devices, as an array with another sharding of the same.
 
-    Nothing is copied: each device's part stays there, whatever place it takes in the whole.
+    Nothing is copied: each device's part stays there, whatever index it gets.
     """
     parts = {shard.device: shard.data for shard in leaf.addressable_shards}
     order = sharding.addressable_devices_indices_map(leaf.shape)
@@ -140,14 +138,14 @@ def _check_alike(
     first, *others = parts
     expected = parts[first]
     for i in others:
-        for said, mine, theirs in (
+        for what, mine, theirs in (
             ("shape", parts[i].shape, expected.shape),
             ("dtype", _dtype(parts[i]), _dtype(expected)),
         ):
             if mine != theirs:
                 raise ValueError(
                     f"`{name}` expects one shape and one dtype for all replicas; {where} has "
-                    f"{said} {mine} on replica {i}, {theirs} on replica {first}."
+                    f"{what} {mine} on replica {i}, {theirs} on replica {first}."
                 )
         if equal and _bits(parts[i]) != _bits(expected):
             raise ValueError(

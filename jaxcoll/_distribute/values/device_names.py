@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
 from jaxcoll._distribute.values.per_replica import DistributedValues
+from jaxcoll._mesh.mesh import checked_devices
 
 # "localhost" is what TensorFlow calls the only task of a program that is not distributed.
 _SPELLING = re.compile(
@@ -19,18 +21,10 @@ _SPELLING = re.compile(
 
 
 def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...]:
-    """The devices that a result is wanted on.
-
-    Args:
-      destinations: a `PerReplica` or `Mirrored` (its devices), a `jax.Array` (its devices), a
-        device, or a device string as in `device_named`.
-      caller: what is named in a message.
-
-    Returns:
-      The devices, in the order of the replicas where there are any.
+    """The devices that a result is wanted on, in the order of the replicas where there are any.
 
     Raises:
-      ValueError: it is something else, or names no device.
+      ValueError: `destinations` is something else, or there is no such device.
     """
     if isinstance(destinations, DistributedValues):
         return destinations.devices
@@ -46,6 +40,16 @@ def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...
         f"({type(destinations).__name__}). For several devices, pass a value that lies on them, "
         "such as `Mirrored.from_function(lambda i: 0, devices=devices)`."
     )
+
+
+def devices_named(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
+    """Devices, or device strings in their place, as different devices.
+
+    Raises:
+      ValueError: there is none, one is neither, or is listed twice.
+    """
+    found = [device_named(d, caller) if isinstance(d, str) else d for d in devices]
+    return checked_devices(found, caller)
 
 
 def device_named(name: str, caller: str) -> jax.Device:

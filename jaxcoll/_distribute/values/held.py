@@ -1,37 +1,90 @@
-"""The parts of a value that this process holds, as parts of the value that all processes hold.
-
-TensorFlow's workers pass what is theirs, and get the result of all. So does everything here that
-has a group of devices: a value over this process's devices of the group is its share of one over
-the whole group, and a plain value is one value of each process.
-"""
+"""The parts of a value that this process holds, and the rest, which other processes hold."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
+from jaxcoll._distribute.values.ragged import check_parts
+from jaxcoll._distribute.values.replica_axis import known_to_all
 from jaxcoll._mesh.mesh import of_this_process, span_processes
 
+_MOST = 32  # dimensions of an array, and letters of a dtype's name
 
-def of_all(
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """This process's parts of a value; every other process of `devices` brings its own.
+
+    Attributes:
+      parts: pytrees of arrays, by replica, whose shapes may differ.
+      devices: one for each replica, of all processes.
+    """
+
+    parts: Mapping[int, Any]
+    devices: tuple[jax.Device, ...]
+
+    @classmethod
+    def of_process(cls, parts: Sequence[Any], devices: tuple[jax.Device, ...]) -> Self:
+        """One part for each replica of this process."""
+        return cls(dict(zip(of_this_process(devices), parts, strict=True)), devices)
+
+    @classmethod
+    def of_each_process(cls, value: Any, devices: Sequence[jax.Device]) -> Self:
+        """The plain values that processes have: one replica on the first device of each."""
+        first = first_of_each_process(devices)
+        return cls(dict.fromkeys(of_this_process(first), value), first)
+
+    def assembled(self) -> PerReplica:
+        """The value of all replicas. Parts have one shape, but rows of IndexedSlices are padded."""
+        return PerReplica.from_function(self.parts.__getitem__, devices=self.devices)
+
+    def shapes(
+        self, caller: str, axes: Sequence[Sequence[int]], timeout_seconds: float | None
+    ) -> list[list[jax.ShapeDtypeStruct]]:
+        """For each leaf the shape and dtype of every replica's part, known to all processes.
+
+        Args:
+          caller: for messages.
+          axes: for each leaf, the only dimensions along which its parts may differ, from 0.
+          timeout_seconds: bounds the exchange with other processes, if there are any.
+
+        Raises:
+          ValueError: they differ otherwise, on every process; or a part is a typed PRNG key.
+        """
+        facts = {
+            i: [fact for leaf in jax.tree.leaves(part) for fact in _facts(caller, leaf)]
+            for i, part in self.parts.items()
+        }
+        table = known_to_all(facts, self.devices, caller, timeout_seconds)
+        found = [
+            [_shape_of(row) for row in table[:, k : k + 2 * _MOST + 1].tolist()]
+            for k in range(0, table.shape[1], 2 * _MOST + 1)
+        ]
+        for parts, own in zip(found, axes, strict=True):
+            check_parts(caller, parts, own)
+        return found
+
+
+def held(
     name: str, value: PerReplica | Mirrored, group: tuple[jax.Device, ...]
-) -> PerReplica | Mirrored:
-    """`value` over all devices of `group`.
+) -> PerReplica | Mirrored | Held:
+    """`value` if it lies over all of `group`; else this process's parts of one that does.
+
+    TensorFlow's workers pass what is theirs, and get the result of all. So it is here for whatever
+    has a group of devices.
 
     Args:
       name: of the cross-device op or strategy, for messages.
-      value: over the group; or over the devices of it that are this process's, while every other
-        process brings its own. A `Mirrored` of one process counts as a row for each replica: the
+      value: over the group, or over the first device of each of its processes; or over this
+        process's devices of it. A `Mirrored` of one process counts as a row for each replica: the
         copies of other processes may differ from it.
-      group: one device for each replica; (): the value's own.
-
-    Returns:
-      The value itself where it lies over the group already, or over the first device of each of
-      its processes; else a `PerReplica` with the rows of all. Cost: rows of IndexedSlices are
-      padded to the longest of all processes, which they tell one another.
+      group: one device for each replica; (): any.
 
     Raises:
       ValueError: it lies on other devices.
@@ -40,15 +93,23 @@ def of_all(
     found, spans = set(value.devices), span_processes(group)
     if not group or found == set(group) or (spans and found == set(first_of_each_process(group))):
         return value
-    if not spans or found != {group[i] for i in of_this_process(group)}:
-        check_same_devices(name, value.devices, group)
-    position = {device: i for i, device in enumerate(value.devices)}
-    return PerReplica.from_function(lambda i: value[position[group[i]]], devices=group)
+    own = [group[i] for i in of_this_process(group)]
+    if spans and found == set(own):
+        part_of = dict(zip(value.devices, value, strict=True))
+        return Held.of_process([part_of[device] for device in own], group)
+    hint = " Or pass a value over this process's share of them, as every process then does."
+    raise ValueError(
+        f"`{name}` reduces over its own {len(group)} devices, {', '.join(map(str, group))}; got a "
+        f"value over {', '.join(map(str, value.devices))}." + hint * spans
+    )
 
 
-def one_of_each_process(value: Any, group: tuple[jax.Device, ...]) -> PerReplica:
-    """The plain values that the processes of `group` have, each on its first device of it."""
-    return PerReplica.from_function(lambda _: value, devices=first_of_each_process(group))
+def of_all(
+    name: str, value: PerReplica | Mirrored, group: tuple[jax.Device, ...]
+) -> PerReplica | Mirrored:
+    """`value` over all devices of `group`, of which every process may pass its parts only."""
+    found = held(name, value, group)
+    return found.assembled() if isinstance(found, Held) else found
 
 
 def first_of_each_process(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
@@ -57,22 +118,17 @@ def first_of_each_process(devices: Sequence[jax.Device]) -> tuple[jax.Device, ..
     return tuple(device for device in devices if first[device.process_index] == device)
 
 
-def check_same_devices(
-    name: str, found: Sequence[jax.Device], expected: Sequence[jax.Device]
-) -> None:
-    """Refuse a value that lies on other devices than the cross-device op is for.
-
-    Raises:
-      ValueError: names both.
-    """
-    if set(found) != set(expected):
-        share = (
-            " Or pass a value over this process's share of them, as every process then does."
-            if span_processes(expected)
-            else ""
-        )
+def _facts(caller: str, part: Any) -> list[int]:
+    """The shape and dtype of an array, in as many integers for each."""
+    if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
         raise ValueError(
-            f"`{name}` reduces over its own {len(expected)} devices, "
-            f"{', '.join(map(str, expected))}; got a value over {', '.join(map(str, found))}."
-            + share
+            f"`{caller}` expects arrays; a part is a typed PRNG key. Pass its "
+            "`jax.random.key_data`."
         )
+    name = part.dtype.name.encode().ljust(_MOST)
+    return [part.ndim, *part.shape, *[0] * (_MOST - part.ndim), *name]
+
+
+def _shape_of(facts: Sequence[int]) -> jax.ShapeDtypeStruct:
+    dtype = bytes(facts[_MOST + 1 :]).decode().strip()
+    return jax.ShapeDtypeStruct(tuple(facts[1 : facts[0] + 1]), jnp.dtype(dtype))

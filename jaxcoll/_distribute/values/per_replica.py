@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import abc
 import copy
-import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, Self, final
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxcoll._distribute.values.assemble import assembled, own_devices, part_on, viewed
-from jaxcoll._mesh.mesh import checked_devices, line_of, no_mesh
+from jaxcoll._distribute.values.replica_axis import AXIS, copies_over, rows_over, without_row
+from jaxcoll._mesh.mesh import checked_devices, no_mesh
 from jaxcoll._show.units import counted
 
-AXIS = "replica"
-"""The mesh axis along which every distributed value lies."""
 
-
-class DistributedValues(abc.ABC):
+class DistributedValues:
     """A value on several replicas: a `PerReplica`, one for each, or a `Mirrored`, the same on all.
 
     It is a pytree of global arrays that lie over a line of devices, one for each replica. Over
@@ -31,7 +26,16 @@ class DistributedValues(abc.ABC):
 
     __slots__ = ("_tree",)
     _tree: Any
-    _expected: ClassVar[str]
+    replicated: ClassVar[bool]
+    """Whether every device holds the same; else each a row of its own."""
+
+    def __init_subclass__(cls, *, replicated: bool) -> None:
+        cls.replicated = replicated
+        jax.tree_util.register_pytree_with_keys(
+            cls,
+            lambda value: (((jax.tree_util.GetAttrKey("tree"), value.tree),), None),
+            lambda _, children: cls.of(*children),
+        )
 
     def __init__(
         self, values: Sequence[Any], *, devices: Sequence[jax.Device] | None = None
@@ -53,7 +57,7 @@ class DistributedValues(abc.ABC):
                 f"`{name}` expects one device for each value; got "
                 f"{counted(len(values), 'value')} and {counted(len(found), 'device')}."
             )
-        self._tree = self._assembled(found, values.__getitem__)
+        self._tree = assembled(name, found, values.__getitem__, rows=not self.replicated)
 
     @final
     @classmethod
@@ -65,7 +69,7 @@ class DistributedValues(abc.ABC):
         Args:
           fun: from a replica id to that replica's value, called for the replicas of this
             process.
-          devices: one a replica; None: all.
+          devices: one for each replica; None: all.
 
         Returns:
           A new value, as from the constructor, with the same errors.
@@ -75,7 +79,7 @@ class DistributedValues(abc.ABC):
           30.0
         """
         found = checked_devices(jax.devices() if devices is None else devices, cls.__name__)
-        return cls.of(cls._assembled(found, fun))
+        return cls.of(assembled(cls.__name__, found, fun, rows=not cls.replicated))
 
     @final
     @classmethod
@@ -86,17 +90,17 @@ class DistributedValues(abc.ABC):
           tree: a global `jax.Array`, or a pytree of them over the same devices.
 
         Returns:
-          A value with one replica a device.
+          A value with one replica on each device.
 
         Raises:
-          ValueError: there is no leaf, one is no global array, or lies differently.
+          ValueError: there is no leaf, one is not a global array, or lies differently.
         """
         return cls.of(tree).settled()
 
     @final
     @classmethod
     def of(cls, tree: Any) -> Self:
-        """`tree` wrapped without a look, as JAX's transformations need it."""
+        """`tree` wrapped without a check, as JAX's transformations need it."""
         self = object.__new__(cls)
         self._tree = tree
         return self
@@ -150,7 +154,24 @@ class DistributedValues(abc.ABC):
                 f"process {jax.process_index()} cannot read it; all-reduce or gather it first."
             )
         with no_mesh():
-            return jax.tree.map(lambda leaf: self._component(part_on(leaf, device)), self._tree)
+            return self.local(self.part(device))
+
+    @final
+    def part(self, device: jax.Device) -> Any:
+        """What lies on `device`, of which a row has its leading dimension still."""
+        return jax.tree.map(lambda leaf: part_on(leaf, device), self._tree)
+
+    @final
+    @classmethod
+    def local(cls, part: Any) -> Any:
+        """One replica's value, from its part of the global arrays."""
+        return part if cls.replicated else without_row(part)
+
+    @final
+    @property
+    def spec(self) -> PartitionSpec:
+        """How each leaf is cut for a program that maps the replicas."""
+        return PartitionSpec() if self.replicated else PartitionSpec(AXIS)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -169,8 +190,9 @@ class DistributedValues(abc.ABC):
             devices = [str(device) for device in self.devices]
         except ValueError:  # a transformation holds it, or its leaves have moved
             return f"{type(self).__name__}({self._tree!r})"
+        skipped = int(not self.replicated)
         tree = jax.tree.map(
-            lambda leaf: _Plain(f"{leaf.dtype.name}{[*self._shape(leaf.shape)]}"), self._tree
+            lambda leaf: _Plain(f"{leaf.dtype.name}{[*leaf.shape[skipped:]]}"), self._tree
         )
         where = devices if len(devices) < 5 else [devices[0], devices[1], "…", devices[-1]]
         return f"{type(self).__name__}({tree!r} on {len(devices)}: {', '.join(where)})"
@@ -183,10 +205,10 @@ class DistributedValues(abc.ABC):
           A view: nothing is copied.
 
         Raises:
-          ValueError: there is no leaf, one is no global array, or lies differently.
+          ValueError: there is no leaf, one is not a global array, or lies differently.
         """
         devices = self.devices
-        sharding = self._sharding(devices)
+        sharding = (copies_over if self.replicated else rows_over)(devices)
 
         def settle(path: Any, leaf: Any) -> jax.Array:
             if getattr(leaf, "sharding", None) == sharding:
@@ -207,7 +229,7 @@ class DistributedValues(abc.ABC):
         """A view whose replicas are counted in the order of `devices`: nothing is copied."""
         if devices == self.devices:
             return self
-        sharding = self._sharding(devices)
+        sharding = (copies_over if self.replicated else rows_over)(devices)
         return self.of(jax.tree.map(lambda leaf: viewed(leaf, sharding), self._tree))
 
     @final
@@ -224,43 +246,28 @@ class DistributedValues(abc.ABC):
                 f"`{type(self).__name__}` expects {name} to be a global jax.Array; "
                 f"got {type(leaf).__name__}."
             )
-        devices = self._layout(leaf)
-        if devices is None:
-            raise ValueError(
-                f"`{type(self).__name__}` expects {name} {self._expected}; got shape "
-                f"{leaf.shape} over {counted(len(leaf.sharding.device_set), 'device')}: "
-                f"{leaf.sharding}."
+        parts = leaf.sharding.devices_indices_map(leaf.shape)
+        if self.replicated:
+            fits, expected = leaf.sharding.is_fully_replicated, "to be replicated over its devices"
+        else:
+            one_row = (1, *leaf.shape[1:])
+            fits = (
+                leaf.shape[:1] == (len(parts),) and leaf.sharding.shard_shape(leaf.shape) == one_row
             )
-        return devices
-
-    @classmethod
-    @abc.abstractmethod
-    def _assembled(cls, devices: tuple[jax.Device, ...], value_of: Callable[[int], Any]) -> Any:
-        """The global arrays made of each replica's value."""
-
-    @staticmethod
-    @abc.abstractmethod
-    def _sharding(devices: tuple[jax.Device, ...]) -> NamedSharding:
-        """How every leaf lies."""
-
-    @staticmethod
-    @abc.abstractmethod
-    def _layout(leaf: jax.Array) -> tuple[jax.Device, ...] | None:
-        """Which device holds each replica's part; None if the leaf lies differently."""
-
-    @staticmethod
-    @abc.abstractmethod
-    def _component(part: jax.Array) -> jax.Array:
-        """A replica's value, from the part of the global array on its device."""
-
-    @staticmethod
-    @abc.abstractmethod
-    def _shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A replica's shape, from the global one."""
+            expected = "to have a leading replica dimension, one row on each of its devices"
+        if not fits:
+            raise ValueError(
+                f"`{type(self).__name__}` expects {name} {expected}; got shape {leaf.shape} over "
+                f"{counted(len(leaf.sharding.device_set), 'device')}: {leaf.sharding}."
+            )
+        if self.replicated:
+            return tuple(parts)
+        # A row may lie on any device: replicas are counted by rows, not by devices.
+        return tuple(sorted(parts, key=lambda device: parts[device][0].start or 0))
 
 
 @final
-class PerReplica(DistributedValues):
+class PerReplica(DistributedValues, replicated=False):
     """One value for each replica: a pytree of arrays, a row on each device.
 
     Law: a leaf is a global array of shape (n, *shape) with row i on device i, which is what
@@ -274,8 +281,8 @@ class PerReplica(DistributedValues):
         its own; else all devices, if there are as many; else the first ones of this process.
 
     Raises:
-      ValueError: the values disagree (replica and leaf are named) or hold what is no array;
-        the devices do not match.
+      ValueError: the values disagree (replica and leaf are named), or one is not an array; the
+        devices do not match.
 
     Examples:
       >>> value = PerReplica([{"w": 1.0}, {"w": 2.0}])
@@ -286,37 +293,10 @@ class PerReplica(DistributedValues):
     """
 
     __slots__ = ()
-    _expected = "to have a leading replica dimension, one row on each of its devices"
-
-    @classmethod
-    def _assembled(cls, devices: tuple[jax.Device, ...], value_of: Callable[[int], Any]) -> Any:
-        return assembled(cls.__name__, devices, value_of, rows_over(devices), rows=True)
-
-    @staticmethod
-    def _sharding(devices: tuple[jax.Device, ...]) -> NamedSharding:
-        return rows_over(devices)
-
-    @staticmethod
-    def _layout(leaf: jax.Array) -> tuple[jax.Device, ...] | None:
-        parts = leaf.sharding.devices_indices_map(leaf.shape)
-        if not leaf.ndim or leaf.shape[0] != len(parts):
-            return None
-        if leaf.sharding.shard_shape(leaf.shape) != (1, *leaf.shape[1:]):
-            return None
-        row = {device: next(iter(index)).start or 0 for device, index in parts.items()}
-        return tuple(sorted(row, key=row.__getitem__))
-
-    @staticmethod
-    def _component(part: jax.Array) -> jax.Array:
-        return jnp.squeeze(part, 0)
-
-    @staticmethod
-    def _shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape[1:]
 
 
 @final
-class Mirrored(DistributedValues):
+class Mirrored(DistributedValues, replicated=True):
     """One value with a copy on every replica's device: a pytree of replicated arrays.
 
     Law: the copies are equal to the bit. The constructor compares them; `from_global` takes
@@ -336,49 +316,6 @@ class Mirrored(DistributedValues):
     """
 
     __slots__ = ()
-    _expected = "to be replicated over its devices"
-
-    @classmethod
-    def _assembled(cls, devices: tuple[jax.Device, ...], value_of: Callable[[int], Any]) -> Any:
-        return assembled(cls.__name__, devices, value_of, copies_over(devices), rows=False)
-
-    @staticmethod
-    def _sharding(devices: tuple[jax.Device, ...]) -> NamedSharding:
-        return copies_over(devices)
-
-    @staticmethod
-    def _layout(leaf: jax.Array) -> tuple[jax.Device, ...] | None:
-        if not leaf.sharding.is_fully_replicated:
-            return None
-        return tuple(leaf.sharding.devices_indices_map(leaf.shape))
-
-    @staticmethod
-    def _component(part: jax.Array) -> jax.Array:
-        return part
-
-    @staticmethod
-    def _shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape
-
-
-for _kind in (PerReplica, Mirrored):
-    jax.tree_util.register_pytree_with_keys(
-        _kind,
-        lambda value: (((jax.tree_util.GetAttrKey("tree"), value.tree),), None),
-        lambda _, children, kind=_kind: kind.of(*children),
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def rows_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
-    """One row of the leading dimension on each device."""
-    return NamedSharding(line_of(devices, AXIS), PartitionSpec(AXIS))
-
-
-@functools.lru_cache(maxsize=1024)
-def copies_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
-    """One whole copy on each device."""
-    return NamedSharding(line_of(devices, AXIS), PartitionSpec())
 
 
 def _usual_devices(count: int) -> Sequence[jax.Device]:

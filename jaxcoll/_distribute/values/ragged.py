@@ -1,4 +1,4 @@
-"""Parts of unequal shapes, one a replica, which no one global array can hold."""
+"""Parts of unequal shapes, one for each replica, which no single global array can hold."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll._distribute.values.per_replica import DistributedValues, PerReplica
-from jaxcoll._distribute.values.small_facts import known_to_all
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._spmd.sparse import is_sparse
@@ -19,8 +17,8 @@ from jaxcoll._spmd.sparse import is_sparse
 class Uneven(tuple):
     """One array for each replica of this process, of a shape of its own, on its replica's device.
 
-    JAX takes it for a leaf. `gather` and `reduce` along an axis take any list or tuple of
-    arrays for one; this class tells it from a tuple of values.
+    JAX treats it as a leaf. `gather` and `reduce` along an axis interpret any list or tuple of
+    arrays as one; this class tells it from a tuple of values.
     """
 
     __slots__ = ()
@@ -56,26 +54,19 @@ def _is_list(value: Any) -> bool:
 
 
 def parts_of(caller: str, value: Sequence[Any], replicas: int | None = None) -> list[Any]:
-    """The arrays of a list or tuple that has one for each replica.
-
-    Args:
-      caller: what is named in a message.
-      value: the list or tuple.
-      replicas: how many there must be; None: as many as there are.
+    """The arrays of a list or tuple that has one for each replica; `replicas` None: any number.
 
     Raises:
-      ValueError: there are more or fewer, or one is no array.
+      ValueError: there are more or fewer, or one is not an array.
     """
+    who = f"`{caller}` interprets a list or tuple as one array per replica"
     if not value or (replicas is not None and len(value) != replicas):
-        raise ValueError(
-            f"`{caller}` takes a list or tuple for one array a replica, and expects "
-            f"{replicas or 'one or more'} of them; got {len(value)}."
-        )
+        raise ValueError(f"{who}; expected {replicas or 'one or more'}, got {len(value)}.")
     for i, part in enumerate(value):
         if not is_array(part):
             raise ValueError(
-                f"`{caller}` takes a list or tuple for one array a replica; the part of replica "
-                f"{i} is {part!r} ({type(part).__name__}). Trees go inside a `PerReplica`."
+                f"{who}; the part of replica {i} is {part!r} ({type(part).__name__}). Trees go "
+                "inside a `PerReplica`."
             )
     return [part if isinstance(part, jax.Array) else np.asarray(part) for part in value]
 
@@ -102,58 +93,15 @@ def check_parts(caller: str, parts: Sequence[Any], axes: Sequence[int]) -> None:
             )
 
 
-def known_shapes(
-    caller: str,
-    parts: Mapping[int, Any],
-    devices: tuple[jax.Device, ...],
-    axes: Sequence[int],
-    timeout_seconds: float | None,
-) -> list[jax.ShapeDtypeStruct]:
-    """The shape and dtype of every replica's part, which differ along `axes` only.
-
-    Args:
-      caller: what is named in a message.
-      parts: arrays, by replica: of this process's replicas.
-      devices: one for each replica.
-      axes: dimensions; negative ones count from the last.
-      timeout_seconds: bounds the exchange with other processes, if there are any.
-
-    Raises:
-      ValueError: they differ otherwise, on every process; or a part is a typed PRNG key.
-    """
-    most = 32  # dimensions, and letters of a dtype's name
-
-    def fact(part: Any) -> list[int]:
-        if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
-            raise ValueError(
-                f"`{caller}` expects arrays; a part is a typed PRNG key. Pass its "
-                "`jax.random.key_data`."
-            )
-        name = part.dtype.name.encode().ljust(most)
-        return [part.ndim, *part.shape, *[0] * (most - part.ndim), *name]
-
-    facts = {i: fact(part) for i, part in parts.items()}
-    found = []
-    for row in known_to_all(facts, devices, caller, timeout_seconds).tolist():
-        rank, dtype = row[0], bytes(row[most + 1 :]).decode().strip()
-        found.append(jax.ShapeDtypeStruct(tuple(row[1 : rank + 1]), jnp.dtype(dtype)))
-    check_parts(caller, found, [k % max(1, len(found[0].shape)) for k in axes])
-    return found
-
-
 def distributed(values: Mapping[int, Any], devices: tuple[jax.Device, ...]) -> Any:
-    """A tree of distributed values, from the tree of each replica.
+    """A tree with a `PerReplica` in the place of each leaf, or an `Uneven` where shapes differ.
 
     Args:
       values: pytrees of numbers and arrays, for each replica of this process by its number.
-      devices: one a replica.
-
-    Returns:
-      Their structure with a `PerReplica` in the place of each leaf, or an `Uneven` where the
-      shapes differ.
+      devices: one for each replica.
 
     Raises:
-      ValueError: they disagree in structure or dtype, or hold what is no array.
+      ValueError: they disagree in structure or dtype, or hold something else.
     """
     first, *_ = values
     structures = {i: jax.tree.structure(v, is_leaf=is_sparse) for i, v in values.items()}

@@ -7,17 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
-from jaxcoll._distribute.values.per_replica import AXIS, Mirrored, PerReplica, copies_over
-from jaxcoll._mesh.mesh import line_of, of_this_process, span_processes
+from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
+from jaxcoll._distribute.values.replica_axis import AXIS, copies_over, replicating
+from jaxcoll._mesh.mesh import of_this_process, span_processes
 from jaxcoll._mesh.placement import place
-from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._spmd.broadcast import broadcast
+from jaxcoll._spmd.scope import Scope
 
 
 def copied(tree: Any, devices: tuple[jax.Device, ...], timeout_seconds: float | None = None) -> Any:
@@ -40,7 +39,7 @@ def copied(tree: Any, devices: tuple[jax.Device, ...], timeout_seconds: float | 
 
 
 def spread(copy: Any, devices: tuple[jax.Device, ...]) -> Any:
-    """What every process has a copy of, on `devices`: each puts it on those that are its own.
+    """A value of which every process has a copy, on `devices`: each fills those that it owns.
 
     Returns:
       A `Mirrored` over several devices; the plain value on one. A process without any of them
@@ -84,17 +83,11 @@ def check_here(device: jax.Device) -> None:
 @functools.lru_cache(maxsize=256)
 def _from_the_first(devices: tuple[jax.Device, ...]) -> Callable[[PerReplica], Mirrored]:
     """The program that gives every device what the first one holds."""
-    mesh = line_of(devices, AXIS)
-    scope = mesh_scope(mesh)
 
-    def program(value: PerReplica) -> Mirrored:
-        rows = jax.tree.map(lambda x: jnp.squeeze(x, 0), value.tree)
-        return Mirrored.of(broadcast(rows, AXIS, source=0, scope=scope))
+    def from_the_first(value: PerReplica, scope: Scope) -> Mirrored:
+        return Mirrored.of(broadcast(value.tree, AXIS, source=0, scope=scope))
 
-    program.__name__ = "broadcast"  # what messages show
-    return jax.jit(
-        jax.shard_map(program, mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec())
-    )
+    return replicating("broadcast", devices, from_the_first)
 
 
 def copy_near(value: Mirrored, devices: tuple[jax.Device, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""The `IndexedSlices` of several replicas, brought to one length so that they are one array."""
+"""The `IndexedSlices` of several replicas, padded to one length so that they are one array."""
 
 from __future__ import annotations
 
@@ -8,49 +8,43 @@ from typing import Any
 
 import jax
 
-from jaxcoll._distribute.values.small_facts import known_to_all
+from jaxcoll._distribute.values.replica_axis import known_to_all
 from jaxcoll._spmd.sparse import is_sparse
 
 
-def evened(
+def padded_alike(
     name: str, values: Mapping[int, Any], devices: tuple[jax.Device, ...]
 ) -> Mapping[int, Any]:
     """`values` with every IndexedSlices padded to the longest one in its place.
 
     Args:
       name: the kind of distributed value, for messages.
-      values: the values that this process has, by replica.
+      values: of this process's replicas.
       devices: one for each replica, of all processes.
 
     Returns:
-      The same values where none is sparse, or none is shorter; structures that disagree are
-      left for others to refuse. Cost: where other processes have replicas, an exchange of lengths.
+      The same values where none is sparse; structures that disagree are left for others to
+      refuse. Cost: where other processes have replicas, an exchange of lengths.
 
     Raises:
       ValueError: a leaf is sparse on some replicas only, or of different dense shapes.
     """
-    flat = {
-        i: jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
-        for i, value in values.items()
-    }
-    structures = [treedef for _, treedef in flat.values()]
-    if not any(is_sparse(leaf) for leaves, _ in flat.values() for _, leaf in leaves) or any(
-        treedef != structures[0] for treedef in structures
-    ):
+    first = next(iter(values.values()), None)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(first, is_leaf=is_sparse)
+    rows = {i: jax.tree.leaves(value, is_leaf=is_sparse) for i, value in values.items()}
+    alike = all(jax.tree.structure(v, is_leaf=is_sparse) == treedef for v in values.values())
+    if not alike or not any(is_sparse(leaf) for row in rows.values() for leaf in row):
         return values
-    columns, sparse = [], []
-    for column in zip(*(leaves for leaves, _ in flat.values()), strict=True):
-        where = f"leaf {jax.tree_util.keystr(column[0][0])}" if column[0][0] else "the value"
-        leaves = dict(zip(values, (leaf for _, leaf in column), strict=True))
-        if _checked(f"`{name}`: {where}", leaves):
-            sparse.append(len(columns))
-        columns.append(list(leaves.values()))
-    rows = {i: [columns[k][row] for k in sparse] for row, i in enumerate(values)}
-    longest = _longest(name, rows, devices)
-    for k, length in zip(sparse, longest, strict=True):
-        columns[k] = [slices.padded(length) for slices in columns[k]]
-    rows = zip(*columns, strict=True)
-    return {i: structures[0].unflatten(row) for i, row in zip(values, rows, strict=True)}
+    sparse = []
+    for k, (path, _) in enumerate(flat):
+        where = f"leaf {jax.tree_util.keystr(path)}" if path else "the value"
+        if _checked(f"`{name}`: {where}", {i: row[k] for i, row in rows.items()}):
+            sparse.append(k)
+    lengths = _longest(name, {i: [row[k] for k in sparse] for i, row in rows.items()}, devices)
+    for row in rows.values():
+        for k, length in zip(sparse, lengths, strict=True):
+            row[k] = row[k].padded(length)
+    return {i: treedef.unflatten(row) for i, row in rows.items()}
 
 
 def _longest(
@@ -58,12 +52,12 @@ def _longest(
 ) -> list[int]:
     """The length of the longest of all replicas' slices, for each leaf that is sparse."""
     facts = {
-        i: [fact for slices in row for fact in (slices.indices.shape[0], _mark(slices))]
+        i: [fact for slices in row for fact in (slices.indices.shape[0], _shape_hash(slices))]
         for i, row in rows.items()
     }
     table = known_to_all(facts, devices, f"{name} of IndexedSlices")
-    lengths, marks = table[:, ::2], table[:, 1::2]
-    if (marks != marks[:1]).any():
+    lengths, hashes = table[:, ::2], table[:, 1::2]
+    if (hashes != hashes[:1]).any():
         shapes = [slices.dense_shape for slices in next(iter(rows.values()))]
         raise ValueError(
             f"`{name}` expects the IndexedSlices of all replicas to be rows of one array; those "
@@ -73,8 +67,8 @@ def _longest(
     return lengths.max(0).tolist()
 
 
-def _mark(slices: Any) -> int:
-    """Short for the dense shape."""
+def _shape_hash(slices: Any) -> int:
+    """31 bits of the dense shape, for a table of 32-bit integers."""
     return zlib.crc32(repr(slices.dense_shape).encode()) >> 1
 
 

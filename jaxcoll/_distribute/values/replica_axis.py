@@ -1,0 +1,103 @@
+"""The mesh axis of the replicas: how values lie along it, and programs that exchange along it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import run
+from jaxcoll._mesh.mesh import line_of, of_this_process
+from jaxcoll._mesh.world import mesh_scope
+from jaxcoll._plan.options import CommunicationOptions
+from jaxcoll._spmd.gather import all_gather
+from jaxcoll._spmd.scope import Scope
+
+AXIS = "replica"
+"""The mesh axis along which every distributed value lies."""
+
+
+@functools.lru_cache(maxsize=1024)
+def rows_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
+    """One row of the leading dimension on each device."""
+    return NamedSharding(line_of(devices, AXIS), PartitionSpec(AXIS))
+
+
+@functools.lru_cache(maxsize=1024)
+def copies_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
+    """One complete copy on each device."""
+    return NamedSharding(line_of(devices, AXIS), PartitionSpec())
+
+
+def without_row(tree: Any) -> Any:
+    """The arrays of one replica, inside a program that maps the rows over the replicas."""
+    return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
+
+
+def replicating(
+    name: str,
+    devices: tuple[jax.Device, ...],
+    body: Callable[[Any, Scope], Any],
+    options: CommunicationOptions = CommunicationOptions(),
+) -> Callable[[Any], Any]:
+    """A jitted program from one row on each device to the same result on all of them.
+
+    Args:
+      name: of the program, in messages and profiles.
+      devices: one for each replica.
+      body: from the tree of one replica, and a scope, to an *invariant* tree.
+      options: defaults of the scope.
+    """
+    mesh = line_of(devices, AXIS)
+    scope = dataclasses.replace(mesh_scope(mesh), options=options)
+
+    def program(rows: Any) -> Any:
+        return body(without_row(rows), scope)
+
+    program.__name__ = name
+    return jax.jit(
+        jax.shard_map(program, mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec())
+    )
+
+
+def known_to_all(
+    facts: Mapping[int, Sequence[int]],
+    devices: tuple[jax.Device, ...],
+    what: str,
+    timeout_seconds: float | None = None,
+) -> np.ndarray:
+    """A row of integers for each replica, of which each process brings those of its replicas.
+
+    A program depends on such facts (lengths, say) before all processes can compile the same one.
+
+    Args:
+      facts: rows of 32-bit integers, all of one length, by replica: of this process's replicas.
+      devices: one for each replica. If all belong to this process, nothing is sent.
+      what: the caller, for messages.
+      timeout_seconds: bounds the wait for the other processes.
+    """
+    here = of_this_process(devices)
+    rows = [np.asarray(facts[i], np.int32)[None] for i in here]
+    if len(here) == len(devices):
+        return np.concatenate(rows)
+    parts = jax.device_put(rows, [devices[i] for i in here])
+    shape = (len(devices), *rows[0].shape[1:])
+    table = jax.make_array_from_single_device_arrays(shape, rows_over(devices), parts)
+    options = CommunicationOptions(timeout_seconds=timeout_seconds)
+    result = run(Call(_exchange(devices), (table,), devices, f"`{what}`", options, settings=what))
+    return np.asarray(result.addressable_data(0))
+
+
+@functools.lru_cache(maxsize=256)
+def _exchange(devices: tuple[jax.Device, ...]) -> Callable[[jax.Array], jax.Array]:
+    def every_row(row: jax.Array, scope: Scope) -> jax.Array:
+        return all_gather(row[None], AXIS, axis=0, scope=scope)
+
+    return replicating("exchange", devices, every_row)

@@ -1,0 +1,32 @@
+"""The names of tf.distribute, for code that comes from there: each is `jaxcoll`'s own."""
+
+from jaxcoll._cluster.resolvers import ClusterResolver as ClusterResolver
+from jaxcoll._cluster.resolvers import SlurmClusterResolver as SlurmClusterResolver
+from jaxcoll._cluster.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
+from jaxcoll._distribute.ops.all_reduce_ops import (
+    AllReduceCrossDeviceOps as AllReduceCrossDeviceOps,
+)
+from jaxcoll._distribute.ops.all_reduce_ops import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
+from jaxcoll._distribute.ops.all_reduce_ops import NcclAllReduce as NcclAllReduce
+from jaxcoll._distribute.ops.collective_all_reduce import CollectiveAllReduce as CollectiveAllReduce
+from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+from jaxcoll._distribute.ops.hints import CollectiveHints as CollectiveHints
+from jaxcoll._distribute.ops.multi_worker_all_reduce import (
+    MultiWorkerAllReduce as MultiWorkerAllReduce,
+)
+from jaxcoll._distribute.ops.one_device import ReductionToOneDevice as ReductionToOneDevice
+from jaxcoll._distribute.strategy.mirrored import MirroredStrategy as MirroredStrategy
+from jaxcoll._distribute.strategy.mirrored import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
+from jaxcoll._distribute.strategy.replica_context import ReplicaContext as ReplicaContext
+from jaxcoll._distribute.strategy.replica_context import get_replica_context as get_replica_context
+from jaxcoll._distribute.values.per_replica import DistributedValues as DistributedValues
+from jaxcoll._distribute.values.per_replica import Mirrored as Mirrored
+from jaxcoll._distribute.values.per_replica import PerReplica as PerReplica
+from jaxcoll._plan.options import CollectiveCommunication as CollectiveCommunication
+from jaxcoll._plan.options import CommunicationImplementation as CommunicationImplementation
+from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
+from jaxcoll._plan.options import ReduceOp as ReduceOp

@@ -1,0 +1,25 @@
+"""`jaxcoll.distribute`: tf.distribute's names by themselves."""
+
+import inspect
+
+import jaxcoll as jc
+from jaxcoll import distribute
+
+NAMES = {name for name in vars(distribute) if not name.startswith("_")}
+
+
+def test_every_name_is_the_object_that_the_package_has_under_it():
+    assert all(getattr(distribute, name) is getattr(jc, name) for name in NAMES)
+
+
+def test_what_tensorflow_users_look_for_is_there():
+    family = {
+        name
+        for name, value in vars(jc).items()
+        if inspect.isclass(value)
+        and issubclass(value, jc.CrossDeviceOps | jc.DistributedValues | jc.ClusterResolver)
+    }
+    assert NAMES >= family | {
+        *("MirroredStrategy", "MultiWorkerMirroredStrategy", "ReplicaContext"),
+        *("get_replica_context", "CollectiveHints", "CommunicationOptions", "ReduceOp"),
+    }
