@@ -111,8 +111,10 @@ def test_titles_in_the_navigation_are_those_of_the_pages():
 
 
 def test_messages_that_a_page_explains_are_in_the_sources():
-    page = (ROOT / "docs" / "troubleshooting.md").read_text("utf8")
-    rows = re.findall(r"^\| `(.+?)`( \(JAX's\))? \|", page, re.M)
+    troubles, hangs = (
+        (ROOT / "docs" / f"{name}.md").read_text("utf8") for name in ("troubleshooting", "hangs")
+    )
+    rows = re.findall(r"^\| `(.+?)`( \(JAX's\))? \|", troubles + hangs, re.M)
     literals = "\n".join(
         node.value
         for text in SOURCES.values()
