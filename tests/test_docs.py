@@ -1,5 +1,6 @@
 """What the pages show is what happens: every Python block is run, every docstring example too."""
 
+import ast
 import doctest
 import importlib
 import pkgutil
@@ -14,11 +15,16 @@ import pytest
 import jaxcoll
 
 ROOT = Path(__file__).parents[1]
+SITE = sorted((ROOT / "docs").glob("*.md"))
+EVERY = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *SITE]
 PAGES = [
-    page
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    if "```python\n" in page.read_text()
+    page for page in EVERY if page.name != "CHANGELOG.md" and "```python\n" in page.read_text()
 ]
+SOURCES = {path: path.read_text("utf8") for path in sorted((ROOT / "jaxcoll").rglob("*.py"))}
+FENCE = re.compile(r"^```.*?^```", re.M | re.S)
+MOST_WORDS = 22_000
+PROMISES = r"\b(not yet|in this release|coming soon|will be (?:added|supported)|TODO|roadmap)\b"
+OLD_WORDS = r"\b(crew|muster|told|come home|comes home|out of breath|left behind|sign of life)\b"
 MODULES = sorted(
     m.name
     for m in pkgutil.walk_packages(jaxcoll.__path__, "jaxcoll.")
@@ -63,6 +69,67 @@ def test_the_code_of_the_pages_needs_what_the_documented_install_brings():
         code = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
         imports = re.findall(r"^ *(?:import|from) (\w+)", code, re.M)
         assert set(imports) <= brought, page.name
+
+
+def anchors(page):
+    """The anchors of a page's headings, as the site makes them."""
+    heads = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text("utf8")), re.M)
+    kept = (re.sub(r"[^\w\s-]", "", head).strip().lower() for head in heads)
+    return {re.sub(r"[\s-]+", "-", head) for head in kept}
+
+
+@pytest.mark.parametrize("page", EVERY, ids=lambda p: p.name)
+def test_what_a_page_links_to_and_names_is_there(page):
+    text = page.read_text("utf8")
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
+        path, _, anchor = link.partition("#")
+        if not path.startswith("http"):
+            there = (page.parent / path).resolve() if path else page
+            assert there.exists(), link
+            assert not anchor or anchor in anchors(there), link
+    for path in re.findall(r"(?<![\w/.-])(?:jaxcoll|tests|notebooks|docs)/[\w./]*\w", text):
+        assert (ROOT / path).exists(), path
+    for module in re.findall(r"python -m (tests[.\w]+)", text):
+        assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
+    if page.name != "CHANGELOG.md":
+        public = set(re.findall(r"\bjc\.(\w+)", text))
+        assert public <= set(dir(jaxcoll)), public - set(dir(jaxcoll))
+
+
+def test_pages_that_the_sources_refer_to_are_there():
+    for path, text in SOURCES.items():
+        for page in re.findall(r"\bdocs/\w+\.md\b", text):
+            assert (ROOT / page).exists(), f"{path}: {page}"
+        assert not re.search(r"\bthe\s+page\s+(on|of)\b", text, re.I), f"{path}: name the file"
+
+
+def test_titles_in_the_navigation_are_those_of_the_pages():
+    nav = re.findall(r"^  - (.+): (\w+\.md)$", (ROOT / "mkdocs.yml").read_text("utf8"), re.M)
+    titles = {page.name: page.read_text("utf8").splitlines()[0] for page in SITE}
+    assert {name: f"# {title}" for title, name in nav} == titles
+
+
+def test_messages_that_a_page_explains_are_in_the_sources():
+    troubles, hangs = (
+        (ROOT / "docs" / f"{name}.md").read_text("utf8") for name in ("troubleshooting", "hangs")
+    )
+    rows = re.findall(r"^\| `(.+?)`( \(JAX's\))? \|", troubles + hangs, re.M)
+    literals = "\n".join(
+        node.value
+        for text in SOURCES.values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    missing = {words for words, of_jax in rows if not of_jax and words not in literals}
+    assert missing - set(dir(jaxcoll)) == set()
+    assert len(rows) > 15
+
+
+def test_pages_are_short_promise_nothing_and_use_the_words_of_the_field():
+    assert sum(len(page.read_text("utf8").split()) for page in SITE) <= MOST_WORDS
+    for page in [*SITE, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for pattern in (PROMISES, OLD_WORDS):
+            assert not (found := re.search(pattern, page.read_text("utf8"))), f"{page}: {found}"
 
 
 def test_there_are_pages_with_code():

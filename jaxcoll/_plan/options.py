@@ -189,7 +189,7 @@ class CommunicationOptions:
         over the replicas as ((0+1)+(2+3))+((4+5)+(6+7)); where `algorithm` and `implementation`
         leave the choice, by halving_doubling for a power of two of replicas, else by shuffle. An
         algorithm that has another order is refused where it meets more than one replica. See
-        the page on reproducible results for what this cannot promise.
+        docs/sharp_bits.md for what this cannot promise.
       overlap: the exchange is to run while the backward pass still computes. Leaves are packed in
         the order in which their gradients become ready, which `jc.value_and_grad` and `jc.grad`
         read from the backward pass (`jc.all_reduce` takes leaves from last to first); packs get
@@ -200,8 +200,8 @@ class CommunicationOptions:
         corrupted on any replica comes back as NaN on all (integers: as their lowest value;
         unsigned: as their highest); a call between programs waits for its result and raises
         `ReductionCorruptedError`. `reduce_scatter`, and `all_gather` of its `Shards`, refuse it;
-        of other gathers there is no sum to compare. See the page on
-        hangs for what it finds and what it costs.
+        of other gathers there is no sum to compare. See
+        docs/hangs.md for what it finds and what it costs.
 
     Raises:
       ValueError: an argument has an impossible value, which the message names with it; or

@@ -4,8 +4,9 @@
     python -m tests.processes.campaign --markdown FILE...
 
 The first runs the rows of campaign_faults.py and ends with the number of those that failed; the
-second prints the table of docs/faults.md from what it saved, one pair of columns for each file,
-that is for each version of JAX. The tests run some rows.
+second writes the whole table to campaign.md beside this file, and some of its rows into
+docs/faults.md, from what was saved: one pair of columns for each file, that is for each version of
+JAX. The tests run some rows.
 """
 
 import argparse
@@ -31,6 +32,15 @@ from jaxcoll._cluster.launch.subprocesses import surely_ended
 from .campaign_faults import DEADLINE, FAULTS, LATE, TIMEOUT
 
 JOBS = Path(__file__).with_name("campaign_jobs.py")
+TABLE = Path(__file__).with_name("campaign.md")
+PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+ON_THE_PAGE = (
+    "SIGKILL of one of four",
+    "SIGSTOP",
+    "started again and taken in",
+    "one worker differs in its rows",
+    "death of the coordinator",
+)
 MARK = "JAXCOLL_CAMPAIGN"  # what a process, and all that it starts, has in its environment
 DEFAULTS = {"steps": 40, "timeout": TIMEOUT, "arrival": 20, "pause": 0.0, "odd": "", "of": "step"}
 DEFAULTS |= {"taken": False, "comes late": None, "leaves": 0, "again with": ""}
@@ -216,7 +226,7 @@ def _living(folder, but=(), patience=3.0):
 
 
 def markdown(*files):
-    """The table of docs/faults.md."""
+    """The table of campaign.md."""
     runs = [json.loads(Path(file).read_text()) for file in files]
     heads = [f"{what}, {run['jax']}" for run in runs for what in ("noticed", "next step")]
     lines = [["fault", "processes", "ends in", *heads], ["---"] * (3 + len(heads))]
@@ -226,7 +236,23 @@ def markdown(*files):
         for run in runs:
             cells += [_seconds(x) for x in run["rows"].get(fault.name, {"times": ()})["times"]]
         lines.append([fault.name, str(fault.processes), want, *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def on_the_page(table):
+    """The lines of `table` that docs/faults.md shows: its head, and the rows `ON_THE_PAGE`."""
+    head, rule, *rows = table.splitlines()
+    return [head, rule, *(row for row in rows if row.split(" | ")[0][2:] in ON_THE_PAGE)]
+
+
+def write(table):
+    """Write campaign.md, and the rows of docs/faults.md in the place of those there."""
+    TABLE.write_text(table, encoding="utf-8")
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("| fault |"))
+    end = lines.index("", begin)
+    lines[begin:end] = on_the_page(table)
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _seconds(x):
@@ -239,10 +265,10 @@ def main():
     parser.add_argument("--begin", default=FAULTS[0].name, help="the first row")
     parser.add_argument("--times", type=int, default=1, help="how often; the longest times count")
     parser.add_argument("--save", type=Path, help="where what was found is written")
-    parser.add_argument("--markdown", nargs="+", help="print the table from what was saved")
+    parser.add_argument("--markdown", nargs="+", help="write the tables from what was saved")
     args = parser.parse_args()
     if args.markdown:
-        print(markdown(*args.markdown))
+        write(markdown(*args.markdown))
         return 0
     rows = {}
     names = [fault.name for fault in FAULTS]

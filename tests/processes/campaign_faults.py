@@ -117,7 +117,7 @@ FAULTS = [
               others={1: MISMATCH}, culprits=(1, 1), within=6.0, spec={"again with": odd, "pause": 0.2, "steps": 400})
         for odd in ("state", "function")
     ),
-    Fault("other XLA_FLAGS on one", 3, (), MISMATCH, ("process 0: XLA_FLAGS -", "process 1: XLA_FLAGS --xla_cpu_max_isa=AVX"),
+    Fault("one worker differs in its XLA_FLAGS", 3, (), MISMATCH, ("process 0: XLA_FLAGS -", "process 1: XLA_FLAGS --xla_cpu_max_isa=AVX"),
           culprits=(), spec=FLAGS),
     Fault("one of two drifts apart", 2, (), DIVERGED, ("state['w'] first: 0 | 1",), job="odd", culprits=(), within=3.0,
           spec={"odd": "drift"}),
@@ -127,7 +127,7 @@ FAULTS = [
     Fault("one drifts apart and another dies", 4, ((2, 20, "SIGKILL"),), job="odd", culprits=(1, 2),
           others={1: DIVERGED}, within=3.0, spec={"odd": "drift"}),
     *(
-        Fault(f"another {odd} on one", 3, (), MISMATCH, words, job="odd", culprits=(),
+        Fault(f"one worker differs in its {odd}", 3, (), MISMATCH, words, job="odd", culprits=(),
               within=9.5 if odd == "slow rows" else 2.0, spec={"odd": odd})  # whose compilation takes 8 s
         for odd, words in {  # beside process 1 stands whoever came first of the others
             "function": ("process 1: program `<lambda>`",),
@@ -197,7 +197,7 @@ FAULTS = [
     _calls("a step: an interpreter is held for 7 s before the first", "trained",
            (1, "before the first call", "hold"), spec={"timeout": 0}),
     *(
-        _calls(f"a step: another {odd}", MISMATCH, spec={"odd": odd}, words=words, within=2.0)
+        _calls(f"a step: one process differs in its {odd}", MISMATCH, spec={"odd": odd}, words=words, within=2.0)
         for odd, words in {
             "shape": ("float32[4,8]", "float32[4,4]"),
             "dtype": ("float32[4,8]", "int32[4,8]"),
@@ -205,7 +205,7 @@ FAULTS = [
             "op": ("nothing was run", "/pack0"),
         }.items()
     ),
-    _calls("a step: other XLA_FLAGS", MISMATCH, spec=FLAGS, words=("process 1: XLA_FLAGS --xla_cpu_max_isa=AVX",)),
+    _calls("a step: one process differs in its XLA_FLAGS", MISMATCH, spec=FLAGS, words=("process 1: XLA_FLAGS --xla_cpu_max_isa=AVX",)),
     _calls("a step: two calls are swapped", MISMATCH, spec={"odd": "swap", "pause": 0.1, "steps": 60},
            words=("Processes run different programs as call 13", "process 0: collective 1: "), within=2.0),
     _calls("a step: one compiles it once more", "trained", spec={"odd": "recompile"}),

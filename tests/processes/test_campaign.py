@@ -4,10 +4,9 @@ import json
 import math
 import socket
 import threading
-from pathlib import Path
 
 import pytest
-from processes.campaign import STEP, Ran, markdown
+from processes.campaign import ON_THE_PAGE, PAGE, STEP, TABLE, Ran, markdown, on_the_page
 from processes.campaign_faults import FAULTS
 
 from jaxcoll._cluster import coordinator_proxy
@@ -22,7 +21,7 @@ IN_CI = (
     "started again with another function",
     "one of two drifts apart",
     "one drifts apart and another dies",
-    "a step: other XLA_FLAGS",
+    "a step: one process differs in its XLA_FLAGS",
     "SIGSTOP, continued later",
     "too few are left",
     "started again and taken in",
@@ -31,7 +30,7 @@ IN_CI = (
     "SIGSTOP of the coordinator",
     "SIGKILL of the one that writes a checkpoint",
     "`strategy.run`: SIGKILL",
-    "another rows on one",
+    "one worker differs in its rows",
     "SIGKILL where steps have no deadline",
     "a step without a deadline: SIGKILL, two devices each",
 )
@@ -48,7 +47,7 @@ def test_a_fault_ends_in_the_named_error_or_in_training_that_goes_on(name, tmp_p
     assert not next_step > fault.within + STEP + 30
 
 
-def test_the_table_in_the_docs_has_every_row_of_the_campaign(tmp_path):
+def test_the_table_has_every_row_of_the_campaign_and_the_page_has_some_of_them(tmp_path):
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 30
     saved = tmp_path / "found.json"
     times = {FAULTS[0].name: {"times": [0.04, math.nan]}}
@@ -58,11 +57,12 @@ def test_the_table_in_the_docs_has_every_row_of_the_campaign(tmp_path):
     assert head == "| fault | processes | ends in | noticed, 1.2 | next step, 1.2 |"
     assert first == f"| {FAULTS[0].name} | 4 | training goes on | 0.0 s |  |"
     assert len(others) == len(FAULTS) - 1
-    written = Path("docs/faults.md").read_text("utf8").splitlines()
-    begin = written.index(next(x for x in written if x.startswith("| fault |")))
-    rows = written[begin + 2 : begin + 2 + len(FAULTS)]
+    written = TABLE.read_text("utf8")
     wanted = [line.split(" | ")[:3] for line in (first, *others)]
-    assert [line.split(" | ")[:3] for line in rows] == wanted
+    assert [line.split(" | ")[:3] for line in written.splitlines()[2:]] == wanted
+    shown = [line for line in PAGE.read_text("utf8").splitlines() if line in written.splitlines()]
+    assert shown == on_the_page(written)
+    assert len(shown) == 2 + len(ON_THE_PAGE)
 
 
 @pytest.mark.parametrize("listened", [True, False])
