@@ -32,8 +32,8 @@ def python(code: str, **environment: str) -> str:
 
 def test_import_costs_less_than_a_second_beyond_jax():
     code = (
-        "import time, jax; start = time.perf_counter(); import jaxcoll; "
-        "print(time.perf_counter() - start)"
+        "import time, jax; start = time.process_time(); import jaxcoll; "
+        "print(time.process_time() - start)"
     )
     assert min(float(python(code)) for _ in range(3)) < 1.0
 
