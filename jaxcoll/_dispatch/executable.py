@@ -49,7 +49,10 @@ class Program:
         return f"Collective 1{more} of {self.name} is {self.moved[0]}{_leaves(self.moved[0])}."
 
 
-_known: weakref.WeakKeyDictionary[Any, dict[Any, Program]] = weakref.WeakKeyDictionary()
+_LAST = "last"
+_known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""Of each jitted program, what it is compiled to; under `_LAST` the last key and its program."""
+
 _plans: dict[str, Plan] = {}
 """The plans that were carried out last, by name, to say which leaves a pack carries."""
 
@@ -87,23 +90,29 @@ def compiled_for(call: Call, *, shared: bool) -> Program:
         _compat.configuration(),
         tree,
         shared,
-        tuple((x.aval, x.sharding) for x in leaves),
+        *[x.aval for x in leaves],
+        *[x.sharding for x in leaves],
     )
     known = _known.setdefault(call.program, {})
-    found = known.get(key)
+    # A loop calls with what the last call returned, whose types are the same objects: to compare
+    # these takes a fraction of the time that their hashes take.
+    last, found = known.get(_LAST, (None, None))
+    if last != key:
+        found = known.get(key)
     if found is None:
         lowered = call.program.lower(*call.args, **call.kwargs)
         name = getattr(call.program, "__name__", "program")
         if not shared:
             found = Program(lowered.compile(), _name(name, leaves))
         else:
-            first = None if known else first_values(call.args, call.kwargs, call.has_batch)
+            first = None if known else first_values(call.args, call.kwargs, call.rows)
             found = shared_program(lowered, name, leaves, call.settings_text())
             found = dataclasses.replace(found, first=first)
         known[key] = found
     elif uncompared(found):  # a call before this one did not come to it, or was refused
-        first = first_values(call.args, call.kwargs, call.has_batch)
+        first = first_values(call.args, call.kwargs, call.rows)
         found = known[key] = dataclasses.replace(found, first=first)
+    known[_LAST] = key, found
     return found
 
 

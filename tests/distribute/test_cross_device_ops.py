@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CompileCounter, assert_trees_equal, noise, rows, tree
+from cases import CompileCounter, assert_trees_equal, calls_made, noise, rows, tree
 from jax.sharding import NamedSharding
 
 import jaxcoll as jc
@@ -556,18 +556,14 @@ def test_with_a_deadline_it_is_traced_in_the_callers_thread_and_once():
 
 def test_a_deadline_bounds_an_all_reduce(monkeypatch):
     value = PerReplica([1.0, 3.0])
-    waits = []
-
-    def never(call, timeout_seconds, what, **_):
-        waits.append((timeout_seconds, what))
-        return call()
-
-    monkeypatch.setattr("jaxcoll._distribute.ops.cross_device_ops.finished", never)
+    made = calls_made(monkeypatch)
     options = jc.CommunicationOptions(timeout_seconds=2)
     NcclAllReduce().batch_reduce(
         "mean", [(value, value), (value, "cpu:0"), (1.0, "cpu:0")], options
     )
-    assert waits == [(2.0, "`NcclAllReduce.batch_reduce` (MEAN of 2 values)")]
+    (calls,) = made
+    name = "`NcclAllReduce.batch_reduce` (MEAN of 2 values)"
+    assert [(call.timeout_seconds, call.name) for call in calls] == [(2.0, name)] * 2
 
 
 # Bad input

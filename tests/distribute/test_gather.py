@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CompileCounter, assert_trees_equal
+from cases import CompileCounter, assert_trees_equal, calls_made
 
 import jaxcoll as jc
 from jaxcoll import Mirrored, NcclAllReduce, PerReplica, ReductionToOneDevice
@@ -125,19 +125,15 @@ def test_the_options_of_a_call_and_of_the_object_are_in_the_program():
 
 @EVERY
 def test_a_deadline_changes_no_result(ops, monkeypatch):
-    waits = []
-
-    def waited(call, seconds, what, **_):
-        waits.append((seconds, what))
-        return call()
-
     value = PerReplica([np.ones(2)] * 8)
+    made = []
     for seconds in (60, 0.5):
         options = jc.CommunicationOptions(timeout_seconds=seconds)
         for to in (value, "cpu:0"):
             result = ops.gather(value, to, 0, options)
             assert (result if to == "cpu:0" else result[7]).shape == (16,)
-        monkeypatch.setattr("jaxcoll._distribute.ops.gather.finished", waited)
+        made = made or calls_made(monkeypatch)
+    waits = [(call.timeout_seconds, call.name) for (call,) in made]
     assert waits == [(0.5, f"`{type(ops).__name__}.gather`")] * 2
 
 

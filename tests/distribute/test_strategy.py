@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CompileCounter, assert_trees_equal
+from cases import CompileCounter, assert_trees_equal, calls_made
 
 import jaxcoll as jc
 from jaxcoll import Mirrored, PerReplica, get_replica_context
@@ -761,14 +761,7 @@ def test_experimental_hints_go_where_options_go():
 @pytest.mark.parametrize("where", ["strategy", "call"])
 def test_a_strategys_calls_are_bounded_by_its_own_deadline_or_the_calls(monkeypatch, where):
     """Reductions, gathers, updates and runs alike."""
-    waits = []
-
-    def never(call, seconds, what, **_):
-        waits.append(seconds)
-        return call()
-
-    for module in ("ops.cross_device_ops", "ops.gather", "strategy.replica_program"):
-        monkeypatch.setattr(f"jaxcoll._distribute.{module}.finished", never)
+    made = calls_made(monkeypatch)
     own = jc.CommunicationOptions(timeout_seconds=77)
     s = jc.MultiWorkerMirroredStrategy(communication_options=own if where == "strategy" else None)
     said = {"options": own} if where == "call" else {}
@@ -781,6 +774,7 @@ def test_a_strategys_calls_are_bounded_by_its_own_deadline_or_the_calls(monkeypa
     s.run(lambda: 1.0, **said)
     if where == "strategy":
         s.extended.update(value, lambda v: v + 1)
+    waits = [calls[0].timeout_seconds for calls in made]
     assert waits == [77.0] * (7 if where == "strategy" else 6)
 
 

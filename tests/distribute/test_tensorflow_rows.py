@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -43,10 +44,8 @@ def test_F25_F26_F28_a_deadline_is_kept_dense_and_sparse(monkeypatch):
     sparse = PerReplica([jc.IndexedSlices([1.0], [0], (5,))] * 2)
     ops = CollectiveAllReduce(devices(2), 2)
     with monkeypatch.context() as patched:
-        patched.setattr(
-            "jaxcoll._distribute.ops.all_reduce_ops.prepared",
-            lambda *_, **__: lambda: time.sleep(0.5),
-        )
+        slow = types.SimpleNamespace(compiled=lambda *_: time.sleep(0.5))
+        patched.setattr("jaxcoll._dispatch.dispatch.compiled_for", lambda call, shared: slow)
         for pairs in ([(dense, dense)], [(dense, dense)] * 2, [(sparse, sparse)] * 2):
             with pytest.raises(jc.DeadlineExceededError, match="did not finish within 0.05 s"):
                 ops.batch_reduce("sum", pairs, options)
