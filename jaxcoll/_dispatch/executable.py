@@ -42,7 +42,7 @@ class Program:
 
     @property
     def starts_with(self) -> str:
-        """The collective at which processes that are here wait for others, in a sentence."""
+        """The collective at which processes that arrived wait for the others, in a sentence."""
         if not self.moved:
             return f"{self.name} has no collective."
         more = f" of {len(self.moved)}" * (len(self.moved) > 1)
@@ -54,7 +54,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictiona
 """Of each jitted program, what it is compiled to; under `_LAST` the last key and its program."""
 
 _plans: dict[str, Plan] = {}
-"""The plans that were carried out last, by name, to say which leaves a pack carries."""
+"""The plans that were traced last, by name, so that messages can name the leaves of a pack."""
 
 
 def remember(plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""What a compiled program is, in lines that processes can compare and a person can read."""
+"""Fingerprints of compiled programs: lines that processes compare and a person can read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LAYOUT = re.compile(r"\{[\d,]*(?::[^}]*)?\}|/\*index=\d+\*/")
 def collectives(compiled: str) -> tuple[str, ...]:
     """The collectives of a compiled program in the order of its text, one line each.
 
-    What two processes must have in common is in the line: the kind, the element types and shapes,
+    A line has all that two processes must have in common: the kind, the element types and shapes,
     the groups, the channel, and the pack of jaxcoll that travels.
 
     Args:
