@@ -87,7 +87,7 @@ def compiled_for(call: Call, *, shared: bool) -> Program:
     """
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     key = (
-        _compat.configuration(),
+        _compat.configuration(),  # under other settings of JAX it is another program
         tree,
         shared,
         *[x.aval for x in leaves],
@@ -105,6 +105,7 @@ def compiled_for(call: Call, *, shared: bool) -> Program:
         if not shared:
             found = Program(lowered.compile(), _name(name, leaves))
         else:
+            # Only a function's first program: later ones are given state that it returned.
             first = None if known else first_values(call.args, call.kwargs, call.rows)
             found = shared_program(lowered, name, leaves, call.settings_text())
             found = dataclasses.replace(found, first=first)

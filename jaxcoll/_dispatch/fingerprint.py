@@ -76,6 +76,7 @@ def fingerprint(
       Lines, the most telling differences first.
     """
     args, kwargs = lowered.args_info
+    # Constants are left out, because a process may bake in its rank.
     return (
         f"JAX {jax.__version__} with jaxlib {jaxlib.__version__}",
         f"program {name}",

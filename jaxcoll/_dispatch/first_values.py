@@ -99,6 +99,7 @@ def compared(
     Returns:
       The error that all of them raise; None, if what should be the same is.
     """
+    # Digests of all leaves in one: leaves by themselves are exchanged only where these differ.
     short = {int(p): text.split(":") for p, text in peers.store.all(f"{folder}/values").items()}
     groups: dict[str, list[int]] = {}
     for process in sorted(short):
