@@ -101,13 +101,7 @@ class ProcessGroup:
     def run(
         self, program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wait: bool = True
     ) -> Any:
-        """Call a `Program` together with the others.
-
-        Args:
-          program: the program.
-          args: its arguments.
-          kwargs: likewise.
-          wait: for the result.
+        """Call a `Program` together with the others, and `wait` for the result.
 
         Raises:
           ProgramMismatchError: they call another one.
