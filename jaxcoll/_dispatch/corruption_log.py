@@ -61,7 +61,6 @@ def heard(
         key = (devices, group, tuple(each.pack for each in found))
         reports = _reports.setdefault(key, collections.Counter())
         reports[member] += 1
-        # The first device to report so many: the others are about the same reduction.
         new = all(n < reports[member] for other, n in reports.items() if other != member)
     if new:
         _LOG.warning("A reduction was corrupted, and came back as NaN: %s.", _text(found))
