@@ -85,9 +85,6 @@ class Worker:
     """A thread that makes one call after another, and may be abandoned in any of them.
 
     An abandoned call stays in the thread to its end, and what is submitted next begins after it.
-
-    Args:
-      name: of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -101,12 +98,7 @@ class Worker:
         return self._returned < self._submitted
 
     def submit(self, call: Callable[[], Any], then: Callable[[], Any] | None = None) -> Task:
-        """Have the thread make `call()`.
-
-        Args:
-          call: what is called.
-          then: called when the task is settled, by whoever settles it.
-        """
+        """Have the thread make `call()`; `then()` follows when the task is settled."""
         task = Task(self, call, then)
         self.start(task)
         return task
@@ -136,15 +128,7 @@ _at_exit: list[Callable[[], Any]] = []
 
 
 def within(seconds: float, call: Callable[[], Any], look: Callable[[], None] | None = None) -> Any:
-    """`call()`, in a thread that is abandoned if it takes longer.
-
-    Args:
-      seconds: how long.
-      call: what is called.
-      look: called every now and then while it is waited for; what it raises ends the wait.
-
-    Returns:
-      What `call` returns.
+    """`call()`, in a thread that is abandoned if it takes longer, or if `look` raises meanwhile.
 
     Raises:
       TimeoutError: it took longer.
@@ -153,18 +137,16 @@ def within(seconds: float, call: Callable[[], Any], look: Callable[[], None] | N
     task = worker.submit(call)
     worker.close()
     until = time.monotonic() + seconds
-    while True:
-        left = until - time.monotonic()
-        if task.wait(max(left if look is None else min(left, _LOOK_SECONDS), 0)):
-            return task.result()
+    while not task.wait(max(0, min(until - time.monotonic(), _LOOK_SECONDS if look else seconds))):
         try:
-            if left <= 0:
+            if time.monotonic() >= until:
                 raise TimeoutError(f"it did not answer within {seconds:g} s")
-            if look is not None:
+            if look:
                 look()
         except BaseException:
             abandon(worker)
             raise
+    return task.result()
 
 
 def abandon(thread: Worker | threading.Thread) -> None:

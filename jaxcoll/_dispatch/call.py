@@ -27,7 +27,7 @@ class Call:
       kwargs: arguments by name, placed.
       settings: what all processes must have in common beside the program; its `repr` is compared.
         None: `options`.
-      has_batch: whether arrays that are split are a batch, of which each process has its own rows.
+      rows: whether arrays that are split are a batch, of which each process has its own rows.
       inner: deadlines that reductions inside the program ask for.
     """
 
@@ -38,7 +38,7 @@ class Call:
     options: CommunicationOptions = _NO_OPTIONS
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     settings: Any = None
-    has_batch: bool = False
+    rows: bool = False
     inner: InnerDeadlines | None = None
 
     @property

@@ -85,6 +85,7 @@ class CallPredictor:
         self._pairs.add((mark, mark))
         self._mark, self._length = mark, 1
         runs = tuple(self._runs)
+        # Whole tuples, never their hashes: those differ between processes.
         self._contexts = [(*runs[len(runs) - k :], mark) for k in CONTEXTS if k <= len(runs)]
 
     def interrupt(self) -> None:

@@ -1,4 +1,4 @@
-"""Options of one program's compiler, which are tried before they are relied on."""
+"""Compiler options of one program, tried before they are relied on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 
 def known_options(wanted: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:
-    """Those of `wanted` that the compiler for `device` knows; of the others a warning.
+    """The options among `wanted` that the compiler for `device` knows; it warns of the others.
 
     Cost: the first time, the compilation of an empty program for each option.
     """

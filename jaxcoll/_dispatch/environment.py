@@ -1,8 +1,8 @@
-"""What decides the bits of a compiled program beside its text, in lines that processes compare.
+"""The environment of a compilation (flags, settings, processor), in lines that processes compare.
 
-The same program rounds in another way where the compiler was given other flags or compiles for
-another processor. Replicas that each update their own copy of the parameters then drift apart, and
-no collective notices.
+The same program rounds differently where the compiler gets other flags or compiles for another
+processor. Replicas that each update their own copy of the parameters then drift apart, and no
+collective notices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
-"""Variables of the environment that compilers read."""
+"""Environment variables that compilers read."""
 
 SETTINGS = (
     *("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl"),
@@ -26,14 +26,14 @@ SETTINGS = (
     *("jax_exec_time_optimization_effort", "jax_memory_fitting_level"),
     *("jax_memory_fitting_effort", "jax_disable_most_optimizations"),
 )
-"""Settings of JAX that change what is computed, as far as the version at hand has them."""
+"""Settings of JAX that change numbers, as far as this version has them."""
 
-# Flags that change no number, and that one process may well have alone.
+# Flags that change no number, so that processes may differ in them.
 _HARMLESS = re.compile(
     r"--?(xla_force_host_platform_device_count|xla_hlo_profile|xla_\w*dump\w*|xla_\w*timeout\w*"
     r"|xla_\w*cache_(dir|file|mode))\b"
 )
-# What a compiler can use of a processor; other flags of Linux describe its kernel and hypervisor.
+# Instructions that a compiler can use; Linux lists flags of the kernel and hypervisor beside them.
 _INSTRUCTIONS = re.compile(
     r"(sse|ssse|avx|amx|fma|bmi|sha|asimd|sve)\w*|v?aes|v?pclmulqdq|f16c|popcnt|adx|gfni|movbe|abm"
     r"|sme2?|bf16|i8mm|fp|fphp|crc32|fcma"
@@ -42,7 +42,7 @@ _KIND = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "uar
 
 
 def environment(device: jax.Device) -> tuple[str, ...]:
-    """What programs for `device` depend on beside their text, one line each.
+    """Everything that programs for `device` depend on beside their text, one line each.
 
     Examples:
       >>> import jax
@@ -68,7 +68,7 @@ def _flags(text: str) -> str:
 
 @functools.cache
 def _processor() -> str:
-    """The kind of this host's processor, as a compiler tells processors apart."""
+    """The kind of this host's processor, as a compiler distinguishes processors."""
     try:
         kind = kind_of(Path("/proc/cpuinfo").read_text("utf8", "replace"))
     except OSError:  # no Linux
@@ -77,7 +77,7 @@ def _processor() -> str:
 
 
 def kind_of(cpuinfo: str) -> str:
-    """What a compiler can know of the first processor that Linux describes."""
+    """The first processor that Linux describes, as far as a compiler knows it."""
     known = {}
     for line in cpuinfo.partition("\n\n")[0].splitlines():
         name, _, value = line.partition(":")

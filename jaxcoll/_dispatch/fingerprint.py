@@ -1,4 +1,4 @@
-"""What a compiled program is, in lines that processes can compare and a person can read."""
+"""Fingerprints of compiled programs: lines that processes compare and a person can read."""
 
 from __future__ import annotations
 
@@ -27,11 +27,8 @@ _LAYOUT = re.compile(r"\{[\d,]*(?::[^}]*)?\}|/\*index=\d+\*/")
 def collectives(compiled: str) -> tuple[str, ...]:
     """The collectives of a compiled program in the order of its text, one line each.
 
-    What two processes must have in common is in the line: the kind, the element types and shapes,
+    A line has all that two processes must have in common: the kind, the element types and shapes,
     the groups, the channel, and the pack of jaxcoll that travels.
-
-    Args:
-      compiled: HLO.
 
     Examples:
       >>> collectives("%a.1 = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}")
@@ -62,20 +59,12 @@ def fingerprint(
     lowered: jax.stages.Lowered,
     moved: Sequence[str],
 ) -> tuple[str, ...]:
-    """All that processes must agree upon before they run a program together.
+    """All that processes must agree upon before they run a program; the most telling lines first.
 
-    Args:
-      name: what the program is called.
-      environment: what decides its bits beside its text.
-      options: those that decided something.
-      devices: in the order of the mesh.
-      lowered: the program, which knows its arguments and results.
-      moved: its `collectives`.
-
-    Returns:
-      Lines, the most telling differences first.
+    `devices` are in the order of the mesh, and `moved` are the program's `collectives`.
     """
     args, kwargs = lowered.args_info
+    # Constants are left out, because a process may bake in its rank.
     return (
         f"JAX {jax.__version__} with jaxlib {jaxlib.__version__}",
         f"program {name}",
@@ -101,10 +90,7 @@ def mark(lines: Sequence[str]) -> str:
 
 
 def first_difference(sides: Mapping[int, Sequence[str]]) -> str:
-    """Two processes' lines where they first differ, in words.
-
-    Args:
-      sides: the lines of two processes, by process.
+    """The lines of two processes where they first differ, in words.
 
     Examples:
       >>> print(first_difference({0: ["program a", "x: f32[4]"], 2: ["program a", "x: f32[8]"]}))

@@ -57,12 +57,9 @@ class FirstValues:
 
 
 def first_values(args: Sequence[Any], kwargs: Mapping[str, Any], rows: bool) -> FirstValues:
-    """The digests of placed arguments. Cost: what this process has of them is read once.
+    """The digests of placed arguments, of which this process's part is read once.
 
-    Args:
-      args: global arrays.
-      kwargs: likewise.
-      rows: whether those that are split are a batch.
+    `rows` says whether arrays that are split are a batch.
     """
     found = FirstValues({}, {})
     for tree, name in ((tuple(args), "args"), (dict(kwargs), "kwargs")):
@@ -87,18 +84,11 @@ def uncompared(program: Any) -> FirstValues | None:
 def compared(
     peers: Peers, folder: str, processes: Sequence[int], mine: FirstValues, name: str
 ) -> ReplicaDivergenceError | None:
-    """Compare what all processes have written beside their marks.
+    """Compare the digests of all processes: the error that they raise, or None if none differ.
 
-    Args:
-      peers: how to reach them.
-      folder: where they have.
-      processes: those of the group.
-      mine: this process's own.
-      name: of the program.
-
-    Returns:
-      The error that all of them raise; None, if what should be the same is.
+    They stand in `folder`, beside the marks of the program `name`.
     """
+    # Digests of all leaves in one: leaves by themselves are exchanged only where these differ.
     short = {int(p): text.split(":") for p, text in peers.store.all(f"{folder}/values").items()}
     groups: dict[str, list[int]] = {}
     for process in sorted(short):

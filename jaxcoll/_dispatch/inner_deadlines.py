@@ -1,4 +1,4 @@
-"""The deadlines that reductions inside a program were given, which bound the calls of it."""
+"""Deadlines of reductions inside a program, which bound its calls."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxcoll import _compat
 
 
 class InnerDeadlines:
-    """What the reductions inside one program ask for.
+    """The deadlines that the reductions inside one program ask for.
 
     Law: a call is bounded by the shortest deadline that any reduction inside was given, in any
-    trace of the program. A compiled program is one wait: where in it a reduction begins, nobody
-    outside can see.
+    trace of the program. A compiled program is one wait: nobody outside can see where in it a
+    reduction begins.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class InnerDeadlines:
         self._traced: set[Hashable] = set()
 
     def ask(self, seconds: float) -> None:
-        """A reduction that is being traced was given this deadline."""
+        """Note the deadline of a reduction that is being traced."""
         self._shortest = self.bound(seconds)
 
     def bound(self, seconds: float | None) -> float | None:

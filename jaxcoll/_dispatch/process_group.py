@@ -99,13 +99,7 @@ class ProcessGroup:
     def run(
         self, program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wait: bool = True
     ) -> Any:
-        """Call a `Program` together with the others.
-
-        Args:
-          program: the program.
-          args: its arguments.
-          kwargs: likewise.
-          wait: for the result.
+        """Call a `Program` together with the others, and `wait` for the result.
 
         Raises:
           ProgramMismatchError: they call another one.
@@ -119,11 +113,11 @@ class ProcessGroup:
             if unexpected or uncompared(program):
                 self._agree(program, call)
             self._predictor.follow(call.mark, unexpected)
-            self._history.agreed = call
+            self._history.agreed = call  # before it runs: others ask while this process waits in it
             result = program.compiled(*args, **kwargs)
             if wait:
                 jax.block_until_ready(result)
-            self.done = call.position
+            self.done = call.position  # a process that ends publishes it, and is not missed there
             return result
         except StoreUnreachableError as error:
             raise PeerLostError(
@@ -199,7 +193,7 @@ class ProcessGroup:
         knows of no end, they get a second chance: an interpreter may be held for a while.
         """
         peers, silent = self._peers, set(self.others)
-        time.sleep(NEWS_SECONDS)
+        time.sleep(NEWS_SECONDS)  # so that all who died together are named together
         for patience in (REPLY_SECONDS, RETRY_SECONDS):
             peers.look()
             if dead := self._gone_before(self.position):
@@ -211,6 +205,7 @@ class ProcessGroup:
         return silent
 
     def _alarm(self, failure: Exception, more: dict[str, Any]) -> None:
+        # In words and numbers: what processes exchange is never unpickled.
         alarm = {"error": type(failure).__name__, "text": str(failure), **more}
         self._peers.alarm(self.name, [p for p in self.others if p not in self._peers.lost], alarm)
 
@@ -276,6 +271,7 @@ class ProcessGroup:
             store.set(f"{folder}/{here}", json.dumps(published))
         elif not self._history.is_inside:
             return
+        # One neighbour each is enough: if any two orders differ, so do those of two neighbours.
         there = self.processes[(self.processes.index(here) + 1) % len(self.processes)]
         text = store.try_get(f"{folder}/{there}")
         if text and not self.failure:

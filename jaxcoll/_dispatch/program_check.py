@@ -35,28 +35,16 @@ the same kind of processor."""
 
 
 class ProgramCheck:
-    """The agreement of one process group on the program that each call runs.
-
-    Args:
-      peers: how to reach the other processes.
-      group: the name of the group.
-      processes: those of the group, sorted.
-    """
+    """The agreement of one process group, by its name, on the program that each call runs."""
 
     def __init__(self, peers: Peers, group: str, processes: Sequence[int]) -> None:
         self._peers, self._group, self._processes = peers, group, processes
         self._last_folder = ""
 
     def disagreement(self, program: Any, call: Entered) -> tuple[str | Exception, bool] | None:
-        """Wait until all processes are about to run the same program.
+        """Wait until all processes are about to run the same `Program`: None.
 
-        Args:
-          program: a `Program`.
-          call: the call of it.
-
-        Returns:
-          None, if they are; else what differs, in words or as an error, and whether nobody has run
-          anything.
+        Or what differs, in words or as an error, and whether nobody has run anything.
         """
         peers = self._peers
         folder = f"{peers.root}/agree/{self._group}/{call.position}"
@@ -119,7 +107,7 @@ class ProgramCheck:
                 return {"same": True}
             if text := inquiry.about(missing):
                 return {"same": False, "text": text}
-            time.sleep(pause)
+            time.sleep(pause)  # short at first: as a rule all arrive within milliseconds
             pause = min(2 * pause, 0.05)
 
     def _await_verdict(self, call: Entered, folder: str) -> dict[str, Any]:

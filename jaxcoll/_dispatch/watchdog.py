@@ -91,7 +91,7 @@ class Watchdog:
                 received = message(peers.store.get(key, PROGRESS_SECONDS))
                 self._read += 1
                 peers.store.delete(key)
-                if received.get("end"):
+                if received.get("end"):  # `_sign_off` sent it, to wake this read
                     return
                 with contextlib.suppress(KeyError, TypeError):  # anybody may have written it
                     self._handle(received)

@@ -227,13 +227,17 @@ class DataParallel:
         with no_mesh():
             args, kwargs, batch = self._placed(args, kwargs)
             program = self._compiled(batch, args, kwargs)
-            return run(
-                DispatchedCall(
-                    *(program, args, self._devices, name, self._options, kwargs),
-                    has_batch=True,
-                    inner=self._inner,
-                )
+            call = DispatchedCall(
+                program,
+                args,
+                self._devices,
+                name,
+                self._options,
+                kwargs,
+                rows=True,
+                inner=self._inner,
             )
+            return run(call)
 
     def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:
         """This step on a cluster that is not here: to be traced and lowered, not to be called.

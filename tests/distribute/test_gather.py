@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CompileCounter, assert_trees_equal
+from cases import CompileCounter, assert_trees_equal, calls_made
 
 import jaxcoll as jc
 from jaxcoll import Mirrored, NcclAllReduce, PerReplica, ReductionToOneDevice

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CompileCounter, assert_trees_equal
+from cases import CompileCounter, assert_trees_equal, calls_made
 
 import jaxcoll as jc
 from jaxcoll import Mirrored, PerReplica, get_replica_context
