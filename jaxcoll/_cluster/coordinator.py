@@ -351,8 +351,8 @@ def _reported(lines: bytes) -> dict[str, Any]:
 def news_of(line: bytes) -> dict[str, Any]:
     """What a line of the coordinator's tells of a process that has ended; {}: nothing.
 
-    That is `ended`, its number; `stage`, the last that it reached (see `Line.say`), or None; and,
-    if it said a farewell, `done`.
+    That is `ended`, its number; `stage`, the last that it reached, or None; and, if it said a
+    farewell, `done` (see `CoordinatorConnection`).
     """
     fields = message(line)
     stage, done = fields.get("stage"), fields.get("done")

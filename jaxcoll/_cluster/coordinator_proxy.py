@@ -4,7 +4,7 @@ JAX ends a process with a signal, at once and without asking Python, when its co
 coordinator breaks. So the client is connected to a Unix socket of its own process, and what passes
 is copied to the coordinator and back. When the coordinator dies while somebody here listens for it,
 that socket stays open, silent: JAX notices nothing until its heartbeat timeout, and until then
-there is time to save and to say why. A coordinator that is cut off is as good as dead: the relay
+there is time to save and to say why. A coordinator that is cut off is as good as dead: the proxy
 finds out by the silence on its connections.
 """
 
@@ -26,10 +26,10 @@ from jaxcoll._threads import at_exit, not_at_exit
 
 _CHUNK = 1 << 16
 _LEAST = 2.0  # seconds in which a network may be silent and well
-_relay: Relay | None = None
+_proxy: CoordinatorProxy | None = None
 
 
-class Relay:
+class CoordinatorProxy:
     """A way to the coordinator that breaks in words.
 
     Attributes:
@@ -41,7 +41,7 @@ class Relay:
       upstream: the coordinator's address.
       heartbeat: seconds of silence after which JAX takes the coordinator for dead, and so does this
         where nobody asks for less.
-      when_parted: called, from another thread, when JAX's client is no more. The relay is no more
+      when_parted: called, from another thread, when JAX's client is no more. The proxy is no more
         then, either.
     """
 
@@ -90,7 +90,7 @@ class Relay:
                 break_when_silent(far, self._silence)
 
     def _start(self, target: Callable[..., None], *args: socket.socket) -> None:
-        threading.Thread(target=target, args=args, name="jaxcoll-relay", daemon=True).start()
+        threading.Thread(target=target, args=args, name="jaxcoll-proxy", daemon=True).start()
 
     def _accept(self) -> None:
         while True:
@@ -163,23 +163,25 @@ def _copy(source: socket.socket, target: socket.socket) -> bool:
             return False
 
 
-def through_relay(address: str, heartbeat: float, when_parted: Callable[[], None]) -> Relay:
-    """A relay to `address`, the coordinator's, as "host:port"; the one of this process."""
-    global _relay
-    _relay = Relay(address, heartbeat, when_parted)
-    return _relay
+def through_proxy(
+    address: str, heartbeat: float, when_parted: Callable[[], None]
+) -> CoordinatorProxy:
+    """A proxy to `address`, the coordinator's, as "host:port"; the one of this process."""
+    global _proxy
+    _proxy = CoordinatorProxy(address, heartbeat, when_parted)
+    return _proxy
 
 
 def give_up_coordinator() -> None:
     """Forget a coordinator that died or does not answer: this process ends in peace without it."""
-    if _relay is not None:
-        _relay.is_left = True
+    if _proxy is not None:
+        _proxy.is_left = True
     leave_coordinator()
 
 
 @contextlib.contextmanager
 def when_coordinator_is_lost(callback: Callable[[], None], seconds: float) -> Iterator[None]:
-    """In here this is called, from another thread, if the coordinator dies and there is a relay.
+    """In here this is called, from another thread, if the coordinator dies and there is a proxy.
 
     Args:
       callback: what is called.
@@ -188,12 +190,12 @@ def when_coordinator_is_lost(callback: Callable[[], None], seconds: float) -> It
     Yields:
       Nothing.
     """
-    if _relay is None:
+    if _proxy is None:
         yield
         return
-    _relay.callbacks.append(callback)
-    _relay.hurry(seconds)
+    _proxy.callbacks.append(callback)
+    _proxy.hurry(seconds)
     try:
         yield
     finally:
-        _relay.callbacks.remove(callback)
+        _proxy.callbacks.remove(callback)

@@ -42,7 +42,7 @@ def connections(listening: Iterable[Address]) -> set[tuple[int, Address, Address
     return found
 
 
-class Made:
+class GenerationSockets:
     """The connections that are made from now on, until one has been used.
 
     Args:

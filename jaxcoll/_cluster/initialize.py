@@ -17,7 +17,7 @@ import jax
 
 from jaxcoll import _compat
 from jaxcoll._cluster.coordinator import LONGEST_SECONDS, Coordinator, start_coordinator
-from jaxcoll._cluster.coordinator_proxy import through_relay
+from jaxcoll._cluster.coordinator_proxy import through_proxy
 from jaxcoll._cluster.launchers import (
     JAX_BIND,
     JAX_COORDINATOR,
@@ -28,7 +28,7 @@ from jaxcoll._cluster.launchers import (
     is_loopback,
     member_of,
 )
-from jaxcoll._cluster.liveness import Line, follow
+from jaxcoll._cluster.liveness import CoordinatorConnection, follow
 from jaxcoll._cluster.rendezvous import arrive, reach
 from jaxcoll._cluster.resolvers import ClusterResolver
 from jaxcoll._cluster.socket_folder import make_socket_folder
@@ -44,7 +44,7 @@ class _Joined:
     """What this process has entered, and what must stay open as long as it is in it."""
 
     member: Member
-    line: Line
+    line: CoordinatorConnection
     recoverable: bool
     coordinator: Coordinator | None
 
@@ -149,10 +149,10 @@ def initialize(
         coordinator.leave()
     # JAX has process 0 serve: it gets an idle service on the loopback interface. Where processes do
     # not come, JAX would end this one with a signal, so it is given time, and we look at the clock.
-    relay = through_relay(member.coordinator_address, heartbeat, _part)
+    proxy = through_proxy(member.coordinator_address, heartbeat, _part)
     join = functools.partial(
         jax.distributed.initialize,
-        relay.address,
+        proxy.address,
         member.num_processes,
         member.process_id,
         member.local_device_ids,
@@ -160,12 +160,12 @@ def initialize(
         cluster_detection_method="deactivate",
         **seconds | {"initialization_timeout": FOREVER},
     )
-    host, line = arrived.getsockname()[0], Line(arrived.detach())
+    host, line = arrived.getsockname()[0], CoordinatorConnection(arrived.detach())
     followed = None if rejoin else line  # to one that comes again nobody speaks on it
     try:
         connected(join, followed, max(until - time.monotonic(), _CONNECTS))
     except BaseException:
-        relay.close()
+        proxy.close()
         line.close()
         raise
     exchange = functools.partial(exchanged, line=followed, timeout=timeout)

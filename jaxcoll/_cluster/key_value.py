@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Keys(Protocol):
-    """What a crew needs of a store."""
+    """What a membership needs of a store."""
 
     process: int
     processes: int

@@ -1,7 +1,7 @@
-"""Who has ended: the coordinator sees their connections close, and tells everybody at once.
+"""Which processes have ended: the coordinator sees their connections close, and reports it.
 
-The system closes a process's connections however it ends, and at once. Silence tells less: one that
-is stopped, or that holds the interpreter, is silent too, and keeps its connections.
+The system closes a process's connections at once, however the process ends. Silence tells less: a
+process that is stopped, or holds the interpreter, is silent too, and keeps its connections.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 from jaxcoll._cluster.coordinator import news_of
 
 CONNECTED, DEVICES, LEFT = "connected", "devices", "left"
-"""Stages of the start: JAX's clients are connected; all know each other's devices. Or this process
-waited for others no longer, of whom there is other news, or none."""
+"""Stages of the start: JAX's clients are connected; all know each other's devices. Or: this process
+gave up waiting for others, because of one that is reported otherwise, or of a deadline."""
 
 _LONGEST = 1 << 17
 
 
-class Line:
-    """This process's connection to the coordinator, on which nothing is waited for.
+class CoordinatorConnection:
+    """This process's connection to the coordinator, which is read without waiting.
 
-    It stays open until the system closes it, after all else. Any thread may ask.
+    It stays open until the system closes it, after all else. Any thread may use it.
 
     Args:
-      fd: the descriptor of its socket, which is the line's from now on.
+      fd: the descriptor of its socket, which it owns from now on.
 
     Attributes:
-      is_broken: the coordinator has ended, or is cut off, as was found when it was asked last.
+      is_broken: the coordinator has ended, or is cut off, as of the last read.
     """
 
     def __init__(self, fd: int) -> None:
@@ -43,7 +43,7 @@ class Line:
         self.is_broken = False
 
     def news(self) -> dict[int, dict[str, Any]]:
-        """What was told of each process that has ended; see `news_of`."""
+        """What was reported of each process that has ended; see `news_of`."""
         with self._lock:
             *lines, self._rest = (self._rest + self._read()).split(b"\n")
             self._rest = self._rest[:_LONGEST]
@@ -53,28 +53,28 @@ class Line:
             return dict(self._news)
 
     def lost_before(self, *stages: str) -> tuple[int, ...]:
-        """Processes that ended before they reached any of these stages, by themselves."""
+        """Processes that ended before any of these stages, and not because of another process."""
         news = self.news()
         return tuple(sorted(p for p in news if news[p]["stage"] not in (*stages, LEFT)))
 
     def _read(self) -> bytes:
-        heard = b""
+        received = b""
         try:
             while chunk := os.read(self.fd, 1 << 16):
-                heard += chunk
+                received += chunk
             self.is_broken = True
         except BlockingIOError:
             pass
         except OSError:
             self.is_broken = True
-        return heard
+        return received
 
     def say(self, stage: str) -> None:
-        """Have the others told, when this process has ended, how far it had come."""
+        """When this process has ended, the others are to learn how far it had come."""
         self._write({"stage": stage})
 
     def say_farewell(self, done: Mapping[str, int]) -> None:
-        """Have the others told, when this process has ended, what it had done."""
+        """When this process has ended, the others are to learn what it had done."""
         self._write({"done": done})
 
     def _write(self, fields: Mapping[str, Any]) -> None:
@@ -88,41 +88,41 @@ class Line:
             os.close(fd)
 
 
-_line: Line | None = None
+_connection: CoordinatorConnection | None = None
 
 
-def follow(line: Line | None) -> None:
-    """Have `ended` ask this line."""
-    global _line
-    _line = line
+def follow(connection: CoordinatorConnection | None) -> None:
+    """Have `ended` read this connection."""
+    global _connection
+    _connection = connection
 
 
-def _leave_to_parent() -> None:
-    """A connection that a forked child holds as well stays open when its parent dies."""
-    if _line is not None:
-        _line.close()
-        follow(None)
+def followed() -> CoordinatorConnection | None:
+    """The connection that `ended` reads.
 
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def followed() -> Line | None:
-    """The line that is asked.
-
-    None: nobody will be told of the end of this process, nor it of theirs, because it was started
-    again, or entered its job without jaxcoll's coordinator.
+    None: this process was restarted, or entered its job without jaxcoll's coordinator. Then its end
+    is not reported to others, nor theirs to it.
     """
-    return _line
+    return _connection
 
 
 def ended() -> dict[int, dict[str, int]]:
     """Processes of this job that have ended, or were cut off for longer than a heartbeat may take.
 
     Returns:
-      Beside each what it had done, as `Line.say_farewell` told; nothing of one that died.
+      For each what it had done, by its `say_farewell`; nothing for one that died.
     """
-    line = _line
-    told = line.news() if line is not None else {}
-    return {process: said.get("done", {}) for process, said in told.items()}
+    connection = _connection  # which another thread may let go meanwhile
+    news = connection.news() if connection is not None else {}
+    return {process: fields.get("done", {}) for process, fields in news.items()}
+
+
+def _leave_to_parent() -> None:
+    """Close a forked child's copy, which would keep the connection open when its parent dies."""
+    if _connection is not None:
+        _connection.close()
+        follow(None)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_to_parent)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxcoll._cluster.coordinator_proxy import give_up_coordinator
-from jaxcoll._cluster.liveness import CONNECTED, DEVICES, LEFT, Line
+from jaxcoll._cluster.liveness import CONNECTED, DEVICES, LEFT, CoordinatorConnection
 from jaxcoll._compat.coordination import store
 from jaxcoll._errors import DeadlineExceededError, PeerLostError
 from jaxcoll._threads import within
@@ -27,7 +27,9 @@ FOREVER = 24 * 3600
 """Seconds: what JAX is told of a wait that it would end with a signal."""
 
 
-def connected(connect: Callable[[], Any], line: Line | None, timeout: float) -> None:
+def connected(
+    connect: Callable[[], Any], line: CoordinatorConnection | None, timeout: float
+) -> None:
     """`connect()`, in which all processes wait for each other.
 
     Args:
@@ -55,7 +57,7 @@ def connected(connect: Callable[[], Any], line: Line | None, timeout: float) -> 
 
 
 @contextlib.contextmanager
-def _waiting(line: Line | None, stage: str) -> Iterator[None]:
+def _waiting(line: CoordinatorConnection | None, stage: str) -> Iterator[None]:
     """Have the others told, if this process ends, that it came so far; or that it gave up."""
     try:
         yield
@@ -67,7 +69,7 @@ def _waiting(line: Line | None, stage: str) -> Iterator[None]:
         line.say(stage)
 
 
-def _check_live(line: Line | None, stages: Sequence[str]) -> None:
+def _check_live(line: CoordinatorConnection | None, stages: Sequence[str]) -> None:
     if line is None:
         return
     if lost := line.lost_before(*stages):
@@ -84,7 +86,7 @@ def _check_live(line: Line | None, stages: Sequence[str]) -> None:
         )
 
 
-def exchanged(make: Callable[[], Any], line: Line | None, timeout: float) -> Any:
+def exchanged(make: Callable[[], Any], line: CoordinatorConnection | None, timeout: float) -> Any:
     """`make()`, in which all processes tell each other of their devices.
 
     Args:

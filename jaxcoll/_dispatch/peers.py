@@ -16,17 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxcoll._cluster.liveness import ended, followed
+from jaxcoll._cluster.timing import COORDINATOR_SECONDS, REPLY_SECONDS
 from jaxcoll._compat.coordination import Store, StoreUnreachableError
 from jaxcoll._threads import within
-
-HEARTBEAT_SECONDS = 1.0
-"""How often a process that computes publishes how far it is."""
-
-REPLY_SECONDS = 0.75
-"""How long a reply is waited for; it takes a few milliseconds."""
-
-COORDINATOR_SECONDS = 10.0
-"""How much longer the coordinator may take to pass questions and replies on, before it is lost."""
 
 _EACH_SECONDS = 0.02  # more for each process that is asked
 

@@ -12,17 +12,15 @@ from typing import Any
 import jax
 
 from jaxcoll._cluster.liveness import followed
+from jaxcoll._cluster.timing import REPLY_SECONDS, RETRY_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch.call_history import CallHistory, Entered, disordered, in_words
 from jaxcoll._dispatch.call_predictor import CallPredictor
 from jaxcoll._dispatch.first_values import uncompared
-from jaxcoll._dispatch.peers import REPLY_SECONDS, Peers
+from jaxcoll._dispatch.peers import Peers
 from jaxcoll._dispatch.program_check import ProgramCheck
 from jaxcoll._errors import PeerLostError, ProgramMismatchError
 from jaxcoll._threads import Task
-
-RETRY_SECONDS = 3.0
-"""Second, longer timeout before several silent processes are declared lost."""
 
 NEWS_SECONDS = 0.05
 """How much later than a transport's error the coordinator's news of all who died may come."""

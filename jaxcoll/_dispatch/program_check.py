@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxcoll._cluster.liveness import followed
+from jaxcoll._cluster.timing import PROGRESS_SECONDS, SILENT_CALLER_SECONDS
 from jaxcoll._dispatch.call_history import Entered
 from jaxcoll._dispatch.fingerprint import first_difference
 from jaxcoll._dispatch.first_values import compared, uncompared
-from jaxcoll._dispatch.peers import HEARTBEAT_SECONDS, Peers
+from jaxcoll._dispatch.peers import Peers
 from jaxcoll._errors import PeerLostError
 
 PATIENCE_SECONDS = 0.25
 """How long a mark is waited for before its process is asked what it does instead."""
-
-LOST_SECONDS = 5.0
-"""Patience with a silent process that was seen before, where no connection reports ends."""
 
 SHOW_SECONDS = 2.0
 """How long the lines of another process are waited for."""
@@ -150,7 +148,7 @@ class _Inquiry:
         if now < self._next:
             return ""
         replies = self._peers.ask(self._group, self._call.position, missing)
-        self._wait = min(2 * self._wait, HEARTBEAT_SECONDS)
+        self._wait = min(2 * self._wait, PROGRESS_SECONDS)
         self._next = time.monotonic() + self._wait
         lost = [p for p in missing if p not in replies and self._is_lost(p, now)]
         if lost:
@@ -173,7 +171,7 @@ class _Inquiry:
 
     def _is_lost(self, process: int, now: float) -> bool:
         known = self._peers.known(process)
-        silent = now - self._silent_since.setdefault(process, now) >= LOST_SECONDS
+        silent = now - self._silent_since.setdefault(process, now) >= SILENT_CALLER_SECONDS
         return known in ("ended", "dead") or (known == "here" and silent and followed() is None)
 
     def _in_words(self, process: int, reply: dict[str, Any]) -> str:

@@ -18,8 +18,9 @@ import jax
 from jaxcoll._cluster.coordinator import message
 from jaxcoll._cluster.coordinator_proxy import give_up_coordinator
 from jaxcoll._cluster.liveness import followed
+from jaxcoll._cluster.timing import COORDINATOR_SECONDS, PROGRESS_SECONDS
 from jaxcoll._compat.coordination import Store, StoreUnreachableError, store
-from jaxcoll._dispatch.peers import COORDINATOR_SECONDS, HEARTBEAT_SECONDS, Peers, bounded
+from jaxcoll._dispatch.peers import Peers, bounded
 from jaxcoll._dispatch.process_group import ProcessGroup
 from jaxcoll._threads import at_exit, not_at_exit
 
@@ -55,12 +56,12 @@ class Watchdog:
         self._say_farewell()
         try:
             if store() is not None:  # None: it has died, and it was given up
-                bounded(self._sign_off, 2 * HEARTBEAT_SECONDS)
+                bounded(self._sign_off, 2 * PROGRESS_SECONDS)
         except StoreUnreachableError:  # JAX's own farewell would wait for minutes
             give_up_coordinator()
         except RuntimeError:
             pass
-        self._thread.join(2 * HEARTBEAT_SECONDS)
+        self._thread.join(2 * PROGRESS_SECONDS)
 
     def _say_farewell(self) -> None:
         """Tell the coordinator, on the connection that ends with this process, what was done."""
@@ -87,14 +88,14 @@ class Watchdog:
         while not self._ended:
             key = f"{peers.root}/inbox/{peers.process}/{self._read + 1}"
             with contextlib.suppress(TimeoutError):
-                received = message(peers.store.get(key, HEARTBEAT_SECONDS))
+                received = message(peers.store.get(key, PROGRESS_SECONDS))
                 self._read += 1
                 peers.store.delete(key)
                 if received.get("end"):  # `_sign_off` sent it, to wake this read
                     return
                 with contextlib.suppress(KeyError, TypeError):  # anybody may have written it
                     self._handle(received)
-            if time.monotonic() - beaten >= HEARTBEAT_SECONDS:
+            if time.monotonic() - beaten >= PROGRESS_SECONDS:
                 beaten = time.monotonic()
                 peers.look()
                 for group in list(self.groups.values()):

@@ -1,4 +1,4 @@
-"""A pytree in a file: whole or not there, and read without running anything that stands in it."""
+"""Checkpoint files: a pytree is written completely or not at all, and read without unpickling."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jaxcoll._files import locked, put, replacing
 
 _ABOUT = "about.json"
 _FORMAT = "jaxcoll checkpoint 1"
-# What NumPy and zipfile raise for a file that is cut off, or is another's.
-_OTHER = (zipfile.BadZipFile, KeyError, EOFError, TypeError, AttributeError, AssertionError)
+# What NumPy and zipfile raise for a file that is cut off, or not a checkpoint.
+_BAD_FILE = (zipfile.BadZipFile, KeyError, EOFError, TypeError, AttributeError, AssertionError)
 
 
 class Stamp(NamedTuple):
@@ -26,8 +26,7 @@ class Stamp(NamedTuple):
 
     Attributes:
       step: finished steps.
-      term: counts generations of workers over all runs; a step that is done again by others has a
-        later one.
+      term: counts generations over all runs, so that a repeated step has a later one.
     """
 
     step: int
@@ -48,10 +47,10 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
       step: a number kept with it.
 
     Raises:
-      ValueError: a leaf is not held whole by this process, or is no array of numbers; or `step` is
-        no whole number.
-      ProgramMismatchError: what the tree was computed by is not what others computed.
-      OSError: it cannot be written; what was there is still there.
+      ValueError: this process does not hold all of a leaf, or a leaf is not an array of numbers; or
+        `step` is not a whole number.
+      ProgramMismatchError: processes ran different programs, so that the tree is wrong.
+      OSError: it cannot be written; the file that was there still is.
 
     Examples:
       >>> import tempfile, numpy as np
@@ -70,36 +69,29 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
 
 
 def save_newest(path: Path, tree: Any, stamp: Stamp, patience: float) -> Stamp:
-    """Write a checkpoint of an elastic run, unless a newer one stands there.
+    """Write a checkpoint of an elastic run, unless a newer one is there; the file's stamp then.
 
-    Law: of two writers the one with the later stamp prevails, whenever each of them writes: one
-    that was stopped and wakes hours later compares before it replaces, and nobody else replaces in
-    between.
+    Law: of two writers the one with the later stamp prevails, whenever each of them writes: a
+    process that was stopped and wakes hours later compares before it replaces, under a lock.
 
     Args:
       path: the file.
       tree: as for `save_checkpoint`.
       stamp: when the tree was a state.
       patience: seconds for which another process may be about to replace the file.
-
-    Returns:
-      The stamp of what stands there then.
-
-    Raises:
-      OSError: it cannot be written; what was there is still there.
     """
-    stands = stamp
+    found = stamp
 
     def put_if_newer(partial: Path, file: Path) -> None:
-        nonlocal stands
+        nonlocal found
         with locked(file, patience):
             if (before := stamp_of_checkpoint(file)) >= stamp:
-                stands = before
+                found = before
             else:
                 put(partial, file)
 
     _write(path, tree, stamp, put_if_newer)
-    return stands
+    return found
 
 
 def _write(path: Path, tree: Any, stamp: Stamp, rename: Callable[[Path, Path], None]) -> None:
@@ -112,7 +104,7 @@ def _write(path: Path, tree: Any, stamp: Stamp, rename: Callable[[Path, Path], N
     }
     try:
         with replacing(path, rename) as partial:
-            # Leaves go by number, because a key of a tree may be what no name of a file can be.
+            # Leaves go by number: a key of a tree may not be possible as a file's name.
             parts: dict[str, Any] = {f"leaf{i}": _plain(x) for i, x in enumerate(leaves.values())}
             with partial.open("wb") as file:
                 np.savez(file, **parts)
@@ -139,12 +131,14 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: it is no whole checkpoint, or holds another tree; the message names the leaf.
+      ValueError: it is not a complete checkpoint, or holds another tree; the leaf is named.
     """
     path = Path(path)
     wanted = _named(like)
     if path.exists() and not path.is_file():  # a device can be read for ever
-        raise ValueError(f"{path} is no whole checkpoint of jaxcoll: it is no regular file.")
+        raise ValueError(
+            f"{path} is not a complete checkpoint of jaxcoll: it is not a regular file."
+        )
     try:
         with path.open("rb") as file:
             zipfile.ZipFile(file).close()  # np.load would take other files for pickles
@@ -156,18 +150,18 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
                 archive[f"leaf{i}"].view(np.dtype(dtype)).reshape(shape)
                 for i, (dtype, shape) in enumerate(about["leaves"].values())
             ]
-    except _OTHER as error:
+    except _BAD_FILE as error:
         raise ValueError(
-            f"{path} is no whole checkpoint of jaxcoll ({type(error).__name__}: {error})."
+            f"{path} is not a complete checkpoint of jaxcoll ({type(error).__name__}: {error})."
         ) from error
-    # Of equal names, but perhaps in another order: dicts of another insertion, say.
+    # The names are equal, but perhaps in another order: of a dict built otherwise, say.
     by_name = dict(zip(about["leaves"], held, strict=True))
     structure = jax.tree.structure(like)
     return jax.tree.unflatten(structure, [by_name[name] for name in wanted]), about["step"]
 
 
 def stamp_of_checkpoint(path: Path) -> Stamp:
-    """When what a file holds was a state; step -1: it is not there, or no whole checkpoint.
+    """The stamp of the state in a file; step -1: there is no file, or no complete checkpoint.
 
     Raises:
       OSError: it cannot be read, so that nobody knows how new it is.
@@ -176,7 +170,7 @@ def stamp_of_checkpoint(path: Path) -> Stamp:
         with zipfile.ZipFile(path) as archive:
             about = json.loads(archive.read(_ABOUT))
             return Stamp(int(about["step"]), int(about.get("term", 0)))
-    except (FileNotFoundError, ValueError, *_OTHER):
+    except (FileNotFoundError, ValueError, *_BAD_FILE):
         return Stamp(-1, 0)
 
 
@@ -184,7 +178,7 @@ def on_host(name: str, leaf: Any) -> np.ndarray:
     """A leaf of a state as a host array.
 
     Raises:
-      ValueError: this process has not all of it, or it is no array of numbers.
+      ValueError: this process does not hold all of it, or it is not an array of numbers.
     """
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise ValueError(
@@ -201,7 +195,7 @@ def on_host(name: str, leaf: Any) -> np.ndarray:
     array = np.asarray(leaf)
     if array.dtype.kind in "OUSMm" or array.dtype.names:
         raise ValueError(
-            f"state{name} is no array of numbers: got {type(leaf).__name__} ({array.dtype})."
+            f"state{name} is not an array of numbers: got {type(leaf).__name__} ({array.dtype})."
         )
     return array
 
@@ -214,7 +208,7 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 def _plain(x: np.ndarray) -> np.ndarray:
-    """Bits in a dtype that NumPy itself knows: those of bfloat16 and its like as bytes."""
+    """An array that NumPy can save: bfloat16 and other added dtypes as bytes."""
     x = np.ascontiguousarray(x)
     return x.reshape(-1).view(np.uint8) if x.dtype.kind == "V" else x
 

@@ -1,4 +1,4 @@
-"""What the workers of a run agree upon, in words that cross between processes."""
+"""Generations of an elastic run: who works from which step on, in words that processes exchange."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
-    """What a generation begins with.
+class Generation:
+    """One membership view and the step from which it goes on.
 
     Attributes:
       number: of the generation, from 0.
       members: names of its workers, by number, as in the mesh.
       step: finished steps, from which it goes on.
       source: the member that has the state after that step.
-      given: whether some member has it not, and is given it.
-      lost: names of those of the generation before that are not in this one.
-      joined: names of those that were not in it.
-      why: what ended the generation before, in words.
+      given: whether some member lacks that state and receives it.
+      lost: names of members of the previous generation that are not in this one.
+      joined: names of members that were not in the previous one.
+      why: what ended the previous generation, in words.
       ended: the work is done; there are no members.
-      differ: workers who bring different programs to the step. Where there are members, one of
+      differ: workers that bring different programs to the step. Where there are members, one of
         them is the first of these, and the others had just been taken in; else nobody goes on.
-      anew: whether its members make connections of its own; else they have those of JAX.
+      anew: whether its members make new connections; else they use JAX's own.
       term: counts generations, those of earlier runs that wrote this one's checkpoint included.
     """
 
@@ -47,8 +47,18 @@ class Decision:
         return tuple(map(rank_of, self.members))
 
     def ends_for_its_program(self, name: str) -> bool:
-        """Whether a worker does not go on because of the program that it or another brings."""
+        """Whether a worker stops because of the program that it or another one brings."""
         return bool(self.differ) and (not self.members or name in self.differ[1:])
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Generation:
+        fields: dict[str, Any] = json.loads(text)
+        for name in ("members", "lost", "joined", "differ"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,35 +84,21 @@ class WorldChange:
 
 
 class RegroupError(Exception):
-    """The generation is over: somebody asked for a new one."""
+    """The generation is over: some worker asked for a new one."""
 
 
 class CoordinatorLostError(Exception):
-    """Nothing can be agreed upon any more."""
+    """The coordinator does not answer, so nothing can be agreed any more."""
 
 
 def rank_of(name: str) -> int:
-    """The process number in a worker's name, which also has a part that a restart changes."""
+    """The process number in a worker's name; its other part differs after a restart."""
     return int(name.split(".")[0])
-
-
-def written(decision: Decision) -> str:
-    """A decision as JSON."""
-    return json.dumps(dataclasses.asdict(decision))
-
-
-def read(text: str) -> Decision:
-    """A decision from JSON."""
-    said: dict[str, Any] = json.loads(text)
-    for name in ("members", "lost", "joined", "differ"):
-        said[name] = tuple(said[name])
-    return Decision(**said)
 
 
 def words(names: Sequence[str]) -> str:
     """Workers, for a message."""
-    ranks = ", ".join(str(rank_of(name)) for name in names)
-    return f"worker{'s' * (len(names) > 1)} {ranks}"
+    return f"worker{'s' * (len(names) > 1)} {listed([rank_of(name) for name in names])}"
 
 
 def listed(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Which workers an elastic run leaves out where pairs of them cannot connect to each other."""
+"""Which workers an elastic run drops where pairs of them cannot connect to each other."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from jaxcoll._elastic.generation import rank_of
 
 
 def broken(cut_from: Mapping[str, Iterable[str]]) -> set[frozenset[str]]:
-    """The links that at least one end cannot use, from whom each worker cannot reach."""
+    """The links that at least one end cannot use.
+
+    Args:
+      cut_from: for each worker, those that it cannot reach.
+    """
     return {frozenset((name, other)) for name, others in cut_from.items() for other in others}
 
 
 def to_leave_out(links: Iterable[frozenset[str]], newcomers: Iterable[str]) -> set[str]:
-    """So few workers, about, that those who are left can all reach each other.
+    """A small set of workers without which all others reach each other.
 
-    Again and again whoever has the most broken links is left out: of several a newcomer, and else
-    the one with the highest number.
+    The worker with the most broken links is dropped, again and again: of several a newcomer, else
+    the one with the highest number. (The smallest such set is a vertex cover, which is NP-hard.)
     """
     rest, out, new = set(links), set(), set(newcomers)
     while rest:

@@ -1,4 +1,4 @@
-"""The state of a run as every worker holds it: after the last two steps, whole, equal on all."""
+"""The state of an elastic run: every worker holds all of it, after each of the last two steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._api.collectives import broadcast
 from jaxcoll._elastic.checkpoint import on_host
-from jaxcoll._elastic.generation import Decision, RegroupError, rank_of, words
-from jaxcoll._elastic.membership import Crew
+from jaxcoll._elastic.generation import Generation, RegroupError, rank_of, words
+from jaxcoll._elastic.membership import Membership
 from jaxcoll._errors import ProgramMismatchError, ReplicaDivergenceError
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
@@ -24,18 +24,19 @@ from jaxcoll._show.counts import counted
 from jaxcoll._step.data_parallel import data_parallel
 
 Together = Callable[..., Any]
-"""`(call, seconds, what)`: what `call` returns, which every worker makes."""
+"""`(call, seconds, what)`: the result of `call`, which all members make."""
 
 
-class HeldState:
-    """A state after one step and after the one before.
+class ReplicatedState:
+    """The state after one step and after the one before.
 
     Attributes:
       finished: steps that are finished.
+      term: counts generations, those of earlier runs that wrote its checkpoint included.
     """
 
     def __init__(self, state: Any) -> None:
-        self.finished = 0
+        self.finished = self.term = 0
         self._held: dict[int, Any] = {}
         self.reset(state, 0)
 
@@ -61,48 +62,46 @@ class HeldState:
         self._held[step] = self.host(step)
 
     def keep(self, step: int, state: Any) -> None:
-        """Hold this state, and of those before it the last."""
+        """Hold this state and the last one before it."""
         self._held = {self.finished: self.latest, step: state}
         self.finished = step
 
-    def settle(self, decision: Decision, crew: Crew, mesh: Mesh, together: Together) -> None:
-        """Hold the state after the step that was decided, on the devices of `mesh`.
-
-        Args:
-          decision: the step, and who has the state.
-          crew: who settle.
-          mesh: of their devices.
-          together: makes a call that all make, bounded by seconds and named in words.
+    def settle(
+        self, generation: Generation, membership: Membership, mesh: Mesh, together: Together
+    ) -> None:
+        """Hold the state after the step of this generation, on the devices of `mesh`.
 
         Raises:
-          RegroupError: a member was lost over it, or holds another state than most do.
+          RegroupError: a member holds another state than most do.
           ProgramMismatchError: this worker's state has another structure than the others'.
           ReplicaDivergenceError: it has other values.
         """
-        step = decision.step if decision.step in self._held else self.finished
+        step = generation.step if generation.step in self._held else self.finished
         state = self.host(step)
-        structures = crew.gather("structure", _structure(state))
-        _agreed(structures, decision, crew, _other_structure, start=not decision.number)
-        if decision.given:
-            give = functools.partial(together, seconds=crew.startup, what="giving the state")
-            state = _given(state, decision, mesh, give)
-        digests = crew.gather("digest", _digests(state))
-        _agreed(digests, decision, crew, _other_values, start=not decision.number)
+        structures = membership.gather("structure", _structure(state))
+        _check_agreed(
+            structures, generation, membership, _other_structure, start=not generation.number
+        )
+        if generation.given:
+            give = functools.partial(together, seconds=membership.startup, what="giving the state")
+            state = _given(state, generation, mesh, give)
+        digests = membership.gather("digest", _digests(state))
+        _check_agreed(digests, generation, membership, _other_values, start=not generation.number)
         with no_mesh():
             placed = place(state, NamedSharding(mesh, PartitionSpec()))
-        self.finished, self._held = decision.step, {decision.step: placed}
+        self.finished, self._held = generation.step, {generation.step: placed}
 
-    def compare(self, decision: Decision, crew: Crew) -> None:
+    def compare(self, generation: Generation, membership: Membership) -> None:
         """Compare the state after the last finished step with that of all members, bit by bit.
 
-        Cost: every copy of the state here is read once, at about a second for a gigabyte.
+        Cost: every copy of the state here is read once, in about a second per gigabyte.
 
         Raises:
-          RegroupError: a member was lost over it, or holds another state than most do.
+          RegroupError: a member holds another state than most do.
           ReplicaDivergenceError: this worker's state has other values than most have.
         """
-        digests = crew.gather(f"digest/{self.finished}", _digests(self.latest))
-        _agreed(digests, decision, crew, _other_values)
+        digests = membership.gather(f"digest/{self.finished}", _digests(self.latest))
+        _check_agreed(digests, generation, membership, _other_values)
 
     def check_result(self, out: Any) -> None:
         """Refuse a step that does not return a state like the one it was given.
@@ -135,40 +134,40 @@ def _difference(one: str, other: str, of_one: str, of_other: str) -> str:
     return f"{of_one}: {(mine or nothing)[0]}; {of_other}: {(theirs or nothing)[0]}"
 
 
-def _agreed(
+def _check_agreed(
     values: dict[str, str],
-    decision: Decision,
-    crew: Crew,
+    generation: Generation,
+    membership: Membership,
     error: Callable[[dict[str, str]], Exception],
     start: bool = False,
 ) -> None:
-    """Go on only if all members say the same.
+    """Go on only if the values of all members are equal.
 
     Raises:
-      RegroupError: those that agree, this worker among them, go on without the others.
+      RegroupError: a majority agrees, this worker among them, and goes on without the others.
       Exception: `error(values)`: this worker is one of the others; or nobody knows who is right,
-        as where all bring what they `start` with.
+        as at the `start`.
     """
     if len(set(values.values())) == 1:
         return
-    agree = () if start else agreeing(values, decision)
-    if crew.name not in agree:
+    agree = () if start else agreeing(values, generation)
+    if membership.name not in agree:
         raise error(values)
-    odd = [name for name in decision.members if name not in agree]
-    crew.ask(f"the state of {words(odd)} is not that of the others")
+    odd = [name for name in generation.members if name not in agree]
+    membership.ask(f"the state of {words(odd)} is not that of the others")
     raise RegroupError
 
 
-def agreeing(values: dict[str, str], decision: Decision) -> tuple[str, ...]:
-    """Those of whom more than half said the same; (): there are none.
+def agreeing(values: dict[str, str], generation: Generation) -> tuple[str, ...]:
+    """The members whose value more than half of them have; (): there is no such value.
 
-    Who was just taken in is not counted: the others agreed before it came.
+    A newcomer has no vote: the others agreed before it came.
     """
-    staying = [name for name in decision.members if name not in decision.joined]
+    staying = [name for name in generation.members if name not in generation.joined]
     value, count = Counter(values[name] for name in staying).most_common(1)[0]
     if 2 * count <= len(staying):
         return ()
-    return tuple(name for name in decision.members if values[name] == value)
+    return tuple(name for name in generation.members if values[name] == value)
 
 
 def _other_structure(values: dict[str, str]) -> ProgramMismatchError:
@@ -185,7 +184,7 @@ def _digests(tree: Any) -> str:
 
 
 def _digest(x: Any) -> str:
-    """Of all copies that this process holds: of one, if they are equal as they should be."""
+    """The digest of each different copy in this process: of one, if all are equal."""
     copies = [s.data for s in x.addressable_shards] if isinstance(x, jax.Array) else [x]
     first, *others = map(_bytes, copies)
     different = [each for each in others if not np.array_equal(each, first)]
@@ -199,8 +198,8 @@ def _bytes(x: Any) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
-def _other_values(said: dict[str, str]) -> ReplicaDivergenceError:
-    held = {str(rank_of(name)): json.loads(text) for name, text in said.items()}
+def _other_values(digests: dict[str, str]) -> ReplicaDivergenceError:
+    held = {str(rank_of(name)): json.loads(text) for name, text in digests.items()}
     divergent = {}
     for leaf in next(iter(held.values())):
         groups: dict[str, list[str]] = {}
@@ -219,14 +218,14 @@ def _other_values(said: dict[str, str]) -> ReplicaDivergenceError:
     )
 
 
-def _given(state: Any, decision: Decision, mesh: Mesh, together: Together) -> Any:
-    """The state of the worker that has it, on all: as bytes, so that every bit is kept."""
+def _given(state: Any, generation: Generation, mesh: Mesh, together: Together) -> Any:
+    """The state of the worker that has it, on all: as bytes, so that NaNs keep their bits."""
     leaves, structure = jax.tree.flatten(state)
     parts = [_bytes(x) for x in leaves]
     mine = np.concatenate([np.zeros(0, np.uint8), *parts])
     axis = mesh.axis_names[0]
     here = len(mesh.local_devices)
-    source = decision.members.index(decision.source) * here
+    source = generation.members.index(generation.source) * here
     give = data_parallel(
         lambda rows: broadcast(rows[0], axis, source=source), mesh=mesh, axis_name=axis
     )

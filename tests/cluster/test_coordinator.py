@@ -15,7 +15,7 @@ import jaxcoll as jc
 from jaxcoll._cluster import coordinator as coordinators
 from jaxcoll._cluster.coordinator import STRANGERS, message, news_of, start_coordinator
 from jaxcoll._cluster.launchers import Member
-from jaxcoll._cluster.liveness import Line
+from jaxcoll._cluster.liveness import CoordinatorConnection
 from jaxcoll._cluster.rendezvous import arrive
 
 HELLO = {"process_id": 1, "num_processes": 2, "patience": 60.0, "who": "there:1"}
@@ -51,7 +51,7 @@ def joined(started):
     found = [None, None]
 
     def come(rank):
-        found[rank] = Line(arrive(Member(started.address, 2, rank), 20).detach())
+        found[rank] = CoordinatorConnection(arrive(Member(started.address, 2, rank), 20).detach())
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
     for thread in threads:

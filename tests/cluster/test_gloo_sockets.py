@@ -18,7 +18,7 @@ def test_only_the_connections_that_are_meant_are_shut():
         assert at not in gloo_sockets.listening(), "Python's own sockets are no Gloo's"
         os.set_inheritable(listener.fileno(), True)
         assert at in gloo_sockets.listening()
-        made = gloo_sockets.Made([at])
+        made = gloo_sockets.GenerationSockets([at])
         with socket.create_connection(at) as new:
             made.settle()
             with socket.create_connection(at) as later:

@@ -14,7 +14,7 @@ import jaxcoll as jc
 from jaxcoll._cluster.coordinator import start_coordinator
 from jaxcoll._cluster.initialize import _start
 from jaxcoll._cluster.launchers import Member
-from jaxcoll._cluster.liveness import Line
+from jaxcoll._cluster.liveness import CoordinatorConnection
 from jaxcoll._cluster.rendezvous import arrive
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch.peers import bounded
@@ -120,7 +120,7 @@ def test_who_ended_while_this_process_was_told_to_go_is_known_as_well():
             connection.recv(1000)
             connection.sendall(b'{"go": true}\n{"ended": 0}\n')
             thread.join()
-            line = Line(found[0].detach())
+            line = CoordinatorConnection(found[0].detach())
             assert line.news() == {0: {"ended": 0, "stage": None}}
             line.close()
 

@@ -10,8 +10,8 @@ import pytest
 
 from jaxcoll._cluster.launch import lines
 from jaxcoll._cluster.launch import output as launch_output
-from jaxcoll._cluster.launch.lines import Lines, Outlet
-from jaxcoll._cluster.launch.output import Output
+from jaxcoll._cluster.launch.lines import Lines
+from jaxcoll._cluster.launch.output import Outlet, Output
 from jaxcoll._cluster.launch.subprocesses import signal_name
 
 

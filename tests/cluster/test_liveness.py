@@ -13,13 +13,13 @@ from jaxcoll._cluster.coordinator import start_coordinator
 from jaxcoll._cluster.launchers import Member
 from jaxcoll._cluster.rendezvous import arrive
 from jaxcoll._elastic import heartbeat
-from jaxcoll._elastic.heartbeat import Beats, named
+from jaxcoll._elastic.heartbeat import Heartbeats, new_name
 
 
 @pytest.fixture
 def coordinator():
     here, there = socket.socketpair()
-    line = liveness.Line(here.detach())
+    line = liveness.CoordinatorConnection(here.detach())
     liveness.follow(line)
     yield there
     liveness.follow(None)
@@ -50,7 +50,7 @@ import os, socket
 from jaxcoll._cluster import liveness
 
 there, here = socket.socketpair()
-line = liveness.Line(here.detach())
+line = liveness.CoordinatorConnection(here.detach())
 liveness.follow(line)
 child = os.fork()
 if child:
@@ -71,34 +71,38 @@ def test_who_was_not_told_of_anybody_knows_of_nobody():
 
 
 def test_a_worker_that_has_ended_is_silent_and_its_successor_is_not(coordinator):
-    old, other, line = named(1), named(2), liveness.followed()
+    old, other, line = new_name(1), new_name(2), liveness.followed()
     liveness.follow(None)  # as in a process that was started again
-    new = named(1)
+    new = new_name(1)
     liveness.follow(line)
-    seen = Beats()
-    seen.observe({name: heartbeat.beat(1, heartbeat.Doing(0, 1)) for name in (old, new, other)})
+    seen = Heartbeats()
+    seen.observe(
+        {name: heartbeat.heartbeat(1, heartbeat.StepStatus(0, 1)) for name in (old, new, other)}
+    )
     assert not any(map(seen.is_silent, (old, new, other)))
     coordinator.sendall(b'{"ended": 1}\n')
     assert [seen.is_silent(name) for name in (old, new, other)] == [True, False, False]
-    assert set(seen.doing((old, new))) == {new}
+    assert set(seen.statuses((old, new))) == {new}
     assert heartbeat.rank_of(old) == heartbeat.rank_of(new) == 1
 
 
 def test_while_its_connection_is_open_a_worker_that_says_nothing_lives(coordinator, monkeypatch):
-    monkeypatch.setattr(heartbeat, "LOST_SECONDS", 0.0)
-    followed, seen = named(1), Beats()
+    monkeypatch.setattr(heartbeat, "SILENT_WORKER_SECONDS", 0.0)
+    followed, seen = new_name(1), Heartbeats()
     line = liveness.followed()
     liveness.follow(None)
-    unfollowed = named(2)
+    unfollowed = new_name(2)
     liveness.follow(line)
-    said = {name: heartbeat.beat(1, heartbeat.Doing(0, 1)) for name in (followed, unfollowed)}
+    said = {
+        name: heartbeat.heartbeat(1, heartbeat.StepStatus(0, 1)) for name in (followed, unfollowed)
+    }
     seen.observe(said)
     time.sleep(0.01)
     seen.observe(said)
-    assert all(map(seen.stands_still, said))  # so neither is taken in
+    assert all(map(seen.is_late, said))  # so neither is taken in
     assert all(map(seen.is_settled, said))
     assert [seen.is_silent(name) for name in said] == [False, True]
-    assert set(seen.doing(said)) == {followed}
+    assert set(seen.statuses(said)) == {followed}
     liveness.follow(None)  # to a worker that was started again nobody tells anything
     assert all(map(seen.is_silent, said))
     liveness.follow(line)
@@ -111,7 +115,9 @@ def test_a_farewell_reaches_the_others_when_its_process_has_ended():
     found = [None] * 3
 
     def come(rank):
-        found[rank] = liveness.Line(arrive(Member(started.address, 3, rank), 20).detach())
+        found[rank] = liveness.CoordinatorConnection(
+            arrive(Member(started.address, 3, rank), 20).detach()
+        )
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
     for thread in threads:

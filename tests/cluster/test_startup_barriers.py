@@ -10,7 +10,7 @@ import pytest
 import jaxcoll as jc
 from jaxcoll._cluster import startup_barriers
 from jaxcoll._cluster.key_value import LocalKeys
-from jaxcoll._cluster.liveness import Line
+from jaxcoll._cluster.liveness import CoordinatorConnection
 
 BOTH_DIED = b"""{"ended": 1, "stage": null}
 {"ended": 2}
@@ -21,7 +21,7 @@ BOTH_DIED = b"""{"ended": 1, "stage": null}
 @pytest.fixture
 def line():
     here, coordinator = socket.socketpair()
-    yield Line(here.detach()), coordinator
+    yield CoordinatorConnection(here.detach()), coordinator
     coordinator.close()
 
 

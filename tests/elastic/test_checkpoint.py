@@ -77,17 +77,17 @@ def test_what_is_no_whole_checkpoint_is_refused(tmp_path):
     path = tmp_path / "c.npz"
     jc.save_checkpoint(path, {"w": np.ones(1000)})
     path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(ValueError, match="is no whole checkpoint of jaxcoll"):
+    with pytest.raises(ValueError, match="is not a complete checkpoint of jaxcoll"):
         jc.restore_checkpoint(path, {"w": np.ones(1000)})
     np.savez(path, leaf0=np.ones(3))
-    with pytest.raises(ValueError, match="is no whole checkpoint of jaxcoll"):
+    with pytest.raises(ValueError, match="is not a complete checkpoint of jaxcoll"):
         jc.restore_checkpoint(path, {"w": np.ones(3)})
     os.mkfifo(tmp_path / "pipe")
     for other in (tmp_path / "pipe", tmp_path, "/dev/zero"):  # which has no end
-        with pytest.raises(ValueError, match="of jaxcoll: it is no regular file"):
+        with pytest.raises(ValueError, match="of jaxcoll: it is not a regular file"):
             jc.restore_checkpoint(other, {"w": np.ones(3)})
     path.write_text("words, which NumPy takes for a pickle")
-    with pytest.raises(ValueError, match=r"is no whole checkpoint of jaxcoll \(BadZipFile"):
+    with pytest.raises(ValueError, match=r"is not a complete checkpoint of jaxcoll \(BadZipFile"):
         jc.restore_checkpoint(path, {"w": np.ones(3)})
     with pytest.raises(FileNotFoundError):
         jc.restore_checkpoint(tmp_path / "none.npz", {"w": np.ones(3)})
@@ -215,9 +215,9 @@ def test_a_link_and_what_it_points_to_have_one_lock(tmp_path):
 def test_what_cannot_be_held_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"state\['k'\] is a typed random key"):
         jc.save_checkpoint(tmp_path / "c.npz", {"k": jax.random.key(0)})
-    with pytest.raises(ValueError, match=r"state\['s'\] is no array of numbers: got str"):
+    with pytest.raises(ValueError, match=r"state\['s'\] is not an array of numbers: got str"):
         jc.save_checkpoint(tmp_path / "c.npz", {"s": "words"})
-    with pytest.raises(ValueError, match="is no array of numbers: got ndarray"):
+    with pytest.raises(ValueError, match="is not an array of numbers: got ndarray"):
         jc.save_checkpoint(tmp_path / "c.npz", {"s": np.zeros(1, [("x", "f4")])})
     with pytest.raises(ValueError, match=r"`step` must be a whole number; got 1\.5"):
         jc.save_checkpoint(tmp_path / "c.npz", {}, step=1.5)

@@ -10,9 +10,9 @@ from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._cluster.launchers import Member
 from jaxcoll._cluster.rendezvous import reach
 from jaxcoll._elastic import replicated_state
-from jaxcoll._elastic.generation import Decision, RegroupError
-from jaxcoll._elastic.membership import Crew
-from jaxcoll._elastic.replicated_state import HeldState, agreeing
+from jaxcoll._elastic.generation import Generation, RegroupError
+from jaxcoll._elastic.membership import Membership
+from jaxcoll._elastic.replicated_state import ReplicatedState, agreeing
 from jaxcoll._elastic.step_call import outcome_of
 
 
@@ -136,7 +136,9 @@ class Present:
     name = "0.a"
 
     def __init__(self, **states):
-        self.states = {name.replace("w", ""): HeldState(state) for name, state in states.items()}
+        self.states = {
+            name.replace("w", ""): ReplicatedState(state) for name, state in states.items()
+        }
         self.asked = ""
 
     def gather(self, what, value):
@@ -151,12 +153,12 @@ class Present:
         """What becomes of one of them in a generation, at its beginning and at a checkpoint."""
         self.name, self.asked = name, ""
         members = tuple(f"{n}.a" for n in self.states)
-        decision = Decision(number, members, 0, joined=joined)
+        generation = Generation(number, members, 0, joined=joined)
         state = self.states[name[0]]
         mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
         for found in (
-            lambda: state.compare(decision, self),
-            lambda: state.settle(decision, self, mesh, None),
+            lambda: state.compare(generation, self),
+            lambda: state.settle(generation, self, mesh, None),
         ):
             try:
                 found()
@@ -212,8 +214,8 @@ def test_who_was_taken_in_with_another_state_ends_alone_and_is_not_counted(other
     wrong = jc.ReplicaDivergenceError if other is OTHER else jc.ProgramMismatchError
     assert isinstance([*three.settles(3, "1.a", joined)][-1], wrong)
     said = {"0.a": "one", "1.a": "other", "2.a": "other", "3.a": "one"}
-    decision = Decision(3, tuple(said), 0, joined=("2.a", "3.a"))
-    assert agreeing(said, decision) == ()
+    generation = Generation(3, tuple(said), 0, joined=("2.a", "3.a"))
+    assert agreeing(said, generation) == ()
 
 
 def test_copies_that_differ_within_a_process_are_a_difference():
@@ -234,10 +236,10 @@ def test_a_world_that_dies_with_its_processes_is_refused(monkeypatch):
 
 
 def test_a_step_that_fails_twice_for_nobody_s_loss_is_an_error(monkeypatch):
-    def fails(call, crew, seconds, what):
+    def fails(call, membership, seconds, what):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("jaxcoll._elastic.trainer.outcome_of", fails)
+    monkeypatch.setattr("jaxcoll._elastic.run.outcome_of", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         jc.Elastic(step, START).run(rows, 1)
 
@@ -245,16 +247,16 @@ def test_a_step_that_fails_twice_for_nobody_s_loss_is_an_error(monkeypatch):
 def test_a_step_that_is_late_again_and_again_ends_with_the_state_saved(tmp_path, monkeypatch):
     begun = []
 
-    def late(call, crew, seconds, what):
+    def late(call, membership, seconds, what):
         if what == "step 0":
-            return outcome_of(call, crew, seconds, what)
+            return outcome_of(call, membership, seconds, what)
         begun.append(what)
-        crew.ask(f"{what} did not finish within {seconds:g} s", late=True)
+        membership.ask(f"{what} did not finish within {seconds:g} s", late=True)
         raise RegroupError
 
-    for module in ("attempts", "trainer"):
+    for module in ("attempts", "run"):
         monkeypatch.setattr(f"jaxcoll._elastic.{module}.MOST_ATTEMPTS", 4)
-    monkeypatch.setattr("jaxcoll._elastic.trainer.outcome_of", late)
+    monkeypatch.setattr("jaxcoll._elastic.run.outcome_of", late)
     path = tmp_path / "last.npz"
     words = (
         r"Workers 0 began the step after step 1 4 times in a row and never finished it.*The last "
@@ -270,14 +272,16 @@ def test_a_step_that_is_late_again_and_again_ends_with_the_state_saved(tmp_path,
 def test_what_fails_because_time_was_up_is_no_failure(monkeypatch):
     left = [5]
 
-    def fails(call, crew, seconds, what):
+    def fails(call, membership, seconds, what):
         if what == "step 1" and left[0]:
             left[0] -= 1
-            crew.ask("step 1 did not finish within 60 s", late=True)  # on another worker, first
+            membership.ask(
+                "step 1 did not finish within 60 s", late=True
+            )  # on another worker, first
             raise RuntimeError("Connection closed by peer")
-        return outcome_of(call, crew, seconds, what)
+        return outcome_of(call, membership, seconds, what)
 
-    monkeypatch.setattr("jaxcoll._elastic.trainer.outcome_of", fails)
+    monkeypatch.setattr("jaxcoll._elastic.run.outcome_of", fails)
     trainer = jc.Elastic(step, START)
     trainer.run(rows, 3)
     assert (trainer.finished, left) == (3, [0])
@@ -287,16 +291,20 @@ def test_what_fails_because_time_was_up_is_no_failure(monkeypatch):
 def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(
     tmp_path, monkeypatch, by_others, step_saved
 ):
-    crews = []
-    enter = Crew.enter
-    monkeypatch.setattr(Crew, "enter", lambda crew, *at: crews.append(crew) or enter(crew, *at))
+    memberships = []
+    enter = Membership.enter
+    monkeypatch.setattr(
+        Membership,
+        "enter",
+        lambda membership, *at: memberships.append(membership) or enter(membership, *at),
+    )
     path = tmp_path / "last.npz"
 
     def die(finished, loss):
         if finished == 3:
             if by_others:  # who are not cut off, and have gone on
                 jc.save_checkpoint(path, START, step=by_others)
-            crews[0].lose_coordinator()
+            memberships[0].lose_coordinator()
 
     words = f"The coordinator died, .* The state after step {step_saved} is saved in"
     with pytest.raises(jc.PeerLostError, match=words):
@@ -305,14 +313,18 @@ def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(
 
 
 def test_one_that_was_stopped_meanwhile_leaves_the_others_checkpoint(tmp_path, monkeypatch):
-    enter, path = Crew.enter, tmp_path / "last.npz"
-    crews = []
-    monkeypatch.setattr(Crew, "enter", lambda crew, *at: crews.append(crew) or enter(crew, *at))
+    enter, path = Membership.enter, tmp_path / "last.npz"
+    memberships = []
+    monkeypatch.setattr(
+        Membership,
+        "enter",
+        lambda membership, *at: memberships.append(membership) or enter(membership, *at),
+    )
 
     def wake(finished, loss):
         if finished == 3:
             jc.save_checkpoint(path, START, step=7)
-            crews[0].lose_coordinator()
+            memberships[0].lose_coordinator()
 
     with pytest.raises(jc.PeerLostError, match="The state after step 7 is saved in"):
         jc.Elastic(step, START, checkpoint=path, report=wake).run(rows, 9)

@@ -6,26 +6,29 @@ import time
 import pytest
 
 import jaxcoll as jc
+from jaxcoll._cluster import timing
 from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._elastic import coordinator_client, heartbeat
-from jaxcoll._elastic import membership as crews
+from jaxcoll._elastic import membership as memberships
 from jaxcoll._elastic.generation import CoordinatorLostError, RegroupError, rank_of
-from jaxcoll._elastic.heartbeat import Doing
+from jaxcoll._elastic.heartbeat import StepStatus
 from jaxcoll._elastic.last_checkpoint import writers_of, written_by_one
-from jaxcoll._elastic.membership import Crew
+from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.step_programs import _sides, mismatch, show
 
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch):
-    monkeypatch.setattr(crews, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(coordinator_client, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(heartbeat, "LOST_SECONDS", 0.4)
+    monkeypatch.setattr(memberships, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(coordinator_client, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "SILENT_WORKER_SECONDS", 0.4)
 
 
-def crew_of(n, most=None, startup=5.0):
+def members_of_a_run(n, most=None, startup=5.0):
     keys = LocalKeys(processes=n)
-    return [Crew(keys.of(r), "run", patience=5.0, startup=startup, most=most) for r in range(n)]
+    return [
+        Membership(keys.of(r), "run", patience=5.0, startup=startup, most=most) for r in range(n)
+    ]
 
 
 def at_once(*calls):
@@ -45,99 +48,99 @@ def at_once(*calls):
     return found
 
 
-def ended(crew):
-    for one in crew:
+def ended(membership):
+    for one in membership:
         one.close()
 
 
 def test_survivors_agree_on_members_and_on_the_last_step_that_all_have():
-    crew = crew_of(4)
-    first = at_once(*(lambda c=c: c.enter(0) for c in crew))
+    membership = members_of_a_run(4)
+    first = at_once(*(lambda c=c: c.enter(0) for c in membership))
     assert [d.ranks for d in first] == [(0, 1, 2, 3)] * 4
-    crew[1].close()
-    crew[0].ask("somebody died")
+    membership[1].close()
+    membership[0].ask("somebody died")
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and not crew[3].woken.is_set():
+    while time.monotonic() < deadline and not membership[3].woken.is_set():
         time.sleep(0.01)
     with pytest.raises(RegroupError):
-        crew[3].check()
+        membership[3].check()
     held = {0: (6, 7), 2: (5, 6), 3: (6, 7)}
-    second = at_once(*(lambda r=r: crew[r].decide(held[r][-1], held[r]) for r in held))
+    second = at_once(*(lambda r=r: membership[r].regroup(held[r][-1], held[r]) for r in held))
     assert len(set(second)) == 1
     assert (second[0].ranks, second[0].step, second[0].given) == ((0, 2, 3), 6, False)
     assert tuple(map(rank_of, second[0].lost)) == (1,)
     assert second[0].why == "somebody died"
-    ended(crew)
+    ended(membership)
 
 
 def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often():
-    crew = crew_of(3)
-    at_once(*(lambda c=c: c.enter(0) for c in crew))
-    crew[0].ask("step 3 did not finish", late=True)
-    second = at_once(*(lambda c=c: c.decide(3, (2, 3)) for c in crew[:2]))
+    membership = members_of_a_run(3)
+    at_once(*(lambda c=c: c.enter(0) for c in membership))
+    membership[0].ask("step 3 did not finish", late=True)
+    second = at_once(*(lambda c=c: c.regroup(3, (2, 3)) for c in membership[:2]))
     assert second[0].ranks == (0, 1)
-    late = crew[2].decide(3, (2, 3))
-    assert crew[2].name not in late.members
+    late = membership[2].regroup(3, (2, 3))
+    assert membership[2].name not in late.members
     # Nobody is lost, and the same two go on, each time with connections of their own.
     for number in range(2, 12):
-        again = at_once(*(lambda c=c: c.decide(4, (3, 4)) for c in crew[:2]))
+        again = at_once(*(lambda c=c: c.regroup(4, (3, 4)) for c in membership[:2]))
         assert [(d.number, d.ranks, d.lost, d.anew) for d in again] == [
             (number, (0, 1), (), True)
         ] * 2
-    ended(crew)
+    ended(membership)
 
 
 def test_who_cannot_connect_to_another_is_left_out_and_the_link_is_named():
-    crew = crew_of(3)
-    at_once(*(lambda c=c: c.enter(0) for c in crew))
-    crew[1].broken = {frozenset((crew[1].name, crew[2].name))}
-    crew[1].ask("workers 1 and 2 cannot connect to each other")
-    found = at_once(*(lambda c=c: c.decide(3, (2, 3)) for c in crew))
+    membership = members_of_a_run(3)
+    at_once(*(lambda c=c: c.enter(0) for c in membership))
+    membership[1].broken = {frozenset((membership[1].name, membership[2].name))}
+    membership[1].ask("workers 1 and 2 cannot connect to each other")
+    found = at_once(*(lambda c=c: c.regroup(3, (2, 3)) for c in membership))
     assert len(set(found)) == 1
-    assert (found[0].ranks, found[0].lost) == ((0, 1), (crew[2].name,))
+    assert (found[0].ranks, found[0].lost) == ((0, 1), (membership[2].name,))
     assert found[0].why == "workers 1 and 2 cannot connect to each other"
-    ended(crew)
+    ended(membership)
 
 
 def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
-    crew = crew_of(3, most=2)
+    membership = members_of_a_run(3, most=2)
     found = {}
-    spare = threading.Thread(target=lambda: found.update(spare=crew[2].enter(0)))
+    spare = threading.Thread(target=lambda: found.update(spare=membership[2].enter(0)))
     spare.start()
-    first = at_once(*(lambda c=c: c.enter(0) for c in crew[:2]))
+    first = at_once(*(lambda c=c: c.enter(0) for c in membership[:2]))
     assert first[0].ranks == (0, 1)
-    crew[1].close()
-    second = crew[0].decide(9, (8, 9))
+    membership[1].close()
+    second = membership[0].regroup(9, (8, 9))
     spare.join(10)
     assert found["spare"] == second
     assert (second.ranks, second.given, rank_of(second.source)) == ((0, 2), True, 0)
-    crew[2].close()
-    third = crew[0].decide(11, (10, 11))
+    membership[2].close()
+    third = membership[0].regroup(11, (10, 11))
     assert third.ranks == (0,)
-    again = Crew(crew[0].store.of(1), "run", patience=5.0, startup=5.0, most=2)
+    again = Membership(membership[0].store.of(1), "run", patience=5.0, startup=5.0, most=2)
     joins = threading.Thread(target=lambda: found.update(again=again.enter(0)))
     joins.start()
-    while not crew[0].joins_at(step := int(time.monotonic() * 1000)):
+    while not membership[0].joins_at(step := int(time.monotonic() * 1000)):
         time.sleep(0.01)
     assert step
-    fourth = crew[0].decide(20, (19, 20))
+    fourth = membership[0].regroup(20, (19, 20))
     joins.join(10)
     assert found["again"] == fourth
     assert (fourth.ranks, fourth.step, fourth.given) == ((0, 1), 20, True)
     assert fourth.why == "a worker joined"
-    at_once(*(lambda c=c: c.gather("finished", "") for c in (crew[0], again)))
-    crew[0].finish()
-    late = Crew(crew[0].store.of(2), "run", patience=5.0, startup=5.0, most=2)
+    at_once(*(lambda c=c: c.gather("finished", "") for c in (membership[0], again)))
+    membership[0].finish()
+    late = Membership(membership[0].store.of(2), "run", patience=5.0, startup=5.0, most=2)
     assert late.enter(0) is None
-    ended([*crew, again, late])
+    ended([*membership, again, late])
 
 
 def test_nobody_is_waited_for_who_has_ended_without_finishing():
     keys = LocalKeys(processes=2)
-    first = [Crew(keys.of(r), "run", patience=5.0, startup=5.0, most=None) for r in range(2)]
+    first = [Membership(keys.of(r), "run", patience=5.0, startup=5.0, most=None) for r in range(2)]
     at_once(*(lambda c=c: c.enter(0) for c in first))
     ended(first)
-    again = Crew(keys.of(1), "run", patience=5.0, startup=5.0, most=None)
+    again = Membership(keys.of(1), "run", patience=5.0, startup=5.0, most=None)
     with pytest.raises(
         jc.PeerLostError, match=r"\(workers 0, 1\), and nobody is left to take worker 1"
     ):
@@ -147,38 +150,38 @@ def test_nobody_is_waited_for_who_has_ended_without_finishing():
 
 def test_a_spare_that_says_nothing_is_not_taken_in_until_it_does(monkeypatch):
     monkeypatch.setattr(heartbeat, "is_followed", lambda name: True)
-    crew = crew_of(3, most=2)
-    spare = threading.Thread(target=lambda: crew[2].enter(0), daemon=True)
+    membership = members_of_a_run(3, most=2)
+    spare = threading.Thread(target=lambda: membership[2].enter(0), daemon=True)
     spare.start()
-    at_once(*(lambda c=c: c.enter(0) for c in crew[:2]))
-    while not crew[0]._waiting():
+    at_once(*(lambda c=c: c.enter(0) for c in membership[:2]))
+    while not membership[0]._waiting():
         time.sleep(0.01)
-    says, crew[2]._store_beat = crew[2]._store_beat, lambda count: None
-    time.sleep(2 * heartbeat.BEAT_SECONDS)
-    crew[0]._beats = heartbeat.Beats()  # it has not seen the spare's heart beat
-    crew[1].close()
-    assert crew[0].decide(9, (8, 9)).ranks == (0,)
-    crew[2]._store_beat = says
-    assert crew[0].joins_at(10)
+    says, membership[2]._write_heartbeat = membership[2]._write_heartbeat, lambda count: None
+    time.sleep(2 * timing.HEARTBEAT_SECONDS)
+    membership[0]._heartbeats = heartbeat.Heartbeats()  # it has not seen the spare's heart beat
+    membership[1].close()
+    assert membership[0].regroup(9, (8, 9)).ranks == (0,)
+    membership[2]._write_heartbeat = says
+    assert membership[0].joins_at(10)
     time.sleep(0.2)
-    assert crew[0].decide(10, (9, 10)).ranks == (0, 2)
+    assert membership[0].regroup(10, (9, 10)).ranks == (0, 2)
     spare.join(10)
-    ended(crew)
+    ended(membership)
 
 
 def test_a_barrier_that_a_worker_does_not_reach_ends_the_generation():
-    crew = crew_of(2)
-    at_once(*(lambda c=c: c.enter(0) for c in crew))
-    crew[1].close()
+    membership = members_of_a_run(2)
+    at_once(*(lambda c=c: c.enter(0) for c in membership))
+    membership[1].close()
     with pytest.raises(RegroupError):
-        crew[0].gather("compiled", "")
-    ended(crew)
+        membership[0].gather("compiled", "")
+    ended(membership)
 
 
 def test_one_that_ended_after_a_barrier_is_no_loss_for_it(monkeypatch):
-    here, gone = crew_of(2)
+    here, gone = members_of_a_run(2)
     at_once(*(lambda c=c: c.enter(0) for c in (here, gone)))
-    look, looks = here._all, []
+    look, looks = here._keys.all, []
 
     def read(folder):
         found = look(folder)
@@ -187,51 +190,56 @@ def test_one_that_ended_after_a_barrier_is_no_loss_for_it(monkeypatch):
             gone.close()
         return found
 
-    monkeypatch.setattr(here, "_all", read)
+    monkeypatch.setattr(here._keys, "all", read)
     assert len(here.gather("finished", "")) == 2
     ended((here, gone))
 
 
 def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other():
-    crew = crew_of(3)
-    at_once(*(lambda c=c: c.enter(0) for c in crew))
-    crew[0].doing = Doing(0, 6, False, "known")  # and waits for the others in its collective
-    crew[2].doing = Doing(0, 6, True)  # is still compiling
-    crew[1].doing = Doing(0, 6, True, "new")
+    membership = members_of_a_run(3)
+    at_once(*(lambda c=c: c.enter(0) for c in membership))
+    membership[0].status = StepStatus(
+        0, 6, False, "known"
+    )  # and waits for the others in its collective
+    membership[2].status = StepStatus(0, 6, True)  # is still compiling
+    membership[1].status = StepStatus(0, 6, True, "new")
     with pytest.raises(RegroupError):
-        crew[1].gather("program/6", "new", same=True)
-    found = at_once(*(lambda c=c: c.decide(6, (5, 6)) for c in crew[:2]))
+        membership[1].gather("program/6", "new", same=True)
+    found = at_once(*(lambda c=c: c.regroup(6, (5, 6)) for c in membership[:2]))
     assert found[0] == found[1]
     assert (found[0].members, tuple(map(rank_of, found[0].differ))) == ((), (0, 1))
-    for one in crew[:2]:
-        show(one.decision, one, (f"of {rank_of(one.name)}",))
-    sides = at_once(*(lambda c=c: _sides(c.decision, c) for c in crew[:2]))
+    for one in membership[:2]:
+        show(one.generation, one, (f"of {rank_of(one.name)}",))
+    sides = at_once(*(lambda c=c: _sides(c.generation, c) for c in membership[:2]))
     assert sides == [{0: ["of 0"], 1: ["of 1"]}] * 2
-    late = crew[2].decide(6, (5, 6))
+    late = membership[2].regroup(6, (5, 6))
     assert late == found[0]
-    said = str(mismatch(late, crew[2], ()))
+    said = str(mismatch(late, membership[2], ()))
     assert said.startswith("Workers bring different programs to step 6, and none goes on.")
-    ended(crew)
+    ended(membership)
 
 
 def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
-    crew = crew_of(3, most=2)
+    membership = members_of_a_run(3, most=2)
     found = {}
-    spare = threading.Thread(target=lambda: found.update(spare=crew[2].enter(0)))
+    spare = threading.Thread(target=lambda: found.update(spare=membership[2].enter(0)))
     spare.start()
-    at_once(*(lambda c=c: c.enter(0) for c in crew[:2]))
-    crew[1].close()
-    crew[0].decide(9, (8, 9))
+    at_once(*(lambda c=c: c.enter(0) for c in membership[:2]))
+    membership[1].close()
+    membership[0].regroup(9, (8, 9))
     spare.join(10)
-    staying, newcomer = crew[0], crew[2]
+    staying, newcomer = membership[0], membership[2]
     assert tuple(map(rank_of, found["spare"].joined)) == (2,)
-    staying.doing, newcomer.doing = Doing(1, 9, True, "theirs"), Doing(1, 9, True, "other")
+    staying.status, newcomer.status = (
+        StepStatus(1, 9, True, "theirs"),
+        StepStatus(1, 9, True, "other"),
+    )
     both = lambda: at_once(
         lambda: staying.gather("program/9", "theirs", same=True),
         lambda: newcomer.gather("program/9", "other", same=True),
     )
     assert [type(error) for error in both()] == [RegroupError] * 2
-    one, other = at_once(*(lambda c=c: c.decide(9, (8, 9)) for c in (staying, newcomer)))
+    one, other = at_once(*(lambda c=c: c.regroup(9, (8, 9)) for c in (staying, newcomer)))
     assert one == other
     assert (one.ranks, tuple(map(rank_of, one.lost))) == ((0,), (2,))
     assert not one.ends_for_its_program(staying.name)
@@ -239,7 +247,7 @@ def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
     show(one, staying, ("JAX", "program `theirs`", "collective"))
     said = str(mismatch(one, newcomer, ("JAX", "program `other`", "collective")))
     assert "to step 9, and workers 0 go on. The first difference:\nprocess 0: program `th" in said
-    ended(crew)
+    ended(membership)
 
 
 @pytest.mark.parametrize(
@@ -255,11 +263,11 @@ def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
     ],
 )
 def test_those_who_were_there_before_are_right_unless_they_differ(marks, joined, differ, end):
-    known = {name: Doing(1, 9, True, mark) for name, mark in marks.items()}
-    assert heartbeat.Beats().differing(("0", "1", "2"), joined, known) == (differ, end)
+    known = {name: StepStatus(1, 9, True, mark) for name, mark in marks.items()}
+    assert heartbeat.Heartbeats().differing(("0", "1", "2"), joined, known) == (differ, end)
 
 
-def writes(crew, fails, every=lambda one: 10):
+def writes(membership, fails, every=lambda one: 10):
     """What becomes of each where some cannot write; and who has written."""
     wrote = []
 
@@ -269,81 +277,81 @@ def writes(crew, fails, every=lambda one: 10):
         wrote.append(rank_of(one.name))
 
     def last(one):
-        return written_by_one(one, writers_of(one, one.decision, every(one)), lambda: write(one))
+        return written_by_one(one, writers_of(one, one.generation, every(one)), lambda: write(one))
 
-    return at_once(*(lambda c=c: last(c) for c in crew)), wrote
+    return at_once(*(lambda c=c: last(c) for c in membership)), wrote
 
 
 @pytest.mark.parametrize("fails", [(), (0,), (0, 1), (1,)])
 def test_the_first_that_can_writes_the_last_checkpoint_while_all_wait(fails):
-    crew = crew_of(3)
-    at_once(*(lambda c=c: c.enter(0) for c in crew))
-    found, wrote = writes(crew, fails)
+    membership = members_of_a_run(3)
+    at_once(*(lambda c=c: c.enter(0) for c in membership))
+    found, wrote = writes(membership, fails)
     (writer,) = wrote
     assert writer == min({0, 1, 2} - set(fails))
     for rank, (name, failure) in enumerate(found):
         assert rank_of(name) == writer
         assert isinstance(failure, OSError) == (rank in fails and rank < writer)
-    ended(crew)
+    ended(membership)
 
 
 @pytest.mark.parametrize("having", [(), (1,), (1, 2)])
 def test_who_has_a_file_writes_and_those_who_have_none_wait_for_it(having):
-    crew = crew_of(3)
-    at_once(*(lambda c=c: c.enter(0) for c in crew))
+    membership = members_of_a_run(3)
+    at_once(*(lambda c=c: c.enter(0) for c in membership))
     every = lambda one: 10 * rank_of(one.name) if rank_of(one.name) in having else 0
-    found, wrote = writes(crew, (), every)
+    found, wrote = writes(membership, (), every)
     assert wrote == list(having[:1])
     assert [name and rank_of(name) for name, _ in found] == [having[0] if having else ""] * 3
-    again = at_once(*(lambda c=c: c.decide(9, (9,)) for c in crew))
+    again = at_once(*(lambda c=c: c.regroup(9, (9,)) for c in membership))
     assert len(set(again)) == 1
-    agreed = at_once(*(lambda c=c: writers_of(c, c.decision, every(c)) for c in crew))
+    agreed = at_once(*(lambda c=c: writers_of(c, c.generation, every(c)) for c in membership))
     assert [[w.are_due(at) for at in (10, 15, 20)] for w in agreed] == [
         [bool(having), False, bool(having)]
     ] * 3
-    ended(crew)
+    ended(membership)
 
 
 def test_if_nobody_can_write_the_last_checkpoint_each_has_its_error():
-    crew = crew_of(2)
-    at_once(*(lambda c=c: c.enter(0) for c in crew))
-    found, wrote = writes(crew, (0, 1))
+    membership = members_of_a_run(2)
+    at_once(*(lambda c=c: c.enter(0) for c in membership))
+    found, wrote = writes(membership, (0, 1))
     assert (wrote, [name for name, _ in found]) == ([], ["", ""])
     assert all(isinstance(failure, OSError) for _, failure in found)
-    ended(crew)
+    ended(membership)
 
 
 def test_a_writer_that_dies_over_the_last_checkpoint_is_a_loss_and_the_next_one_writes():
-    crew = crew_of(3)
-    at_once(*(lambda c=c: c.enter(0) for c in crew))
-    crew[0].close()  # before it had written
-    found, wrote = writes(crew[1:], ())
+    membership = members_of_a_run(3)
+    at_once(*(lambda c=c: c.enter(0) for c in membership))
+    membership[0].close()  # before it had written
+    found, wrote = writes(membership[1:], ())
     assert ([type(error) for error in found], wrote) == ([RegroupError] * 2, [])
-    at_once(*(lambda c=c: c.decide(9, (8, 9)) for c in crew[1:]))
-    found, wrote = writes(crew[1:], ())
+    at_once(*(lambda c=c: c.regroup(9, (8, 9)) for c in membership[1:]))
+    found, wrote = writes(membership[1:], ())
     assert ([rank_of(name) for name, _ in found], wrote) == ([1, 1], [1])
-    ended(crew)
+    ended(membership)
 
 
 def test_all_say_the_same_or_end_the_generation():
-    crew = crew_of(2)
-    at_once(*(lambda c=c: c.enter(0) for c in crew))
-    same = at_once(*(lambda c=c: c.gather("program/0", "a", same=True) for c in crew))
+    membership = members_of_a_run(2)
+    at_once(*(lambda c=c: c.enter(0) for c in membership))
+    same = at_once(*(lambda c=c: c.gather("program/0", "a", same=True) for c in membership))
     assert [set(said.values()) for said in same] == [{"a"}] * 2
-    said = at_once(*(lambda c=c: c.gather("program/1", c.name, same=True) for c in crew))
+    said = at_once(*(lambda c=c: c.gather("program/1", c.name, same=True) for c in membership))
     assert [type(error) for error in said] == [RegroupError] * 2
-    ended(crew)
+    ended(membership)
 
 
 @pytest.mark.parametrize(
     ("one", "other", "contradicts"),
     [
-        (Doing(0, 6, True, "a"), Doing(0, 6, True, "b"), True),
-        (Doing(0, 6, True, "a"), Doing(0, 6, True), False),
-        (Doing(0, 6, True), Doing(0, 6, False, "a"), True),
-        (Doing(0, 6, False, "a"), Doing(0, 6, False, "b"), True),
-        (Doing(0, 6, False, "a"), Doing(0, 7, False, "b"), False),
-        (Doing(0, 6, False, "a"), Doing(1, 6, False, "b"), False),
+        (StepStatus(0, 6, True, "a"), StepStatus(0, 6, True, "b"), True),
+        (StepStatus(0, 6, True, "a"), StepStatus(0, 6, True), False),
+        (StepStatus(0, 6, True), StepStatus(0, 6, False, "a"), True),
+        (StepStatus(0, 6, False, "a"), StepStatus(0, 6, False, "b"), True),
+        (StepStatus(0, 6, False, "a"), StepStatus(0, 7, False, "b"), False),
+        (StepStatus(0, 6, False, "a"), StepStatus(1, 6, False, "b"), False),
     ],
 )
 def test_only_what_is_said_of_one_step_of_one_generation_is_compared(one, other, contradicts):
@@ -351,35 +359,35 @@ def test_only_what_is_said_of_one_step_of_one_generation_is_compared(one, other,
 
 
 def test_who_did_not_begin_is_named():
-    crew = crew_of(1, startup=0.2)
-    crew[0].store.processes = 3
+    membership = members_of_a_run(1, startup=0.2)
+    membership[0].store.processes = 3
     with pytest.raises(
         jc.DeadlineExceededError, match=r"Workers 1, 2 of 3 did not begin to train within 0.2 s"
     ) as e:
-        crew[0].meet()
+        membership[0].meet()
     assert e.value.ranks == (1, 2)
-    ended(crew)
+    ended(membership)
 
 
 def test_without_a_coordinator_nothing_is_agreed():
-    crew = crew_of(2)
-    at_once(*(lambda c=c: c.enter(0) for c in crew))
-    crew[0].lose_coordinator()
+    membership = members_of_a_run(2)
+    at_once(*(lambda c=c: c.enter(0) for c in membership))
+    membership[0].lose_coordinator()
     with pytest.raises(CoordinatorLostError):
-        crew[0].gather("compiled", "")
+        membership[0].gather("compiled", "")
     with pytest.raises(CoordinatorLostError):
-        crew[0].decide(0, (0,))
-    ended(crew)
+        membership[0].regroup(0, (0,))
+    ended(membership)
 
 
 def test_a_coordinator_that_does_not_answer_is_lost_and_one_that_answers_late_is_not(monkeypatch):
-    monkeypatch.setattr(coordinator_client, "ANSWER_SECONDS", 0.4)
-    late, goes_on = crew_of(2)
+    monkeypatch.setattr(coordinator_client, "COORDINATOR_REPLY_SECONDS", 0.4)
+    late, goes_on = members_of_a_run(2)
     at_once(*(lambda c=c: c.enter(0) for c in (late, goes_on)))
     stopped = threading.Event()
-    for crew, seconds in ((goes_on, 0.1), (late, 20)):
+    for membership, seconds in ((goes_on, 0.1), (late, 20)):
         wait = lambda key, value, seconds=seconds: stopped.wait(seconds) or value
-        monkeypatch.setattr(crew.store, "agree", wait, raising=False)
+        monkeypatch.setattr(membership.store, "agree", wait, raising=False)
     goes_on.ask("")
     with pytest.raises(CoordinatorLostError):
         late.ask("")

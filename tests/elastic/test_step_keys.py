@@ -3,10 +3,10 @@
 import threading
 
 from jaxcoll._cluster.key_value import LocalKeys
-from jaxcoll._elastic import membership as crews
-from jaxcoll._elastic.heartbeat import Doing
-from jaxcoll._elastic.membership import Crew
-from jaxcoll._elastic.step_keys import BLOCK, StepKeys
+from jaxcoll._elastic import membership as memberships
+from jaxcoll._elastic.coordinator_client import BLOCK, StepKeys
+from jaxcoll._elastic.heartbeat import StepStatus
+from jaxcoll._elastic.membership import Membership
 
 
 def test_what_is_kept_is_bounded_and_nobody_loses_what_it_has_not_passed():
@@ -21,26 +21,28 @@ def test_what_is_kept_is_bounded_and_nobody_loses_what_it_has_not_passed():
 
 
 def test_members_forget_only_what_all_have_begun(monkeypatch):
-    monkeypatch.setattr(crews, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(memberships, "HEARTBEAT_SECONDS", 0.05)
     keys = LocalKeys(processes=2)
-    crew = [Crew(keys.of(r), "run", patience=5.0, startup=5.0, most=None) for r in range(2)]
-    entering = threading.Thread(target=crew[1].enter, args=(0,))
+    membership = [
+        Membership(keys.of(r), "run", patience=5.0, startup=5.0, most=None) for r in range(2)
+    ]
+    entering = threading.Thread(target=membership[1].enter, args=(0,))
     entering.start()
-    crew[0].enter(0)
+    membership[0].enter(0)
     entering.join()
 
     def beat(*steps):
-        for one, step in zip(crew, steps, strict=True):
-            one.doing = Doing(0, step)
-            one._store_beat(step)
+        for one, step in zip(membership, steps, strict=True):
+            one.status = StepStatus(0, step)
+            one._write_heartbeat(step)
 
     for step in range(0, 3 * BLOCK, 10):
         beat(step, 0)
-        assert not crew[0].joins_at(step)
+        assert not membership[0].joins_at(step)
     assert len(keys.all("run/0/step")) == 3 * BLOCK / 10  # the other may still ask
-    assert not crew[1].joins_at(0)
+    assert not membership[1].joins_at(0)
     beat(3 * BLOCK, 2 * BLOCK + 5)
-    assert not crew[0].joins_at(3 * BLOCK)
+    assert not membership[0].joins_at(3 * BLOCK)
     assert len(keys.all("run/0/step")) == BLOCK / 10 + 1
-    for one in crew:
+    for one in membership:
         one.close()

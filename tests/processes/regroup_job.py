@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import jaxcoll as jc
-from jaxcoll._elastic.membership import Crew
+from jaxcoll._elastic.membership import Membership
 
 WHAT, FOLDER, AGAIN = sys.argv[1], Path(sys.argv[2]), "again" in sys.argv
 RANK = int(os.environ["JAXCOLL_RANK"])
@@ -18,13 +18,15 @@ jc.initialize(rejoin=AGAIN)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-CREWS = []
+MEMBERSHIPS = []
 START = np.zeros(16, "f")
-enter, is_complete = Crew.enter, Crew._is_complete
-Crew.enter = lambda crew, *brings: CREWS.append(crew) or enter(crew, *brings)
+enter, is_complete = Membership.enter, Membership._is_complete
+Membership.enter = lambda membership, *brings: (
+    MEMBERSHIPS.append(membership) or enter(membership, *brings)
+)
 # However slow this machine is, one that was late once is waited for.
-Crew._is_complete = lambda crew, ready, waited, number: is_complete(
-    crew, ready, max(0.0, waited - 20), number
+Membership._is_complete = lambda membership, ready, waited, number: is_complete(
+    membership, ready, max(0.0, waited - 20), number
 )
 
 
@@ -62,11 +64,11 @@ class Late:
         self.late, self.begun, self.open = 10, -1, []
 
     def batches(self, at, place, world):
-        generation = CREWS[0].number
+        generation = MEMBERSHIPS[0].number
         if self.begun == generation and RANK == 1 and self.late:
             self.late -= 1
-            CREWS[0].woken.wait(60)  # which the others do when they wait no longer
-            while not CREWS[0]._asked:
+            MEMBERSHIPS[0].woken.wait(60)  # which the others do when they wait no longer
+            while not MEMBERSHIPS[0]._asked:
                 time.sleep(0.01)
             self.open.append(descriptors())
         self.begun = generation  # the first step of each is compiled, for which it may take longer
@@ -90,7 +92,7 @@ class Lost:
         self.steps_of, self.turns = {}, FOLDER / "turns"
 
     def batches(self, at, place, world):
-        generation = CREWS[0].number
+        generation = MEMBERSHIPS[0].number
         steps = self.steps_of[generation] = self.steps_of.get(generation, 0) + (world == 3)
         (last, *turns) = map(int, self.turns.read_text().split())
         if steps > 2 and generation > last and turns and turns[0] == RANK:
@@ -98,7 +100,7 @@ class Lost:
             written.write_text(" ".join(map(str, (generation, *turns[1:]))))
             written.replace(self.turns)
             os.kill(os.getpid(), signal.SIGKILL)
-        while world < 3 and at % 10 == 9 and not CREWS[0]._waiting():
+        while world < 3 and at % 10 == 9 and not MEMBERSHIPS[0]._waiting():
             time.sleep(0.02)
         return rows(at, place)
 

@@ -68,7 +68,7 @@ def test_the_table_in_the_docs_has_every_row_of_the_campaign(tmp_path):
 @pytest.mark.parametrize("listened", [True, False])
 def test_a_relay_stays_open_when_the_coordinator_dies_if_somebody_listens(listened):
     coordinator = socket.create_server(("127.0.0.1", 0))
-    one = coordinator_proxy.Relay(f"127.0.0.1:{coordinator.getsockname()[1]}", 100.0)
+    one = coordinator_proxy.CoordinatorProxy(f"127.0.0.1:{coordinator.getsockname()[1]}", 100.0)
     client = socket.socket(socket.AF_UNIX)
     kind, _, name = one.address.partition(":")
     client.connect("\0" * (kind == "unix-abstract") + name)
@@ -94,7 +94,7 @@ def test_a_relay_stays_open_when_the_coordinator_dies_if_somebody_listens(listen
 
 
 def test_a_relay_leaves_it_to_one_of_its_threads_to_find_the_coordinator_dead():
-    one = coordinator_proxy.Relay("127.0.0.1:1", 100.0)
+    one = coordinator_proxy.CoordinatorProxy("127.0.0.1:1", 100.0)
     (client, near), (far, coordinator) = socket.socketpair(), socket.socketpair()
     coordinator.close()
     client.sendall(b"ping")

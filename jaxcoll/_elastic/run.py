@@ -1,0 +1,237 @@
+"""One run of `Elastic`: a generation after another, until the steps are finished."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from jaxcoll._elastic.attempts import MOST_ATTEMPTS, Attempts
+from jaxcoll._elastic.connections import Connections, may_be_broken
+from jaxcoll._elastic.generation import Generation, RegroupError, WorldChange, listed, rank_of
+from jaxcoll._elastic.last_checkpoint import (
+    LAST_PATIENCE,
+    PATIENCE,
+    CheckpointFile,
+    Writers,
+    writers_of,
+    written_by_one,
+)
+from jaxcoll._elastic.membership import Membership
+from jaxcoll._elastic.replicated_state import ReplicatedState
+from jaxcoll._elastic.step_call import outcome_of
+from jaxcoll._elastic.step_programs import StepPrograms, mismatch, show
+from jaxcoll._errors import DeadlineExceededError, PeerLostError
+from jaxcoll._mesh.mesh import line_of
+from jaxcoll._step.data_parallel import DataParallel
+
+_LOG = logging.getLogger("jaxcoll")
+_JOIN_EVERY = 10  # steps between two looks for workers that want to be taken in
+
+
+@dataclasses.dataclass
+class Job:
+    """What `Elastic` was given, see there, and how far its runs have come."""
+
+    step: DataParallel
+    state: ReplicatedState
+    fewest: int
+    most: int | None
+    timeout: float | None
+    startup: float
+    file: CheckpointFile | None
+    every: int
+    report: Callable[[int, Any], None]
+    changes: list[WorldChange] = dataclasses.field(default_factory=list)
+    workers: tuple[int, ...] = ()
+
+
+class Run:
+    """One call of `Elastic.run`."""
+
+    def __init__(self, job: Job, membership: Membership, batches: Any, steps: int) -> None:
+        self._job, self._membership = job, membership
+        self._batches, self._steps = batches, steps
+        self._state = job.state
+        self._programs: StepPrograms | None = None
+        self._attempts = Attempts()
+        self._began = 0.0
+        self._changes: list[tuple[float, WorldChange]] = []  # without their durations yet
+        self._connections: Connections | None = None
+        self._writers = Writers((), 0)
+
+    def run(self) -> Any:
+        self._membership.anew = may_be_broken()
+        entered = self._membership.enter(self._state.finished, self._state.term)
+        if entered is None:
+            return None
+        generation, self._began = entered, time.monotonic()
+        try:
+            while not (generation.ended and self._state.finished >= self._steps):
+                try:
+                    self._train(generation, self._settle(generation))
+                    self._end(generation)
+                    self._end_connections(broken=False)
+                    break
+                except BaseException as error:
+                    self._end_connections(broken=True)
+                    if not isinstance(error, RegroupError):
+                        raise
+                    self._began = time.monotonic()
+                    generation = self._membership.regroup(self._state.finished, self._state.held)
+                    self._attempts.count(generation)
+        finally:
+            self._date_changes()
+        return self._state.latest
+
+    def _end_connections(self, *, broken: bool) -> None:
+        if self._connections is not None:
+            self._connections.end(broken=broken)
+        self._connections = None
+
+    def _end(self, generation: Generation) -> None:
+        """No worker leaves before all agree on the state and, with a file, one has written it."""
+        assert self._programs is not None
+        self._programs.end(self._steps)
+        self._state.compare(generation, self._membership)
+        writer, failure = self._written(self._state.finished)
+        if writer or not self._writers.names:
+            self._membership.finish()
+        if failure:
+            raise failure
+
+    def _written(self, step: int) -> tuple[str, OSError | None]:
+        file = self._job.file  # that of a writer: others wait for it, and write nothing
+        write = file and functools.partial(file.save, self._state, step, LAST_PATIENCE)
+        return written_by_one(self._membership, self._writers, write or (lambda: None))
+
+    def _date_changes(self) -> None:
+        for began, change in self._changes:
+            seconds = time.monotonic() - began
+            self._job.changes.append(dataclasses.replace(change, seconds=seconds))
+        self._changes.clear()
+
+    def _settle(self, generation: Generation) -> StepPrograms:
+        """Take this worker's place in a generation: connections, mesh and state."""
+        self._check_place(generation)
+        self._job.workers = generation.ranks
+        if generation.number:
+            self._announce(generation)
+        self._connections = Connections(self._membership, generation)
+        self._connections.begin()
+        mesh = line_of(self._connections.of(generation.ranks), str(self._job.step.axis_name))
+        self._programs = StepPrograms(self._job.step, mesh, self._membership)
+        self._state.settle(generation, self._membership, mesh, self._together)
+        self._connections.forget_others()
+        return self._programs
+
+    def _check_place(self, generation: Generation) -> None:
+        """End this worker where the generation is not to train, or not with it."""
+        job, membership, name = self._job, self._membership, self._membership.name
+        mine = self._programs.lines if self._programs else ()
+        if generation.ends_for_its_program(name):
+            raise mismatch(generation, membership, mine)
+        show(generation, membership, mine)
+        is_member = name in generation.members
+        if is_member:
+            self._state.term = generation.term
+        few = len(generation.members) < job.fewest and generation.step < self._steps
+        few = few and not generation.ended
+        if few or is_member:
+            # Workers that are too few to train, a dropped one among them, still save together.
+            self._writers = writers_of(membership, generation, job.every if job.file else 0)
+        if few:
+            self._give_up(
+                generation,
+                PeerLostError(
+                    f"{len(generation.members)} workers are left ({listed(generation.ranks)}), and "
+                    f"`min_workers` is {job.fewest}: {generation.why}.",
+                    ranks=tuple(map(rank_of, generation.lost)),
+                ),
+            )
+        if not is_member:
+            went_on = (
+                "have finished. There is nothing left to do."
+                if generation.ended
+                else f"went on from step {generation.step} as workers {listed(generation.ranks)}, "
+                f"because {generation.why}. It must not go on by itself; start it again."
+            )
+            raise PeerLostError(
+                f"Worker {rank_of(name)} was dropped by the others, who {went_on}",
+                ranks=(rank_of(name),),
+            )
+        if self._attempts.are_over:
+            self._give_up(generation, self._attempts.error or _always_late(generation))
+
+    def _announce(self, generation: Generation) -> None:
+        lost = tuple(map(rank_of, generation.lost))
+        joined = tuple(map(rank_of, generation.joined))
+        _LOG.warning(
+            "After step %d: %s. Lost: %s; joined: %s; workers %s go on.",
+            *(generation.step, generation.why, listed(lost), listed(joined)),
+            listed(generation.ranks),
+        )
+        change = WorldChange(generation.step, generation.ranks, lost, joined, generation.why, 0.0)
+        self._changes.append((self._began, change))
+
+    def _give_up(self, generation: Generation, error: Exception) -> NoReturn:
+        """Save the state that all have, and end."""
+        writer, failure = self._written(generation.step)
+        if writer and self._job.file:
+            saved = f"The state after step {generation.step} is saved in {self._job.file.path}."
+            error.args = (f"{error} {saved}",)
+        elif failure:
+            error.args = (f"{error} The state could not be saved: {failure}.",)
+        raise error
+
+    def _train(self, generation: Generation, programs: StepPrograms) -> None:
+        place_here = generation.members.index(self._membership.name)
+        for step in range(generation.step, self._steps):
+            self._membership.check()
+            is_due = step % _JOIN_EVERY == 0 and step > generation.step
+            if is_due and self._membership.joins_at(step):
+                raise RegroupError
+            batch = self._batches(step, place_here, len(generation.members))
+            call = programs.prepared(step, self._state, batch)
+            self._membership.check()
+            state, metrics = self._together(call, self._job.timeout, f"step {step}")
+            self._state.keep(step + 1, state)
+            if self._connections is not None:
+                self._connections.settle()
+            self._date_changes()
+            self._job.report(step + 1, metrics)
+            self._save_if_due(step + 1, generation)
+
+    def _together(self, call: Callable[[], Any], seconds: float | None, what: str) -> Any:
+        try:
+            return outcome_of(call, self._membership, seconds, what)
+        except (RuntimeError, ValueError) as error:  # JAX raises these for a broken connection
+            reason = str(error).splitlines()[0][:200]
+            name = rank_of(self._membership.name)
+            if not self._membership.ask(f"{what} failed on worker {name}: {reason}"):
+                # If nobody turns out to be lost, and it fails again, the others did not cause it.
+                self._attempts.fail(error)
+            raise RegroupError from error
+
+    def _save_if_due(self, finished: int, generation: Generation) -> None:
+        if finished == self._steps or not self._writers.are_due(finished):
+            return  # `_end` saves the last state
+        self._state.compare(generation, self._membership)
+        if self._membership.name != self._writers.names[0] or self._job.file is None:
+            return
+        try:
+            self._job.file.save(self._state, finished, PATIENCE)
+        except OSError as error:  # a later checkpoint may succeed; that of the end must
+            _LOG.warning("%s %s", error, " ".join(getattr(error, "__notes__", ())))
+
+
+def _always_late(generation: Generation) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        f"Workers {listed(generation.ranks)} began the step after step {generation.step} "
+        f"{MOST_ATTEMPTS} times in a row and never finished it, though all live and connect to "
+        f"each other. The last time, {generation.why}. A larger `timeout_seconds` waits longer.",
+        ranks=(),
+    )
