@@ -4,10 +4,10 @@
 
 It waits for all processes on the port of the coordination service, then starts the service there,
 and ends when nobody needs it any more: its standard input is closed, and every process has left.
-JAX by itself ends a process with a signal where another one does not arrive; here all who did
-arrive are told in words. Messages are lines of JSON.
+JAX by itself ends a process with a signal if another one does not arrive; here all that did arrive
+get an error. Messages are lines of JSON.
 
-It is run as a file: importing the package would import JAX, for which a coordinator has no use.
+It is run as a file: importing the package would import JAX, which a coordinator does not need.
 """
 
 from __future__ import annotations
@@ -23,37 +23,33 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 LONGEST = 4096
-"""Bytes of a process's first line; who sends more is no process of this job."""
+"""Bytes of a process's first line; a longer one comes from another program."""
 
 LONGEST_SECONDS = 2_000_000.0
-"""Whoever would wait longer waits for 23 days: the system counts milliseconds in 31 bits."""
+"""Longest wait, 23 days: the system counts milliseconds in 31 bits."""
 
-_LONGEST_REPORT = 1 << 16  # bytes that a process may say of itself after its first line
+_LONGEST_REPORT = 1 << 16  # bytes that a process may write after its first line
 _MOST_PROCESSES = 1 << 20
 
 LINGERS = 2.0
-"""Seconds for which a job that cannot begin says so to those who come later."""
+"""Seconds for which a job that cannot begin says so to processes that come later."""
 
 STRANGERS = 256
-"""Connections that may be open and have said nothing yet; one more closes the oldest of them."""
+"""Connections that may be open without a first line; one more closes the oldest of them."""
 
 _LONGEST_IDLE = 32767  # seconds: what Linux takes for TCP_KEEPIDLE
 
 
 def break_when_silent(connection: socket.socket, seconds: float) -> None:
-    """Have a connection break, in time, when its other end is cut off: nothing else would tell.
+    """Have a TCP connection break after so much silence, if its other end is cut off.
 
-    It does not break while the other end's system answers, whatever its process does. Where the
-    system cannot be told how long (not Linux), it takes as long as the system finds right.
-
-    Args:
-      connection: over TCP.
-      seconds: of silence.
+    It does not break while the other end's system answers, whatever its process does. Outside Linux
+    the system chooses the time.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     often = min(max(1, int(seconds / 4)), _LONGEST_IDLE)
@@ -73,7 +69,7 @@ class Coordinator:
     Attributes:
       address: where it listens, "host:port".
       process: it.
-      lifeline: the end of a pipe. While it is open, here, the coordinator stays though nobody is
+      lifeline: the end of a pipe. While it is open the coordinator stays though nobody is
         connected; the system closes it when this process ends.
     """
 
@@ -82,11 +78,11 @@ class Coordinator:
     lifeline: int
 
     def leave(self) -> None:
-        """Let it live for as long as anybody needs it, another process or, still, this one."""
+        """Let it live for as long as any process needs it."""
         self.process.returncode = 0  # if this process ends, nobody waits for it
 
     def part(self) -> None:
-        """Need it no more."""
+        """Stop needing it."""
         os.close(self.lifeline)
         self.process.returncode = None
         threading.Thread(target=self.process.wait, name="jaxcoll-coordinator", daemon=True).start()
@@ -107,20 +103,8 @@ def start_coordinator(
     shutdown_timeout_seconds: int = 300,
     log: Any = subprocess.DEVNULL,
 ) -> Coordinator:
-    """Start a coordinator on this host.
-
-    Args:
-      address: where it listens, and nowhere else, as "host:port"; of port 0 it chooses one.
-      num_processes: how many are to arrive.
-      recoverable: whether the job goes on when one of them dies.
-      heartbeat_timeout_seconds: after which silence a process counts as dead.
-      shutdown_timeout_seconds: how long those of a job that is not recoverable wait for each other
-        at the end.
-      log: a file for what the service says.
-
-    Raises:
-      OSError: it cannot listen there.
-    """
+    """Start a coordinator on this host, which listens at "host:port" and nowhere else."""
+    # Port 0 stands for any that is free. `log` is a file for the service's messages.
     settings = {
         "address": address,
         "num_processes": num_processes,
@@ -143,12 +127,12 @@ def start_coordinator(
     )
     os.close(theirs)
     assert process.stdout is not None
-    with process.stdout as answers:
-        answer = json.loads(answers.readline() or b"{}")
-    started = Coordinator(answer.get("address", ""), process, lifeline)
-    if "address" not in answer:
+    with process.stdout as replies:
+        reply = json.loads(replies.readline() or b"{}")
+    started = Coordinator(reply.get("address", ""), process, lifeline)
+    if "address" not in reply:
         started.end()
-        raise OSError(answer.get("error", f"its process ended with status {process.returncode}"))
+        raise OSError(reply.get("error", f"its process ended with status {process.returncode}"))
     return started
 
 
@@ -161,12 +145,12 @@ class _Arrivals:
         self.deadline = float("inf")
 
     def arrive(self, hello: dict[str, Any]) -> str:
-        """Tick one off; returns what is wrong, or nothing."""
+        """Note an arrival; the text of what is wrong with it, or ""."""
         rank, who = hello["process_id"], hello["who"]
         if hello["num_processes"] != self.expected:
             return (
-                f"process {rank} ({who}) was told that there are {hello['num_processes']} "
-                f"processes, and the coordinator that there are {self.expected}: give all the same."
+                f"process {rank} ({who}) expects {hello['num_processes']} processes, and the "
+                f"coordinator {self.expected}: give all the same number."
             )
         if rank in self.present:
             return (
@@ -178,7 +162,7 @@ class _Arrivals:
         return ""
 
     def missing(self) -> dict[str, Any]:
-        """Who did not come."""
+        """The reply that names the processes that did not come."""
         absent = [rank for rank in range(self.expected) if rank not in self.present]
         patience = min(hello["patience"] for hello in self.present.values())
         words = (
@@ -192,7 +176,7 @@ class _Coordinator:
     def __init__(self, listener: socket.socket, settings: dict[str, Any]) -> None:
         self._listener, self._settings = listener, settings
         self._arrivals = _Arrivals(settings["num_processes"])
-        self._lines: dict[socket.socket, bytes] = {}
+        self._received: dict[socket.socket, bytes] = {}  # of each connection
         self._members: dict[socket.socket, int] = {}
         self._service: Any = None
         self._wanted = True
@@ -201,125 +185,126 @@ class _Coordinator:
         self._selector.register(0, selectors.EVENT_READ, self._lifeline)
 
     def run(self) -> None:
-        """Until nobody needs it, or somebody does not arrive in time."""
+        """Serve until nobody needs it, or a process does not arrive in time."""
         while self._wanted or self._members:
             waits = None
             if self._service is None and self._members:
                 waits = self._arrivals.deadline - time.monotonic()
                 if waits <= 0:
-                    self._tell(self._arrivals.missing())
+                    self._refuse(self._arrivals.missing())
             for key, _ in self._selector.select(waits):
                 key.data(key.fileobj)
 
     def _lifeline(self, fd: int) -> None:
-        """Nobody writes to it: it is readable when whoever started this has gone."""
+        """Nobody writes to it: it is readable when the process that started this has ended."""
         if not os.read(fd, LONGEST):
             self._selector.unregister(fd)
             self._wanted = False
 
+    def _strangers(self) -> list[socket.socket]:
+        """Connections without a first line, the oldest first."""
+        return [known for known in self._received if known not in self._members]
+
     def _accept(self, listener: socket.socket) -> None:
-        strangers = [line for line in self._lines if line not in self._members]
+        strangers = self._strangers()
         if len(strangers) >= STRANGERS:  # a process of the job says at once who it is
-            self._left(strangers[0])
+            self._close(strangers[0])
         try:
             connection, _ = listener.accept()
             connection.setblocking(False)
             break_when_silent(connection, self._settings["service"]["heartbeat_timeout"])
         except OSError:  # it has hung up already; or there are no descriptors left
             if strangers:
-                return self._left(strangers[0])
+                return self._close(strangers[0])
             return time.sleep(0.01)
-        self._lines[connection] = b""
-        self._selector.register(connection, selectors.EVENT_READ, self._hear)
+        self._received[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ, self._read)
         return None
 
-    def _hear(self, connection: socket.socket) -> None:
-        if connection not in self._lines:  # closed in the same turn
+    def _read(self, connection: socket.socket) -> None:
+        if connection not in self._received:  # closed in the same turn
             return None
         try:
             chunk = connection.recv(LONGEST)
         except OSError:
             chunk = b""
         if not chunk:
-            return self._left(connection)
-        if connection in self._members:  # how far it has come, and its farewell
-            self._lines[connection] = (self._lines[connection] + chunk)[:_LONGEST_REPORT]
+            return self._close(connection)
+        if connection in self._members:  # the stages that it reaches, and its farewell
+            self._received[connection] = (self._received[connection] + chunk)[:_LONGEST_REPORT]
             return None
-        line = self._lines[connection] = self._lines[connection] + chunk
+        line = self._received[connection] = self._received[connection] + chunk
         if b"\n" in line or len(line) > LONGEST:
             hello = _hello(line)
             if hello is None:
-                return self._left(connection)
+                return self._close(connection)
             self._members[connection] = hello["process_id"]
-            self._lines[connection] = b""
+            self._received[connection] = b""
             if wrong := self._arrivals.arrive(hello):
-                return self._tell({"error": wrong, "kind": "world"})
+                return self._refuse({"error": wrong, "kind": "world"})
             if len(self._arrivals.present) == self._arrivals.expected:
                 return self._begin()
         return None
 
-    def _left(self, connection: socket.socket) -> None:
-        """A stranger is forgotten; a process that goes before all are here is named."""
+    def _close(self, connection: socket.socket) -> None:
+        """Forget a stranger; report the end of a process."""
         self._selector.unregister(connection)
         connection.close()
-        farewell = self._lines.pop(connection)
+        report = self._received.pop(connection)
         rank = self._members.pop(connection, None)
         if rank is None:
             return
-        if self._service is not None:
-            said = {"ended": rank} | _reported(farewell)
-            for other in self._members:  # whoever has no use for it does not read it
-                with contextlib.suppress(OSError):
-                    other.sendall(json.dumps(said).encode() + b"\n")
-        else:
+        if self._service is None:
             who = self._arrivals.present[rank]["who"]
             wrong = (
                 f"process {rank} ({who}) ended before all {self._arrivals.expected} had arrived."
             )
-            self._tell({"error": wrong, "kind": "lost", "ranks": [rank]})
+            self._refuse({"error": wrong, "kind": "lost", "ranks": [rank]})
+        _send({"ended": rank} | _reported(report), self._members)
 
     def _begin(self) -> None:
         self._selector.unregister(self._listener)
-        self._listener.close()
+        self._listener.close()  # the service listens at the same port
         try:
             self._service = _start_service()(
                 self._settings["address"], self._arrivals.expected, **self._settings["service"]
             )
         except RuntimeError as error:
-            return self._tell({"error": f"the service did not start: {error}", "kind": "world"})
-        for stranger in [line for line in self._lines if line not in self._members]:
-            self._left(stranger)  # who comes now is not heard any more
-        for connection in self._members:
-            with contextlib.suppress(OSError):
-                connection.sendall(b'{"go": true}\n')
-        return None
+            return self._refuse({"error": f"the service did not start: {error}", "kind": "world"})
+        for stranger in self._strangers():  # the job is complete without them
+            self._close(stranger)
+        return _send({"go": True}, self._members)
 
-    def _tell(self, answer: dict[str, Any]) -> NoReturn:
-        """Tell all who are here why it will not be, for a moment those who still come, and end."""
-        line = json.dumps(answer).encode() + b"\n"
-        for connection in self._lines:  # members, and those about to say that they are
-            with contextlib.suppress(OSError):
-                connection.sendall(line)
+    def _refuse(self, reply: dict[str, Any]) -> NoReturn:
+        """Say why the job cannot begin, for a moment also to those who come later, and end."""
+        _send(reply, self._received)  # members, and those about to say that they are
         until, late = time.monotonic() + LINGERS, []
         while self._listener.fileno() >= 0 and (left := until - time.monotonic()) > 0:
             try:
                 self._listener.settimeout(left)
                 late.append(self._listener.accept()[0])
                 late[-1].setblocking(False)
-                late[-1].sendall(line)  # and stays open: to close what is not read loses it
+                _send(reply, late[-1:])  # and stays open: to close what is not read loses it
             except OSError:
                 time.sleep(0.001)
         os._exit(1)
 
 
+def _send(fields: dict[str, Any], connections: Iterable[socket.socket]) -> None:
+    line = json.dumps(fields).encode() + b"\n"
+    for connection in connections:
+        with contextlib.suppress(OSError):  # it has ended, or does not read
+            connection.sendall(line)
+
+
 def _start_service() -> Callable[..., Any]:
-    """The function of that name, loaded as a file: the package would import JAX."""
+    """`start_service` of `_compat`, loaded as a file: the package would import JAX."""
     path = Path(__file__).parents[1] / "_compat" / "service.py"
     return runpy.run_path(str(path))["start_service"]
 
 
 def message(line: bytes | str) -> dict[str, Any]:
-    """What a line says, whoever sent it; {}: it is no JSON object."""
+    """The fields of a line, whoever sent it; {}: it is not a JSON object."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):  # the latter: of a thousand brackets
@@ -328,7 +313,7 @@ def message(line: bytes | str) -> dict[str, Any]:
 
 
 def _hello(line: bytes) -> dict[str, Any] | None:
-    """What a process says of itself, if this is one that speaks so."""
+    """The fields of a process's first line; None: it comes from another program."""
     kinds = {"process_id": int, "num_processes": int, "patience": float, "who": str}
     fields = message(line)
     if any(type(fields.get(name)) is not kind for name, kind in kinds.items()):
@@ -341,7 +326,7 @@ def _hello(line: bytes) -> dict[str, Any] | None:
 
 
 def _reported(lines: bytes) -> dict[str, Any]:
-    """What a process said after its arrival; nothing, if it died without a word."""
+    """What a process reported after its arrival; a dead one may have reported nothing."""
     fields: dict[str, Any] = {}
     for line in lines.splitlines():
         fields |= message(line)
@@ -349,9 +334,9 @@ def _reported(lines: bytes) -> dict[str, Any]:
 
 
 def news_of(line: bytes) -> dict[str, Any]:
-    """What a line of the coordinator's tells of a process that has ended; {}: nothing.
+    """The report in a line of the coordinator's of a process that has ended; {}: there is none.
 
-    That is `ended`, its number; `stage`, the last that it reached, or None; and, if it said a
+    That is `ended`, its number; `stage`, the last that it reached, or None; and, if it wrote a
     farewell, `done` (see `CoordinatorConnection`).
     """
     fields = message(line)
@@ -365,7 +350,7 @@ def news_of(line: bytes) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Listen, say where on standard output, and serve."""
+    """Listen, print the address on standard output, and serve."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # a descriptor for each process
         import resource
 
@@ -375,21 +360,21 @@ def main() -> None:
     host, _, port = settings["address"].rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
-    # The service takes the port over from those who are connected here. Two services on one port,
-    # which Linux would let gRPC have, are found out by listening without SO_REUSEPORT.
+    # The service takes the port over while processes are connected here. Linux would let gRPC run
+    # two services on one port; listening without SO_REUSEPORT finds that out.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    answer: dict[str, str]
+    reply: dict[str, str]
     try:
         listener.bind((host.strip("[]"), int(port)))
         listener.listen(1024)
         settings["address"] = f"{host}:{listener.getsockname()[1]}"
-        answer = {"address": settings["address"]}
+        reply = {"address": settings["address"]}
     except OSError as error:
-        answer = {"error": error.strerror or str(error)}
-    sys.stdout.write(json.dumps(answer) + "\n")
+        reply = {"error": error.strerror or str(error)}
+    sys.stdout.write(json.dumps(reply) + "\n")
     sys.stdout.flush()
     os.dup2(2, 1)
-    if "error" not in answer:
+    if "error" not in reply:
         _Coordinator(listener, settings).run()
     os._exit(0)  # the service's threads need no leave
 

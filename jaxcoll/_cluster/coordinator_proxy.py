@@ -1,11 +1,10 @@
-"""Between JAX's client and the coordinator: whoever learns first that the coordinator has died.
+"""A proxy between JAX's client and the coordinator, so that its death does not end this process.
 
-JAX ends a process with a signal, at once and without asking Python, when its connection to the
-coordinator breaks. So the client is connected to a Unix socket of its own process, and what passes
-is copied to the coordinator and back. When the coordinator dies while somebody here listens for it,
-that socket stays open, silent: JAX notices nothing until its heartbeat timeout, and until then
-there is time to save and to say why. A coordinator that is cut off is as good as dead: the proxy
-finds out by the silence on its connections.
+JAX ends a process with a signal, without asking Python, when its connection to the coordinator
+breaks. So the client connects to a Unix socket of its own process, and all bytes are copied to the
+coordinator and back. When the coordinator dies while somebody here listens for that, the socket
+stays open, silent: JAX notices nothing until its heartbeat timeout, and until then there is time to
+save and to say why. The same happens when the proxy finds the coordinator cut off, by silence.
 """
 
 from __future__ import annotations
@@ -25,24 +24,23 @@ from jaxcoll._compat.coordination import leave_coordinator, store
 from jaxcoll._threads import at_exit, not_at_exit
 
 _CHUNK = 1 << 16
-_LEAST = 2.0  # seconds in which a network may be silent and well
+_LEAST = 2.0  # seconds for which a healthy network may be silent
 _proxy: CoordinatorProxy | None = None
 
 
 class CoordinatorProxy:
-    """A way to the coordinator that breaks in words.
+    """A way to the coordinator whose loss is reported to Python first.
 
     Attributes:
       address: what the client is given for the coordinator's address.
       callbacks: called, from another thread, when the coordinator has died.
-      is_left: this process has given it up by itself, and JAX is to hear nothing of its end.
+      is_left: this process has given it up by itself, and JAX must not notice its end.
 
     Args:
       upstream: the coordinator's address.
-      heartbeat: seconds of silence after which JAX takes the coordinator for dead, and so does this
-        where nobody asks for less.
-      when_parted: called, from another thread, when JAX's client is no more. The proxy is no more
-        then, either.
+      heartbeat: seconds of silence after which JAX takes the coordinator for dead, and so does the
+        proxy unless `hurry` asks for less.
+      when_parted: called, from another thread, when JAX's client has ended, and the proxy with it.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class CoordinatorProxy:
         self._when_parted = when_parted
         self._listener = socket.socket(socket.AF_UNIX)
         self._folder = ""
-        if sys.platform == "linux":  # a name without a file: nothing is left of it, ever
+        if sys.platform == "linux":  # a name without a file, of which nothing can be left
             name = f"jaxcoll-{os.getpid()}-{os.urandom(8).hex()}"
             self._listener.bind(f"\0{name}")
             self.address = f"unix-abstract:{name}"
@@ -83,7 +81,7 @@ class CoordinatorProxy:
             not_at_exit(self._remove)
 
     def hurry(self, seconds: float) -> None:
-        """Find out sooner, from now on, and in any case before JAX does."""
+        """Notice silence sooner, from now on, and in any case before JAX does."""
         self._silence = max(_LEAST, min(seconds, self._heartbeat / 2))
         for far in self._far:
             with contextlib.suppress(OSError):  # one that is closed
@@ -105,7 +103,7 @@ class CoordinatorProxy:
                 far = socket.create_connection(self._upstream, 5.0)
             except OSError:
                 if self.is_left or (self._lost.is_set() and self.callbacks):
-                    near.detach()
+                    near.detach()  # stays open and silent, as in `_copy_in`
                 else:
                     near.close()
                 continue
@@ -117,7 +115,7 @@ class CoordinatorProxy:
             self._start(self._copy_in, far, near)
 
     def _copy_out(self, near: socket.socket, far: socket.socket) -> None:
-        if _copy(near, far):  # else the coordinator has gone, which the other direction deals with
+        if _copy(near, far):  # else the coordinator has gone: `_copy_in` alone deals with that
             near.close()
         with contextlib.suppress(OSError):
             far.shutdown(socket.SHUT_RDWR)
@@ -141,7 +139,7 @@ class CoordinatorProxy:
 
 
 def _is_own(near: socket.socket) -> bool:
-    """Whether this process has connected, and no other of this host."""
+    """Whether this process has connected, and not another one of this host."""
     if sys.platform != "linux":
         return True
     found = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -166,14 +164,14 @@ def _copy(source: socket.socket, target: socket.socket) -> bool:
 def through_proxy(
     address: str, heartbeat: float, when_parted: Callable[[], None]
 ) -> CoordinatorProxy:
-    """A proxy to `address`, the coordinator's, as "host:port"; the one of this process."""
+    """The proxy of this process, to the coordinator's `address`."""
     global _proxy
     _proxy = CoordinatorProxy(address, heartbeat, when_parted)
     return _proxy
 
 
 def give_up_coordinator() -> None:
-    """Forget a coordinator that died or does not answer: this process ends in peace without it."""
+    """Forget a coordinator that died or does not answer, so that this process can end normally."""
     if _proxy is not None:
         _proxy.is_left = True
     leave_coordinator()
@@ -181,15 +179,7 @@ def give_up_coordinator() -> None:
 
 @contextlib.contextmanager
 def when_coordinator_is_lost(callback: Callable[[], None], seconds: float) -> Iterator[None]:
-    """In here this is called, from another thread, if the coordinator dies and there is a proxy.
-
-    Args:
-      callback: what is called.
-      seconds: for which its host may be silent before that.
-
-    Yields:
-      Nothing.
-    """
+    """In here, call this from another thread if the coordinator dies, or is silent for so long."""
     if _proxy is None:
         yield
         return

@@ -1,9 +1,9 @@
-"""The connections that Gloo made, which nothing in JAX can close.
+"""Shut the TCP connections that Gloo made, which nothing in JAX can close.
 
-Who waits in a collective for a worker that died gets an error only if it is the dead one's
+A process that waits in a collective for a worker that died gets an error only if it is that one's
 neighbour, and none at all if that one is merely stopped. But the sockets are this process's own:
-when it shuts its ends, Gloo fails in whatever waits there, and the thread comes home. They are
-told from other sockets by the ports at which Gloo listens.
+when it shuts its ends, Gloo fails in whatever waits there, and the thread returns. Gloo's sockets
+are recognised by the ports at which it listens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def listening() -> list[Address]:
     Python's own sockets and gRPC's are closed when another program is executed; Gloo's are not.
     """
     return [
-        _address(line.getsockname())
-        for fd, line in _sockets()
-        if os.get_inheritable(fd) and line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        _address(sock.getsockname())
+        for fd, sock in _sockets()
+        if os.get_inheritable(fd) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     ]
 
 
@@ -34,20 +34,16 @@ def connections(listening: Iterable[Address]) -> set[tuple[int, Address, Address
     """The connections of this process to or from those addresses, each with its descriptor."""
     known = set(listening)
     found = set()
-    for fd, line in _sockets():
+    for fd, sock in _sockets():
         with contextlib.suppress(OSError):  # it is not connected
-            ends = _address(line.getsockname()), _address(line.getpeername())
+            ends = _address(sock.getsockname()), _address(sock.getpeername())
             if known.intersection(ends):
                 found.add((fd, *ends))
     return found
 
 
 class GenerationSockets:
-    """The connections that are made from now on, until one has been used.
-
-    Args:
-      listening: where Gloo listens in the processes.
-    """
+    """The connections to these listening addresses that are made from now on, until `settle`."""
 
     def __init__(self, listening: Iterable[Address]) -> None:
         self._listening = set(listening)
@@ -55,22 +51,22 @@ class GenerationSockets:
         self._made: set[tuple[int, Address, Address]] | None = None
 
     def settle(self) -> None:
-        """A program has run: what is made later is another's."""
+        """Note that a program has run: later connections belong to others."""
         if self._made is None:
             self._made = connections(self._listening) - self._before
 
     def cut(self) -> None:
-        """Have whatever waits for them fail."""
+        """Have whatever waits in them fail."""
         self.settle()
         shut(self._made or ())
 
 
-def shut(lines: Iterable[tuple[int, Address, Address]]) -> None:
-    """End connections, if they are still there."""
-    for fd, *ends in lines:
-        with contextlib.suppress(OSError), _socket(fd) as line:
-            if [_address(line.getsockname()), _address(line.getpeername())] == ends:
-                line.shutdown(socket.SHUT_RDWR)
+def shut(made: Iterable[tuple[int, Address, Address]]) -> None:
+    """End connections, if they are still there: a descriptor may be another socket's by now."""
+    for fd, *ends in made:
+        with contextlib.suppress(OSError), _socket(fd) as sock:
+            if [_address(sock.getsockname()), _address(sock.getpeername())] == ends:
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
@@ -80,19 +76,19 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
     except OSError:
         return
     for fd in descriptors:
-        with contextlib.suppress(OSError), _socket(fd) as line:
-            if line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM:
-                yield fd, line
+        with contextlib.suppress(OSError), _socket(fd) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                yield fd, sock
 
 
 def _socket(fd: int) -> socket.socket:
     """A descriptor's socket, by a descriptor of its own.
 
     Raises:
-      OSError: it is closed, or is no socket.
+      OSError: it is closed, or is not a socket.
     """
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-        raise OSError(f"{fd} is no socket")
+        raise OSError(f"{fd} is not a socket")
     return socket.socket(fileno=os.dup(fd))
 
 

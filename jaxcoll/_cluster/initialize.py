@@ -1,4 +1,4 @@
-"""Entering a job of several processes."""
+"""`jc.initialize`: enter a job of several processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from jaxcoll._cluster.liveness import CoordinatorConnection, follow
 from jaxcoll._cluster.rendezvous import arrive, reach
 from jaxcoll._cluster.resolvers import ClusterResolver
 from jaxcoll._cluster.socket_folder import make_socket_folder
-from jaxcoll._cluster.startup_barriers import FOREVER, connected, exchanged
+from jaxcoll._cluster.startup_barriers import connected, exchanged
+from jaxcoll._cluster.timing import JAX_STARTUP_SECONDS
 from jaxcoll._compat.gloo import let_gloo_listen_at
 from jaxcoll._errors import DeadlineExceededError
 
@@ -41,12 +42,18 @@ _CONNECTS = 5.0  # seconds at least that JAX's clients may take to connect, once
 
 @dataclasses.dataclass
 class _Joined:
-    """What this process has entered, and what must stay open as long as it is in it."""
+    """The job that this process has entered, and what must stay open as long as it is in it."""
 
     member: Member
-    line: CoordinatorConnection
+    connection: CoordinatorConnection
     recoverable: bool
     coordinator: Coordinator | None
+
+    @property
+    def address(self) -> str:
+        """This host's address on the way to the coordinator."""
+        with socket.socket(fileno=os.dup(self.connection.fd)) as copy:
+            return copy.getsockname()[0]
 
 
 _joined: _Joined | None = None
@@ -69,15 +76,15 @@ def initialize(
 ) -> None:
     """Enter the job that this process is one of, through `jax.distributed`.
 
-    To be called first, by every process. What is not given is read off the environment, from the
-    first of these that left its marks: `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI, other
-    launchers of MPI (MPICH, Intel MPI, MVAPICH, Cray PALS, Flux, jsrun, horovodrun: none of them
-    says where to meet), Slurm, those that write torchrun's variables (`MASTER_ADDR`,
-    `MASTER_PORT`, `RANK`, `WORLD_SIZE`), and then what JAX itself knows: Cloud TPU and Kubernetes.
+    To be called first, by every process. Arguments that are not given come from the environment,
+    from the first of these launchers that left its marks: `jaxcoll launch`, `TF_CONFIG`, torchrun,
+    Open MPI, other launchers of MPI (MPICH, Intel MPI, MVAPICH, Cray PALS, Flux, jsrun, horovodrun:
+    none of them says where to meet), Slurm, those that write torchrun's variables (`MASTER_ADDR`,
+    `MASTER_PORT`, `RANK`, `WORLD_SIZE`), and then from JAX itself: Cloud TPU and Kubernetes.
     `JAX_COORDINATOR_ADDRESS` says where they meet, whoever started them. Without any mark this
     process is alone, and nothing is started.
 
-    Law: a job begins when all have arrived, or every process that did is told who did not, or what
+    Law: a job begins when all have arrived, or every process that did learns who did not, or what
     does not agree, within its `initialization_timeout`. Process 0 starts the coordinator as a
     process of its own, so that any of them may end or die; it ends after the last. It listens at
     `coordinator_address` and nowhere else, and Gloo at the address by which this host reaches it.
@@ -114,17 +121,22 @@ def initialize(
     Examples:
       >>> initialize()  # nobody launched this process: it is alone
     """
-    global _joined
     timeout = _seconds("initialization_timeout", initialization_timeout)
     heartbeat = _seconds("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
     shutdown = _seconds("shutdown_timeout_seconds", shutdown_timeout_seconds)
-    member = _member(
-        coordinator_address, num_processes, process_id, local_device_ids, cluster_resolver
-    )
+    given = {
+        "coordinator_address": coordinator_address,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    member = _member(given, local_device_ids, cluster_resolver)
     if not jax.distributed.is_initialized():
         _part()
     if _joined is not None or jax.distributed.is_initialized():
-        return _check_same(member, coordinator_address, num_processes, process_id)
+        if given:
+            _check_same(member)
+        return
     seconds = {
         "initialization_timeout": math.ceil(timeout),
         "heartbeat_timeout_seconds": math.ceil(heartbeat),
@@ -133,10 +145,10 @@ def initialize(
     if member is None or member.coordinator_address is None:
         return _by_jax(member, seconds, coordinator_bind_address, recoverable)
     _check_unused()
-    rejoin = rejoin or (member.is_launched and os.environ.get(REJOIN) == "1")
     coordinator, until = None, time.monotonic() + timeout
+    rejoin = rejoin or (member.is_launched and os.environ.get(REJOIN) == "1")
     if member.process_id == 0 and not member.is_launched and not rejoin:
-        coordinator = _start(member, coordinator_bind_address, recoverable, heartbeat, shutdown)
+        coordinator = _start(member, coordinator_bind_address, recoverable, seconds)
     try:
         arrived = reach(member, timeout) if rejoin else arrive(member, timeout)
     except BaseException as error:
@@ -147,8 +159,23 @@ def initialize(
     # Both stay until the system closes them, after JAX has taken its leave at the very end.
     if coordinator is not None:
         coordinator.leave()
-    # JAX has process 0 serve: it gets an idle service on the loopback interface. Where processes do
-    # not come, JAX would end this one with a signal, so it is given time, and we look at the clock.
+    joined = _Joined(member, CoordinatorConnection(arrived.detach()), recoverable, coordinator)
+    _enter_jax(joined, seconds, heartbeat, until, timeout, rejoin=rejoin)
+
+
+def _enter_jax(
+    joined: _Joined,
+    seconds: dict[str, int],
+    heartbeat: float,
+    until: float,
+    timeout: float,
+    *,
+    rejoin: bool,
+) -> None:
+    """Enter JAX's own world, now that all processes have arrived."""
+    global _joined
+    member = joined.member
+    assert member.coordinator_address is not None
     proxy = through_proxy(member.coordinator_address, heartbeat, _part)
     join = functools.partial(
         jax.distributed.initialize,
@@ -156,23 +183,24 @@ def initialize(
         member.num_processes,
         member.process_id,
         member.local_device_ids,
+        # JAX has process 0 serve: it gets an idle service on the loopback interface.
         coordinator_bind_address="127.0.0.1:0",
         cluster_detection_method="deactivate",
-        **seconds | {"initialization_timeout": FOREVER},
+        # At the end of this time JAX ends the process with a signal, so ours must be up before.
+        **seconds | {"initialization_timeout": JAX_STARTUP_SECONDS},
     )
-    host, line = arrived.getsockname()[0], CoordinatorConnection(arrived.detach())
-    followed = None if rejoin else line  # to one that comes again nobody speaks on it
+    # The coordinator reports nothing on the connection of a process that was restarted.
+    followed = None if rejoin else joined.connection
     try:
         connected(join, followed, max(until - time.monotonic(), _CONNECTS))
     except BaseException:
         proxy.close()
-        line.close()
+        joined.connection.close()
         raise
-    exchange = functools.partial(exchanged, line=followed, timeout=timeout)
-    let_gloo_listen_at(host, exchange, make_socket_folder, again=rejoin)
-    _joined = _Joined(member, line, recoverable, coordinator)
+    exchange = functools.partial(exchanged, connection=followed, timeout=timeout)
+    let_gloo_listen_at(joined.address, exchange, make_socket_folder, again=rejoin)
+    _joined = joined
     follow(followed)
-    return None
 
 
 def _part() -> None:
@@ -182,7 +210,7 @@ def _part() -> None:
         left, _joined = _joined, None
     if left is not None:
         follow(None)
-        left.line.close()
+        left.connection.close()
         if left.coordinator is not None:
             left.coordinator.part()
 
@@ -192,26 +220,19 @@ def _seconds(name: str, value: Any) -> float:
 
 
 def outlives_processes() -> bool:
-    """Whether the job that this process is in was told to go on when one of its processes dies."""
+    """Whether the job that this process is in goes on when one of its processes dies."""
     if _joined is not None:
         return _joined.recoverable
     return bool(_compat.configured("enable_recoverability"))
 
 
 def own_address() -> str | None:
-    """This host's address on the way to the coordinator; None: nobody was joined here."""
-    if _joined is None:
-        return None
-    with socket.socket(fileno=os.dup(_joined.line.fd)) as line:
-        return line.getsockname()[0]
+    """This host's address on the way to the coordinator; None: this process has not joined."""
+    return None if _joined is None else _joined.address
 
 
 def _member(
-    address: str | None,
-    count: int | None,
-    rank: int | None,
-    local: int | Sequence[int] | None,
-    resolver: ClusterResolver | None,
+    given: dict[str, Any], local: int | Sequence[int] | None, resolver: ClusterResolver | None
 ) -> Member | None:
     """Who this is by the arguments, and for what they leave out by the resolver or environment."""
     if resolver is not None and not isinstance(resolver, ClusterResolver):
@@ -219,47 +240,40 @@ def _member(
             "`cluster_resolver` must be a ClusterResolver, such as "
             f"`jc.TFConfigClusterResolver()`, or None; got {resolver!r}."
         )
-    ids = None if local is None else tuple([local] if isinstance(local, int) else local)
     member = None
-    if None in (address, count, rank):
+    if len(given) < 3:
         member = member_of(os.environ) if resolver is None else resolver.member()
-    if member is None:
-        address = address or os.environ.get(JAX_COORDINATOR)
-        if address is None and count is None and rank is None:
-            return None
-        if None in (address, count, rank):
-            said = {"coordinator_address": address, "num_processes": count, "process_id": rank}
-            missing = [name for name, value in said.items() if value is None]
-            raise ValueError(
-                f"`initialize` was not told `{'` and `'.join(missing)}`, and no launcher that it "
-                "knows has left it in the environment. Give all three."
-            )
-        member = Member(address, count, rank)  # pyright: ignore[reportArgumentType]
+    if member is not None:
+        member = dataclasses.replace(member, **given)
     else:
-        said = {"coordinator_address": address, "num_processes": count, "process_id": rank}
-        member = dataclasses.replace(
-            member, **{name: value for name, value in said.items() if value is not None}
-        )
-    if ids is not None:
+        if address := os.environ.get(JAX_COORDINATOR):
+            given = {"coordinator_address": address} | given
+        if not given:
+            return None
+        names = ("coordinator_address", "num_processes", "process_id")
+        if missing := [name for name in names if name not in given]:
+            raise ValueError(
+                f"`initialize` needs `{'` and `'.join(missing)}`, which no launcher that it knows "
+                "has left in the environment. Give all three."
+            )
+        member = Member(**given)
+    if local is not None:
+        ids = (local,) if isinstance(local, int) else tuple(local)
         member = dataclasses.replace(member, local_device_ids=ids)
     member.check()
     return member
 
 
-def _check_same(member: Member | None, *said: Any) -> None:
+def _check_same(member: Member | None) -> None:
     """Refuse to enter a second job."""
-    now = _joined.member if _joined is not None else None
-    here = (
-        (jax.process_count(), jax.process_index())
-        if now is None
-        else (now.num_processes, now.process_id)
-    )
-    told = any(value is not None for value in said)
+    now = Member(None, jax.process_count(), jax.process_index())
+    now = now if _joined is None else _joined.member
+    here = now.num_processes, now.process_id
     asked = None if member is None else (member.num_processes, member.process_id)
-    elsewhere = now and member and member.coordinator_address != now.coordinator_address
-    if told and (asked != here or elsewhere):
-        at = f" at {now.coordinator_address}" if now and elsewhere else ""
-        then = f" at {member.coordinator_address}" if member and elsewhere else ""
+    at = then = ""
+    if _joined and member and member.coordinator_address != now.coordinator_address:
+        at, then = f" at {now.coordinator_address}", f" at {member.coordinator_address}"
+    if asked != here or at:
         raise RuntimeError(
             f"`initialize`: this is process {here[1]} of {here[0]}{at} already, and cannot become "
             f"{f'process {asked[1]} of {asked[0]}' if asked else 'another'}{then} as well. Call it "
@@ -277,7 +291,7 @@ def _check_unused() -> None:
 
 
 def _start(
-    member: Member, bind: str | None, recoverable: bool, heartbeat: float, shutdown: float
+    member: Member, bind: str | None, recoverable: bool, seconds: dict[str, int]
 ) -> Coordinator:
     """Start the coordinator, which listens at one address only."""
     assert member.coordinator_address is not None
@@ -293,8 +307,8 @@ def _start(
             at,
             member.num_processes,
             recoverable=recoverable,
-            heartbeat_timeout_seconds=math.ceil(heartbeat),
-            shutdown_timeout_seconds=math.ceil(shutdown),
+            heartbeat_timeout_seconds=seconds["heartbeat_timeout_seconds"],
+            shutdown_timeout_seconds=seconds["shutdown_timeout_seconds"],
         )
     except OSError as error:
         raise OSError(
@@ -339,15 +353,9 @@ def _by_jax(
     before = _compat.configured("enable_recoverability")
     jax.config.update("jax_enable_recoverability", recoverable)
     try:
-        known = member or Member(None, 1, 0)
-        told = {
-            "num_processes": known.num_processes,
-            "process_id": known.process_id,
-            "local_device_ids": known.local_device_ids,
-        }
-        jax.distributed.initialize(
-            coordinator_bind_address=bind, **seconds, **(told if member is not None else {})
-        )
+        names = ("num_processes", "process_id", "local_device_ids") if member else ()
+        known = {name: getattr(member, name) for name in names}
+        jax.distributed.initialize(coordinator_bind_address=bind, **seconds, **known)
     except ValueError as error:
         if "coordinator_address" not in str(error):
             raise

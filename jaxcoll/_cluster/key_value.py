@@ -1,4 +1,4 @@
-"""Keys and values, as of a coordination service; and those of a process that is alone."""
+"""The key-value store of a coordination service, and one for a process that is alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Keys(Protocol):
-    """What a membership needs of a store."""
+    """What an elastic run needs of a store."""
 
     process: int
     processes: int
@@ -41,13 +41,13 @@ class LocalKeys:
         return other
 
     def set(self, key: str, value: str) -> None:
-        """Write, over what stands there."""
+        """Write a value, also over another one."""
         with self._changed:
             self._held[key] = value
             self._changed.notify_all()
 
     def agree(self, key: str, value: str) -> str:
-        """Write where nothing stands yet; returns what stands there then."""
+        """Write unless there is a value; the value then."""
         with self._changed:
             value = self._held.setdefault(key, value)
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Which process of which job this is, read off environment variables."""
+"""Which process of which job this is, by the environment variables of its launcher."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxcoll._cluster.slurm import first_host
 from jaxcoll._cluster.tf_config import TFConfig
 
 COORDINATOR, PROCESSES, RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"
-"""What `jaxcoll launch` tells the processes it starts, and a coordinator already runs."""
+"""Set by `jaxcoll launch`, which already runs a coordinator, for the processes that it starts."""
 
 REJOIN = "JAXCOLL_REJOIN"
 """Set to "1" by `jaxcoll launch` for a process that is started again while the others go on."""
 
 OF_A_LAUNCH = (COORDINATOR, PROCESSES, RANK, REJOIN)
-"""What a job that is started inside a job must not inherit."""
+"""Variables that a job inside a job must not inherit."""
 
 JAX_COORDINATOR, JAX_BIND = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's own variables."""
@@ -33,7 +33,7 @@ class Member:
     """One process of a job.
 
     Attributes:
-      coordinator_address: "host:port" where all meet; None: nobody said.
+      coordinator_address: "host:port" where all meet; None: not known.
       num_processes: how many there are.
       process_id: this one's number, from 0.
       local_device_ids: the accelerators that are its own; None: all that it sees.
@@ -52,11 +52,7 @@ class Member:
         return self.source == LAUNCH
 
     def check(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-          ValueError: there is no such process, or the address is none.
-        """
+        """Refuse a process or an address that cannot be."""
         whole = all(type(x) is int for x in (self.num_processes, self.process_id))
         if not whole or not 0 <= self.process_id < self.num_processes:
             raise ValueError(
@@ -104,7 +100,7 @@ def is_loopback(address: str) -> bool:
 
 
 def member_of(environment: Mapping[str, str]) -> Member | None:
-    """Which process this is, as the first launcher tells that left its variables.
+    """Which process this is, by the variables of the first launcher that left any.
 
     In this order: `jaxcoll launch`, `TF_CONFIG`, torchrun, Open MPI and other launchers of MPI,
     Slurm, and those that write torchrun's variables. What Slurm starts may be torchrun's agents or
@@ -146,17 +142,7 @@ def _tf_config(environment: Mapping[str, str]) -> Member | None:
 
 
 def member_of_tasks(config: TFConfig) -> Member | None:
-    """The process that a task of a cluster is: the chief first, then the workers in their order.
-
-    Args:
-      config: whose `cluster` maps jobs to addresses.
-
-    Returns:
-      The process; None: there is no cluster, or an evaluator's task, which takes no part.
-
-    Raises:
-      ValueError: the cluster is for others, the task is none of it, or not said.
-    """
+    """The process of a cluster's task: the chief first, then the workers; None: it has none."""
     addresses = [a for job in ("chief", "worker") for a in config.cluster.get(job, ())]
     if not config.cluster or config.task_type == "evaluator":
         return None
@@ -171,40 +157,24 @@ def _slurm(environment: Mapping[str, str]) -> Member | None:
     if not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"} <= set(environment):
         return None  # a shell of an allocation, or no task of `srun`
     count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    names = (count, "SLURM_PROCID", "SLURM_JOB_ID")
-    processes, rank, job = _numbers(environment, names, "Slurm")
-    # Steps of one job may run side by side.
-    (step,) = _numbers({"SLURM_STEP_ID": "0", **environment}, ("SLURM_STEP_ID",), "Slurm")
+    # Steps of one job may run side by side, so each has a port of its own.
+    with_step = {"SLURM_STEP_ID": "0", **environment}
+    job, step = _numbers(with_step, ("SLURM_JOB_ID", "SLURM_STEP_ID"), "Slurm")
     host = first_host(environment["SLURM_STEP_NODELIST"])
-    several = re.fullmatch(
-        r"1(\(x\d+\))?(,1(\(x\d+\))?)*", environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-    )
-    own = None if several else _local(environment, "SLURM_LOCALID", "Slurm")
-    return Member(f"{host}:{_port(job + _STEPS * step)}", processes, rank, own, "Slurm")
-
-
-def _open_mpi(environment: Mapping[str, str]) -> Member | None:
-    source = "Open MPI"
-    if "OMPI_COMM_WORLD_RANK" not in environment:
-        return None
-    processes, rank = _numbers(
-        environment, ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), source
-    )
-    alone = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
-    own = None if alone else _local(environment, "OMPI_COMM_WORLD_LOCAL_RANK", source)
-    # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, of the process that started the others; from
-    # Open MPI 5 on there is nothing like it.
-    uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
-    parts = re.match(r"(\d+)\.\d+;tcp6?://(?:\[([^,\]]+)|([^,:\]]+))", uri)
-    if not parts:
-        return Member(None, processes, rank, own, source)
-    host = f"[{parts[2]}]" if parts[2] else parts[3]
-    return Member(f"{host}:{_port(int(parts[1]) // 4096)}", processes, rank, own, source)
+    per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    alone = re.fullmatch(r"1(\(x\d+\))?(,1(\(x\d+\))?)*", per_node) is not None
+    address = f"{host}:{_port(job + _STEPS * step)}"
+    names = count, "SLURM_PROCID", "SLURM_LOCALID"
+    return _process(environment, "Slurm", names, address, alone)
 
 
 # The variable by which a launcher is known, and those of the number of processes, of this one's
-# number, and of both on its host. None of them says where the processes could meet.
+# number, and of both on its host. None but Open MPI says where the processes could meet.
 _OF_MPI = {
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+    ),
     "MVAPICH": (
         "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
@@ -233,21 +203,27 @@ def _mpi(environment: Mapping[str, str]) -> Member | None:
             continue
         if source == "Cray PALS" and "PMI_SIZE" not in environment:
             continue
-        processes, number = _numbers(environment, (size, rank), source)
+        address = _open_mpi_address(environment) if source == "Open MPI" else None
         alone = environment.get(local_size) == "1" or (
-            source == "Flux" and environment.get("FLUX_JOB_NNODES") == environment[size]
+            source == "Flux" and environment.get("FLUX_JOB_NNODES") == environment.get(size)
         )
-        own = None if alone else _local(environment, local_rank, source)
-        return Member(None, processes, number, own, source)
+        return _process(environment, source, (size, rank, local_rank), address, alone)
     return None
 
 
-def _check_not_one_of_many(environment: Mapping[str, str]) -> None:
-    """Refuse to be alone where a launcher counts its processes, and does not say how many.
+def _open_mpi_address(environment: Mapping[str, str]) -> str | None:
+    # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, of the process that started the others; from
+    # Open MPI 5 on there is nothing like it.
+    uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
+    parts = re.match(r"(\d+)\.\d+;tcp6?://(?:\[([^,\]]+)|([^,:\]]+))", uri)
+    if not parts:
+        return None
+    host = f"[{parts[2]}]" if parts[2] else parts[3]
+    return f"{host}:{_port(int(parts[1]) // 4096)}"
 
-    Raises:
-      ValueError: this is not the first of them.
-    """
+
+def _check_not_one_of_many(environment: Mapping[str, str]) -> None:
+    """Refuse to be alone where a launcher counts its processes, and does not say how many."""
     for source, rank in (("PMIx", "PMIX_RANK"), ("ALPS", "ALPS_APP_PE"), ("PALS", "PALS_RANKID")):
         if environment.get(rank, "0").isdecimal() and int(environment.get(rank, "0")) > 0:
             raise ValueError(
@@ -265,21 +241,18 @@ def _master(environment: Mapping[str, str]) -> Member | None:
     source = "MASTER_ADDR, RANK and WORLD_SIZE"
     if not {"RANK", "WORLD_SIZE"} <= set(environment):
         return None
-    processes, rank = _numbers(environment, ("WORLD_SIZE", "RANK"), source)
     host = _needed(environment, "MASTER_ADDR", source)
+    host = f"[{host}]" if ":" in host else host
     (port,) = _numbers(environment, ("MASTER_PORT",), source)
     # Where torchrun's agent listens at MASTER_PORT itself, the next one is taken.
     port += environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     alone = environment.get("LOCAL_WORLD_SIZE") == "1"
-    own = None if alone else _local(environment, "LOCAL_RANK", source)
-    host = f"[{host}]" if ":" in host else host
-    return Member(f"{host}:{port}", processes, rank, own, source)
+    names = "WORLD_SIZE", "RANK", "LOCAL_RANK"
+    return _process(environment, source, names, f"{host}:{port}", alone)
 
 
 _READERS: Sequence[Callable[[Mapping[str, str]], Member | None]] = (
-    *(_launched, _tf_config),
-    *(_torchrun, _open_mpi, _mpi, _slurm),
-    _master,
+    *(_launched, _tf_config, _torchrun, _mpi, _slurm, _master),
 )
 
 
@@ -288,9 +261,21 @@ def _port(job: int) -> int:
     return job % _PORTS + _HIGHEST_PORT - _PORTS + 1
 
 
-def _local(environment: Mapping[str, str], name: str, source: str) -> tuple[int, ...] | None:
-    """The one accelerator of a process that shares its host with others, as JAX gives it."""
-    return _numbers(environment, (name,), source) if name in environment else None
+def _process(
+    environment: Mapping[str, str],
+    source: str,
+    names: tuple[str, str, str],
+    address: str | None,
+    alone: bool,
+) -> Member:
+    """The process that variables name: of the number of processes, of its own, and on its host.
+
+    A process that shares its host with others has one accelerator of its own, as JAX gives it.
+    """
+    count, rank, local = names
+    processes, number = _numbers(environment, (count, rank), source)
+    own = None if alone or local not in environment else _numbers(environment, (local,), source)
+    return Member(address, processes, number, own, source)
 
 
 def _needed(environment: Mapping[str, str], name: str, source: str) -> str:
@@ -300,19 +285,15 @@ def _needed(environment: Mapping[str, str], name: str, source: str) -> str:
 
 
 def _numbers(environment: Mapping[str, str], names: Sequence[str], source: str) -> tuple[int, ...]:
-    said = {name: _needed(environment, name, source) for name in names}
-    for name, value in said.items():
+    values = {name: _needed(environment, name, source) for name in names}
+    for name, value in values.items():
         if not value.isdecimal():
             raise ValueError(f"{source}: {name} must be a whole number; got {value!r}.")
-    return tuple(int(value) for value in said.values())
+    return tuple(map(int, values.values()))
 
 
 def checked_seconds(name: str, value: Any) -> float:
-    """A time limit that can be waited for.
-
-    Raises:
-      ValueError: it is no positive, finite number of seconds.
-    """
+    """A time limit, which must be a positive, finite number of seconds."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""How a process arrives at the coordinator, before JAX's own meeting."""
+"""Rendezvous: a process reports to the coordinator and waits until all others have."""
 
 from __future__ import annotations
 
@@ -12,32 +12,18 @@ from jaxcoll._cluster.coordinator import LONGEST, LONGEST_SECONDS, message
 from jaxcoll._cluster.launchers import Member, host_and_port
 from jaxcoll._errors import DeadlineExceededError, PeerLostError
 
-_AGAIN = 0.05  # seconds between two attempts to reach a coordinator that is not there yet
-_GONE_SECONDS = 2.0  # for which nobody listens any more where a coordinator did
+_RETRY_SECONDS = 0.05  # between two attempts to reach a coordinator that is not there yet
+_GONE_SECONDS = 2.0  # after which a coordinator that hung up, and listens no longer, has died
 
 
 def arrive(member: Member, timeout: float) -> socket.socket:
-    """Report to the coordinator and wait until all others have.
-
-    Args:
-      member: who this is, and where the coordinator is.
-      timeout: seconds after which to wait no longer; then all others are told so as well.
-
-    Returns:
-      The connection, to be kept open for as long as this process lives: the coordinator stays for
-      as long as somebody is connected.
-
-    Raises:
-      ValueError: the coordinator's host has no address; what answers there is no coordinator; or
-        two processes have one number, or count the others differently.
-      DeadlineExceededError: nobody listens there, or processes are missing, which are named.
-      PeerLostError: a process that had arrived has died, or the coordinator.
-    """
+    """Report to the coordinator, and wait until all others have; the connection to it."""
+    # It is to be kept open: the coordinator stays for as long as somebody is connected.
     deadline = time.monotonic() + min(timeout, LONGEST_SECONDS)
     refused, gone = "nobody listens there", float("inf")
     while (left := deadline - time.monotonic()) > 0:
         try:
-            line = socket.create_connection(host_and_port(member.coordinator_address), left)
+            connection = socket.create_connection(host_and_port(member.coordinator_address), left)
         except socket.gaierror as error:
             if error.errno != socket.EAI_AGAIN:
                 raise ValueError(
@@ -56,12 +42,12 @@ def arrive(member: Member, timeout: float) -> socket.socket:
                     ranks=(),
                 ) from None
         else:
-            answer = _answer(line, member, deadline)
-            if answer is not None:
-                return _accepted(line, answer, member)
-            line.close()
+            reply = _reply(connection, member, deadline)
+            if reply is not None:
+                return _accepted(connection, reply, member)
+            connection.close()
             refused, gone = "it hung up", time.monotonic() + _GONE_SECONDS
-        time.sleep(min(_AGAIN, max(0.0, deadline - time.monotonic())))
+        time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
     raise DeadlineExceededError(
         f"{here(member)}: the coordinator at {member.coordinator_address} was not reached within "
         f"{timeout:g} s ({refused}). Is process 0 running there, and can this host reach it? A "
@@ -69,53 +55,53 @@ def arrive(member: Member, timeout: float) -> socket.socket:
     )
 
 
-def _answer(line: socket.socket, member: Member, deadline: float) -> dict[str, Any] | None:
-    """What the coordinator says once it knows; None: it hung up."""
+def _reply(connection: socket.socket, member: Member, deadline: float) -> dict[str, Any] | None:
+    """The coordinator's reply once all have arrived or cannot; None: it hung up."""
     hello = {
         "process_id": member.process_id,
         "num_processes": member.num_processes,
         "patience": deadline - time.monotonic(),
         "who": f"{socket.gethostname()}:{os.getpid()}",
     }
-    heard = b""
+    received = b""
     try:
-        line.sendall(json.dumps(hello).encode() + b"\n")
-        while b"\n" not in heard and len(heard) <= LONGEST:
-            # It speaks first where time is up; half a second more is for its words to arrive.
-            line.settimeout(max(0.0, deadline - time.monotonic()) + 0.5)
-            ahead = line.recv(LONGEST, socket.MSG_PEEK)
+        connection.sendall(json.dumps(hello).encode() + b"\n")
+        while b"\n" not in received and len(received) <= LONGEST:
+            # The coordinator gives up first; half a second more is for its reply to arrive.
+            connection.settimeout(max(0.0, deadline - time.monotonic()) + 0.5)
+            ahead = connection.recv(LONGEST, socket.MSG_PEEK)
             if not ahead:
                 break
-            # Who has ended since stands in lines after this one, and is read later.
-            heard += line.recv(ahead.find(b"\n") + 1 or len(ahead))
-        if not heard:
+            # No more than the reply: the lines after it tell who has ended, and are read later.
+            received += connection.recv(ahead.find(b"\n") + 1 or len(ahead))
+        if not received:
             return None
-        if answer := message(heard):
-            return answer
+        if reply := message(received):
+            return reply
     except TimeoutError:
-        said = (
+        text = (
             f"what listens at {member.coordinator_address} did not answer in time. Does another "
             "program have that port?"
         )
-        return {"error": said, "kind": "deadline"}
+        return {"error": text, "kind": "deadline"}
     except OSError:
         return None
-    line.close()
+    connection.close()
     raise ValueError(
-        f"{here(member)}: what answers at {member.coordinator_address} is no coordinator "
+        f"{here(member)}: what answers at {member.coordinator_address} is not a coordinator "
         "that waits for processes: another program has that port, or the job has begun without "
         "this one. Choose another port."
     )
 
 
-def _accepted(line: socket.socket, answer: dict[str, Any], member: Member) -> socket.socket:
-    if "go" in answer:
-        line.settimeout(None)
-        return line
-    line.close()
-    words, ranks = f"{here(member)}: {answer.get('error')}", answer.get("ranks")
+def _accepted(connection: socket.socket, reply: dict[str, Any], member: Member) -> socket.socket:
+    if "go" in reply:
+        connection.settimeout(None)
+        return connection
+    connection.close()
+    words, ranks = f"{here(member)}: {reply.get('error')}", reply.get("ranks")
     ranks = [r for r in ranks if type(r) is int] if isinstance(ranks, list) else []
-    match answer.get("kind"):
+    match reply.get("kind"):
         case "deadline":
             raise DeadlineExceededError(words, ranks=ranks)
         case "lost":
@@ -129,18 +115,14 @@ def here(member: Member) -> str:
 
 
 def reach(member: Member, timeout: float) -> socket.socket:
-    """A connection to the coordinator of a job that has begun; it is told nothing.
-
-    Raises:
-      DeadlineExceededError: nobody listens there any more.
-    """
+    """A connection to the coordinator of a job that has begun, on which nothing is said."""
     try:
         address = host_and_port(member.coordinator_address)
-        line = socket.create_connection(address, min(timeout, LONGEST_SECONDS))
+        connection = socket.create_connection(address, min(timeout, LONGEST_SECONDS))
     except OSError as error:
         raise DeadlineExceededError(
             f"{here(member)}: the coordinator at {member.coordinator_address} is not there "
             f"({error.strerror or error}). Only a job that goes on can be joined again."
         ) from None
-    line.settimeout(None)
-    return line
+    connection.settimeout(None)
+    return connection

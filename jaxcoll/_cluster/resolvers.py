@@ -163,22 +163,22 @@ class SlurmClusterResolver(ClusterResolver):
         *,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        said = os.environ if environment is None else environment
+        env = os.environ if environment is None else environment
         names = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID")
-        if missing := [name for name in names if not said.get(name)]:
+        if missing := [name for name in names if not env.get(name)]:
             raise ValueError(
                 f"`SlurmClusterResolver`: {', '.join(missing)} is missing from the environment: "
                 "this is no task of a step. Start it with `srun`."
             )
-        hosts, counts = hosts_of(said[names[0]]), counts_of(said[names[1]])
+        hosts, counts = hosts_of(env[names[0]]), counts_of(env[names[1]])
         if tasks_per_node is not None:
             counts = [tasks_per_node] * len(hosts)
         if len(counts) != len(hosts):
             raise ValueError(
-                f"`SlurmClusterResolver`: {len(hosts)} hosts ({said[names[0]]}), and tasks of "
-                f"{len(counts)} ({said[names[1]]})."
+                f"`SlurmClusterResolver`: {len(hosts)} hosts ({env[names[0]]}), and tasks of "
+                f"{len(counts)} ({env[names[1]]})."
             )
-        placed = host_of_each_task(counts, turn_of(said))
+        placed = host_of_each_task(counts, turn_of(env))
         tasks = [
             f"{hosts[host]}:{port_base + placed[:rank].count(host)}"
             for rank, host in enumerate(placed)
@@ -191,13 +191,13 @@ class SlurmClusterResolver(ClusterResolver):
             )
         self._spec: dict[str, tuple[str, ...]] = {}
         self.rpc_layer = rpc_layer
-        rank, first = int(said["SLURM_PROCID"]), 0
-        here = said.get("SLURM_NODEID")
+        rank, first = int(env["SLURM_PROCID"]), 0
+        here = env.get("SLURM_NODEID")
         if here is not None and rank < len(placed) and placed[rank] != int(here):
             raise ValueError(
-                f"`SlurmClusterResolver`: task {rank} is on host {here} of {said[names[0]]} by "
+                f"`SlurmClusterResolver`: task {rank} is on host {here} of {env[names[0]]} by "
                 f"Slurm, and on host {placed[rank]} by the distribution "
-                f"{said.get('SLURM_DISTRIBUTION', 'block')!r}. Ask for `--distribution=block`, or "
+                f"{env.get('SLURM_DISTRIBUTION', 'block')!r}. Ask for `--distribution=block`, or "
                 "cyclic, or plane."
             )
         for job, count in jobs.items():

@@ -1,8 +1,7 @@
-"""Whether all are still there in JAX's own meetings, which end in a signal, or minutes later.
+"""Apply the user's timeout to JAX's two start-up barriers, which abort the process or take minutes.
 
-Between the coordinator's "go" and the first use of devices every process waits for all others
-twice: when JAX's clients connect, and when they tell each other of their devices. Both are bounded
-here by the time that the user chose.
+Once all processes have arrived at the coordinator, each waits for all others twice: when JAX's
+clients connect, and when they exchange their devices.
 """
 
 from __future__ import annotations
@@ -20,31 +19,17 @@ from jaxcoll._errors import DeadlineExceededError, PeerLostError
 from jaxcoll._threads import within
 
 _POLL_SECONDS = 0.02
-_LEAST_SECONDS = 5.0  # that an exchange may take, once all have begun
+_LEAST_SECONDS = 5.0  # that the exchange may take, once all have begun
 _FOLDER, _HERE = "jaxcoll/devices", "here"
-
-FOREVER = 24 * 3600
-"""Seconds: what JAX is told of a wait that it would end with a signal."""
 
 
 def connected(
-    connect: Callable[[], Any], line: CoordinatorConnection | None, timeout: float
+    connect: Callable[[], Any], connection: CoordinatorConnection | None, timeout: float
 ) -> None:
-    """`connect()`, in which all processes wait for each other.
-
-    Args:
-      connect: enters JAX's own world.
-      line: to the coordinator, which tells who has ended; None: nobody is waited for.
-      timeout: seconds.
-
-    Raises:
-      DeadlineExceededError: not all came in time.
-      PeerLostError: one of them, or the coordinator, ended before it was connected.
-      KeyboardInterrupt: somebody waits no longer.
-    """
+    """`connect()`, which enters JAX's own world when all processes do."""
     try:
-        with _waiting(line, CONNECTED):
-            within(timeout, connect, functools.partial(_check_live, line, (CONNECTED, DEVICES)))
+        with _barrier(connection, CONNECTED, DEVICES) as check:
+            within(timeout, connect, check)
     except TimeoutError:
         give_up_coordinator()
         raise DeadlineExceededError(
@@ -56,56 +41,14 @@ def connected(
         raise
 
 
-@contextlib.contextmanager
-def _waiting(line: CoordinatorConnection | None, stage: str) -> Iterator[None]:
-    """Have the others told, if this process ends, that it came so far; or that it gave up."""
+def exchanged(
+    make: Callable[[], Any], connection: CoordinatorConnection | None, timeout: float
+) -> Any:
+    """`make()`, in which all processes tell each other of their devices, once all have begun to."""
     try:
-        yield
-    except (TimeoutError, PeerLostError):
-        if line is not None:
-            line.say(LEFT)
-        raise
-    if line is not None:
-        line.say(stage)
-
-
-def _check_live(line: CoordinatorConnection | None, stages: Sequence[str]) -> None:
-    if line is None:
-        return
-    if lost := line.lost_before(*stages):
-        raise PeerLostError(
-            f"Process{'es' * (len(lost) > 1)} {', '.join(map(str, lost))} ended during the start, "
-            "when all had arrived and waited for each other. Start the job again.",
-            ranks=lost,
-        )
-    if line.is_broken:
-        raise PeerLostError(
-            "The coordinator died, or was cut off, during the start, when all had arrived and "
-            "waited for each other. Start the job again.",
-            ranks=(),
-        )
-
-
-def exchanged(make: Callable[[], Any], line: CoordinatorConnection | None, timeout: float) -> Any:
-    """`make()`, in which all processes tell each other of their devices.
-
-    Args:
-      make: makes this process's devices known, and waits for the others'.
-      line: as in `connected`.
-      timeout: seconds, from when the first of them begins.
-
-    Returns:
-      What `make` returns.
-
-    Raises:
-      DeadlineExceededError: some did not come in time; they are named.
-      PeerLostError: one of them, or the coordinator, has ended.
-    """
-    look = functools.partial(_check_live, line, (DEVICES,))
-    try:
-        with _waiting(line, DEVICES):
-            await_all(timeout, look)
-            return within(max(timeout, _LEAST_SECONDS), make, look)
+        with _barrier(connection, DEVICES) as check:
+            await_all(timeout, check)
+            return within(max(timeout, _LEAST_SECONDS), make, check)
     except DeadlineExceededError:
         raise
     except TimeoutError:
@@ -116,34 +59,60 @@ def exchanged(make: Callable[[], Any], line: CoordinatorConnection | None, timeo
         ) from None
 
 
-def await_all(timeout: float, look: Callable[[], None]) -> None:
-    """Wait until every process is about to tell the others of its devices, or did so before.
+@contextlib.contextmanager
+def _barrier(connection: CoordinatorConnection | None, *stages: str) -> Iterator[Any]:
+    """Yield a check that nobody ended before these stages, and report when the first is passed."""
+    if connection is None:
+        yield None
+        return
+    try:
+        yield functools.partial(_check_live, connection, stages)
+    except (TimeoutError, PeerLostError):
+        connection.say(LEFT)  # so that those who notice this end later do not blame this process
+        raise
+    connection.say(stages[0])
 
-    Args:
-      timeout: seconds.
-      look: called every now and then; what it raises ends the wait.
 
-    Raises:
-      DeadlineExceededError: some did not come in time; they are named.
-    """
+def _check_live(connection: CoordinatorConnection, stages: Sequence[str]) -> None:
+    if lost := connection.lost_before(*stages):
+        raise PeerLostError(
+            f"Process{'es' * (len(lost) > 1)} {', '.join(map(str, lost))} ended during the start, "
+            "when all had arrived and waited for each other. Start the job again.",
+            ranks=lost,
+        )
+    if connection.is_broken:
+        raise PeerLostError(
+            "The coordinator died, or was cut off, during the start, when all had arrived and "
+            "waited for each other. Start the job again.",
+            ranks=(),
+        )
+
+
+def await_all(timeout: float, check: Callable[[], None] | None = None) -> None:
+    """Wait until every process is about to exchange its devices, or did so before."""
+    # JAX's own barrier would not do: it does not say who is missing, and a process that gives up
+    # cannot take its arrival back.
     keys = store()
     if keys is None:
         return
     keys.set(f"{_FOLDER}/{keys.process}", _HERE)
     until = time.monotonic() + timeout
-    while (said := keys.all(_FOLDER)) != dict.fromkeys(map(str, range(keys.processes)), _HERE):
-        left = [rank for rank, word in said.items() if word != _HERE]
+    everyone = dict.fromkeys(map(str, range(keys.processes)), _HERE)
+    while (states := keys.all(_FOLDER)) != everyone:
+        left = sorted(int(rank) for rank, state in states.items() if state != _HERE)
         if left or time.monotonic() > until:
-            keys.set(f"{_FOLDER}/{keys.process}", "left")  # who comes later does not count on it
-            absent = [rank for rank in range(keys.processes) if str(rank) not in said]
+            keys.set(f"{_FOLDER}/{keys.process}", "left")  # for those who come later
+            absent = [rank for rank in range(keys.processes) if str(rank) not in states]
             raise DeadlineExceededError(
                 f"Process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} of "
                 f"{keys.processes} did not begin to use devices within {timeout:g} s of the first, "
                 "as all have to before any can. A larger `initialization_timeout` waits longer."
                 if absent
-                else f"This process began to use devices when process {', '.join(sorted(left))} "
-                "waited for it no longer. A larger `initialization_timeout` waits longer.",
-                ranks=absent or sorted(map(int, left)),
+                else f"This process began to use devices when process "
+                f"{', '.join(map(str, left))} no longer waited for it. A larger "
+                "`initialization_timeout` waits longer.",
+                ranks=absent or left,
             )
-        look()
+        if check is not None:
+            check()
         time.sleep(_POLL_SECONDS)

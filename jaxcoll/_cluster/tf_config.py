@@ -17,9 +17,9 @@ class TFConfig:
 
     Attributes:
       cluster: the addresses of each job's tasks, "host:port"; empty: this process is alone.
-      task_type: this process's job; None: not said.
-      task_id: its number in the job; None: not said.
-      rpc_layer: what TensorFlow would speak; None: not said.
+      task_type: this process's job; None: not given.
+      task_id: its number in the job; None: not given.
+      rpc_layer: TensorFlow's protocol; None: not given.
       source: where this came from, for messages.
     """
 
@@ -31,11 +31,7 @@ class TFConfig:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> TFConfig:
-        """Read it; without the variable, or with an empty one, the cluster is empty.
-
-        Raises:
-          ValueError: it is not JSON, or not of this form.
-        """
+        """Read it; without the variable, or with an empty one, the cluster is empty."""
         text = environment.get(VARIABLE, "")
         if not text.strip():
             return cls({})
@@ -63,11 +59,7 @@ class TFConfig:
         )
 
     def check(self) -> None:
-        """Refuse what cannot be: an unknown job, two chiefs, a task that is not there.
-
-        Raises:
-          ValueError: it says what is wrong, and the likely fix.
-        """
+        """Refuse an unknown job, two chiefs, a parameter server, or a task that is not there."""
         unknown = sorted(set(self.cluster) - set(_JOBS))
         if unknown:
             raise ValueError(

@@ -1,21 +1,18 @@
-"""The coordination service of `jax.distributed`, which JAX keeps to itself: keys, values, barriers.
+"""The key-value store of `jax.distributed`, through the client that `initialize` made.
 
-The second file that knows what is private to JAX, apart from `_compat.py` because nothing that is
-traced needs it. It speaks through the client that `jax.distributed.initialize` made and opens no
-connection of its own; what is read is text, which is never run or unpickled.
+JAX gives neither a public name. What is read is text, which is never run or unpickled.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
-FOREVER = 10 * 365 * 24 * 3600.0
-"""Seconds: what a wait without an end is bounded by."""
+UNBOUNDED_SECONDS = 10**8
+"""Three years: JAX's client and service want a timeout, also where there is none."""
 
 
 class StoreUnreachableError(ConnectionError):
@@ -35,14 +32,14 @@ class Store:
         self.processes = processes
 
     def is_of(self, other: Store) -> bool:
-        """Whether both speak through one client: of one world, joined once."""
+        """Whether both use one client: of one world, joined once."""
         return self._client is other._client
 
     def set(self, key: str, value: str) -> None:
-        """Write, over what stands there."""
+        """Write a value, also over another one."""
         self._ask("key_value_set", key, value, allow_overwrite=True)
 
-    def get(self, key: str, timeout_seconds: float = FOREVER) -> str:
+    def get(self, key: str, timeout_seconds: float = UNBOUNDED_SECONDS) -> str:
         """The value, waited for.
 
         Raises:
@@ -51,7 +48,7 @@ class Store:
         return self._ask("blocking_key_value_get", key, _milliseconds(timeout_seconds))
 
     def agree(self, key: str, value: str) -> str:
-        """Write where nothing stands yet; returns what stands there then, the same for all."""
+        """Write unless there is a value; the value then, which is the same for all."""
         try:
             self._ask("key_value_set", key, value)
         except jax.errors.JaxRuntimeError as error:
@@ -80,25 +77,6 @@ class Store:
         """Forget a key, and all below it."""
         self._ask("key_value_delete", key)
 
-    def barrier(
-        self, name: str, timeout_seconds: float, processes: Iterable[int] | None = None
-    ) -> None:
-        """Wait until all `processes` (None: everyone) are here. A name serves once.
-
-        Raises:
-          TimeoutError: not all came in time.
-        """
-        members = None if processes is None else sorted(processes)
-        self._ask("wait_at_barrier", name, _milliseconds(timeout_seconds), members)
-
-    def live(self, processes: Iterable[int]) -> frozenset[int]:
-        """Which of `processes` live, as the service knows them; every live one must ask.
-
-        It waits for all of them, or until the service has given up on those that are dead,
-        which takes as long as the heartbeat timeout of `jax.distributed.initialize`.
-        """
-        return frozenset(self._ask("get_live_nodes", sorted(processes)))
-
     def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         try:
             return getattr(self._client, method)(*args, **kwargs)
@@ -126,7 +104,7 @@ def leave_coordinator(*, to_parent: bool = False) -> None:
     """Forget a coordinator that has died: JAX would wait for it for minutes when Python ends.
 
     Args:
-      to_parent: it lives, but is a parent's that forked this process: the service is left, too.
+      to_parent: it lives, but belongs to the parent that forked this process, as the service may.
     """
     state: Any = getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
     for name in ("client", "preemption_sync_manager", *["service"] * to_parent):
@@ -138,4 +116,4 @@ def leave_coordinator(*, to_parent: bool = False) -> None:
 
 
 def _milliseconds(seconds: float) -> int:
-    return max(1, int(min(seconds, FOREVER) * 1000))
+    return max(1, int(min(seconds, UNBOUNDED_SECONDS) * 1000))

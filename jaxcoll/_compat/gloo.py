@@ -1,12 +1,8 @@
-"""CPU devices whose processes meet over Gloo: JAX's own, and others whose connections are new.
+"""CPU clients whose devices connect over Gloo: JAX's own, and others with new connections.
 
-XLA keeps Gloo's connections for as long as the CPU client lives that they were made for, also those
-that are broken. JAX makes one client and keeps it. So whoever needs new connections needs another
-client, which this file makes: with the same devices by number, and a key-value store of this
-process alone in the place of the coordination service, whose keys can be written only once.
-
-The fifth file that knows what is private to JAX, apart from the others because only processes that
-are joined need it.
+XLA keeps Gloo's connections, also broken ones, for as long as their CPU client lives, and JAX keeps
+its one client. So new connections need another client: with the same device numbers, and a
+key-value store of this process alone, because the coordination service's keys can be written once.
 """
 
 from __future__ import annotations
@@ -21,7 +17,8 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-_FOREVER = 10**8  # seconds
+from jaxcoll._compat.coordination import UNBOUNDED_SECONDS
+
 _LOCAL, _GLOBAL, _ADDRESSES = "cpu:local_topology", "cpu:global_topology", "cpu:gloo"
 _COUNTS = "jaxcoll/device_count"
 
@@ -33,22 +30,21 @@ def let_gloo_listen_at(
     *,
     again: bool,
 ) -> bool:
-    """Have CPU devices meet over Gloo at one address of this host.
+    """Have Gloo listen at one address of this host, and not where the host's own name points.
 
-    By itself Gloo listens at whatever the host's own name stands for. To be called when the
-    processes are joined, and before there are devices.
+    To be called when the processes are joined, and before there are devices.
 
     Args:
       host: the address.
-      exchange: is given what makes the devices, waiting for all others, calls it, and returns what
-        that returns; what it raises JAX raises as a RuntimeError with its words.
+      exchange: called with a function that makes the devices, waiting for all others; returns what
+        that returns. JAX raises its exceptions as a RuntimeError with their words.
       make_folder: makes a folder for a Unix socket of a given name.
-      again: this process was started again after all had met. It reads what the others wrote of
-        their devices then, and nobody waits for it: its devices connect by `ClientAnew` only. One
-        with another number of devices than it had is refused by JAX's RuntimeError.
+      again: this process was restarted after all had met. It reads the devices that the others
+        published then, and nobody waits for it: its devices connect by `ClientAnew` only. With
+        another number of devices than before it is refused by JAX's RuntimeError.
 
     Returns:
-      Whether this JAX can be told.
+      Whether this JAX is known.
     """
     from jax.extend.backend import register_backend_factory
 
@@ -70,7 +66,7 @@ def let_gloo_listen_at(
         return keys.make_client(host)
 
     def client() -> Any:
-        # Without a client of the coordination service the processes have parted since.
+        # Without a client of the coordination service the processes have separated since.
         return make_client() if state.client is None else exchange(make)
 
     register_backend_factory("cpu", client, priority=0, fail_quietly=False)
@@ -89,14 +85,14 @@ def meets_over_gloo() -> bool:
 class ClientAnew:
     """A client beside JAX's own, whose devices have the same numbers and are not connected yet.
 
-    Where Gloo is to connect devices of several processes, each has to be told what the others wrote
-    of their addresses, by `addresses` and `learn`: the client by itself asks nobody.
+    To connect several processes, each has to receive the addresses that Gloo wrote on the others,
+    by `addresses` and `learn`: the client by itself asks nobody.
 
     Attributes:
       devices: of all processes, as in `jax.devices()`.
 
     Args:
-      host: the address at which Gloo listens; None: whatever the host's own name stands for.
+      host: the address at which Gloo listens; None: where the host's own name points.
       make_folder: as in `let_gloo_listen_at`.
 
     Raises:
@@ -112,17 +108,17 @@ class ClientAnew:
         atexit.register(self.close)
 
     def addresses(self) -> dict[str, bytes]:
-        """What Gloo has written here, or was told, of the ends of its connections."""
+        """The addresses that Gloo has written here, or received."""
         return self._keys.all(_ADDRESSES)
 
     def learn(self, key: str, value: bytes) -> None:
-        """Tell Gloo what it wrote in another process."""
+        """Give Gloo an address that it wrote in another process."""
         self._keys.set(key, value)
 
     def close(self) -> None:
-        """Connect no more. Whatever waits for an address fails; connections stay.
+        """Make no more connections. Whatever waits for an address fails.
 
-        They end with the client: when no array, program or device of it is left, nor a cache.
+        The existing ones end with the client: when no array, program, device or cache holds it.
         """
         self._keys.close()
         self.devices = []
@@ -138,10 +134,14 @@ class _OwnKeys:
         jaxlib = _jaxlib()
         address = f"unix:{self._folder}/keys"
         self._service: Any = jaxlib.get_distributed_runtime_service(
-            address, 1, heartbeat_timeout=_FOREVER, shutdown_timeout=1, recoverable=False
+            address, 1, heartbeat_timeout=UNBOUNDED_SECONDS, shutdown_timeout=1, recoverable=False
         )
         self._client: Any = jaxlib.get_distributed_runtime_client(
-            address, 0, init_timeout=60, heartbeat_timeout=_FOREVER, shutdown_on_destruction=False
+            address,
+            0,
+            init_timeout=60,
+            heartbeat_timeout=UNBOUNDED_SECONDS,
+            shutdown_on_destruction=False,
         )
         self._client.connect()
         for key, value in held.items():
@@ -161,13 +161,13 @@ class _OwnKeys:
             )
 
     def set(self, key: str, value: bytes) -> None:
-        """Write where nothing stands; after the end: nothing."""
+        """Write unless there is a value; after the end: nothing."""
         with self._lock:
             if self._client is not None:
                 self._client.key_value_set_bytes(key, value)
 
     def close(self) -> None:
-        """End; whatever waits for a value fails."""
+        """End, so that whatever waits for a value fails."""
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
@@ -179,6 +179,7 @@ class _OwnKeys:
 
 def _made_over(client: Any, process: int, processes: int, collectives: Any) -> Any:
     """A CPU client with the options of JAX's own, but over another coordination service."""
+    # JAX's function reads a module-wide state, so a copy of it is given another module.
     made, space = _bridge().make_cpu_client, types.SimpleNamespace
     seen = space(client=client, process_id=process, num_processes=processes)
     around = {**made.__globals__, "distributed": space(global_state=seen)}
@@ -187,10 +188,10 @@ def _made_over(client: Any, process: int, processes: int, collectives: Any) -> A
 
 
 def _check_count() -> None:
-    """Refuse to come back with another number of devices, on which XLA ends the process.
+    """Refuse to come back with another number of devices, for which XLA would end the process.
 
     Raises:
-      RuntimeError: it is another.
+      RuntimeError: the number differs.
     """
     state, count = _state(), _made_over(None, 0, 1, None).local_device_count()
     before = state.client.blocking_key_value_get(f"{_COUNTS}/{state.process_id}", 1000)
@@ -203,9 +204,9 @@ def _check_count() -> None:
 
 
 def _devices_of_all() -> dict[str, bytes] | None:
-    """What processes wrote of their devices when they first met; None: they have not yet.
+    """The devices that processes published when they first met; None: they have not yet.
 
-    Process 0 reads what each wrote and writes the whole, the others read the whole.
+    Process 0 reads those of each process and writes them all, and the others read that.
     """
     state = _state()
     whole = dict(state.client.key_value_dir_get_bytes(_GLOBAL))

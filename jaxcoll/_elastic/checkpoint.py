@@ -175,11 +175,7 @@ def stamp_of_checkpoint(path: Path) -> Stamp:
 
 
 def on_host(name: str, leaf: Any) -> np.ndarray:
-    """A leaf of a state as a host array.
-
-    Raises:
-      ValueError: this process does not hold all of it, or it is not an array of numbers.
-    """
+    """A leaf of a state as a host array; refused unless it is complete here, and of numbers."""
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise ValueError(
             f"state{name} is a typed random key, whose bits JAX keeps to itself: hold "

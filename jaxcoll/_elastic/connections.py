@@ -67,11 +67,7 @@ class Connections:
         return [d for rank in ranks for d in self.devices if d.process_index == rank]
 
     def begin(self) -> None:
-        """Learn where the others listen, and whether all can be reached.
-
-        Raises:
-          RegroupError: a member was lost meanwhile, or two cannot reach each other.
-        """
+        """Learn where the others listen, and end the generation if not all can be reached."""
         listening = gloo_sockets.listening()
         with contextlib.ExitStack() as open_here:
             port = None
@@ -112,11 +108,8 @@ class Connections:
         self._until = time.monotonic()
 
     def end(self, *, broken: bool) -> None:
-        """Have whatever waits for a connection fail, and make no more.
-
-        Args:
-          broken: whether connections may be broken, here or elsewhere.
-        """
+        """Have whatever waits for a connection fail, and make no more."""
+        # `broken`: whether connections may be broken, here or elsewhere.
         global _jax_broken
         if any_blocked():  # in a collective of this generation, which only this ends
             self._made.cut()

@@ -33,11 +33,7 @@ class CheckpointFile:
             state.term = stamp_of_checkpoint(self.path).term
 
     def save(self, state: ReplicatedState, step: int, patience: float) -> Stamp:
-        """Write the state after `step`, unless a later one is there; the stamp of the file then.
-
-        Raises:
-          OSError: it cannot be written.
-        """
+        """Write the state after `step`, unless a later one is there; the stamp of the file then."""
         if step not in state.held:
             raise OSError(f"worker {jax.process_index()} does not hold the state after step {step}")
         found = save_newest(self.path, state.host(step), Stamp(step, state.term), patience)

@@ -75,7 +75,7 @@ class Membership:
         """End, so that others take this worker for gone at once."""
         self._ended = True
         with contextlib.suppress(CoordinatorLostError, RuntimeError):
-            self._keys.set(f"{self._root}/beat/{self.name}", ENDED)
+            self._keys.set(f"{self._root}/heartbeat/{self.name}", ENDED)
         self._keys.close()
         if self._keys.lost:
             abandon(self._listener)
@@ -117,11 +117,7 @@ class Membership:
         return json.loads(first)["late"]
 
     def meet(self) -> None:
-        """Wait until every process of the job is here, or was once.
-
-        Raises:
-          DeadlineExceededError: some did not come in time; they are named.
-        """
+        """Wait until every process of the job is here, or was once; the others are named."""
         self._keys.set(f"{self._root}/here/{self.store.process}", self.name)
         until = time.monotonic() + self.startup
         while len(here := self._keys.all(f"{self._root}/here")) < self.store.processes:
@@ -216,7 +212,7 @@ class Membership:
 
     def observe(self) -> None:
         """Look at every worker's heartbeat."""
-        self._heartbeats.observe(self._keys.all(f"{self._root}/beat"))
+        self._heartbeats.observe(self._keys.all(f"{self._root}/heartbeat"))
 
     def finish(self) -> None:
         """Tell workers that still wait that the work is done."""
@@ -357,7 +353,7 @@ class Membership:
         return f"{self._root}/{number}/{what}"
 
     def _write_heartbeat(self, count: int) -> None:
-        self._keys.set(f"{self._root}/beat/{self.name}", heartbeat(count, self.status))
+        self._keys.set(f"{self._root}/heartbeat/{self.name}", heartbeat(count, self.status))
 
     def _listen(self) -> None:
         """Wait for requests for a new generation, and write heartbeats in between."""

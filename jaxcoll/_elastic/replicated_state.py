@@ -69,13 +69,7 @@ class ReplicatedState:
     def settle(
         self, generation: Generation, membership: Membership, mesh: Mesh, together: Together
     ) -> None:
-        """Hold the state after the step of this generation, on the devices of `mesh`.
-
-        Raises:
-          RegroupError: a member holds another state than most do.
-          ProgramMismatchError: this worker's state has another structure than the others'.
-          ReplicaDivergenceError: it has other values.
-        """
+        """Hold the state after the step of this generation, on the devices of `mesh`."""
         step = generation.step if generation.step in self._held else self.finished
         state = self.host(step)
         structures = membership.gather("structure", _structure(state))
@@ -92,23 +86,13 @@ class ReplicatedState:
         self.finished, self._held = generation.step, {generation.step: placed}
 
     def compare(self, generation: Generation, membership: Membership) -> None:
-        """Compare the state after the last finished step with that of all members, bit by bit.
-
-        Cost: every copy of the state here is read once, in about a second per gigabyte.
-
-        Raises:
-          RegroupError: a member holds another state than most do.
-          ReplicaDivergenceError: this worker's state has other values than most have.
-        """
+        """Compare the last state with that of all members, bit by bit."""
+        # Every copy of it here is read once, in about a second per gigabyte.
         digests = membership.gather(f"digest/{self.finished}", _digests(self.latest))
         _check_agreed(digests, generation, membership, _other_values)
 
     def check_result(self, out: Any) -> None:
-        """Refuse a step that does not return a state like the one it was given.
-
-        Raises:
-          ValueError: the message names the leaf.
-        """
+        """Refuse a step that does not return a state like the one it was given; name the leaf."""
         if not isinstance(out, tuple) or len(out) != 2:
             raise ValueError(
                 "The step of `Elastic` returns the pair (state, metrics); this one returns "

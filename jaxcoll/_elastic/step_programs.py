@@ -48,12 +48,7 @@ class StepPrograms:
         self.lines: tuple[str, ...] = ()
 
     def prepared(self, step: int, state: ReplicatedState, batch: Any) -> Callable[[], Any]:
-        """The step on this batch, compiled, compared and ready to be called.
-
-        Raises:
-          RegroupError: a member was lost meanwhile, or brings another program.
-          ValueError: the step does not return a state like its argument.
-        """
+        """The step on this batch, compiled, compared and ready to be called."""
         with no_mesh():
             rows, held = place(batch, self._rows), state.latest
             kind = jax.tree.structure(rows), tuple(map(str, map(jax.typeof, jax.tree.leaves(rows))))
@@ -77,11 +72,7 @@ class StepPrograms:
             return functools.partial(listening, call, f"Step {step}", self._devices)
 
     def end(self, step: int) -> None:
-        """Wait until all workers have taken their last step.
-
-        Raises:
-          RegroupError: a member was lost meanwhile, or takes another step.
-        """
+        """Wait until all workers have taken their last step."""
         self.lines = ("", "no program: its training ends here")
         self._membership.status = StepStatus(self._membership.number, step, True, "end")
         self._membership.gather("finished", "", same=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import signal
 import sys
@@ -12,13 +11,12 @@ import time
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from jaxcoll._cluster.coordinator import Coordinator
+from jaxcoll._cluster.launch.local import coordinated, world_variables
+from jaxcoll._cluster.launch.output import Output
 from jaxcoll._cluster.launch.subprocesses import signal_name
-
-if TYPE_CHECKING:
-    from jaxcoll._cluster.launch.output import Output
-    from jaxcoll._cluster.launch.supervisor import Outcome
+from jaxcoll._cluster.launch.supervisor import Job, Outcome, Owner
 
 EPILOG = """\
 The program calls `jc.initialize()` first. Each process is on 127.0.0.1 and nothing of it can be
@@ -29,7 +27,7 @@ status is that of the first process that failed, 128 + n where signal n ended it
 was up; 130 for Ctrl-C; 2 with one line on standard error when nothing can be started. With
 --keep-going it is 0 if any process ended with 0. With --restarts N the whole job is started again
 when one fails, and goes on from its own checkpoint; with --keep-going as well, a process that
-failed is started again alone, and told to rejoin the others, as long as there are any.
+failed is started again alone, and rejoins the others, as long as there are any.
 """
 
 
@@ -86,120 +84,111 @@ def run(args: argparse.Namespace) -> int:
       ValueError: a flag cannot be.
       OSError: nothing can be started, or no log be written.
     """
-    from jaxcoll._cluster.launch.output import Output
-
     command = _command(args)
     until = time.monotonic() + (args.timeout or float("inf"))
     with _logs(args.logs, args.processes) as logs, _noted() as signals:
-        job = _Job(args, command, Output(), logs, signals, until)
-        return _read_out(job, _run(job))
+        launch = _Launch(args, command, logs, signals, until)
+        return launch.read_out(launch.run())
 
 
-@dataclasses.dataclass
-class _Job:
-    """What is to run, and whom it speaks to."""
+class _Launch(Owner):
+    """What is to run, and to whom it speaks."""
 
-    args: argparse.Namespace
-    command: list[str]
-    output: Output
-    logs: list[FileIO]
-    signals: list[int]
-    until: float
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        command: list[str],
+        logs: list[FileIO],
+        signals: list[int],
+        until: float,
+    ) -> None:
+        self.args, self.command, self.logs = args, command, logs
+        self.signals, self.until = signals, until
+        self._output = Output()
+        self._restarts = _Restarts(args.restarts)
+        self._coordinator: Coordinator | None = None
+        self._is_coordinator_lost = False
+        self.has_room = self._output.has_room
 
+    def run(self) -> int:
+        args, complain = self.args, self._output.complain
+        while True:
+            outcome = self._run_once()
+            for rank in outcome.failed[:1] if not args.keep_going else outcome.failed:
+                others = "" if args.keep_going else "; the others were ended"
+                complain(
+                    f"process {rank} of {args.processes} {_how(outcome.statuses[rank])}{others}."
+                )
+            if outcome.interrupted:
+                complain(f"{signal_name(outcome.interrupted)}: all processes were ended.")
+                return 128 + outcome.interrupted
+            if outcome.late:
+                complain(f"not all processes ended within {args.timeout:g} s; they were ended.")
+                return 124
+            if not outcome.failed or (args.keep_going and 0 in outcome.statuses):
+                return 0
+            if not self._restarts.take():
+                status = outcome.statuses[outcome.failed[0]]
+                assert status is not None
+                return status if status > 0 else 128 - status
+            complain(f"all {args.processes} are started again ({self._restarts}).")
 
-def _run(job: _Job) -> int:
-    args, complain = job.args, job.output.complain
-    restarts = _Restarts(args.restarts)
-    while True:
-        outcome = _run_once(job, restarts)
-        for rank in outcome.failed[:1] if not args.keep_going else outcome.failed:
-            others = "" if args.keep_going else "; the others were ended"
-            complain(f"process {rank} of {args.processes} {_how(outcome.statuses[rank])}{others}.")
-        if outcome.interrupted:
-            complain(f"{signal_name(outcome.interrupted)}: all processes were ended.")
-            return 128 + outcome.interrupted
-        if outcome.late:
-            complain(f"not all processes ended within {args.timeout:g} s; they were ended.")
-            return 124
-        if not outcome.failed or (args.keep_going and 0 in outcome.statuses):
-            return 0
-        if not restarts.take():
-            status = outcome.statuses[outcome.failed[0]]
-            assert status is not None
-            return status if status > 0 else 128 - status
-        complain(f"all {args.processes} are started again ({restarts}).")
+    def _run_once(self) -> Outcome:
+        """One world, from its coordinator's start to its end."""
+        args, self._is_coordinator_lost = self.args, False
+        with coordinated(args.processes, *self.logs[-1:]) as self._coordinator:
+            worlds = world_variables(self._coordinator.address, args.processes)
+            variables = [{**own, **_devices(args, rank)} for rank, own in enumerate(worlds)]
+            job = Job(self.command, variables, self, keep_going=args.keep_going)
+            return job.run(max(0.0, self.until - time.monotonic()))
 
+    def read_out(self, status: int) -> int:
+        """Wait for whoever reads the output, but not after the job was to end; the exit status."""
+        ending = self.signals or time.monotonic() > self.until
+        until = time.monotonic() + 1 if ending else self.until
+        before = len(self.signals)
+        if self._output.drain(lambda: len(self.signals) > before or time.monotonic() > until):
+            return status
+        if ending:
+            return status
+        return 128 + self.signals[-1] if self.signals else 124
 
-def _read_out(job: _Job, status: int) -> int:
-    """Wait for whoever reads the output, but not after the job was to end.
-
-    Returns:
-      The exit status.
-    """
-    ending = job.signals or time.monotonic() > job.until
-    until = time.monotonic() + 1 if ending else job.until
-    before = len(job.signals)
-    if not job.output.drain(lambda: len(job.signals) > before or time.monotonic() > until):
-        if not ending:
-            return 128 + job.signals[-1] if job.signals else 124
-    return status
-
-
-def _run_once(job: _Job, restarts: _Restarts) -> Outcome:
-    """One world, from its coordinator's start to its end."""
-    from jaxcoll._cluster.launch.local import coordinated, world_variables
-    from jaxcoll._cluster.launch.supervisor import GRACE, run_job
-
-    args, logs, complain = job.args, job.logs, job.output.complain
-
-    def say(rank: int, stream: str, piece: bytes) -> None:
-        job.output.show(rank, stream, piece)
-        if logs:
+    def show(self, rank: int, stream: str, piece: bytes) -> None:
+        self._output.show(rank, stream, piece)
+        if self.logs:
             try:
-                logs[rank].write(piece)
+                self.logs[rank].write(piece)
             except OSError as error:  # a full disk, say, ends no training
-                complain(f"no more logs are kept: {error.strerror}.")
-                logs.clear()
+                self._output.complain(f"no more logs are kept: {error.strerror}.")
+                self.logs.clear()
 
-    with coordinated(args.processes, *logs[-1:]) as coordinator:
-        told: list[int] = []
+    def look(self) -> None:
+        assert self._coordinator is not None
+        status = self._coordinator.process.poll()
+        # A coordinator that nobody needs any more ends with 0, and not before this.
+        if status and not self._is_coordinator_lost:
+            self._is_coordinator_lost = True
+            how = f"the coordinator {_how(status)}"
+            self._output.complain(f"{how}: JAX aborts every process without it.")
 
-        def watch() -> None:
-            status = coordinator.process.poll()
-            # A coordinator that nobody needs any more ends with 0, and not before this.
-            if status and not told:
-                told.append(status)
-                complain(f"the coordinator {_how(status)}: JAX aborts every process without it.")
-
-        def again(rank: int, status: int) -> bool:
-            if not args.keep_going or told or not restarts.take():
-                return False
-            complain(
-                f"process {rank} of {args.processes} {_how(status)}; it is started again, to "
-                f"rejoin the others ({restarts})."
-            )
-            return True
-
-        variables = [
-            {**own, **_devices(args, rank)}
-            for rank, own in enumerate(world_variables(coordinator.address, args.processes))
-        ]
-        return run_job(
-            job.command, variables, say,
-            timeout=None if job.until == float("inf") else max(0.0, job.until - time.monotonic()),
-            keep_going=args.keep_going, grace=GRACE, signals=job.signals, watched=watch,
-            again=again, has_room=job.output.has_room,
-        )  # fmt: skip
+    def may_restart(self, rank: int, status: int) -> bool:
+        if not self.args.keep_going or self._is_coordinator_lost or not self._restarts.take():
+            return False
+        self._output.complain(
+            f"process {rank} of {self.args.processes} {_how(status)}; it is started again, to "
+            f"rejoin the others ({self._restarts})."
+        )
+        return True
 
 
 class _Restarts:
-    """How many are left."""
+    """How many restarts are left."""
 
     def __init__(self, most: int) -> None:
         self._most, self._taken = most, 0
 
     def take(self) -> bool:
-        """Whether one was left, which now is not."""
+        """Take one; whether there was one."""
         left = self._taken < self._most
         self._taken += left
         return left
@@ -209,7 +198,7 @@ class _Restarts:
 
 
 def _command(args: argparse.Namespace) -> list[str]:
-    """What each process runs; everything that can be refused is refused before the work."""
+    """What each process runs. Every flag is checked here, before anything is started."""
     if args.processes < 1:
         raise ValueError(f"-n must be at least 1; got {args.processes}.")
     if args.devices_per_process is not None and args.devices_per_process < 1:
@@ -230,7 +219,7 @@ def _command(args: argparse.Namespace) -> list[str]:
 
 
 def _devices(args: argparse.Namespace, rank: int) -> Mapping[str, str]:
-    """The devices of a process, and what it is told unless the user's own variables say it."""
+    """Variables for the devices of a process, and defaults that the user's own replace."""
     count = args.devices_per_process or 1
     # JAX's preemption service would keep SIGTERM from ending a process.
     usual = {"PYTHONUNBUFFERED": "1", "JAX_ENABLE_PREEMPTION_SERVICE": "false"}
@@ -271,16 +260,10 @@ def _logs(folder: Path | None, processes: int) -> Iterator[list[FileIO]]:
 
 @contextlib.contextmanager
 def _noted() -> Iterator[list[int]]:
-    """Signals to end are noted, and acted upon where nothing is left half done.
-
-    A hangup that this process was to ignore (`nohup`) it ignores.
-
-    Yields:
-      Those that came.
-    """
+    """The signals to end that came so far, on which the job acts where nothing is half done."""
     came: list[int] = []
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # `nohup`
         numbers.remove(signal.SIGHUP)
     before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
     try:

@@ -67,7 +67,7 @@ def attempt(name, call):
 
 
 def meet(name, processes=None):
-    WATCH.peers.store.barrier(name, 60, processes)
+    WATCH.peers.store._ask("wait_at_barrier", name, 60_000, processes)
 
 
 def out_of_step():

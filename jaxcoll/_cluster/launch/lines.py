@@ -46,12 +46,7 @@ class Lines:
                 self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def pass_on(self, seconds: float, *, freely: bool = False) -> None:
-        """Show what comes within some time, and return as soon as something has.
-
-        Args:
-          seconds: the time.
-          freely: also what there is no room for, so that the processes are not held up.
-        """
+        """Show what comes within some time, `freely` also where there is no room for it."""
         streams = self._streams()
         ready = [key.data for key, _ in self._selector.select(seconds)] if streams else []
         readable = [stream for stream in ready if freely or self._has_room(stream.name)]

@@ -1,4 +1,4 @@
-"""Several processes on this host that form one JAX world over Gloo, started and surely ended."""
+"""Launch several processes on this host that form one JAX world over Gloo."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax
 
 from jaxcoll._cluster.coordinator import Coordinator, start_coordinator
 from jaxcoll._cluster.initialize import initialize
-from jaxcoll._cluster.launch.supervisor import run_job
+from jaxcoll._cluster.launch.supervisor import Job, Owner
 from jaxcoll._cluster.launchers import COORDINATOR, PROCESSES, RANK
 
 
@@ -37,6 +37,19 @@ class LaunchError(RuntimeError):
     """A process failed, or the time was up; the message ends with the last lines of its log."""
 
 
+class _Logs(Owner):
+    """Keeps what each rank prints, both streams together."""
+
+    def __init__(self, processes: int) -> None:
+        self._logs = [bytearray() for _ in range(processes)]
+
+    def show(self, rank: int, stream: str, piece: bytes) -> None:
+        self._logs[rank] += piece
+
+    def texts(self) -> list[str]:
+        return [log.decode(errors="replace") for log in self._logs]
+
+
 def launch(
     command: Sequence[str],
     processes: int,
@@ -44,29 +57,14 @@ def launch(
     timeout: float,
     env: Mapping[str, str] | None = None,
 ) -> list[Ended]:
-    """Run `processes` copies of `command` to their end; each calls `join` to enter the world.
-
-    Args:
-      command: what to run, as for `subprocess`.
-      processes: how many; each has one CPU device unless it says otherwise.
-      timeout: seconds after which all of them are killed.
-      env: more environment variables.
-
-    Returns:
-      One `Ended` a process, in rank order.
-
-    Raises:
-      LaunchError: one ended with a status other than 0, or the time was up. All others were
-        killed by then: no process outlives this call.
-    """
-    logs = [bytearray() for _ in range(processes)]
+    """Run copies of `command` to their end, each of which calls `join`; the output of each."""
+    # No process outlives this call, also where it raises LaunchError because one failed or the time
+    # was up. Each process has one CPU device unless `env` says otherwise.
+    logs = _Logs(processes)
     with world(processes) as variables:
-        told = [{**(env or {}), **each} for each in variables]
-        outcome = run_job(
-            command, told, lambda rank, stream, line: logs[rank].extend(line),
-            timeout=timeout, grace=0,
-        )  # fmt: skip
-    texts = [log.decode(errors="replace") for log in logs]
+        job = Job(command, [{**(env or {}), **each} for each in variables], logs)
+        outcome = job.run(timeout, grace=0)
+    texts = logs.texts()
     if outcome.failed:
         first = outcome.failed[0]
         raise LaunchError(
@@ -83,11 +81,7 @@ def launch(
 
 
 def join() -> bool:
-    """Enter the world that `launch` made, if it started this process; before any JAX work.
-
-    Returns:
-      Whether it did.
-    """
+    """Enter the world of `launch`, before any JAX work; whether it started this process."""
     if RANK not in os.environ:
         return False
     jax.config.update("jax_platforms", "cpu")
@@ -111,23 +105,16 @@ much as the exchange (docs/performance.md). Other C libraries do not read these 
 
 @contextlib.contextmanager
 def world(processes: int, log: Any = subprocess.DEVNULL) -> Iterator[list[dict[str, str]]]:
-    """A new world on this host, with its coordinator, at which nobody has arrived yet.
-
-    The processes are made to keep their memory, but where the user's own variables say otherwise.
-
-    Args:
-      processes: how many are to arrive.
-      log: a file for what the coordinator says.
-
-    Yields:
-      Each rank's environment variables, by which it can `join`.
-    """
+    """A coordinator on this host; yields each rank's environment variables, with which it joins."""
     with coordinated(processes, log) as coordinator:
         yield world_variables(coordinator.address, processes)
 
 
 def world_variables(address: str, processes: int) -> list[dict[str, str]]:
-    """Each rank's environment variables, by which it finds the coordinator at an address."""
+    """Each rank's environment variables, by which it finds the coordinator at an address.
+
+    Processes keep their memory, unless the user's own variables say otherwise.
+    """
     common = {k: os.environ.get(k, v) for k, v in KEEP_MEMORY.items()}
     common |= {COORDINATOR: address, PROCESSES: str(processes)}
     return [{**common, RANK: str(rank)} for rank in range(processes)]
@@ -135,15 +122,7 @@ def world_variables(address: str, processes: int) -> list[dict[str, str]]:
 
 @contextlib.contextmanager
 def coordinated(processes: int, log: Any = subprocess.DEVNULL) -> Iterator[Coordinator]:
-    """A coordinator that listens on the loopback interface only.
-
-    Args:
-      processes: how many are to arrive.
-      log: a file for what it says.
-
-    Yields:
-      The coordinator, which is ended afterwards.
-    """
+    """A coordinator that listens on the loopback interface only, and is ended afterwards."""
     coordinator = start_coordinator("127.0.0.1:0", processes, log=log)
     try:
         yield coordinator

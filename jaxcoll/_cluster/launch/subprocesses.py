@@ -1,4 +1,4 @@
-"""Processes of this host that are surely ended, however the one that started them ends."""
+"""Start processes that certainly end, however the one that started them ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxcoll._cluster.launchers import OF_A_LAUNCH
 
-# Reads the numbers of process groups, a line each, until whoever writes them is gone.
+# Reads process groups, one per line, until the writer is gone.
 _WATCH = 'while read -r group; do set -- "$@" "-$group"; done; kill -s KILL -- "$@" 2>/dev/null'
 
 
@@ -31,11 +31,7 @@ def signal_name(number: int) -> str:
 
 
 class Running:
-    """Processes that lead sessions of their own.
-
-    Attributes:
-      processes: in the order in which they were started.
-    """
+    """Processes that lead sessions of their own, in the order in which they were started."""
 
     def __init__(self, watch: subprocess.Popen[bytes]) -> None:
         self._watch = watch
@@ -44,14 +40,11 @@ class Running:
     def start(
         self, command: Sequence[str], env: Mapping[str, str], **streams: Any
     ) -> subprocess.Popen[bytes]:
-        """Start one more; `env` is added to the environment, `streams` are `Popen`'s.
-
-        Of the job that this process may itself be one of, nothing is inherited.
-        """
+        """Start one more; `env` is added to the environment, `streams` are `Popen`'s."""
+        # This process may itself belong to a job, which its children must not enter.
         own = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
-        whole = {**own, **env}
         process: subprocess.Popen[Any] = subprocess.Popen(
-            command, env=whole, start_new_session=True, **streams
+            command, env={**own, **env}, start_new_session=True, **streams
         )
         assert self._watch.stdin is not None
         self._watch.stdin.write(b"%d\n" % process.pid)
@@ -69,14 +62,9 @@ class Running:
 
 @contextlib.contextmanager
 def surely_ended() -> Iterator[Running]:
-    """Processes that are all killed at the end, with those that they started.
-
-    Where this process is killed first, a watch of a few hundred kilobytes does it: it holds the
-    other end of a pipe, which the system closes. What has left its session is out of reach.
-
-    Yields:
-      What starts them.
-    """
+    """Start processes in here: at the end all are killed, with those that they started."""
+    # If this process is killed first, a shell of a few hundred kilobytes does it: it holds the
+    # other end of a pipe, which the system closes. Processes that left their session escape.
     watch = subprocess.Popen(
         ["/bin/sh", "-c", _WATCH, "jaxcoll-watch"], stdin=subprocess.PIPE, start_new_session=True
     )
@@ -85,7 +73,7 @@ def surely_ended() -> Iterator[Running]:
         yield running
     finally:
         for process in running.processes:
-            # Also where the process itself has ended: those that it started may not have.
+            # Also if the process itself has ended: those that it started may not have.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         for process in running.processes:
