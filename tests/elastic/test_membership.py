@@ -84,7 +84,7 @@ def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often
     # Nobody is lost, and the same two go on, each time with connections of their own.
     for number in range(2, 12):
         again = at_once(*(lambda c=c: c.regroup(4, (3, 4)) for c in membership[:2]))
-        assert [(d.number, d.ranks, d.lost, d.anew) for d in again] == [
+        assert [(d.number, d.ranks, d.lost, d.reconnects) for d in again] == [
             (number, (0, 1), (), True)
         ] * 2
     ended(membership)
