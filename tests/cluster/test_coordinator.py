@@ -25,8 +25,8 @@ VALUES = st.recursive(SCALARS, lambda x: st.lists(x) | st.dictionaries(st.text()
 
 def is_one(name, value):
     """Whether a hello with this value in the place of its own is one that a process may send."""
-    said = json.dumps(HELLO | {name: value})
-    return coordinators._hello(said.encode()) is not None
+    text = json.dumps(HELLO | {name: value})
+    return coordinators._hello(text.encode()) is not None
 
 
 HELLOS = (
@@ -41,8 +41,8 @@ def waiting():
     """A coordinator that has waited for two processes all the while, and gets them in the end."""
     started = start_coordinator("127.0.0.1:0", 2)
     yield started
-    with joined(started) as lines:
-        assert [line.news() for line in lines] == [{}, {}]
+    with joined(started) as connections:
+        assert [one.news() for one in connections] == [{}, {}]
     started.end()
 
 
@@ -59,8 +59,8 @@ def joined(started):
     for thread in threads:
         thread.join()
     yield found
-    for line in found:
-        line.close()
+    for one in found:
+        one.close()
 
 
 def connection(started):
@@ -160,6 +160,6 @@ def test_however_long_one_would_wait_the_others_are_waited_for(seconds):
     come(1)
     first.join(20)
     assert len(found) == 2
-    for line in found:
-        line.close()
+    for one in found:
+        one.close()
     started.end()

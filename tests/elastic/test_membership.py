@@ -214,8 +214,8 @@ def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other():
     assert sides == [{0: ["of 0"], 1: ["of 1"]}] * 2
     late = membership[2].regroup(6, (5, 6))
     assert late == found[0]
-    said = str(mismatch(late, membership[2], ()))
-    assert said.startswith("Workers bring different programs to step 6, and none goes on.")
+    found = str(mismatch(late, membership[2], ()))
+    assert found.startswith("Workers bring different programs to step 6, and none goes on.")
     ended(membership)
 
 
@@ -245,8 +245,8 @@ def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
     assert not one.ends_for_its_program(staying.name)
     assert one.ends_for_its_program(newcomer.name)
     show(one, staying, ("JAX", "program `theirs`", "collective"))
-    said = str(mismatch(one, newcomer, ("JAX", "program `other`", "collective")))
-    assert "to step 9, and workers 0 go on. The first difference:\nprocess 0: program `th" in said
+    found = str(mismatch(one, newcomer, ("JAX", "program `other`", "collective")))
+    assert "to step 9, and workers 0 go on. The first difference:\nprocess 0: program `th" in found
     ended(membership)
 
 
@@ -337,9 +337,9 @@ def test_all_say_the_same_or_end_the_generation():
     membership = members_of_a_run(2)
     at_once(*(lambda c=c: c.enter(0) for c in membership))
     same = at_once(*(lambda c=c: c.gather("program/0", "a", same=True) for c in membership))
-    assert [set(said.values()) for said in same] == [{"a"}] * 2
-    said = at_once(*(lambda c=c: c.gather("program/1", c.name, same=True) for c in membership))
-    assert [type(error) for error in said] == [RegroupError] * 2
+    assert [set(found.values()) for found in same] == [{"a"}] * 2
+    found = at_once(*(lambda c=c: c.gather("program/1", c.name, same=True) for c in membership))
+    assert [type(error) for error in found] == [RegroupError] * 2
     ended(membership)
 
 
