@@ -393,3 +393,20 @@ def test_a_coordinator_that_does_not_answer_is_lost_and_one_that_answers_late_is
         late.ask("")
     stopped.set()
     ended((late, goes_on))
+
+
+def test_one_thread_makes_all_requests_and_none_after_the_end(monkeypatch):
+    (one,) = members_of_a_run(1)
+    one.enter(0)
+    read, threads = one.store.all, set()
+    monkeypatch.setattr(
+        one.store, "all", lambda folder: threads.add(threading.current_thread()) or read(folder)
+    )
+    at_once(*[one.observe] * 20)
+    assert len(threads) == 1
+    one.close()
+    with pytest.raises(CoordinatorLostError):
+        one.observe()
+    (thread,) = threads
+    thread.join(5)
+    assert not thread.is_alive()
