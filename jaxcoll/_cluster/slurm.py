@@ -29,16 +29,6 @@ def hosts_of(listed: str) -> list[str]:
     return [host for name in names for host in _expanded(name)]
 
 
-def first_host(listed: str) -> str:
-    """The first host of a list.
-
-    Examples:
-      >>> first_host("node[007,9-12],other")
-      'node007'
-    """
-    return hosts_of(listed)[0]
-
-
 def counts_of(listed: str) -> list[int]:
     """How many tasks each host has.
 
