@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from at_once import at_once
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -48,16 +49,9 @@ def waiting():
 
 @contextlib.contextmanager
 def joined(started):
-    found = [None, None]
-
-    def come(rank):
-        found[rank] = CoordinatorConnection(arrive(Member(started.address, 2, rank), 20).detach())
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    members = [Member(started.address, 2, rank) for rank in range(2)]
+    arrived = at_once(*(lambda m=m: arrive(m, 20).detach() for m in members))
+    found = [CoordinatorConnection(fd) for fd in arrived]
     yield found
     for one in found:
         one.close()

@@ -9,6 +9,7 @@ import time
 
 import jax
 import pytest
+from at_once import at_once
 
 import jaxcoll as jc
 from jaxcoll._cluster.coordinator import start_coordinator
@@ -35,25 +36,6 @@ def coordinator():
         each.end()
 
 
-def together(members, timeout):
-    """What each gets from `arrive`: "in", or the exception."""
-    found = [None] * len(members)
-
-    def one(i):
-        try:
-            arrive(members[i], timeout).close()
-            found[i] = "in"
-        except Exception as error:
-            found[i] = error
-
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(members))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return found
-
-
 @pytest.mark.parametrize(
     ("present", "expected", "kind", "words"),
     [
@@ -65,7 +47,8 @@ def together(members, timeout):
 def test_everyone_who_came_is_told_what_is_wrong(coordinator, present, expected, kind, words):
     address = coordinator(expected).address
     start = time.monotonic()
-    found = together([Member(address, n, rank) for rank, n in present], 1.0)
+    members = [Member(address, n, rank) for rank, n in present]
+    found = at_once(*(lambda m=m: arrive(m, 1.0) for m in members))
     assert time.monotonic() - start < 2, "not longer than the deadline"
     for error in found:
         with pytest.raises(kind, match=words):

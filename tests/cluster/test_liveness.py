@@ -3,10 +3,10 @@
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
+from at_once import at_once
 
 from jaxcoll._cluster import liveness
 from jaxcoll._cluster.coordinator import start_coordinator
@@ -112,18 +112,9 @@ def test_while_its_connection_is_open_a_worker_that_says_nothing_lives(coordinat
 
 def test_a_farewell_reaches_the_others_when_its_process_has_ended():
     started = start_coordinator("127.0.0.1:0", 3)
-    found = [None] * 3
-
-    def come(rank):
-        found[rank] = liveness.CoordinatorConnection(
-            arrive(Member(started.address, 3, rank), 20).detach()
-        )
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    members = [Member(started.address, 3, rank) for rank in range(3)]
+    arrived = at_once(*(lambda m=m: arrive(m, 20).detach() for m in members))
+    found = [liveness.CoordinatorConnection(fd) for fd in arrived]
     found[1].say_farewell({"team": 12})
     time.sleep(0.2)
     assert not found[0].news()

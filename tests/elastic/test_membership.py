@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from at_once import at_once
 
 import jaxcoll as jc
 from jaxcoll._cluster import timing
@@ -29,23 +30,6 @@ def members_of_a_run(n, most=None, startup=5.0):
     return [
         Membership(keys.of(r), "run", patience=5.0, startup=startup, most=most) for r in range(n)
     ]
-
-
-def at_once(*calls):
-    found = [None] * len(calls)
-
-    def go(i):
-        try:
-            found[i] = calls[i]()
-        except Exception as error:
-            found[i] = error
-
-    threads = [threading.Thread(target=go, args=(i,)) for i in range(len(calls))]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(20)
-    return found
 
 
 def ended(membership):
