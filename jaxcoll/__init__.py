@@ -42,8 +42,8 @@ from jaxcoll._distribute.values.per_replica import Mirrored as Mirrored
 from jaxcoll._distribute.values.per_replica import PerReplica as PerReplica
 from jaxcoll._elastic.checkpoint import restore_checkpoint as restore_checkpoint
 from jaxcoll._elastic.checkpoint import save_checkpoint as save_checkpoint
+from jaxcoll._elastic.generation import WorldChange as WorldChange
 from jaxcoll._elastic.trainer import Elastic as Elastic
-from jaxcoll._elastic.trainer import WorldChange as WorldChange
 from jaxcoll._errors import AlreadyReducedError as AlreadyReducedError
 from jaxcoll._errors import DeadlineExceededError as DeadlineExceededError
 from jaxcoll._errors import PeerLostError as PeerLostError

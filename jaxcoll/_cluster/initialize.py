@@ -96,7 +96,7 @@ def initialize(
       process_id: this one's number, from 0.
       local_device_ids: accelerators that are this process's own. None: all that it sees, or the
         one with its number on the host where a launcher says that it put several there.
-      cluster_resolver: says it all, in the place of the environment.
+      cluster_resolver: replaces the environment.
       initialization_timeout: seconds until all must have arrived; and, over CPUs, from the first
         use of devices until all use theirs. Of these seconds, here and below, 23 days count at
         most.
@@ -107,7 +107,7 @@ def initialize(
         `coordinator_address` (behind a name or a gateway of the network).
       recoverable: whether the others may go on when one dies, and get an error they can catch from
         what they did together. Without it JAX aborts them all.
-      rejoin: this process is started again in the place of one that died, and the job has begun:
+      rejoin: this process replaces one that died, and the job has begun:
         nobody is waited for. `jc.Elastic` takes it in. `jaxcoll launch` says so by itself.
 
     Raises:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxcoll._cluster.slurm import first_host
+from jaxcoll._cluster.slurm import hosts_of
 from jaxcoll._cluster.tf_config import TFConfig
 
 COORDINATOR, PROCESSES, RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"
@@ -160,7 +160,7 @@ def _slurm(environment: Mapping[str, str]) -> Member | None:
     # Steps of one job may run side by side, so each has a port of its own.
     with_step = {"SLURM_STEP_ID": "0", **environment}
     job, step = _numbers(with_step, ("SLURM_JOB_ID", "SLURM_STEP_ID"), "Slurm")
-    host = first_host(environment["SLURM_STEP_NODELIST"])
+    host = hosts_of(environment["SLURM_STEP_NODELIST"])[0]
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     alone = re.fullmatch(r"1(\(x\d+\))?(,1(\(x\d+\))?)*", per_node) is not None
     address = f"{host}:{_port(job + _STEPS * step)}"

@@ -95,7 +95,7 @@ class TFConfigClusterResolver(ClusterResolver):
       task_type: over what it says.
       task_id: over what it says.
       rpc_layer: over what it says.
-      environment: in the place of `os.environ`.
+      environment: in place of `os.environ`.
 
     Raises:
       ValueError: it is not JSON, or lacks what it must have.
@@ -138,10 +138,10 @@ class SlurmClusterResolver(ClusterResolver):
       port_base: the port of a host's first task; the next has the next port.
       tasks_per_node: of each host; None: what Slurm says.
       rpc_layer: put before an address by `master`.
-      environment: in the place of `os.environ`.
+      environment: in place of `os.environ`.
 
     Raises:
-      ValueError: this is no task of a step (`srun`), the jobs have other tasks than the step, or
+      ValueError: this is not a task of a step (`srun`), the jobs have other tasks than the step, or
         Slurm put the tasks on hosts in an order of its own.
 
     Examples:
@@ -168,7 +168,7 @@ class SlurmClusterResolver(ClusterResolver):
         if missing := [name for name in names if not env.get(name)]:
             raise ValueError(
                 f"`SlurmClusterResolver`: {', '.join(missing)} is missing from the environment: "
-                "this is no task of a step. Start it with `srun`."
+                "this is not a task of a step. Start it with `srun`."
             )
         hosts, counts = hosts_of(env[names[0]]), counts_of(env[names[1]])
         if tasks_per_node is not None:

@@ -15,7 +15,7 @@ def hosts_of(listed: str) -> list[str]:
       listed: as Slurm writes it, with ranges in brackets.
 
     Raises:
-      ValueError: it is no such list.
+      ValueError: it is not such a list.
 
     Examples:
       >>> hosts_of("gpu[01-03,7],login")
@@ -25,25 +25,15 @@ def hosts_of(listed: str) -> list[str]:
     """
     names = re.findall(r"(?:[^,\[\]]|\[[\d,-]+\])+", listed)
     if ",".join(names) != listed or not names:
-        raise ValueError(f"Slurm: this is no list of hosts: {listed!r}.")
+        raise ValueError(f"Slurm: this is not a list of hosts: {listed!r}.")
     return [host for name in names for host in _expanded(name)]
-
-
-def first_host(listed: str) -> str:
-    """The first host of a list.
-
-    Examples:
-      >>> first_host("node[007,9-12],other")
-      'node007'
-    """
-    return hosts_of(listed)[0]
 
 
 def counts_of(listed: str) -> list[int]:
     """How many tasks each host has.
 
     Raises:
-      ValueError: it is no such list.
+      ValueError: it is not such a list.
 
     Examples:
       >>> counts_of("2(x3),1")
@@ -99,6 +89,6 @@ def _range(listed: str) -> Iterator[str]:
     for part in listed.split(","):
         first, _, last = part.partition("-")
         if not first or (last and int(last) < int(first)):
-            raise ValueError(f"Slurm: this is no range of hosts: [{listed}].")
+            raise ValueError(f"Slurm: this is not a range of hosts: [{listed}].")
         for number in range(int(first), int(last or first) + 1):
             yield f"{number:0{len(first)}}"

@@ -54,7 +54,7 @@ class Connections:
         self._client: ClientAnew | None = None
         self._thread: threading.Thread | None = None
         self.devices: list[jax.Device] = jax.devices()
-        if generation.anew and meets_over_gloo():
+        if generation.reconnects and meets_over_gloo():
             self._client = ClientAnew(own_address(), make_socket_folder)
             self.devices = self._client.devices
             self._thread = threading.Thread(

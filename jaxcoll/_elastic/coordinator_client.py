@@ -25,7 +25,7 @@ class CoordinatorClient:
     that is blocked in it can only be abandoned.
 
     Attributes:
-      lost: whether the coordinator counts as dead.
+      lost: whether the coordinator counts as dead, or this was closed.
     """
 
     def __init__(self, store: Keys, patience: float, when_lost: Callable[[], None]) -> None:
@@ -69,9 +69,10 @@ class CoordinatorClient:
         self._when_lost()
 
     def close(self) -> None:
-        """End the thread, or abandon it where it waits for a dead coordinator."""
+        """Make no more requests, and end the thread, or abandon it if it may be blocked."""
+        was_lost, self.lost = self.lost, True
         self._worker.close()
-        if self.lost:
+        if was_lost:
             abandon(self._worker)
 
     def _ask(self, method: Callable[..., Any], *args: Any) -> Any:

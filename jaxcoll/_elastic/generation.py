@@ -24,7 +24,7 @@ class Generation:
       ended: the work is done; there are no members.
       differ: workers that bring different programs to the step. Where there are members, one of
         them is the first of these, and the others had just been taken in; else nobody goes on.
-      anew: whether its members make new connections; else they use JAX's own.
+      reconnects: whether its members make new connections; else they use JAX's own.
       term: counts generations, those of earlier runs that wrote this one's checkpoint included.
     """
 
@@ -38,7 +38,7 @@ class Generation:
     why: str = ""
     ended: bool = False
     differ: tuple[str, ...] = ()
-    anew: bool = False
+    reconnects: bool = False
     term: int = 0
 
     @property

@@ -44,7 +44,7 @@ class Membership:
       startup: seconds for which a live worker is waited for at the beginning of a generation.
       generation: the present one; None: none yet.
       status: the step that this worker is in, which its heartbeat tells the others.
-      anew: whether JAX's own connections may be broken here.
+      reconnects: whether JAX's own connections may be broken here.
       broken: pairs of workers of this generation that cannot connect to each other.
       woken: set whenever something has happened that a waiting worker should look at.
     """
@@ -59,7 +59,7 @@ class Membership:
         self._root = root
         self._patience, self.startup = patience, startup
         self._most = most or store.processes
-        self._asked = self._ended = self.anew = False
+        self._asked = self._ended = self.reconnects = False
         self.broken: set[frozenset[str]] = set()
         self._lock = threading.Lock()
         self._keys = CoordinatorClient(store, patience, self.woken.set)
@@ -76,11 +76,11 @@ class Membership:
         self._ended = True
         with contextlib.suppress(CoordinatorLostError, RuntimeError):
             self._keys.set(f"{self._root}/heartbeat/{self.name}", ENDED)
-        self._keys.close()
         if self._keys.lost:
             abandon(self._listener)
         else:  # a thread that waits in JAX's client while Python ends would crash the process
             self._listener.join(3 * HEARTBEAT_SECONDS)
+        self._keys.close()
 
     @property
     def number(self) -> int:
@@ -227,7 +227,7 @@ class Membership:
             "status": dataclasses.astuple(self.status),
             "term": term,
             "broken": [sorted(pair) for pair in self.broken],
-            "anew": self.anew,
+            "reconnects": self.reconnects,
         }
         self._keys.set(self._key(number, f"ready/{self.name}"), json.dumps(offer))
         key, began = self._key(number, "generation"), time.monotonic()
@@ -296,7 +296,7 @@ class Membership:
             joined=tuple(m for m in members if number and m not in before),
             why=why,
             differ=differ,
-            anew=number > 0 or any(r["anew"] for r in ready.values()),
+            reconnects=number > 0 or any(r["reconnects"] for r in ready.values()),
             term=term + 1,
         )
 

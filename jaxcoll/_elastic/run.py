@@ -64,7 +64,7 @@ class Run:
         self._writers = Writers((), 0)
 
     def run(self) -> Any:
-        self._membership.anew = may_be_broken()
+        self._membership.reconnects = may_be_broken()
         entered = self._membership.enter(self._state.finished, self._state.term)
         if entered is None:
             return None

@@ -143,7 +143,7 @@ class _Launch(Owner):
             return job.run(max(0.0, self.until - time.monotonic()))
 
     def read_out(self, status: int) -> int:
-        """Wait for whoever reads the output, but not after the job was to end; the exit status."""
+        """Wait for the reader of the output, but not after the job was to end; the exit status."""
         ending = self.signals or time.monotonic() > self.until
         until = time.monotonic() + 1 if ending else self.until
         before = len(self.signals)

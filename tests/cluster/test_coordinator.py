@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from at_once import at_once
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -25,8 +26,8 @@ VALUES = st.recursive(SCALARS, lambda x: st.lists(x) | st.dictionaries(st.text()
 
 def is_one(name, value):
     """Whether a hello with this value in the place of its own is one that a process may send."""
-    said = json.dumps(HELLO | {name: value})
-    return coordinators._hello(said.encode()) is not None
+    text = json.dumps(HELLO | {name: value})
+    return coordinators._hello(text.encode()) is not None
 
 
 HELLOS = (
@@ -41,26 +42,19 @@ def waiting():
     """A coordinator that has waited for two processes all the while, and gets them in the end."""
     started = start_coordinator("127.0.0.1:0", 2)
     yield started
-    with joined(started) as lines:
-        assert [line.news() for line in lines] == [{}, {}]
+    with joined(started) as connections:
+        assert [one.news() for one in connections] == [{}, {}]
     started.end()
 
 
 @contextlib.contextmanager
 def joined(started):
-    found = [None, None]
-
-    def come(rank):
-        found[rank] = CoordinatorConnection(arrive(Member(started.address, 2, rank), 20).detach())
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    members = [Member(started.address, 2, rank) for rank in range(2)]
+    arrived = at_once(*(lambda m=m: arrive(m, 20).detach() for m in members))
+    found = [CoordinatorConnection(fd) for fd in arrived]
     yield found
-    for line in found:
-        line.close()
+    for one in found:
+        one.close()
 
 
 def connection(started):
@@ -160,6 +154,6 @@ def test_however_long_one_would_wait_the_others_are_waited_for(seconds):
     come(1)
     first.join(20)
     assert len(found) == 2
-    for line in found:
-        line.close()
+    for one in found:
+        one.close()
     started.end()

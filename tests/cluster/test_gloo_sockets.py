@@ -24,8 +24,8 @@ def test_only_the_connections_that_are_meant_are_shut():
             with socket.create_connection(at) as later:
                 made.cut()
                 assert new.recv(1) == b""
-                for line in (old, foreign, later):
-                    line.sendall(b"still there")
+                for sock in (old, foreign, later):
+                    sock.sendall(b"still there")
         made.cut()  # what has ended since is passed over
         gloo_sockets.shut([(foreign.fileno(), at, at)])  # as is what has the number of another
         foreign.sendall(b"still there")

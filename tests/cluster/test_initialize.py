@@ -9,6 +9,7 @@ import time
 
 import jax
 import pytest
+from at_once import at_once
 
 import jaxcoll as jc
 from jaxcoll._cluster.coordinator import start_coordinator
@@ -35,25 +36,6 @@ def coordinator():
         each.end()
 
 
-def together(members, timeout):
-    """What each gets from `arrive`: "in", or the exception."""
-    found = [None] * len(members)
-
-    def one(i):
-        try:
-            arrive(members[i], timeout).close()
-            found[i] = "in"
-        except Exception as error:
-            found[i] = error
-
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(members))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return found
-
-
 @pytest.mark.parametrize(
     ("present", "expected", "kind", "words"),
     [
@@ -65,7 +47,8 @@ def together(members, timeout):
 def test_everyone_who_came_is_told_what_is_wrong(coordinator, present, expected, kind, words):
     address = coordinator(expected).address
     start = time.monotonic()
-    found = together([Member(address, n, rank) for rank, n in present], 1.0)
+    members = [Member(address, n, rank) for rank, n in present]
+    found = at_once(*(lambda m=m: arrive(m, 1.0) for m in members))
     assert time.monotonic() - start < 2, "not longer than the deadline"
     for error in found:
         with pytest.raises(kind, match=words):
@@ -91,23 +74,23 @@ def test_one_that_dies_before_all_are_here_is_named_at_once(coordinator):
 def test_strangers_do_not_count_and_a_coordinator_leaves_when_nobody_needs_it(coordinator):
     started = coordinator(2)
     host, port = started.address.split(":")
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"x" * 5000, b'{"process_id": -1}\n', b""):
+    for data in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"x" * 5000, b'{"process_id": -1}\n', b""):
         with socket.create_connection((host, int(port))) as stranger:
-            stranger.sendall(said)
-    lines = []
+            stranger.sendall(data)
+    arrived = []
     others = threading.Thread(
-        target=lambda: lines.append(arrive(Member(started.address, 2, 1), 20))
+        target=lambda: arrived.append(arrive(Member(started.address, 2, 1), 20))
     )
     others.start()
-    lines.append(arrive(Member(started.address, 2, 0), 20))
+    arrived.append(arrive(Member(started.address, 2, 0), 20))
     others.join(20)
     with pytest.raises(ValueError, match="is not a coordinator that waits for processes: another"):
         arrive(Member(started.address, 2, 1), 20)  # the job has begun
     os.close(os.dup(started.lifeline))
-    lines[0].close()
+    arrived[0].close()
     assert started.process.poll() is None
     os.dup2(os.open(os.devnull, os.O_RDONLY), started.lifeline)  # as if this process had ended
-    lines[1].close()
+    arrived[1].close()
     assert started.process.wait(20) == 0
 
 
@@ -122,9 +105,9 @@ def test_who_ended_while_this_process_was_told_to_go_is_known_as_well():
             connection.recv(1000)
             connection.sendall(b'{"go": true}\n{"ended": 0}\n')
             thread.join()
-            line = CoordinatorConnection(found[0].detach())
-            assert line.news() == {0: {"ended": 0, "stage": None}}
-            line.close()
+            connection = CoordinatorConnection(found[0].detach())
+            assert connection.news() == {0: {"ended": 0, "stage": None}}
+            connection.close()
 
 
 def test_nobody_there_no_such_host_another_program_and_a_port_in_use():
@@ -203,7 +186,7 @@ def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch, source, size, r
     [
         (ValueError, {"initialization_timeout": 0}, "`initialization_timeout` to be a finite"),
         (ValueError, {"heartbeat_timeout_seconds": -1}, "`heartbeat_timeout_seconds` to be a finite"),
-        (ValueError, {"num_processes": 2}, "not told `coordinator_address` and `process_id`"),
+        (ValueError, {"num_processes": 2}, "needs `coordinator_address` and `process_id`, which"),
         (ValueError, {"coordinator_address": "a:1", "num_processes": 2, "process_id": 2}, "process 2 of 2"),
         (ValueError, {"coordinator_address": "a", "num_processes": 2, "process_id": 0}, "'host:port'"),
         (ValueError, {"cluster_resolver": "slurm"}, "`cluster_resolver` must be a ClusterResolver"),
@@ -225,8 +208,8 @@ def test_a_process_that_nobody_launched_is_alone():
 
 def test_the_tf_config_resolver_and_its_arguments():
     cluster = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
-    said = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}, "rpc_layer": "grpc"})}  # fmt: skip
-    resolver = jc.TFConfigClusterResolver(task_id=1, environment=said)
+    env = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}, "rpc_layer": "grpc"})}  # fmt: skip
+    resolver = jc.TFConfigClusterResolver(task_id=1, environment=env)
     assert resolver.cluster_spec() == {"chief": ("a:1",), "worker": ("b:1", "c:1")}
     assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 1, "grpc://c:1")
     assert resolver.master("chief", 0, rpc_layer="x") == "x://a:1"
@@ -236,7 +219,7 @@ def test_the_tf_config_resolver_and_its_arguments():
     with pytest.raises(ValueError, match="there is no task 7 of job 'worker'; the cluster has"):
         resolver.master("worker", 7)
     with pytest.raises(ValueError, match="TFConfigClusterResolver: this is task 9 of job 'worker'"):
-        jc.TFConfigClusterResolver(task_id=9, environment=said).member()
+        jc.TFConfigClusterResolver(task_id=9, environment=env).member()
 
 
 @pytest.mark.parametrize(
@@ -253,14 +236,14 @@ def test_the_tf_config_resolver_and_its_arguments():
     ],
 )
 def test_the_slurm_resolver_refuses(jobs, change, words):
-    said = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "0"}  # fmt: skip
-    assert jc.SlurmClusterResolver(tasks_per_node=2, environment=said).master() == "grpc://n1:8888"
+    env = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "0"}  # fmt: skip
+    assert jc.SlurmClusterResolver(tasks_per_node=2, environment=env).master() == "grpc://n1:8888"
     with pytest.raises(ValueError, match=words):
-        jc.SlurmClusterResolver(jobs, environment={**said, **change})
+        jc.SlurmClusterResolver(jobs, environment={**env, **change})
 
 
 def test_the_slurm_resolver_puts_tasks_where_slurm_does():
-    said = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_PROCID": "1"}  # fmt: skip
+    env = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_PROCID": "1"}  # fmt: skip
     block = ("n1:8888", "n1:8889", "n1:8890", "n2:8888")
     cyclic = ("n1:8888", "n2:8888", "n1:8889", "n1:8890")
     plane = {"SLURM_DISTRIBUTION": "plane", "SLURM_DIST_PLANESIZE": "2", "SLURM_NODEID": "0"}
@@ -269,7 +252,7 @@ def test_the_slurm_resolver_puts_tasks_where_slurm_does():
         ({"SLURM_DISTRIBUTION": "cyclic:block", "SLURM_NODEID": "1"}, cyclic),
         (plane, ("n1:8888", "n1:8889", "n2:8888", "n1:8890")),
     ):
-        resolver = jc.SlurmClusterResolver(environment={**said, **change})
+        resolver = jc.SlurmClusterResolver(environment={**env, **change})
         assert resolver.cluster_spec() == {"worker": tasks}
 
 

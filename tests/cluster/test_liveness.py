@@ -3,10 +3,10 @@
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
+from at_once import at_once
 
 from jaxcoll._cluster import liveness
 from jaxcoll._cluster.coordinator import start_coordinator
@@ -19,11 +19,11 @@ from jaxcoll._elastic.heartbeat import Heartbeats, new_name
 @pytest.fixture
 def coordinator():
     here, there = socket.socketpair()
-    line = liveness.CoordinatorConnection(here.detach())
-    liveness.follow(line)
+    connection = liveness.CoordinatorConnection(here.detach())
+    liveness.follow(connection)
     yield there
     liveness.follow(None)
-    line.close()
+    connection.close()
     there.close()
 
 
@@ -50,13 +50,13 @@ import os, socket
 from jaxcoll._cluster import liveness
 
 there, here = socket.socketpair()
-line = liveness.CoordinatorConnection(here.detach())
-liveness.follow(line)
+connection = liveness.CoordinatorConnection(here.detach())
+liveness.follow(connection)
 child = os.fork()
 if child:
     os.waitpid(child, 0)
 try:
-    os.fstat(line.fd)
+    os.fstat(connection.fd)
     found = "open"
 except OSError:
     found = "closed"
@@ -71,10 +71,10 @@ def test_who_was_not_told_of_anybody_knows_of_nobody():
 
 
 def test_a_worker_that_has_ended_is_silent_and_its_successor_is_not(coordinator):
-    old, other, line = new_name(1), new_name(2), liveness.followed()
+    old, other, connection = new_name(1), new_name(2), liveness.followed()
     liveness.follow(None)  # as in a process that was started again
     new = new_name(1)
-    liveness.follow(line)
+    liveness.follow(connection)
     seen = Heartbeats()
     seen.observe(
         {name: heartbeat.heartbeat(1, heartbeat.StepStatus(0, 1)) for name in (old, new, other)}
@@ -89,41 +89,32 @@ def test_a_worker_that_has_ended_is_silent_and_its_successor_is_not(coordinator)
 def test_while_its_connection_is_open_a_worker_that_says_nothing_lives(coordinator, monkeypatch):
     monkeypatch.setattr(heartbeat, "SILENT_WORKER_SECONDS", 0.0)
     followed, seen = new_name(1), Heartbeats()
-    line = liveness.followed()
+    connection = liveness.followed()
     liveness.follow(None)
     unfollowed = new_name(2)
-    liveness.follow(line)
-    said = {
+    liveness.follow(connection)
+    texts = {
         name: heartbeat.heartbeat(1, heartbeat.StepStatus(0, 1)) for name in (followed, unfollowed)
     }
-    seen.observe(said)
+    seen.observe(texts)
     time.sleep(0.01)
-    seen.observe(said)
-    assert all(map(seen.is_late, said))  # so neither is taken in
-    assert all(map(seen.is_settled, said))
-    assert [seen.is_silent(name) for name in said] == [False, True]
-    assert set(seen.statuses(said)) == {followed}
+    seen.observe(texts)
+    assert all(map(seen.is_late, texts))  # so neither is taken in
+    assert all(map(seen.is_settled, texts))
+    assert [seen.is_silent(name) for name in texts] == [False, True]
+    assert set(seen.statuses(texts)) == {followed}
     liveness.follow(None)  # to a worker that was started again nobody tells anything
-    assert all(map(seen.is_silent, said))
-    liveness.follow(line)
+    assert all(map(seen.is_silent, texts))
+    liveness.follow(connection)
     coordinator.sendall(b'{"ended": 1}\n')
-    assert all(map(seen.is_silent, said))
+    assert all(map(seen.is_silent, texts))
 
 
 def test_a_farewell_reaches_the_others_when_its_process_has_ended():
     started = start_coordinator("127.0.0.1:0", 3)
-    found = [None] * 3
-
-    def come(rank):
-        found[rank] = liveness.CoordinatorConnection(
-            arrive(Member(started.address, 3, rank), 20).detach()
-        )
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    members = [Member(started.address, 3, rank) for rank in range(3)]
+    arrived = at_once(*(lambda m=m: arrive(m, 20).detach() for m in members))
+    found = [liveness.CoordinatorConnection(fd) for fd in arrived]
     found[1].say_farewell({"team": 12})
     time.sleep(0.2)
     assert not found[0].news()

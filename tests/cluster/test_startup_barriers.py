@@ -19,40 +19,40 @@ BOTH_DIED = b"""{"ended": 1, "stage": null}
 
 
 @pytest.fixture
-def line():
+def connection():
     here, coordinator = socket.socketpair()
     yield CoordinatorConnection(here.detach()), coordinator
     coordinator.close()
 
 
-def waits(kind, line, timeout):
+def waits(kind, connection, timeout):
     """Enter a meeting of this kind, in which nothing comes about before the end of the test."""
     comes = threading.Event()
     try:
         if kind == "connect":
-            startup_barriers.connected(comes.wait, line, timeout)
+            startup_barriers.connected(comes.wait, connection, timeout)
         else:
-            startup_barriers.exchanged(comes.wait, line, timeout)
+            startup_barriers.exchanged(comes.wait, connection, timeout)
     finally:
         comes.set()
 
 
 @pytest.mark.parametrize("kind", ["connect", "devices"])
 @pytest.mark.parametrize(
-    ("told", "words", "ranks"),
+    ("sent", "words", "ranks"),
     [
         (BOTH_DIED, "Processes 1, 2 ended during the start", (1, 2)),
         (b"the end", "The coordinator died, or was cut off, during the start", ()),
     ],
 )
-def test_nobody_is_waited_for_who_has_ended(kind, told, words, ranks, line):
-    line, coordinator = line
-    if told == b"the end":
+def test_nobody_is_waited_for_who_has_ended(kind, sent, words, ranks, connection):
+    connection, coordinator = connection
+    if sent == b"the end":
         coordinator.close()
     else:
-        coordinator.sendall(told)
+        coordinator.sendall(sent)
     with pytest.raises(jc.PeerLostError, match=words) as caught:
-        waits(kind, line, 60)
+        waits(kind, connection, 60)
     assert caught.value.ranks == ranks
     if ranks:  # who gives up because of another is not blamed by those who notice later
         assert coordinator.recv(1000) == b'{"stage": "left"}\n'
@@ -62,23 +62,23 @@ def test_nobody_is_waited_for_who_has_ended(kind, told, words, ranks, line):
     ("kind", "words"),
     [("connect", "within 0.1 s: one is stopped"), ("devices", "within 0.1 s, th")],
 )
-def test_a_meeting_that_does_not_come_about_ends_in_time(kind, words, line, monkeypatch):
+def test_a_meeting_that_does_not_come_about_ends_in_time(kind, words, connection, monkeypatch):
     monkeypatch.setattr(startup_barriers, "_LEAST_SECONDS", 0.1)
     with pytest.raises(jc.DeadlineExceededError, match=words):
-        waits(kind, line[0], 0.1)
+        waits(kind, connection[0], 0.1)
 
 
-def test_who_ended_after_a_meeting_is_no_loss_for_it(line):
-    line, coordinator = line
+def test_who_ended_after_a_meeting_is_no_loss_for_it(connection):
+    connection, coordinator = connection
     coordinator.sendall(b'{"ended": 1, "stage": "devices"}\n')
-    assert startup_barriers.exchanged(lambda: time.sleep(0.1) or 7, line, 60) == 7
-    startup_barriers.connected(lambda: time.sleep(0.1), line, 60)
-    said = coordinator.recv(1000).splitlines()
-    assert [json.loads(each)["stage"] for each in said] == ["devices", "connected"]
+    assert startup_barriers.exchanged(lambda: time.sleep(0.1) or 7, connection, 60) == 7
+    startup_barriers.connected(lambda: time.sleep(0.1), connection, 60)
+    reports = coordinator.recv(1000).splitlines()
+    assert [json.loads(each)["stage"] for each in reports] == ["devices", "connected"]
     coordinator.sendall(b'{"ended": 2, "stage": "connected"}\n')
-    startup_barriers.connected(lambda: time.sleep(0.1), line, 60)
+    startup_barriers.connected(lambda: time.sleep(0.1), connection, 60)
     with pytest.raises(jc.PeerLostError, match="Process 2 ended during"):
-        waits("devices", line, 60)
+        waits("devices", connection, 60)
 
 
 def test_what_fails_while_connecting_is_the_callers():

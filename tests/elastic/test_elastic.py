@@ -69,9 +69,9 @@ def test_a_newer_checkpoint_stays_and_it_says_so(tmp_path, caplog):
 
     jc.Elastic(step, START, checkpoint=path, every=4, report=another_writes).run(rows, 5)
     assert jc.restore_checkpoint(path, START)[1] == 50
-    said = [record.getMessage() for record in caplog.records]
+    values = [record.getMessage() for record in caplog.records]
     stays = f"{path} holds the state after step 50, and stays: that after step {{}} is older."
-    assert said == [stays.format(4), stays.format(5)]
+    assert values == [stays.format(4), stays.format(5)]
 
 
 def test_the_last_checkpoint_that_cannot_be_written_is_an_error_and_an_earlier_one_a_warning(
@@ -213,9 +213,9 @@ def test_who_was_taken_in_with_another_state_ends_alone_and_is_not_counted(other
     assert three.asked == "the state of workers 1, 2 is not that of the others"
     wrong = jc.ReplicaDivergenceError if other is OTHER else jc.ProgramMismatchError
     assert isinstance([*three.settles(3, "1.a", joined)][-1], wrong)
-    said = {"0.a": "one", "1.a": "other", "2.a": "other", "3.a": "one"}
-    generation = Generation(3, tuple(said), 0, joined=("2.a", "3.a"))
-    assert agreeing(said, generation) == ()
+    values = {"0.a": "one", "1.a": "other", "2.a": "other", "3.a": "one"}
+    generation = Generation(3, tuple(values), 0, joined=("2.a", "3.a"))
+    assert agreeing(values, generation) == ()
 
 
 def test_copies_that_differ_within_a_process_are_a_difference():

@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from at_once import at_once
 
 import jaxcoll as jc
 from jaxcoll._cluster import timing
@@ -29,23 +30,6 @@ def members_of_a_run(n, most=None, startup=5.0):
     return [
         Membership(keys.of(r), "run", patience=5.0, startup=startup, most=most) for r in range(n)
     ]
-
-
-def at_once(*calls):
-    found = [None] * len(calls)
-
-    def go(i):
-        try:
-            found[i] = calls[i]()
-        except Exception as error:
-            found[i] = error
-
-    threads = [threading.Thread(target=go, args=(i,)) for i in range(len(calls))]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(20)
-    return found
 
 
 def ended(membership):
@@ -84,7 +68,7 @@ def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often
     # Nobody is lost, and the same two go on, each time with connections of their own.
     for number in range(2, 12):
         again = at_once(*(lambda c=c: c.regroup(4, (3, 4)) for c in membership[:2]))
-        assert [(d.number, d.ranks, d.lost, d.anew) for d in again] == [
+        assert [(d.number, d.ranks, d.lost, d.reconnects) for d in again] == [
             (number, (0, 1), (), True)
         ] * 2
     ended(membership)
@@ -214,8 +198,8 @@ def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other():
     assert sides == [{0: ["of 0"], 1: ["of 1"]}] * 2
     late = membership[2].regroup(6, (5, 6))
     assert late == found[0]
-    said = str(mismatch(late, membership[2], ()))
-    assert said.startswith("Workers bring different programs to step 6, and none goes on.")
+    found = str(mismatch(late, membership[2], ()))
+    assert found.startswith("Workers bring different programs to step 6, and none goes on.")
     ended(membership)
 
 
@@ -245,8 +229,8 @@ def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
     assert not one.ends_for_its_program(staying.name)
     assert one.ends_for_its_program(newcomer.name)
     show(one, staying, ("JAX", "program `theirs`", "collective"))
-    said = str(mismatch(one, newcomer, ("JAX", "program `other`", "collective")))
-    assert "to step 9, and workers 0 go on. The first difference:\nprocess 0: program `th" in said
+    found = str(mismatch(one, newcomer, ("JAX", "program `other`", "collective")))
+    assert "to step 9, and workers 0 go on. The first difference:\nprocess 0: program `th" in found
     ended(membership)
 
 
@@ -337,9 +321,9 @@ def test_all_say_the_same_or_end_the_generation():
     membership = members_of_a_run(2)
     at_once(*(lambda c=c: c.enter(0) for c in membership))
     same = at_once(*(lambda c=c: c.gather("program/0", "a", same=True) for c in membership))
-    assert [set(said.values()) for said in same] == [{"a"}] * 2
-    said = at_once(*(lambda c=c: c.gather("program/1", c.name, same=True) for c in membership))
-    assert [type(error) for error in said] == [RegroupError] * 2
+    assert [set(found.values()) for found in same] == [{"a"}] * 2
+    found = at_once(*(lambda c=c: c.gather("program/1", c.name, same=True) for c in membership))
+    assert [type(error) for error in found] == [RegroupError] * 2
     ended(membership)
 
 
@@ -393,3 +377,20 @@ def test_a_coordinator_that_does_not_answer_is_lost_and_one_that_answers_late_is
         late.ask("")
     stopped.set()
     ended((late, goes_on))
+
+
+def test_one_thread_makes_all_requests_and_none_after_the_end(monkeypatch):
+    (one,) = members_of_a_run(1)
+    one.enter(0)
+    read, threads = one.store.all, set()
+    monkeypatch.setattr(
+        one.store, "all", lambda folder: threads.add(threading.current_thread()) or read(folder)
+    )
+    at_once(*[one.observe] * 20)
+    assert len(threads) == 1
+    one.close()
+    with pytest.raises(CoordinatorLostError):
+        one.observe()
+    (thread,) = threads
+    thread.join(5)
+    assert not thread.is_alive()

@@ -34,8 +34,8 @@ def test_whoever_has_the_most_broken_links_is_left_out(cut, newcomers, out):
 def test_a_link_is_broken_if_one_end_cannot_use_it_and_few_are_named():
     cut = reachability.broken({"0.a": [], "1.a": ["2.a"], "2.a": ["1.a"], "10.a": ["2.a"]})
     assert cut == pairs((1, 2), (2, 10))
-    said = reachability.named_links(cut)
-    assert said == "workers 1 and 2, and workers 2 and 10 cannot connect to each other"
+    text = reachability.named_links(cut)
+    assert text == "workers 1 and 2, and workers 2 and 10 cannot connect to each other"
     many = reachability.named_links(pairs((0, 5), (0, 6), (0, 7), (0, 8)))
     assert many.endswith("workers 0 and 7 cannot connect to each other, nor 1 more pairs")
 

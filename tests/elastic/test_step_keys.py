@@ -31,17 +31,17 @@ def test_members_forget_only_what_all_have_begun(monkeypatch):
     membership[0].enter(0)
     entering.join()
 
-    def beat(*steps):
+    def begin(*steps):
         for one, step in zip(membership, steps, strict=True):
             one.status = StepStatus(0, step)
             one._write_heartbeat(step)
 
     for step in range(0, 3 * BLOCK, 10):
-        beat(step, 0)
+        begin(step, 0)
         assert not membership[0].joins_at(step)
     assert len(keys.all("run/0/step")) == 3 * BLOCK / 10  # the other may still ask
     assert not membership[1].joins_at(0)
-    beat(3 * BLOCK, 2 * BLOCK + 5)
+    begin(3 * BLOCK, 2 * BLOCK + 5)
     assert not membership[0].joins_at(3 * BLOCK)
     assert len(keys.all("run/0/step")) == BLOCK / 10 + 1
     for one in membership:

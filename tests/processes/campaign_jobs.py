@@ -111,7 +111,7 @@ class Elastic:
         return world < SPEC.get("until", world + 1)
 
     def report(self, finished, loss):
-        self.kept[finished] = self.trainer._state.host(finished)
+        self.kept[finished] = self.trainer._job.state.host(finished)
         self.note_changes()
 
     def note_changes(self):
@@ -149,7 +149,7 @@ class Elastic:
         """The state that the last world would have reached by itself."""
         change = self.trainer.changes[-1]
         if change.joined:
-            return self.trainer._state.latest
+            return self.trainer._job.state.latest
         devices = [d for r in change.workers for d in jax.devices() if d.process_index == r]
         plain = step.on(jax.sharding.Mesh(np.array(devices), ("data",)))
         state = self.kept[change.step]
