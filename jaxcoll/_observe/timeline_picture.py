@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from jaxcoll._observe.report_data import ReportData
 from jaxcoll._observe.timeline import Timeline, timeline
 from jaxcoll._show.style import COLOURS, FAINT, INK, bare, page
 from jaxcoll._show.units import milliseconds, percent
-
-if TYPE_CHECKING:
-    from jaxcoll._observe.report import Report
 
 MULTIPLIES, WAITS = "#3d4a5c", "#e2725b"
 CARRIES = (COLOURS[0], "#6fb3c4")
@@ -23,7 +20,7 @@ TOP, BOTTOM = 0.95, 0.75
 """Inches: of each panel, and of what is above and below all."""
 
 
-def draw(reports: Mapping[str, Report]) -> Figure:
+def draw(reports: Mapping[str, ReportData]) -> Figure:
     """A figure with a panel for each report, over one axis of time.
 
     Args:
@@ -65,7 +62,7 @@ def _panel(axes: Axes, name: str, played: Timeline, end: float, *, is_last: bool
     for y, words in ((1.5, "multiplies"), (0.43, "carries")):
         axes.text(-end * 0.008, y, words, size=10.5, color=FAINT, ha="right", va="center")
     axes.text(0, 2.16, name, size=12, weight="bold", color=INK, va="bottom")
-    axes.text(end, 2.16, _said(played), size=10.5, color=FAINT, va="bottom", ha="right")
+    axes.text(end, 2.16, _summary(played), size=10.5, color=FAINT, va="bottom", ha="right")
     bare(axes, labelsize=9.5)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
@@ -83,7 +80,7 @@ def _blocks(
     axes.broken_barh(wide, y, facecolor=colour, edgecolor="white", linewidth=0.35)
 
 
-def _said(played: Timeline) -> str:
+def _summary(played: Timeline) -> str:
     carried = sum(s.ends - s.begins for s in played.sent)
     return (
         f"{milliseconds(played.seconds)}: {milliseconds(played.waited)} of "

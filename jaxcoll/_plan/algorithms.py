@@ -52,7 +52,7 @@ def canonical(name: str) -> str:
       name: one algorithm, or several from inner to outer with "/" between them.
 
     Raises:
-      ValueError: a part is no algorithm; the message lists those there are.
+      ValueError: a part does not name an algorithm; the message lists the names.
 
     Examples:
       >>> canonical("nccl/rechd")
@@ -112,6 +112,7 @@ def stages(algorithm: str, shards: int, over: tuple[int, ...]) -> tuple[Stage, .
     for name, span in zip(names, spans, strict=True):
         axes = tuple(axis for axis in span if over[axis] > 1)
         n = math.prod(over[axis] for axis in axes)
+        # Only an outermost shuffle may have fewer owners: an inner stage has a shard for each.
         owners = min(shards, n) if shards and span is outermost and name == "shuffle" else n
         if n > 1:
             found.append(Stage(name, axes, n, owners))
@@ -168,7 +169,7 @@ def check_in_tree_order(algorithm: str, shards: int, world: World) -> None:
     """Refuse an algorithm whose sums depend on where an element stands.
 
     Raises:
-      ValueError: it is one, over the axes of `world`; the message lists those that are none.
+      ValueError: it is such an algorithm over the axes of `world`; the message lists others.
     """
     if in_tree_order(stages(algorithm, shards, world.sizes)):
         return

@@ -20,8 +20,8 @@ from jaxcoll._plan.packs.automatic import (
     RULES,
     Alternative,
     algorithms_for,
+    in_words,
     priced,
-    said,
     temporary_bytes,
 )
 from jaxcoll._plan.packs.leaves import Leaf
@@ -87,6 +87,7 @@ class Plan:
         terms = dataclasses.replace(self.terms, combine=0) if self.overlap else self.terms
         prices = Prices(terms, self.world.sizes)
         whole = prices.predict(loads(self.packs, self.leaves, self.stages))
+        # A half has half the steps and bytes; only a reduce-scatter adds.
         if self.collective == "all_reduce":
             return whole
         added = whole.reduction * (self.collective == "reduce_scatter")
@@ -102,7 +103,9 @@ class Plan:
             return ()
         prices = Prices(self.terms, self.world.sizes)
         found = priced(self.leaves, RULES, algorithms_for(self.world), prices)
-        ways = [Alternative(said(rule), len(packs), cost.seconds) for rule, packs, cost in found]
+        ways = [
+            Alternative(in_words(rule), len(packs), cost.seconds) for rule, packs, cost in found
+        ]
         return tuple(sorted(ways, key=lambda way: way.seconds))
 
     @property
@@ -120,8 +123,9 @@ class Plan:
             (pack.dtype.name, pack.over, [(s.leaf, s.start, s.size) for s in pack.segments])
             for pack in self.packs
         ]
-        told = repr((self.reduce_op.name, self.algorithm, [x.path for x in self.leaves], packs))
-        return f"{self.collective}_{zlib.crc32(told.encode()) & 0xFFFFFF:06x}"
+        # Not a counter, which would differ between processes; and JAX does not number scopes.
+        identity = repr((self.reduce_op.name, self.algorithm, [x.path for x in self.leaves], packs))
+        return f"{self.collective}_{zlib.crc32(identity.encode()) & 0xFFFFFF:06x}"
 
     @property
     def gathers(self) -> tuple[Leaf, ...]:
@@ -246,7 +250,7 @@ class Plan:
         compared and priced, and not carried out.
 
         Raises:
-          ValueError: the text is no such JSON, or is damaged.
+          ValueError: the text is not such JSON, or is damaged.
         """
         return cls(**plan_json.fields(text))
 

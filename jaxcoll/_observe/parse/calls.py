@@ -17,7 +17,7 @@ class Call:
     Attributes:
       site: the instruction that calls.
       callee: the computation that it calls.
-      trips: how often, each time; None when that is not said.
+      trips: how often, each time; None when the text does not say.
       is_async: other work may run meanwhile.
       branch: which branch it is, when `site` is a conditional.
       is_loop: `site` is a loop.
@@ -58,6 +58,11 @@ class Matmul:
     at: int = 0
     dtype: str = ""
 
+    @property
+    def turns(self) -> int:
+        """How often one run carries it out; a loop that does not say how often it turns, once."""
+        return 1 if self.trips is None else self.trips
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
@@ -65,7 +70,7 @@ class Loop:
 
     Attributes:
       name: the instruction's name.
-      trips: how often it turns in one run of the program; None when that is not said.
+      trips: how often it turns in one run of the program; None when the text does not say.
       at: its place in the schedule.
       until: the place of its end.
     """
@@ -139,6 +144,7 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
                 met += 1
 
     found = tuple(within(entry, (), 0))
+    # What no call reaches would not be listed, and a report that lists less than all misleads.
     for name in sorted(busy - reached):
         lost = next((x for x in bodies[name] if isinstance(x, Collective)), None)
         if lost is not None:
@@ -193,6 +199,7 @@ def _called(collective: Collective, path: Sequence[Call], at: int, until: int) -
         for k, call in enumerate(path)
         if call.branch is not None
     )
+    # An asynchronous call (async-start of a computation) makes all within it asynchronous.
     pair = next((call for call in path if call.is_async), None)  # the pair is around it
     return dataclasses.replace(
         collective,

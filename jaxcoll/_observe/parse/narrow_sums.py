@@ -51,12 +51,12 @@ def narrow_sums(text: str) -> list[str]:
         for narrow, wide, line in _widened(function):
             found.setdefault((narrow, wide), []).append(locations.of(line)[1])
     return [
-        _said(narrow, wide, len(where), dict.fromkeys(filter(None, where)))
+        _note(narrow, wide, len(where), dict.fromkeys(filter(None, where)))
         for (narrow, wide), where in found.items()
     ]
 
 
-def _said(narrow: str, wide: str, count: int, sources: Iterable[str]) -> str:
+def _note(narrow: str, wide: str, count: int, sources: Iterable[str]) -> str:
     lines = some([PurePath(source.replace("\\", "/")).name for source in sources], 3)
     where = f" ({', '.join(lines)})" if lines else ""
     return (
@@ -106,8 +106,10 @@ def _widened(lines: Iterable[str]) -> Iterator[tuple[str, str, str]]:
                 yield before, after, sums[value].pop()
         elif found := _RESHAPES.search(line):
             values = _VALUE.findall(found[1])
+            # A reshape or a division by the count stands between the cast and the sum.
             if values and set(values) <= narrowed:
                 narrowed.add(name)
+            # The same on the way back: what becomes of a sum is that sum until it is cast.
             carried = next((sums[value] for value in values if value in sums), None)
             if carried is not None:
                 sums[name] = carried

@@ -1,4 +1,4 @@
-"""Who talks to whom, in each of the notations that compilers print."""
+"""Reads replica groups, in each of the notations that compilers print."""
 
 from __future__ import annotations
 
@@ -104,6 +104,7 @@ def mesh_groups(
     for name, size in sizes.items():
         edges = {1, size}.union(*({a, b} for axis, a, b in spans if axis == name))
         pieces += [(name, a, b) for a, b in zip(sorted(edges), sorted(edges)[1:], strict=False)]
+    # What is meant is moved to the last dimensions of the mesh: a row is then a group.
     chosen = [
         k
         for axis, low, high in spans
@@ -125,7 +126,7 @@ def device_groups(
     replicas: int,
     partitions: int,
 ) -> Groups:
-    """What listed groups mean: XLA numbers devices in three ways, told apart by two marks.
+    """What listed groups mean: XLA numbers devices in three ways, which two marks distinguish.
 
     Args:
       listed: the groups as written; () stands for one group of all.

@@ -79,7 +79,7 @@ PROBES = Probes(
 def _whole(nbytes: int, combine: int) -> Probe:
     """One array; or, of so many bytes as no leaf has where leaves are combined, a few.
 
-    Malloc gives back every array over 32 MiB, unless it is told otherwise: one such array costs
+    Malloc gives back every array over 32 MiB, unless it is set otherwise: one such array costs
     more than all the leaves that are combined to its size.
     """
     count = max(1, nbytes // ONE) if nbytes < combine else 1
@@ -122,12 +122,12 @@ def fitted(usual: Terms, sizes: tuple[int, ...], seconds: Mapping[Probe, float])
     found = dataclasses.replace(usual, native=(curve, *others), array=array, copy=copy, slice=piece)
     latency, slope = _exchange(usual, sizes, seconds)
     link = "between" if islands > 1 else "within"
-    told: Link = getattr(usual, link)
+    before: Link = getattr(usual, link)
     return dataclasses.replace(
         found,
         call=usual.call * latency,
         reduce=usual.reduce * slope,
-        **{link: Link(told.step * latency, told.per_byte * slope, told.torus)},
+        **{link: Link(before.step * latency, before.per_byte * slope, before.torus)},
     )
 
 
@@ -149,8 +149,10 @@ def _copies(seconds: Mapping[Probe, float], alone: Mapping[int, float]) -> tuple
     large, small = sorted((p for p in seconds if p.packed), key=lambda p: -p.nbytes)
     a, b = (max(0.0, seconds[p] - alone[p.count * p.nbytes]) for p in (large, small))
     ma, mb = (2 * p.count * p.nbytes for p in (large, small))
+    # Two packs give two equations: time beyond one array = bytes × per byte + pieces × per piece.
     determinant = large.count * mb - small.count * ma
     piece, copy = (a * mb - b * ma) / determinant, (large.count * b - small.count * a) / determinant
+    # Noise can make one of the two negative; then the other explains the pack that shows it best.
     if piece < 0:
         return a / ma, 0.0
     return (copy, piece) if copy >= 0 else (0.0, b / small.count)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from typing import Any
 
+from jaxcoll._plan.checks import is_number
 from jaxcoll._plan.cost.curve import Curve
 from jaxcoll._plan.world import World
 from jaxcoll._show import codec
@@ -139,8 +139,7 @@ class Terms:
             *((f"within.{name}", value) for name, value in vars(self.within).items()),
             *((f"between.{name}", value) for name, value in vars(self.between).items()),
         ):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or value < 0:
+            if not is_number(value) or value < 0:
                 raise ValueError(
                     f"`{name}` of the cost terms must be a finite number that is not negative; "
                     f"got {value!r}."
@@ -155,7 +154,7 @@ class Terms:
         return {"format": FORMAT, "version": VERSION, **codec.plain(self)}
 
     def to_json(self) -> str:
-        """`to_dict()` as JSON text, which `read_terms` reads back."""
+        """`to_dict()` as JSON text, which `parsed` and `terms_of` read back."""
         return json.dumps(self.to_dict(), indent=2)
 
 
@@ -163,25 +162,6 @@ _NUMBERS = ("call", "array", "reduce", "copy", "slice", "combine")
 
 
 _AGAIN = "calibrate again, or delete the file to use the preset"
-
-
-def read_terms(text: str, world: World | None = None) -> Terms:
-    """The terms that `Terms.to_json` wrote.
-
-    Args:
-      text: the JSON text.
-      world: where they are to be used; None: anywhere.
-
-    Raises:
-      ValueError: it cannot be read, is not ours, is of a newer version, or of another world.
-    """
-    terms = terms_of(parsed(text))
-    if world is not None and terms.key != Key.of(world):
-        raise ValueError(
-            f"these cost terms were measured on another world: {terms.key}; this one is "
-            f"{Key.of(world)}: {_AGAIN}."
-        )
-    return terms
 
 
 def parsed(text: str) -> dict[str, Any]:

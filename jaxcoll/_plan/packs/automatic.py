@@ -67,6 +67,7 @@ class Way(NamedTuple):
 
 def fastest(ways: Sequence[Way], leaves: Sequence[Leaf]) -> Way:
     """The way to take: not the very fastest where a little time saves much memory."""
+    # Packs are copies: with all leaves packed, they take twice the memory of the tree.
     best = min(ways, key=lambda way: way.cost.seconds)
     tree = sum(pack.nbytes for pack in best.packs)
     modest = [
@@ -83,11 +84,11 @@ def temporary_bytes(packs: Sequence[Pack], leaves: Sequence[Leaf]) -> int:
     return 2 * sum(pack.nbytes for pack in packs if not pack.is_leaf(leaves))
 
 
-def said(rule: PackingRule) -> str:
+def in_words(rule: PackingRule) -> str:
     """A rule in words.
 
     Examples:
-      >>> said(BytesPerPack(8 << 20, 1 << 20))
+      >>> in_words(BytesPerPack(8 << 20, 1 << 20))
       'leaves over 1 MiB alone, others in packs of at most 8 MiB'
     """
     if isinstance(rule, Unpacked):
@@ -137,6 +138,7 @@ def priced(
             for pack in plan_packs(leaves, rule)
             for name in (algorithm(pack),)
         )
+        # Of a tree of small leaves several rules make the same packs; to price is what takes time.
         if packs not in tried:
             tried.add(packs)
             cost = prices.predict(loads(packs, leaves, lambda p: stages(p.algorithm, 0, p.over)))
