@@ -1,35 +1,142 @@
-"""Threads that can be abandoned in a blocking call, and what runs when the process ends."""
+"""Threads whose calls can be abandoned, and a clean exit while one of them is still blocked."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
+import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from jaxcoll._compat.coordination import leave_coordinator
 
 _LOOK_SECONDS = 0.02
-_END_SECONDS = 1.0
+_EXIT_SECONDS = 1.0  # how long the exit waits for abandoned calls to return
 
 
-class Behind(Protocol):
-    """What may still be in a call: a thread, or one that has come home between two calls."""
+class Task:
+    """One call for a worker to make. It is settled once, by whatever comes first.
 
-    def is_alive(self) -> bool: ...
+    Attributes:
+      is_settled: whether `result` returns at once.
+    """
+
+    def __init__(
+        self, worker: Worker, call: Callable[[], Any], then: Callable[[], Any] | None = None
+    ) -> None:
+        self.is_settled = False
+        self._worker, self._then = worker, then
+        self._call: Callable[[], Any] | None = call
+        self._outcome: tuple[BaseException | None, Any] = None, None
+        # A bare lock: its hand-over between threads takes half the time of an event's.
+        self._settling, self._unsettled = threading.Lock(), threading.Lock()
+        self._unsettled.acquire()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait so many seconds (None: without an end); whether it is settled by then.
+
+        An exception meanwhile, such as Ctrl-C, abandons the call.
+        """
+        bound = -1 if seconds is None else min(seconds, threading.TIMEOUT_MAX)
+        try:
+            if not self._unsettled.acquire(timeout=bound):
+                return False
+        except BaseException:
+            abandon(self._worker)
+            raise
+        self._unsettled.release()
+        return True
+
+    def result(self) -> Any:
+        """What the call of a settled task returned; or what it raised is raised."""
+        error, result = self._outcome
+        if error is not None:
+            raise error
+        return result
+
+    def abandon(self, error: BaseException) -> None:
+        """Settle it with this error, and leave the call, which may be blocked, to its thread."""
+        abandon(self._worker)
+        self.settle(error)
+
+    def make(self) -> tuple[BaseException | None, Any]:
+        """Make the call, in the worker's thread: what it raised, and what it returned."""
+        call, self._call = self._call, None  # its arguments may be large
+        try:
+            assert call is not None
+            return None, call()
+        except BaseException as error:
+            return error, None
+
+    def settle(self, error: BaseException | None, result: Any = None) -> None:
+        """Let `wait` return, unless the task is settled."""
+        if self._settling.acquire(blocking=False):
+            self._outcome, self.is_settled = (error, result), True
+            self._unsettled.release()
+            if self._then is not None:
+                self._then()
 
 
-_left: list[Behind] = []
+class Worker:
+    """A thread that makes one call after another, and may be abandoned in any of them.
+
+    An abandoned call stays in the thread to its end, and what is submitted next begins after it.
+
+    Args:
+      name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._submitted = self._returned = 0
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def is_alive(self) -> bool:
+        """Whether it still has a call to make, or is in one."""
+        return self._returned < self._submitted
+
+    def submit(self, call: Callable[[], Any], then: Callable[[], Any] | None = None) -> Task:
+        """Have the thread make `call()`.
+
+        Args:
+          call: what is called.
+          then: called when the task is settled, by whoever settles it.
+        """
+        task = Task(self, call, then)
+        self.start(task)
+        return task
+
+    def start(self, task: Task) -> None:
+        """Have the thread make the call of a task that is this worker's."""
+        with self._lock:
+            self._submitted += 1
+        self._tasks.put(task)
+
+    def close(self) -> None:
+        """End the thread after the calls that it was given."""
+        self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            outcome = task.make()
+            self._returned += 1
+            # Last: a caller that wakes earlier only contends for the interpreter.
+            task.settle(*outcome)
+            del task, outcome  # a step's results are large
+
+
+_abandoned: list[Worker | threading.Thread] = []
 _status: Any = None
 _at_exit: list[Callable[[], Any]] = []
 
 
 def within(seconds: float, call: Callable[[], Any], look: Callable[[], None] | None = None) -> Any:
-    """`call()`, in a thread that is left behind if it takes longer.
+    """`call()`, in a thread that is abandoned if it takes longer.
 
     Args:
       seconds: how long.
@@ -42,64 +149,59 @@ def within(seconds: float, call: Callable[[], Any], look: Callable[[], None] | N
     Raises:
       TimeoutError: it took longer.
     """
-    outcome: list[tuple[Any, BaseException | None]] = []
-
-    def work() -> None:
-        try:
-            outcome.append((call(), None))
-        except BaseException as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=work, name="jaxcoll-within", daemon=True)
-    thread.start()
+    worker = Worker("jaxcoll-within")
+    task = worker.submit(call)
+    worker.close()
     until = time.monotonic() + seconds
-    try:
-        while thread.is_alive() and (left := until - time.monotonic()) > 0:
-            thread.join(left if look is None else min(left, _LOOK_SECONDS))
-            if look is not None and not outcome:
+    while True:
+        left = until - time.monotonic()
+        if task.wait(max(left if look is None else min(left, _LOOK_SECONDS), 0)):
+            return task.result()
+        try:
+            if left <= 0:
+                raise TimeoutError(f"it did not answer within {seconds:g} s")
+            if look is not None:
                 look()
-        if not outcome:
-            raise TimeoutError(f"it did not answer within {seconds:g} s")
-    except BaseException:  # Ctrl-C, too
-        leave_behind(thread)
-        raise
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
+        except BaseException:
+            abandon(worker)
+            raise
 
 
-def leave_behind(thread: Behind) -> None:
-    """Wait no more for a thread that may never come home."""
+def abandon(thread: Worker | threading.Thread) -> None:
+    """Wait no longer for a thread that may never return from its call.
+
+    From now on `sys.exit` is replaced, because nothing else hands the status to what runs at exit.
+    """
     if sys.exit is not _exit:
         at_exit(_end)
         sys.exit = _exit
-    _left[:] = [other for other in _left if other is not thread and other.is_alive()] + [thread]
+    _abandoned[:] = [each for each in _abandoned if each is not thread and each.is_alive()]
+    _abandoned.append(thread)
 
 
-def are_left() -> bool:
-    """Whether threads that were left behind are still not home."""
-    return any(thread.is_alive() for thread in _left)
+def any_blocked() -> bool:
+    """Whether an abandoned thread is still in its call."""
+    return any(thread.is_alive() for thread in _abandoned)
 
 
 def _exit(status: Any = None, /) -> NoReturn:
-    """`sys.exit`, which tells nobody else what it was given."""
+    """`sys.exit`, which remembers the status for `_end`."""
     global _status
     _status = status
     raise SystemExit(status)
 
 
 def _end() -> None:
-    """End the process, if threads that were left behind are still not home.
+    """Exit through `os._exit` if abandoned threads are still blocked.
 
-    Those in a collective over Gloo are, because its connections were shut; what waits for a dead
-    coordinator or another transport may not be. One that comes home while Python ends, or after,
-    takes the process down with a signal. So what Python does at exit is done here, and the process
-    then ends at once. (A status is known from `sys.exit` or an uncaught exception; one that was
-    only raised, as `SystemExit`, would be taken for 0.)
+    A thread that returns from foreign code while Python ends, or after, takes the process down
+    with a signal. Those in a collective over Gloo return in time, because its connections were
+    shut; those that wait for a dead coordinator or another transport may not. For these, what
+    Python does at exit is done here, and the process then ends at once. (The status is known from
+    `sys.exit` or an uncaught exception; a bare `raise SystemExit` is taken for 0.)
     """
-    until = time.monotonic() + _END_SECONDS
-    while are_left():
+    until = time.monotonic() + _EXIT_SECONDS
+    while any_blocked():
         if time.monotonic() > until:
             break
         time.sleep(0.01)

@@ -1,8 +1,8 @@
-"""What is expected to follow, so that processes agree beforehand upon what is not.
+"""Predict the next program, so that processes only need to agree on surprises.
 
-Every process keeps its own account and asks nobody. Those that made the same calls have the same
-account, so that either all of them stop to agree or none does; and where one of them is about to
-do what it never did in this place, it is the one that stops.
+Every process predicts for itself and asks nobody. Processes that made the same calls predict the
+same, so that either all of them stop to agree or none does; and a process that is about to do what
+it never did in this place stops.
 """
 
 from __future__ import annotations
@@ -10,39 +10,39 @@ from __future__ import annotations
 from collections import deque
 
 CONTEXTS = (16, 8, 4, 2, 1, 0)
-"""Of how many runs before the present one what follows is remembered, longest first."""
+"""Lengths of the contexts, in runs before the present one, longest first."""
 
-ALLOWED = 64
+FREE_CHECKS = 64
 """How often processes agree, at most, upon known programs in a new order..."""
 
-EVERY = 100
-"""... and once more for so many calls: where the order is irregular it costs a hundredth."""
+CALLS_PER_CHECK = 100
+"""... and once more for so many calls: an irregular order costs a hundredth."""
 
-MOST = 1 << 12
-"""Places of which what followed is remembered."""
+MAX_PLACES = 1 << 12
+"""Places whose successors are remembered."""
 
 _Run = tuple[str, int]
 _Place = tuple[tuple[_Run | str, ...], int]
 
 
-class Order:
+class CallPredictor:
     """The order in which one process calls programs, by their marks.
 
-    Law: after a loop of at most 16 runs was gone round often enough, nothing in it is asked about
-    any more, and whatever departs from it is, by who departs or by who does not.
+    Law: once a loop of up to 16 runs has repeated often enough, its calls need no agreement; any
+    departure triggers agreement, on the process that departs or on those that do not.
 
-    A run is one program called several times on end. What followed is remembered by how long the
-    run was and by the runs before it. What is expected is what followed in the longest context that
+    A run is one program called several times in a row. Its successor is remembered by the length of
+    the run and by the runs before it. The expected one is what followed in the longest context that
     occurred before, as in prediction by partial matching (J. G. Cleary, I. H. Witten, "Data
     Compression Using Adaptive Coding and Partial String Matching", IEEE Transactions on
     Communications 32, 1984).
 
     Examples:
-      >>> order = Order()
+      >>> predictor = CallPredictor()
       >>> def call(mark):
-      ...     asked = order.asks(mark)
-      ...     order.follow(mark, asked)
-      ...     return asked
+      ...     surprise = predictor.is_unexpected(mark)
+      ...     predictor.follow(mark, surprise)
+      ...     return surprise
       >>> [call(mark) for mark in "ttte" * 4].count(True) < 9
       True
       >>> [call(mark) for mark in "ttte"]
@@ -57,20 +57,22 @@ class Order:
         self._contexts: list[tuple[_Run | str, ...]] = []
         self._followed: dict[_Place, set[str]] = {}
         self._mark, self._length = "", 0
-        self._calls = self._asked = 0
+        self._calls = self._checks = 0
 
-    def asks(self, mark: str) -> bool:
+    def is_unexpected(self, mark: str) -> bool:
         """Whether processes have to agree that `mark` is called next. Cost: half a microsecond."""
         if (self._mark, mark) not in self._pairs:
             return True
         if mark == self._mark and ((mark,), self._length) not in self._followed:
             return False  # a run goes on that never ended here
-        return self._asked < ALLOWED + self._calls // EVERY and not self._expects(mark)
+        return self._checks < FREE_CHECKS + self._calls // CALLS_PER_CHECK and not self._expects(
+            mark
+        )
 
-    def follow(self, mark: str, asked: bool) -> None:
-        """Note that `mark` is called, after `asks` was answered so."""
+    def follow(self, mark: str, unexpected: bool) -> None:
+        """Note that `mark` is called, after `is_unexpected` returned this."""
         self._calls += 1
-        self._asked += asked
+        self._checks += unexpected
         if mark == self._mark:
             if ((mark,), self._length) in self._followed:
                 self._note(mark)
@@ -86,7 +88,7 @@ class Order:
         self._contexts = [(*runs[len(runs) - k :], mark) for k in CONTEXTS if k <= len(runs)]
 
     def interrupt(self) -> None:
-        """Forget where this is in the order, because processes do not agree: the next one asks."""
+        """Forget the place in the order, because processes disagree: the next is unexpected."""
         self._mark, self._length = "", 0
         self._runs.clear()
 
@@ -100,5 +102,5 @@ class Order:
     def _note(self, mark: str) -> None:
         for context in self._contexts:
             self._followed.setdefault((context, self._length), set()).add(mark)
-        while len(self._followed) > MOST:
+        while len(self._followed) > MAX_PLACES:
             del self._followed[next(iter(self._followed))]

@@ -1,4 +1,4 @@
-"""Corrupted reductions that programs tell of: an error of the call that made them, or a warning."""
+"""Collects checksum failures of running programs: an error of their call, or a logged warning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOG = logging.getLogger("jaxcoll")
 
 
 class _Listener:
-    """A call that is being waited for, and what was told of its devices meanwhile."""
+    """A call that is being waited for, and what was reported of its devices meanwhile."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self.devices = frozenset(devices)

@@ -33,7 +33,7 @@ _HARMLESS = re.compile(
     r"--?(xla_force_host_platform_device_count|xla_hlo_profile|xla_\w*dump\w*|xla_\w*timeout\w*"
     r"|xla_\w*cache_(dir|file|mode))\b"
 )
-# What a compiler can use of a processor; other flags of Linux tell of its kernel and hypervisor.
+# What a compiler can use of a processor; other flags of Linux describe its kernel and hypervisor.
 _INSTRUCTIONS = re.compile(
     r"(sse|ssse|avx|amx|fma|bmi|sha|asimd|sve)\w*|v?aes|v?pclmulqdq|f16c|popcnt|adx|gfni|movbe|abm"
     r"|sme2?|bf16|i8mm|fp|fphp|crc32|fcma"

@@ -1,4 +1,4 @@
-"""Programs that were compiled for the shapes of their arguments, kept so that it is done once."""
+"""Compiled programs, cached by the shapes and shardings of their arguments."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxcoll import _compat
+from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.environment import environment
 from jaxcoll._dispatch.fingerprint import collectives, fingerprint, mark
 from jaxcoll._dispatch.first_values import FirstValues, first_values, uncompared
@@ -26,8 +27,8 @@ class Program:
     Attributes:
       compiled: what is called.
       name: for messages.
-      lines: what processes compare.
-      mark: short for them.
+      lines: its fingerprint, which processes compare.
+      mark: a hash of these lines.
       moved: its collectives, one line each.
       first: what this process brings to its first run; None: nothing is compared.
     """
@@ -48,7 +49,10 @@ class Program:
         return f"Collective 1{more} of {self.name} is {self.moved[0]}{_leaves(self.moved[0])}."
 
 
-_known: weakref.WeakKeyDictionary[Any, dict[Any, Program]] = weakref.WeakKeyDictionary()
+_LAST = "last"
+_known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""Of each jitted program, what it is compiled to; under `_LAST` the last key and its program."""
+
 _plans: dict[str, Plan] = {}
 """The plans that were carried out last, by name, to say which leaves a pack carries."""
 
@@ -71,72 +75,67 @@ def _leaves(line: str) -> str:
     return f" ({'; '.join(carried)})" if carried else ""
 
 
-def compiled_for(
-    program: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    told: str,
-    *,
-    shared: bool,
-    rows: bool = False,
-) -> Program:
-    """What a jitted program is compiled to for arguments like these; compiled once.
+def compiled_for(call: Call, *, shared: bool) -> Program:
+    """What a call's program is compiled to for arguments like these; compiled once.
 
     Args:
-      program: what `jax.jit` returned.
-      args: placed.
-      kwargs: placed.
-      told: options that processes have to have in common.
+      call: of a jitted program.
       shared: other processes will run it, too: its text is read.
-      rows: whether arrays that are split are a batch, of which each process has its own.
 
     Returns:
       The program. Cost, when it is known: about half a microsecond an array.
     """
-    leaves, tree = jax.tree.flatten((args, kwargs))
+    leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     key = (
         _compat.configuration(),
         tree,
         shared,
-        tuple((x.aval, x.sharding) for x in leaves),
+        *[x.aval for x in leaves],
+        *[x.sharding for x in leaves],
     )
-    known = _known.setdefault(program, {})
-    found = known.get(key)
+    known = _known.setdefault(call.program, {})
+    # A loop calls with what the last call returned, whose types are the same objects: to compare
+    # these takes a fraction of the time that their hashes take.
+    last, found = known.get(_LAST, (None, None))
+    if last != key:
+        found = known.get(key)
     if found is None:
-        lowered = program.lower(*args, **kwargs)
-        called = getattr(program, "__name__", "program")
+        lowered = call.program.lower(*call.args, **call.kwargs)
+        name = getattr(call.program, "__name__", "program")
         if not shared:
-            found = Program(lowered.compile(), _name(called, leaves))
+            found = Program(lowered.compile(), _name(name, leaves))
         else:
-            first = None if known else first_values(args, kwargs, rows)
-            found = shared_program(lowered, called, leaves, told)
+            first = None if known else first_values(call.args, call.kwargs, call.rows)
+            found = shared_program(lowered, name, leaves, call.settings_text())
             found = dataclasses.replace(found, first=first)
         known[key] = found
     elif uncompared(found):  # a call before this one did not come to it, or was refused
-        found = known[key] = dataclasses.replace(found, first=first_values(args, kwargs, rows))
+        first = first_values(call.args, call.kwargs, call.rows)
+        found = known[key] = dataclasses.replace(found, first=first)
+    known[_LAST] = key, found
     return found
 
 
 def shared_program(
-    lowered: jax.stages.Lowered, called: str, leaves: Sequence[Any], told: str
+    lowered: jax.stages.Lowered, name: str, leaves: Sequence[Any], settings: str
 ) -> Program:
     """Compile what other processes will run, too.
 
     Args:
       lowered: the program.
-      called: its function's name.
-      leaves: arrays that tell it from others of that name.
-      told: options that processes have to have in common.
+      name: its function's name.
+      leaves: arrays that distinguish it from others of that name.
+      settings: what processes must have in common beside the program.
     """
     compiled = lowered.compile()
     moved = collectives(compiled.as_text() or "")
     around = environment(_device_here(leaves))
-    lines = fingerprint(f"`{called}`", around, told, _devices(leaves), lowered, moved)
-    return Program(compiled, _name(called, leaves), lines, mark(lines), moved)
+    lines = fingerprint(f"`{name}`", around, settings, _devices(leaves), lowered, moved)
+    return Program(compiled, _name(name, leaves), lines, mark(lines), moved)
 
 
-def _name(called: str, leaves: Sequence[Any]) -> str:
-    return f"`{called}` of {_shapes(leaves)}"
+def _name(function: str, leaves: Sequence[Any]) -> str:
+    return f"`{function}` of {_shapes(leaves)}"
 
 
 def _devices(leaves: Sequence[Any]) -> str:

@@ -1,7 +1,8 @@
-"""What processes bring to the first run of a program, which they compare by digests: once.
+"""Digests of the arguments of a program's first run, which processes compare once.
 
-What every replica gets whole must be the same on all processes, or they compute with different
-parameters from then on; and rows that are the same on all of them are one batch several times.
+Arguments that every replica gets in full must be the same on all processes, or they compute with
+different parameters from then on; rows that are the same on all of them are one batch several
+times.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import dataclasses
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxcoll._dispatch.watchdog import Watch
+from jaxcoll._dispatch.peers import Peers
 from jaxcoll._errors import ReplicaDivergenceError, SameRowsWarning
 
 SHOW_SECONDS = 10.0
@@ -38,13 +39,13 @@ class FirstValues:
     """Digests of one process's arguments.
 
     Attributes:
-      whole: of each leaf that is the same everywhere, by its path.
-      rows: of each leaf of which this process has its share; those that are one number in every
-        place, and so tell nothing, left out.
+      replicated: of each leaf that every replica gets in full, by its path.
+      rows: of each leaf of which this process has its share; leaves that hold one number in every
+        place are left out, because equal ones prove nothing.
       done: whether they were compared, and nothing differed that should be the same.
     """
 
-    whole: dict[str, str]
+    replicated: dict[str, str]
     rows: dict[str, str]
     done: bool = False
 
@@ -52,10 +53,10 @@ class FirstValues:
     def short(self) -> str:
         """All of them, as short as two numbers."""
         rows = _digest(json.dumps(self.rows).encode()) if self.rows else ""
-        return f"{_digest(json.dumps(self.whole).encode())}:{rows}"
+        return f"{_digest(json.dumps(self.replicated).encode())}:{rows}"
 
 
-def first_values(args: Sequence[Any], kwargs: dict[str, Any], rows: bool) -> FirstValues:
+def first_values(args: Sequence[Any], kwargs: Mapping[str, Any], rows: bool) -> FirstValues:
     """The digests of placed arguments. Cost: what this process has of them is read once.
 
     Args:
@@ -64,14 +65,14 @@ def first_values(args: Sequence[Any], kwargs: dict[str, Any], rows: bool) -> Fir
       rows: whether those that are split are a batch.
     """
     found = FirstValues({}, {})
-    for tree, name in ((tuple(args), "args"), (kwargs, "kwargs")):
+    for tree, name in ((tuple(args), "args"), (dict(kwargs), "kwargs")):
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             shards = [_host(shard.data) for shard in leaf.addressable_shards]
             if not shards:
                 continue
             place = name + jax.tree_util.keystr(path)
             if leaf.is_fully_replicated:
-                found.whole[place] = _digest(shards[0].view(np.uint8))
+                found.replicated[place] = _digest(shards[0].view(np.uint8))
             elif rows and any(np.any(x != x[:1]) for x in shards):
                 found.rows[place] = _digest(b"".join(x.tobytes() for x in shards))
     return found
@@ -84,27 +85,27 @@ def uncompared(program: Any) -> FirstValues | None:
 
 
 def compared(
-    watch: Watch, folder: str, processes: Sequence[int], mine: FirstValues, name: str
+    peers: Peers, folder: str, processes: Sequence[int], mine: FirstValues, name: str
 ) -> ReplicaDivergenceError | None:
     """Compare what all processes have written beside their marks.
 
     Args:
-      watch: of this process.
+      peers: how to reach them.
       folder: where they have.
-      processes: who.
+      processes: those of the group.
       mine: this process's own.
       name: of the program.
 
     Returns:
       The error that all of them raise; None, if what should be the same is.
     """
-    short = {int(p): text.split(":") for p, text in watch.store.all(f"{folder}/values").items()}
+    short = {int(p): text.split(":") for p, text in peers.store.all(f"{folder}/values").items()}
     groups: dict[str, list[int]] = {}
     for process in sorted(short):
         groups.setdefault(short[process][0], []).append(process)
     if len(groups) > 1:
         return _difference(
-            watch, folder, mine, sorted(groups.values(), key=len, reverse=True), name
+            peers, folder, mine, sorted(groups.values(), key=len, reverse=True), name
         )
     rows = {text for _, text in short.values()}
     if len(short) == len(processes) > 1 and len(rows) == 1 and rows != {""}:
@@ -116,22 +117,22 @@ def compared(
 
 
 def _difference(
-    watch: Watch, folder: str, mine: FirstValues, groups: list[list[int]], name: str
+    peers: Peers, folder: str, mine: FirstValues, groups: list[list[int]], name: str
 ) -> ReplicaDivergenceError:
     """The error, which names the leaves in which the first of two groups differ."""
     sides = [group[0] for group in groups[:2]]
-    if watch.process in sides:
-        watch.store.set(f"{folder}/leaves/{watch.process}", json.dumps(mine.whole))
+    if peers.process in sides:
+        peers.store.set(f"{folder}/leaves/{peers.process}", json.dumps(mine.replicated))
     try:
         one, other = (
-            json.loads(watch.store.get(f"{folder}/leaves/{side}", SHOW_SECONDS)) for side in sides
+            json.loads(peers.store.get(f"{folder}/leaves/{side}", SHOW_SECONDS)) for side in sides
         )
     except TimeoutError:
-        one, other = mine.whole, {}
+        one, other = mine.replicated, {}
     leaves = [path for path in one if one[path] != other.get(path)]
     words = " | ".join(", ".join(map(str, group)) for group in groups)
     text = _DIFFERENT.format(
-        name=name, n=len(leaves), of=len(mine.whole), leaf=leaves[0], groups=words
+        name=name, n=len(leaves), of=len(mine.replicated), leaf=leaves[0], groups=words
     )
     named = tuple(tuple(map(str, group)) for group in groups)
     return ReplicaDivergenceError(text, divergent=dict.fromkeys(leaves, named))

@@ -13,7 +13,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from jaxcoll._dispatch.dispatch import finished, prepared
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import run
 from jaxcoll._distribute.values.per_replica import PerReplica
 from jaxcoll._distribute.values.replica_axis import copies_over, rows_over
 from jaxcoll._mesh.mesh import no_mesh
@@ -184,9 +185,9 @@ def _exchanged(
         rows_over(devices),
         [jax.device_put(row, device) for device, row in rows.items()],
     )
-    shapes = repr([(leaves[k].path, leaves[k].array.dtype, leaves[k].array.shape) for k in shared])
-    call = prepared(_copied(devices), None, (table,), across=devices, told=shapes)
-    copies = np.asarray(finished(call, None, "`check_replicas`", across=devices))
+    shapes = [(leaves[k].path, leaves[k].array.dtype, leaves[k].array.shape) for k in shared]
+    call = Call(_copied(devices), (table,), devices, "`check_replicas`", settings=shapes)
+    copies = np.asarray(run(call))
     found = list(words)
     for column, k in enumerate(shared):
         found[k] = {d: copies[i, column] for i, d in enumerate(devices) if d in leaves[k].part}

@@ -20,7 +20,7 @@ from jaxcoll._compat.gloo import ClientAnew, meets_over_gloo
 from jaxcoll._elastic import reachability
 from jaxcoll._elastic.generation import CoordinatorLostError, Decision, RegroupError
 from jaxcoll._elastic.membership import Crew
-from jaxcoll._threads import are_left
+from jaxcoll._threads import any_blocked
 
 _OFTEN, _SELDOM = 0.02, 0.25  # seconds between two looks for addresses
 _CONNECTS = 60.0  # seconds at most that Gloo needs to connect; XLA ends it after 30
@@ -117,7 +117,7 @@ class Connections:
           broken: whether connections may be, here or elsewhere.
         """
         global _spoiled
-        if are_left():
+        if any_blocked():
             self._made.cut()
         _spoiled = _spoiled or (broken and self._client is None)
         self._ended.set()

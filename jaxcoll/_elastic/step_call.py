@@ -13,7 +13,7 @@ import jax
 from jaxcoll._elastic.generation import RegroupError
 from jaxcoll._elastic.heartbeat import BEAT_SECONDS, LOST_SECONDS
 from jaxcoll._elastic.membership import Crew
-from jaxcoll._threads import leave_behind
+from jaxcoll._threads import abandon
 
 
 class _Maker:
@@ -99,7 +99,7 @@ def outcome_of(call: Callable[[], Any], crew: Crew, seconds: float | None, what:
         except BaseException:
             _maker = None  # the next call is another thread's
             maker.ends = True
-            leave_behind(maker)
+            abandon(maker)  # pyright: ignore[reportArgumentType]
             raise
         crew.woken.wait(min(left, BEAT_SECONDS))
     result, error = outcome[0]

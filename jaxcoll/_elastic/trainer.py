@@ -37,7 +37,7 @@ from jaxcoll._elastic.step_programs import CompiledSteps, mismatch, show
 from jaxcoll._errors import DeadlineExceededError, PeerLostError
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._step.data_parallel import DataParallel
-from jaxcoll._threads import leave_behind
+from jaxcoll._threads import abandon
 
 _LOG = logging.getLogger("jaxcoll")
 _JOIN_EVERY = 10  # steps between two looks for workers who want to be taken in
@@ -179,7 +179,7 @@ class Elastic:
                 return _Run(self, crew, batches, steps).run()
         except CoordinatorLostError:
             for thread in crew.threads:
-                leave_behind(thread)
+                abandon(thread)
             raise self._without_coordinator() from None
         finally:
             crew.close()

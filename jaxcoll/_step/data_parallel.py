@@ -12,8 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from jaxcoll._dispatch.call import Call as DispatchedCall
 from jaxcoll._dispatch.compiler_options import known_options
-from jaxcoll._dispatch.dispatch import finished, prepared
+from jaxcoll._dispatch.dispatch import run
 from jaxcoll._dispatch.executable import remember
 from jaxcoll._dispatch.inner_deadlines import InnerDeadlines
 from jaxcoll._mesh.mesh import (
@@ -222,22 +223,21 @@ class DataParallel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step's result on the whole batch; see `data_parallel`."""
         self._calls += 1
-        own = self._options.timeout_seconds
-        name = getattr(self._step, "__name__", "step")
+        name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
         with no_mesh():
             args, kwargs, batch = self._placed(args, kwargs)
-            call = prepared(
-                self._compiled(batch, args, kwargs),
-                self._inner.bound(own),
+            program = self._compiled(batch, args, kwargs)
+            call = DispatchedCall(
+                program,
                 args,
+                self._devices,
+                name,
+                self._options,
                 kwargs,
-                across=self._devices,
-                told=self.told,
                 rows=True,
+                inner=self._inner,
             )
-            deadline = self._inner.bound(own)
-            what = f"Call {self._calls} of `{name}`"
-            return finished(call, deadline, what, across=self._devices, checksum=self.checksum)
+            return run(call)
 
     def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:
         """This step on a cluster that is not here: to be traced and lowered, not to be called.

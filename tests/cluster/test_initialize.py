@@ -17,7 +17,7 @@ from jaxcoll._cluster.launchers import Member
 from jaxcoll._cluster.liveness import Line
 from jaxcoll._cluster.rendezvous import arrive
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._dispatch.watchdog import _answered
+from jaxcoll._dispatch.peers import bounded
 
 
 @pytest.fixture
@@ -171,10 +171,10 @@ def test_nobody_waits_for_a_coordinator_that_is_stopped():
     with pytest.raises(
         StoreUnreachableError, match="is stopped or cut off: it did not answer within 0.05 s"
     ):
-        _answered(stopped.wait, 0.05)
+        bounded(stopped.wait, 0.05)
     stopped.set()
     with pytest.raises(ZeroDivisionError):
-        _answered(lambda: 1 / 0, 5)
+        bounded(lambda: 1 / 0, 5)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcoll._dispatch import call_predictor
-from jaxcoll._dispatch.call_predictor import Order
+from jaxcoll._dispatch.call_predictor import CallPredictor
 
 RUNS = st.lists(
     st.tuples(st.sampled_from("abcd"), st.sampled_from([1, 1, 2, 3, 10])), min_size=1, max_size=8
@@ -17,16 +17,16 @@ def called(one, marks):
     """Calls, and how many of them were asked about."""
     asked = 0
     for mark in marks:
-        asks = one.asks(mark)
-        one.follow(mark, asks)
-        asked += asks
+        unexpected = one.is_unexpected(mark)
+        one.follow(mark, unexpected)
+        asked += unexpected
     return asked
 
 
 @given(RUNS)
 def test_a_loop_is_asked_about_only_in_its_first_rounds(runs):
     marks = "".join(mark * length for mark, length in runs)
-    one = Order()
+    one = CallPredictor()
     assert called(one, marks * 25) < 16
     assert called(one, marks * 5) == 0
 
@@ -35,28 +35,28 @@ def test_a_loop_is_asked_about_only_in_its_first_rounds(runs):
 def test_who_departs_from_a_loop_or_who_does_not_asks_first(runs, at, other):
     marks = "".join(mark * length for mark, length in runs)
     at %= len(marks)
-    here, there = Order(), Order()
+    here, there = CallPredictor(), CallPredictor()
     for one in (here, there):
         called(one, marks * 25 + marks[:at])
     if other != marks[at]:
-        assert here.asks(marks[at]) or there.asks(other)
+        assert here.is_unexpected(marks[at]) or there.is_unexpected(other)
 
 
 def test_training_that_is_as_long_as_it_likes_is_asked_about_once():
-    assert called(Order(), "t" * 10_000) == 1
+    assert called(CallPredictor(), "t" * 10_000) == 1
 
 
 def test_an_irregular_order_is_asked_about_at_every_hundredth_call_and_kept_in_bounds():
     rng = random.Random(0)
-    one = Order()
+    one = CallPredictor()
     asked = called(one, (rng.choice("ab") for _ in range(20_000)))
-    assert 200 < asked <= call_predictor.ALLOWED + 20_000 // call_predictor.EVERY
-    assert len(one._followed) <= call_predictor.MOST
+    assert 200 < asked <= call_predictor.FREE_CHECKS + 20_000 // call_predictor.CALLS_PER_CHECK
+    assert len(one._followed) <= call_predictor.MAX_PLACES
 
 
 def test_after_an_interruption_the_next_call_is_asked_about():
-    one = Order()
+    one = CallPredictor()
     called(one, "ab" * 20)
     one.interrupt()
-    assert one.asks("a")
+    assert one.is_unexpected("a")
     assert called(one, "ab" * 20) <= 3

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from jaxcoll._dispatch import environment as environments
+from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.environment import environment, kind_of
 from jaxcoll._dispatch.executable import compiled_for
 
@@ -29,7 +30,7 @@ def lines():
 def marks():
     """Of one program that is compiled for other processes to run, too."""
     x = jax.numpy.ones(4)
-    return compiled_for(jax.jit(lambda x: x + 1), (x,), {}, "", shared=True).mark
+    return compiled_for(Call(jax.jit(lambda x: x + 1), (x,), (), "a call"), shared=True).mark
 
 
 @pytest.mark.parametrize(

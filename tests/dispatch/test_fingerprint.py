@@ -6,8 +6,7 @@ import jax
 import pytest
 
 from jaxcoll._dispatch.fingerprint import collectives, first_difference
-from jaxcoll._dispatch.process_group import team_of
-from jaxcoll._dispatch.watchdog import watch
+from jaxcoll._dispatch.watchdog import group_of, watchdog
 from jaxcoll._observe.build import report_of
 
 GOLDEN = sorted((Path(__file__).parents[1] / "observe" / "golden").rglob("*.hlo*"))
@@ -30,5 +29,5 @@ def test_a_difference_in_length_is_one():
 
 
 def test_one_process_has_nobody_to_ask():
-    assert watch() is None
-    assert team_of(jax.devices()) is None
+    assert watchdog() is None
+    assert group_of(jax.devices()) is None

@@ -44,12 +44,13 @@ def waits(monkeypatch):
     """The deadline of each call."""
     found = []
 
-    def finished(call, seconds, what, **_):
-        found.append(seconds)
-        return call()
+    def run(call):
+        result = call.program(*call.args, **call.kwargs)
+        found.append(call.timeout_seconds)
+        return result
 
-    monkeypatch.setattr("jaxcoll._distribute.strategy.replica_program.finished", finished)
-    monkeypatch.setattr("jaxcoll._step.data_parallel.finished", finished)
+    monkeypatch.setattr("jaxcoll._distribute.strategy.replica_program.run", run)
+    monkeypatch.setattr("jaxcoll._step.data_parallel.run", run)
     return found
 
 

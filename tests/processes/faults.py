@@ -25,8 +25,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 
 from cases import HUGE, corrupt_huge_sums  # noqa: E402
 
-WATCH = watchdog.watch()
-RANK = WATCH.process
+WATCH = watchdog.watchdog()
+RANK = WATCH.peers.process
 HURRIED = jc.CommunicationOptions(timeout_seconds=1.5)
 
 
@@ -67,7 +67,7 @@ def attempt(name, call):
 
 
 def meet(name, processes=None):
-    WATCH.store.barrier(name, 60, processes)
+    WATCH.peers.store.barrier(name, 60, processes)
 
 
 def out_of_step():
@@ -107,7 +107,7 @@ def out_of_step():
 def departs():
     """Two pairs that went round a loop; then one of each leaves it earlier than it ever did."""
     if RANK > 1:
-        call_predictor.ALLOWED = (
+        call_predictor.FREE_CHECKS = (
             0  # as where the order is so irregular that processes stopped to agree
         )
     mesh = of([0, 1] if RANK < 2 else [2, 3])
@@ -214,7 +214,7 @@ if __name__ == "__main__":
     try:
         globals()[sys.argv[1]]()
     finally:
-        WATCH = watchdog.watch()
+        WATCH = watchdog.watchdog()
         WATCH.end()
         sys.stdout.flush()
         time.sleep(0.5 * (RANK == 0))

@@ -15,7 +15,7 @@ import json, os, sys, threading, time
 import jax
 jax.config.update("jax_platforms", "cpu")
 import jaxcoll as jc
-from jaxcoll._dispatch.watchdog import watch
+from jaxcoll._dispatch.watchdog import watchdog
 from jaxcoll._cluster.launch.local import free_port
 
 def held():
@@ -33,7 +33,7 @@ def settled():
 def cycle(seconds):
     jc.initialize(f"127.0.0.1:{free_port()}", 1, 0, initialization_timeout=seconds,
                   heartbeat_timeout_seconds=seconds, shutdown_timeout_seconds=seconds)
-    assert watch() is not None
+    assert watchdog() is not None
     if "killed" in sys.argv:
         os.kill(os.getpid(), 9)
     jax.distributed.shutdown()

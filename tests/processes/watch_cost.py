@@ -20,7 +20,7 @@ from jaxcoll._cluster.launch.local import RANK, join, launch
 from jaxcoll._dispatch import dispatch
 from jaxcoll.bench.timing import interleaved, ratio
 
-WATCHED = dispatch.team_of
+WATCHED = dispatch.group_of
 ROUND_SECONDS = 0.04
 """About how long the calls of one round take."""
 
@@ -38,8 +38,8 @@ def measured(kib, rounds):
     alone = lambda devices: None
     calls = 10
 
-    def seconds(call, team_of=WATCHED):
-        dispatch.team_of = team_of
+    def seconds(call, group_of=WATCHED):
+        dispatch.group_of = group_of
         start = time.perf_counter()
         for _ in range(calls):
             call(x).block_until_ready()

@@ -11,12 +11,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxcoll._dispatch.dispatch import prepared
+from jaxcoll._dispatch.call import Call
 from jaxcoll._distribute.ops.all_reduce_program import Route, all_reduce_program
-from jaxcoll._distribute.ops.cross_device_ops import Call, CrossDeviceOps, Reduction
+from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps, Reduction
 from jaxcoll._distribute.ops.one_device import ReductionToOneDevice
 from jaxcoll._distribute.values.replica_axis import AXIS
-from jaxcoll._distribute.values.replicate import delivered
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
@@ -95,31 +94,28 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         reduce_op: ReduceOp,
         reductions: Sequence[Reduction],
         options: CommunicationOptions,
-    ) -> Call:
+        name: str,
+    ) -> list[tuple[Call, list[int]]]:
         together: dict[frozenset[jax.Device] | None, list[int]] = {}
         for i, r in enumerate(reductions):
             over = frozenset(r.value.devices) if r.is_all_reduce else None
             together.setdefault(over, []).append(i)
-        order = [i for members in together.values() for i in members]
+        alone = together.pop(None, [])
         calls = [
-            (self._prepare_all_reduce if over else self._otherwise._prepare)(
-                reduce_op, [reductions[i] for i in members], options
-            )
-            for over, members in together.items()
+            (self._all_reduce(reduce_op, [reductions[i] for i in members], options, name), members)
+            for members in together.values()
         ]
+        rest = self._otherwise._prepare(reduce_op, [reductions[i] for i in alone], options, name)
+        return calls + [(call, [alone[i] for i in positions]) for call, positions in rest]
 
-        def call() -> list[Any]:
-            results = dict(zip(order, (x for c in calls for x in c()), strict=True))
-            return [results[i] for i in range(len(reductions))]
-
-        return call
-
-    def _prepare_all_reduce(
+    def _all_reduce(
         self,
         reduce_op: ReduceOp,
         reductions: Sequence[Reduction],
         options: CommunicationOptions,
+        name: str,
     ) -> Call:
+        """The call that all-reduces values over the same devices, to a list of them."""
         mesh, routes = self._arranged(reductions[0].value.devices)
         # One program has one order of devices, and a sum does not care in which it is made.
         devices = tuple(mesh.devices.flat)
@@ -129,18 +125,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         routes = tuple(
             Route(r.options.merge(carried), None if packed else r.packing, r.limit) for r in routes
         )
-        run = prepared(
-            all_reduce_program(mesh, reduce_op, routes),
-            options.timeout_seconds,
-            (values,),
-            across=devices,
-            told=repr((reduce_op, routes)),
-        )
-
-        def call() -> list[Any]:
-            return [delivered(s, r.destinations) for s, r in zip(run(), reductions, strict=True)]
-
-        return call
+        program = all_reduce_program(mesh, reduce_op, routes)
+        return Call(program, (values,), devices, name, options, settings=(reduce_op, routes))
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):

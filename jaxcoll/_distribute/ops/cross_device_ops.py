@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxcoll._dispatch.corruption_log import listening
-from jaxcoll._dispatch.dispatch import finished
-from jaxcoll._distribute.ops.gather import gathered
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import run_all
+from jaxcoll._distribute.ops.gather import Gather
 from jaxcoll._distribute.ops.hints import given
 from jaxcoll._distribute.strategy.replica_context import check_cross_replica
 from jaxcoll._distribute.values.assemble import own_devices
@@ -28,8 +27,6 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import check_reducible
 from jaxcoll._spmd.indexed_slices import IndexedSlices
 from jaxcoll._spmd.sparse import is_sparse
-
-Call = Callable[[], Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +89,6 @@ class CrossDeviceOps(abc.ABC):
 
     _options = CommunicationOptions()  # those under the options of every call
     _group: tuple[jax.Device, ...] = ()  # those of every value; (): any
-    _also_on: tuple[jax.Device, ...] = ()  # where sums are made beside a call's own devices
 
     @final
     def reduce(
@@ -261,12 +257,12 @@ class CrossDeviceOps(abc.ABC):
           >>> NcclAllReduce().gather(uneven, "cpu:0", axis=0).tolist()
           [1.0, 2.0, 3.0]
         """
-        said = self._options.merge(checked(options))
+        options = self._options.merge(checked(options))
         _check_between_programs("gather", per_replica_value)
         devices = destination_devices(destinations, "gather")
         name = type(self).__name__
         with no_mesh():
-            return gathered(name, per_replica_value, devices, axis, said, self._group)
+            return Gather(name, devices, axis, options, self._group).of(per_replica_value)
 
     @abc.abstractmethod
     def _prepare(
@@ -274,17 +270,19 @@ class CrossDeviceOps(abc.ABC):
         reduce_op: ReduceOp,
         reductions: Sequence[Reduction],
         options: CommunicationOptions,
-    ) -> Call:
-        """Decide what to run and on what, and compile what a deadline will bound.
+        name: str,
+    ) -> list[tuple[Call, list[int]]]:
+        """Decide what to run and on what.
 
         Args:
           reduce_op: SUM or MEAN.
-          reductions: at least one, none of them in place.
+          reductions: none of them in place.
           options: what the caller said, over what the object was made with.
+          name: of the calls.
 
         Returns:
-          What dispatches it all and returns the results in order: it may be called in another
-          thread, so it must not trace where there is a deadline.
+          Calls to make in this order, each with the positions of the reductions whose results it
+          returns as a list: `Mirrored`s, or plain trees on one device.
         """
 
     def _reduced(
@@ -303,14 +301,12 @@ class CrossDeviceOps(abc.ABC):
             count = "1 value" if len(moving) == 1 else f"{len(moving)} values"
             what = f"`{type(self).__name__}.{caller}` ({op.name} of {count})"
             with no_mesh():
-                call = self._prepare(op, moving, said)
-                across = [d for r in moving for d in r.value.devices]
-                if said.checksum:
-                    there = [d for r in moving for d in r.destinations]
-                    call = functools.partial(
-                        listening, call, what, [*across, *there, *self._also_on]
-                    )
-                results = iter(finished(call, said.timeout_seconds, what, across=across))
+                calls = self._prepare(op, moving, said, what)
+                returned = run_all([call for call, _ in calls])
+                made: dict[int, Any] = {}
+                for (_, positions), values in zip(calls, returned, strict=True):
+                    made.update(zip(positions, values, strict=True))
+                results = iter([_taken_to(r, made[i]) for i, r in enumerate(moving)])
         return [r.value[0] if r.is_in_place(op) else next(results) for r in reductions]
 
     def _checked(self, caller: str, name: str, value: Any, destinations: Any) -> Reduction:
@@ -337,6 +333,12 @@ class CrossDeviceOps(abc.ABC):
         if not isinstance(value, jax.Array):
             return Mirrored([value], devices=[device])
         return Mirrored.from_global(value)
+
+
+def _taken_to(reduction: Reduction, result: Any) -> Any:
+    """A result on the destinations of its reduction."""
+    take = delivered if isinstance(result, Mirrored) else copied
+    return take(result, reduction.destinations)
 
 
 def _check_between_programs(caller: str, tree: Any) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcoll._dispatch.dispatch import prepared
-from jaxcoll._distribute.ops.cross_device_ops import Call, CrossDeviceOps, Reduction
+from jaxcoll._dispatch.call import Call
+from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps, Reduction
 from jaxcoll._distribute.values.device_names import device_named
 from jaxcoll._distribute.values.per_replica import PerReplica
 from jaxcoll._distribute.values.replica_axis import AXIS, without_row
-from jaxcoll._distribute.values.replicate import copied, copy_near
+from jaxcoll._distribute.values.replicate import copy_near
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
@@ -72,7 +72,6 @@ class ReductionToOneDevice(CrossDeviceOps):
                 f"None; got {accumulation_fn!r}."
             )
         self._reduce_to_device = reduce_to_device
-        self._also_on = (reduce_to_device,) if reduce_to_device else ()
         self._accumulation_fn = accumulation_fn
 
     def __repr__(self) -> str:
@@ -86,26 +85,17 @@ class ReductionToOneDevice(CrossDeviceOps):
         reduce_op: ReduceOp,
         reductions: Sequence[Reduction],
         options: CommunicationOptions,
-    ) -> Call:
-        calls = [self._prepare_one(reduce_op, r, options) for r in reductions]
-        return lambda: [call() for call in calls]
-
-    def _prepare_one(
-        self, reduce_op: ReduceOp, reduction: Reduction, options: CommunicationOptions
-    ) -> Callable[[], Any]:
-        device = self._reduce_to_device or reduction.destinations[0]
-        components = _components(reduction, device)
-        rows = isinstance(reduction.value, PerReplica)
-        program = one_device_program(
-            device,
-            reduce_op,
-            self._accumulation_fn,
-            rows,
-            CommunicationOptions(reproducible=options.reproducible, checksum=options.checksum),
-        )
-        moved = jax.device_put(components, device)
-        run = prepared(program, options.timeout_seconds, (moved,))
-        return lambda: copied(run(), reduction.destinations)
+        name: str,
+    ) -> list[tuple[Call, list[int]]]:
+        carried = CommunicationOptions(reproducible=options.reproducible, checksum=options.checksum)
+        calls = []
+        for i, reduction in enumerate(reductions):
+            device = self._reduce_to_device or reduction.destinations[0]
+            moved = jax.device_put(_components(reduction, device), device)
+            rows = isinstance(reduction.value, PerReplica)
+            program = one_device_program(device, reduce_op, self._accumulation_fn, rows, carried)
+            calls.append((Call(program, (moved,), (device,), name, options), [i]))
+        return calls
 
 
 def _components(reduction: Reduction, device: jax.Device) -> list[Any]:
@@ -134,7 +124,7 @@ def one_device_program(
     accumulate: Accumulation | None,
     rows: bool,
     options: CommunicationOptions = CommunicationOptions(),
-) -> Callable[[list[Any]], Any]:
+) -> Callable[[list[Any]], list[Any]]:
     """The reduction of a list of components on one device, compiled once for each shape.
 
     Args:
@@ -156,11 +146,11 @@ def one_device_program(
         )(stacked)
         return jax.tree.map(lambda x: x[0], replicas)
 
-    def program(components: list[Any]) -> Any:
+    def program(components: list[Any]) -> list[Any]:
         if rows:
             components = without_row(components)
         if accumulate is None:
-            return summed(components)
+            return [summed(components)]
         for path, leaf in jax.tree_util.tree_leaves_with_path(components[0], is_leaf=is_sparse):
             if is_sparse(leaf):
                 raise ValueError(
@@ -169,7 +159,7 @@ def one_device_program(
                     "`accumulation_fn`, or make it dense with `to_dense` first."
                 )
         accumulated = functools.partial(_accumulated, reduce_op, accumulate)
-        return jax.tree.map(accumulated, *components)
+        return [jax.tree.map(accumulated, *components)]
 
     return jax.jit(program)
 

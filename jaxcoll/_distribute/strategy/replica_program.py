@@ -11,7 +11,8 @@ import jax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jaxcoll._dispatch.dispatch import finished, prepared
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import run
 from jaxcoll._dispatch.inner_deadlines import InnerDeadlines
 from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_own, replicas_of
 from jaxcoll._distribute.values.assemble import viewed
@@ -55,9 +56,7 @@ def run_on_replicas(
     with no_mesh():
         placed = placed_arguments(caller, arguments, devices)
         inner.traced(program, placed)
-        seconds = inner.bound(options.timeout_seconds)
-        call = prepared(program, seconds, placed, across=devices, told=repr(carried))
-        return finished(call, seconds, what, across=devices, checksum=options.checksum)
+        return run(Call(program, placed, devices, what, options, inner=inner))
 
 
 @functools.lru_cache(maxsize=256)

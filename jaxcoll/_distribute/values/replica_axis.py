@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxcoll._dispatch.dispatch import finished, prepared
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import run
 from jaxcoll._mesh.mesh import line_of, of_this_process
 from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.options import CommunicationOptions
@@ -89,8 +90,8 @@ def known_to_all(
     parts = jax.device_put(rows, [devices[i] for i in here])
     shape = (len(devices), *rows[0].shape[1:])
     table = jax.make_array_from_single_device_arrays(shape, rows_over(devices), parts)
-    call = prepared(_exchange(devices), timeout_seconds, (table,), across=devices, told=what)
-    result = finished(call, timeout_seconds, f"`{what}`", across=devices)
+    options = CommunicationOptions(timeout_seconds=timeout_seconds)
+    result = run(Call(_exchange(devices), (table,), devices, f"`{what}`", options, settings=what))
     return np.asarray(result.addressable_data(0))
 
 

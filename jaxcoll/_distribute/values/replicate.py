@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 
-from jaxcoll._dispatch.dispatch import finished, prepared
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import run
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
 from jaxcoll._distribute.values.replica_axis import AXIS, copies_over, replicating
 from jaxcoll._mesh.mesh import of_this_process, span_processes
 from jaxcoll._mesh.placement import place
+from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._spmd.broadcast import broadcast
 from jaxcoll._spmd.scope import Scope
 
@@ -31,8 +33,8 @@ def copied(tree: Any, devices: tuple[jax.Device, ...], timeout_seconds: float | 
         return jax.device_put(tree, devices[0])
     if span_processes(devices):
         rows = PerReplica.from_function(lambda _: tree, devices=devices)
-        call = prepared(_from_the_first(devices), timeout_seconds, (rows,), across=devices)
-        return finished(call, timeout_seconds, "`broadcast`", across=devices)
+        options = CommunicationOptions(timeout_seconds=timeout_seconds)
+        return run(Call(_from_the_first(devices), (rows,), devices, "`broadcast`", options))
     return Mirrored.of(place(tree, copies_over(devices)))
 
 

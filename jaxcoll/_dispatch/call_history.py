@@ -1,4 +1,4 @@
-"""Calls that a process of a team has entered, and what others are told of them."""
+"""The calls of a process group that this process has entered, and what others learn of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from jaxcoll._errors import ProgramMismatchError
 
 RECENT = 1 << 14
-"""Calls that a process can be ahead of another before they are no longer compared."""
+"""Calls that are remembered. A process further ahead than that is no longer compared."""
 
 SHOWN = 32
-"""Calls that a process tells the names of."""
+"""Calls whose names a process publishes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Entered:
     """One call of a program.
 
     Attributes:
-      position: its number among the calls of this team.
-      mark: what is short for the program.
-      name: what it is called.
+      position: its sequence number in the group.
+      mark: a hash of the program's fingerprint.
+      name: of the program, for messages.
       digest: of the marks up to here, in order.
-      lines: what the program is, as processes compare it.
+      lines: the program's fingerprint.
     """
 
     position: int
@@ -37,11 +37,11 @@ class Entered:
     lines: tuple[str, ...] = ()
 
 
-class Calls:
-    """The calls of a team that this process has entered. Any thread may ask.
+class CallHistory:
+    """The calls of a group that this process has entered. Any thread may ask.
 
     Attributes:
-      agreed: the last of which it is known that it is run.
+      agreed: the last that is known to run.
       is_inside: whether the last has not ended.
     """
 
@@ -71,13 +71,13 @@ class Calls:
         self.is_inside, self._since = False, time.monotonic()
 
     def take_back(self) -> None:
-        """Nobody has run the last call, so that it has a number and changes nothing else."""
+        """Nobody ran the last call: it keeps its number, and is no part of the digest."""
         with self._lock:
             before, call = self._entered[-2], self._entered[-1]
             self._entered[-1] = dataclasses.replace(before, position=call.position, mark="")
 
-    def whereabouts(self, position: int) -> dict[str, Any]:
-        """Where this process is, for one who is at `position`."""
+    def status(self, position: int) -> dict[str, Any]:
+        """Where this process is, for one that is at `position`."""
         with self._lock:
             then = self._at(position)
             return {
@@ -92,46 +92,46 @@ class Calls:
                 "lines": then and then.lines,
             }
 
-    def shown(self) -> dict[str, Any]:
-        """What others compare with theirs by `difference`."""
+    def published(self) -> dict[str, Any]:
+        """What others compare with their own calls by `difference`."""
         with self._lock:
             now = self.agreed
             recent = [c for c in list(self._entered)[-SHOWN:] if c.position <= now.position]
         calls = [[c.position, c.name, c.mark] for c in recent]
         return {"at": now.position, "digest": now.digest, "calls": calls}
 
-    def difference(self, here: int, there: int, shown: dict[str, Any]) -> str:
+    def difference(self, here: int, there: int, published: dict[str, Any]) -> str:
         """How the calls of process `there` differ from this one's, in words; "": not so far."""
         with self._lock:
-            mine = self._at(shown["at"])
+            mine = self._at(published["at"])
             if mine is None or mine.position > self.agreed.position:
-                return ""  # not there yet, or it is being asked about
-            if mine.digest == shown["digest"]:
+                return ""  # not there yet, or it is being agreed upon
+            if mine.digest == published["digest"]:
                 return ""
-            for position, name, mark in shown["calls"]:
+            for position, name, mark in published["calls"]:
                 own = self._at(position)
                 if own and own.mark != mark:
                     own_name = f"{own.name} on process {here}"
                     return f"call {position} was {own_name} and {name} on process {there}"
-        return f"at or before call {shown['calls'][0][0]} they called different programs"
+        return f"at or before call {published['calls'][0][0]} they called different programs"
 
     def _at(self, position: int) -> Entered | None:
         back = self.last.position - position
         return self._entered[-1 - back] if 0 <= back < len(self._entered) else None
 
 
-def disordered(said: str) -> ProgramMismatchError:
-    """That processes called programs in different orders, as an error."""
+def disordered(difference: str) -> ProgramMismatchError:
+    """The error of processes that called programs in different orders."""
     return ProgramMismatchError(
-        f"Processes call programs in different orders: {said}. What these calls and those after "
-        "them returned is wrong. Every process has to make the same calls in the same order."
+        f"Processes call programs in different orders: {difference}. What these calls and those "
+        "after them returned is wrong. Every process has to make the same calls in the same order."
     )
 
 
-def where(answer: dict[str, Any]) -> str:
-    """A process that is not where it is expected, in words."""
-    if not answer["at"]:
+def in_words(status: dict[str, Any]) -> str:
+    """Where a process is that is not where it is expected."""
+    if not status["at"]:
         return "has made no call over these devices"
-    if answer["inside"]:
-        return f"is in call {answer['at']}, {answer['name']}, for {answer['seconds']:.1f} s"
-    return f"has been outside of any call for {answer['seconds']:.1f} s, since call {answer['at']}"
+    if status["inside"]:
+        return f"is in call {status['at']}, {status['name']}, for {status['seconds']:.1f} s"
+    return f"has been outside of any call for {status['seconds']:.1f} s, since call {status['at']}"
