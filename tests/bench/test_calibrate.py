@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxcoll._cluster.launch.local import launch
+from jaxcoll._mesh import machine_costs
 from jaxcoll._mesh.machine_costs import saved, terms_here
 from jaxcoll._plan.cost.fit import Probes
 from jaxcoll._plan.cost.model import Prices
@@ -201,6 +202,8 @@ def test_devices_of_this_process_go_by_what_was_measured(monkeypatch, tmp_path, 
     assert main(["bench", "--devices", "8", "--calibrate"]) == 0
     assert list((tmp_path / "cache").rglob("*.*")) == [file]
     assert file.name == "memory-n8-processes1-hosts1.json"
+    for read_once in (machine_costs._text, machine_costs._texts):
+        read_once.cache_clear()  # as in a later process
     found = terms_here(World("cpu", (8,)))
     assert found.source.startswith("calibration: memory, 8 replicas, 1 process, 1 host, ")
     assert [size for size, _ in found.native[0].points] == list(FEW.sizes)

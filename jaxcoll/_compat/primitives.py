@@ -1,0 +1,204 @@
+"""Primitives of jaxcoll that move no data: types, order, cotangents, rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxcoll._compat.types import as_varying, retyped, tracks_variance, varying_axes
+
+
+def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False, vouched: bool = True) -> Any:
+    """`x` typed as equal on every replica along `axes`: no data moves, nothing is checked.
+
+    The caller vouches for the equality. JAX itself offers this step only together with a
+    collective (`psum`, or `all_gather(to="invarying")`), which an axis of size one, an empty
+    leaf, or an algorithm that ends with the same bits everywhere does not need.
+
+    Args:
+      x: an array.
+      axes: mapped axes; those without tracked types are left out.
+      summed: `x` is the end of a hand-written sum over replicas. JAX hands back the cotangent
+        of an invariant value already totalled, so only the first replica sends it back through
+        the sum; otherwise each replica keeps it.
+      vouched: False if nobody knows that it is equal, and only a trace is to take it for that.
+    """
+    known = tuple(a for a in axes if a in varying_axes(x))
+    return _as_invariant_p.bind(x, axes=known, summed=summed, vouched=vouched) if known else x
+
+
+def _as_invariant_aval(aval: Any, *, axes: tuple[str, ...], **_: Any) -> Any:
+    return retyped(aval, frozenset(aval.manual_axis_type.varying) - set(axes))
+
+
+def _as_invariant_transpose(
+    cotangent: Any, *, axes: tuple[str, ...], summed: bool, **_: Any
+) -> list[Any]:
+    cotangent = as_varying(cotangent, axes)
+    if summed:
+        cotangent = lax.select(
+            lax.broadcast(lax.axis_index(axes) == 0, cotangent.shape),
+            cotangent,
+            lax.full_like(cotangent, 0),
+        )
+    return [cotangent]
+
+
+AS_INVARIANT = "as_invariant"
+"""The name of the primitive of `as_invariant`."""
+
+_as_invariant_p = Primitive(AS_INVARIANT)
+_as_invariant_p.def_impl(lambda x, **_: x)
+_as_invariant_p.def_abstract_eval(_as_invariant_aval)
+mlir.register_lowering(_as_invariant_p, lambda ctx, x, **_: [x])
+batching.defvectorized(_as_invariant_p)
+ad.deflinear(_as_invariant_p, _as_invariant_transpose)
+
+
+def as_same(x: Any, axis: str) -> Any:
+    """`x` with a mark, for readers of the program, that it is equal everywhere along `axis`."""
+    return _same_p.bind(x, axes=(axis,))
+
+
+def ordered(x: Any, after: Any) -> Any:
+    """`x` as it is, but not before `after` is there, as far as compilers keep the order.
+
+    JAX 0.10 types both results of a barrier as varying over what either does, so `after` is made
+    to vary over no more than `x`: nobody sees what comes of it.
+    """
+    more = varying_axes(after) - varying_axes(x)
+    return lax.optimization_barrier((x, as_invariant(after, sorted(more))))[0]
+
+
+SAME = "same_everywhere"
+"""The name of the mark's primitive."""
+
+_same_p = Primitive(SAME)
+_same_p.def_impl(lambda x, **_: x)
+_same_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_same_p, lambda ctx, x, **_: [x])
+batching.defvectorized(_same_p)
+ad.deflinear(_same_p, lambda cotangent, **_: [cotangent])
+
+
+def through_backward(
+    arrays: Sequence[Any],
+    through: Callable[[dict[int, Any], dict[int, frozenset[str]]], dict[int, Any]],
+    axes: Sequence[str],
+) -> list[Any]:
+    """`arrays` themselves, whose cotangents go through a function together.
+
+    A custom derivative rule would say as much, but takes no forward mode, and sends the zeros of
+    arrays that nobody differentiates.
+
+    Args:
+      arrays: floating ones.
+      through: hashable; is given the cotangents by their arrays' numbers, those that are known to
+        be zero left out, and the axes that each array varies over by its type, which its result
+        must vary over, too.
+      axes: axes that the results vary over by their type, whatever the arrays do.
+    """
+    typed = tuple(a for a in axes if tracks_variance(a))
+    which = tuple(range(len(arrays)))
+    return _through_p.bind(*arrays, through=through, which=which, axes=typed) if arrays else []
+
+
+THROUGH = "sync_in_backward"
+"""The name of the primitive of `through_backward`."""
+
+
+def _through_avals(*avals: Any, axes: tuple[str, ...], **_: Any) -> list[Any]:
+    if not axes:
+        return list(avals)
+    # What was made outside of the mesh, a constant, does not know it yet.
+    mesh = jax.sharding.get_abstract_mesh()
+    avals = tuple(aval.update(sharding=aval.sharding.update(mesh=mesh)) for aval in avals)
+    return [retyped(a, frozenset(a.manual_axis_type.varying).union(axes)) for a in avals]
+
+
+def _through_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, which: tuple[int, ...], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    out = _through_p.bind(*primals, which=which, **params)
+    moved = [k for k, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+    tangents_out: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+    if moved:
+        some = tuple(which[k] for k in moved)
+        results = _through_p.bind(*(tangents[k] for k in moved), which=some, **params)
+        for k, result in zip(moved, results, strict=True):
+            tangents_out[k] = result
+    return out, tangents_out
+
+
+def _through_transpose(
+    cotangents: Sequence[Any], *args: Any, through: Any, which: tuple[int, ...], **_: Any
+) -> list[Any]:
+    avals = dict(zip(which, (arg.aval for arg in args), strict=True))
+    known = {i: ct for i, ct in zip(which, cotangents, strict=True) if not isinstance(ct, ad.Zero)}
+    varying = {
+        i: frozenset(getattr(getattr(avals[i], "manual_axis_type", None), "varying", ()))
+        for i in known
+    }
+    results = through(known, varying) if known else {}
+    return [
+        results[i] if i in results else ad.Zero(aval.to_tangent_aval()) for i, aval in avals.items()
+    ]
+
+
+_through_p = Primitive(THROUGH)
+_through_p.multiple_results = True
+_through_p.def_impl(lambda *xs, **_: list(xs))
+_through_p.def_abstract_eval(_through_avals)
+mlir.register_lowering(_through_p, lambda ctx, *xs, **_: list(xs))
+batching.primitive_batchers[_through_p] = lambda xs, dims, **params: (
+    _through_p.bind(*xs, **params),
+    dims,
+)
+ad.primitive_jvps[_through_p] = _through_jvp
+ad.primitive_transposes[_through_p] = _through_transpose
+
+
+def as_stored(x: Any, *, backward: bool = False) -> Any:
+    """`x` with the bits that it has once it is stored, whatever it is computed from or goes into.
+
+    A compiler may compute `a * b + c` with one rounding for two, where both meet in one loop; if
+    they do depends on the program around them. Nothing is so joined across this step. It costs
+    no pass of its own where it is fused. `lax.optimization_barrier` is not enough: XLA's CPU
+    compiler of 2026 drops it before it decides what to compute in one loop.
+
+    Args:
+      x: an array.
+      backward: it is the cotangent that this is done to, and `x` is left alone.
+    """
+    stored = jnp.issubdtype(x.dtype, jnp.inexact) and x.size
+    return _as_stored_p.bind(x, backward=backward) if stored else x
+
+
+def _stored(x: jax.Array) -> jax.Array:
+    """The bits of `x`, changed by a number that is zero: but only number theory knows it."""
+    if jnp.iscomplexobj(x):
+        return lax.complex(_stored(lax.real(x)), _stored(lax.imag(x)))
+    bits = lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
+    seven = lax.full_like(bits[(0,) * bits.ndim], 7)
+    some = bits[(0,) * bits.ndim] % seven
+    # A cube leaves 0, 1 or 6 when it is divided by 7.
+    never = some * some * some % seven == lax.full_like(seven, 3)
+    mask = lax.broadcast(never.astype(bits.dtype), bits.shape)
+    return lax.bitcast_convert_type(bits ^ mask, x.dtype)
+
+
+_as_stored_p = Primitive("as_stored")
+_as_stored_p.def_impl(lambda x, **_: x)
+_as_stored_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(
+    _as_stored_p,
+    mlir.lower_fun(lambda x, backward: x if backward else _stored(x), multiple_results=False),
+)
+batching.defvectorized(_as_stored_p)
+ad.deflinear(_as_stored_p, lambda ct, backward: [as_stored(ct, backward=not backward)])

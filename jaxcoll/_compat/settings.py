@@ -1,0 +1,43 @@
+"""JAX's configuration and backends, as far as it tells."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import jax
+
+
+def configuration() -> Any:
+    """All of this thread's configuration that a trace depends on, as a hashable value.
+
+    JAX keeps it to itself; None where it is not found, as if it never changed.
+    """
+    module = sys.modules[type(jax.config).__module__]
+    return getattr(module, "trace_context", lambda: None)()
+
+
+def has_backend() -> bool:
+    """Whether JAX has begun to use devices, after which processes cannot be joined any more."""
+    from jax.experimental import multihost_utils
+
+    bridge = getattr(multihost_utils, "xla_bridge", None)
+    return bool(bridge and bridge.backends_are_initialized())
+
+
+def configured(name: str) -> Any:
+    """The value of an option of JAX: `jax.config.jax_<name>`, unknown to type checkers."""
+    return getattr(jax.config, f"jax_{name}")
+
+
+def users_line(eqn: Any) -> str:
+    """The innermost line of Python behind an equation that is not a library's, as file:line."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    for frame in getattr(traceback, "frames", ()):
+        if not _LIBRARIES.search(frame.file_name):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""
+
+
+_LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]jaxcoll[/\\]_\w+[/\\.]")
