@@ -1,9 +1,8 @@
-"""Whether replicas hold the same: inside a program, or of the copies that arrays claim to be."""
+"""`check_replicas`: compare what replicas hold, inside a program or between programs."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,11 +12,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.dispatch import run
 from jaxcoll._distribute.values.per_replica import PerReplica
-from jaxcoll._distribute.values.replica_axis import copies_over, rows_over
-from jaxcoll._mesh.mesh import no_mesh
+from jaxcoll._distribute.values.replica_axis import known_to_all
+from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._spmd.checks import check_replicas as _check
@@ -175,33 +172,19 @@ def _exchanged(
     if not devices:
         return words
     none = np.zeros(WORDS, np.uint32)
-    rows = {
-        device: np.stack([words[k].get(device, none) for k in shared])[None]
-        for device in devices
-        if device.process_index == jax.process_index()
+    digests = {
+        i: np.stack([words[k].get(devices[i], none) for k in shared]).reshape(-1).view(np.int32)
+        for i in of_this_process(devices)
     }
-    table = jax.make_array_from_single_device_arrays(
-        (len(devices), len(shared), WORDS),
-        rows_over(devices),
-        [jax.device_put(row, device) for device, row in rows.items()],
+    leaves_text = repr(
+        [(leaves[k].path, leaves[k].array.dtype, leaves[k].array.shape) for k in shared]
     )
-    shapes = [(leaves[k].path, leaves[k].array.dtype, leaves[k].array.shape) for k in shared]
-    call = Call(_copied(devices), (table,), devices, "`check_replicas`", settings=shapes)
-    copies = np.asarray(run(call))
+    table = known_to_all(digests, devices, "check_replicas", settings=leaves_text)
+    copies = table.view(np.uint32).reshape(len(devices), len(shared), WORDS)
     found = list(words)
     for column, k in enumerate(shared):
         found[k] = {d: copies[i, column] for i, d in enumerate(devices) if d in leaves[k].part}
     return found
-
-
-@functools.lru_cache(maxsize=64)
-def _copied(devices: tuple[jax.Device, ...]) -> Any:
-    """The program that gives every device all rows."""
-
-    def check_replicas(table: jax.Array) -> jax.Array:
-        return table
-
-    return jax.jit(check_replicas, out_shardings=copies_over(devices))
 
 
 def _compared(

@@ -115,7 +115,7 @@ class CrossDeviceOps(abc.ABC):
 
         Raises:
           RuntimeError: called in a replica function.
-          ValueError: an argument is none of what it may be, or a leaf has no sum.
+          ValueError: an argument is invalid, or a leaf has no sum.
           DeadlineExceededError: `timeout_seconds` passed.
 
         Examples:
@@ -150,7 +150,7 @@ class CrossDeviceOps(abc.ABC):
 
         Raises:
           RuntimeError: called in a replica function.
-          ValueError: as in `reduce`, the pair being named; or these are no pairs.
+          ValueError: as in `reduce`, naming the pair; or an item is not a pair.
           DeadlineExceededError: `timeout_seconds` passed.
 
         Examples:
@@ -187,8 +187,7 @@ class CrossDeviceOps(abc.ABC):
 
         Raises:
           RuntimeError: called in a replica function.
-          ValueError: an argument is none of what it may be, or the only destination belongs to
-            another process.
+          ValueError: an argument is invalid, or the only destination belongs to another process.
 
         Examples:
           >>> NcclAllReduce().broadcast(1.0, PerReplica([0, 0, 0]))
@@ -198,7 +197,7 @@ class CrossDeviceOps(abc.ABC):
 
     @final
     def _broadcast(self, tensor: Any, destinations: Any, options: CommunicationOptions) -> Any:
-        """`broadcast`, whose exchange with other processes `timeout_seconds` bounds."""
+        """`broadcast`; `timeout_seconds` bounds its exchange with other processes."""
         _check_between_programs("broadcast", tensor)
         devices = destination_devices(destinations, "broadcast")
         if isinstance(tensor, Mirrored):
@@ -247,8 +246,8 @@ class CrossDeviceOps(abc.ABC):
         Raises:
           RuntimeError: called in a replica function.
           NotImplementedError: a leaf is an `IndexedSlices`.
-          ValueError: an argument is none of what it may be; a leaf has no such dimension; or
-            parts differ in dtype, rank or another dimension, and both shapes are named.
+          ValueError: an argument is invalid; a leaf has no such dimension; or parts differ in
+            dtype, rank or another dimension, and both shapes are named.
           DeadlineExceededError: `timeout_seconds` passed.
 
         Examples:
@@ -277,7 +276,7 @@ class CrossDeviceOps(abc.ABC):
         Args:
           reduce_op: SUM or MEAN.
           reductions: none of them in place.
-          options: what the caller said, over what the object was made with.
+          options: those of the call, over those of the object.
           name: of the calls.
 
         Returns:
@@ -292,7 +291,7 @@ class CrossDeviceOps(abc.ABC):
         pairs: Sequence[tuple[str, tuple[Any, Any]]],
         options: CommunicationOptions | None,
     ) -> list[Any]:
-        op, said = ReduceOp.of(reduce_op), self._options.merge(checked(options))
+        op, merged = ReduceOp.of(reduce_op), self._options.merge(checked(options))
         _check_between_programs(caller, [pair for _, pair in pairs])
         reductions = [self._checked(caller, name, *pair) for name, pair in pairs]
         moving = [r for r in reductions if not r.is_in_place(op)]
@@ -301,7 +300,7 @@ class CrossDeviceOps(abc.ABC):
             count = "1 value" if len(moving) == 1 else f"{len(moving)} values"
             what = f"`{type(self).__name__}.{caller}` ({op.name} of {count})"
             with no_mesh():
-                calls = self._prepare(op, moving, said, what)
+                calls = self._prepare(op, moving, merged, what)
                 returned = run_all([call for call, _ in calls])
                 made: dict[int, Any] = {}
                 for (_, positions), values in zip(calls, returned, strict=True):
@@ -314,7 +313,7 @@ class CrossDeviceOps(abc.ABC):
         devices = destination_devices(destinations, caller)
         with no_mesh():
             wrapped = self._of_all(caller, value, devices[0])
-        first: dict[Any, Any] = {}  # of each dtype: one is refused as all are
+        first: dict[Any, Any] = {}  # of each dtype: it decides whether there is a sum
         for path, leaf in jax.tree_util.tree_leaves_with_path(wrapped.tree):
             first.setdefault(leaf.dtype, path)
         for dtype, path in first.items():

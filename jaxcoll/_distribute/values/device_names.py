@@ -1,4 +1,4 @@
-"""Which devices a destination stands for."""
+"""The devices that a destination, or a device string, stands for."""
 
 from __future__ import annotations
 
