@@ -190,7 +190,7 @@ def _compare(tx: Any, params: Any, grads: list[Any], compiled: bool) -> None:
 
 
 def _check_states(whole: Any, of_ranks: list[Any]) -> None:
-    """Refuse states whose numbers differ from the unsharded one: each replica would have its own."""
+    """Refuse states whose numbers differ from the unsharded one: each replica would have one."""
     # Numbers in shards need no check: the updates, which are made of them, were compared.
     nodes, treedef = jax.tree.flatten(of_ranks[0], is_leaf=is_shards)
     columns = [treedef.flatten_up_to(state) for state in (whole, *of_ranks)]
