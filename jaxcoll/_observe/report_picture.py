@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,24 +14,17 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from jaxcoll._observe.overlap import exposed
 from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._observe.predicted_time import predicted
+from jaxcoll._observe.report_data import ReportData
 from jaxcoll._observe.report_text import packs_in_words, totals
+from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, bare, page
 from jaxcoll._show.units import counted, scaled, size
 
-if TYPE_CHECKING:
-    from jaxcoll._observe.report import Report
-
-INK, FAINT, LINE, PALE = "#1d2433", "#717a8a", "#dfe3e9", "#f4f6f8"
 PRODUCTS, BUSY = "#b9c1cc", "#3d4a5c"
-COLOURS = (
-    "#1f6f8b", "#e2725b", "#6a9f58", "#b07aa1", "#d9a441", "#4e79a7", "#c1587c", "#5b8f8c",
-    "#8c6d46", "#7b6fb0",
-)  # fmt: skip
 LEFT, RIGHT = 0.105, 0.965
 MOST_LANES = 14
-WIDE, HIGH = 12.8, 7.2
 
 
-def draw(report: Report, seconds: Callable[[Collective], float] | None = None) -> Figure:
+def draw(report: ReportData, seconds: Callable[[Collective], float] | None = None) -> Figure:
     """A figure of 1,920 × 1,080 pixels.
 
     Args:
@@ -43,10 +35,8 @@ def draw(report: Report, seconds: Callable[[Collective], float] | None = None) -
     Returns:
       The figure. It is matplotlib's own kind, apart from pyplot's state, and needs no screen.
     """
-    figure = Figure(figsize=(WIDE, HIGH), dpi=150, facecolor="white")
     title = f"{report.name} on {report.where or counted(report.devices, 'device')}"
-    figure.text(0.04, 0.925, title, size=21, weight="bold", color=INK)
-    figure.text(0.04, 0.877, _subtitle(report), size=11, color=FAINT)
+    figure = page(title, _subtitle(report))
     lanes = _lanes(report)
     _legend(figure)
     axes = figure.add_axes((LEFT, 0.29, RIGHT - LEFT, 0.49))
@@ -55,7 +45,7 @@ def draw(report: Report, seconds: Callable[[Collective], float] | None = None) -
     return figure
 
 
-def _subtitle(report: Report) -> str:
+def _subtitle(report: ReportData) -> str:
     made = totals(report.collectives, [c.trips for c in report.collectives])
     asked = ""
     if report.requested is not None:
@@ -69,7 +59,7 @@ Lane = tuple[str, str, list[int]]
 """A label, a colour, and positions in `report.collectives`."""
 
 
-def _lanes(report: Report) -> list[Lane]:
+def _lanes(report: ReportData) -> list[Lane]:
     """Collectives by the pack they carry, or by the line that asked for them, or by kind."""
     found: dict[str, list[int]] = {}
     for k, c in enumerate(report.collectives):
@@ -83,7 +73,7 @@ def _lanes(report: Report) -> list[Lane]:
     return [(label, COLOURS[n % len(COLOURS)], ks) for n, (label, ks) in enumerate(lanes)]
 
 
-def _schedule(axes: Axes, report: Report, lanes: Sequence[Lane]) -> None:
+def _schedule(axes: Axes, report: ReportData, lanes: Sequence[Lane]) -> None:
     """Instructions from left to right; below, what multiplies; above, what travels meanwhile."""
     end = max(report.instructions, 1)
     top = max(len(lanes) + 1.55, 4.5)
@@ -107,17 +97,14 @@ def _schedule(axes: Axes, report: Report, lanes: Sequence[Lane]) -> None:
             _span(axes, report.collectives[k], y, colour, end)
         _sizes(axes, report, ks, y, end)
     axes.text(-end * 0.008, 0.55, "matrix\nproducts", size=10, color=FAINT, ha="right", va="center")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(LINE)
+    bare(axes, labelsize=10)
     axes.set_yticks([])
-    axes.tick_params(colors=FAINT, length=0, labelsize=10)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes.set_xlabel("instruction of the compiled schedule", color=FAINT, size=10, loc="right")
 
 
-def _products(axes: Axes, report: Report, end: int) -> None:
+def _products(axes: Axes, report: ReportData, end: int) -> None:
     """A stroke for each product, as high as its share of the largest's arithmetic."""
     most = max((m.flops for m in report.matmuls), default=0)
     spans = [(c.at, c.until) for c in report.collectives if c.is_async]
@@ -127,10 +114,10 @@ def _products(axes: Axes, report: Report, end: int) -> None:
         colour = BUSY if beside else PRODUCTS
         axes.vlines(m.at + 0.5, 0.05, 0.05 + height, color=colour, linewidth=2.2, zorder=2)
     if report.matmuls:
-        total = sum((m.trips or 1) * m.flops for m in report.matmuls)
-        said = f"{scaled(total)}FLOP in {counted(len(report.matmuls), 'matrix product')}"
+        total = sum(m.turns * m.flops for m in report.matmuls)
+        label = f"{scaled(total)}FLOP in {counted(len(report.matmuls), 'matrix product')}"
         axes.annotate(
-            said, (0, 0), (0, -23), xycoords="axes fraction", textcoords="offset points",
+            label, (0, 0), (0, -23), xycoords="axes fraction", textcoords="offset points",
             color=FAINT, size=10, va="center",
         )  # fmt: skip
 
@@ -168,10 +155,10 @@ def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
     )  # fmt: skip
 
 
-def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) -> None:
+def _sizes(axes: Axes, report: ReportData, ks: Sequence[int], y: float, end: int) -> None:
     """What leaves a device, behind the last of a lane or before the first, where there is room."""
     each = [report.collectives[k] for k in ks]
-    sent = sum((c.trips or 1) * c.wire_bytes for c in each)
+    sent = sum(c.turns * c.wire_bytes for c in each)
     first, last = min(c.at for c in each), max(max(c.until, c.at) for c in each) + end / 150
     words = size(sent) if len(each) == 1 else f"{size(sent)} in {len(each)}"
     behind = last < 0.9 * end
@@ -182,7 +169,7 @@ def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) ->
     )  # fmt: skip
 
 
-def _hidden(axes: Axes, report: Report, seconds: Callable[[Collective], float] | None) -> None:
+def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], float] | None) -> None:
     """One bar: what matrix products hide, and what everything else waits for."""
     known = report.terms
     source = "as `seconds` predicts" if seconds else ""
@@ -191,7 +178,7 @@ def _hidden(axes: Axes, report: Report, seconds: Callable[[Collective], float] |
             functools.partial(predicted, terms=known),
             f"predicted from {known.source}",
         )
-    turns = [1 if c.trips is None else c.trips for c in report.collectives]
+    turns = [c.turns for c in report.collectives]
     each = [(seconds or _bytes)(c) for c in report.collectives]
     total = sum(n * one for n, one in zip(turns, each, strict=True))
     left = known and seconds and exposed(report.collectives, each, report.matmuls, known)

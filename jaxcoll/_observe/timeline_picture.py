@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from jaxcoll._observe.report_picture import COLOURS, FAINT, INK, LINE
+from jaxcoll._observe.report_data import ReportData
 from jaxcoll._observe.timeline import Timeline, timeline
+from jaxcoll._show.style import COLOURS, FAINT, INK, bare, page
 from jaxcoll._show.units import milliseconds, percent
-
-if TYPE_CHECKING:
-    from jaxcoll._observe.report import Report
 
 MULTIPLIES, WAITS = "#3d4a5c", "#e2725b"
 CARRIES = (COLOURS[0], "#6fb3c4")
-WIDE, HIGH = 12.8, 2.45
+HIGH = 2.45
 TOP, BOTTOM = 0.95, 0.75
-"""Inches: of a figure, of each panel, and of what is above and below all."""
+"""Inches: of each panel, and of what is above and below all."""
 
 
-def draw(reports: Mapping[str, Report]) -> Figure:
+def draw(reports: Mapping[str, ReportData]) -> Figure:
     """A figure with a panel for each report, over one axis of time.
 
     Args:
@@ -37,7 +34,7 @@ def draw(reports: Mapping[str, Report]) -> Figure:
     """
     played = {name: timeline(report) for name, report in reports.items()}
     high = TOP + BOTTOM + HIGH * len(played)
-    figure = Figure(figsize=(WIDE, high), dpi=150, facecolor="white")
+    figure = page(high=high)
     first = next(iter(reports.values()))
     figure.text(0.04, 1 - 0.42 / high, f"One step on {first.where}", size=17, weight="bold",
                 color=INK, va="center")  # fmt: skip
@@ -65,12 +62,9 @@ def _panel(axes: Axes, name: str, played: Timeline, end: float, *, is_last: bool
     for y, words in ((1.5, "multiplies"), (0.43, "carries")):
         axes.text(-end * 0.008, y, words, size=10.5, color=FAINT, ha="right", va="center")
     axes.text(0, 2.16, name, size=12, weight="bold", color=INK, va="bottom")
-    axes.text(end, 2.16, _said(played), size=10.5, color=FAINT, va="bottom", ha="right")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(LINE)
+    axes.text(end, 2.16, _summary(played), size=10.5, color=FAINT, va="bottom", ha="right")
+    bare(axes, labelsize=9.5)
     axes.set_yticks([])
-    axes.tick_params(colors=FAINT, length=0, labelsize=9.5)
     axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     if is_last:
@@ -86,7 +80,7 @@ def _blocks(
     axes.broken_barh(wide, y, facecolor=colour, edgecolor="white", linewidth=0.35)
 
 
-def _said(played: Timeline) -> str:
+def _summary(played: Timeline) -> str:
     carried = sum(s.ends - s.begins for s in played.sent)
     return (
         f"{milliseconds(played.seconds)}: {milliseconds(played.waited)} of "

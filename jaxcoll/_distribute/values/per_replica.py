@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxcoll._distribute.values.assemble import assembled, own_devices, part_on, viewed
 from jaxcoll._distribute.values.replica_axis import AXIS, copies_over, rows_over, without_row
 from jaxcoll._mesh.mesh import checked_devices, no_mesh
-from jaxcoll._show.counts import counted
+from jaxcoll._show.units import counted
 
 
 class DistributedValues:

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -23,7 +22,8 @@ KINDS = (
 _BITS = re.compile(r"(?:bf|[sufc])(\d+)(?:e\d+m\d+\w*)?")
 
 
-class Operand(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operand:
     """An array that one device hands to a collective.
 
     Examples:
@@ -63,7 +63,8 @@ def bytes_of(dtype: str, size: int) -> int:
     return -(-size * int(found[1]) // 8)
 
 
-class Meanwhile(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Meanwhile:
     """What is scheduled between the start and the end of an asynchronous collective.
 
     Attributes:
@@ -118,6 +119,11 @@ class Collective:
     at: int = 0
     until: int = 0
     meanwhile: Meanwhile | None = None
+
+    @property
+    def turns(self) -> int:
+        """How often one run carries it out; a loop that does not say how often it turns, once."""
+        return 1 if self.trips is None else self.trips
 
     @property
     def dtypes(self) -> tuple[str, ...]:
