@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-import numbers
 from typing import Any
 
 import jax
@@ -16,6 +14,7 @@ from jaxcoll._mesh.mesh import checked_mesh, has_axes, no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import abstract, cut, joined, read, specs_of
 from jaxcoll._mesh.world import scope_here
+from jaxcoll._plan.checks import is_number
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
 from jaxcoll._spmd import reduce_scatter as halves
@@ -94,8 +93,7 @@ def sharded_optimizer(
         has_axes(mesh, axis_name if isinstance(axis_name, tuple) else (axis_name,), _CALLER)
     elif mesh is not None:
         checked_mesh(mesh, axis_name, _CALLER)
-    positive = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
-    if max_norm is not None and not (positive and math.isfinite(max_norm) and max_norm > 0):
+    if max_norm is not None and not (is_number(max_norm) and max_norm > 0):
         raise ValueError(f"`max_norm` must be None or a positive number; got {max_norm!r}.")
     if not assume_elementwise:
         check_elementwise(tx)

@@ -9,8 +9,7 @@ import jax
 from jaxcoll import _compat
 from jaxcoll._cluster.initialize import initialize
 from jaxcoll._cluster.resolvers import ClusterResolver
-from jaxcoll._distribute.ops.all_reduce_ops import NcclAllReduce
-from jaxcoll._distribute.ops.collective_all_reduce import CollectiveAllReduce
+from jaxcoll._distribute.ops.all_reduce_ops import CollectiveAllReduce, NcclAllReduce
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps
 from jaxcoll._distribute.strategy.strategy import Strategy
 from jaxcoll._distribute.values.device_names import devices_named
