@@ -43,6 +43,7 @@ def check_elementwise(tx: Any) -> None:
     rng = np.random.default_rng(0)
     # Large enough for moments to be factored, were they to be.
     tree = {"matrix": _normal(rng, (128, 256)), "vector": _normal(rng, (130,))}
+    # Gradients of very different magnitudes, then a NaN.
     steps = [jax.tree.map(lambda x, s=s: s * x, tree) for s in (1.0, 1e-2, 1e15)]
     broken = jax.tree.map(np.copy, tree)
     broken["matrix"][0, 0] = np.nan

@@ -222,6 +222,7 @@ class ShardedOptimizer:
         if params is not None:
             params = own_part(params, self._axis_name, _CALLER, scope=scope, layout=grads.layout)
         updates, state = self._tx.update(grads, state, params, **extra)
+        # Updates are gathered and not parameters: as many bytes, and rounded where optax rounds.
         return halves.all_gather(updates, self._axis_name, scope=scope), _varying(state)
 
     def unshard(self, state: Any) -> Any:

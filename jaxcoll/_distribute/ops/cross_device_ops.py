@@ -25,7 +25,7 @@ from jaxcoll._mesh.mesh import no_mesh, span_processes
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import check_reducible
-from jaxcoll._spmd.indexed_slices import IndexedSlices
+from jaxcoll._show.units import counted
 from jaxcoll._spmd.sparse import is_sparse
 
 
@@ -203,6 +203,7 @@ class CrossDeviceOps(abc.ABC):
         if isinstance(tensor, Mirrored):
             tensor = tensor.settled()
             spans = span_processes(tensor.devices)
+            # Each process has a copy of its own already: nothing is sent.
             if spans or (set(tensor.devices) == set(devices) and len(devices) > 1):
                 return delivered(tensor, devices)
             return copied(copy_near(tensor, devices), devices, options.timeout_seconds)
@@ -297,14 +298,14 @@ class CrossDeviceOps(abc.ABC):
         moving = [r for r in reductions if not r.is_in_place(op)]
         results = iter(())
         if moving:
-            count = "1 value" if len(moving) == 1 else f"{len(moving)} values"
-            what = f"`{type(self).__name__}.{caller}` ({op.name} of {count})"
+            values = counted(len(moving), "value")
+            what = f"`{type(self).__name__}.{caller}` ({op.name} of {values})"
             with no_mesh():
                 calls = self._prepare(op, moving, merged, what)
                 returned = run_all([call for call, _ in calls])
                 made: dict[int, Any] = {}
-                for (_, positions), values in zip(calls, returned, strict=True):
-                    made.update(zip(positions, values, strict=True))
+                for (_, positions), found in zip(calls, returned, strict=True):
+                    made.update(zip(positions, found, strict=True))
                 results = iter([_taken_to(r, made[i]) for i, r in enumerate(moving)])
         return [r.value[0] if r.is_in_place(op) else next(results) for r in reductions]
 
@@ -327,8 +328,8 @@ class CrossDeviceOps(abc.ABC):
         _check_plain(caller, value)
         if span_processes(self._group):
             return Held.of_each_process(value, self._group).assembled()
-        if is_sparse(value):
-            return _sparse(value, device)
+        if is_sparse(value):  # rows that no other replica shares
+            return Mirrored([value], devices=own_devices([value]) or [device])
         if not isinstance(value, jax.Array):
             return Mirrored([value], devices=[device])
         return Mirrored.from_global(value)
@@ -366,9 +367,3 @@ def _check_plain(caller: str, value: Any) -> None:
             "not say what it is: `PerReplica.from_global` takes it for one row for each replica, "
             "`Mirrored.from_global` for one copy for each."
         )
-
-
-def _sparse(value: IndexedSlices, device: jax.Device) -> Mirrored:
-    """Rows that no replica shares: a value of one replica."""
-    found = own_devices([value])
-    return Mirrored([value], devices=found or [device])

@@ -177,6 +177,7 @@ def check_has_sum(
     """
     if reduce_op is not ReduceOp.SUM or len(devices) == 1 or span_processes(devices):
         return
+    # Reading a value that lies on a device would wait for it.
     on_host = isinstance(value, int | float | np.generic | np.ndarray)
     is_zero = on_host and np.ndim(value) == 0 and value == 0
     if is_sparse(value) or (is_array(value) and not is_zero):

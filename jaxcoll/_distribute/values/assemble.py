@@ -47,6 +47,7 @@ def assembled(
     for path, column in zip(paths, columns, strict=True):
         parts = {i: _part(name, i, path, x) for i, x in zip(here, column, strict=True)}
         _check_alike(name, path, parts, equal=not rows)
+        # Under the caller's mesh JAX refuses eager operations on other devices.
         with no_mesh():
             local = [part[None] if rows else part for part in parts.values()]
             placed = jax.device_put(local, [devices[i] for i in here])
