@@ -27,7 +27,7 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
 
     Law: equal bits are never reported, and one element that differs always is; of other
     differences one in 2⁶⁴ escapes. That a type says "the same everywhere" is a claim like any
-    other: the copies are read. A leaf of which there is no second copy is refused, never passed.
+    other: the copies are read. A leaf without a second copy is refused, never passed.
 
     Args:
       tree: any pytree of arrays, equal on all replicas in structure and shape.
@@ -38,14 +38,14 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
         are compared with those that the other processes pass.
 
     Returns:
-      A `ReplicaCheck`, *invariant*: `differs` is a boolean a leaf, and `raise_if_differs()`
-      names leaves and replicas on the host. Cost: the tree is read once, and 8 bytes a leaf go
+      A `ReplicaCheck`, *invariant*: `differs` has a boolean per leaf, and `raise_if_differs()`
+      names leaves and replicas on the host. Cost: the tree is read once, and 8 bytes per leaf go
       from each replica to every other in one collective. Between programs there is one only
       where a leaf lies over several processes; all of these must call, then.
 
     Raises:
       NameError: an axis is not mapped here.
-      ValueError: a leaf is no array; or, without `axis_name`, there is no second copy of it, or
+      ValueError: a leaf is not an array; or, without `axis_name`, there is no second copy of it, or
         it is being traced.
       ProgramMismatchError: other processes pass other leaves.
       PeerLostError: another process has died.
@@ -131,7 +131,7 @@ def _whose(given: Any) -> str:
     devices = given.sharding.device_set
     if len(devices) == 1:
         return f"on {next(iter(devices))} only"
-    return f"{given.dtype}{list(given.shape)} in {len(devices)} parts, one a device"
+    return f"{given.dtype}{list(given.shape)} in {len(devices)} parts, one on each device"
 
 
 def _check_copies(leaves: Sequence[_Leaf]) -> None:
@@ -213,7 +213,7 @@ _digest = jax.jit(digest)
 
 
 def _usual(words: Sequence[bytes]) -> np.ndarray:
-    """What most have; zeros where there is no majority, so that none of them is taken for it."""
+    """The words of most copies; zeros without a majority, so that every copy then differs."""
     (most, times), *others = Counter(words).most_common(2)
     if others and others[0][1] == times:
         return np.zeros(WORDS, np.uint32)

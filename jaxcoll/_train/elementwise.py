@@ -115,9 +115,9 @@ def check_with_more(tx: Any, parts: Shards, state: Any, extra: dict[str, Any]) -
         for node in jax.tree.leaves(of_state, is_leaf=is_shards)
         for number in _numbers(node, own if is_shards(node) else None)
     ]
-    beside: list[Origin] = ["an array beside the gradients" if x.shape else None for x in shapes]
+    of_more: list[Origin] = ["an array beside the gradients" if x.shape else None for x in shapes]
     with _by_itself():
-        _check_program(update, own, of_state, numbers, shapes, beside)
+        _check_program(update, own, of_state, numbers, shapes, of_more)
 
 
 def _other_state(why: str) -> ValueError:
@@ -149,8 +149,8 @@ def _check_program(
     more: Sequence[Any] = (),
     of_more: Sequence[Origin] = (),
 ) -> None:
-    beside = (list(more),) if more else ()
-    program, shapes = jax.make_jaxpr(update, return_shape=True)(like, state, like, *beside)
+    extra = (list(more),) if more else ()
+    program, shapes = jax.make_jaxpr(update, return_shape=True)(like, state, like, *extra)
     own: list[Origin] = list(range(len(jax.tree.leaves(like))))
     found = origins(program, [*own, *numbers, *own, *of_more])
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
@@ -205,7 +205,7 @@ def _check_states(whole: Any, of_ranks: list[Any]) -> None:
             if not np.all(near):
                 raise ValueError(
                     "`sharded_optimizer` expects an elementwise optimizer, and tried this one on a "
-                    f"small tree, whole and in {_REPLICAS} shards: a number of its state ends as "
+                    f"small tree, as one and in {_REPLICAS} shards: a number of its state ends as "
                     f"{one} and {other}. " + _LEARNED
                 )
 
@@ -228,7 +228,7 @@ def _check_equal(step: int, whole: Any, found: Any, known: Any) -> None:
             at = np.unravel_index(np.argmin(equal), equal.shape)
             raise ValueError(
                 "`sharded_optimizer` expects an elementwise optimizer, and tried this one on a "
-                f"small tree, whole and in {_REPLICAS} shards: the update of an element of "
+                f"small tree, as one and in {_REPLICAS} shards: the update of an element of "
                 f"{jax.tree_util.keystr(path)} in step {step} is {a[at]:.6g} and {b[at]:.6g}. "
                 + _LEARNED
             )

@@ -80,7 +80,7 @@ class CrossDeviceOps(abc.ABC):
 
     Several processes: all of them make the same calls. A class that is for a group of devices
     takes what this process holds: a value over its own devices of the group is its share of one
-    over the whole group, and a plain value is one value of each process. Each process gets the
+    over all of the group, and a plain value is one value of each process. Each process gets the
     result on those destinations that are its own; where none is, a copy on one of its devices of
     the value.
 
@@ -142,7 +142,7 @@ class CrossDeviceOps(abc.ABC):
         Args:
           reduce_op: as in `reduce`.
           value_destination_pairs: any iterable of tuples of a value and its destinations.
-          options: as in `reduce`; `timeout_seconds` bounds the whole call.
+          options: as in `reduce`; `timeout_seconds` bounds the entire call.
           experimental_hints: the older name of `options`.
 
         Returns:

@@ -50,7 +50,7 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
       agg_small_grads_max_group: likewise.
 
     Raises:
-      ValueError: an argument is none of what it may be; there are not enough devices, or too
+      ValueError: an argument is invalid; there are not enough devices, or too
         many shards. On a call: a value over other devices than the workers'.
 
     Examples:

@@ -294,8 +294,8 @@ class Strategy:
                 return part[k]
             if not isinstance(part, DistributedValues):
                 return part
-            lying = part.devices
-            return part[lying.index(self._devices[i]) if self._devices[i] in lying else i]
+            found = part.devices
+            return part[found.index(self._devices[i]) if self._devices[i] in found else i]
 
         return tuple(
             jax.tree.map(functools.partial(of, k, i), value, is_leaf=is_distributed)
