@@ -6,11 +6,11 @@ from jaxcoll._cluster.resolvers import TFConfigClusterResolver as TFConfigCluste
 from jaxcoll._distribute.ops.all_reduce_ops import (
     AllReduceCrossDeviceOps as AllReduceCrossDeviceOps,
 )
+from jaxcoll._distribute.ops.all_reduce_ops import CollectiveAllReduce as CollectiveAllReduce
 from jaxcoll._distribute.ops.all_reduce_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
 )
 from jaxcoll._distribute.ops.all_reduce_ops import NcclAllReduce as NcclAllReduce
-from jaxcoll._distribute.ops.collective_all_reduce import CollectiveAllReduce as CollectiveAllReduce
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxcoll._distribute.ops.hints import CollectiveHints as CollectiveHints
 from jaxcoll._distribute.ops.multi_worker_all_reduce import (

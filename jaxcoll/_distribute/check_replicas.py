@@ -1,9 +1,8 @@
-"""Whether replicas hold the same: inside a program, or of the copies that arrays claim to be."""
+"""`check_replicas`: compare what replicas hold, inside a program or between programs."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,11 +12,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.dispatch import run
 from jaxcoll._distribute.values.per_replica import PerReplica
-from jaxcoll._distribute.values.replica_axis import copies_over, rows_over
-from jaxcoll._mesh.mesh import no_mesh
+from jaxcoll._distribute.values.replica_axis import known_to_all
+from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._spmd.checks import check_replicas as _check
@@ -30,7 +27,7 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
 
     Law: equal bits are never reported, and one element that differs always is; of other
     differences one in 2⁶⁴ escapes. That a type says "the same everywhere" is a claim like any
-    other: the copies are read. A leaf of which there is no second copy is refused, never passed.
+    other: the copies are read. A leaf without a second copy is refused, never passed.
 
     Args:
       tree: any pytree of arrays, equal on all replicas in structure and shape.
@@ -41,14 +38,14 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
         are compared with those that the other processes pass.
 
     Returns:
-      A `ReplicaCheck`, *invariant*: `differs` is a boolean a leaf, and `raise_if_differs()`
-      names leaves and replicas on the host. Cost: the tree is read once, and 8 bytes a leaf go
+      A `ReplicaCheck`, *invariant*: `differs` has a boolean per leaf, and `raise_if_differs()`
+      names leaves and replicas on the host. Cost: the tree is read once, and 8 bytes per leaf go
       from each replica to every other in one collective. Between programs there is one only
       where a leaf lies over several processes; all of these must call, then.
 
     Raises:
       NameError: an axis is not mapped here.
-      ValueError: a leaf is no array; or, without `axis_name`, there is no second copy of it, or
+      ValueError: a leaf is not an array; or, without `axis_name`, there is no second copy of it, or
         it is being traced.
       ProgramMismatchError: other processes pass other leaves.
       PeerLostError: another process has died.
@@ -134,7 +131,7 @@ def _whose(given: Any) -> str:
     devices = given.sharding.device_set
     if len(devices) == 1:
         return f"on {next(iter(devices))} only"
-    return f"{given.dtype}{list(given.shape)} in {len(devices)} parts, one a device"
+    return f"{given.dtype}{list(given.shape)} in {len(devices)} parts, one on each device"
 
 
 def _check_copies(leaves: Sequence[_Leaf]) -> None:
@@ -175,33 +172,19 @@ def _exchanged(
     if not devices:
         return words
     none = np.zeros(WORDS, np.uint32)
-    rows = {
-        device: np.stack([words[k].get(device, none) for k in shared])[None]
-        for device in devices
-        if device.process_index == jax.process_index()
+    digests = {
+        i: np.stack([words[k].get(devices[i], none) for k in shared]).reshape(-1).view(np.int32)
+        for i in of_this_process(devices)
     }
-    table = jax.make_array_from_single_device_arrays(
-        (len(devices), len(shared), WORDS),
-        rows_over(devices),
-        [jax.device_put(row, device) for device, row in rows.items()],
+    leaves_text = repr(
+        [(leaves[k].path, leaves[k].array.dtype, leaves[k].array.shape) for k in shared]
     )
-    shapes = [(leaves[k].path, leaves[k].array.dtype, leaves[k].array.shape) for k in shared]
-    call = Call(_copied(devices), (table,), devices, "`check_replicas`", settings=shapes)
-    copies = np.asarray(run(call))
+    table = known_to_all(digests, devices, "check_replicas", settings=leaves_text)
+    copies = table.view(np.uint32).reshape(len(devices), len(shared), WORDS)
     found = list(words)
     for column, k in enumerate(shared):
         found[k] = {d: copies[i, column] for i, d in enumerate(devices) if d in leaves[k].part}
     return found
-
-
-@functools.lru_cache(maxsize=64)
-def _copied(devices: tuple[jax.Device, ...]) -> Any:
-    """The program that gives every device all rows."""
-
-    def check_replicas(table: jax.Array) -> jax.Array:
-        return table
-
-    return jax.jit(check_replicas, out_shardings=copies_over(devices))
 
 
 def _compared(
@@ -230,7 +213,7 @@ _digest = jax.jit(digest)
 
 
 def _usual(words: Sequence[bytes]) -> np.ndarray:
-    """What most have; zeros where there is no majority, so that none of them is taken for it."""
+    """The words of most copies; zeros without a majority, so that every copy then differs."""
     (most, times), *others = Counter(words).most_common(2)
     if others and others[0][1] == times:
         return np.zeros(WORDS, np.uint32)

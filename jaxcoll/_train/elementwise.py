@@ -1,4 +1,4 @@
-"""Whether an optimizer treats every element by itself: read off its program, and tried."""
+"""Checks that an optimizer treats every element by itself: it is tried, and its program is read."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ _LEARNED = (
 
 
 def check_elementwise(tx: Any) -> None:
-    """Run `tx` on a small tree, whole and in two shards, and compare; then read its program.
+    """Run `tx` on a small tree, as it is and in two shards, and compare; then read its program.
 
-    Running it finds what depends on the shapes and the order of leaves. The program shows what
-    depends on several elements at all: on a norm, on a NaN elsewhere, however rare that is and
-    however late it comes.
+    Running it shows a dependence on the shapes or the order of leaves. The program shows every
+    dependence on several elements: on a norm, or on a NaN elsewhere, however rare or late it is.
 
     Raises:
       ValueError: updates or states differ, or depend on several elements, or `tx` does not run on
@@ -44,6 +43,7 @@ def check_elementwise(tx: Any) -> None:
     rng = np.random.default_rng(0)
     # Large enough for moments to be factored, were they to be.
     tree = {"matrix": _normal(rng, (128, 256)), "vector": _normal(rng, (130,))}
+    # Gradients of very different magnitudes, then a NaN.
     steps = [jax.tree.map(lambda x, s=s: s * x, tree) for s in (1.0, 1e-2, 1e15)]
     broken = jax.tree.map(np.copy, tree)
     broken["matrix"][0, 0] = np.nan
@@ -52,16 +52,7 @@ def check_elementwise(tx: Any) -> None:
 
 
 def check_on_structure(tx: Any, params: Any, layout: ShardLayout) -> None:
-    """The same on a tree with the names and ranks of `params`; and the program for their shapes.
-
-    Args:
-      tx: the optimizer.
-      params: the whole parameters, or their shapes.
-      layout: of their shards.
-
-    Raises:
-      ValueError: as `check_elementwise`.
-    """
+    """`check_elementwise` with the names, ranks and shapes of `params`, which `layout` cuts."""
     rng = np.random.default_rng(1)
 
     def small(leaf: Any) -> Any:
@@ -75,7 +66,7 @@ def check_on_structure(tx: Any, params: Any, layout: ShardLayout) -> None:
 
 @contextlib.contextmanager
 def _by_itself() -> Iterator[None]:
-    """Whatever the caller has set: his mesh, and how his dtypes and ranks may mix."""
+    """Leave the caller's mesh, and the settings by which dtypes and ranks may mix."""
     between = not jax.sharding.get_abstract_mesh().manual_axes
     with (
         jax.numpy_dtype_promotion("standard"),
@@ -108,17 +99,7 @@ def _check_programs(tx: Any, tree: Any, layout: ShardLayout) -> None:
 
 
 def check_with_more(tx: Any, parts: Shards, state: Any, extra: dict[str, Any]) -> None:
-    """Refuse `tx` where what `update` is given beside the gradients makes it mix elements.
-
-    Args:
-      tx: an optimizer that does not without them.
-      parts: one replica's gradients.
-      state: its state.
-      extra: what else `update` is given.
-
-    Raises:
-      ValueError: an update or the state would depend on several elements.
-    """
+    """Refuse `tx` where the `extra` arguments of `update` make it mix one replica's elements."""
     leaves, treedef = jax.tree.flatten(extra)
     given = {i: jax.typeof(x) for i, x in enumerate(leaves) if is_array(x)}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given.values()]
@@ -134,9 +115,9 @@ def check_with_more(tx: Any, parts: Shards, state: Any, extra: dict[str, Any]) -
         for node in jax.tree.leaves(of_state, is_leaf=is_shards)
         for number in _numbers(node, own if is_shards(node) else None)
     ]
-    beside: list[Origin] = ["an array beside the gradients" if x.shape else None for x in shapes]
+    of_more: list[Origin] = ["an array beside the gradients" if x.shape else None for x in shapes]
     with _by_itself():
-        _check_program(update, own, of_state, numbers, shapes, beside)
+        _check_program(update, own, of_state, numbers, shapes, of_more)
 
 
 def _other_state(why: str) -> ValueError:
@@ -168,8 +149,8 @@ def _check_program(
     more: Sequence[Any] = (),
     of_more: Sequence[Origin] = (),
 ) -> None:
-    beside = (list(more),) if more else ()
-    program, shapes = jax.make_jaxpr(update, return_shape=True)(like, state, like, *beside)
+    extra = (list(more),) if more else ()
+    program, shapes = jax.make_jaxpr(update, return_shape=True)(like, state, like, *extra)
     own: list[Origin] = list(range(len(jax.tree.leaves(like))))
     found = origins(program, [*own, *numbers, *own, *of_more])
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
@@ -210,13 +191,8 @@ def _compare(tx: Any, params: Any, grads: list[Any], compiled: bool) -> None:
 
 
 def _check_states(whole: Any, of_ranks: list[Any]) -> None:
-    """Refuse states whose numbers are not those of the whole tree: each shard would have its own.
-
-    What lies in shards is as equal as the updates that were made of it.
-
-    Raises:
-      ValueError: a number differs.
-    """
+    """Refuse states whose numbers differ from the unsharded one: each replica would have one."""
+    # Numbers in shards need no check: the updates, which are made of them, were compared.
     nodes, treedef = jax.tree.flatten(of_ranks[0], is_leaf=is_shards)
     columns = [treedef.flatten_up_to(state) for state in (whole, *of_ranks)]
     for node, *found in zip(nodes, *columns, strict=True):
@@ -229,7 +205,7 @@ def _check_states(whole: Any, of_ranks: list[Any]) -> None:
             if not np.all(near):
                 raise ValueError(
                     "`sharded_optimizer` expects an elementwise optimizer, and tried this one on a "
-                    f"small tree, whole and in {_REPLICAS} shards: a number of its state ends as "
+                    f"small tree, as one and in {_REPLICAS} shards: a number of its state ends as "
                     f"{one} and {other}. " + _LEARNED
                 )
 
@@ -252,7 +228,7 @@ def _check_equal(step: int, whole: Any, found: Any, known: Any) -> None:
             at = np.unravel_index(np.argmin(equal), equal.shape)
             raise ValueError(
                 "`sharded_optimizer` expects an elementwise optimizer, and tried this one on a "
-                f"small tree, whole and in {_REPLICAS} shards: the update of an element of "
+                f"small tree, as one and in {_REPLICAS} shards: the update of an element of "
                 f"{jax.tree_util.keystr(path)} in step {step} is {a[at]:.6g} and {b[at]:.6g}. "
                 + _LEARNED
             )

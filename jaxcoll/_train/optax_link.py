@@ -34,8 +34,8 @@ def all_reduce_updates(
       axis_name: the mapped axis, or a tuple of mesh axes, outer to inner.
       reduce_op: MEAN or SUM, or their names in any case.
       options: as in `all_reduce`.
-      invariant: as in `all_reduce`: what a gradient is that is the same everywhere already, such
-        as one that autodiff has summed under a checked `shard_map`. "error" refuses it.
+      invariant: as in `all_reduce`: how to treat a gradient that is the same everywhere already,
+        such as one that autodiff has summed under a checked `shard_map`. "error" refuses it.
 
     Returns:
       An `optax.GradientTransformation` without state. Updates come out *invariant* over the axes.
@@ -59,10 +59,10 @@ def all_reduce_updates(
             "`jc.all_reduce_updates` needs optax, which is not installed: "
             "pip install 'jaxcoll[train]'."
         ) from error
-    op, said = ReduceOp.of(reduce_op), checked(options)
+    op, options = ReduceOp.of(reduce_op), checked(options)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        reduced = all_reduce(op, updates, axis_name, options=said, invariant=invariant)
+        reduced = all_reduce(op, updates, axis_name, options=options, invariant=invariant)
         if params is not None:
             axes = bound_axes(axis_name, _CALLER)
             common(params, axes, _CALLER, scope=scope_here())

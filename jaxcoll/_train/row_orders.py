@@ -1,9 +1,4 @@
-"""What rounding alone does to a step: one device runs it again, with its rows in other orders.
-
-Each order adds up the same rows differently. What each row adds is rounded in the same way again,
-though, and on another number of devices, where matrices have other shapes, it may not be: so every
-number that goes in is moved by its own rounding as well.
-"""
+"""The effect of rounding on a step, measured on one device with the rows in other orders."""
 
 from __future__ import annotations
 
@@ -16,13 +11,13 @@ import numpy as np
 from jaxcoll._mesh.placement import is_array
 
 ORDERS = 8
-"""How often the rows are put in another order. A gradient that is zero but for rounding has a sign
-by chance, so that with few orders an element would often have the same one in all of them."""
+"""Orders that are tried. A gradient that is zero but for rounding has a random sign, and with few
+orders an element would often have the same one in all of them."""
 
 _UNSEEN = 0.1
-"""The share of elements that are off by rounding and may have been the same in all orders."""
+"""The fraction of wrong elements that may have been the same in all orders."""
 _TIMES = 8.0
-"""How far off rounding may be, measured by the largest that the orders showed."""
+"""How far rounding may go, as a multiple of the largest difference between the orders."""
 
 
 def spreads(
@@ -33,19 +28,19 @@ def spreads(
     one: Sequence[np.ndarray],
     numbers: Callable[[Any], Sequence[np.ndarray]],
 ) -> list[np.ndarray] | None:
-    """How far each element of each output moves where the rows of the batch are in other orders.
+    """How far each element of each output moves when the rows of the batch are in other orders.
 
     Args:
       run: the step on one device.
-      args: what it is called with, on the host.
+      args: positional arguments, on the host.
       kwargs: likewise.
-      batch: positions and names of the arguments whose rows are meant.
-      one: its outputs with the rows as they are, as `numbers` finds them.
-      numbers: the arrays of what it returns.
+      batch: positions and names of the arguments whose rows are reordered.
+      one: the outputs with the rows as they are, as `numbers` finds them.
+      numbers: the arrays of a result of `run`.
 
     Returns:
-      An array for each of `one`; None if there are no rows to put in order. Outputs with a row for
-      each of the batch's are put back into its order first, where that brings them nearer.
+      An array for each of `one`; None without rows. Outputs with one row for each of the batch's
+      are put back into its order first, where that brings them nearer.
     """
     rows = {
         np.shape(x)[0]
@@ -60,6 +55,8 @@ def spreads(
         orders = {n: np.random.default_rng((seed, n)).permutation(n) for n in sorted(rows)}
         given = [_reordered(x, orders) if i in batch else x for i, x in enumerate(args)]
         named = {k: _reordered(x, orders) if k in batch else x for k, x in kwargs.items()}
+        # An order changes how rows are added up, but not how each row's own term is rounded. On
+        # other devices, where matrices have other shapes, that may change too: hence the noise.
         given, named = _moved_a_little((given, named), seed)
         outputs = numbers(run(*given, **named))
         found = [

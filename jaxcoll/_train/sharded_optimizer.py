@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-import numbers
 from typing import Any
 
 import jax
@@ -16,6 +14,7 @@ from jaxcoll._mesh.mesh import checked_mesh, has_axes, no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import abstract, cut, joined, read, specs_of
 from jaxcoll._mesh.world import scope_here
+from jaxcoll._plan.checks import is_number
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
 from jaxcoll._spmd import reduce_scatter as halves
@@ -44,7 +43,7 @@ def sharded_optimizer(
     options: CommunicationOptions | None = None,
     assume_elementwise: bool = False,
 ) -> ShardedOptimizer:
-    """An elementwise optimizer whose state, and whose work, is shared out over the replicas.
+    """An elementwise optimizer whose state and work are divided over the replicas (ZeRO).
 
     Law: n devices equal one device. Updates are those of `tx` on whole gradients and parameters, to
     rounding; each replica holds 1/n of the state's elements and of the gradients' sum.
@@ -52,24 +51,24 @@ def sharded_optimizer(
     Args:
       tx: an optax transformation, or anything with its `init` and `update`, that treats every
         element by itself: sgd, adam, adamw, lion, rmsprop ..., with schedules. It is tried on a
-        small tree, whole and in shards, and its program is read; it is refused if the updates
+        small tree, with and without shards, and its program is read; it is refused if the updates
         differ, or depend on several elements.
       axis_name: the mapped axis, or a tuple of mesh axes, outer to inner.
-      mesh: where `init` and `shard` lay a state out between programs; None: all devices on one
+      mesh: where `init` and `shard` place a state between programs; None: all devices on one
         axis. An `AbstractMesh` makes shapes, for `jc.inspect` with a topology.
       reduce_op: how `update` reduces gradients that come as a plain tree, each replica's own.
       max_norm: clip the gradients so that their norm, over all replicas' shards together, is at
         most this. `optax.clip_by_global_norm` would know its own shards alone.
       options: as in `all_reduce`. The packs are those of `bytes_per_pack`, which gradients that
         come as `Shards` must have been made with as well.
-      assume_elementwise: take it on your word, and do not try.
+      assume_elementwise: skip the checks; you know that `tx` is elementwise.
 
     Returns:
       A `ShardedOptimizer`, with optax's `init` and `update`, and `unshard` and `shard` for
       checkpoints.
 
     Raises:
-      ValueError: `tx` is no optimizer or not elementwise, or another argument is invalid.
+      ValueError: `tx` is not an optimizer or not elementwise, or another argument is invalid.
 
     Examples:
       >>> import optax, numpy as np
@@ -94,8 +93,7 @@ def sharded_optimizer(
         has_axes(mesh, axis_name if isinstance(axis_name, tuple) else (axis_name,), _CALLER)
     elif mesh is not None:
         checked_mesh(mesh, axis_name, _CALLER)
-    positive = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
-    if max_norm is not None and not (positive and math.isfinite(max_norm) and max_norm > 0):
+    if max_norm is not None and not (is_number(max_norm) and max_norm > 0):
         raise ValueError(f"`max_norm` must be None or a positive number; got {max_norm!r}.")
     if not assume_elementwise:
         check_elementwise(tx)
@@ -108,7 +106,7 @@ _CALLER = "sharded_optimizer"
 
 
 class ShardedOptimizer:
-    """An optimizer whose state is shared out over the replicas; made by `sharded_optimizer`.
+    """An optimizer whose state is divided over the replicas; made by `sharded_optimizer`.
 
     Its state is that of `tx`, with `Shards` in the place of every tree like the parameters.
     """
@@ -134,7 +132,7 @@ class ShardedOptimizer:
 
     @functools.cached_property
     def mesh(self) -> Mesh | AbstractMesh:
-        """Where states are laid out between programs."""
+        """Where states are placed between programs."""
         if isinstance(self._mesh, AbstractMesh):
             return self._mesh
         return checked_mesh(self._mesh, self._axis_name, _CALLER)
@@ -200,7 +198,7 @@ class ShardedOptimizer:
             difference is named), or differ between replicas where that is known; the state is none
             of this optimizer's; or what is in `extra` differs between replicas, or makes `tx`
             depend on several elements.
-          AlreadyReducedError: a plain tree is the same on all replicas, and `reduced` was not said.
+          AlreadyReducedError: a plain tree is the same on all replicas, and `reduced` is False.
         """
         axes = bound_axes(self._axis_name, f"{_CALLER}.update")
         scope = scope_here().merged(self._options)
@@ -224,6 +222,7 @@ class ShardedOptimizer:
         if params is not None:
             params = own_part(params, self._axis_name, _CALLER, scope=scope, layout=grads.layout)
         updates, state = self._tx.update(grads, state, params, **extra)
+        # Updates are gathered and not parameters: as many bytes, and rounded where optax rounds.
         return halves.all_gather(updates, self._axis_name, scope=scope), _varying(state)
 
     def unshard(self, state: Any) -> Any:

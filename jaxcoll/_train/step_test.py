@@ -1,4 +1,4 @@
-"""A test for a user's step: n devices equal one, and if they do not, by which factor."""
+"""`n_devices_equal_one`, a test for a user's step, and the factor by which results differ."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _not_by_rounding(
     if moved is None:
         return wrong
     spread = dict(zip((each.path for each in outputs), moved, strict=True))
-    # A step that goes by the order of its rows tells nothing of rounding, if they are in another.
+    # If half of the right outputs move too, the step depends on the order: that says nothing.
     calm = [x for x in outputs if x not in wrong and jax.dtypes.issubdtype(x.one.dtype, np.inexact)]
     still = [x for x in calm if np.max(spread[x.path], initial=0.0) <= x.allowed]
     if 2 * len(still) <= len(calm) or not calm:
@@ -228,12 +228,12 @@ def _complaint(output: _Output, n: int) -> str:
     """What is wrong with an output that is off."""
     one, many = output.one, output.many
     if one.shape != many.shape:
-        return f"has shape {many.shape}, and {one.shape} on one device; is it one value a replica?"
+        return f"has shape {many.shape}, and {one.shape} on one device; is it a value per replica?"
     return _explained(_wide(one), _wide(many), output, n)
 
 
 def _explained(one: np.ndarray, many: np.ndarray, output: _Output, n: int) -> str:
-    """In words: what of the output differs, by which factor, and what that means."""
+    """How the output differs, by which factor, and what that means."""
     # After a large step an output is near no argument, but its change may tell the factor.
     base, rounding = output.base, output.rounding
     odd = np.count_nonzero(apart(one, many) == np.inf)
@@ -263,10 +263,9 @@ def _explained(one: np.ndarray, many: np.ndarray, output: _Output, n: int) -> st
 def _base_of(
     path: Any, one: np.ndarray, exact: np.ndarray, bases: Sequence[_Base]
 ) -> tuple[_Base | None, tuple[_Base, ...]]:
-    """The argument that an output is a small change of, if it is of any, and what else fits.
+    """The argument that an output is a small change of, if any, and the others that fit.
 
-    It is sought among those whose path ends as the output's does, by name, and only where there is
-    none among all.
+    Only arguments whose path shares the longest named end with the output's are considered.
     """
     shared = [_shared(path, base.path) for base in bases]
     most = max(shared, default=0)

@@ -5,7 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from cases import assert_trees_equal, calls_made, noise, tree
+from cases import assert_trees_equal, noise, tree
 
 import jaxcoll as jc
 from jaxcoll import (

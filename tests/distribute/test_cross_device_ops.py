@@ -515,26 +515,20 @@ def test_it_is_for_use_between_programs(ops):
             jax.jit(call)(value)
 
 
-def test_reduce_to_device_and_accumulation_fn_are_checked():
-    with pytest.raises(
-        ValueError, match="`reduce_to_device` must be a device, a device string or N"
-    ):
-        ReductionToOneDevice(reduce_to_device=3)
-    with pytest.raises(
-        ValueError, match="`reduce_to_device` got 'cpu:9', but there is no such device"
-    ):
-        ReductionToOneDevice(reduce_to_device="cpu:9")
-    with pytest.raises(
-        ValueError, match="`accumulation_fn` must be a function from a list of arrays"
-    ):
-        ReductionToOneDevice(accumulation_fn="sum")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3,), "`reduce_to_device` must be a device, a device string or N"),
+        (("cpu:9",), "`reduce_to_device` got 'cpu:9', but there is no such device"),
+        ((None, "sum"), "`accumulation_fn` must be a function from a list of arrays"),
+        *((( None, fn), r"must return an array like each of those it is given, float32\[3\]; got")
+          for fn in (lambda xs: jnp.stack(xs), lambda xs: xs[0].astype(int), lambda xs: xs)),
+    ],
+)  # fmt: skip
+def test_reduce_to_device_and_accumulation_fn_are_checked(arguments, message):
     value = PerReplica([np.ones(3, "f"), np.ones(3, "f")])
-    for bad in (lambda xs: jnp.stack(xs), lambda xs: xs[0].astype(int), lambda xs: xs):
-        with pytest.raises(
-            ValueError,
-            match=r"must return an array like each of those it is given, float32\[3\]; got",
-        ):
-            ReductionToOneDevice(accumulation_fn=bad).reduce("sum", value, value)
+    with pytest.raises(ValueError, match=message):
+        ReductionToOneDevice(*arguments).reduce("sum", value, value)
 
 
 def test_one_device_stays_within_a_process(monkeypatch):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CompileCounter, assert_trees_equal, calls_made
+from cases import CompileCounter, assert_trees_equal
 
 import jaxcoll as jc
 from jaxcoll import Mirrored, NcclAllReduce, PerReplica, ReductionToOneDevice

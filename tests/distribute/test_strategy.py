@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CompileCounter, assert_trees_equal, calls_made
+from cases import CompileCounter, assert_trees_equal
 
 import jaxcoll as jc
 from jaxcoll import Mirrored, PerReplica, get_replica_context
@@ -840,30 +840,24 @@ def test_a_batch_that_cannot_be_split_is_refused_by_name():
 
 
 @EVERY
-def test_strategy_calls_inside_a_replica_say_what_to_call_instead(s):
-    calls = {
-        r"`\w+.run` .* Inside, call the function itself": lambda x: s.run(lambda: 1),
-        r"`\w+.reduce` .*get_replica_context\(\).all_reduce": lambda x: s.reduce("sum", x, None),
-        r"`\w+.gather` .*get_replica_context\(\).all_gather": lambda x: s.gather(x, 0),
-        r"`\w+.scope` .* this strategy is in scope already": lambda x: s.scope().__enter__(),
-        r"experimental_distribute_values_from_function` .* own value": lambda x: of_replica(
-            s, float
-        ),
-        r"experimental_distribute_dataset` .* its share already": (
-            lambda x: s.experimental_distribute_dataset([x])
-        ),
-        r"extended.reduce_to` .*\.all_reduce": lambda x: s.extended.reduce_to("sum", x, "cpu:0"),
-        r"extended.batch_reduce_to` .*\.all_reduce": lambda x: s.extended.batch_reduce_to(
-            "sum", []
-        ),
-        r"extended.broadcast_to` .* may use the value": lambda x: s.extended.broadcast_to(
-            x, "cpu:0"
-        ),
-        r"extended.update` .* return it": lambda x: s.extended.update(x, lambda v: v),
-    }
-    for message, call in calls.items():
-        with pytest.raises(RuntimeError, match=message):
-            s.run(call, (1.0,))
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        (r"`\w+.run` .* Inside, call the function itself", lambda s, x: s.run(lambda: 1)),
+        (r"`\w+.reduce` .*get_replica_context\(\).all_reduce", lambda s, x: s.reduce("sum", x, None)),
+        (r"`\w+.gather` .*get_replica_context\(\).all_gather", lambda s, x: s.gather(x, 0)),
+        (r"`\w+.scope` .* this strategy is in scope already", lambda s, x: s.scope().__enter__()),
+        (r"experimental_distribute_values_from_function` .* own value", lambda s, x: of_replica(s, float)),
+        (r"experimental_distribute_dataset` .* its share already", lambda s, x: s.experimental_distribute_dataset([x])),
+        (r"extended.reduce_to` .*\.all_reduce", lambda s, x: s.extended.reduce_to("sum", x, "cpu:0")),
+        (r"extended.batch_reduce_to` .*\.all_reduce", lambda s, x: s.extended.batch_reduce_to("sum", [])),
+        (r"extended.broadcast_to` .* may use the value", lambda s, x: s.extended.broadcast_to(x, "cpu:0")),
+        (r"extended.update` .* return it", lambda s, x: s.extended.update(x, lambda v: v)),
+    ],
+)  # fmt: skip
+def test_strategy_calls_inside_a_replica_say_what_to_call_instead(s, message, call):
+    with pytest.raises(RuntimeError, match=message):
+        s.run(lambda x: call(s, x), (1.0,))
     assert s.reduce("sum", s.run(lambda x: x, (1.0,)), None) == s.num_replicas_in_sync
 
 
@@ -904,75 +898,60 @@ def test_a_context_is_of_no_use_outside_its_function():
             use()
 
 
-def test_what_run_is_given_is_checked():
-    with pytest.raises(
-        ValueError, match="expects a function, and its arguments in a tuple.*got int"
-    ):
-        PAIR.run(3)
-    with pytest.raises(ValueError, match="got function and args PerReplica"):
-        PAIR.run(lambda x: x, PerReplica([1, 2]))
-    with pytest.raises(
-        ValueError, match=r"args\[0\]\['a'\]\[1\] is 'x' \(str\).*functools.partial"
-    ):
-        PAIR.run(lambda x: x, ({"a": (1, "x")},))
-    with pytest.raises(ValueError, match=r"kwargs\['y'\] is .* \(object\); expected a PerReplica"):
-        PAIR.run(lambda y: y, kwargs={"y": object()})
-    with pytest.raises(
-        ValueError, match=r"is a PerReplica over cpu:0, cpu:1, cpu:2; the replicas are on"
-    ):
-        PAIR.run(lambda x: x, (PerReplica([1, 2, 3]),))
-    with pytest.raises(ValueError, match=r"args\[0\] has parts of unequal shapes.*Pad them"):
-        PAIR.run(lambda x: x, (of_replica(PAIR, lambda i: np.ones(i + 1)),))
-    with pytest.raises(ValueError, match=r"args\[0\] is being traced. Call `run` between programs"):
-        jax.jit(lambda x: PAIR.run(lambda y: y, (x,)))(1.0)
-    with pytest.raises(ValueError, match="`options` must be a CommunicationOptions"):
-        PAIR.run(lambda: 1, options="ring")
-    with pytest.raises(ValueError, match="cannot be a key"):
-        PAIR.run(type("Odd", (), {"__call__": lambda self: 1, "__hash__": None})())
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        ("expects a function, and its arguments in a tuple.*got int", lambda: PAIR.run(3)),
+        ("got builtin_function_or_method and args PerReplica", lambda: PAIR.run(abs, PerReplica([1, 2]))),
+        (r"args\[0\]\['a'\]\[1\] is 'x' \(str\).*functools.partial", lambda: PAIR.run(abs, ({"a": (1, "x")},))),
+        (r"kwargs\['y'\] is .* \(object\); expected a PerReplica", lambda: PAIR.run(abs, kwargs={"y": object()})),
+        ("is a PerReplica over cpu:0, cpu:1, cpu:2; the replicas are on", lambda: PAIR.run(abs, (PerReplica([1, 2, 3]),))),
+        (r"args\[0\] has parts of unequal shapes.*Pad them", lambda: PAIR.run(abs, (of_replica(PAIR, lambda i: np.ones(i + 1)),))),
+        (r"args\[0\] is being traced. Call `run` between programs", lambda: jax.jit(lambda x: PAIR.run(abs, (x,)))(1.0)),
+        ("`options` must be a CommunicationOptions", lambda: PAIR.run(abs, options="ring")),
+        ("cannot be a key", lambda: PAIR.run(type("Odd", (), {"__call__": abs, "__hash__": None})())),
+    ],
+)  # fmt: skip
+def test_what_run_is_given_is_checked(message, call):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
-def test_what_reduce_and_gather_are_given_is_checked():
-    value = of_replica(PAIR, lambda i: np.ones((2, 3), "f"))
-    for axis in (2, -3, (0, 2)):
-        with pytest.raises(
-            ValueError, match=r"`reduce`: the value has shape \(2, 3\) and so no axis"
-        ):
-            PAIR.reduce("sum", value, axis)
-    for axis, message in (
-        ((0, -2), "expected different axes"),
-        ((), "at least one"),
-        ("x", "an integer"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            PAIR.reduce("mean", value, axis)
-    with pytest.raises(ValueError, match=r"leaf \[1\] is a scalar, which has no axis 0"):
-        PAIR.reduce("mean", PerReplica([(np.ones(2), 1.0)] * 2), 0)
-    with pytest.raises(ValueError, match="`reduce_op` must be a ReduceOp"):
-        PAIR.reduce("max", value, None)
-    with pytest.raises(TypeError, match="axis"):
-        PAIR.reduce("sum", value)
-    with pytest.raises(ValueError, match="booleans have no sum"):
-        PAIR.reduce("sum", [np.array([True]), np.array([False])], 0)
-    with pytest.raises(ValueError, match="expected 2, got 3"):
-        PAIR.gather([np.ones(1)] * 3, 0)
-    with pytest.raises(ValueError, match="expected 2, got 3"):
-        PAIR.reduce("sum", [np.ones(1)] * 3, 0)
-    with pytest.raises(ValueError, match="`MirroredStrategy.gather` got the plain value"):
-        PAIR.gather(np.ones(3), 0)
+MATRIX = of_replica(PAIR, lambda i: np.ones((2, 3), "f"))
+SLICES = PerReplica([jc.IndexedSlices([[1.0]], [0], (3, 1))] * 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        *((ValueError, r"`reduce`: the value has shape \(2, 3\) and so no axis", lambda k=k: PAIR.reduce("sum", MATRIX, k))
+          for k in (2, -3, (0, 2))),
+        (ValueError, "expected different axes", lambda: PAIR.reduce("mean", MATRIX, (0, -2))),
+        (ValueError, "at least one", lambda: PAIR.reduce("mean", MATRIX, ())),
+        (ValueError, "an integer", lambda: PAIR.reduce("mean", MATRIX, "x")),
+        (ValueError, r"leaf \[1\] is a scalar, which has no axis 0", lambda: PAIR.reduce("mean", PerReplica([(np.ones(2), 1.0)] * 2), 0)),
+        (ValueError, "`reduce_op` must be a ReduceOp", lambda: PAIR.reduce("max", MATRIX, None)),
+        (TypeError, "axis", lambda: PAIR.reduce("sum", MATRIX)),
+        (ValueError, "booleans have no sum", lambda: PAIR.reduce("sum", [np.array([True]), np.array([False])], 0)),
+        (ValueError, "expected 2, got 3", lambda: PAIR.reduce("sum", [np.ones(1)] * 3, 0)),
+        (ValueError, "expected 2, got 3", lambda: PAIR.gather([np.ones(1)] * 3, 0)),
+        (ValueError, "`MirroredStrategy.gather` got the plain value", lambda: PAIR.gather(np.ones(3), 0)),
+        (ValueError, "the value is a scalar, which has no axis 0", lambda: PAIR.gather(PerReplica([1.0, 2.0]), 0)),
+        (NotImplementedError, "`gather` expects dense arrays", lambda: PAIR.gather(SLICES, 0)),
+        (NotImplementedError, "`all_gather` expects dense arrays", lambda: PAIR.run(lambda x: all_gather(x, 0), (SLICES,))),
+        (ValueError, "`reduce` along an axis expects dense arrays", lambda: PAIR.reduce("sum", SLICES, 0)),
+        (ValueError, r"update` expects a Mirrored or a PerReplica.* got 3", lambda: PAIR.extended.update(3, lambda v: v)),
+        (ValueError, "one structure for all replicas; replica 1 has", lambda: of_replica(PAIR, lambda i: [1.0] * (i + 1))),
+        (ValueError, "must be an array or a number; got 'x'", lambda: of_replica(PAIR, lambda i: "x")),
+    ],
+)  # fmt: skip
+def test_what_reduce_and_gather_are_given_is_checked(error, message, call):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_one_replica_is_all_of_a_plain_value():
     assert ONE.gather(np.ones(3), 0).shape == (3,)
-    with pytest.raises(ValueError, match="the value is a scalar, which has no axis 0"):
-        PAIR.gather(PerReplica([1.0, 2.0]), 0)
-    slices = PerReplica([jc.IndexedSlices([[1.0]], [0], (3, 1))] * 2)
-    with pytest.raises(NotImplementedError, match="`gather` expects dense arrays"):
-        PAIR.gather(slices, 0)
-    with pytest.raises(NotImplementedError, match="`all_gather` expects dense arrays"):
-        PAIR.run(lambda x: all_gather(x, 0), (slices,))
-    with pytest.raises(ValueError, match=r"update` expects a Mirrored or a PerReplica.* got 3"):
-        PAIR.extended.update(3, lambda v: v)
-    with pytest.raises(ValueError, match="one structure for all replicas; replica 1 has"):
-        of_replica(PAIR, lambda i: [1.0] * (i + 1))
-    with pytest.raises(ValueError, match="must be an array or a number; got 'x'"):
-        of_replica(PAIR, lambda i: "x")
 
 
 @pytest.mark.parametrize(
@@ -1014,10 +993,3 @@ def test_a_vmap_that_takes_the_name_of_the_replicas_is_refused(size):
     each = jax.vmap(lambda v: jc.all_reduce("sum", v, "replica"), axis_name="replica")
     with pytest.raises(ValueError, match="a `vmap` here has taken the name of an axis of the mesh"):
         strategy.run(each, args=(value,))
-
-
-def test_a_sparse_value_is_not_reduced_along_an_axis():
-    strategy = jc.MirroredStrategy(jax.devices()[:2])
-    value = jc.PerReplica([jc.IndexedSlices([[1.0]], [0], (3, 1))] * 2)
-    with pytest.raises(ValueError, match="`reduce` along an axis expects dense arrays"):
-        strategy.reduce("sum", value, 0)

@@ -272,30 +272,30 @@ def test_an_array_over_several_devices_is_no_replicas_value():
         jc.PerReplica([wide, wide])
 
 
-def test_from_global_refuses_what_lies_differently():
+def half():
     mesh = jax.make_mesh((4, 2), ("a", "b"), (AxisType.Auto,) * 2)
-    half = jax.device_put(np.ones((4, 2), "f"), NamedSharding(mesh, P("a")))
-    with pytest.raises(
-        ValueError, match=r"expects leaf \['w'\] to have a leading replica dimension"
-    ):
-        jc.PerReplica.from_global({"w": half})
-    with pytest.raises(ValueError, match=r"expects the value to be replicated over its devices; "
-                                         r"got shape \(4, 2\) over 8 devices"):  # fmt: skip
-        jc.Mirrored.from_global(half)
-    with pytest.raises(ValueError, match="leading replica dimension"):
-        jc.PerReplica.from_global(jnp.ones(3))
-    with pytest.raises(
-        ValueError, match=r"expects the value to be a global jax.Array; got ndarray"
-    ):
-        jc.PerReplica.from_global(np.ones(3))
-    with pytest.raises(
-        ValueError, match=r"`Mirrored` got a tree without leaves; it needs an array"
-    ):
-        jc.Mirrored.from_global({"a": None})
-    a, b = jc.PerReplica([1, 2]).tree, jc.PerReplica([1, 2], devices=jax.devices()[1::-1]).tree
-    with pytest.raises(ValueError, match=r"leaf \[1\] lies on cpu:1, cpu:0, but the first leaf on "
-                                         "cpu:0, cpu:1; all must lie on the same"):  # fmt: skip
-        jc.PerReplica.from_global([a, b])
+    return jax.device_put(np.ones((4, 2), "f"), NamedSharding(mesh, P("a")))
+
+
+def pair(order):
+    return jc.PerReplica([1, 2], devices=jax.devices()[:2][::order]).tree
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree", "message"),
+    [
+        (jc.PerReplica, lambda: {"w": half()}, r"expects leaf \['w'\] to have a leading replica dimension"),
+        (jc.Mirrored, half, r"expects the value to be replicated over its devices; got shape \(4, 2\) over 8 devices"),
+        (jc.PerReplica, lambda: jnp.ones(3), "leading replica dimension"),
+        (jc.PerReplica, lambda: np.ones(3), "expects the value to be a global jax.Array; got ndarray"),
+        (jc.Mirrored, lambda: {"a": None}, "`Mirrored` got a tree without leaves; it needs an array"),
+        (jc.PerReplica, lambda: [pair(1), pair(-1)],
+         r"leaf \[1\] lies on cpu:1, cpu:0, but the first leaf on cpu:0, cpu:1; all must lie on the same"),
+    ],
+)  # fmt: skip
+def test_from_global_refuses_what_lies_differently(kind, tree, message):
+    with pytest.raises(ValueError, match=message):
+        kind.from_global(tree())
 
 
 def test_nothing_is_made_inside_a_program():

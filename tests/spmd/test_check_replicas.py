@@ -211,14 +211,14 @@ ALONE = {
     "another device": (lambda: jax.device_put(ROWS, jax.devices()[3]), "on cpu:3 only"),
     "batch": (
         lambda: jax.device_put(ROWS, NamedSharding(mesh_of(8), P("data"))),
-        r"float32\[8\] in 8 parts, one a device",
+        r"float32\[8\] in 8 parts, one on each device",
     ),
-    "pmap": (lambda: of_pmap()["b"], r"float32\[8, 3\] in 8 parts, one a device"),
+    "pmap": (lambda: of_pmap()["b"], r"float32\[8, 3\] in 8 parts, one on each device"),
     "pmap, replicas last": (
-        lambda: of_pmap(-1)["b"], r"float32\[24, 1\] in 8 parts, one a device",
+        lambda: of_pmap(-1)["b"], r"float32\[24, 1\] in 8 parts, one on each device",
     ),
     "pmap, and a jit after it": (
-        lambda: jax.jit(jnp.negative)(of_pmap()["b"]), r"float32\[8, 3\] in 8 parts, one a device",
+        lambda: jax.jit(jnp.negative)(of_pmap()["b"]), r"float32\[8, 3\] in 8 parts, one on each device",
     ),
     "a key": (lambda: jax.random.key(1), "on cpu:0 only"),
 }  # fmt: skip

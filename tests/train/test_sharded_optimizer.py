@@ -220,7 +220,7 @@ NOT_ELEMENTWISE = {
 def test_what_is_not_elementwise_is_refused(what):
     with pytest.raises(
         ValueError,
-        match=r"expects an elementwise optimizer.*whole and in 2 shards.*pass `max_norm`",
+        match=r"expects an elementwise optimizer.*as one and in 2 shards.*pass `max_norm`",
     ):
         jc.sharded_optimizer(NOT_ELEMENTWISE[what], "data")
 

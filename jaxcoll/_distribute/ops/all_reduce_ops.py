@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +14,12 @@ from jaxcoll._dispatch.call import Call
 from jaxcoll._distribute.ops.all_reduce_program import Route, all_reduce_program
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps, Reduction
 from jaxcoll._distribute.ops.one_device import ReductionToOneDevice
+from jaxcoll._distribute.values.device_names import devices_named
 from jaxcoll._distribute.values.replica_axis import AXIS
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
-from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
+from jaxcoll._plan.checks import count, is_integer
+from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.packing import GroupSmall, NumPacks, PackingRule, Unpacked
 
 HIERARCHICAL_COPY = "hierarchical_copy"
@@ -66,14 +67,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> None:
         self._algorithm = _algorithm(all_reduce_alg)
         sizes = {
-            "num_packs": count_of("num_packs", num_packs, " (0: no packing)"),
-            "agg_small_grads_max_bytes": count_of(
+            "num_packs": count("num_packs", " (0: no packing)", num_packs),
+            "agg_small_grads_max_bytes": count(
                 "agg_small_grads_max_bytes",
-                agg_small_grads_max_bytes,
                 " number of bytes (0: no grouping)",
+                agg_small_grads_max_bytes,
             ),
-            "agg_small_grads_max_group": count_of(
-                "agg_small_grads_max_group", agg_small_grads_max_group, " (0: no grouping)"
+            "agg_small_grads_max_group": count(
+                "agg_small_grads_max_group", " (0: no grouping)", agg_small_grads_max_group
             ),
         }
         self._packing = _packing(*sizes.values())
@@ -96,13 +97,11 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         options: CommunicationOptions,
         name: str,
     ) -> list[tuple[Call, list[int]]]:
-        together: dict[frozenset[jax.Device], list[int]] = {}
-        alone: list[int] = []
+        together: dict[frozenset[jax.Device] | None, list[int]] = {}
         for i, r in enumerate(reductions):
-            if r.is_all_reduce:
-                together.setdefault(frozenset(r.value.devices), []).append(i)
-            else:
-                alone.append(i)
+            over = frozenset(r.value.devices) if r.is_all_reduce else None
+            together.setdefault(over, []).append(i)
+        alone = together.pop(None, [])
         calls = [
             (self._all_reduce(reduce_op, [reductions[i] for i in members], options, name), members)
             for members in together.values()
@@ -180,6 +179,57 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         self._arguments = {"num_packs": int(num_packs)}
 
 
+class CollectiveAllReduce(AllReduceCrossDeviceOps):
+    """All-reduces over the devices of a group, as its options say.
+
+    Law: as of `AllReduceCrossDeviceOps`, but for the group's devices only, and packed, carried
+    and bounded as `options` say; a call's own options take precedence. With several processes each
+    passes what it holds, and gets the reduction of what all hold: see `CrossDeviceOps`.
+
+    Args:
+      devices: this worker's devices, or device strings.
+      group_size: devices of all workers together: the number of `devices`, or, with several
+        processes, the number of all devices.
+      options: defaults for every call.
+
+    Raises:
+      ValueError: `devices` is empty or has one twice; `group_size` is not a multiple of their
+        number, or takes more workers than there are. On a call: a value that lies on other devices.
+
+    Examples:
+      >>> import jax
+      >>> ring = CommunicationOptions(implementation="ring")
+      >>> ops = CollectiveAllReduce(jax.devices(), group_size=8, options=ring)
+      >>> value = PerReplica.from_function(float)
+      >>> ops.reduce("mean", value, value)[7].tolist()
+      3.5
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device | str],
+        group_size: int,
+        options: CommunicationOptions | None = None,
+    ) -> None:
+        super().__init__(num_packs=0)
+        name = type(self).__name__
+        self._group = found = devices_named(devices, name)
+        if not is_integer(group_size) or group_size < 1 or group_size % len(found):
+            raise ValueError(
+                f"`group_size` must be a positive multiple of the number of devices, {len(found)}, "
+                f"so that every worker has as many; got {group_size!r}."
+            )
+        if group_size > len(found):
+            self._group = _of_all_workers(self._group, int(group_size))
+        self._options = checked(options)
+        self._arguments = {"devices": list(map(str, found)), "group_size": int(group_size)}
+        self._arguments |= {"options": self._options} if options else {}
+
+    def _arranged(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
+        mesh, _ = super()._arranged(self._group if set(devices) == set(self._group) else devices)
+        return mesh, (Route(),)
+
+
 @functools.lru_cache(maxsize=256)
 def arrangement(
     devices: tuple[jax.Device, ...], algorithm: str | None
@@ -220,18 +270,19 @@ def _packing(num_packs: int, max_bytes: int, max_group: int) -> PackingRule:
     return GroupSmall(max_bytes, max_group) if max_bytes and max_group else Unpacked()
 
 
-def is_count(value: Any) -> bool:
-    """Whether `value` is a non-negative integer, numpy's included, and not a truth value."""
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return whole and int(value) >= 0
-
-
-def count_of(argument: str, value: Any, meaning: str) -> int:
-    """`value` as a Python integer.
+def _of_all_workers(devices: tuple[jax.Device, ...], group_size: int) -> tuple[jax.Device, ...]:
+    """The devices of all processes, where those of this one are given.
 
     Raises:
-      ValueError: it is not a non-negative integer.
+      ValueError: other devices are given, or `group_size` is not the number of all.
     """
-    if not is_count(value):
-        raise ValueError(f"`{argument}` must be a non-negative integer{meaning}; got {value!r}.")
-    return int(value)
+    every = jax.devices()
+    if set(devices) != set(jax.local_devices()) or group_size != len(every):
+        raise ValueError(
+            f"`group_size` {group_size} takes {group_size // len(devices)} workers of "
+            f"{len(devices)} devices; there {'is' if jax.process_count() == 1 else 'are'} "
+            f"{jax.process_count()}, with {len(every)} devices together, "
+            f"{len(jax.local_devices())} of them here. Pass group_size={len(devices)}, or this "
+            f"process's devices and group_size={len(every)}."
+        )
+    return tuple(sorted(every, key=lambda device: (device.process_index, device.id)))

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run_all
-from jaxcoll._distribute.ops.gather import gathered
+from jaxcoll._distribute.ops.gather import Gather
 from jaxcoll._distribute.ops.hints import given
 from jaxcoll._distribute.strategy.replica_context import check_cross_replica
 from jaxcoll._distribute.values.assemble import own_devices
@@ -25,7 +25,7 @@ from jaxcoll._mesh.mesh import no_mesh, span_processes
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import check_reducible
-from jaxcoll._spmd.indexed_slices import IndexedSlices
+from jaxcoll._show.units import counted
 from jaxcoll._spmd.sparse import is_sparse
 
 
@@ -80,7 +80,7 @@ class CrossDeviceOps(abc.ABC):
 
     Several processes: all of them make the same calls. A class that is for a group of devices
     takes what this process holds: a value over its own devices of the group is its share of one
-    over the whole group, and a plain value is one value of each process. Each process gets the
+    over all of the group, and a plain value is one value of each process. Each process gets the
     result on those destinations that are its own; where none is, a copy on one of its devices of
     the value.
 
@@ -115,7 +115,7 @@ class CrossDeviceOps(abc.ABC):
 
         Raises:
           RuntimeError: called in a replica function.
-          ValueError: an argument is none of what it may be, or a leaf has no sum.
+          ValueError: an argument is invalid, or a leaf has no sum.
           DeadlineExceededError: `timeout_seconds` passed.
 
         Examples:
@@ -142,7 +142,7 @@ class CrossDeviceOps(abc.ABC):
         Args:
           reduce_op: as in `reduce`.
           value_destination_pairs: any iterable of tuples of a value and its destinations.
-          options: as in `reduce`; `timeout_seconds` bounds the whole call.
+          options: as in `reduce`; `timeout_seconds` bounds the entire call.
           experimental_hints: the older name of `options`.
 
         Returns:
@@ -150,7 +150,7 @@ class CrossDeviceOps(abc.ABC):
 
         Raises:
           RuntimeError: called in a replica function.
-          ValueError: as in `reduce`, the pair being named; or these are no pairs.
+          ValueError: as in `reduce`, naming the pair; or an item is not a pair.
           DeadlineExceededError: `timeout_seconds` passed.
 
         Examples:
@@ -187,8 +187,7 @@ class CrossDeviceOps(abc.ABC):
 
         Raises:
           RuntimeError: called in a replica function.
-          ValueError: an argument is none of what it may be, or the only destination belongs to
-            another process.
+          ValueError: an argument is invalid, or the only destination belongs to another process.
 
         Examples:
           >>> NcclAllReduce().broadcast(1.0, PerReplica([0, 0, 0]))
@@ -198,12 +197,13 @@ class CrossDeviceOps(abc.ABC):
 
     @final
     def _broadcast(self, tensor: Any, destinations: Any, options: CommunicationOptions) -> Any:
-        """`broadcast`, whose exchange with other processes `timeout_seconds` bounds."""
+        """`broadcast`; `timeout_seconds` bounds its exchange with other processes."""
         _check_between_programs("broadcast", tensor)
         devices = destination_devices(destinations, "broadcast")
         if isinstance(tensor, Mirrored):
             tensor = tensor.settled()
             spans = span_processes(tensor.devices)
+            # Each process has a copy of its own already: nothing is sent.
             if spans or (set(tensor.devices) == set(devices) and len(devices) > 1):
                 return delivered(tensor, devices)
             return copied(copy_near(tensor, devices), devices, options.timeout_seconds)
@@ -247,8 +247,8 @@ class CrossDeviceOps(abc.ABC):
         Raises:
           RuntimeError: called in a replica function.
           NotImplementedError: a leaf is an `IndexedSlices`.
-          ValueError: an argument is none of what it may be; a leaf has no such dimension; or
-            parts differ in dtype, rank or another dimension, and both shapes are named.
+          ValueError: an argument is invalid; a leaf has no such dimension; or parts differ in
+            dtype, rank or another dimension, and both shapes are named.
           DeadlineExceededError: `timeout_seconds` passed.
 
         Examples:
@@ -257,12 +257,12 @@ class CrossDeviceOps(abc.ABC):
           >>> NcclAllReduce().gather(uneven, "cpu:0", axis=0).tolist()
           [1.0, 2.0, 3.0]
         """
-        said = self._options.merge(checked(options))
+        options = self._options.merge(checked(options))
         _check_between_programs("gather", per_replica_value)
         devices = destination_devices(destinations, "gather")
         name = type(self).__name__
         with no_mesh():
-            return gathered(name, per_replica_value, devices, axis, said, self._group)
+            return Gather(name, devices, axis, options, self._group).of(per_replica_value)
 
     @abc.abstractmethod
     def _prepare(
@@ -277,7 +277,7 @@ class CrossDeviceOps(abc.ABC):
         Args:
           reduce_op: SUM or MEAN.
           reductions: none of them in place.
-          options: what the caller said, over what the object was made with.
+          options: those of the call, over those of the object.
           name: of the calls.
 
         Returns:
@@ -292,20 +292,20 @@ class CrossDeviceOps(abc.ABC):
         pairs: Sequence[tuple[str, tuple[Any, Any]]],
         options: CommunicationOptions | None,
     ) -> list[Any]:
-        op, said = ReduceOp.of(reduce_op), self._options.merge(checked(options))
+        op, merged = ReduceOp.of(reduce_op), self._options.merge(checked(options))
         _check_between_programs(caller, [pair for _, pair in pairs])
         reductions = [self._checked(caller, name, *pair) for name, pair in pairs]
         moving = [r for r in reductions if not r.is_in_place(op)]
         results = iter(())
         if moving:
-            count = "1 value" if len(moving) == 1 else f"{len(moving)} values"
-            what = f"`{type(self).__name__}.{caller}` ({op.name} of {count})"
+            values = counted(len(moving), "value")
+            what = f"`{type(self).__name__}.{caller}` ({op.name} of {values})"
             with no_mesh():
-                calls = self._prepare(op, moving, said, what)
+                calls = self._prepare(op, moving, merged, what)
                 returned = run_all([call for call, _ in calls])
                 made: dict[int, Any] = {}
-                for (_, positions), values in zip(calls, returned, strict=True):
-                    made.update(zip(positions, values, strict=True))
+                for (_, positions), found in zip(calls, returned, strict=True):
+                    made.update(zip(positions, found, strict=True))
                 results = iter([_taken_to(r, made[i]) for i, r in enumerate(moving)])
         return [r.value[0] if r.is_in_place(op) else next(results) for r in reductions]
 
@@ -314,7 +314,7 @@ class CrossDeviceOps(abc.ABC):
         devices = destination_devices(destinations, caller)
         with no_mesh():
             wrapped = self._of_all(caller, value, devices[0])
-        first: dict[Any, Any] = {}  # of each dtype: one is refused as all are
+        first: dict[Any, Any] = {}  # of each dtype: it decides whether there is a sum
         for path, leaf in jax.tree_util.tree_leaves_with_path(wrapped.tree):
             first.setdefault(leaf.dtype, path)
         for dtype, path in first.items():
@@ -328,8 +328,8 @@ class CrossDeviceOps(abc.ABC):
         _check_plain(caller, value)
         if span_processes(self._group):
             return Held.of_each_process(value, self._group).assembled()
-        if is_sparse(value):
-            return _sparse(value, device)
+        if is_sparse(value):  # rows that no other replica shares
+            return Mirrored([value], devices=own_devices([value]) or [device])
         if not isinstance(value, jax.Array):
             return Mirrored([value], devices=[device])
         return Mirrored.from_global(value)
@@ -367,9 +367,3 @@ def _check_plain(caller: str, value: Any) -> None:
             "not say what it is: `PerReplica.from_global` takes it for one row for each replica, "
             "`Mirrored.from_global` for one copy for each."
         )
-
-
-def _sparse(value: IndexedSlices, device: jax.Device) -> Mirrored:
-    """Rows that no replica shares: a value of one replica."""
-    found = own_devices([value])
-    return Mirrored([value], devices=found or [device])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,123 +27,98 @@ from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import is_sparse
 
 
-def gathered(
-    name: str,
-    value: Any,
-    destinations: tuple[jax.Device, ...],
-    axis: int,
-    options: CommunicationOptions,
-    group: tuple[jax.Device, ...],
-) -> Any:
-    """`CrossDeviceOps.gather`, with its errors.
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """A gather between programs, as `CrossDeviceOps.gather` has it.
 
-    Args:
+    Attributes:
       name: of the cross-device op, for messages.
-      value: as in `CrossDeviceOps.gather`.
       destinations: where the result is wanted.
       axis: the dimension along which parts are joined.
       options: what carries it; `timeout_seconds` bounds it.
       group: the devices that the op is for; (): any.
     """
-    if isinstance(value, PerReplica | Mirrored):
-        value = value.settled()
-        _check_leaves(value, axis)
-        value = held(name, value, group)
-    elif span_processes(group):
-        if not isinstance(value, list | tuple):
-            group = first_of_each_process(group)
-        parts = parts_of("gather", _plain_parts(value), len(of_this_process(group)))
-        value = Held.of_process(parts, group)
-    if isinstance(value, Held):
-        return _gathered_held(name, value, destinations, axis, options)
-    if isinstance(value, PerReplica | Mirrored):
-        return _gathered_distributed(name, value, destinations, axis, options)
-    parts = _plain_parts(value)
-    who = "`gather`: the part of replica 0" if len(parts) > 1 else "`gather`: the value"
-    check_parts("gather", parts, [gather.dimension(axis, parts[0].shape, who)])
-    return _gathered_copies(name, parts, False, destinations, axis, options)
 
+    name: str
+    destinations: tuple[jax.Device, ...]
+    axis: int
+    options: CommunicationOptions
+    group: tuple[jax.Device, ...]
 
-def _gathered_distributed(
-    name: str,
-    value: PerReplica | Mirrored,
-    destinations: tuple[jax.Device, ...],
-    axis: int,
-    options: CommunicationOptions,
-) -> Any:
-    """The gather of a value that lies over all its devices."""
-    spans = span_processes(value.devices)
-    in_place = len(value) > 1 and set(value.devices) == set(destinations)
-    if isinstance(value, PerReplica) and (spans or in_place):
-        return delivered(_all_gathered(name, value, axis, options), destinations)
-    if isinstance(value, PerReplica):
-        parts = [value.part(d) for d in value.devices]
-        return _gathered_copies(name, parts, True, destinations, axis, options)
-    parts = [copy_near(value, destinations)] * len(value)
-    if not spans:
-        return _gathered_copies(name, parts, False, destinations, axis, options)
-    # Equal copies are joined on each process by itself: nothing is sent.
-    here = value.devices[of_this_process(value.devices)[0]]
-    return spread(_joined_on_one(name, parts, False, here, axis, options), destinations)
+    def of(self, value: Any) -> Any:
+        """The joined value, with the errors of `CrossDeviceOps.gather`."""
+        if isinstance(value, PerReplica | Mirrored):
+            value = value.settled()
+            _check_leaves(value, self.axis)
+            found = held(self.name, value, self.group)
+            return self._of_held(found) if isinstance(found, Held) else self._of_all(found)
+        parts, group = _plain_parts(value), self.group
+        if span_processes(group):
+            if not isinstance(value, list | tuple):
+                group = first_of_each_process(group)
+            parts = parts_of("gather", parts, len(of_this_process(group)))
+            return self._of_held(Held.of_process(parts, group))
+        who = "`gather`: the part of replica 0" if len(parts) > 1 else "`gather`: the value"
+        check_parts("gather", parts, [gather.dimension(self.axis, parts[0].shape, who)])
+        return self._copies(parts)
 
+    def _of_all(self, value: PerReplica | Mirrored) -> Any:
+        """Of a value that lies over all its devices."""
+        spans = span_processes(value.devices)
+        in_place = len(value) > 1 and set(value.devices) == set(self.destinations)
+        if isinstance(value, PerReplica):
+            if spans or in_place:
+                return delivered(self._all_gathered(value), self.destinations)
+            return self._copies([value.part(device) for device in value.devices], rows=True)
+        parts = [copy_near(value, self.destinations)] * len(value)
+        if not spans:
+            return self._copies(parts)
+        # Every process joins its own copies, which are equal: nothing is sent.
+        here = value.devices[of_this_process(value.devices)[0]]
+        return spread(self._on_one(parts, here), self.destinations)
 
-def _gathered_copies(
-    name: str,
-    parts: list[Any],
-    rows: bool,
-    destinations: tuple[jax.Device, ...],
-    axis: int,
-    options: CommunicationOptions,
-) -> Any:
-    """Parts joined on the first destination, and the result copied to the others."""
-    if span_processes(destinations):
-        raise ValueError(
-            "`gather` copies between the devices of one process; over several, gather a value that "
-            "lies on the devices of all, and take the copy of this process with `result[i]`."
-        )
-    check_here(destinations[0])
-    return copied(_joined_on_one(name, parts, rows, destinations[0], axis, options), destinations)
+    def _copies(self, parts: list[Any], rows: bool = False) -> Any:
+        """Parts joined on the first destination, and the result copied to the others."""
+        if span_processes(self.destinations):
+            raise ValueError(
+                "`gather` copies between the devices of one process; over several, gather a value "
+                "that lies on the devices of all, and take the copy of this process with "
+                "`result[i]`."
+            )
+        check_here(self.destinations[0])
+        return copied(self._on_one(parts, self.destinations[0], rows), self.destinations)
 
+    def _on_one(self, parts: list[Any], device: jax.Device, rows: bool = False) -> Any:
+        """Parts joined on one device of this process."""
+        program = _joining_program(self.axis, rows)
+        moved = jax.device_put(parts, device)
+        return run(Call(program, (moved,), (device,), f"`{self.name}.gather`", self.options))
 
-def _joined_on_one(
-    name: str,
-    parts: list[Any],
-    rows: bool,
-    device: jax.Device,
-    axis: int,
-    options: CommunicationOptions,
-) -> Any:
-    """Parts joined on one device of this process."""
-    moved = jax.device_put(parts, device)
-    return run(Call(_joining_program(axis, rows), (moved,), (device,), f"`{name}.gather`", options))
+    def _all_gathered(self, value: PerReplica) -> Mirrored:
+        """One compiled all-gather of a value, to its own devices."""
+        carried = self.options.replace(timeout_seconds=UNSET)
+        program = gather_program(value.devices, int(self.axis), carried)
+        name, settings = f"`{self.name}.gather`", (self.axis, carried)
+        return run(Call(program, (value,), value.devices, name, self.options, settings=settings))
 
+    def _of_held(self, value: Held) -> Any:
+        """The parts of this process, joined with those of all others."""
+        first, (part, *_) = min(value.parts), value.parts.values()
+        leaves, treedef = jax.tree.flatten(part)
+        who = f"`gather`: the part of replica {first}"
+        axes = [gather.dimension(self.axis, np.shape(leaf), who) for leaf in leaves]
+        shapes = value.shapes("gather", [(k,) for k in axes], self.options.timeout_seconds)
+        sizes = [[spec.shape[k] for spec in specs] for specs, k in zip(shapes, axes, strict=True)]
 
-def _gathered_held(
-    name: str,
-    value: Held,
-    destinations: tuple[jax.Device, ...],
-    axis: int,
-    options: CommunicationOptions,
-) -> Any:
-    """The parts that this process holds, joined with those of all others."""
-    group, seconds = value.devices, options.timeout_seconds
-    first, (part, *_) = min(value.parts), value.parts.values()
-    leaves, treedef = jax.tree.flatten(part)
-    who = f"`gather`: the part of replica {first}"
-    axes = [gather.dimension(axis, np.shape(leaf), who) for leaf in leaves]
-    shapes = value.shapes("gather", [(k,) for k in axes], seconds)
-    sizes = [[spec.shape[k] for spec in of_all] for of_all, k in zip(shapes, axes, strict=True)]
+        def padded(part: Any) -> Any:
+            found = zip(jax.tree.leaves(part), axes, sizes, strict=True)
+            return treedef.unflatten(_padded(leaf, k, max(of_all)) for leaf, k, of_all in found)
 
-    def padded(part: Any) -> Any:
-        found = zip(jax.tree.leaves(part), axes, sizes, strict=True)
-        return treedef.unflatten(_padded(leaf, k, max(of_all)) for leaf, k, of_all in found)
-
-    rows = Held({i: padded(part) for i, part in value.parts.items()}, group).assembled()
-    result = copy_near(_all_gathered(name, rows, axis, options), destinations)
-    found = zip(treedef.flatten_up_to(result), axes, sizes, strict=True)
-    return spread(
-        treedef.unflatten(_cut(leaf, k, of_all) for leaf, k, of_all in found), destinations
-    )
+        rows = Held({i: padded(part) for i, part in value.parts.items()}, value.devices)
+        result = copy_near(self._all_gathered(rows.assembled()), self.destinations)
+        found = zip(treedef.flatten_up_to(result), axes, sizes, strict=True)
+        joined = treedef.unflatten(_cut(leaf, k, of_all) for leaf, k, of_all in found)
+        return spread(joined, self.destinations)
 
 
 def _padded(part: Any, axis: int, size: int) -> Any:
@@ -191,17 +167,6 @@ def _plain_parts(value: Any) -> list[Any]:
     raise ValueError(
         "`gather` expects a PerReplica, a Mirrored, an array, or a list or tuple with one "
         f"array for each replica; got {value!r} ({type(value).__name__})."
-    )
-
-
-def _all_gathered(
-    name: str, value: PerReplica, axis: int, options: CommunicationOptions
-) -> Mirrored:
-    """A value gathered to its own devices by one program."""
-    settings = axis, options.replace(timeout_seconds=UNSET)
-    program = gather_program(value.devices, int(axis), settings[1])
-    return run(
-        Call(program, (value,), value.devices, f"`{name}.gather`", options, settings=settings)
     )
 
 

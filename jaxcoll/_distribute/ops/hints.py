@@ -1,4 +1,4 @@
-"""The older spelling of communication options, which TensorFlow calls hints."""
+"""`CollectiveHints`, the older spelling of communication options, and `experimental_hints`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def given(options: Any, experimental_hints: Any) -> CommunicationOptions:
     """The options of a call that also takes them under their older name.
 
     Raises:
-      ValueError: both are given, or one is no CommunicationOptions.
+      ValueError: both are given, or one is not a CommunicationOptions.
     """
     if experimental_hints is None:
         return checked(options)

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxcoll._distribute.ops.all_reduce_ops import AllReduceCrossDeviceOps, count_of, grid_of
+from jaxcoll._distribute.ops.all_reduce_ops import AllReduceCrossDeviceOps, grid_of
 from jaxcoll._distribute.ops.all_reduce_program import Route
 from jaxcoll._distribute.values.device_names import devices_named
+from jaxcoll._plan import checks
 from jaxcoll._plan.algorithms import check_fits
 from jaxcoll._plan.all_reduce_spec import SpecTuple, parse_spec
 from jaxcoll._plan.options import CommunicationOptions
@@ -49,7 +50,7 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
       agg_small_grads_max_group: likewise.
 
     Raises:
-      ValueError: an argument is none of what it may be; there are not enough devices, or too
+      ValueError: an argument is invalid; there are not enough devices, or too
         many shards. On a call: a value over other devices than the workers'.
 
     Examples:
@@ -114,7 +115,7 @@ def _workers_of(
 ) -> tuple[tuple[jax.Device, ...], ...]:
     """The devices of each worker: equally many for all, none of them twice."""
     meaning = " (0: workers without GPUs, of one device each)"
-    count = count_of("num_gpus_per_worker", num_gpus_per_worker, meaning) or 1
+    count = checks.count("num_gpus_per_worker", meaning, num_gpus_per_worker) or 1
     if not isinstance(workers, list | tuple) or not workers:
         raise ValueError(
             f"`{caller}` expects `worker_devices` to be a list with one name, or one list of "

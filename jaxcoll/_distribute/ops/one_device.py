@@ -101,15 +101,15 @@ class ReductionToOneDevice(CrossDeviceOps):
 def _components(reduction: Reduction, device: jax.Device) -> list[Any]:
     """The part of each replica, still on its own device; of equal copies the nearest."""
     value = reduction.value
-    strangers = [
+    foreign = [
         d
         for d in (*value.devices, device, *reduction.destinations)
         if d.process_index != jax.process_index()
     ]
-    if strangers:
+    if foreign:
         raise ValueError(
             f"A reduction to one device copies between the devices of one process; "
-            f"{strangers[0]} belongs to process {strangers[0].process_index}. Reduce to the "
+            f"{foreign[0]} belongs to process {foreign[0].process_index}. Reduce to the "
             "value's own devices with `NcclAllReduce` instead."
         )
     if not isinstance(value, PerReplica):
@@ -134,9 +134,6 @@ def one_device_program(
       rows: whether components are rows, with a leading dimension of one.
       options: whether a sum is bit-equal to the one between devices, and whether a checksum
         guards it.
-
-    Returns:
-      A jitted function of the components, trees all, to a list of one tree.
     """
     scope = mesh_scope(line_of((device,), "device")).merged(options)
 

@@ -73,6 +73,7 @@ def reduce_along(
     else:
         sums, counts = _sums_of_rows(reduce_op, value, axis)
         like = value.tree
+    # A mean of means would weigh small parts like large ones: one sum, and one division.
     total = ops.reduce(ReduceOp.SUM, sums, first, options)
     return total if reduce_op is ReduceOp.SUM else jax.tree.map(divided, total, counts, like)
 

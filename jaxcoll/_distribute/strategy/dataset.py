@@ -45,17 +45,16 @@ def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
         name = f"batch {number}" + (f": leaf {jax.tree_util.keystr(path)}" if path else "")
         if not isinstance(leaf, jax.Array):
             leaf = np.asarray(leaf)
-            if not (np.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool) and not (
-                jax.dtypes.issubdtype(leaf.dtype, np.number)
-            ):
+            if not jax.dtypes.issubdtype(leaf.dtype, np.number) and leaf.dtype != bool:
                 raise ValueError(f"{name} holds no numbers: it is an array of {leaf.dtype}.")
         if not leaf.ndim:
             raise ValueError(
                 f"{name} is a scalar and has no rows to split over {here} replicas; pass what "
                 "all replicas share to `run` beside the batch."
             )
-        is_whole = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-        replicas, rows = len(devices) if is_whole else here, leaf.shape[0]
+        # A global array has the rows of all processes, any other those of this one.
+        is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        replicas, rows = len(devices) if is_global else here, leaf.shape[0]
         if rows % replicas:
             raise ValueError(
                 f"{name} has {rows} rows, which do not divide over {replicas} replicas ({rows} = "

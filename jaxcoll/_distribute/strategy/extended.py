@@ -1,4 +1,4 @@
-"""What a strategy does between programs, for those who say where results belong."""
+"""`strategy.extended`: reductions, broadcasts and updates with explicit destinations."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StrategyExtended:
 
         Raises:
           RuntimeError: called in a replica function.
-          ValueError: an argument is none of what it may be, or there is no sum.
+          ValueError: an argument is invalid, or there is no sum.
         """
         self._check("reduce_to", "call `jc.get_replica_context().all_reduce(...)`")
         op, asked = ReduceOp.of(reduce_op), given(options, experimental_hints)
@@ -85,7 +85,7 @@ class StrategyExtended:
 
         Raises:
           RuntimeError: called in a replica function.
-          ValueError: as in `reduce_to`; or these are no pairs.
+          ValueError: as in `reduce_to`; or an item is not a pair.
         """
         self._check("batch_reduce_to", "call `jc.get_replica_context().all_reduce(...)`")
         op, asked = ReduceOp.of(reduce_op), given(options, experimental_hints)
@@ -110,7 +110,7 @@ class StrategyExtended:
 
         Raises:
           RuntimeError: called in a replica function.
-          ValueError: an argument is none of what it may be.
+          ValueError: an argument is invalid.
         """
         self._check("broadcast_to", "every replica may use the value itself")
         return self._ops._broadcast(tensor, destinations, self._options)
@@ -140,7 +140,7 @@ class StrategyExtended:
 
         Raises:
           RuntimeError: called in a replica function.
-          ValueError: `value` holds what is not distributed, or an argument cannot be one.
+          ValueError: `value` holds a leaf that is not distributed, or an argument is invalid.
 
         Examples:
           >>> params = Mirrored([{"w": 1.0}, {"w": 1.0}])
@@ -177,6 +177,7 @@ def check_has_sum(
     """
     if reduce_op is not ReduceOp.SUM or len(devices) == 1 or span_processes(devices):
         return
+    # Reading a value that lies on a device would wait for it.
     on_host = isinstance(value, int | float | np.generic | np.ndarray)
     is_zero = on_host and np.ndim(value) == 0 and value == 0
     if is_sparse(value) or (is_array(value) and not is_zero):

@@ -9,8 +9,7 @@ import jax
 from jaxcoll import _compat
 from jaxcoll._cluster.initialize import initialize
 from jaxcoll._cluster.resolvers import ClusterResolver
-from jaxcoll._distribute.ops.all_reduce_ops import NcclAllReduce
-from jaxcoll._distribute.ops.collective_all_reduce import CollectiveAllReduce
+from jaxcoll._distribute.ops.all_reduce_ops import CollectiveAllReduce, NcclAllReduce
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps
 from jaxcoll._distribute.strategy.strategy import Strategy
 from jaxcoll._distribute.values.device_names import devices_named
@@ -26,11 +25,11 @@ class MirroredStrategy(Strategy):
       devices: devices or device strings, a replica on each, in this order. None: all of this
         process.
       cross_device_ops: what reduces and gathers between programs; None: `NcclAllReduce()`. A
-        reduction inside `run` is compiled into its program, and is told by options instead.
+        reduction inside `run` is compiled into its program, and follows options instead.
 
     Raises:
-      ValueError: there is no device, one is listed twice or is none, they belong to several
-        processes or to another one, or `cross_device_ops` is no `CrossDeviceOps`.
+      ValueError: there is no device, one is listed twice or is not a device, they belong to several
+        processes or to another one, or `cross_device_ops` is not a `CrossDeviceOps`.
 
     Examples:
       >>> strategy = MirroredStrategy()
@@ -77,14 +76,14 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
       cluster_resolver: says which processes there are, as for `jc.initialize`, which is called.
-        None: the environment says so (TF_CONFIG, Slurm, ...), unless a job was entered or JAX was
-        used before.
+        None: the environment says so (TF_CONFIG, Slurm, ...), unless `jc.initialize` was called
+        or JAX was used before.
       communication_options: defaults for every reduction and gather, inside `run` and between
         programs.
 
     Raises:
-      ValueError: `cluster_resolver` is no `ClusterResolver`, or `communication_options` is no
-        `CommunicationOptions`; and, like all other errors, from `jc.initialize`.
+      ValueError: `cluster_resolver` is not a `ClusterResolver`, or `communication_options` is not
+        a `CommunicationOptions`; and, like all other errors, from `jc.initialize`.
 
     Examples:
       >>> options = CommunicationOptions(bytes_per_pack=1 << 20)

@@ -1,4 +1,4 @@
-"""Where a program stands: inside a replica function of a strategy, or outside of all."""
+"""The context of a replica function, by which code knows whether it runs inside one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 
 
 class ReplicaContext:
-    """What a replica function may ask while `strategy.run` calls it: `jc.get_replica_context()`.
+    """The replica that runs a function of `strategy.run`, as `jc.get_replica_context()` gives it.
 
     Law: every replica computes with values that are its own. A constant made inside, an array
-    captured from outside and an argument that all replicas share each count once a replica, so
+    captured from outside and an argument that all replicas share each count once per replica, so
     that a SUM of one is R times it and a MEAN is itself; and a gradient taken inside is the
     gradient of this replica's own result, until it is reduced.
 
@@ -111,7 +111,7 @@ class ReplicaContext:
         if get_replica_context() is not self:
             raise RuntimeError(
                 "This ReplicaContext was used outside the function that `strategy.run` called, "
-                "where there are no replicas to speak for. Ask `jc.get_replica_context()` inside "
+                "where it has no replica. Call `jc.get_replica_context()` inside "
                 "the function; between programs use `strategy.reduce` and `strategy.gather`."
             )
 
@@ -143,7 +143,7 @@ def replicas_of(context: ReplicaContext | None) -> Iterator[None]:
 
 
 def check_own(caller: str, value: Any) -> None:
-    """Refuse a value of all replicas where one's own is meant.
+    """Refuse a value of all replicas where a replica's own is meant.
 
     Raises:
       ValueError: there is one in the tree.

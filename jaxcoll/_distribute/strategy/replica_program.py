@@ -55,6 +55,7 @@ def run_on_replicas(
     program, inner = replica_program(devices, function, carried, context)
     with no_mesh():
         placed = placed_arguments(caller, arguments, devices)
+        # A trace finds the deadlines inside, so shapes are traced before their first call.
         inner.traced(program, placed)
         return run(Call(program, placed, devices, what, options, inner=inner))
 
@@ -68,9 +69,9 @@ def replica_program(
 ) -> tuple[Any, InnerDeadlines]:
     """The program that runs `function` on every device, compiled once for each shape.
 
-    Law: replica i computes with row i of what is a `PerReplica` and with its copy of everything
-    else, and with nothing of another's but what it reduces or gathers. An output is a
-    `Mirrored` exactly where `varying_outputs` proves it the same everywhere.
+    Law: replica i computes with row i of each `PerReplica` and with its copy of everything else;
+    it sees other replicas' values only by reductions and gathers. An output is a `Mirrored`
+    exactly where `varying_outputs` proves it the same everywhere.
 
     Args:
       devices: one for each replica.
@@ -179,6 +180,7 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
 def _shared(value: Any, devices: tuple[jax.Device, ...]) -> jax.Array:
     """A copy on every device, typed in one way so that one program takes all there are."""
     copies = copies_over(devices)
+    # The same devices in words of another mesh would be another type, and compile again.
     array = place(value, copies)
     return array if array.sharding == copies else viewed(array, copies)
 

@@ -37,7 +37,7 @@ _entered: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar(
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-    """For which replica a value is asked.
+    """The replica that a value is made for.
 
     Attributes:
       replica_id_in_sync_group: its number, from 0.
@@ -49,7 +49,7 @@ class ValueContext:
 
 
 class Strategy:
-    """What `MirroredStrategy` and `MultiWorkerMirroredStrategy` have in common: everything.
+    """The methods of `MirroredStrategy` and `MultiWorkerMirroredStrategy`.
 
     State is an ordinary pytree: it goes into `run` as a `Mirrored` and comes out as one. There
     are no variable objects, and nothing needs to be made under `scope`.
@@ -119,19 +119,19 @@ class Strategy:
           fn: of arrays to a pytree of arrays; inside, `jc.get_replica_context()` reduces and
             gathers over the replicas, and gradients are each replica's own.
           args: positional arguments, trees of `PerReplica`s over the strategy's devices, and of
-            `Mirrored`s, arrays and numbers, which every replica gets whole.
+            `Mirrored`s, arrays and numbers, of which every replica gets a copy.
           kwargs: likewise.
           options: over those of the strategy, for the reductions inside; `timeout_seconds`
             bounds the call, as does the shortest one that a reduction inside is given.
 
         Returns:
           What `fn` returns, with a `Mirrored` in the place of each array that is proven to be
-          the same on every replica (what was reduced or gathered, or made of that and of what
-          all share), and a `PerReplica` in the place of each other.
+          the same on every replica (it was reduced or gathered, or made of such values and of
+          shared ones), and a `PerReplica` in the place of each other.
 
         Raises:
           RuntimeError: called in a replica function.
-          ValueError: an argument is none of what it may be, or lies on other devices.
+          ValueError: an argument is invalid, or lies on other devices.
           DeadlineExceededError: `timeout_seconds` passed.
           ReductionCorruptedError: a checksum found a wrong sum.
 
@@ -157,10 +157,10 @@ class Strategy:
                 f"`{caller}` keeps the program of each function, so that it is compiled once, and "
                 f"a {type(fn).__name__} cannot be a key: it has no hash. Wrap it in a function."
             ) from None
-        said = self._options.merge(checked(options))
+        merged = self._options.merge(checked(options))
         what = f"`{caller}` of `{getattr(fn, '__name__', type(fn).__name__)}`"
         arguments = (tuple(args), dict(kwargs or {}))
-        return run_on_replicas(caller, what, fn, arguments, self._devices, said, self._context)
+        return run_on_replicas(caller, what, fn, arguments, self._devices, merged, self._context)
 
     def reduce(
         self,
@@ -210,7 +210,7 @@ class Strategy:
         self._check("reduce", "call `jc.get_replica_context().all_reduce(...)`")
         op, first = ReduceOp.of(reduce_op), self._devices[self._here[0]]
         caller = f"{type(self).__name__}.reduce"
-        said = self._options.merge(given(options, experimental_hints))
+        merged = self._options.merge(given(options, experimental_hints))
         flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=has_parts)
         for path, leaf in flat:
             if axis is None:
@@ -219,11 +219,11 @@ class Strategy:
         leaves = [leaf for _, leaf in flat]
         if axis is None:
             return treedef.unflatten(
-                self._ops.batch_reduce(op, [(leaf, first) for leaf in leaves], said)
+                self._ops.batch_reduce(op, [(leaf, first) for leaf in leaves], merged)
             )
         with no_mesh():
             return treedef.unflatten(
-                [reduce_along(self._ops, op, leaf, axis, self._devices, said) for leaf in leaves]
+                [reduce_along(self._ops, op, leaf, axis, self._devices, merged) for leaf in leaves]
             )
 
     def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
@@ -255,18 +255,18 @@ class Strategy:
         self._check("gather", "call `jc.get_replica_context().all_gather(...)`")
 
         caller, first = f"{type(self).__name__}.gather", self._devices[self._here[0]]
-        said = self._options.merge(checked(options))
+        merged = self._options.merge(checked(options))
 
         def gathered(leaf: Any) -> Any:
             if is_array(leaf) and self.num_replicas_in_sync > 1:
                 raise ValueError(
-                    f"`{caller}` got the plain value {leaf!r}, which is no "
-                    "replica's and has no parts to join. `Mirrored` is one that every replica "
-                    "holds, `PerReplica` one with parts."
+                    f"`{caller}` got the plain value {leaf!r}, which belongs to no replica and has "
+                    "no parts to join. `Mirrored` is one that every replica holds, `PerReplica` "
+                    "one with parts."
                 )
             if isinstance(leaf, list | tuple):
                 leaf = parts_of(caller, leaf, len(self._here))
-            return self._ops.gather(leaf, first, axis, said)
+            return self._ops.gather(leaf, first, axis, merged)
 
         return jax.tree.map(gathered, value, is_leaf=has_parts)
 
@@ -294,8 +294,8 @@ class Strategy:
                 return part[k]
             if not isinstance(part, DistributedValues):
                 return part
-            lying = part.devices
-            return part[lying.index(self._devices[i]) if self._devices[i] in lying else i]
+            found = part.devices
+            return part[found.index(self._devices[i]) if self._devices[i] in found else i]
 
         return tuple(
             jax.tree.map(functools.partial(of, k, i), value, is_leaf=is_distributed)
@@ -347,7 +347,7 @@ class Strategy:
 
         Raises:
           RuntimeError: called in a replica function.
-          ValueError: `dataset` is no iterable; while iterating, a batch does not divide.
+          ValueError: `dataset` is not an iterable; while iterating, a batch does not divide.
 
         Examples:
           >>> import numpy as np
@@ -363,7 +363,7 @@ class Strategy:
         return f"{type(self).__name__}(devices=[{', '.join(map(str, self._devices))}])"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # nothing of it changes, and a device has no copy
+        return self  # it is immutable, and devices cannot be copied
 
     def _check(self, method: str, instead: str) -> None:
         caller = f"{type(self).__name__}.{method}"

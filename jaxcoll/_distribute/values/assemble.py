@@ -47,6 +47,7 @@ def assembled(
     for path, column in zip(paths, columns, strict=True):
         parts = {i: _part(name, i, path, x) for i, x in zip(here, column, strict=True)}
         _check_alike(name, path, parts, equal=not rows)
+        # Under the caller's mesh JAX refuses eager operations on other devices.
         with no_mesh():
             local = [part[None] if rows else part for part in parts.values()]
             placed = jax.device_put(local, [devices[i] for i in here])
@@ -98,13 +99,23 @@ def _agreed(name: str, values: Mapping[int, Any]) -> tuple[list[str], Any]:
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(values[first])
     if not with_paths:
         raise ValueError(f"`{name}` got values without leaves; each needs an array or a number.")
-    for i, value in values.items():
-        if jax.tree.structure(value) != treedef:
-            raise ValueError(
-                f"`{name}` expects one structure for all replicas; replica {i} has "
-                f"{jax.tree.structure(value)}, replica {first} {treedef}."
-            )
+    check_structures(name, {i: jax.tree.structure(value) for i, value in values.items()})
     return [jax.tree_util.keystr(path) for path, _ in with_paths], treedef
+
+
+def check_structures(name: str, structures: Mapping[int, Any]) -> None:
+    """Refuse replicas whose trees have different structures.
+
+    Raises:
+      ValueError: there are two; both are shown.
+    """
+    first = next(iter(structures))
+    for i, structure in structures.items():
+        if structure != structures[first]:
+            raise ValueError(
+                f"`{name}` expects one structure for all replicas; replica {i} has {structure}, "
+                f"replica {first} {structures[first]}."
+            )
 
 
 def _part(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax.Array:

@@ -1,4 +1,4 @@
-"""Which devices a destination stands for."""
+"""The devices that a destination, or a device string, stands for."""
 
 from __future__ import annotations
 
@@ -53,17 +53,11 @@ def devices_named(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]
 
 
 def device_named(name: str, caller: str) -> jax.Device:
-    """The device of this name.
+    """The device of this name, of whichever process.
 
-    Args:
-      name: `str(device)`, by which JAX tells the devices of all processes apart; or platform and
-        number, in any case, in TensorFlow's spellings: "/gpu:1", "/device:GPU:1" of this
-        process, "/job:worker/task:2/device:GPU:1" of process 2. Without a device it is the
-        first one of the task.
-      caller: what is named in a message.
-
-    Returns:
-      The device; it may belong to another process.
+    A name is `str(device)`, by which JAX tells the devices of all processes apart; or platform and
+    number, in any case, in TensorFlow's spellings: "/gpu:1", "/device:GPU:1" of this process,
+    "/job:worker/task:2/device:GPU:1" of process 2. Without a device it is the task's first.
 
     Raises:
       ValueError: no device has that name; the message lists those there are.

@@ -57,6 +57,7 @@ class Held:
         Raises:
           ValueError: they differ otherwise, on every process; or a part is a typed PRNG key.
         """
+        # One exchange for all leaves: it is a round trip, whatever it carries.
         facts = {
             i: [fact for leaf in jax.tree.leaves(part) for fact in _facts(caller, leaf)]
             for i, part in self.parts.items()
@@ -126,6 +127,7 @@ def _facts(caller: str, part: Any) -> list[int]:
             "`jax.random.key_data`."
         )
     name = part.dtype.name.encode().ljust(_MOST)
+    # Every process must send as many integers, before it knows whether they agree.
     return [part.ndim, *part.shape, *[0] * (_MOST - part.ndim), *name]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcoll._distribute.values.assemble import check_structures
 from jaxcoll._distribute.values.per_replica import DistributedValues, PerReplica
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.packs.leaves import where
@@ -105,12 +106,7 @@ def distributed(values: Mapping[int, Any], devices: tuple[jax.Device, ...]) -> A
     """
     first, *_ = values
     structures = {i: jax.tree.structure(v, is_leaf=is_sparse) for i, v in values.items()}
-    for i, structure in structures.items():
-        if structure != structures[first]:
-            raise ValueError(
-                "`experimental_distribute_values_from_function` expects one structure for all "
-                f"replicas; replica {i} has {structure}, replica {first} {structures[first]}."
-            )
+    check_structures("experimental_distribute_values_from_function", structures)
     leaves = (jax.tree.leaves(value, is_leaf=is_sparse) for value in values.values())
     columns = (dict(zip(values, column, strict=True)) for column in zip(*leaves, strict=True))
     return structures[first].unflatten([_column(column, devices) for column in columns])

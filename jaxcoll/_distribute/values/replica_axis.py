@@ -68,10 +68,11 @@ def replicating(
 
 
 def known_to_all(
-    facts: Mapping[int, Sequence[int]],
+    facts: Mapping[int, Sequence[int] | np.ndarray],
     devices: tuple[jax.Device, ...],
     what: str,
     timeout_seconds: float | None = None,
+    settings: str = "",
 ) -> np.ndarray:
     """A row of integers for each replica, of which each process brings those of its replicas.
 
@@ -82,6 +83,7 @@ def known_to_all(
       devices: one for each replica. If all belong to this process, nothing is sent.
       what: the caller, for messages.
       timeout_seconds: bounds the wait for the other processes.
+      settings: a text that all processes must have in common; "": `what`.
     """
     here = of_this_process(devices)
     rows = [np.asarray(facts[i], np.int32)[None] for i in here]
@@ -91,7 +93,8 @@ def known_to_all(
     shape = (len(devices), *rows[0].shape[1:])
     table = jax.make_array_from_single_device_arrays(shape, rows_over(devices), parts)
     options = CommunicationOptions(timeout_seconds=timeout_seconds)
-    result = run(Call(_exchange(devices), (table,), devices, f"`{what}`", options, settings=what))
+    name, settings = f"`{what}`", settings or what
+    result = run(Call(_exchange(devices), (table,), devices, name, options, settings=settings))
     return np.asarray(result.addressable_data(0))
 
 

@@ -32,6 +32,7 @@ def copied(tree: Any, devices: tuple[jax.Device, ...], timeout_seconds: float | 
         check_here(devices[0])
         return jax.device_put(tree, devices[0])
     if span_processes(devices):
+        # Processes may hold different values, which is no error here: hence rows, not copies.
         rows = PerReplica.from_function(lambda _: tree, devices=devices)
         options = CommunicationOptions(timeout_seconds=timeout_seconds)
         return run(Call(_from_the_first(devices), (rows,), devices, "`broadcast`", options))
