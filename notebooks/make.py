@@ -21,10 +21,11 @@ from nbclient import NotebookClient
 from jaxcoll.cli.main import main
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "docs" / "examples"))
 IMAGES = HERE.parent / "docs" / "images"
 STORED = ("01_first_all_reduce", "02_algorithms", "04_look_inside")
 PICTURES = {
-    "report.png": ["inspect", "jaxcoll.demos.transformer:example", "--topology", "h100:8"],
+    "report.png": ["inspect", "transformer:example", "--topology", "h100:8"],
     "simulation.png": ["plan", "--simulate", "--topology", "h100:2x8"],
 }
 _CELL = re.compile(r"(?:/[\w./-]*/ipykernel_\d+/|\b)\d{6,}\.py:")  # a cell's file, by chance

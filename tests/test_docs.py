@@ -22,8 +22,7 @@ PAGES = [
 MODULES = sorted(
     m.name
     for m in pkgutil.walk_packages(jaxcoll.__path__, "jaxcoll.")
-    # Ranks of other libraries run in interpreters that have these.
-    if not m.name.endswith(("__main__", ".torch_rank", ".tensorflow_rank"))
+    if not m.name.endswith("__main__")
 )
 
 

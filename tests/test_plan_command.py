@@ -1,20 +1,15 @@
 """`jaxcoll plan`: plans and simulations from shapes, and errors in one line."""
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 
-import jax
 import pytest
 
 import jaxcoll as jc
 from jaxcoll._plan.plan_text import COLUMNS
 from jaxcoll.cli.main import main
-from jaxcoll.demos.demo_report import _plan
-from jaxcoll.demos.demonstration import Outcome
-from jaxcoll.demos.transformer import example
 
 
 def ran(capsys, *flags):
@@ -41,15 +36,6 @@ def test_why_stands_above_a_long_table_which_is_folded(capsys):
     whole = ran(capsys, "--all-rows")[1].splitlines()
     assert [line.split() for line in whole[4:-142]] == [line.split() for line in lines[4:-1]]
     assert whole[-1].split()[:2] == ["160", "float32"]
-
-
-def test_every_row_of_the_demo_s_plan_has_as_many_cells_as_there_are_headers():
-    plan = jc.plan({"w": jax.ShapeDtypeStruct((3,), "float32")}, axis_size=8)
-    fields = dict.fromkeys(field.name for field in dataclasses.fields(Outcome))
-    outcome = Outcome(**{**fields, "plan": plan})
-    table = _plan(outcome)
-    assert tuple(column.header for column in table.columns) == COLUMNS
-    assert {len(row) for row in plan.rows()} == {len(COLUMNS)}
 
 
 def test_a_plan_as_json_is_read_back(capsys, tmp_path):
@@ -145,10 +131,3 @@ def test_without_matplotlib(capsys, monkeypatch, tmp_path):
     status, _, error = ran(capsys, "--simulate", "--plot", tmp_path / "a.png")
     assert status == 2
     assert "pip install 'jaxcoll[cli]'" in error
-
-
-def test_there_is_something_large_to_look_into():
-    step, args = example()
-    (plan,) = step.plans(*args)
-    assert plan.nbytes == 367_575_044
-    assert len(plan.leaves) == 74

@@ -1,4 +1,4 @@
-"""The measurement: every contestant on one workload, in turn, round by round."""
+"""Measure all contestants on one workload, in turn, round by round."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ COMPILES = 3
 WARM = 2
 TRIALS = 3
 SHORTEST = 0.01
-"""Seconds that a round should take at least: faster calls are made several times in it."""
+"""Seconds that a turn should take at least: faster calls are made several times in it."""
 MOST_CALLS = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """What one contestant did in one round; each figure is that of one call."""
+    """One contestant in one round; each figure is that of one call."""
 
     seconds: float
     cpu_seconds: float
@@ -37,26 +37,26 @@ class Round:
 
 @dataclasses.dataclass
 class Contestant:
-    """One way to reduce the workload, and what has been found out about it so far.
+    """One way to reduce the workload, and its figures so far.
 
     Attributes:
-      name: what its team calls it.
-      team: who carries it out.
+      name: as its team spells it.
+      team: that carries it out.
       compile_seconds: of the slowest rank, each time that it was built.
-      told: see `Rank.describe`; the error is the largest of all ranks.
+      description: of `Rank.describe`; the error is the largest of all ranks.
       warm: seconds of the last call that did not count.
       calls: in one round.
-      meeting: bytes that the barrier before a round sends through loopback.
+      barrier_bytes: that the barrier before a round sends through loopback.
       rounds: what was measured.
     """
 
     name: str
     team: Team
     compile_seconds: list[float] = dataclasses.field(default_factory=list)
-    told: dict[str, Any] = dataclasses.field(default_factory=dict)
+    description: dict[str, Any] = dataclasses.field(default_factory=dict)
     warm: float = 0.0
     calls: int = 1
-    meeting: float = 0.0
+    barrier_bytes: float = 0.0
     rounds: list[Round] = dataclasses.field(default_factory=list)
 
     def compile(self) -> float | None:
@@ -64,11 +64,17 @@ class Contestant:
         seconds = self.team.do("compile", name=self.name)
         return None if None in seconds else max(seconds)
 
+    def warm_up(self) -> None:
+        """Carry it out once, uncounted, and settle how many calls make a turn."""
+        self.calls = 1
+        self.warm = self.turn().seconds
+        self.calls = min(MOST_CALLS, math.ceil(SHORTEST / self.warm))
+
     def turn(self) -> Round:
         """Carry it out, `calls` times."""
         before = loopback_bytes() or 0
         ranks = self.team.do("time", name=self.name, calls=self.calls)
-        sent = (loopback_bytes() or 0) - before - self.meeting
+        sent = (loopback_bytes() or 0) - before - self.barrier_bytes
         return Round(
             seconds=max(x["seconds"] for x in ranks) / self.calls,
             cpu_seconds=sum(x["cpu_seconds"] for x in ranks) / self.calls,
@@ -95,22 +101,20 @@ def measure(
     rounds: int,
     progress: Callable[[str], None],
 ) -> list[Result]:
-    """Measure all entries of all teams on one workload.
-
-    Only one team works at a time. The time of a round is its slowest rank's.
+    """Measure all entries of all teams on one workload; only one team works at a time.
 
     Args:
       workload: what is reduced.
       teams: the first one has the baseline among its entries.
       reduce_op: "mean" or "sum".
       rounds: timed rounds, after `WARM` that are not.
-      progress: told what is being done, `steps` times.
+      progress: gets words for what is being done, `steps` times.
 
     Returns:
-      One result an entry, the baseline's first.
+      One result per entry, the baseline's first.
 
     Raises:
-      ValueError: what an algorithm needs is not there.
+      ValueError: an algorithm cannot run in this world.
       LaunchError: a rank failed.
     """
     leaves = [{"shape": x.shape, "dtype": x.dtype.name} for x in workload.leaves]
@@ -124,15 +128,15 @@ def measure(
                 chosen[name].compile_seconds.append(seconds)
     for c in chosen.values():
         progress(f"check {c.name}")
-        told = c.team.do("describe", name=c.name)
-        c.told = {**told[0], "error": max(x["error"] for x in told)}
+        descriptions = c.team.do("describe", name=c.name)
+        c.description = {**descriptions[0], "error": max(x["error"] for x in descriptions)}
     for _ in range(WARM):
-        for name, turn in _turns(chosen, Contestant.turn, "warm up", progress).items():
-            chosen[name].warm = turn().seconds
+        for warm_up in _turns(chosen, Contestant.warm_up, "warm up", progress).values():
+            warm_up()
     for team in teams:
-        meeting = _meeting_bytes(team)
+        barrier_bytes = _barrier_bytes(team)
         for c in (c for c in chosen.values() if c.team is team):
-            c.meeting, c.calls = meeting, min(MOST_CALLS, math.ceil(SHORTEST / c.warm))
+            c.barrier_bytes = barrier_bytes
     idle = idle_loopback_rate() if loopback_bytes() is not None else 0.0
     start = _spent(teams)
     for measured in interleaved(_turns(chosen, Contestant.turn, "measure", progress), rounds):
@@ -153,7 +157,7 @@ def _turns(
     doing: str,
     progress: Callable[[str], None],
 ) -> dict[str, Callable[[], T]]:
-    """What each contestant does when it is its turn, by name."""
+    """What each contestant does in its turn, by name."""
 
     def take(c: Contestant) -> T:
         progress(f"{doing} {c.name}")
@@ -170,7 +174,7 @@ def _result(
     idle: float,
     other_cores: float | None,
 ) -> Result:
-    """What all rounds together say about a contestant."""
+    """All rounds of a contestant together."""
     world = c.team.world
     sent, disturbed = _sockets(c, idle)
     return Result(
@@ -192,16 +196,16 @@ def _result(
         ratio=ratio(c.of("seconds"), base.of("seconds")),
         cpu_seconds=float(np.median(c.of("cpu_seconds"))),
         cpu_ratio=ratio(c.of("cpu_seconds"), base.of("cpu_seconds")),
-        wire_bytes=c.told.get("wire_bytes"),
+        wire_bytes=c.description.get("wire_bytes"),
         socket_bytes=sent,
         socket_bytes_disturbed=disturbed,
-        operands=c.told.get("operands"),
-        temporary_bytes=c.told.get("temporary_bytes"),
+        operands=c.description.get("operands"),
+        temporary_bytes=c.description.get("temporary_bytes"),
         compile_seconds=float(np.median(c.compile_seconds)) if c.compile_seconds else None,
         compile_ratio=(
             ratio(c.compile_seconds, base.compile_seconds) if c.compile_seconds else None
         ),
-        error=c.told["error"],
+        error=c.description["error"],
         other_cores=other_cores,
     )
 
@@ -224,22 +228,22 @@ def _shortlist(workload: Workload, team: Team, progress: Callable[[str], None]) 
     return found
 
 
-def _meeting_bytes(team: Team) -> float:
+def _barrier_bytes(team: Team) -> float:
     """Bytes that a barrier sends through loopback."""
 
-    def met() -> float:
+    def sent() -> float:
         before = loopback_bytes() or 0
         team.do("time", name="", calls=0)
         return (loopback_bytes() or 0) - before
 
-    return float(np.median([met() for _ in range(3)]))
+    return float(np.median([sent() for _ in range(3)]))
 
 
 def _sockets(c: Contestant, idle: float) -> tuple[float | None, bool | None]:
-    """Bytes a device by the kernel, and whether anything else may have been counted with them."""
+    """Bytes per device by the kernel, and whether other traffic may have been counted with them."""
     if not c.team.on_loopback or loopback_bytes() is None:
         return None, None
-    # Other traffic only ever adds.
+    # Other traffic only ever adds, so the least is nearest to the truth.
     least, usual = max(0.0, min(c.of("socket_bytes"))), np.median(c.of("socket_bytes"))
     others = idle * min(c.of("seconds"))
     disturbed = max(others, usual - least) > max(0.01 * least, 1024)

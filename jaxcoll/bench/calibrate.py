@@ -1,56 +1,39 @@
-"""`jaxcoll bench --calibrate`: measures what a world costs, and keeps it for the plans to come."""
+"""`jaxcoll bench --calibrate`: measure the cost terms of a world."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import math
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxcoll._files import check_writable, write_text
-from jaxcoll._mesh.machine_costs import FILE, calibration
 from jaxcoll._plan.cost.fit import PROBES, Probe, fitted
 from jaxcoll._plan.cost.terms import Terms, terms_of
-from jaxcoll.bench.all_reduce import MOST_CALLS, SHORTEST, WARM, Contestant
+from jaxcoll.bench.all_reduce import WARM, Contestant
 from jaxcoll.bench.naming import BASELINE
 from jaxcoll.bench.rank_pool import Team
 from jaxcoll.bench.timing import interleaved
 from jaxcoll.bench.workloads import tree_of
 
 SECONDS = 8.0
-"""What measuring may take, the held-out tree not counted."""
+"""What measuring may take, without the held-out tree."""
 FEWEST, MOST = 3, 40
-"""Rounds: fewer are no median, more find nothing new."""
+"""Rounds: fewer give no median, more find nothing new."""
 HELD_OUT, HELD_OUT_ROUNDS = "resnet50", 5
 STEPS = len(PROBES.sizes) + len(PROBES.exchanged) + 3 + WARM + MOST + 2
-_LEFT_OUT = {
-    "tree": [],
-    "sizes": None,
-    "algorithms": "auto",
-    "dtype": "float32",
-    "reduce_op": "mean",
-    "rounds": 20,
-    "against": "",
-    "plot": None,
-    "overlap": None,
-}
-"""Flags that say what else to measure, as they are when nobody gives them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibrated:
-    """What came out.
+    """Measured cost terms.
 
     Attributes:
       terms: as measured.
       usual: those of the preset, which they replace.
       measured_on: the circumstances that they hold for.
-      file: where they are kept for this user, if nothing else is said.
-      rounds: of which each term's median is.
+      file: where they are kept for this user by default.
+      rounds: over which each term is a median.
       held_out: a tree that the terms were not fitted to.
       predicted: seconds of its automatic reduction, by the terms.
       measured: seconds of the same.
@@ -66,22 +49,6 @@ class Calibrated:
     measured: float
 
 
-def check(args: argparse.Namespace) -> None:
-    """Refuse flags that say what else to measure.
-
-    Raises:
-      ValueError: there is one, or the file cannot be written.
-    """
-    for name, default in _LEFT_OUT.items():
-        if getattr(args, name) != default:
-            raise ValueError(
-                f"--calibrate measures what the cost model needs: leave --{name.replace('_', '-')} "
-                "out."
-            )
-    if args.json not in (None, "-"):
-        check_writable("--json", Path(args.json))
-
-
 def calibrate(
     team: Team, progress: Callable[[str], None], *, writes: Callable[[Path], None]
 ) -> Calibrated:
@@ -89,35 +56,34 @@ def calibrate(
 
     Args:
       team: of JAX.
-      progress: told what is being done, at most `STEPS` times.
+      progress: gets words for what is being done, at most `STEPS` times.
       writes: called with the file, before anything is measured; raises where it cannot be written.
 
     Raises:
       ValueError: a single replica, or hosts that are not alike.
       LaunchError: a rank failed.
     """
-    told = team.do("costs")
-    if told[0]["usual"]["key"]["replicas"] < 2:
+    first, *others = team.do("costs")
+    measured_on = first["measured_on"]
+    if first["usual"]["key"]["replicas"] < 2:
         raise ValueError("--calibrate: one device exchanges nothing; give it two or more.")
-    for rank, other in enumerate(told):
-        if (other["usual"], other["measured_on"]) != (told[0]["usual"], told[0]["measured_on"]):
+    for rank, other in enumerate(others, 1):
+        if (other["usual"], other["measured_on"]) != (first["usual"], measured_on):
             raise ValueError(
                 f"--calibrate: processes 0 and {rank} are not on machines alike "
-                f"({told[0]['measured_on']}; {other['measured_on']}): no terms hold for both."
+                f"({measured_on}; {other['measured_on']}): no terms hold for both."
             )
-    usual, sizes = terms_of(told[0]["usual"]), tuple(told[0]["sizes"])
-    file = Path(told[0]["file"])
+    usual, sizes = terms_of(first["usual"]), tuple(first["sizes"])
+    file = Path(first["file"])
     writes(file)
     seconds, rounds = _measured(team, usual, sizes, progress)
-    source = f"calibration: {usual.key}, {told[0]['measured_on']['machine']}"
-    if told[0]["measured_on"]["keeps_memory"]:
+    source = f"calibration: {usual.key}, {measured_on['machine']}"
+    if measured_on["keeps_memory"]:
         source += ", memory that malloc keeps"
     terms = dataclasses.replace(fitted(usual, sizes, seconds), source=source)
     progress(f"{HELD_OUT}, held out")
     predicted, measured = _held_out(team, terms)
-    return Calibrated(
-        terms, usual, told[0]["measured_on"], file, rounds, HELD_OUT, predicted, measured
-    )
+    return Calibrated(terms, usual, measured_on, file, rounds, HELD_OUT, predicted, measured)
 
 
 def _measured(
@@ -139,9 +105,7 @@ def _measured(
     for _ in range(WARM):
         progress("warm up")
         for c in turns.values():
-            c.warm = c.turn().seconds
-    for c in turns.values():
-        c.calls = min(MOST_CALLS, math.ceil(SHORTEST / c.warm))
+            c.warm_up()
     once = sum(c.warm * c.calls for c in turns.values())
     rounds = min(MOST, max(FEWEST, int(SECONDS / once)))
 
@@ -169,9 +133,9 @@ def _held_out(team: Team, terms: Terms) -> tuple[float, float]:
 
 
 def _build(team: Team, name: str, algorithm: str, first: int, stop: int, terms: Terms) -> Any:
-    """See `JaxRank.build`; no file that is there, whole or not, has a say in a calibration."""
-    told = terms.to_dict()
-    return team.do("build", name=name, algorithm=algorithm, first=first, stop=stop, terms=told)[0]
+    """See `JaxRank.build`."""
+    part = {"first": first, "stop": stop, "terms": terms.to_dict()}
+    return team.do("build", name=name, algorithm=algorithm, **part)[0]
 
 
 def _spelled(probe: Probe) -> str:
@@ -183,48 +147,3 @@ def _spelled(probe: Probe) -> str:
 
 def _float32(nbytes: int) -> dict[str, Any]:
     return {"shape": (nbytes // 4,), "dtype": "float32"}
-
-
-def run(args: argparse.Namespace) -> None:
-    """Calibrate the world that the flags describe; show and keep the terms.
-
-    Raises:
-      ValueError: the flags ask for what is not there, or the file cannot be written.
-    """
-    from jaxcoll.bench.calibration_table import show
-    from jaxcoll.bench.table import progress_bar
-    from jaxcoll.bench.targets import is_first, teams_of
-
-    asked = None if args.json is None else Path(args.json)
-
-    def writes(file: Path) -> None:
-        if asked is None:
-            check_writable("--calibrate", file)
-
-    with teams_of(args, [(BASELINE,)]) as teams:
-        shown = is_first(teams)
-        with progress_bar(STEPS, shown=shown) as progress:
-            found = calibrate(teams[0], progress, writes=writes)
-    if not shown:
-        return
-    text = calibration(found.terms, dict(found.measured_on))
-    if args.json == "-":
-        sys.stdout.write(text)
-    else:
-        write_text("--json" if asked else "--calibrate", asked or found.file, text)
-    show(found, _kept(args, found), to_stderr=args.json == "-")
-
-
-def _kept(args: argparse.Namespace, found: Calibrated) -> str:
-    """Where the terms are, and who will go by them."""
-    if args.json == "-":
-        return f"Keep these lines in a file and name it in {FILE}."
-    if args.json is not None:
-        return f"In {args.json}; name it in {FILE} wherever it is to be gone by."
-    key = found.terms.key
-    if key.processes == 1:
-        return f"In {found.file}, where programs of one process on this machine find it."
-    return (
-        f"In {found.file}. Processes that jaxcoll starts on this host find it there; others need "
-        f"{FILE}={found.file}, the same file for all of them."
-    )

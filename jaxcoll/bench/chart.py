@@ -1,9 +1,9 @@
-"""The picture of a benchmark: bus bandwidth against size, and a bar for each way on a tree."""
+"""The charts of `jaxcoll bench` and `jaxcoll plan --simulate`: curves over sizes, and bars."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -11,20 +11,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
+from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, WIDE, bare, page
 from jaxcoll.bench.naming import BASELINE, TWIN, duration, spelled
 from jaxcoll.bench.results import Result
-from jaxcoll.bench.table import world_of
+from jaxcoll.bench.simulation import RANKS, Simulation
 
-INK, FAINT, LINE, BAND = "#1d2433", "#717a8a", "#dfe3e9", "#eceff3"
-COLORS = ("#1f6f8b", "#e2725b", "#6b5b95", "#3f9b6c", "#c99a2e", "#b0486f", "#4a7fc1", "#8a6d4f")
-FASTER, SLOWER, OTHERS = "#1f6f8b", "#e2725b", "#8a94a6"
-WIDTH, LEFT, RIGHT = 12.8, 2.6, 2.5
+FASTER, SLOWER, OTHERS = COLOURS[0], COLOURS[1], "#8a94a6"
+LEFT, RIGHT = 2.6, 2.5
 HEAD, FOOT, GAP, ROW, CURVES = 1.45, 0.55, 1.15, 0.42, 5.0
 """Inches."""
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Write the picture as a PNG, 1,920 pixels wide and as high as it needs.
+    """Write the picture of a benchmark as a PNG, 1,920 pixels wide and as high as it needs.
 
     Args:
       results: all of one run.
@@ -34,19 +33,55 @@ def draw(results: Sequence[Result], path: Path) -> None:
     trees = [list(g) for _, g in groupby((r for r in results if not r.is_size), _workload)]
     heights = [CURVES] * bool(sizes) + [ROW * (len(rows) - 1) for rows in trees]
     height = HEAD + FOOT + sum(heights) + GAP * (len(heights) - 1) + 0.35
-    # A Figure of its own needs no screen, and leaves matplotlib's state alone.
-    figure = Figure(figsize=(WIDTH, height), dpi=150, facecolor="white")
+    figure = page(high=height)
     _heading(figure, results, height)
     top = height - HEAD
     for k, inches in enumerate(heights):
         left = 1.0 if sizes and k == 0 else LEFT
-        box = (left / WIDTH, (top - inches) / height, (WIDTH - left - RIGHT) / WIDTH)
+        box = (left / WIDE, (top - inches) / height, (WIDE - left - RIGHT) / WIDE)
         axes = figure.add_axes((*box, inches / height))
         if sizes and k == 0:
-            _curves(axes, sizes)
+            _bandwidths(axes, sizes)
         else:
             _bars(axes, trees[k - bool(sizes)], trees)
         top -= inches + GAP
+    figure.savefig(path, format="png")
+
+
+def draw_simulation(simulation: Simulation, path: Path) -> None:
+    """Write predicted time against the size of the world as a PNG of 1,920 × 1,080 pixels.
+
+    Args:
+      simulation: what to show.
+      path: where to.
+    """
+    island = "slice" if simulation.terms.within.torus else "host"
+    below = f"{simulation.what} on {simulation.where}."
+    if any("/" in name for name in simulation.lines):
+        below += f" inner/outer: reduced within a {island} first, then between them."
+    title = f"One all-reduce of {simulation.nbytes / 1e6:,.1f} MB, from 2 to {RANKS[-1]:,} devices"
+    figure = page(title, below)
+    axes = figure.add_axes((0.075, 0.16, 0.715, 0.63))
+    lines = {
+        f"{name}, {duration(line[-1][1].seconds)}": [(n, cost.seconds) for n, cost in line]
+        for name, line in simulation.lines.items()
+    }
+    if 2 < simulation.island < RANKS[-1]:
+        axes.axvspan(RANKS[0] * 0.94, simulation.island * 1.09, color=PALE, linewidth=0, zorder=0)
+        axes.text(
+            *(simulation.island * 0.98, 0.975, f"one {island}"),
+            transform=axes.get_xaxis_transform(), ha="right", va="top", size=10.5, color=FAINT,
+        )  # fmt: skip
+    _curves(axes, lines, dict(zip(lines, COLOURS * len(lines), strict=False)))
+    axes.xaxis.set_major_locator(FixedLocator(RANKS))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{round(x):,}"))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _tick(y)))
+    axes.set_xlim(RANKS[0] * 0.94, RANKS[-1])
+    axes.set_xlabel("devices", color=FAINT, size=10.5, loc="right")
+    axes.set_title("Predicted time", loc="left", size=13, weight="bold", color=INK, pad=12)
+    source = f"Predicted, not measured, from {simulation.terms.source}."
+    figure.text(0.04, 0.035, source, size=9.5, color=FAINT)
     figure.savefig(path, format="png")
 
 
@@ -60,14 +95,14 @@ def _heading(figure: Figure, results: Sequence[Result], height: float) -> None:
     libraries = ", ".join(dict.fromkeys(r.library for r in results))
     dtypes = ", ".join(dict.fromkeys(d for r in results for d in r.dtypes))
     lines = (
-        (0.52, f"All-reduce over {world_of(first)}", 20, "bold", INK),
+        (0.52, f"All-reduce over {first.world}", 20, "bold", INK),
         (0.83, f"{first.reduce_op} of {dtypes} · {first.machine} · {libraries}", 11.5, None, FAINT),
     )
     for inches, words, size, weight, color in lines:
         y = 1 - inches / height
-        figure.text(0.35 / WIDTH, y, words, size=size, weight=weight, color=color)
+        figure.text(0.35 / WIDE, y, words, size=size, weight=weight, color=color)
     figure.text(
-        *(0.35 / WIDTH, 0.2 / height),
+        *(0.35 / WIDE, 0.2 / height),
         f"Medians of {first.rounds} rounds, taken in turn; thin lines and bands: 95 % bootstrap "
         "intervals; grey band: the same program measured twice (A/A)."
         + " Grey bars: other libraries."
@@ -77,36 +112,26 @@ def _heading(figure: Figure, results: Sequence[Result], height: float) -> None:
     )
 
 
-def _curves(axes: Axes, results: Sequence[Result]) -> None:
-    """Bus bandwidth against size, one line for each way, named where it ends."""
+def _bandwidths(axes: Axes, results: Sequence[Result]) -> None:
+    """Bus bandwidth against size."""
     ways = list(dict.fromkeys(r.algorithm for r in results if r.algorithm != TWIN))
-    ends: list[tuple[float, str, str]] = []
-    twin = [r for r in results if r.algorithm == TWIN]
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.fill_between(*_band(twin), color=LINE, linewidth=0, zorder=1)
-    for way in ways:
-        points = [r for r in results if r.algorithm == way]
-        color = FAINT if way == BASELINE else COLORS[(ways.index(way) - 1) % len(COLORS)]
-        x, y = [r.bytes for r in points], [r.busbw for r in points]
-        if way != BASELINE:
-            axes.fill_between(*_band(points), color=color, alpha=0.10, linewidth=0, zorder=2)
-        style = "--" if way == BASELINE else "-"
-        axes.plot(x, y, style, color=color, linewidth=2.2, marker="o", markersize=4, zorder=3)
-        ends.append((y[-1], way, color))
+    colours = dict(zip([way for way in ways if way != BASELINE], COLOURS * len(ways), strict=False))
+    axes.fill_between(*_band(results, TWIN), color=LINE, linewidth=0, zorder=1)
+    for way, colour in colours.items():
+        axes.fill_between(*_band(results, way), color=colour, alpha=0.10, linewidth=0, zorder=2)
+    lines = {way: [(r.bytes, r.busbw) for r in results if r.algorithm == way] for way in ways}
+    _curves(axes, lines, colours)
     sizes = sorted({r.bytes for r in results})
-    bare(axes)
-    axes.grid(axis="y", which="major", color=LINE, linewidth=0.8, zorder=0)
     axes.xaxis.set_major_locator(FixedLocator(sizes[:: math.ceil(len(sizes) / 12)]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: spelled(round(x))))
     _plain_ticks(axes, "y")
     axes.set_xlabel("bytes on each replica", color=FAINT, size=10.5, loc="right")
     axes.set_title("Bus bandwidth, GB/s", loc="left", size=13, weight="bold", color=INK, pad=14)
-    label_ends(axes, ends)
 
 
-def _band(points: Sequence[Result]) -> tuple[list[int], list[float], list[float]]:
+def _band(results: Sequence[Result], way: str) -> tuple[list[int], list[float], list[float]]:
     """Sizes, and bus bandwidths between which the median's interval lies."""
+    points = [r for r in results if r.algorithm == way]
     work = [(r.bytes, r.bytes * r.bus_factor / 1e9, r.seconds) for r in points]
     return (
         [size for size, _, _ in work],
@@ -115,7 +140,29 @@ def _band(points: Sequence[Result]) -> tuple[list[int], list[float], list[float]
     )
 
 
-def label_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
+def _curves(
+    axes: Axes, lines: Mapping[str, Sequence[tuple[int, float]]], colours: Mapping[str, str]
+) -> None:
+    """Lines over powers of two, named where they end; one without a colour is dashed and faint."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for name, line in lines.items():
+        x, y = zip(*line, strict=True)
+        style = "-" if name in colours else "--"
+        colour = colours.get(name, FAINT)
+        axes.plot(
+            *(x, y, style), color=colour, linewidth=2.2, marker="o", markersize=4, zorder=3,
+            clip_on=False,
+        )  # fmt: skip
+    bare(axes)
+    axes.grid(axis="y", which="major", color=LINE, linewidth=0.8, zorder=0)
+    axes.minorticks_off()
+    _name_ends(
+        axes, [(line[-1][1], name, colours.get(name, FAINT)) for name, line in lines.items()]
+    )
+
+
+def _name_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
     """Each line's name beside its last point; names that would touch are spread around theirs."""
     low, high = (math.log(y) for y in axes.get_ylim())
     named = sorted(ends)
@@ -161,7 +208,7 @@ def _bars(axes: Axes, rows: Sequence[Result], trees: Sequence[Sequence[Result]])
     base, twin = (next(r for r in rows if r.algorithm == name) for name in (BASELINE, TWIN))
     axes.set_xscale("log")
     if twin.ratio:
-        axes.axvspan(twin.ratio.low, twin.ratio.high, color=BAND, linewidth=0, zorder=0)
+        axes.axvspan(twin.ratio.low, twin.ratio.high, color=LINE, linewidth=0, zorder=0)
     axes.axvline(1, color=FAINT, linewidth=1.2, zorder=3)
     for k, row in enumerate(shown):
         assert row.ratio is not None
@@ -188,7 +235,7 @@ def _bars(axes: Axes, rows: Sequence[Result], trees: Sequence[Sequence[Result]])
         loc="left", size=13, weight="bold", color=INK, pad=12, x=-(LEFT - 0.35) / 7.7,
     )  # fmt: skip
     axes.set_title(
-        f"time ÷ that of a psum a leaf ({duration(base.seconds.median)})",
+        f"time ÷ that of a psum per leaf ({duration(base.seconds.median)})",
         loc="right", size=10.5, color=FAINT, pad=12,
     )  # fmt: skip
 
@@ -214,9 +261,14 @@ def _short(value: float) -> str:
     return f"{value:#.{2 if value < 0.995 else 3}g}".rstrip(".")
 
 
-def bare(axes: Axes) -> None:
-    """Only what carries data."""
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(LINE)
-    axes.tick_params(colors=FAINT, length=0, labelsize=10.5, which="both")
+def _tick(seconds: float) -> str:
+    """A power of ten in the unit that suits it.
+
+    Examples:
+      >>> _tick(1e-5), _tick(0.01), _tick(10.0)
+      ('10 µs', '10 ms', '10 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size * 0.999:
+            return f"{seconds / size:g} {unit}"
+    return f"{seconds * 1e6:g} µs"

@@ -1,4 +1,4 @@
-"""The machine's own counters, where there are some: Linux, between processes of this host."""
+"""What Linux counts: bytes through the loopback interface, and how busy all cores were."""
 
 from __future__ import annotations
 
@@ -6,25 +6,63 @@ import os
 import time
 from pathlib import Path
 
-from jaxcoll.bench.kernel import busy_ticks, transmitted_bytes
-
-_NETWORK, _CORES = (Path("/proc") / x for x in ("net/dev", "stat"))
+_NETWORK, _CORES = Path("/proc/net/dev"), Path("/proc/stat")
 
 
 def loopback_bytes() -> int | None:
-    """Bytes that have gone through the loopback interface; None where nobody counts them."""
+    """Bytes that have gone through the loopback interface; None where they are not counted."""
     return transmitted_bytes(_NETWORK.read_text(), "lo") if _NETWORK.exists() else None
 
 
 def idle_loopback_rate(seconds: float = 0.25) -> float:
-    """Bytes a second that others send through loopback while nothing is measured."""
+    """Bytes per second that others send through loopback while nothing is measured."""
     before, start = loopback_bytes() or 0, time.perf_counter()
     time.sleep(seconds)
     return ((loopback_bytes() or 0) - before) / (time.perf_counter() - start)
 
 
 def busy_seconds() -> float | None:
-    """Seconds that all cores together have been busy; None where nobody counts them."""
+    """Seconds that all cores together have been busy; None where they are not counted."""
     if not _CORES.exists():
         return None
     return busy_ticks(_CORES.read_text()) / os.sysconf("SC_CLK_TCK")
+
+
+def transmitted_bytes(text: str, interface: str) -> int:
+    r"""Bytes that an interface has sent, headers included, by the `text` of /proc/net/dev.
+
+    Between processes of one host everything goes through "lo", where each packet leaves once.
+
+    Raises:
+      ValueError: the text has no such interface.
+
+    Examples:
+      >>> head = "Inter-| Receive | Transmit\n face |bytes packets ... |bytes packets ...\n"
+      >>> transmitted_bytes(head + "   lo: 900 3 0 0 0 0 0 0 700 2 0 0 0 0 0 0\n", "lo")
+      700
+    """
+    for line in text.splitlines():
+        name, colon, counters = line.partition(":")
+        fields = counters.split()
+        if colon and name.strip() == interface and len(fields) >= 9:
+            return int(fields[8])
+    raise ValueError(
+        f"expected the text of /proc/net/dev with a line for {interface!r}; got {text[:80]!r}."
+    )
+
+
+def busy_ticks(text: str) -> int:
+    r"""Clock ticks of user, nice, system and interrupts on all cores, by the `text` of /proc/stat.
+
+    Raises:
+      ValueError: the text does not begin with the line of all cores.
+
+    Examples:
+      >>> busy_ticks("cpu  100 1 20 9999 50 2 3 7 0 0\ncpu0 ...\n")
+      126
+    """
+    fields = text.partition("\n")[0].split()
+    if len(fields) < 8 or fields[0] != "cpu":
+        raise ValueError(f"expected the text of /proc/stat, with 'cpu' first; got {text[:80]!r}.")
+    user, nice, system, _, _, interrupts, soft = map(int, fields[1:8])
+    return user + nice + system + interrupts + soft

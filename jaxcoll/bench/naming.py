@@ -12,20 +12,20 @@ BASELINE = "per-leaf"
 TWIN = "per-leaf again"
 """The same program as the baseline: what differs between the two is the noise of the run."""
 
+PEERS = ("torch", "tensorflow")
+"""Libraries that can be measured in the same run."""
+
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _EVERYTHING = 1 << 60
 
 
 def options_of(name: str) -> CommunicationOptions:
-    """The options that an algorithm's name stands for.
+    """The options that an algorithm's name stands for; "auto" leaves all of them unset.
 
     Args:
       name: "auto", "reproducible", or an algorithm with - or _ in it ("halving-doubling"), or
         "inner/outer" for two axes; then perhaps "@" and the largest pack ("ring@4MiB"), or
         "@all" for one pack.
-
-    Returns:
-      The options; those of "auto" say nothing.
 
     Raises:
       ValueError: there is no such algorithm, or no such pack.
@@ -35,14 +35,14 @@ def options_of(name: str) -> CommunicationOptions:
       CommunicationOptions(bytes_per_pack=4194304, algorithm='halving_doubling')
     """
     algorithm, at, pack = name.partition("@")
-    said = {}
+    given = {}
     if at:
-        said["bytes_per_pack"] = _EVERYTHING if pack == "all" else bytes_of(pack)
+        given["bytes_per_pack"] = _EVERYTHING if pack == "all" else bytes_of(pack)
     if algorithm == "reproducible":
-        said["reproducible"] = True
+        given["reproducible"] = True
     elif algorithm != "auto":
         try:
-            said["algorithm"] = canonical(algorithm.replace("-", "_"))
+            given["algorithm"] = canonical(algorithm.replace("-", "_"))
         except ValueError:
             known = ", ".join(
                 [BASELINE, "auto", "reproducible", *(a.replace("_", "-") for a in DESCRIPTIONS)]
@@ -51,14 +51,14 @@ def options_of(name: str) -> CommunicationOptions:
                 f"no algorithm {name!r}: choose {known}, or inner/outer made of two; @4MiB or "
                 "@all behind it says how large packs are."
             ) from None
-    return CommunicationOptions(**said)
+    return CommunicationOptions(**given)
 
 
 def bytes_of(text: str) -> int:
     """Bytes of a size with a unit, or of a plain number.
 
     Raises:
-      ValueError: it is neither, or nothing.
+      ValueError: it is neither, or zero.
 
     Examples:
       >>> bytes_of("4MiB"), bytes_of("1.5KiB"), bytes_of("512")
@@ -75,7 +75,7 @@ def sizes_of(text: str) -> list[int]:
     """The sizes of "first:last" or "first:last:factor" (2 without it), or of one alone.
 
     Raises:
-      ValueError: it is no such thing.
+      ValueError: it is neither.
 
     Examples:
       >>> [spelled(size) for size in sizes_of("1KiB:1MiB:32")]
@@ -95,7 +95,7 @@ def sizes_of(text: str) -> list[int]:
 
 
 def spelled(nbytes: int) -> str:
-    """A size in the largest unit that leaves no more than a decimal.
+    """A size in the largest unit that leaves at most one decimal.
 
     Examples:
       >>> spelled(1024), spelled(1536), spelled(1000), spelled(4 << 20)

@@ -8,15 +8,9 @@ collective.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from jaxcoll._files import check_writable, write_text
-from jaxcoll.bench.naming import BASELINE
 from jaxcoll.bench.rank_pool import Team
 from jaxcoll.bench.timing import Estimate, estimate, interleaved
 from jaxcoll.bench.workloads import Workload
@@ -26,7 +20,7 @@ WARM = 3
 
 @dataclasses.dataclass(frozen=True)
 class Overlapped:
-    """What came out; seconds are those of the slowest rank.
+    """One tree's overlap; seconds are those of the slowest rank.
 
     Attributes:
       workload: name of the tree.
@@ -80,18 +74,9 @@ def measure(
     rounds: int,
     progress: Callable[[str], None],
 ) -> Overlapped:
-    """Measure the exchange of one tree.
+    """Measure the exchange of one tree by `parts` programs.
 
-    Args:
-      workload: the tree.
-      team: of JAX.
-      parts: programs to reduce it with.
-      algorithm: as on the command line.
-      rounds: timed ones.
-      progress: told what is being done, at most `parts + WARM + rounds + 1` times.
-
-    Raises:
-      LaunchError: a rank failed.
+    `progress` gets words for what is being done, at most `parts + WARM + rounds + 1` times.
     """
     progress("values")
     leaves = [{"shape": x.shape, "dtype": x.dtype.name} for x in workload.leaves]
@@ -139,77 +124,3 @@ def measure(
 
 def _share(part: Sequence[float], whole: Sequence[float]) -> Estimate:
     return estimate([a / b for a, b in zip(part, whole, strict=True)])
-
-
-def run(args: argparse.Namespace, workloads: list[Workload], algorithm: str) -> None:
-    """Measure what the flags ask for; show and write it.
-
-    Raises:
-      ValueError: the flags ask for what cannot be measured.
-    """
-    from jaxcoll.bench.table import progress_bar
-    from jaxcoll.bench.targets import is_first, teams_of
-
-    _check(args)
-    found = []
-    with teams_of(args, [(BASELINE,)]) as teams:
-        shown = is_first(teams)
-        steps = len(workloads) * (args.overlap + WARM + args.rounds + 1)
-        with progress_bar(steps, shown=shown) as progress:
-            for workload in workloads:
-                found.append(
-                    measure(
-                        workload,
-                        teams[0],
-                        parts=args.overlap,
-                        algorithm=algorithm,
-                        rounds=args.rounds,
-                        progress=lambda words, name=workload.name: progress(f"{name}: {words}"),
-                    )
-                )
-    if not shown:
-        return
-    lines = "".join(json.dumps(dataclasses.asdict(each)) + "\n" for each in found)
-    if args.json == "-":
-        sys.stdout.write(lines)
-    elif args.json:
-        write_text("--json", Path(args.json), lines)
-    _show(found, to_stderr=args.json == "-")
-
-
-def _check(args: argparse.Namespace) -> None:
-    if args.overlap < 1:
-        raise ValueError(f"--overlap must be at least 1 program; got {args.overlap}.")
-    for flag in ("against", "plot", "sizes"):
-        if getattr(args, flag):
-            raise ValueError(f"--overlap measures trees, beside themselves: leave --{flag} out.")
-    if args.json not in (None, "-"):
-        check_writable("--json", Path(args.json))
-
-
-def _show(found: list[Overlapped], *, to_stderr: bool) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from jaxcoll.bench.table import wide_console
-
-    console = wide_console(to_stderr=to_stderr)
-    table = Table(
-        title=f"overlap over {found[0].processes} processes, by {found[0].algorithm}: "
-        "medians [95 %], compute is a sleep",
-        title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
-    )  # fmt: skip
-    for column in ("tree", "MB", "programs", "communication ms", "compute ms", "step ms"):
-        table.add_column(column, justify="left" if column == "tree" else "right")
-    table.add_column("exposed", justify="right")
-    table.add_column("A/A", justify="right")
-    for each in found:
-        milliseconds = [_ms(x) for x in (each.communication, each.compute, each.step)]
-        cells = [each.workload, f"{each.bytes / 1e6:,.1f}", str(each.parts), *milliseconds]
-        table.add_row(*cells, str(each.exposed), str(each.twin))
-    console.print(table)
-    console.print("[dim]exposed: (step - compute) ÷ communication, paired by round[/]")
-
-
-def _ms(seconds: Estimate) -> str:
-    return f"{seconds.median * 1e3:,.0f}"

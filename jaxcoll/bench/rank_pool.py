@@ -1,16 +1,16 @@
-"""A team of ranks that are measured together: in this process, in others, or in a launched job."""
+"""Ranks that are measured together: in this process, in others, or in a launched job."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 import json
-import os
-import selectors
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ Entry = tuple[str, ...]
 
 
 class Team(abc.ABC):
-    """Ranks of one library that are told the same at the same time.
+    """Ranks of one library that carry out the same requests at the same time.
 
     Attributes:
-      entries: what it is to be measured with.
-      world: what its first rank says about it; see `Rank.world`.
+      entries: the contestants.
+      world: how its first rank describes it; see `Rank.world`.
       on_this_host: whether all ranks are known to run on this machine.
       on_loopback: whether what they exchange goes through its loopback interface.
     """
@@ -42,15 +42,15 @@ class Team(abc.ABC):
         self.world = world
 
     @abc.abstractmethod
-    def do(self, what: str, **arguments: Any) -> list[Any]:
-        """Have each rank carry out a method of `Rank`; returns the answers in rank order."""
+    def do(self, method: str, **arguments: Any) -> list[Any]:
+        """Have each rank carry out a method of `Rank`; returns the replies in rank order."""
 
 
 class Here(Team):
     """A rank in this process, which has all the devices; `together`: other ranks do the same.
 
-    In a job that somebody else has launched, every process runs the whole benchmark, and its
-    answers are gathered so that all of them take the same decisions.
+    In a job that somebody else has launched, every process runs the whole benchmark, and replies
+    are gathered so that all processes take the same decisions.
     """
 
     def __init__(self, entries: Sequence[Entry], rank: Rank, *, together: bool) -> None:
@@ -58,17 +58,18 @@ class Here(Team):
         self._rank, self._together = rank, together
         self.on_this_host = not together
 
-    def do(self, what: str, **arguments: Any) -> list[Any]:
+    def do(self, method: str, **arguments: Any) -> list[Any]:
         """See `Team`."""
-        answer = getattr(self._rank, what)(**arguments)
-        return _gathered(answer) if self._together else [answer]
+        reply = getattr(self._rank, method)(**arguments)
+        return _gathered(reply) if self._together else [reply]
 
 
-def _gathered(answer: Any) -> list[Any]:
-    """The answers of all processes of this JAX world."""
+def _gathered(reply: Any) -> list[Any]:
+    """The replies of all processes of this JAX world."""
     from jax.experimental.multihost_utils import process_allgather
 
-    mine = np.frombuffer(json.dumps(answer).encode(), np.uint8)
+    # It gathers arrays of one shape only, so the lengths go first.
+    mine = np.frombuffer(json.dumps(reply).encode(), np.uint8)
     lengths = np.asarray(process_allgather(np.array([mine.size]))).reshape(-1)
     padded = np.zeros(lengths.max(), np.uint8)
     padded[: mine.size] = mine
@@ -77,7 +78,16 @@ def _gathered(answer: Any) -> list[Any]:
 
 
 class Launched(Team):
-    """Ranks in processes of their own on this host, each of which serves at the end of a pipe."""
+    """Ranks in processes of their own on this host, which `serve` requests over pipes.
+
+    Args:
+      label: the library's name, for messages.
+      entries: the contestants; (): as the ranks' world names them.
+      running: the processes, in rank order.
+      pipes: for each process the ends for requests and for replies.
+      logs: for each process the file of its standard error.
+      timeout: seconds that one request may take.
+    """
 
     on_this_host = on_loopback = True
 
@@ -85,72 +95,57 @@ class Launched(Team):
         self,
         label: str,
         entries: Sequence[Entry],
-        running: list[subprocess.Popen[bytes]],
-        logs: list[Path],
+        running: Sequence[subprocess.Popen[bytes]],
+        pipes: Sequence[tuple[Connection, Connection]],
+        logs: Sequence[Path],
         timeout: float,
     ) -> None:
         self._label, self._running, self._logs, self._timeout = label, running, logs, timeout
-        self._unread = [b""] * len(running)
-        super().__init__(entries, self._answers("start")[0])
+        self._pipes = pipes
+        world = self._replies("start")[0]
+        super().__init__(entries or [tuple(entry) for entry in world.get("entries", ())], world)
 
-    def do(self, what: str, **arguments: Any) -> list[Any]:
+    def do(self, method: str, **arguments: Any) -> list[Any]:
         """See `Team`.
 
         Raises:
           LaunchError: a rank raised an exception, ended, or took longer than the time limit.
         """
-        line = json.dumps([what, arguments]).encode() + b"\n"
-        doing = f"{what} {arguments['name']!r}" if "name" in arguments else what
-        for process in self._running:
-            assert process.stdin is not None
-            # A rank that has ended is found out when its answer is read.
+        for requests, _ in self._pipes:
+            # That a rank has ended is found out when its reply is read.
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(line)
-                process.stdin.flush()
-        return self._answers(doing)
+                requests.send((method, arguments))
+        return self._replies(f"{method} {arguments['name']!r}" if "name" in arguments else method)
 
-    def _answers(self, doing: str) -> list[Any]:
-        """One answer of each rank."""
-        found: dict[int, Any] = {}
+    def _replies(self, doing: str) -> list[Any]:
+        """One reply of each rank."""
+        values: list[Any] = [None] * len(self._pipes)
+        missing = {replies: rank for rank, (_, replies) in enumerate(self._pipes)}
         deadline = time.monotonic() + self._timeout
-        with selectors.DefaultSelector() as pipes:
-            for rank, process in enumerate(self._running):
-                assert process.stdout is not None
-                pipes.register(process.stdout, selectors.EVENT_READ, rank)
-            while len(found) < len(self._running):
-                ready = pipes.select(deadline - time.monotonic())
-                if not ready:
-                    late = [r for r in range(len(self._running)) if r not in found]
-                    raise LaunchError(
-                        f"{self._label}: {doing} took longer than {self._timeout:g} s on "
-                        f"process{'es' * (len(late) > 1)} {', '.join(map(str, late))} of "
-                        f"{len(self._running)}; --timeout allows for more."
-                    )
-                for key, _ in ready:
-                    answer = self._read(key.data, key.fd, doing)
-                    if answer is not None:
-                        found[key.data] = answer["value"]
-                        pipes.unregister(key.fileobj)
-        return [found[rank] for rank in range(len(self._running))]
-
-    def _read(self, rank: int, pipe: int, doing: str) -> dict[str, Any] | None:
-        """A rank's answer, or None while it is incomplete."""
-        chunk = os.read(pipe, 1 << 16)
-        line, newline, rest = (self._unread[rank] + chunk).partition(b"\n")
-        if not newline:
-            self._unread[rank] = line
-            if not chunk:
-                self._lost(rank, doing)
-            return None
-        self._unread[rank] = rest
-        answer = json.loads(line)
-        if "error" in answer:
-            self._lost(rank, doing, answer["error"])
-        return answer
+        while missing:
+            ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = ", ".join(map(str, sorted(missing.values())))
+                raise LaunchError(
+                    f"{self._label}: {doing} took longer than {self._timeout:g} s on "
+                    f"process{'es' * (len(missing) > 1)} {late} of {len(values)}; --timeout "
+                    "allows for more."
+                )
+            for replies in ready:
+                assert isinstance(replies, Connection)
+                rank = missing.pop(replies)
+                try:
+                    values[rank], error = replies.recv()
+                except (EOFError, OSError):
+                    self._lost(rank, doing)
+                else:
+                    if error is not None:
+                        self._lost(rank, doing, error)
+        return values
 
     def _lost(self, rank: int, doing: str, error: str = "") -> None:
         """Blame the rank that ended first: where one is killed, the others' calls fail as well."""
-        # What a rank says of itself tells more than how it then ends.
+        # The error that a rank reports explains more than its exit status.
         others = [r for r in range(len(self._running)) if r != rank or not error]
         patience = time.monotonic() + 1
         while not (dead := [r for r in others if self._running[r].poll() is not None]):
@@ -174,14 +169,14 @@ def launched(
     worlds: Sequence[dict[str, str]],
     timeout: float,
 ) -> Iterator[Launched]:
-    """Start a team of processes; none is left at the end.
+    """Start a team of processes that run `command`, one for each of `worlds`; none outlives it.
 
     Args:
-      label: the library's name, for messages.
-      entries: what it is to be measured with.
+      label: see `Launched`, as `entries` and `timeout`.
+      entries: the contestants.
       command: what each process runs: something that calls `serve`.
       worlds: each rank's own environment variables.
-      timeout: seconds that one answer may take.
+      timeout: seconds that one request may take.
 
     Yields:
       The team, whose ranks have met.
@@ -189,24 +184,25 @@ def launched(
     Raises:
       LaunchError: they did not meet.
     """
-    with tempfile.TemporaryDirectory(prefix="jaxcoll-") as folder, surely_ended() as running:
-        logs = [Path(folder) / f"{rank}.log" for rank in range(len(worlds))]
-        for log, variables in zip(logs, worlds, strict=True):
-            with log.open("wb") as out:
-                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-                running.start(command, variables, stderr=out, **pipes)
-        try:
-            yield Launched(label, entries, running.processes, logs, timeout)
-        finally:
-            for process in running.processes:
-                for pipe in (process.stdin, process.stdout):
-                    assert pipe is not None
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="jaxcoll-") as folder,
+        surely_ended() as running,
+        contextlib.ExitStack() as open_pipes,
+    ):
+        logs, pipes = [], []
+        for rank, variables in enumerate(worlds):
+            logs.append(Path(folder) / f"{rank}.log")
+            standard_input, requests = Pipe(duplex=False)
+            replies, standard_output = Pipe(duplex=False)
+            pipes.append((open_pipes.enter_context(requests), open_pipes.enter_context(replies)))
+            with logs[-1].open("wb") as log, standard_input, standard_output:
+                streams = {"stdin": standard_input, "stdout": standard_output, "stderr": log}
+                running.start(command, variables, **streams)
+        yield Launched(label, entries, running.processes, pipes, logs, timeout)
 
 
 def _last_words(log: Path) -> str:
-    """The last line of a log that says something."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    said = [line for line in lines if line]
-    return f" Its last words: {said[-1][:300]}" if said else ""
+    """The last line of a log that is not empty."""
+    lines = log.read_text(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f" Its last words: {last[:300]}" if last else ""

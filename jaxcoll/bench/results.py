@@ -1,4 +1,4 @@
-"""What is known about one contestant on one workload."""
+"""The result of one contestant on one workload."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Result:
       busbw: algbw × 2(n-1)/n, as there.
       ratio: seconds over the baseline's, paired by round.
       cpu_seconds: user and system time of one call, summed over ranks, all threads.
-      cpu_ratio: cpu_seconds over the baseline's, paired by round; None where a clock was too
+      cpu_ratio: cpu_seconds over the baseline's, paired by round; None where the clock is too
         coarse.
       wire_bytes: that leave one device in one call, by the compiled program; None for peers.
       socket_bytes: the same by the kernel's counter of the loopback interface, headers
@@ -75,6 +75,16 @@ class Result:
     compile_ratio: Estimate | None
     error: float
     other_cores: float | None
+
+    @property
+    def world(self) -> str:
+        """The replicas in words: "4 processes", "8 gpu devices of one process"."""
+        n, processes = self.devices, self.processes
+        if processes == 1:
+            return f"{n} {self.platform} device{'s' * (n > 1)} of one process"
+        if processes == n:
+            return f"{n} processes"
+        return f"{processes} processes × {n // processes} {self.platform} devices"
 
     @property
     def algbw(self) -> float:

@@ -1,20 +1,22 @@
-"""The benchmark in the terminal: what is being done, and a table of what came out."""
+"""The tables that `jaxcoll bench` prints."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from jaxcoll.bench.naming import BASELINE, TWIN
+from jaxcoll._plan.algorithms import stages
+from jaxcoll._plan.cost.model import Prices
+from jaxcoll._plan.cost.terms import Terms
+from jaxcoll.bench.calibrate import Calibrated
+from jaxcoll.bench.naming import BASELINE, TWIN, spelled
+from jaxcoll.bench.overlap import Overlapped
 from jaxcoll.bench.results import Result
-from jaxcoll.bench.terminal import new_console
+from jaxcoll.bench.terminal import new_console, new_table
 from jaxcoll.bench.timing import Estimate
 
 WIDTH = 118
@@ -28,29 +30,8 @@ ms: one call, the slowest rank's · busbw: GB/s as in nccl-tests · CPU: all ran
 device, as compiled · kernel: the same by the loopback counter, ~ with other traffic in it · arrays:
 handed to collectives · temp: beside arguments and results · build: trace and compile · error: over
 the sum of magnitudes"""
-
-
-@contextlib.contextmanager
-def progress_bar(steps: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error, where that is a terminal.
-
-    Args:
-      steps: how often progress will be reported.
-      shown: whether there is to be one at all.
-
-    Yields:
-      What to call with words for what is being done.
-    """
-    console = new_console(stderr=True)
-    columns = (
-        BarColumn(bar_width=30), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )  # fmt: skip
-    with Progress(
-        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
-    ) as progress:
-        task = progress.add_task("", total=steps)
-        yield lambda words: progress.update(task, description=words, advance=1)
+_TERMS = (("call", 1e6, "µs"), ("array", 1e6, "µs"), ("slice", 1e6, "µs"),
+          ("reduce", 1e9, "ns/B"), ("copy", 1e9, "ns/B"))  # fmt: skip
 
 
 def wide_console(*, to_stderr: bool) -> Console:
@@ -74,7 +55,7 @@ def show(results: Sequence[Result], *, to_stderr: bool) -> None:
         results, lambda r: (r.is_size, not r.is_size and r.workload)
     ):
         rows = list(found)
-        table = _table(title(rows), by_size=is_size)
+        table = _results_table(_title(rows), by_size=is_size)
         for workload, group in groupby(rows, lambda r: r.workload):
             for k, row in enumerate(group):
                 cells = [Text(cell) for cell in _cells(row)]
@@ -92,33 +73,76 @@ def show(results: Sequence[Result], *, to_stderr: bool) -> None:
         )
 
 
-def title(rows: Sequence[Result]) -> str:
-    """What was reduced, where: the workload, the world, the machine."""
+def show_overlap(found: Sequence[Overlapped], *, to_stderr: bool) -> None:
+    """Print a row for each tree of `--overlap`."""
+    console = wide_console(to_stderr=to_stderr)
+    table = new_table(
+        ("tree", "MB", "programs", "communication ms", "compute ms", "step ms", "exposed", "A/A"),
+        "<>>>>>>>",
+        f"overlap over {found[0].processes} processes, by {found[0].algorithm}: "
+        "medians [95 %], compute is a sleep",
+    )
+    for each in found:
+        times = (each.communication, each.compute, each.step)
+        milliseconds = [f"{x.median * 1e3:,.0f}" for x in times]
+        cells = [each.workload, f"{each.bytes / 1e6:,.1f}", str(each.parts), *milliseconds]
+        table.add_row(*cells, str(each.exposed), str(each.twin))
+    console.print(table)
+    console.print("[dim]exposed: (step - compute) ÷ communication, paired by round[/]")
+
+
+def show_calibration(found: Calibrated, where: str, *, to_stderr: bool) -> None:
+    """Print the terms beside the preset's, and the held-out tree.
+
+    Args:
+      found: what was measured.
+      where: a sentence that says where it is kept.
+      to_stderr: where standard output carries the file.
+    """
+    console = new_console(stderr=to_stderr, highlight=False, soft_wrap=True)
+    title = f"{found.terms.source}: medians of {found.rounds} rounds"
+    table = new_table(("term", "measured", "preset", ""), "<>><", title, no_wrap=True)
+    measured, usual = (list(_terms(terms)) for terms in (found.terms, found.usual))
+    for (name, value, unit), (_, before, _) in zip(measured, usual, strict=True):
+        same = "as the preset has it" if value == before else ""
+        table.add_row(name, f"{value:.3g}", f"{before:.3g}", f"{unit}  {same}")
+    sizes = (found.terms.key.replicas,)
+    for size, t in found.terms.native[0].points:
+        before = Prices(found.usual, sizes).of(stages("native", 0, sizes), size).seconds
+        table.add_row(f"native, {spelled(size)}", f"{t * 1e3:.3g}", f"{before * 1e3:.3g}", "ms")
+    console.print(table)
+    off = found.predicted / found.measured - 1
+    console.print(
+        f"Held out, {found.held_out} by auto: predicted {found.predicted * 1e3:.3g} ms, measured "
+        f"{found.measured * 1e3:.3g} ms ({off:+.0%})."
+    )
+    console.print(Text(where))
+
+
+def _terms(terms: Terms) -> Iterator[tuple[str, float, str]]:
+    """Name, number and unit of each term."""
+    for name, scale, unit in _TERMS:
+        yield name, getattr(terms, name) * scale, unit
+    for name in ("within", "between"):
+        link = getattr(terms, name)
+        yield f"{name}.step", link.step * 1e6, "µs"
+        yield f"{name}.per_byte", link.per_byte * 1e9, "ns/B"
+
+
+def _title(rows: Sequence[Result]) -> str:
+    """What was reduced, and where: the workload, the world."""
     first = rows[0]
     what = "one array" if first.is_size else f"{first.workload}, {first.bytes / 1e6:,.1f} MB"
     if not first.is_size:
         what += f" in {first.leaves:,} {'array' if first.leaves == 1 else 'arrays'}"
-    return f"{what} of {', '.join(first.dtypes)}: {first.reduce_op} over {world_of(first)}"
+    return f"{what} of {', '.join(first.dtypes)}: {first.reduce_op} over {first.world}"
 
 
-def world_of(result: Result) -> str:
-    """The replicas in words: "4 processes", "8 gpu devices", "2 processes × 4 cpu devices"."""
-    n, processes = result.devices, result.processes
-    if processes == 1:
-        return f"{n} {result.platform} device{'s' * (n > 1)} of one process"
-    if processes == n:
-        return f"{n} processes"
-    return f"{processes} processes × {n // processes} {result.platform} devices"
-
-
-def _table(heading: str, *, by_size: bool) -> Table:
-    table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+def _results_table(title: str, *, by_size: bool) -> Table:
+    columns = [*["size"] * by_size, "algorithm", *_COLUMNS, *_OF_TREES * (not by_size)]
+    align = ">" * by_size + "<" + ">" * (len(columns) - 1 - by_size)
+    table = new_table(columns, align, title, no_wrap=True)
     table.padding, table.pad_edge = (0, 0), False
-    if by_size:
-        table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("algorithm", no_wrap=True)
-    for column in (*_COLUMNS, *_OF_TREES * (not by_size)):
-        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import json
+import os
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import jax
 
 from jaxcoll._cluster.initialize import initialize
-from jaxcoll._cluster.launch.local import join, world
+from jaxcoll._cluster.launch.local import free_port, join, world
 from jaxcoll.bench.devices import devices_of
-from jaxcoll.bench.rank_pool import Entry, Here, Team, launched
-from jaxcoll.bench.torch_tf import peer
+from jaxcoll.bench.rank_pool import Entry, Here, Launched, Team, launched
+
+_SOURCES = Path(__file__).parents[2] / "docs" / "peers"
+# A folder of the user's that is called torch must not be taken for the library.
+_SAFE = {"PYTHONSAFEPATH": "1"}
 
 
 @contextlib.contextmanager
-def teams_of(args: argparse.Namespace, entries: Sequence[Entry]) -> Iterator[list[Team]]:
+def teams_of(
+    entries: Sequence[Entry],
+    *,
+    processes: int | None = None,
+    devices: int | None = None,
+    platform: str | None = None,
+    against: Mapping[str, str | None] | None = None,
+    timeout: float = 600,
+) -> Iterator[list[Team]]:
     """The teams that the command's flags ask for, JAX's first; none is left at the end.
 
     Args:
-      args: of `jaxcoll bench`.
-      entries: what JAX is to be measured with.
+      entries: what JAX is measured with.
+      processes: how many to start here; None: this process, or the job that it is one of.
+      devices: of each process.
+      platform: of this process's devices.
+      against: names of `naming.PEERS`, each with its interpreter; None: this one.
+      timeout: seconds that one request may take.
 
     Yields:
       The teams.
@@ -31,47 +50,45 @@ def teams_of(args: argparse.Namespace, entries: Sequence[Entry]) -> Iterator[lis
       ValueError: the flags ask for what is not there.
       LaunchError: the ranks of a team did not meet.
     """
-    if args.processes is None:
-        if args.against:
+    if processes is None:
+        if against:
             raise ValueError("--against needs --processes N: the others have no simulated devices.")
-        yield [_here(args, entries)]
+        yield [_here(entries, devices, platform)]
         return
-    n = args.processes
-    if n < 2:
-        raise ValueError(f"--processes must be at least 2; got {n}.")
-    if args.platform not in (None, "cpu"):
+    if processes < 2:
+        raise ValueError(f"--processes must be at least 2; got {processes}.")
+    if platform not in (None, "cpu"):
         raise ValueError(
-            f"--processes starts processes of CPU devices, and --platform is {args.platform}: "
+            f"--processes starts processes of CPU devices, and --platform is {platform}: "
             "start one process for each host with a launcher that JAX knows, and leave --processes "
             "out."
         )
-    devices = 1 if args.devices is None else args.devices
+    devices = 1 if devices is None else devices
     if devices < 1:
         raise ValueError(f"--devices must be at least 1; got {devices}.")
-    if args.against and devices > 1:
+    if against and devices > 1:
         raise ValueError("--against compares processes of one device each: leave --devices out.")
     command = [sys.executable, "-m", "jaxcoll.bench.ranks.jax_rank", str(devices)]
     with contextlib.ExitStack() as stack:
-        teams: list[Team] = []
-        for name in args.against:
-            python = getattr(args, f"{name}_python")
-            teams.append(stack.enter_context(peer(name, python, n, args.timeout)))
-        variables = stack.enter_context(world(n))
-        jax_team = launched("jax", entries, command, variables, args.timeout)
-        yield [stack.enter_context(jax_team), *teams]
+        peers = [
+            stack.enter_context(peer(name, python, processes, timeout))
+            for name, python in (against or {}).items()
+        ]
+        variables = stack.enter_context(world(processes))
+        yield [stack.enter_context(launched("jax", entries, command, variables, timeout)), *peers]
 
 
-def _here(args: argparse.Namespace, entries: Sequence[Entry]) -> Here:
+def _here(entries: Sequence[Entry], devices: int | None, platform: str | None) -> Here:
     """This process: alone with its devices, or as one of a job that somebody has launched."""
     from jaxcoll.bench.ranks.jax_rank import JaxRank
 
     # Flags that describe this process leave no doubt that it is alone.
-    alone = args.devices is not None or args.platform is not None
+    alone = devices is not None or platform is not None
     together = join() or (not alone and _clustered())
     if together and jax.process_count() > 1:
         return Here(entries, JaxRank(jax.devices()), together=True)
-    devices = jax.devices() if together else devices_of(args.platform or "cpu", args.devices)
-    return Here(entries, JaxRank(devices), together=False)
+    found = jax.devices() if together else devices_of(platform or "cpu", devices)
+    return Here(entries, JaxRank(found), together=False)
 
 
 def _clustered() -> bool:
@@ -83,3 +100,70 @@ def _clustered() -> bool:
 def is_first(teams: Sequence[Team]) -> bool:
     """Whether this process is the one that prints and writes."""
     return not isinstance(teams[0], Here) or jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def peer(name: str, python: str | None, processes: int, timeout: float) -> Iterator[Launched]:
+    """Start a team of another library, whose ranks idle while others are measured.
+
+    Args:
+      name: one of `naming.PEERS`.
+      python: an interpreter that has it; None: this one.
+      processes: how many ranks, of one CPU device each.
+      timeout: seconds that one request may take.
+
+    Yields:
+      The team.
+
+    Raises:
+      ValueError: the library, or the source tree that its ranks are in, is not there.
+      LaunchError: its ranks did not meet.
+    """
+    if not (_SOURCES / f"{name}_rank.py").exists():
+        raise ValueError(
+            f"--against {name}: its ranks are in jaxcoll's source tree (docs/peers), not in the "
+            "wheel: run `jaxcoll bench` from a checkout."
+        )
+    interpreter = _interpreter(name, python)
+    # `ranks` is found without jaxcoll, which would need JAX; both folders come last, so that
+    # nothing in them hides a module of the library's own.
+    code = (
+        f"import sys; sys.path += {[str(Path(__file__).parent), str(_SOURCES)]!r}; "
+        f"import {name}_rank; {name}_rank.main()"
+    )
+    with launched(name, (), [interpreter, "-c", code], _worlds(processes), timeout) as team:
+        yield team
+
+
+def _interpreter(name: str, python: str | None) -> str:
+    """The interpreter, once it is known to have the library."""
+    interpreter = sys.executable if python is None else shutil.which(python)
+    flag = f"--{name}-python"
+    if interpreter is None:
+        raise ValueError(f"{flag}: there is no interpreter {python!r}.")
+    code = f"import importlib.util, sys; sys.exit(not importlib.util.find_spec({name!r}))"
+    safe = {**os.environ, **_SAFE}
+    if subprocess.run([interpreter, "-c", code], env=safe, capture_output=True).returncode:
+        raise ValueError(
+            f"--against {name}: {interpreter} has no {name}; name an interpreter that has it with "
+            f"{flag}."
+        )
+    return interpreter
+
+
+def _worlds(processes: int) -> list[dict[str, str]]:
+    """Each rank's environment variables, as PyTorch and as TensorFlow read them."""
+    port, *ports = (free_port() for _ in range(processes + 1))
+    cluster = {"worker": [f"127.0.0.1:{each}" for each in ports]}
+    common = {**_SAFE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common["WORLD_SIZE"] = str(processes)
+    return [
+        {
+            **common,
+            "RANK": str(rank),
+            "TF_CONFIG": json.dumps(
+                {"cluster": cluster, "task": {"type": "worker", "index": rank}}
+            ),
+        }
+        for rank in range(processes)
+    ]

@@ -1,22 +1,27 @@
-"""`jaxcoll bench`: the all-reduce benchmark that is pointed at a machine."""
+"""`jaxcoll bench`: measure all-reduces on a machine."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxcoll._files import check_writable, write_result, write_text
-from jaxcoll.bench.naming import BASELINE, TWIN, options_of, sizes_of
-from jaxcoll.bench.results import Result
-from jaxcoll.bench.terminal import complain
+from jaxcoll._mesh.machine_costs import FILE, calibration
+from jaxcoll.bench.naming import BASELINE, PEERS, TWIN, options_of, sizes_of
+from jaxcoll.bench.terminal import complain, new_console, progress_bars
 from jaxcoll.bench.workloads import TREES, Workload, array_of, tree_of
+
+if TYPE_CHECKING:
+    from jaxcoll.bench.rank_pool import Entry, Team
 
 EPILOG = """\
 Without --devices, --processes and --platform it enters a job that was launched by a launcher that
@@ -89,15 +94,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="LIST",
         help="torch (torch.distributed over Gloo, in place), tensorflow "
-        "(MultiWorkerMirroredStrategy, RING); needs --processes",
+        "(MultiWorkerMirroredStrategy, RING); needs --processes, and a checkout",
     )
-    for name in ("torch", "tensorflow"):
+    for name in PEERS:
         peers.add_argument(
             f"--{name}-python", metavar="PATH", help=f"an interpreter with {name} (default: this)"
         )
     out = parser.add_argument_group("results")
-    out.add_argument("--json", metavar="FILE", help="one JSON line a result; - for standard output")
+    out.add_argument(
+        "--json", metavar="FILE", help="one JSON line per result; - for standard output"
+    )
     out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture of the results")
+
+
+_NOT_WITH_CALIBRATE = {
+    "tree": [],
+    "sizes": None,
+    "algorithms": "auto",
+    "dtype": "float32",
+    "reduce_op": "mean",
+    "rounds": 20,
+    "against": "",
+    "plot": None,
+    "overlap": None,
+}
+"""Flags that say what else to measure, with their defaults."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,7 +129,16 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         with _terminable():
-            return _run(args)
+            _check_installed("rich", *["matplotlib"] * (args.plot is not None))
+            if args.calibrate:
+                _calibrate(args)
+                return 0
+            workloads, names = _checked(args)
+            if args.overlap is not None:
+                _overlap(args, workloads, names[-1])
+            else:
+                _compare(args, workloads, names)
+            return 0
     except RuntimeError as error:  # of a rank, with what it printed last
         complain("bench", error)
         return 2
@@ -117,29 +147,15 @@ def run(args: argparse.Namespace) -> int:
         return 130
 
 
-def _run(args: argparse.Namespace) -> int:
-    if args.calibrate:
-        from jaxcoll.bench import calibrate
-
-        _check_installed("rich")
-        calibrate.check(args)
-        calibrate.run(args)
-        return 0
-    workloads, names = _checked(args)
-    if args.overlap is not None:
-        from jaxcoll.bench import overlap
-
-        overlap.run(args, workloads, names[-1])
-        return 0
+def _compare(args: argparse.Namespace, workloads: list[Workload], names: list[str]) -> None:
+    """Each of `names` on every workload."""
     from jaxcoll.bench.all_reduce import measure, steps
-    from jaxcoll.bench.table import progress_bar, show
-    from jaxcoll.bench.targets import is_first, teams_of
+    from jaxcoll.bench.table import show
 
-    results: list[Result] = []
-    with teams_of(args, [(name,) for name in names]) as teams:
-        shown = is_first(teams)
+    results = []
+    with _teams(args, [(name,) for name in names]) as (teams, is_first):
         total = sum(steps(workload, teams, args.rounds) for workload in workloads)
-        with progress_bar(total, shown=shown) as progress:
+        with _progress(total, shown=is_first) as progress:
             for workload in workloads:
                 results += measure(
                     workload,
@@ -148,15 +164,128 @@ def _run(args: argparse.Namespace) -> int:
                     rounds=args.rounds,
                     progress=lambda words, name=workload.name: progress(f"{name}: {words}"),
                 )
-    if shown:
-        _write(args, results)
+    if is_first:
+        if args.plot is not None:
+            from jaxcoll.bench.chart import draw
+
+            write_result("--plot", args.plot, functools.partial(draw, results))
+        _write(args.json, "".join(json.dumps(each.to_dict()) + "\n" for each in results))
         show(results, to_stderr=args.json == "-")
-    return 0
+
+
+def _overlap(args: argparse.Namespace, workloads: list[Workload], algorithm: str) -> None:
+    """What of an exchange in several programs a step waits for."""
+    from jaxcoll.bench.overlap import WARM, measure
+    from jaxcoll.bench.table import show_overlap
+
+    if args.overlap < 1:
+        raise ValueError(f"--overlap must be at least 1 program; got {args.overlap}.")
+    for flag in ("against", "plot", "sizes"):
+        if getattr(args, flag):
+            raise ValueError(f"--overlap measures trees, beside themselves: leave --{flag} out.")
+    found = []
+    with _teams(args, [(BASELINE,)]) as (teams, is_first):
+        steps = len(workloads) * (args.overlap + WARM + args.rounds + 1)
+        with _progress(steps, shown=is_first) as progress:
+            for workload in workloads:
+                found.append(
+                    measure(
+                        workload,
+                        teams[0],
+                        parts=args.overlap,
+                        algorithm=algorithm,
+                        rounds=args.rounds,
+                        progress=lambda words, name=workload.name: progress(f"{name}: {words}"),
+                    )
+                )
+    if is_first:
+        _write(args.json, "".join(json.dumps(dataclasses.asdict(x)) + "\n" for x in found))
+        show_overlap(found, to_stderr=args.json == "-")
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    """The cost terms of the world that the flags describe, kept where programs find them."""
+    from jaxcoll.bench.calibrate import STEPS, calibrate
+    from jaxcoll.bench.table import show_calibration
+
+    for name, default in _NOT_WITH_CALIBRATE.items():
+        if getattr(args, name) != default:
+            raise ValueError(
+                f"--calibrate measures what the cost model needs: leave --{name.replace('_', '-')} "
+                "out."
+            )
+    if args.json not in (None, "-"):
+        check_writable("--json", Path(args.json))
+
+    def writes(file: Path) -> None:
+        if args.json is None:
+            check_writable("--calibrate", file)
+
+    with _teams(args, [(BASELINE,)]) as (teams, is_first):
+        with _progress(STEPS, shown=is_first) as progress:
+            found = calibrate(teams[0], progress, writes=writes)
+    if not is_first:
+        return
+    text = calibration(found.terms, dict(found.measured_on))
+    if args.json is None:
+        write_text("--calibrate", found.file, text)
+    else:
+        _write(args.json, text)
+    one_process = found.terms.key.processes == 1
+    show_calibration(found, _kept(args.json, found.file, one_process), to_stderr=args.json == "-")
+
+
+def _kept(asked: str | None, file: Path, one_process: bool) -> str:
+    """Where the terms are, and which programs will use them."""
+    if asked == "-":
+        return f"Keep these lines in a file and name it in {FILE}."
+    if asked is not None:
+        return f"In {asked}; name it in {FILE} wherever it is to be gone by."
+    if one_process:
+        return f"In {file}, where programs of one process on this machine find it."
+    return (
+        f"In {file}. Processes that jaxcoll starts on this host find it there; others need "
+        f"{FILE}={file}, the same file for all of them."
+    )
+
+
+@contextlib.contextmanager
+def _teams(args: argparse.Namespace, entries: Sequence[Entry]) -> Iterator[tuple[list[Team], bool]]:
+    """The teams that the flags ask for; none is left at the end.
+
+    Yields:
+      The teams, JAX's first, and whether this process is the one that prints and writes.
+    """
+    from jaxcoll.bench import targets
+
+    names = args.against or ()
+    with targets.teams_of(
+        entries,
+        processes=args.processes,
+        devices=args.devices,
+        platform=args.platform,
+        against={name: getattr(args, f"{name}_python") for name in names},
+        timeout=args.timeout,
+    ) as teams:
+        yield teams, targets.is_first(teams)
+
+
+@contextlib.contextmanager
+def _progress(steps: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error, where that is a terminal.
+
+    Yields:
+      What to call at each step, with words for what is being done.
+    """
+    if not shown:
+        yield lambda words: None
+        return
+    with progress_bars(new_console(stderr=True), [""], steps, transient=True) as advance:
+        yield lambda words: advance("", words)
 
 
 def _checked(args: argparse.Namespace) -> tuple[list[Workload], list[str]]:
     """The workloads and algorithms; everything that can be refused is refused before the work."""
-    _check_installed("rich", *["matplotlib"] * (args.plot is not None))
     if args.rounds < 1:
         raise ValueError(f"--rounds must be at least 1; got {args.rounds}.")
     asked = _listed(args.algorithms)
@@ -165,7 +294,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[Workload], list[str]]:
             options_of(name)
     args.against = _listed(args.against)
     for name in args.against:
-        if name not in ("torch", "tensorflow"):
+        if name not in PEERS:
             raise ValueError(f"--against: no library {name!r}; choose torch, tensorflow, or both.")
     trees = args.tree or ([] if args.sizes else ["resnet50"])
     workloads = [tree_of(name, args.dtype) for name in trees]
@@ -195,17 +324,12 @@ def _listed(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def _write(args: argparse.Namespace, results: Sequence[Result]) -> None:
-    """All lines or none: a file that is there is never half a result."""
-    if args.plot is not None:
-        from jaxcoll.bench.chart import draw
-
-        write_result("--plot", args.plot, functools.partial(draw, results))
-    lines = "".join(json.dumps(result.to_dict()) + "\n" for result in results)
-    if args.json == "-":
+def _write(file: str | None, lines: str) -> None:
+    """All lines or none: a file is never half a result."""
+    if file == "-":
         sys.stdout.write(lines)
-    elif args.json:
-        write_text("--json", Path(args.json), lines)
+    elif file:
+        write_text("--json", Path(file), lines)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What is well and what is not about a machine or a job, and what to do about it."""
+"""Findings about a machine or a job, and what to do about them."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def _collectives(facts: Mapping[str, Any]) -> Finding:
 def _malloc(facts: Mapping[str, Any]) -> Finding:
     unset = [name for name, value in facts["malloc"].items() if value is None]
     if facts["platform"] != "cpu" or not facts["glibc"] or not unset:
-        said = "keeps memory" if not unset else "of no importance here"
-        return Finding("ok", "malloc", said)
+        found = "keeps memory" if not unset else "of no importance here"
+        return Finding("ok", "malloc", found)
     return Finding(
         "warn", "malloc", "gives large blocks back at once",
         "Exchanges over Gloo can take twice as long: start with `jaxcoll launch`, or do as it by `"
@@ -113,8 +113,8 @@ def _loopback(bandwidth: float | None) -> Finding:
     )
 
 
-def _limit(well: bool, said: tuple[str, str], fix: str) -> Finding:
-    return Finding("ok" if well else "warn", *said, "" if well else fix)
+def _limit(well: bool, what: tuple[str, str], fix: str) -> Finding:
+    return Finding("ok" if well else "warn", *what, "" if well else fix)
 
 
 def job_findings(
@@ -123,10 +123,10 @@ def job_findings(
     """About the processes of a job.
 
     Args:
-      processes: the facts of each rank; None: it did not tell.
+      processes: the facts of each rank; None: it did not report them.
       interface: of each rank the address at which the others reach it.
     """
-    silent = [rank for rank, told in enumerate(processes) if told is None]
+    silent = [rank for rank, facts in enumerate(processes) if facts is None]
     if silent:
         return [
             Finding(
@@ -134,14 +134,14 @@ def job_findings(
                 "Look at what they printed; all processes must run the same command.",
             )
         ]  # fmt: skip
-    told = [facts for facts in processes if facts is not None]
-    hosts = {facts["host"] for facts in told}
+    known = [facts for facts in processes if facts is not None]
+    hosts = {facts["host"] for facts in known}
     found = [
-        Finding("ok", "processes", f"{len(told)} on {len(hosts)} host{'s' * (len(hosts) > 1)}")
+        Finding("ok", "processes", f"{len(known)} on {len(hosts)} host{'s' * (len(hosts) > 1)}")
     ]
-    for name in told[0]["versions"]:
+    for name in known[0]["versions"]:
         found.append(
-            _alike(f"version of {name}", [facts["versions"][name] for facts in told], "bad",
+            _alike(f"version of {name}", [facts["versions"][name] for facts in known], "bad",
                    f"Install the same {name} for all processes: programs that are compiled "
                    "differently do not meet.")
         )  # fmt: skip
@@ -152,7 +152,7 @@ def job_findings(
         ("collectives", "Choose one implementation for all processes."),
     ):  # fmt: skip
         label = {"devices": "devices of each process", "kind": "kind of device"}.get(name, name)
-        found.append(_alike(label, [facts[name] for facts in told], "bad", fix))
+        found.append(_alike(label, [facts[name] for facts in known], "bad", fix))
     found.append(Finding("ok", "interface", ", ".join(dict.fromkeys(interface))))
     return found
 

@@ -1,4 +1,4 @@
-"""`jaxcoll doctor`: looks over this machine, or the job that this process is one of."""
+"""`jaxcoll doctor`: check this machine, or the job that this process is one of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import time
 from typing import Any
 
-from jaxcoll.bench.terminal import complain, new_console
+from jaxcoll.bench.terminal import complain, new_console, new_table
 from jaxcoll.cli.diagnosis import Finding, job_findings, machine_findings, pair_findings
 
 EPILOG = """\
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         complain("doctor", error)
         return 2
     if findings is None:
-        return 0  # process 0 speaks
+        return 0
     if args.json:
         for finding in findings:
             print(json.dumps(vars(finding)))
@@ -60,55 +60,55 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _findings(timeout: float) -> list[Finding] | None:
-    """All there is to say; None: another process says it."""
+    """All findings; None: process 0 reports them."""
     import jax
 
     from jaxcoll._cluster.initialize import initialize
-    from jaxcoll._compat.coordination import store
+    from jaxcoll._compat import coordination
     from jaxcoll.cli.machine import facts, loopback_bandwidth
 
     initialize(initialization_timeout=timeout)
-    told = store()
-    if told is not None:
-        _meet(told, timeout)  # JAX looks for its devices together, and waits long for the dead
+    store = coordination.store()
+    if store is not None:
+        _meet(store, timeout)  # before JAX looks for devices together, and waits long for the dead
     mine = facts()
     try:
         bandwidth = loopback_bandwidth()
     except OSError:
         bandwidth = None
     here = machine_findings(mine, bandwidth)
-    if told is None or told.processes == 1:
+    if store is None or store.processes == 1:
         return here
     address = _address_towards_others()
-    told.set(f"jaxcoll/doctor/{told.process}", json.dumps({**mine, "interface": address}))
-    others = _all_told(told, "jaxcoll/doctor", timeout)
+    store.set(f"jaxcoll/doctor/{store.process}", json.dumps({**mine, "interface": address}))
+    others = _reports(store, "jaxcoll/doctor", timeout)
     alike = None not in others and len({facts["devices"] for facts in others if facts}) == 1
     measured = pair_findings(_between_neighbours()) if alike else []
-    if told.process == 0:
+    if store.process == 0:
         addresses = [facts["interface"] for facts in others if facts]
-        assert jax.process_count() == told.processes
+        assert jax.process_count() == store.processes
         return [*here, *job_findings(others, addresses), *measured]
     return None
 
 
-def _meet(told: Any, timeout: float) -> None:
-    told.set(f"jaxcoll/doctor/here/{told.process}", "{}")
-    here = _all_told(told, "jaxcoll/doctor/here", timeout)
-    if silent := [str(rank) for rank, said in enumerate(here) if said is None]:
+def _meet(store: Any, timeout: float) -> None:
+    store.set(f"jaxcoll/doctor/here/{store.process}", "{}")
+    here = _reports(store, "jaxcoll/doctor/here", timeout)
+    if silent := [str(rank) for rank, report in enumerate(here) if report is None]:
         raise RuntimeError(
-            f"process {', '.join(silent)} of {told.processes} did not answer within {timeout:g} s "
+            f"process {', '.join(silent)} of {store.processes} did not answer within {timeout:g} s "
             "after it had arrived. Look at what it printed; all must run the same command."
         )
 
 
-def _all_told(told: Any, folder: str, timeout: float) -> list[dict[str, Any] | None]:
-    """What each process said of itself; None: it was silent."""
+def _reports(store: Any, folder: str, timeout: float) -> list[dict[str, Any] | None]:
+    """What each process has set under `folder`; None: it did not within the time."""
     until = time.monotonic() + timeout
     found: list[dict[str, Any] | None] = []
-    for rank in range(told.processes):
+    for rank in range(store.processes):
         try:
             left = max(until - time.monotonic(), 0.1)
-            found.append(json.loads(told.get(f"{folder}/{rank}", left)))
+            found.append(json.loads(store.get(f"{folder}/{rank}", left)))
         except TimeoutError:
             found.append(None)
     return found
@@ -168,14 +168,10 @@ def _slowest(seconds: float) -> float:
 
 
 def _show(findings: list[Finding]) -> None:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     console = new_console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("", "what", "found"):
-        table.add_column(column, overflow="fold")
+    table = new_table(("", "what", "found"), "<<<", overflow="fold")
     marks = {"ok": ("ok", "green"), "warn": ("warn", "yellow"), "bad": ("bad", "bold red")}
     for finding in findings:
         table.add_row(Text(*marks[finding.level]), finding.what, Text(finding.found))

@@ -1,4 +1,4 @@
-"""What a process can tell about the machine it is on; numbers and words that JSON can carry."""
+"""Facts about the machine that a process is on, as JSON can carry them."""
 
 from __future__ import annotations
 

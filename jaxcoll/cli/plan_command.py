@@ -18,8 +18,8 @@ from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 from jaxcoll.bench.naming import options_of
+from jaxcoll.bench.simulation import ALGORITHMS, Simulation, simulate
 from jaxcoll.bench.workloads import TREES, Workload, tree_of
-from jaxcoll.cli.simulation import ALGORITHMS, Simulation, simulate
 
 EPILOG = """\
 Nothing is compiled, and nothing runs: a plan is made from shapes, and its time is predicted by the
@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
     found = _simulation(args, workload) if args.simulate else _plan(args, workload)
     text = json.dumps(found.to_dict(), indent=2)
     if isinstance(found, Simulation) and args.plot:
-        from jaxcoll.cli.simulation_picture import draw
+        from jaxcoll.bench.chart import draw_simulation
 
-        write_result("--plot", args.plot, functools.partial(draw, found))
+        write_result("--plot", args.plot, functools.partial(draw_simulation, found))
     if args.json and args.json != "-":
         write_text("--json", Path(args.json), text + "\n")
     if args.json == "-":

@@ -1,4 +1,4 @@
-"""The UCI handwritten digits inside scikit-learn, and the batches made of them."""
+"""The UCI handwritten digits of scikit-learn, and batches of them."""
 
 from __future__ import annotations
 

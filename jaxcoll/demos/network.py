@@ -30,15 +30,7 @@ def initial(seed: int) -> Params:
 
 
 def scores(params: Params, images: jax.Array) -> jax.Array:
-    """A score for each digit.
-
-    Args:
-      params: of `initial`.
-      images: of shape (n, 8, 8).
-
-    Returns:
-      Logits of shape (n, 10).
-    """
+    """Logits of shape (n, 10) for images of shape (n, 8, 8)."""
     x = images[..., None]
     x = jax.nn.gelu(_dense(_neighbourhoods(x), params["conv1"]))
     x = jax.nn.gelu(_dense(_neighbourhoods(x)[:, ::2, ::2], params["conv2"]))

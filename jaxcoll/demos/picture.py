@@ -1,22 +1,22 @@
-"""The picture of the demonstration: how it learned, beside what travelled for it."""
+"""The picture of the demo: its loss curves, beside what a device sends in each step."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from jaxcoll._plan.packs.packing import Pack
-from jaxcoll._plan.plan import Plan
-from jaxcoll.demos.demonstration import Outcome, counted
+import jaxcoll as jc
+from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, bare, page
+from jaxcoll._show.units import counted
+from jaxcoll.demos.demonstration import Outcome
 
-INK, FAINT, LINE = "#1d2433", "#717a8a", "#dfe3e9"
-MANY, ONE = "#1f6f8b", "#e2725b"
-LEAVES = ("#1f6f8b", "#5aa5bb", "#9bcbd8")
+MANY, ONE = COLOURS[:2]
+LEAVES = (MANY, "#5aa5bb", "#9bcbd8")
 LEFT, MIDDLE, WIDTH = 0.06, 0.56, 0.385
 
 
@@ -27,17 +27,12 @@ def draw(outcome: Outcome, path: Path) -> None:
       outcome: what to show.
       path: where to.
     """
-    # A Figure of its own needs no screen, and leaves matplotlib's state alone.
-    figure = Figure(figsize=(12.8, 7.2), dpi=150, facecolor="white")
-    figure.text(LEFT, 0.915, _headline(outcome), size=22, weight="bold", color=INK)
-    figure.text(
-        LEFT,
-        0.863,
+    title = "One device" if outcome.devices == 1 else f"{outcome.devices} devices"
+    figure = page(
+        f"{title}, one model",
         f"UCI handwritten digits, {counted(outcome.steps, 'step')} of {outcome.batch_size} images. "
         f"{outcome.accuracy:.1%} of the test images are read correctly; the parameters differ "
-        f"from one device's by {power(outcome.difference)}.",
-        size=11,
-        color=FAINT,
+        f"from one device's by {_power(outcome.difference)}.",
     )
     for x, title in ((LEFT, "Loss, step by step"), (MIDDLE, "What a device sends in each step")):
         figure.text(x, 0.775, title, size=13, weight="bold", color=INK)
@@ -52,8 +47,8 @@ def _losses(axes: Axes, outcome: Outcome) -> None:
     steps = np.arange(1, outcome.steps + 1)
     many, one = (np.array(t.losses) for t in (outcome.training, outcome.reference))
     axes.semilogy(steps, many, color=LINE, linewidth=1)
-    axes.semilogy(steps, smooth(many), color=MANY, linewidth=6, solid_capstyle="round")
-    axes.semilogy(steps, smooth(one), color=ONE, linewidth=1.8)
+    axes.semilogy(steps, _smooth(many), color=MANY, linewidth=6, solid_capstyle="round")
+    axes.semilogy(steps, _smooth(one), color=ONE, linewidth=1.8)
     bare(axes)
     axes.grid(axis="y", which="major", color=LINE, linewidth=0.8, zorder=0)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -71,7 +66,7 @@ def _losses(axes: Axes, outcome: Outcome) -> None:
         axes.text(x, 1.04, label, size=11.5, weight="bold", color=color, **above)
 
 
-def smooth(losses: np.ndarray) -> np.ndarray:
+def _smooth(losses: np.ndarray) -> np.ndarray:
     """A running geometric mean over a twentieth of the steps, over fewer at the ends."""
     window = np.ones(2 * (len(losses) // 40) + 1)
     total, count = (np.convolve(x, window, "same") for x in (np.log(losses), np.ones(len(losses))))
@@ -79,7 +74,7 @@ def smooth(losses: np.ndarray) -> np.ndarray:
 
 
 def _packs(axes: Axes, outcome: Outcome) -> None:
-    """A bar for each array that travels, as long as its bytes; its leaves are told apart."""
+    """A bar for each array that is sent, as long as its bytes, with its leaves in shades."""
     plan = outcome.plan
     axes.set_axis_off()
     if not plan.packs:
@@ -106,7 +101,7 @@ def _packs(axes: Axes, outcome: Outcome) -> None:
         )
 
 
-def _bar(axes: Axes, row: int, plan: Plan, pack: Pack, longest: int) -> float:
+def _bar(axes: Axes, row: int, plan: jc.Plan, pack: Any, longest: int) -> float:
     """Draw one pack; returns where it ends. Leaves with room for it carry their name."""
     end = 0.0
     for k, segment in enumerate(pack.segments):
@@ -117,15 +112,9 @@ def _bar(axes: Axes, row: int, plan: Plan, pack: Pack, longest: int) -> float:
             name = _name(plan.leaves[segment.leaf].path)
             axes.text(end + width / 2, row, name, size=9, color="white", ha="center", va="center")
         end += width
-    # A hair's breadth even for the smallest, or it would look as if nothing travelled.
+    # A hair's breadth even for the smallest, or it would look as if nothing were sent.
     axes.barh(row, max(end, 0.004), height=0.62, color="none" if end > 0.004 else LEAVES[0])
     return max(end, 0.004)
-
-
-def _headline(outcome: Outcome) -> str:
-    if outcome.devices == 1:
-        return "One device, one model"
-    return f"{outcome.devices} devices, one model"
 
 
 def _sent(outcome: Outcome) -> str:
@@ -139,7 +128,7 @@ def _sent(outcome: Outcome) -> str:
     )
 
 
-def _carried(plan: Plan, pack: Pack) -> str:
+def _carried(plan: jc.Plan, pack: Any) -> str:
     """The first and the last leaf of a pack, as people would name them."""
     names = [_name(plan.leaves[s.leaf].path) for s in pack.segments]
     return names[0] if len(names) == 1 else f"{names[0]} …\n{names[-1]}"
@@ -167,17 +156,9 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 1024:.1f} KiB" if nbytes < 1 << 20 else f"{nbytes / (1 << 20):.1f} MiB"
 
 
-def power(value: float) -> str:
+def _power(value: float) -> str:
     """A number as a power of ten, for matplotlib."""
     if not value:
         return "nothing"
     mantissa, exponent = f"{value:.0e}".split("e")
     return f"${mantissa}\\cdot 10^{{{int(exponent)}}}$"
-
-
-def bare(axes: Axes) -> None:
-    """Only what carries data."""
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(LINE)
-    axes.tick_params(colors=FAINT, length=0, labelsize=10.5)

@@ -1,4 +1,4 @@
-"""Train the same network twice: over several devices through jaxcoll, and on one without it."""
+"""One training step, over several devices with jaxcoll and on one without it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ Batch = tuple[np.ndarray, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What came out.
-
-    Attributes:
-      params: the trained parameters, as host arrays.
-      losses: the loss of every step, before its update.
-      seconds: wall time, compilation included.
-    """
+    """Trained parameters on the host, the loss before every update, and seconds with compiling."""
 
     params: Params
     losses: tuple[float, ...]
@@ -78,18 +72,7 @@ def train(
     batches: Iterable[Batch],
     progress: Callable[[float], None],
 ) -> Training:
-    """Carry out `step` on every batch.
-
-    Args:
-      step: of `over_devices` or `on_one_device`.
-      params: where to begin.
-      steps: how many batches there are.
-      batches: host arrays.
-      progress: told the loss of every step.
-
-    Returns:
-      The trained parameters and how it went.
-    """
+    """Train by `step`, of `over_devices` or `on_one_device`; `progress` gets each loss."""
     start = time.perf_counter()
     state = optimizer(steps).init(params)
     losses = []

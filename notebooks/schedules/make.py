@@ -14,15 +14,17 @@ from pathlib import Path
 import jax
 
 import jaxcoll as jc
-from jaxcoll.demos import stacks
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1] / "docs" / "examples"))
 STORED = ("scanned_plain", "scanned", "scanned_by_sixes", "unrolled_plain", "unrolled")
 NAMES = (*STORED, "small_plain", "small")
 
 
 def main() -> None:
     """Compile, store, draw and print."""
+    import stacks  # of docs/examples
+
     jax.config.update("jax_platforms", "cpu")
     for name in sys.argv[1:] or NAMES:
         fun, args = getattr(stacks, name)()

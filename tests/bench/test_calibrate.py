@@ -17,7 +17,7 @@ from jaxcoll._plan.cost.model import Prices
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import parsed, terms_of
 from jaxcoll._plan.world import World
-from jaxcoll.bench import calibrate, targets
+from jaxcoll.bench import all_reduce, calibrate, targets
 from jaxcoll.bench import rank_pool as teams
 from jaxcoll.bench.naming import BASELINE
 from jaxcoll.cli.main import main
@@ -32,12 +32,12 @@ class FakeTeam(teams.Team):
 
     def __init__(self, world=WORLD, machines=("abacus",) * 4):
         super().__init__([], {})
-        self.told, self.machines, self.terms = [], machines, preset(world)
+        self.requests, self.machines, self.terms = [], machines, preset(world)
         self.tree, self.built = [], {}
 
-    def do(self, what, **arguments):
-        self.told.append(what)
-        return [getattr(self, what)(rank, **arguments) for rank in range(len(self.machines))]
+    def do(self, method, **arguments):
+        self.requests.append(method)
+        return [getattr(self, method)(rank, **arguments) for rank in range(len(self.machines))]
 
     def costs(self, rank):
         return {
@@ -80,7 +80,7 @@ def test_a_world_that_is_twice_as_fast_as_the_preset():
         assert getattr(found.terms, name) == pytest.approx(getattr(found.usual, name) / 2, rel=0.1)
     assert found.terms.between.per_byte == pytest.approx(found.usual.between.per_byte / 2, rel=0.1)
     assert found.terms.native[0].latency == pytest.approx((4.5e-3 + found.usual.array) / 2)
-    assert found.predicted == found.terms.native[0].latency, "the ranks are told the new terms"
+    assert found.predicted == found.terms.native[0].latency, "the ranks got the new terms"
     assert found.measured > 0
     assert calibrate.FEWEST <= found.rounds <= calibrate.MOST
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_written_is_found_out_before_anything_is_measured():
 
     with pytest.raises(ValueError, match="no"):
         calibrated(team, writes=refuse)
-    assert team.told == ["costs"]
+    assert team.requests == ["costs"]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
 @pytest.fixture
 def fake_world(monkeypatch):
     @contextlib.contextmanager
-    def teams_of(args, entries):
+    def teams_of(entries, **where):
         yield [FakeTeam()]
 
     monkeypatch.setattr(targets, "teams_of", teams_of)
@@ -188,7 +188,7 @@ def few(monkeypatch, tmp_path):
     tree.write_text('[{"shape": [100]}, {"shape": [3]}]')
     monkeypatch.setattr(calibrate, "PROBES", FEW)
     monkeypatch.setattr(calibrate, "SECONDS", 0.01)
-    monkeypatch.setattr(calibrate, "SHORTEST", 0.0001)
+    monkeypatch.setattr(all_reduce, "SHORTEST", 0.0001)
     monkeypatch.setattr(calibrate, "HELD_OUT", str(tree))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 

@@ -22,12 +22,12 @@ class Machine(Team):
         super().__init__([], {"processes": 4})
         self.built = []
 
-    def do(self, what, **arguments):
-        if what == "costs":
+    def do(self, method, **arguments):
+        if method == "costs":
             return [{"usual": {}}] * 2
-        if what == "build":
+        if method == "build":
             self.built.append((arguments["first"], arguments["stop"]))
-        if what == "pipelined":
+        if method == "pipelined":
             assert len(arguments["names"]) == len(self.built)
             waits = 0.002 if arguments["compute"] else 0.008
             seconds = arguments["compute"] + waits * arguments["send"]

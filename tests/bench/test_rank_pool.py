@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from jaxcoll._cluster.launch.local import LaunchError
+from jaxcoll.bench import targets
 from jaxcoll.bench.all_reduce import measure, steps
 from jaxcoll.bench.naming import BASELINE, TWIN
 from jaxcoll.bench.rank_pool import launched
-from jaxcoll.bench.torch_tf import peer
+from jaxcoll.bench.targets import peer
 from jaxcoll.bench.workloads import Workload
 
 BENCH = Path(sys.modules[measure.__module__].__file__).parent
@@ -100,3 +101,9 @@ def test_ranks_that_cannot_meet_say_why_in_one_line():
 def test_a_library_that_is_not_there(python, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         peer("tensorflow", python, 2, 30).__enter__()
+
+
+def test_peers_are_in_the_source_tree_and_not_in_the_wheel(monkeypatch, tmp_path):
+    monkeypatch.setattr(targets, "_SOURCES", tmp_path)
+    with pytest.raises(ValueError, match=r"--against torch: its ranks are in .*from a checkout"):
+        peer("torch", None, 2, 30).__enter__()

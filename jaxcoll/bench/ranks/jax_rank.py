@@ -1,4 +1,4 @@
-"""A rank of JAX: jaxcoll's algorithms, and `psum` a leaf, which is what JAX users write today."""
+"""A rank of JAX: jaxcoll's algorithms, and one `psum` per leaf, as JAX users write it today."""
 
 from __future__ import annotations
 
@@ -113,13 +113,8 @@ class JaxRank(Rank):
     def pipelined(self, names: list[str], compute: float, *, send: bool) -> float:
         """Dispatch contestants one by one, each after its part of a backward pass.
 
-        Args:
-          names: in the order in which their gradients are ready.
-          compute: seconds of the whole backward pass, which the host sleeps for.
-          send: whether anything is dispatched at all.
-
-        Returns:
-          Seconds until the last result is there.
+        The backward pass is a sleep of `compute` seconds; without `send` nothing is dispatched.
+        Returns seconds until the last result is there.
         """
         self.barrier()
         start = time.perf_counter()
@@ -133,7 +128,7 @@ class JaxRank(Rank):
         return time.perf_counter() - start
 
     def costs(self) -> dict[str, Any]:
-        """What a calibration starts from, and is kept by; the same on ranks that are alike."""
+        """The preset that a calibration replaces, and where and under which key it is kept."""
         world = self._world()
         return {
             "usual": preset_here(world).to_dict(),
@@ -145,17 +140,10 @@ class JaxRank(Rank):
     def build(
         self, name: str, algorithm: str, first: int, stop: int, terms: dict[str, Any]
     ) -> float | None:
-        """Compile a contestant of some of the leaves, for `time` by its name.
+        """Compile the contestant `name`, which reduces leaves `first` to `stop` - 1.
 
-        Args:
-          name: the contestant's.
-          algorithm: as on the command line.
-          first: number of its first leaf.
-          stop: behind its last.
-          terms: what this world costs; what jaxcoll would go by is not read.
-
-        Returns:
-          What the plan predicts, in seconds; None where there is no plan.
+        Costs are those of `terms`: no calibration on this machine is read. Returns the seconds
+        that the plan predicts; None where there is no plan.
         """
         plans: list[Plan] = []
         given = terms_of(terms)
@@ -201,7 +189,7 @@ def _reduction(name: str, reduce_op: str, axes: tuple[str, ...]) -> Callable[[An
 
 
 def main() -> None:
-    """Serve; the world is told by `launch.world`, and the argument says how many devices."""
+    """Serve, with as many devices as the argument says, in the world of `launch.world`."""
 
     def enter() -> JaxRank:
         jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))

@@ -1,18 +1,17 @@
-"""One process of a team that is measured: it carries out what the driver asks, a line each."""
+"""One measured process: what it offers, and how it serves the requests of the driver."""
 
 from __future__ import annotations
 
 import abc
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 
 class Rank(abc.ABC):
-    """What a library has to offer in order to be measured; all ranks are asked the same."""
+    """What a library has to offer in order to be measured; all ranks get the same requests."""
 
     @abc.abstractmethod
     def world(self) -> dict[str, Any]:
@@ -28,7 +27,7 @@ class Rank(abc.ABC):
 
     @abc.abstractmethod
     def describe(self, name: str) -> dict[str, Any]:
-        """Carry it out once: its largest `error`, and what the library can tell about it."""
+        """Carry it out once: its largest `error`, and what else the library knows about it."""
 
     @abc.abstractmethod
     def barrier(self) -> None:
@@ -46,15 +45,9 @@ class Rank(abc.ABC):
         return time.process_time()
 
     def time(self, name: str, calls: int) -> dict[str, float]:
-        """Time some calls, which start on all ranks together.
+        """`seconds` and `cpu_seconds` (all threads) of some calls together.
 
-        Args:
-          name: of the contestant.
-          calls: how many.
-
-        Returns:
-          `seconds` on the wall, and `cpu_seconds` (user and system, all threads), each for all
-          calls together.
+        All ranks start together, behind a barrier that is not timed.
         """
         wall = cpu = 0.0
         self.barrier()
@@ -69,33 +62,32 @@ class Rank(abc.ABC):
 
 
 def serve(make: Callable[[], Rank]) -> None:
-    """Answer the driver until it closes the pipe, then leave without ceremony.
+    """Serve requests from standard input until the driver closes it, then exit at once.
 
-    The first answer is the world. What the library prints goes to the log, so that it cannot
-    be taken for an answer.
-
-    Args:
-      make: joins the other ranks.
+    A request is a method's name and its arguments; a reply is its value and an error, one of them
+    None. The first reply is the world of the rank that `make` returns.
     """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    requests = Connection(os.dup(0), writable=False)
+    replies = Connection(os.dup(1), readable=False)
+    os.dup2(2, 1)  # what the library prints goes to the log, so it cannot be taken for a reply
 
-    def answer(work: Callable[[], Any]) -> None:
+    def reply(work: Callable[[], Any]) -> None:
         try:
-            line = {"value": work()}
+            replies.send((work(), None))
         except Exception as error:
             words = str(error).strip().splitlines() or [""]
-            line = {"error": f"{type(error).__name__}: {words[0]}"}
-        print(json.dumps(line), file=answers, flush=True)
+            replies.send((None, f"{type(error).__name__}: {words[0]}"))
 
-    made: list[Rank] = []
+    ranks: list[Rank] = []
 
-    def join() -> dict[str, Any]:
-        made.append(make())
-        return made[0].world()
+    def enter() -> dict[str, Any]:
+        ranks.append(make())
+        return ranks[0].world()
 
-    answer(join)
-    for line in sys.stdin:
-        what, arguments = json.loads(line)
-        answer(lambda what=what, arguments=arguments: getattr(made[0], what)(**arguments))
-    os._exit(0)  # a rank that takes leave politely may wait for ever for one that was killed
+    reply(enter)
+    try:
+        while True:
+            method, arguments = requests.recv()
+            reply(lambda m=method, a=arguments: getattr(ranks[0], m)(**a))
+    except EOFError:
+        os._exit(0)  # an orderly exit may wait for ever for a rank that was killed

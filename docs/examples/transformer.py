@@ -1,8 +1,8 @@
-"""Train steps of transformers, by their shapes: something large to look into.
+"""The train step of a 12-layer transformer, by its shapes: something large to inspect.
 
-    jaxcoll inspect jaxcoll.demos.transformer:example --topology h100:8
+    cd docs/examples && jaxcoll inspect transformer:example --topology h100:8
 
-`jaxcoll.demos.stacks` has more of them, with the same layers.
+`stacks.py` has more steps with the same layers.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcoll._api.gradients import value_and_grad
-from jaxcoll._step.data_parallel import data_parallel
+import jaxcoll as jc
 
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, BATCH = 12, 1024, 16, 512, 32000, 64
 
@@ -22,12 +21,12 @@ def example() -> tuple[Any, tuple[Any, ...]]:
     """The step and its arguments: 184 million parameters in bfloat16, 64 texts of 512 tokens."""
     embedding = jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.bfloat16)
     params = {"embedding": embedding, "layers": [layer(WIDTH, jnp.bfloat16)] * LAYERS}
-    return data_parallel(step), (params, jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32))
+    return jc.data_parallel(step), (params, jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32))
 
 
 def step(params: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
     """Gradient descent."""
-    value, grads = value_and_grad(_loss, "data")(params, tokens)
+    value, grads = jc.value_and_grad(_loss, "data")(params, tokens)
     return jax.tree.map(lambda p, g: p - jnp.bfloat16(1e-3) * g, params, grads), value
 
 
@@ -41,10 +40,10 @@ def layer(width: int, dtype: Any, *stacked: int) -> dict[str, jax.ShapeDtypeStru
 
 
 def through(layer: Any, x: jax.Array) -> jax.Array:
-    """What comes out of one layer, computed in bfloat16 whatever the parameters' type.
+    """Apply one layer, in bfloat16 whatever the parameters' type.
 
     Args:
-      layer: as `layer` has them.
+      layer: the parameters, as `layer` makes them.
       x: bfloat16, of shape (texts, tokens, width).
     """
     layer = jax.tree.map(lambda p: p.astype(jnp.bfloat16), layer)

@@ -1,8 +1,8 @@
-"""The kernel's counters, as it prints them."""
+"""What the kernel counts, as it prints it."""
 
 import pytest
 
-from jaxcoll.bench.kernel import busy_ticks, transmitted_bytes
+from jaxcoll.bench.counters import busy_ticks, transmitted_bytes
 
 NET = """Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed

@@ -12,6 +12,7 @@ from jaxcoll._plan.cost.model import Cost, scaling
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.world import World
+from jaxcoll._show.table import Table
 from jaxcoll.bench.naming import duration
 
 ALGORITHMS = "native,native/native,ring,halving-doubling,shuffle"
@@ -28,7 +29,7 @@ class Simulation:
       where: the devices, in words.
       island: replicas of one island (a host of GPUs, a slice of TPUs, a CPU process).
       terms: what they cost.
-      lines: for each algorithm the pairs of replicas and cost.
+      lines: for each algorithm the pairs of replicas, which are `RANKS`, and cost.
     """
 
     what: str
@@ -37,11 +38,6 @@ class Simulation:
     island: int
     terms: Terms
     lines: dict[str, list[tuple[int, Cost]]]
-
-    def fastest(self, ranks: int) -> str:
-        """The algorithm that is predicted to be fastest over so many replicas."""
-        at = {name: dict(line)[ranks].seconds for name, line in self.lines.items()}
-        return min(at, key=lambda name: at[name])
 
     def to_dict(self) -> dict[str, object]:
         """Everything in plain numbers and strings, times in seconds."""
@@ -52,39 +48,23 @@ class Simulation:
             "replicas_of_an_island": self.island,
             "predicted_from": self.terms.source,
             "predictions": [
-                {
-                    "algorithm": name,
-                    "replicas": n,
-                    "seconds": cost.seconds,
-                    **dataclasses.asdict(cost),
-                }
+                {"algorithm": name, "replicas": n, "seconds": c.seconds, **dataclasses.asdict(c)}
                 for name, line in self.lines.items()
-                for n, cost in line
+                for n, c in line
             ],
         }
 
     def __str__(self) -> str:
-        table = [["replicas", *self.lines]]
-        for n in RANKS:
-            best = self.fastest(n)
-            cells = [
-                duration(dict(line)[n].seconds) + (" *" if name == best else "  ")
-                for name, line in self.lines.items()
-            ]
-            table.append([f"{n:,}", *cells])
-        table[0][1:] = [f"{name}  " for name in table[0][1:]]
-        widths = [max(len(row[c]) for row in table) for c in range(len(table[0]))]
-        rows = [
-            "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-            for row in table
-        ]
-        return "\n".join(
-            [
-                f"One all-reduce of {self.nbytes / 1e6:,.1f} MB ({self.what}) on {self.where}",
-                *rows,
-                f"* fastest. Predicted, not measured, from {self.terms.source}.",
-            ]
-        )
+        rows = []
+        for n, costs in zip(RANKS, zip(*self.lines.values(), strict=True), strict=True):
+            seconds = [cost.seconds for _, cost in costs]
+            best = seconds.index(min(seconds))
+            marks = (" *" if k == best else "  " for k in range(len(seconds)))
+            rows.append([f"{n:,}", *(duration(s) + m for s, m in zip(seconds, marks, strict=True))])
+        columns = ("replicas", *(f"{name}  " for name in self.lines))
+        head = f"One all-reduce of {self.nbytes / 1e6:,.1f} MB ({self.what}) on {self.where}"
+        table = Table(columns, ">" * len(columns), rows).text()
+        return f"{head}\n{table}\n* fastest. Predicted, not measured, from {self.terms.source}."
 
 
 def simulate(
@@ -96,34 +76,14 @@ def simulate(
       what: the array's name.
       nbytes: its bytes.
       topology: the kind of devices; how many there are in it says only how large a GPU host is.
-        None: CPU processes, one a host.
+        None: CPU processes, one per host.
       algorithms: names; the first part of "inner/outer" works within an island.
-
-    Returns:
-      The predictions.
 
     Raises:
       ValueError: there is no such algorithm, or it is of more than two parts; the topology is of
         simulated devices.
     """
-    if topology is None:
-        world, island = World("cpu", (2,), processes=2, hosts=2), 1
-        where = "CPU processes, one a host"
-    elif topology.platform == "cpu":
-        raise ValueError(
-            "--simulate: simulated devices share one machine, however many there are; name a "
-            "cluster as in --topology h100:2x8, or --processes for CPU processes, one a host."
-        )
-    else:
-        chip = CHIPS[topology.chip]
-        if isinstance(chip, Tpu):
-            island = _power_of_two(chip.most_chips * chip.per_chip)
-            where = f"{topology.kind}, slices of up to {island:,}"
-        else:
-            island = _power_of_two(topology.size // topology.hosts)
-            where = f"{topology.kind}, {island} a host"
-        two = dataclasses.replace(topology_world(topology), sizes=(2 * island,), hosts=2)
-        world = dataclasses.replace(two, processes=2)
+    where, island, world = _island(topology)
     terms = preset(world)
     lines = {}
     for name in algorithms:
@@ -138,8 +98,29 @@ def simulate(
     return Simulation(what, nbytes, where, island, terms, lines)
 
 
+def _island(topology: Topology | None) -> tuple[str, int, World]:
+    """The devices in words, replicas of an island, and a world of two islands."""
+    if topology is None:
+        return "CPU processes, one a host", 1, World("cpu", (2,), processes=2, hosts=2)
+    if topology.platform == "cpu":
+        raise ValueError(
+            "--simulate: simulated devices share one machine, however many there are; name a "
+            "cluster as in --topology h100:2x8, or --processes for CPU processes, one a host."
+        )
+    chip = CHIPS[topology.chip]
+    # Worlds are powers of two, and so are islands.
+    if isinstance(chip, Tpu):
+        island = _power_of_two(chip.most_chips * chip.per_chip)
+        where = f"{topology.kind}, slices of up to {island:,}"
+    else:
+        island = _power_of_two(topology.size // topology.hosts)
+        where = f"{topology.kind}, {island} a host"
+    world = topology_world(topology)
+    return where, island, dataclasses.replace(world, sizes=(2 * island,), hosts=2, processes=2)
+
+
 def _power_of_two(most: int) -> int:
-    """The largest that is not larger: worlds are of such sizes.
+    """The largest that is not larger.
 
     Examples:
       >>> _power_of_two(8960)

@@ -1,7 +1,7 @@
-r"""Stacks of transformer layers, trained as people write it and by jaxcoll.
+r"""Train steps of stacked transformer layers, each with plain JAX and with jaxcoll.
 
-    jaxcoll inspect jaxcoll.demos.stacks:scanned --topology h100:8 \\
-        --against jaxcoll.demos.stacks:scanned_plain
+    cd docs/examples
+    jaxcoll inspect stacks:scanned --topology h100:8 --against stacks:scanned_plain
 
 Parameters and gradients are float32, the layers compute in bfloat16. A stack has no embedding:
 the gradient of one is the last to be ready and can hide behind nothing.
@@ -15,11 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from transformer import LAYERS, WIDTH, layer, through
 
-from jaxcoll._api.gradients import sync_in_backward, value_and_grad
-from jaxcoll._plan.options import CommunicationOptions
-from jaxcoll._step.data_parallel import data_parallel
-from jaxcoll.demos.transformer import LAYERS, WIDTH, layer, through
+import jaxcoll as jc
 
 Example = tuple[Callable[..., Any], tuple[Any, ...]]
 """A step, and its arguments by their shapes."""
@@ -41,7 +39,7 @@ def scanned() -> Example:
     """
 
     def body(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
-        return through(sync_in_backward(each, "data"), x), None
+        return through(jc.sync_in_backward(each, "data"), x), None
 
     def stack(layers: Any, x: jax.Array) -> jax.Array:
         return jax.lax.scan(body, x, layers)[0]
@@ -55,12 +53,12 @@ def scanned_by_sixes() -> Example:
     A collective ends in the turn in which it started; of six layers only the last has nothing but
     itself to hide behind. With so much in a turn, one collective at a time is placed best.
     """
-    whole = CommunicationOptions(overlap=False, bytes_per_pack=64 << 20)
+    whole = jc.CommunicationOptions(overlap=False, bytes_per_pack=64 << 20)
 
     def body(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
         for half in HALVES:
             part = {name: each[name] for name in half}
-            each = {**each, **sync_in_backward(part, "data", options=whole)}
+            each = {**each, **jc.sync_in_backward(part, "data", options=whole)}
         return through(each, x), None
 
     def stack(layers: Any, x: jax.Array) -> jax.Array:
@@ -79,7 +77,7 @@ def unrolled() -> Example:
 
     A pack holds one of the large matrices, or the two smaller ones of a layer.
     """
-    overlap = CommunicationOptions(overlap=True)
+    overlap = jc.CommunicationOptions(overlap=True)
     return _by_jaxcoll(_loop, overlap), _arguments([layer(WIDTH, jnp.float32)] * LAYERS, WIDTH)
 
 
@@ -90,7 +88,9 @@ def unrolled_plain() -> Example:
 
 def small() -> Example:
     """Two layers, 25 MB of gradients, packs of them reduced as they become ready."""
-    return _by_jaxcoll(_loop, CommunicationOptions(overlap=True)), _arguments(_small(), SMALL_WIDTH)
+    return _by_jaxcoll(_loop, jc.CommunicationOptions(overlap=True)), _arguments(
+        _small(), SMALL_WIDTH
+    )
 
 
 def small_plain() -> Example:
@@ -107,15 +107,15 @@ def _arguments(layers: Any, width: int) -> tuple[Any, ...]:
 
 
 def _by_jaxcoll(
-    stack: Callable[..., jax.Array], options: CommunicationOptions | None = None
+    stack: Callable[..., jax.Array], options: jc.CommunicationOptions | None = None
 ) -> Callable[..., Any]:
     """The step with jaxcoll."""
 
     def step(layers: Any, x: jax.Array) -> Any:
-        value, grads = value_and_grad(_loss(stack), "data")(layers, x)
+        value, grads = jc.value_and_grad(_loss(stack), "data")(layers, x)
         return _descend(layers, grads), value
 
-    return data_parallel(step, options=options)
+    return jc.data_parallel(step, options=options)
 
 
 def _plainly(stack: Callable[..., jax.Array]) -> Callable[..., Any]:

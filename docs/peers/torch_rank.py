@@ -1,4 +1,4 @@
-"""A rank of PyTorch: `torch.distributed` over Gloo, in place, at its best."""
+"""A rank of PyTorch for `jaxcoll bench --against torch`: `torch.distributed`, in place."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import torch  # pyright: ignore[reportMissingImports]
-import torch.distributed as dist  # pyright: ignore[reportMissingImports]
+import numpy as np
+from ranks.data import Exact, block, leaf
+from ranks.rank import Rank, serve
 
-from .data import Exact, block, leaf
-from .rank import Rank, serve
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+import torch
+import torch.distributed as dist
+
+ENTRIES = [["torch flat"], [f"torch buckets@{size}MiB" for size in (1, 4, 16, 25)]]
+"""What takes part; of several in one entry, the fastest of a short trial."""
 
 
 class TorchRank(Rank):
@@ -29,7 +34,13 @@ class TorchRank(Rank):
     def world(self) -> dict[str, Any]:
         """See `Rank`."""
         library = f"torch {torch.__version__}"
-        return {"devices": self._n, "processes": self._n, "platform": "cpu", "library": library}
+        return {
+            "devices": self._n,
+            "processes": self._n,
+            "platform": "cpu",
+            "library": library,
+            "entries": ENTRIES,
+        }
 
     def prepare(self, leaves: list[dict[str, Any]], reduce_op: str) -> None:
         """One flat array, and each leaf's place in it. The leaves must share one dtype."""
@@ -70,12 +81,12 @@ class TorchRank(Rank):
         for work in under_way:
             work.wait()
 
-    def _held(self, replica: int) -> Any:
+    def _held(self, replica: int) -> np.ndarray:
         """A replica's block, rounded to the leaves' dtype, as float32."""
         return torch.from_numpy(block(replica)).to(self._dtype).float().numpy()
 
     def _runs(self, name: str) -> list[Any]:
-        """The parts of the flat array that travel one by one."""
+        """The parts of the flat array that are reduced one by one."""
         if name not in self._buckets:
             mebibytes = name.partition("@")[2].removesuffix("MiB")
             limit = int(mebibytes) << 20 if mebibytes else self._flat.nbytes
@@ -95,6 +106,6 @@ class TorchRank(Rank):
 
 
 def main() -> None:
-    """Serve; the world is told by PyTorch's own environment variables."""
+    """Serve; PyTorch reads the world from its own environment variables."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     serve(TorchRank)

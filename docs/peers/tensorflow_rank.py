@@ -1,4 +1,4 @@
-"""A rank of TensorFlow: MultiWorkerMirroredStrategy, RING, packs of at most 32 MB."""
+"""A rank of TensorFlow for `jaxcoll bench --against tensorflow`: its RING over several workers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 from typing import Any
 
 import numpy as np
+from ranks.data import Exact, block, leaf
+from ranks.rank import Rank, serve
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-import tensorflow as tf  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
-
-from .data import Exact, block, leaf
-from .rank import Rank, serve
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+import tensorflow as tf
 
 
 class TensorFlowRank(Rank):
@@ -37,7 +37,13 @@ class TensorFlowRank(Rank):
     def world(self) -> dict[str, Any]:
         """See `Rank`."""
         library = f"tensorflow {tf.__version__}"
-        return {"devices": self._n, "processes": self._n, "platform": "cpu", "library": library}
+        return {
+            "devices": self._n,
+            "processes": self._n,
+            "platform": "cpu",
+            "library": library,
+            "entries": [["tensorflow ring@32MB"]],
+        }
 
     def prepare(self, leaves: list[dict[str, Any]], reduce_op: str) -> None:
         """See `Rank`."""
@@ -95,5 +101,5 @@ class TensorFlowRank(Rank):
 
 
 def main() -> None:
-    """Serve; the world is told by TF_CONFIG."""
+    """Serve; TensorFlow reads the world from TF_CONFIG."""
     serve(TensorFlowRank)

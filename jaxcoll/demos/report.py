@@ -1,0 +1,87 @@
+"""What the demo shows in a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+from rich.table import Table
+from rich.text import Text
+
+import jaxcoll as jc
+from jaxcoll._show.units import counted
+from jaxcoll.bench.terminal import new_console, progress_bars
+from jaxcoll.demos.demonstration import LEAST_ACCURACY, MOST_DIFFERENCE, Outcome, Traffic
+
+
+@contextlib.contextmanager
+def progress(devices: Sequence[jax.Device], steps: int) -> Iterator[Callable[[bool, float], None]]:
+    """A bar for the training over all devices, and one for the reference on a single device.
+
+    Yields:
+      What to call at every step, with whether it is the reference's, and its loss.
+    """
+    console = new_console(highlight=False)
+    count = counted(len(devices), "device")
+    console.print(
+        f"[bold]jaxcoll {jc.__version__}[/], JAX {jax.__version__}: handwritten digits over "
+        f"{count} ({devices[0].device_kind})\n"
+    )
+    names = (f"jaxcoll, {count}", "reference, 1 device")
+    with progress_bars(console, names, steps) as advance:
+        yield lambda is_reference, loss: advance(names[is_reference], f"loss {loss:.4f}")
+
+
+def show(outcome: Outcome, picture: Path) -> None:
+    """Print the results, the plan, and what was sent."""
+    console = new_console(highlight=False)
+    console.print()
+    console.print(
+        _figures(
+            (
+                "test accuracy",
+                f"{outcome.accuracy:.4f}",
+                f"at least {LEAST_ACCURACY}; one device: {outcome.reference_accuracy:.4f}",
+            ),
+            (
+                "largest relative difference",
+                f"{outcome.difference:.1e}",
+                f"at most {MOST_DIFFERENCE:.0e}; to one device's parameters",
+            ),
+        )
+    )
+    console.print()
+    console.print(Text(str(outcome.plan)), soft_wrap=True)
+    console.print()
+    console.print(
+        _figures(
+            *(
+                (f"all-reduces {name}", str(traffic.all_reduces), _carried(traffic))
+                for name, traffic in (
+                    ("requested", outcome.requested),
+                    ("compiled", outcome.compiled),
+                )
+            ),
+            ("wire bytes a step", f"{outcome.wire_bytes:,}", "leave each device, as compiled"),
+        )
+    )
+    console.print()
+    # Neither wrapped nor cropped, so that it can be copied.
+    console.print(f"picture: {picture}", soft_wrap=True)
+
+
+def _figures(*rows: tuple[str, str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, figure, remark in rows:
+        table.add_row(name, Text(figure, "bold"), remark)
+    return table
+
+
+def _carried(traffic: Traffic) -> str:
+    """What a program's all-reduces carry, in words."""
+    if not traffic.all_reduces:
+        return "nothing to sum on one device"
+    arrays = counted(traffic.operands, "array")
+    return f"{arrays}, {traffic.bytes:,} bytes of {', '.join(traffic.dtypes)}"

@@ -1,0 +1,81 @@
+"""The examples of docs/examples: every way trains one model, and there is something to inspect."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import gpt
+import jax
+import numpy as np
+import pytest
+import stacks
+import transformer
+
+EXAMPLES = Path(gpt.__file__).parent
+
+
+def ran(*flags):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "gpt", *flags],
+        cwd=EXAMPLES, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+@jax.numpy_rank_promotion("allow")
+@jax.numpy_dtype_promotion("standard")
+def test_every_mode_is_one_model_and_sends_what_it_says():
+    one = gpt.train(None, jax.devices(), 8, 0)
+    found = {name: gpt.train(mode, jax.devices(), 8, 0) for name, mode in gpt.MODES.items()}
+    assert one.losses[-1] < one.losses[0]
+    for name, mode in found.items():
+        assert gpt.difference(one, mode) < 1e-5, name
+    collectives = {name: mode.report.runs for name, mode in found.items()}
+    assert collectives["plain"] == collectives["accumulate"] == 1
+    assert collectives["overlap"] > 1, "packs stay separate"
+    assert collectives["sync"] == gpt.LAYERS + 1, "one per layer, in the loop, and one for the rest"
+    for mode in found.values():
+        plain = found["plain"].report.wire_bytes
+        assert mode.report.wire_bytes == pytest.approx(plain, rel=0.02)
+    assert found["sharded"].state_bytes / one.state_bytes <= 0.13
+
+
+@pytest.mark.slow
+def test_a_run_over_a_prime_number_of_devices_prints_a_row_for_each_mode():
+    done = ran("--devices", "7", "--steps", "20", "--modes", "plain,sharded")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, header, *rows = done.stdout.splitlines()
+    assert first.startswith("one device: last loss ")
+    assert header.split()[-2:] == ["state", "bytes"]
+    assert [row.split()[0] for row in rows] == ["plain", "sharded"]
+
+
+def test_an_unknown_mode_is_refused():
+    done = ran("--modes", "plain,magic")
+    assert done.returncode == 2
+    assert "--modes: no 'magic'; choose from plain, overlap, sync" in done.stderr
+
+
+def test_the_text_is_the_standard_librarys_and_batches_are_the_same_for_the_same_seed():
+    text = gpt.load()
+    assert b"import" in bytes(text)
+    one, again, other = (next(gpt.batches(4, 1, seed)) for seed in (0, 0, 1))
+    assert np.array_equal(one, again)
+    assert not np.array_equal(one, other)
+    assert bytes(one[0].astype(np.uint8)) in bytes(text)
+    assert [gpt.batch_size(n) for n in (1, 3, 7, 8, 100)] == [32, 30, 28, 32, 200]
+
+
+def test_there_is_something_large_to_inspect():
+    step, args = transformer.example()
+    (plan,) = step.plans(*args)
+    assert plan.nbytes == 367_575_044
+    assert len(plan.leaves) == 74
+
+
+@pytest.mark.parametrize("name", ["scanned", "scanned_by_sixes", "unrolled", "small"])
+def test_a_stack_and_its_plain_twin_have_the_same_arguments(name):
+    step, args = getattr(stacks, name)()
+    plain, same = getattr(stacks, f"{name.removesuffix('_by_sixes')}_plain")()
+    assert callable(step)
+    assert callable(plain)
+    assert args == same
