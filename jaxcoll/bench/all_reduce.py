@@ -110,9 +110,6 @@ def measure(
       rounds: timed rounds, after `WARM` that are not.
       progress: gets words for what is being done, `steps` times.
 
-    Returns:
-      One result per entry, the baseline's first.
-
     Raises:
       ValueError: an algorithm cannot run in this world.
       LaunchError: a rank failed.

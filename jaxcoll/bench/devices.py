@@ -1,11 +1,11 @@
-"""Which devices a command runs on; asked before JAX has started any backend."""
+"""The devices that a command runs on, chosen before JAX has started a backend."""
 
 from __future__ import annotations
 
 import jax
 
 SIMULATED = 8
-"""CPU devices that are simulated when nobody says how many."""
+"""Simulated CPU devices by default."""
 
 
 def devices_of(platform: str, count: int | None) -> list[jax.Device]:

@@ -48,7 +48,7 @@ class Overlapped:
 
 
 def parts_of(workload: Workload, count: int) -> list[tuple[int, int]]:
-    """Ranges of neighbouring leaves, at most `count`, of sizes as even as whole leaves allow.
+    """Ranges of neighbouring leaves, at most `count`, of sizes as even as undivided leaves allow.
 
     Examples:
       >>> import jax
@@ -122,5 +122,5 @@ def measure(
     )
 
 
-def _share(part: Sequence[float], whole: Sequence[float]) -> Estimate:
-    return estimate([a / b for a, b in zip(part, whole, strict=True)])
+def _share(part: Sequence[float], total: Sequence[float]) -> Estimate:
+    return estimate([a / b for a, b in zip(part, total, strict=True)])

@@ -45,7 +45,7 @@ def complain(command: str, words: object) -> None:
 
 
 def new_console(**settings: Any) -> Console:
-    """A console of rich that raises where nobody reads any more."""
+    """A console of rich that raises where the reader has left."""
     from rich.console import Console
 
     class Raising(Console):

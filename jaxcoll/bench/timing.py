@@ -29,14 +29,10 @@ class Estimate:
 
 
 def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[dict[str, T]]:
-    """Make every call once a round, in an order that is reversed every other round.
-
-    Args:
-      calls: what to do, by name.
-      rounds: how many rounds.
+    """Make every call once per round, in an order that is reversed every other round.
 
     Yields:
-      What the calls returned, by name, one dictionary a round.
+      What the calls returned, by name, one dictionary per round.
     """
     names = list(calls)
     for k in range(rounds):
@@ -45,15 +41,7 @@ def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[d
 
 
 def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """The median of some values, one a round.
-
-    Args:
-      values: at least one.
-      seed: for the resampling.
-
-    Returns:
-      The median and its interval.
-    """
+    """The median of at least one value, one per round; `seed` is for the resampling."""
     found = np.asarray(values, float)
     picks = np.random.default_rng(seed).integers(0, len(found), (2000, len(found)))
     low, high = np.percentile(np.median(found[picks], axis=1), [2.5, 97.5])
@@ -61,15 +49,9 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Estimate | None:
-    """The ratio of two things that were measured in the same rounds.
+    """The ratio of two things that were measured in the same rounds, each with its own quotient.
 
-    Args:
-      numerator: one value a round.
-      denominator: of the same rounds.
-
-    Returns:
-      The estimate over rounds, each with its own quotient; None where a denominator is 0, as
-      CPU seconds are that no clock has noticed.
+    None where a denominator is 0, as CPU seconds are that the clock was too coarse for.
 
     Examples:
       >>> str(ratio([2.0, 2.0, 4.0], [1.0, 2.0, 2.0]))

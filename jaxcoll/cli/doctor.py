@@ -63,7 +63,7 @@ def _findings(timeout: float) -> list[Finding] | None:
     """All findings; None: process 0 reports them."""
     import jax
 
-    from jaxcoll._cluster.initialize import initialize
+    from jaxcoll._cluster.initialize import initialize, own_address
     from jaxcoll._compat import coordination
     from jaxcoll.cli.machine import facts, loopback_bandwidth
 
@@ -79,7 +79,7 @@ def _findings(timeout: float) -> list[Finding] | None:
     here = machine_findings(mine, bandwidth)
     if store is None or store.processes == 1:
         return here
-    address = _address_towards_others()
+    address = own_address() or socket.gethostname()  # on the way to the coordinator
     store.set(f"jaxcoll/doctor/{store.process}", json.dumps({**mine, "interface": address}))
     others = _reports(store, "jaxcoll/doctor", timeout)
     alike = None not in others and len({facts["devices"] for facts in others if facts}) == 1
@@ -112,13 +112,6 @@ def _reports(store: Any, folder: str, timeout: float) -> list[dict[str, Any] | N
         except TimeoutError:
             found.append(None)
     return found
-
-
-def _address_towards_others() -> str:
-    """This host's address on the way to the coordinator."""
-    from jaxcoll._cluster.initialize import own_address
-
-    return own_address() or socket.gethostname()
 
 
 def _between_neighbours() -> dict[tuple[int, int], float]:

@@ -81,17 +81,3 @@ def train(
         losses.append(float(value))
         progress(losses[-1])
     return Training(jax.device_get(params), tuple(losses), time.perf_counter() - start)
-
-
-def largest_relative_difference(one: Params, other: Params) -> float:
-    """The largest |a - b| / max |a| of any leaf.
-
-    Examples:
-      >>> largest_relative_difference({"w": np.array([4.0, 1.0])}, {"w": np.array([4.0, 2.0])})
-      0.25
-    """
-
-    def difference(a: np.ndarray, b: np.ndarray) -> float:
-        return float(np.max(np.abs(a - b)) / (np.max(np.abs(a)) or 1.0))
-
-    return max(jax.tree.leaves(jax.tree.map(difference, one, other)))
