@@ -25,6 +25,7 @@ def devices_of(platform: str, count: int | None) -> list[jax.Device]:
     if count is not None and count < 1:
         raise ValueError(f"--devices must be at least 1; got {count}.")
     if platform == "cpu":
+        # Both must be set before the first backend exists; JAX refuses it later.
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count or SIMULATED)
         return jax.devices("cpu")

@@ -92,11 +92,13 @@ def measure(
         return max(team.do("pipelined", names=names, compute=compute, send=send))
 
     slept = 0.0
+    # The last warm-up is the first estimate of how long a step should compute.
     for _ in range(WARM):
         progress("warm up")
         slept = seconds(0.0)
     turns = {
         "communication": lambda: seconds(0.0),
+        # A sleep takes longer than asked, so what it takes alone is measured as well.
         "compute": lambda: seconds(slept, send=False),
         "step": lambda: seconds(slept),
         "twin": lambda: seconds(0.0),

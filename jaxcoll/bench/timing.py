@@ -36,6 +36,7 @@ def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[d
     """
     names = list(calls)
     for k in range(rounds):
+        # Reversed, so that a drift of the machine within rounds cancels over two of them.
         order = names if k % 2 == 0 else names[::-1]
         yield {name: calls[name]() for name in order}
 
@@ -43,6 +44,7 @@ def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[d
 def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     """The median of at least one value, one per round; `seed` is for the resampling."""
     found = np.asarray(values, float)
+    # The median of rounds and not their mean: a round that was disturbed is off by any factor.
     picks = np.random.default_rng(seed).integers(0, len(found), (2000, len(found)))
     low, high = np.percentile(np.median(found[picks], axis=1), [2.5, 97.5])
     return Estimate(float(np.median(found)), float(low), float(high))

@@ -82,6 +82,7 @@ def _findings(timeout: float) -> list[Finding] | None:
     address = own_address() or socket.gethostname()  # on the way to the coordinator
     store.set(f"jaxcoll/doctor/{store.process}", json.dumps({**mine, "interface": address}))
     others = _reports(store, "jaxcoll/doctor", timeout)
+    # A collective among processes that differ may hang: links are measured only between equals.
     alike = None not in others and len({facts["devices"] for facts in others if facts}) == 1
     measured = pair_findings(_between_neighbours()) if alike else []
     if store.process == 0:

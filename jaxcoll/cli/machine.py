@@ -81,6 +81,7 @@ def loopback_bandwidth() -> float:
             for _ in range(_LOOPBACK_BYTES // len(block)):
                 sender.sendall(block)
 
+        # A thread of its own: the kernel's buffer is smaller than what is sent.
         thread = threading.Thread(target=send, daemon=True)
         start = time.perf_counter()
         thread.start()

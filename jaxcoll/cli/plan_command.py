@@ -106,6 +106,7 @@ def _checked(args: argparse.Namespace) -> Workload:
 
 def _plan(args: argparse.Namespace, workload: Workload) -> Plan:
     options = options_of(args.algorithm)
+    # "inner/outer" needs the two axes of the cluster; one algorithm takes all replicas as one.
     two = (options.algorithm or "").count("/") + 1
     if args.topology:
         topology = topology_named(args.topology)

@@ -11,8 +11,15 @@ import numpy as np
 
 import jaxcoll as jc
 from jaxcoll.demos import digits
-from jaxcoll.demos.network import accuracy, initial
-from jaxcoll.demos.training import Training, on_one_device, optimizer, over_devices, train
+from jaxcoll.demos.network import (
+    Training,
+    accuracy,
+    initial,
+    on_one_device,
+    optimizer,
+    over_devices,
+    train,
+)
 
 STEPS = 600
 LEAST_ACCURACY = 0.96
@@ -101,6 +108,7 @@ def demonstrate(
         return train(step, params, steps, batches, lambda value: progress(is_reference, value))
 
     training = trained(step, is_reference=False)
+    # The same platform for both, or their rounding would differ by more than the order of sums.
     with jax.default_device(devices[0]):
         reference = trained(on_one_device(steps), is_reference=True)
         scored = [

@@ -68,6 +68,7 @@ def _losses(axes: Axes, outcome: Outcome) -> None:
 
 def _smooth(losses: np.ndarray) -> np.ndarray:
     """A running geometric mean over a twentieth of the steps, over fewer at the ends."""
+    # Geometric, because the axis is logarithmic.
     window = np.ones(2 * (len(losses) // 40) + 1)
     total, count = (np.convolve(x, window, "same") for x in (np.log(losses), np.ones(len(losses))))
     return np.exp(total / count)
