@@ -10,7 +10,14 @@ import time
 from typing import Any
 
 from jaxcoll.bench.terminal import complain, new_console, new_table
-from jaxcoll.cli.diagnosis import Finding, job_findings, machine_findings, pair_findings
+from jaxcoll.cli.diagnosis import (
+    Finding,
+    job_findings,
+    loopback_bandwidth,
+    machine_facts,
+    machine_findings,
+    pair_findings,
+)
 
 EPILOG = """\
 Alone it looks at this machine. In every process of a job (`jaxcoll launch -n 4 -m jaxcoll doctor`,
@@ -65,13 +72,12 @@ def _findings(timeout: float) -> list[Finding] | None:
 
     from jaxcoll._cluster.initialize import initialize, own_address
     from jaxcoll._compat import coordination
-    from jaxcoll.cli.machine import facts, loopback_bandwidth
 
     initialize(initialization_timeout=timeout)
     store = coordination.store()
     if store is not None:
         _meet(store, timeout)  # before JAX looks for devices together, and waits long for the dead
-    mine = facts()
+    mine = machine_facts()
     try:
         bandwidth = loopback_bandwidth()
     except OSError:
