@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll._mesh.machine_costs import FILE, calibration
 from jaxcoll.bench.naming import BASELINE, PEERS, TWIN, options_of, sizes_of
-from jaxcoll.bench.terminal import complain, new_console, progress_bars
+from jaxcoll.bench.terminal import new_console, progress_bars
 from jaxcoll.bench.workloads import TREES, Workload, array_of, tree_of
 from jaxcoll.cli.results import check_installed, check_results, write_lines
+from jaxcoll.cli.streams import complain
 
 if TYPE_CHECKING:
     from jaxcoll.bench.rank_pool import Entry, Team
@@ -238,7 +239,7 @@ def _kept(asked: str | None, file: Path, one_process: bool) -> str:
     if asked == "-":
         return f"Keep these lines in a file and name it in {FILE}."
     if asked is not None:
-        return f"In {asked}; name it in {FILE} wherever it is to be gone by."
+        return f"In {asked}; name it in {FILE} for the programs that should use it."
     if one_process:
         return f"In {file}, where programs of one process on this machine find it."
     return (

@@ -12,8 +12,8 @@ import jax
 import jaxcoll as jc
 from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll.bench.devices import SIMULATED, devices_of
-from jaxcoll.bench.terminal import complain
 from jaxcoll.cli.results import check_installed
+from jaxcoll.cli.streams import complain
 
 EPILOG = """\
 digits: a small network on handwritten digits, and the parameters beside those of one device.

@@ -9,7 +9,7 @@ import socket
 import time
 from typing import Any
 
-from jaxcoll.bench.terminal import complain, new_console, new_table
+from jaxcoll.bench.terminal import new_console, new_table
 from jaxcoll.cli.diagnosis import (
     Finding,
     job_findings,
@@ -18,6 +18,7 @@ from jaxcoll.cli.diagnosis import (
     machine_findings,
     pair_findings,
 )
+from jaxcoll.cli.streams import complain
 
 EPILOG = """\
 Alone it looks at this machine. In every process of a job (`jaxcoll launch -n 4 -m jaxcoll doctor`,

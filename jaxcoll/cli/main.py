@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Sequence
 
 import jaxcoll
-from jaxcoll.bench.terminal import READER_LEFT, broken_output, complain, open_closed_streams
+from jaxcoll.cli.streams import READER_LEFT, broken_output, complain, open_closed_streams
 
 COMMANDS = {
     "demo": ("jaxcoll.cli.demo", "train on real data over several devices; show what is sent"),
