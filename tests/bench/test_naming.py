@@ -10,9 +10,14 @@ from jaxcoll.bench.workloads import TREES, array_of, tree_of
 
 
 def test_algorithms():
-    said = {name: options_of(name) for name in ("auto", "auto@2KiB", "ring", "nccl/rechd@all")}
-    assert [o.algorithm for o in said.values()] == [None, None, "ring", "native/halving_doubling"]
-    assert [o.bytes_per_pack for o in said.values()] == [0, 2048, 0, 1 << 60]
+    options = {name: options_of(name) for name in ("auto", "auto@2KiB", "ring", "nccl/rechd@all")}
+    assert [o.algorithm for o in options.values()] == [
+        None,
+        None,
+        "ring",
+        "native/halving_doubling",
+    ]
+    assert [o.bytes_per_pack for o in options.values()] == [0, 2048, 0, 1 << 60]
     assert options_of("halving-doubling") == options_of("halving_doubling")
     with pytest.raises(
         ValueError,
