@@ -128,7 +128,7 @@ def test_modules(tmp_path):
     for line, words in zip(
         lines,
         ("mine:broken cannot be compiled: TypeError", "has no `example_args`",
-         "mine:number is no function; it is int", "no 'nothing' in 'mine'"),
+         "mine:number is not a function; it is int", "no 'nothing' in 'mine'"),
         strict=True,
     ):  # fmt: skip
         assert words in line

@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-from ranks.data import Exact, block, leaf
-from ranks.rank import Rank, serve
+os.environ["OMP_NUM_THREADS"] = "1"  # read when NumPy and PyTorch are imported
 
-os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+import numpy as np
 import torch
 import torch.distributed as dist
+from ranks.data import Exact, block, leaf
+from ranks.rank import Rank, serve
 
 ENTRIES = [["torch flat"], [f"torch buckets@{size}MiB" for size in (1, 4, 16, 25)]]
 """What takes part; of several in one entry, the fastest of a short trial."""

@@ -110,13 +110,11 @@ def measure(
       rounds: timed rounds, after `WARM` that are not.
       progress: gets words for what is being done, `steps` times.
 
-    Returns:
-      One result per entry, the baseline's first.
-
     Raises:
       ValueError: an algorithm cannot run in this world.
       LaunchError: a rank failed.
     """
+    # Plain values: another library's interpreter may have no JAX.
     leaves = [{"shape": x.shape, "dtype": x.dtype.name} for x in workload.leaves]
     progress("values")
     for team in teams:
@@ -137,6 +135,7 @@ def measure(
         barrier_bytes = _barrier_bytes(team)
         for c in (c for c in chosen.values() if c.team is team):
             c.barrier_bytes = barrier_bytes
+    # Before the rounds, so that what others send meanwhile can be told from what is measured.
     idle = idle_loopback_rate() if loopback_bytes() is not None else 0.0
     start = _spent(teams)
     for measured in interleaved(_turns(chosen, Contestant.turn, "measure", progress), rounds):
@@ -218,6 +217,7 @@ def _taking_part(workload: Workload, team: Team) -> list[Entry]:
 def _shortlist(workload: Workload, team: Team, progress: Callable[[str], None]) -> list[Contestant]:
     """The contestants: of several in one entry, the one with the best median of a few trials."""
     found = []
+    # A short trial: to measure all of them in every round would take the time of the others.
     for entry in _taking_part(workload, team):
         those = {name: Contestant(name, team) for name in entry}
         if len(those) > 1:

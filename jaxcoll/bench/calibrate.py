@@ -82,6 +82,7 @@ def calibrate(
         source += ", memory that malloc keeps"
     terms = dataclasses.replace(fitted(usual, sizes, seconds), source=source)
     progress(f"{HELD_OUT}, held out")
+    # On a tree that the fit has not seen: an error on its own probes would say little.
     predicted, measured = _held_out(team, terms)
     return Calibrated(terms, usual, measured_on, file, rounds, HELD_OUT, predicted, measured)
 
@@ -106,6 +107,7 @@ def _measured(
         progress("warm up")
         for c in turns.values():
             c.warm_up()
+    # As many rounds as fit into the time, because worlds differ much in speed.
     once = sum(c.warm * c.calls for c in turns.values())
     rounds = min(MOST, max(FEWEST, int(SECONDS / once)))
 

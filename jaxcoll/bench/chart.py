@@ -186,6 +186,7 @@ def _spread(wanted: Sequence[float], gap: float) -> list[float]:
       [0.4, 0.5, 0.6, 1.0]
     """
     groups: list[list[float]] = []
+    # Groups that would touch merge, and a merged group is centred on what its members wanted.
     for place in wanted:
         groups.append([place])
         while len(groups) > 1:

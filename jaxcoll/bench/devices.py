@@ -1,11 +1,11 @@
-"""Which devices a command runs on; asked before JAX has started any backend."""
+"""The devices that a command runs on, chosen before JAX has started a backend."""
 
 from __future__ import annotations
 
 import jax
 
 SIMULATED = 8
-"""CPU devices that are simulated when nobody says how many."""
+"""Simulated CPU devices by default."""
 
 
 def devices_of(platform: str, count: int | None) -> list[jax.Device]:
@@ -25,6 +25,7 @@ def devices_of(platform: str, count: int | None) -> list[jax.Device]:
     if count is not None and count < 1:
         raise ValueError(f"--devices must be at least 1; got {count}.")
     if platform == "cpu":
+        # Both must be set before the first backend exists; JAX refuses it later.
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count or SIMULATED)
         return jax.devices("cpu")

@@ -48,7 +48,7 @@ class Overlapped:
 
 
 def parts_of(workload: Workload, count: int) -> list[tuple[int, int]]:
-    """Ranges of neighbouring leaves, at most `count`, of sizes as even as whole leaves allow.
+    """Ranges of neighbouring leaves, at most `count`, of sizes as even as undivided leaves allow.
 
     Examples:
       >>> import jax
@@ -92,11 +92,13 @@ def measure(
         return max(team.do("pipelined", names=names, compute=compute, send=send))
 
     slept = 0.0
+    # The last warm-up is the first estimate of how long a step should compute.
     for _ in range(WARM):
         progress("warm up")
         slept = seconds(0.0)
     turns = {
         "communication": lambda: seconds(0.0),
+        # A sleep takes longer than asked, so what it takes alone is measured as well.
         "compute": lambda: seconds(slept, send=False),
         "step": lambda: seconds(slept),
         "twin": lambda: seconds(0.0),
@@ -122,5 +124,5 @@ def measure(
     )
 
 
-def _share(part: Sequence[float], whole: Sequence[float]) -> Estimate:
-    return estimate([a / b for a, b in zip(part, whole, strict=True)])
+def _share(part: Sequence[float], total: Sequence[float]) -> Estimate:
+    return estimate([a / b for a, b in zip(part, total, strict=True)])

@@ -148,6 +148,7 @@ class Launched(Team):
         # The error that a rank reports explains more than its exit status.
         others = [r for r in range(len(self._running)) if r != rank or not error]
         patience = time.monotonic() + 1
+        # Several may fail at once, and the one that was killed is seen a moment later.
         while not (dead := [r for r in others if self._running[r].poll() is not None]):
             if time.monotonic() > patience:
                 break

@@ -12,40 +12,12 @@ from jaxcoll.bench.timing import Estimate
 class Result:
     """One algorithm, or another library, on one tree or size, in one world.
 
-    Attributes:
-      workload: name of the tree, or the size.
-      is_size: whether it is one array of several sizes, rather than a tree.
-      algorithm: as spelled on the command line; or the peer and what it did.
-      library: "jax" or the peer, with its version.
-      platform: "cpu", "gpu" or "tpu".
-      machine: processor or accelerator, and how many cores.
-      devices: replicas (n).
-      processes: processes.
-      reduce_op: "mean" or "sum".
-      dtypes: of the leaves.
-      leaves: how many.
-      bytes: bytes of all leaves on one replica (S).
-      rounds: timed rounds.
-      calls: calls in each round.
-      seconds: wall seconds of one call, the slowest rank's.
-      algbw: S / seconds, in GB/s (10^9 bytes), as nccl-tests defines it.
-      busbw: algbw × 2(n-1)/n, as there.
-      ratio: seconds over the baseline's, paired by round.
-      cpu_seconds: user and system time of one call, summed over ranks, all threads.
-      cpu_ratio: cpu_seconds over the baseline's, paired by round; None where the clock is too
-        coarse.
-      wire_bytes: that leave one device in one call, by the compiled program; None for peers.
-      socket_bytes: the same by the kernel's counter of the loopback interface, headers
-        included, in the round that had least; None where nothing goes through it, and where
-        there is no such counter.
-      socket_bytes_disturbed: whether other traffic, or the spread over rounds, was more than
-        1 % of it (and than 1 KiB), so that other programs' bytes may be among them.
-      operands: arrays handed to collectives in one call; None where unknown.
-      temporary_bytes: memory beside arguments and results, as the compiler states it.
-      compile_seconds: tracing, lowering and compiling, the slowest rank's; None for peers.
-      compile_ratio: compile_seconds over the baseline's, paired by round.
-      error: largest |x - exact| / sum of magnitudes, exact in float64, over elements and ranks.
-      other_cores: cores that other programs kept busy meanwhile; None where unknown.
+    docs/performance.md describes the figures. `is_size`: one array of several sizes, not a tree.
+    Ratios are over the baseline's, paired by round; None where a clock is too coarse for them.
+    What the compiler states (`wire_bytes`, `operands`, `temporary_bytes`, `compile_seconds`) and
+    what the kernel counts (`socket_bytes`, `other_cores`) is None where it is unknown.
+    `socket_bytes_disturbed`: other traffic, or the spread over rounds, was more than 1 % of them
+    (and than 1 KiB). `error`: largest |x - exact| / sum of magnitudes, over elements and ranks.
     """
 
     workload: str

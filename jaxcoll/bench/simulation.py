@@ -115,6 +115,7 @@ def _island(topology: Topology | None) -> tuple[str, int, World]:
     else:
         island = _power_of_two(topology.size // topology.hosts)
         where = f"{topology.kind}, {island} a host"
+    # Two islands: a preset has the links within one and between them.
     world = topology_world(topology)
     return where, island, dataclasses.replace(world, sizes=(2 * island,), hosts=2, processes=2)
 

@@ -79,7 +79,7 @@ def teams_of(
 
 
 def _here(entries: Sequence[Entry], devices: int | None, platform: str | None) -> Here:
-    """This process: alone with its devices, or as one of a job that somebody has launched."""
+    """This process: alone with its devices, or as one of a launched job."""
     from jaxcoll.bench.ranks.jax_rank import JaxRank
 
     # Flags that describe this process leave no doubt that it is alone.

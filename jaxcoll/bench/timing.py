@@ -29,47 +29,31 @@ class Estimate:
 
 
 def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[dict[str, T]]:
-    """Make every call once a round, in an order that is reversed every other round.
-
-    Args:
-      calls: what to do, by name.
-      rounds: how many rounds.
+    """Make every call once per round, in an order that is reversed every other round.
 
     Yields:
-      What the calls returned, by name, one dictionary a round.
+      What the calls returned, by name, one dictionary per round.
     """
     names = list(calls)
     for k in range(rounds):
+        # Reversed, so that a drift of the machine within rounds cancels over two of them.
         order = names if k % 2 == 0 else names[::-1]
         yield {name: calls[name]() for name in order}
 
 
 def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """The median of some values, one a round.
-
-    Args:
-      values: at least one.
-      seed: for the resampling.
-
-    Returns:
-      The median and its interval.
-    """
+    """The median of at least one value, one per round; `seed` is for the resampling."""
     found = np.asarray(values, float)
+    # The median of rounds and not their mean: a round that was disturbed is off by any factor.
     picks = np.random.default_rng(seed).integers(0, len(found), (2000, len(found)))
     low, high = np.percentile(np.median(found[picks], axis=1), [2.5, 97.5])
     return Estimate(float(np.median(found)), float(low), float(high))
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Estimate | None:
-    """The ratio of two things that were measured in the same rounds.
+    """The ratio of two things that were measured in the same rounds, each with its own quotient.
 
-    Args:
-      numerator: one value a round.
-      denominator: of the same rounds.
-
-    Returns:
-      The estimate over rounds, each with its own quotient; None where a denominator is 0, as
-      CPU seconds are that no clock has noticed.
+    None where a denominator is 0, as CPU seconds are that the clock was too coarse for.
 
     Examples:
       >>> str(ratio([2.0, 2.0, 4.0], [1.0, 2.0, 2.0]))

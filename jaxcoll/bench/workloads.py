@@ -1,4 +1,4 @@
-"""The shapes that are measured: gradients of well-known models, two extremes, and single arrays."""
+"""The shapes that are measured: gradients of known models, two extremes, and single arrays."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TREES = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is reduced.
+    """A tree or an array to reduce.
 
     Attributes:
       name: of the tree, or the size of the array.
@@ -78,11 +78,11 @@ def array_of(nbytes: int, dtype: str) -> Workload:
     """One array of so many bytes.
 
     Raises:
-      ValueError: the dtype is not known, or `nbytes` are no whole elements of it.
+      ValueError: the dtype is not known, or `nbytes` are not a whole number of its elements.
     """
     size, rest = divmod(nbytes, _dtype(dtype).itemsize)
     if rest:
-        raise ValueError(f"--sizes: {nbytes} bytes are no whole elements of {dtype}.")
+        raise ValueError(f"--sizes: {nbytes} bytes are not a whole number of elements of {dtype}.")
     leaf = jax.ShapeDtypeStruct((size,), _dtype(dtype))
     return Workload(spelled(nbytes), (leaf,), is_size=True)
 
@@ -106,14 +106,14 @@ def tree_of(name: str, dtype: str) -> Workload:
     try:
         entries = json.loads(Path(name).read_text())
         if not isinstance(entries, list) or not entries:
-            raise ValueError("no list, or an empty one")
+            raise ValueError("not a list, or an empty one")
         leaves = (
             jax.ShapeDtypeStruct(_shape(e["shape"]), _dtype(e.get("dtype", dtype))) for e in entries
         )
         return Workload(Path(name).stem, tuple(leaves))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f'{name} is no tree: expected a list of {{"shape": [..], "dtype": ".."}} '
+            f'{name} is not a tree: expected a list of {{"shape": [..], "dtype": ".."}} '
             f"({type(error).__name__}: {str(error).rstrip('.')})."
         ) from None
 

@@ -6,10 +6,8 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +15,10 @@ from typing import TYPE_CHECKING
 from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll._mesh.machine_costs import FILE, calibration
 from jaxcoll.bench.naming import BASELINE, PEERS, TWIN, options_of, sizes_of
-from jaxcoll.bench.terminal import complain, new_console, progress_bars
+from jaxcoll.bench.terminal import new_console, progress_bars
 from jaxcoll.bench.workloads import TREES, Workload, array_of, tree_of
+from jaxcoll.cli.results import check_installed, check_results, write_lines
+from jaxcoll.cli.streams import complain
 
 if TYPE_CHECKING:
     from jaxcoll.bench.rank_pool import Entry, Team
@@ -27,7 +27,7 @@ EPILOG = """\
 Without --devices, --processes and --platform it enters a job that was launched by a launcher that
 JAX knows (Slurm, Open MPI, ...), and process 0 prints; outside one it simulates 8 devices. The exit
 status is 0; 2 with one line on standard error when something cannot be done or a process fails;
-130 when it is interrupted. Files are written whole, at the end, or not at all.
+130 when it is interrupted. Files are written completely, at the end, or not at all.
 """
 
 
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         with _terminable():
-            _check_installed("rich", *["matplotlib"] * (args.plot is not None))
+            check_installed("bench", "rich", *["matplotlib"] * (args.plot is not None))
             if args.calibrate:
                 _calibrate(args)
                 return 0
@@ -169,7 +169,7 @@ def _compare(args: argparse.Namespace, workloads: list[Workload], names: list[st
             from jaxcoll.bench.chart import draw
 
             write_result("--plot", args.plot, functools.partial(draw, results))
-        _write(args.json, "".join(json.dumps(each.to_dict()) + "\n" for each in results))
+        write_lines(args.json, "".join(json.dumps(each.to_dict()) + "\n" for each in results))
         show(results, to_stderr=args.json == "-")
 
 
@@ -199,7 +199,7 @@ def _overlap(args: argparse.Namespace, workloads: list[Workload], algorithm: str
                     )
                 )
     if is_first:
-        _write(args.json, "".join(json.dumps(dataclasses.asdict(x)) + "\n" for x in found))
+        write_lines(args.json, "".join(json.dumps(dataclasses.asdict(x)) + "\n" for x in found))
         show_overlap(found, to_stderr=args.json == "-")
 
 
@@ -214,8 +214,7 @@ def _calibrate(args: argparse.Namespace) -> None:
                 f"--calibrate measures what the cost model needs: leave --{name.replace('_', '-')} "
                 "out."
             )
-    if args.json not in (None, "-"):
-        check_writable("--json", Path(args.json))
+    check_results(args.json)
 
     def writes(file: Path) -> None:
         if args.json is None:
@@ -230,7 +229,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     if args.json is None:
         write_text("--calibrate", found.file, text)
     else:
-        _write(args.json, text)
+        write_lines(args.json, text)
     one_process = found.terms.key.processes == 1
     show_calibration(found, _kept(args.json, found.file, one_process), to_stderr=args.json == "-")
 
@@ -240,7 +239,7 @@ def _kept(asked: str | None, file: Path, one_process: bool) -> str:
     if asked == "-":
         return f"Keep these lines in a file and name it in {FILE}."
     if asked is not None:
-        return f"In {asked}; name it in {FILE} wherever it is to be gone by."
+        return f"In {asked}; name it in {FILE} for the programs that should use it."
     if one_process:
         return f"In {file}, where programs of one process on this machine find it."
     return (
@@ -302,34 +301,12 @@ def _checked(args: argparse.Namespace) -> tuple[list[Workload], list[str]]:
         workloads += [array_of(size, args.dtype) for size in sizes_of(args.sizes)]
     if args.against and any(len({x.dtype for x in w.leaves}) > 1 for w in workloads):
         raise ValueError("--against: the others take trees of one dtype only.")
-    if args.json not in (None, "-"):
-        check_writable("--json", Path(args.json))
-    if args.plot is not None:
-        if args.plot.suffix != ".png":
-            raise ValueError(f"--plot: expected a name that ends in .png; got {args.plot}.")
-        check_writable("--plot", args.plot)
+    check_results(args.json, args.plot)
     return workloads, list(dict.fromkeys([BASELINE, TWIN, *asked]))
-
-
-def _check_installed(*needs: str) -> None:
-    missing = [name for name in needs if not importlib.util.find_spec(name)]
-    if missing:
-        raise ValueError(
-            f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
-            "installed: pip install 'jaxcoll[bench]'"
-        )
 
 
 def _listed(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
-def _write(file: str | None, lines: str) -> None:
-    """All lines or none: a file is never half a result."""
-    if file == "-":
-        sys.stdout.write(lines)
-    elif file:
-        write_text("--json", Path(file), lines)
 
 
 @contextlib.contextmanager

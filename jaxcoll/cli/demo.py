@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import json
 from pathlib import Path
 
@@ -13,12 +12,12 @@ import jax
 import jaxcoll as jc
 from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll.bench.devices import SIMULATED, devices_of
-from jaxcoll.bench.terminal import complain
-
-_NEEDS = {"rich": "rich", "matplotlib": "matplotlib", "optax": "optax", "sklearn": "scikit-learn"}
+from jaxcoll.cli.results import check_installed
+from jaxcoll.cli.streams import complain
 
 EPILOG = """\
 digits: a small network on handwritten digits, and the parameters beside those of one device.
+In the source tree, docs/examples/gpt.py trains a small GPT in five ways to exchange gradients.
 
 The exit status is 0; 1 when parameters differ from one device's by more than 1e-4, or when the
 default number of steps (or more) does not reach a test accuracy of 0.96; 2 with one line on
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
       ValueError: the flags cannot be met, or a result cannot be written.
     """
     picture = args.out / "demo.png"
-    _check_extras()
+    check_installed("cli,train", "rich", "matplotlib", "optax", "sklearn")
     from jaxcoll.demos.demonstration import demonstrate
     from jaxcoll.demos.digits import TRAINING_IMAGES
     from jaxcoll.demos.picture import draw
@@ -112,12 +111,3 @@ def run(args: argparse.Namespace) -> int:
     for shortfall in outcome.shortfalls():
         complain("demo", shortfall)
     return 1 if outcome.shortfalls() else 0
-
-
-def _check_extras() -> None:
-    missing = [name for module, name in _NEEDS.items() if not importlib.util.find_spec(module)]
-    if missing:
-        raise ValueError(
-            f"needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
-            "installed: pip install 'jaxcoll[cli,train]'"
-        )

@@ -9,8 +9,16 @@ import socket
 import time
 from typing import Any
 
-from jaxcoll.bench.terminal import complain, new_console, new_table
-from jaxcoll.cli.diagnosis import Finding, job_findings, machine_findings, pair_findings
+from jaxcoll.bench.terminal import new_console, new_table
+from jaxcoll.cli.diagnosis import (
+    Finding,
+    job_findings,
+    loopback_bandwidth,
+    machine_facts,
+    machine_findings,
+    pair_findings,
+)
+from jaxcoll.cli.streams import complain
 
 EPILOG = """\
 Alone it looks at this machine. In every process of a job (`jaxcoll launch -n 4 -m jaxcoll doctor`,
@@ -63,15 +71,14 @@ def _findings(timeout: float) -> list[Finding] | None:
     """All findings; None: process 0 reports them."""
     import jax
 
-    from jaxcoll._cluster.initialize import initialize
+    from jaxcoll._cluster.initialize import initialize, own_address
     from jaxcoll._compat import coordination
-    from jaxcoll.cli.machine import facts, loopback_bandwidth
 
     initialize(initialization_timeout=timeout)
     store = coordination.store()
     if store is not None:
         _meet(store, timeout)  # before JAX looks for devices together, and waits long for the dead
-    mine = facts()
+    mine = machine_facts()
     try:
         bandwidth = loopback_bandwidth()
     except OSError:
@@ -79,9 +86,10 @@ def _findings(timeout: float) -> list[Finding] | None:
     here = machine_findings(mine, bandwidth)
     if store is None or store.processes == 1:
         return here
-    address = _address_towards_others()
+    address = own_address() or socket.gethostname()  # on the way to the coordinator
     store.set(f"jaxcoll/doctor/{store.process}", json.dumps({**mine, "interface": address}))
     others = _reports(store, "jaxcoll/doctor", timeout)
+    # A collective among processes that differ may hang: links are measured only between equals.
     alike = None not in others and len({facts["devices"] for facts in others if facts}) == 1
     measured = pair_findings(_between_neighbours()) if alike else []
     if store.process == 0:
@@ -112,13 +120,6 @@ def _reports(store: Any, folder: str, timeout: float) -> list[dict[str, Any] | N
         except TimeoutError:
             found.append(None)
     return found
-
-
-def _address_towards_others() -> str:
-    """This host's address on the way to the coordinator."""
-    from jaxcoll._cluster.initialize import own_address
-
-    return own_address() or socket.gethostname()
 
 
 def _between_neighbours() -> dict[tuple[int, int], float]:

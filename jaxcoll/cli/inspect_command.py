@@ -9,10 +9,11 @@ import sys
 from pathlib import Path, PurePath
 from typing import Any
 
-from jaxcoll._files import check_writable, write_result, write_text
+from jaxcoll._files import check_writable, write_result
 from jaxcoll._observe.build import report_of
 from jaxcoll._observe.compare import against
 from jaxcoll._observe.report import Report
+from jaxcoll.cli.results import check_results, write_lines
 
 EPILOG = """\
 TARGET is a file of HLO text, as `compiled.as_text()` returns it; or module:name. The name is a
@@ -58,24 +59,22 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ValueError: there is no such target, it cannot be compiled, or a result cannot be written.
     """
-    file = Path(args.json) if args.json and args.json != "-" else None
     try:
-        for flag, path in (("--json", file), ("--plot", args.plot)):
-            if path:
-                check_writable(flag, path)
+        check_results(args.json)
+        if args.plot:
+            check_writable("--plot", args.plot)
         report = _report(args.target, args)
         other = _report(args.against, args) if args.against else None
         shown = report.to_dict() | ({"against": other.to_dict()} if other else {})
         text = json.dumps(shown, indent=1)
         if args.plot:
             write_result("--plot", args.plot, report.plot)
-        if file:
-            write_text("--json", file, text + "\n")
     except ImportError as error:
         raise ValueError(str(error)) from error  # matplotlib is missing
+    write_lines(args.json, text + "\n")
     if args.json == "-":
-        print(text)
-    elif other:
+        return 0
+    if other:
         print(against(report, other, _named(args.target), _named(args.against)))
     else:
         print(report)
@@ -139,7 +138,7 @@ def _asked_for(module: str, name: str) -> tuple[Any, tuple[Any, ...], dict[str, 
     if hasattr(found, "example_args"):
         return found, tuple(found.example_args), dict(getattr(found, "example_kwargs", {}))
     if not callable(found):
-        raise ValueError(f"{module}:{name} is no function; it is {type(found).__name__}.")
+        raise ValueError(f"{module}:{name} is not a function; it is {type(found).__name__}.")
     try:
         made = found()
     except Exception as error:

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Sequence
 
 import jaxcoll
-from jaxcoll.bench.terminal import READER_LEFT, broken_output, complain, open_closed_streams
+from jaxcoll.cli.streams import READER_LEFT, broken_output, complain, open_closed_streams
 
 COMMANDS = {
     "demo": ("jaxcoll.cli.demo", "train on real data over several devices; show what is sent"),
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit status: 0, or what the command's help says; 2 with one line on standard error for
       what cannot be done, a standard output that cannot be written included; 130 for Ctrl-C; 141
-      where nobody reads standard output any more.
+      where the reader of standard output has left.
 
     Raises:
       SystemExit: a flag is wrong, or --help was asked for.

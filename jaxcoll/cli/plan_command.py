@@ -1,14 +1,13 @@
-"""`jaxcoll plan`: what a tree would send, and what that would take, for any cluster."""
+"""`jaxcoll plan`: what a tree would send, and how long that would take, on any cluster."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import json
 from pathlib import Path
 
-from jaxcoll._files import check_writable, write_result, write_text
+from jaxcoll._files import write_result
 from jaxcoll._mesh.machine_costs import terms_here
 from jaxcoll._mesh.plan import plan_in
 from jaxcoll._mesh.world import topology_world
@@ -20,6 +19,7 @@ from jaxcoll._plan.world import World
 from jaxcoll.bench.naming import options_of
 from jaxcoll.bench.simulation import ALGORITHMS, Simulation, simulate
 from jaxcoll.bench.workloads import TREES, Workload, tree_of
+from jaxcoll.cli.results import check_installed, check_results, write_lines
 
 EPILOG = """\
 Nothing is compiled, and nothing runs: a plan is made from shapes, and its time is predicted by the
@@ -79,11 +79,8 @@ def run(args: argparse.Namespace) -> int:
         from jaxcoll.bench.chart import draw_simulation
 
         write_result("--plot", args.plot, functools.partial(draw_simulation, found))
-    if args.json and args.json != "-":
-        write_text("--json", Path(args.json), text + "\n")
-    if args.json == "-":
-        print(text)
-    else:
+    write_lines(args.json, text + "\n")
+    if args.json != "-":
         print(found.text() if isinstance(found, Plan) and args.all_rows else found)
     return 0
 
@@ -101,21 +98,15 @@ def _checked(args: argparse.Namespace) -> Workload:
         raise ValueError("--all-rows is for a plan's table; leave it out.")
     if args.simulate and args.algorithm != "auto":
         raise ValueError("--simulate takes --algorithms, a list, in the place of --algorithm.")
+    check_results(args.json, args.plot)
     if args.plot:
-        if args.plot.suffix != ".png":
-            raise ValueError(f"--plot: expected a name that ends in .png; got {args.plot}.")
-        check_writable("--plot", args.plot)
-    if args.json not in (None, "-"):
-        check_writable("--json", Path(args.json))
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed: pip install 'jaxcoll[cli]'"
-        )
+        check_installed("cli", "matplotlib", flag="--plot")
     return tree_of(args.tree, args.dtype)
 
 
 def _plan(args: argparse.Namespace, workload: Workload) -> Plan:
     options = options_of(args.algorithm)
+    # "inner/outer" needs the two axes of the cluster; one algorithm takes all replicas as one.
     two = (options.algorithm or "").count("/") + 1
     if args.topology:
         topology = topology_named(args.topology)

@@ -31,8 +31,8 @@ def draw(outcome: Outcome, path: Path) -> None:
     figure = page(
         f"{title}, one model",
         f"UCI handwritten digits, {counted(outcome.steps, 'step')} of {outcome.batch_size} images. "
-        f"{outcome.accuracy:.1%} of the test images are read correctly; the parameters differ "
-        f"from one device's by {_power(outcome.difference)}.",
+        f"{outcome.test_accuracy:.1%} of the test images are read correctly; the parameters differ "
+        f"from one device's by {_power(outcome.largest_relative_difference)}.",
     )
     for x, title in ((LEFT, "Loss, step by step"), (MIDDLE, "What a device sends in each step")):
         figure.text(x, 0.775, title, size=13, weight="bold", color=INK)
@@ -45,7 +45,7 @@ def draw(outcome: Outcome, path: Path) -> None:
 def _losses(axes: Axes, outcome: Outcome) -> None:
     """Both curves, smoothed; they coincide, so the reference is a thin line inside the other."""
     steps = np.arange(1, outcome.steps + 1)
-    many, one = (np.array(t.losses) for t in (outcome.training, outcome.reference))
+    many, one = map(np.array, (outcome.losses, outcome.losses_one_device))
     axes.semilogy(steps, many, color=LINE, linewidth=1)
     axes.semilogy(steps, _smooth(many), color=MANY, linewidth=6, solid_capstyle="round")
     axes.semilogy(steps, _smooth(one), color=ONE, linewidth=1.8)
@@ -68,6 +68,7 @@ def _losses(axes: Axes, outcome: Outcome) -> None:
 
 def _smooth(losses: np.ndarray) -> np.ndarray:
     """A running geometric mean over a twentieth of the steps, over fewer at the ends."""
+    # Geometric, because the axis is logarithmic.
     window = np.ones(2 * (len(losses) // 40) + 1)
     total, count = (np.convolve(x, window, "same") for x in (np.log(losses), np.ones(len(losses))))
     return np.exp(total / count)
@@ -123,7 +124,7 @@ def _sent(outcome: Outcome) -> str:
     requested, compiled = outcome.requested, outcome.compiled
     return (
         f"{counted(requested.all_reduces, 'all-reduce')} requested, "
-        f"{compiled.all_reduces} compiled. {outcome.wire_bytes:,} bytes leave each\n"
+        f"{compiled.all_reduces} compiled. {outcome.wire_bytes_per_step:,} bytes leave each\n"
         f"device: 2(n−1)/n of the {outcome.plan.nbytes:,} that it adds, for n = {outcome.devices}."
     )
 

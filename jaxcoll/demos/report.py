@@ -42,12 +42,12 @@ def show(outcome: Outcome, picture: Path) -> None:
         _figures(
             (
                 "test accuracy",
-                f"{outcome.accuracy:.4f}",
-                f"at least {LEAST_ACCURACY}; one device: {outcome.reference_accuracy:.4f}",
+                f"{outcome.test_accuracy:.4f}",
+                f"at least {LEAST_ACCURACY}; one device: {outcome.test_accuracy_one_device:.4f}",
             ),
             (
                 "largest relative difference",
-                f"{outcome.difference:.1e}",
+                f"{outcome.largest_relative_difference:.1e}",
                 f"at most {MOST_DIFFERENCE:.0e}; to one device's parameters",
             ),
         )
@@ -64,7 +64,11 @@ def show(outcome: Outcome, picture: Path) -> None:
                     ("compiled", outcome.compiled),
                 )
             ),
-            ("wire bytes a step", f"{outcome.wire_bytes:,}", "leave each device, as compiled"),
+            (
+                "wire bytes a step",
+                f"{outcome.wire_bytes_per_step:,}",
+                "leave each device, as compiled",
+            ),
         )
     )
     console.print()

@@ -125,10 +125,10 @@ def test_worlds_that_are_refused(team, words):
 )  # fmt: skip
 def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
     assert main(["bench", "--calibrate", *flags]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("jaxcoll bench: ")
-    assert words in said
-    assert len(said.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("jaxcoll bench: ")
+    assert words in printed
+    assert len(printed.splitlines()) == 1
 
 
 @pytest.fixture
@@ -148,9 +148,9 @@ def test_a_cache_that_cannot_be_written_is_one_line_and_status_2(fake_world, mon
         FakeTeam, "costs", lambda self, rank: {**costs(self, rank), "file": "/proc/no/kept.json"}
     )
     assert main(["bench", "--calibrate"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("jaxcoll bench: --calibrate: cannot write /proc/no/kept.json")
-    assert len(said.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("jaxcoll bench: --calibrate: cannot write /proc/no/kept.json")
+    assert len(printed.splitlines()) == 1
 
 
 @pytest.mark.parametrize("end", ["interrupt", "fail"])
@@ -227,8 +227,8 @@ def test_processes_that_are_launched_go_by_what_was_measured(monkeypatch, tmp_pa
     data = json.loads(file.read_text())
     assert (data["key"]["processes"], data["measured_on"]["keeps_memory"]) == (2, True)
     assert min(t for _, t in data["native"][0]["points"]) > 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    assert f"JAXCOLL_TERMS={file}" in said.out
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert f"JAXCOLL_TERMS={file}" in printed.out
     for ended in launch([sys.executable, "-c", PLANNED], 2, timeout=120):
         assert "found calibration: gloo, 2 replicas, 2 processes, 1 host" in ended.log

@@ -165,10 +165,10 @@ def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
     from jaxcoll.cli.main import main
 
     assert main(["bench", *flags]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("jaxcoll bench: ")
-    assert words in said
-    assert len(said.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("jaxcoll bench: ")
+    assert words in printed
+    assert len(printed.splitlines()) == 1
 
 
 def test_the_others_take_one_dtype_only(tmp_path, capsys):

@@ -10,9 +10,14 @@ from jaxcoll.bench.workloads import TREES, array_of, tree_of
 
 
 def test_algorithms():
-    said = {name: options_of(name) for name in ("auto", "auto@2KiB", "ring", "nccl/rechd@all")}
-    assert [o.algorithm for o in said.values()] == [None, None, "ring", "native/halving_doubling"]
-    assert [o.bytes_per_pack for o in said.values()] == [0, 2048, 0, 1 << 60]
+    options = {name: options_of(name) for name in ("auto", "auto@2KiB", "ring", "nccl/rechd@all")}
+    assert [o.algorithm for o in options.values()] == [
+        None,
+        None,
+        "ring",
+        "native/halving_doubling",
+    ]
+    assert [o.bytes_per_pack for o in options.values()] == [0, 2048, 0, 1 << 60]
     assert options_of("halving-doubling") == options_of("halving_doubling")
     with pytest.raises(
         ValueError,
@@ -59,9 +64,9 @@ def test_a_tree_from_a_file(tmp_path):
     for bad in ("[", "{}", "[]", '[{"dtype": "f4"}]', '[{"shape": 3}]', '[{"shape": [-1]}]',
                 '[{"shape": [1.5]}]', '[{"shape": [], "dtype": "x"}]', "[1]"):  # fmt: skip
         file.write_text(bad)
-        with pytest.raises(ValueError, match="is no tree: expected a list of"):
+        with pytest.raises(ValueError, match="is not a tree: expected a list of"):
             tree_of(str(file), "float32")
-    with pytest.raises(ValueError, match=r"missing.json is no tree.*FileNotFoundError"):
+    with pytest.raises(ValueError, match=r"missing.json is not a tree.*FileNotFoundError"):
         tree_of("missing.json", "float32")
     with pytest.raises(ValueError, match="no tree 'vgg': choose resnet50"):
         tree_of("vgg", "float32")
@@ -70,7 +75,9 @@ def test_a_tree_from_a_file(tmp_path):
 def test_an_array_of_a_size():
     found = array_of(4096, "bfloat16")
     assert (found.name, found.leaves[0].shape, found.nbytes) == ("4KiB", (2048,), 4096)
-    with pytest.raises(ValueError, match="--sizes: 6 bytes are no whole elements of float32"):
+    with pytest.raises(
+        ValueError, match="--sizes: 6 bytes are not a whole number of elements of float32"
+    ):
         array_of(6, "float32")
     with pytest.raises(ValueError, match="no dtype 'float33': expected one such as float32"):
         array_of(4, "float33")

@@ -107,3 +107,36 @@ def test_peers_are_in_the_source_tree_and_not_in_the_wheel(monkeypatch, tmp_path
     monkeypatch.setattr(targets, "_SOURCES", tmp_path)
     with pytest.raises(ValueError, match=r"--against torch: its ranks are in .*from a checkout"):
         peer("torch", None, 2, 30).__enter__()
+
+
+PEER = """
+import json, os
+from ranks.data import block
+from ranks.rank import Rank, serve
+
+class Peer(Rank):
+    def world(self):
+        return {"devices": 2, "processes": 2, "platform": "cpu", "library": "json 1",
+                "entries": [["json flat"], ["json@1", "json@2"]]}
+    def prepare(self, leaves, reduce_op): ...
+    def barrier(self): ...
+    def call(self, name): ...
+    def describe(self, name):
+        task = json.loads(os.environ["TF_CONFIG"])["task"]
+        return {"torch": (os.environ["RANK"], os.environ["WORLD_SIZE"]), "tensorflow": task["index"]}
+
+def main():
+    serve(Peer)
+"""
+
+
+def test_a_peer_names_its_contestants_and_knows_its_world_as_its_library_reads_it(
+    monkeypatch, tmp_path
+):
+    (tmp_path / "json_rank.py").write_text(PEER)
+    monkeypatch.setattr(targets, "_SOURCES", tmp_path)
+    with peer("json", None, 2, 30) as found:
+        assert found.entries == (("json flat",), ("json@1", "json@2"))
+        replies = found.do("describe", name="")
+    assert [r["torch"] for r in replies] == [("0", "2"), ("1", "2")]
+    assert [r["tensorflow"] for r in replies] == [0, 1]

@@ -1,11 +1,11 @@
-"""What the doctor makes of what processes tell."""
+"""What the doctor finds in the facts of processes."""
 
 import jax
 import pytest
 
 from jaxcoll._cluster.launch.local import KEEP_MEMORY
-from jaxcoll.cli import doctor, machine
-from jaxcoll.cli.diagnosis import job_findings, machine_findings, pair_findings
+from jaxcoll.cli import doctor
+from jaxcoll.cli.diagnosis import job_findings, machine_facts, machine_findings, pair_findings
 
 WELL = {
     "host": "a", "address": "10.0.0.1", "pid": 1, "versions": {"jax": "1"}, "platform": "cpu",
@@ -62,14 +62,14 @@ def test_a_slow_link_is_named():
     assert pair_findings({}) == []
 
 
-def test_a_platform_without_a_plugin_is_told_in_words(monkeypatch):
+def test_a_platform_without_a_plugin_is_an_error_in_words(monkeypatch):
     def none():
         raise AssertionError
 
     monkeypatch.setattr(jax, "local_devices", none)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(RuntimeError, match="no device with JAX_PLATFORMS=cuda. Install"):
-        machine.facts()
+        machine_facts()
 
 
 def test_a_process_that_dies_after_it_arrived_is_not_waited_for_longer_than_asked():

@@ -47,6 +47,7 @@ class JaxRank(Rank):
         self._ones = jax.make_array_from_callback(
             (self._mesh.size,), every, lambda index: np.ones(1, np.int32)
         )
+        # A sum of one number is the barrier: nothing returns before all ranks have entered it.
         self._meet = self._program(lambda x: lax.psum(x, self._axes))
 
     def world(self) -> dict[str, Any]:
@@ -67,6 +68,7 @@ class JaxRank(Rank):
         n, rows = self._mesh.size, NamedSharding(self._mesh, PartitionSpec(self._axes))
         blocks = [block(replica) for replica in range(n)]
         dtypes = dict.fromkeys(spec.dtype for spec in self._specs)
+        # Rounded to each dtype before the exact sum, so that only the reduction counts as error.
         held_as = {dtype: [held(values, dtype) for values in blocks] for dtype in dtypes}
         mean = reduce_op == "mean"
         self._exact = {dtype: Exact(values, mean) for dtype, values in held_as.items()}
@@ -88,6 +90,7 @@ class JaxRank(Rank):
     def describe(self, name: str) -> dict[str, Any]:
         """The error on this process's first device, and what the compiler says."""
         compiled = self._compiled[name]
+        # One device of each process, since every replica gets the same sum.
         errors = [
             self._exact[spec.dtype].error(i, np.asarray(x.addressable_data(0)))
             for i, (spec, x) in enumerate(zip(self._specs, compiled(self._arrays), strict=True))
@@ -172,6 +175,7 @@ class JaxRank(Rank):
 def _mesh(devices: Sequence[jax.Device]) -> Mesh:
     """One axis over all devices, or two where several processes have several each."""
     hosts = len({device.process_index for device in devices})
+    # Hierarchical algorithms need an axis within a process and one between them.
     if 1 < hosts < len(devices):
         grid, axes = np.array(devices, dtype=object).reshape(hosts, -1), ("process", "device")
     else:

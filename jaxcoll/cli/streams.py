@@ -1,0 +1,75 @@
+"""Standard output and error of a command, which may be closed, full or without a reader."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import sys
+from typing import TextIO
+
+_OF_STREAMS = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
+
+READER_LEFT = 141
+"""The exit status when the reader, such as `head`, has read enough: as after a SIGPIPE."""
+
+
+def open_closed_streams() -> None:
+    """Open the null device where the caller closed a standard stream.
+
+    Otherwise the next file that is opened gets its number, and what is printed goes into it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            handle = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this
+            os.set_inheritable(handle, True)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
+
+
+def complain(command: str, words: object) -> None:
+    """Print a line behind the command's name on standard error, if it can be written."""
+    try:
+        print(f"{f'jaxcoll {command}'.rstrip()}: {words}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        _discard(sys.stderr)
+
+
+def broken_output(error: BaseException | None = None) -> OSError | None:
+    """Why standard output cannot be written, which is then discarded; None: it can be.
+
+    Args:
+      error: what was raised, perhaps for this reason.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as found:
+        _discard(sys.stdout)
+        return found
+    # A stream without a buffer has nothing left to fail with. Files of results are named by a flag.
+    if isinstance(error, OSError) and error.filename is None and error.errno in _OF_STREAMS:
+        if not isinstance(error, BrokenPipeError) or _has_no_reader(sys.stdout):
+            _discard(sys.stdout)
+            return error
+    return None
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)  # errors are reported for any mask
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    return False
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what a stream holds nowhere: Python flushes once more at its end, and would complain."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+        stream.flush()
