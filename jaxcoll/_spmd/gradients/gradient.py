@@ -22,7 +22,14 @@ from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.gradients.accumulate import Beside, Differentiated, MicroBatches, accumulated
 from jaxcoll._spmd.gradients.local_grad import value_and_local_grad
 from jaxcoll._spmd.gradients.loss import loss_and_aux, value_and_weight
-from jaxcoll._spmd.gradients.per_replica import check_scattered, own_axes, shared, watched, with_own
+from jaxcoll._spmd.gradients.per_replica import (
+    check_scattered,
+    own_axes,
+    own_watched,
+    shared,
+    watched,
+    with_own,
+)
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
@@ -185,6 +192,8 @@ def _reduced(
     value = told.reduced_once(value, axes, "the loss")
     untyped = (told.marked | enclosing).intersection(axes)
     grads = watched(grads, leaves, untyped, asked.caller)
+    if told.watched:
+        grads = own_watched(grads, leaves, own, asked.caller)
     weighted = beside.weight is not None
     op = ReduceOp.SUM if weighted else asked.reduce_op
     local = _Local(value if asked.with_value else None, beside.weight, beside.metrics, grads)
