@@ -1,7 +1,7 @@
 """Reductions that a loop repeats without need: their results are only added up there.
 
 acc + all_reduce(g), turn after turn, is all_reduce of the sum of the g: one reduction after the
-loop does for all. That is so, and is said, where four things are read off a traced program:
+loop does for all. That is reported where four things are read off a traced program:
 
 - what comes out of the reduction is only moved (sliced, reshaped, joined), cast, added to others
   or scaled by a number before it is added to an element of the loop's carry;

@@ -2,7 +2,7 @@
 
 A replica function of a strategy is traced without types that tell replicas apart: only then is
 a gradient taken inside it the replica's own, a constant each replica's own copy, and a loop from
-a constant accepted. What such types would have said of its results is read off its equations.
+a constant accepted. What such types would show of its results is read off its equations.
 """
 
 from __future__ import annotations

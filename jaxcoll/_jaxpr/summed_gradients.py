@@ -5,9 +5,9 @@ the replicas before anybody can ask for a mean. Where the loss was reduced first
 derivative of the one loss there is. Where each replica differentiates a loss of its own, the
 program looks like a `pmap` program and computes something else, without a word.
 
-The two are told apart by where a backward pass begins. That of a reduced loss begins with a number
-that is the same everywhere, and the reduction's derivative then types it as varying; that of a
-local loss begins with ones that vary already.
+Where a backward pass begins shows the difference. That of a reduced loss begins with a number that
+is the same everywhere, and the reduction's derivative then types it as varying; that of a local
+loss begins with ones that vary already.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class _Known(NamedTuple):
     Attributes:
       local: it comes, by values that vary, from the ones that `jax.grad` of a local loss begins
         with.
-      whole: it comes, within a backward pass, from the cotangent of a reduced loss.
+      reduced: it comes, within a backward pass, from the cotangent of a reduced loss.
       summed: the equation that made it the sum of local gradients.
       zero: it is nothing but zeros.
     """
 
     local: bool = False
-    whole: bool = False
+    reduced: bool = False
     summed: JaxprEqn | None = None
     zero: bool = False
 
@@ -115,7 +115,7 @@ class _Sums(Dataflow[_Known]):
     def join(self, facts: Sequence[_Known]) -> _Known:
         return _Known(
             local=any(known.local for known in facts),
-            whole=any(known.whole for known in facts),
+            reduced=any(known.reduced for known in facts),
             summed=next((known.summed for known in facts if known.summed is not None), None),
             zero=bool(facts) and all(known.zero for known in facts),
         )
@@ -154,7 +154,7 @@ class _Sums(Dataflow[_Known]):
         return [
             _Known(
                 local=met.local and self._varies(out),
-                whole=within and met.whole,
+                reduced=within and met.reduced,
                 summed=met.summed
                 if (within or added or name in _SCALED) and not self._varies(out)
                 else None,
@@ -171,8 +171,8 @@ class _Sums(Dataflow[_Known]):
             return _Known()
         # `jc.sync_in_backward` reduces there, too, and knows what it sums.
         own = "all_reduce_" in str(eqn.source_info.name_stack)
-        if known.zero or own or (known.whole and not known.local):
-            return _Known(whole=known.whole, zero=known.zero)
+        if known.zero or own or (known.reduced and not known.local):
+            return _Known(reduced=known.reduced, zero=known.zero)
         return _Known(summed=eqn)
 
     def _typed(self, eqn: JaxprEqn, known: _Known) -> _Known:
@@ -181,7 +181,7 @@ class _Sums(Dataflow[_Known]):
         begins = self.backward and not (known.zero or known.summed or again)
         return _Known(
             local=marks.is_seed_of_gradient(eqn),
-            whole=known.whole or begins,
+            reduced=known.reduced or begins,
             summed=None if self.backward else known.summed,
             zero=known.zero,
         )

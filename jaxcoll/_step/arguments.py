@@ -102,7 +102,7 @@ class Signature:
             args, kwargs = bound.args, bound.kwargs
         slots: list[Slot] = [*range(len(args)), *(n for n in self._names if n in kwargs)]
         if self._batch is None:
-            # What was passed by keyword and has no rows is no batch.
+            # What was passed by keyword and has no rows is not a batch.
             slots = [k for k in slots if k in range(by_position) or _has_rows(_at(k, args, kwargs))]
         chosen = (-1,) if self._batch is None else self._batch
         batch = tuple(dict.fromkeys(self._slot(p, slots, args, kwargs) for p in chosen))

@@ -65,7 +65,7 @@ class Arguments:
         """The arguments in their places, and the batch among them, checked.
 
         Raises:
-          ValueError: an argument is no array, or the batch does not divide.
+          ValueError: an argument is not an array, or the batch does not divide.
           TypeError: the arguments do not fit the step's signature.
         """
         check_concrete(args, kwargs)

@@ -90,7 +90,7 @@ class StepProgram:
         """The step's result, in a program that is being traced.
 
         Args:
-          record: told each plan of the meaning that was chosen.
+          record: called with each plan of the meaning that was chosen.
           lying: a spec for each argument.
           args: global arrays.
           kwargs: likewise.
@@ -137,7 +137,7 @@ class StepProgram:
                 raise
             raise error from None
         except ValueError as refused:
-            # What the types said of it is the better word, where they have said anything.
+            # The refusal by types is nearer to what the user wrote.
             if isinstance(error, _NotProvenError):
                 raise error from None
             if not isinstance(refused, _NotProvenError):
