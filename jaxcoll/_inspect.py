@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxcoll._errors import ReductionInLoopWarning
-from jaxcoll._jaxpr.loop_reductions import told
+from jaxcoll._jaxpr.loop_reductions import described
 from jaxcoll._observe.build import report_of
 from jaxcoll._observe.parse.collective import KINDS
 from jaxcoll._observe.report import Report
@@ -149,7 +149,7 @@ def _report(fun: Any, args: Any, kwargs: Any, topology: Any, caller: str) -> Rep
             )
         return report_of(fun)
     texts = _texts(fun, args, kwargs, topology, caller)
-    notes = [_REPEATED.format(found=told(texts.repeated))] if texts.repeated else []
+    notes = [_REPEATED.format(found=described(texts.repeated))] if texts.repeated else []
     for note in notes:
         warnings.warn(f"`{caller}`: {note}", ReductionInLoopWarning, stacklevel=3)
     return report_of(texts.compiled, texts.requested, texts.plans, texts.where, texts.terms, notes)

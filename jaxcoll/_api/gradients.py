@@ -54,9 +54,9 @@ def value_and_grad(
     Raises:
       NameError: an axis is not mapped here.
       ValueError: a WeightedLoss meets SUM, a leaf that is a replica's own meets `scatter`, or an
-        argument is invalid; what is no function or no position is refused at once. Where jaxcoll
+        argument is invalid (a wrong `fun` or `argnums` is refused at once). Where jaxcoll
         reads the whole program (`strategy.run`), a leaf that differs between replicas.
-      TypeError: the loss is no scalar, or a tuple without `has_aux`.
+      TypeError: the loss is not a scalar, or a tuple without `has_aux`.
       AlreadyReducedError: the loss was reduced inside `fun`.
 
     Examples:
@@ -206,7 +206,7 @@ def accumulate(
 
     Raises:
       ValueError: the pieces do not divide a share, a leaf of the batch is a scalar, an argument is
-        both cut and differentiated, or `num_micro_batches` is no integer above 0; and as in
+        both cut and differentiated, or `num_micro_batches` is not an integer above 0; and as in
         `value_and_grad`.
 
     Warns:

@@ -12,7 +12,9 @@ GRADIENT = "gradient_to_reduce"
 """The name of the primitive of `gradient_of`."""
 
 
-def gradient_of(leaf: Any, gradient: Any, axis: str, caller: str, name: str) -> Any:
+def gradient_of(
+    leaf: Any, gradient: Any, axis: str, caller: str, name: str, *, own: bool = False
+) -> Any:
     """`gradient` with a mark that it is going to be reduced along `axis`, and is that of `leaf`.
 
     The mark holds the leaf itself, on which the gradient need not depend, so that whoever drops
@@ -24,8 +26,9 @@ def gradient_of(leaf: Any, gradient: Any, axis: str, caller: str, name: str) -> 
       axis: a mapped axis.
       caller: the function that reduces, for a message.
       name: the leaf's, for a message.
+      own: it is not going to be reduced there, because types say that each replica has its own.
     """
-    return _gradient_p.bind(gradient, leaf, axis=axis, caller=caller, path=name)
+    return _gradient_p.bind(gradient, leaf, axis=axis, caller=caller, path=name, own=own)
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:

@@ -6,13 +6,13 @@ many steps it has made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxcoll._jaxpr.replication import scan_parts
-from jaxcoll._jaxpr.subjaxprs import CALLS, opened, programs
+from jaxcoll._jaxpr.dataflow import Dataflow
+from jaxcoll._jaxpr.subjaxprs import programs, shape_of
 
 Origin = int | str | None
 """Where a value comes from: an array, each element from the one at its place in the array of that
@@ -46,96 +46,42 @@ def origins(program: ClosedJaxpr, inputs: Sequence[Origin]) -> list[Origin]:
     Args:
       program: traced.
       inputs: of each input, the number of its array, or None for a number.
-
-    Returns:
-      One answer for each output.
     """
-    consts = [None if not x.aval.shape else "a constant array" for x in program.jaxpr.constvars]
-    return _outputs(program.jaxpr, consts, inputs)
+    return _Origins({*program.jaxpr.constvars}).outputs(program, inputs)
 
 
-def _joined(*found: Origin) -> Origin:
-    """Where a value comes from that is made of several, place by place."""
-    known = {x for x in found if x is not None}
-    mixed = [x for x in found if isinstance(x, str)]
-    if mixed:
-        return mixed[0]
-    return "arrays that are put together" if len(known) > 1 else next(iter(known), None)
+class _Origins(Dataflow[Origin]):
+    constant = None
 
+    def __init__(self, captured: set[Any]) -> None:
+        super().__init__()
+        self._captured = captured
 
-def _outputs(jaxpr: Jaxpr, consts: Sequence[Origin], inputs: Sequence[Origin]) -> list[Origin]:
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+    def captured(self, var: Any) -> Origin:
+        return "a constant array" if var in self._captured and shape_of(var) else None
 
-    def of(atom: Any) -> Origin:
-        return None if isinstance(atom, Literal) else known[atom]
+    def join(self, facts: Sequence[Origin]) -> Origin:
+        mixed = [x for x in facts if isinstance(x, str)]
+        known = {x for x in facts if x is not None}
+        if mixed or len(known) > 1:
+            return mixed[0] if mixed else "arrays that are put together"
+        return next(iter(known), None)
 
-    for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _equation(eqn, [*map(of, eqn.invars)]), strict=True))
-    return [of(atom) for atom in jaxpr.outvars]
+    def chosen(self, by: Origin, fact: Origin) -> Origin:
+        return self.join([by, fact])
 
+    def row(self, fact: Origin) -> Origin:
+        return "scan" if isinstance(fact, int) else fact
 
-def _equation(eqn: JaxprEqn, inputs: list[Origin]) -> list[Origin]:
-    name = eqn.primitive.name
-    if name in _RULES:
-        return _RULES[name](eqn, inputs)
-    bodies = [*programs(eqn.params)]
-    if name in CALLS and bodies and len(bodies[0].invars) == len(inputs):
-        return _body(bodies[0], inputs)  # of a custom derivative, the first is the function
-    found = _joined(*inputs)
-    if name in _BY_PLACE and any(_shape(x) for x in eqn.outvars):
-        return [_joined(found, name)] * len(eqn.outvars)
-    if not isinstance(found, int):
-        return [found] * len(eqn.outvars)
-    arrays = {_shape(x) for x, origin in zip(eqn.invars, inputs, strict=True) if origin == found}
-    mixes = name in _MIXING or len(arrays) > 1
-    return [name if mixes or _shape(x) not in arrays else found for x in eqn.outvars]
+    def equation(self, eqn: JaxprEqn, ins: list[Origin], jaxpr: Jaxpr) -> list[Origin]:
+        return self.inside(eqn, ins) if programs(eqn) else self.opaque(eqn, ins)
 
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return getattr(atom.aval, "shape", ())
-
-
-def _body(body: Any, inputs: Sequence[Origin]) -> list[Origin]:
-    jaxpr = opened(body)
-    return _outputs(jaxpr, [None] * len(jaxpr.constvars), inputs)
-
-
-def _cond(eqn: JaxprEqn, inputs: list[Origin]) -> list[Origin]:
-    chosen, *operands = inputs
-    branches = [_body(branch, operands) for branch in eqn.params["branches"]]
-    return [_joined(chosen, *found) for found in zip(*branches, strict=True)]
-
-
-def _scan(eqn: JaxprEqn, inputs: list[Origin]) -> list[Origin]:
-    first, carried = scan_parts(eqn)
-    sliced = ["scan" if isinstance(x, int) else x for x in inputs[first + carried :]]
-    found = _settled(eqn.params["jaxpr"], [*inputs[: first + carried], *sliced], first, carried)
-    stacked: list[Origin] = ["scan" if isinstance(x, int) else x for x in found[carried:]]
-    return [*found[:carried], *stacked]
-
-
-def _while(eqn: JaxprEqn, inputs: list[Origin]) -> list[Origin]:
-    of_condition = inputs[: eqn.params["cond_nconsts"]]
-    of_body = inputs[len(of_condition) :]
-    first = eqn.params["body_nconsts"]
-    found = _settled(eqn.params["body_jaxpr"], of_body, first, len(of_body) - first)
-    (until,) = _body(eqn.params["cond_jaxpr"], [*of_condition, *found])
-    return [_joined(until, each) for each in found]
-
-
-def _settled(body: Any, inputs: list[Origin], first: int, carried: int) -> list[Origin]:
-    """The outputs of a loop's body once what it carries on has been everywhere it will be."""
-    while True:
-        outs = _body(body, inputs)
-        before = inputs[first : first + carried]
-        carry = [_joined(a, b) for a, b in zip(before, outs, strict=False)]
-        if carry == before:
-            return [*carry, *outs[carried:]]
-        inputs = [*inputs[:first], *carry, *inputs[first + carried :]]
-
-
-_RULES: dict[str, Callable[[JaxprEqn, list[Origin]], list[Origin]]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-}
+    def opaque(self, eqn: JaxprEqn, ins: list[Origin]) -> list[Origin]:
+        name, found = eqn.primitive.name, self.join(ins)
+        if name in _BY_PLACE and any(map(shape_of, eqn.outvars)):
+            return [self.join([found, name])] * len(eqn.outvars)
+        if not isinstance(found, int):
+            return [found] * len(eqn.outvars)
+        arrays = {shape_of(x) for x, each in zip(eqn.invars, ins, strict=True) if each == found}
+        mixes = name in _MIXING or len(arrays) > 1
+        return [name if mixes or shape_of(x) not in arrays else found for x in eqn.outvars]

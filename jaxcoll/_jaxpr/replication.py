@@ -2,13 +2,12 @@
 
 A replica function of a strategy is traced without types that tell replicas apart: only then is
 a gradient taken inside it the replica's own, a constant each replica's own copy, and a loop from
-a constant accepted. What such types would have said of its results is read off its equations.
+a constant accepted. What such types would show of its results is read off its equations.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._jaxpr.subjaxprs import CALLS, opened, programs
+from jaxcoll._jaxpr.dataflow import Dataflow
+from jaxcoll._jaxpr.subjaxprs import equations, names_axis, programs
 from jaxcoll._plan.packs.leaves import where
 
 _EQUALIZING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
@@ -32,8 +32,10 @@ reducing its gradient would mix those of different values. What to do: if it is 
 everywhere, let it enter as one value for all replicas (an array or a `Mirrored`, no \
 `PerReplica`, and not through `jax.lax.pcast`), or make it so with `jc.broadcast`; if it is meant \
 to differ (an expert, a part of a sharded parameter, the batch), take its gradient with \
-`jax.grad` of this replica's own loss, or run the step in a `jax.shard_map` with its checks on, \
-where `jc.grad` keeps it on its replica."""
+`jax.grad` of this replica's own loss, or run the step where JAX's types are on (a \
+`jc.data_parallel` that need not do without them, a checked `jax.shard_map`): `jc.grad` keeps it \
+on its replica there. A loss that puts a sharded parameter together (FSDP) and a step that \
+returns it whole do so by `jc.all_gather`, which types can follow, not by `lax.all_gather`."""
 
 
 _REDUCED_TWICE = """\
@@ -43,46 +45,24 @@ Reduce it no more; or say what it is: `invariant="replicated"` if every replica 
 (SUM multiplies it by their number, MEAN leaves it)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Along:
-    """What is asked of a program.
-
-    Attributes:
-      axis: along which axis.
-      refuses: whether a marked gradient may be refused.
-      once: whether a marked reduction may be.
-      settled: whether what is known to be the same is known for good, in a loop as well.
-    """
-
-    axis: str
-    refuses: bool
-    once: bool = False
-    settled: bool = True
-
-
 def varying_outputs(jaxpr: ClosedJaxpr | Jaxpr, axis: str, varying: Sequence[bool]) -> list[bool]:
     """Whether each output of a traced program may differ between the replicas along `axis`.
 
     Law: False is a proof: the output is made of constants, of inputs that do not vary, and of
     reductions and gathers over the axis, by operations that give equal results for equal
-    operands. True is no proof of anything.
+    operands. True proves nothing.
 
     Args:
       jaxpr: the program of one replica.
       axis: the mapped axis.
       varying: whether each input differs between replicas.
 
-    Returns:
-      One answer for each output.
-
     Raises:
       ValueError: a gradient that is reduced over the axis is that of a leaf which may differ
         between replicas; the message names the caller and the leaf.
       AlreadyReducedError: what is reduced over the axis is the same on all replicas already.
     """
-    program = opened(jaxpr)
-    along = _Along(axis, refuses=True, once=True)
-    return _outputs(program, along, [False] * len(program.constvars), list(varying))
+    return _Varying(axis, refuses=True, once=True).outputs(jaxpr, list(varying))
 
 
 def check_gradients(program: ClosedJaxpr, axes: Sequence[str]) -> None:
@@ -98,243 +78,145 @@ def check_gradients(program: ClosedJaxpr, axes: Sequence[str]) -> None:
     """
     if has(program.jaxpr, marks.GRADIENT):
         for axis in axes:
-            varying = [axis in _compat.varying_axes(const) for const in program.consts]
-            _outputs(program.jaxpr, _Along(axis, refuses=True), varying, [])
+            captured = [axis in _compat.varying_axes(const) for const in program.consts]
+            by_type = dict(zip(program.jaxpr.constvars, captured, strict=True))
+            _Varying(axis, refuses=True, captured=by_type).outputs(program, [])
 
 
 def same_outputs(program: ClosedJaxpr, axes: Sequence[str]) -> list[frozenset[str]]:
-    """Along which of `axes` each output is the same, whatever the program was made from.
-
-    Law: as in `varying_outputs`, with inputs and captured values that all vary.
-    """
+    """Along which of `axes` each output is the same, even if all inputs and constants vary."""
     jaxpr = program.jaxpr
+    captured = dict.fromkeys(jaxpr.constvars, True)
     varying = {
-        axis: _outputs(
-            jaxpr,
-            _Along(axis, refuses=False),
-            [True] * len(jaxpr.constvars),
-            [True] * len(jaxpr.invars),
-        )
+        axis: _Varying(axis, captured=captured).outputs(jaxpr, [True] * len(jaxpr.invars))
         for axis in axes
     }
-    return [
-        frozenset(axis for axis in axes if not varying[axis][k]) for k in range(len(jaxpr.outvars))
-    ]
+    return [frozenset(a for a in axes if not varying[a][k]) for k in range(len(jaxpr.outvars))]
 
 
 def has(program: Jaxpr, primitive: str) -> bool:
     """Whether a traced program has an equation of that name anywhere."""
-    return any(
-        eqn.primitive.name == primitive
-        or any(has(inner, primitive) for inner in programs(eqn.params))
-        for eqn in program.eqns
-    )
+    return any(eqn.primitive.name == primitive for eqn, _ in equations(program))
 
 
 def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
-    """Whether any equation of a traced program has to do with one of `axes`."""
+    """Whether any equation of a traced program has to do with one of `axes`, but for marks."""
     return any(
-        # A mark sends nothing.
-        (
-            eqn.primitive.name not in (marks.GRADIENT, marks.ONCE)
-            and any(_says(eqn.params, axis) for axis in axes)
-        )
-        or any(mentions(inner, axes) for inner in programs(eqn.params))
-        for eqn in program.eqns
+        names_axis(eqn.params, axis)
+        for eqn, _ in equations(program)
+        if eqn.primitive.name not in (marks.GRADIENT, marks.ONCE)
+        for axis in axes
     )
 
 
-def _outputs(
-    jaxpr: Jaxpr, along: _Along, consts: Sequence[bool], inputs: Sequence[bool]
-) -> list[bool]:
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+class _Varying(Dataflow[bool]):
+    """Whether each value may differ between the replicas along an axis.
 
-    def varies(atom: Any) -> bool:
-        return not isinstance(atom, Literal) and known[atom]
+    Args:
+      axis: the mapped axis.
+      refuses: whether a marked gradient may be refused.
+      once: whether a marked reduction may be.
+      captured: whether each value that the program holds varies.
+    """
 
-    made_by: dict[Any, JaxprEqn] = {}
-    for eqn in jaxpr.eqns:
-        inputs = [*map(varies, eqn.invars)]
-        if eqn.primitive.name == marks.ONCE and eqn.params["axis"] == along.axis:
-            outs = [_reduced(eqn, along, inputs[0], _is_zero(eqn.invars[0], made_by))]
-        else:
-            outs = _equation(eqn, along, inputs)
-        known.update(zip(eqn.outvars, outs, strict=True))
-        made_by.update(dict.fromkeys(eqn.outvars, eqn))
-    return [varies(atom) for atom in jaxpr.outvars]
+    constant = False
 
+    def __init__(
+        self,
+        axis: str,
+        *,
+        refuses: bool = False,
+        once: bool = False,
+        captured: dict[Any, bool] | None = None,
+    ) -> None:
+        super().__init__()
+        self._axis = axis
+        self._refuses = refuses
+        self._once = once
+        self._captured = captured or {}
 
-def _equation(eqn: JaxprEqn, along: _Along, inputs: list[bool]) -> list[bool]:
-    """Whether each result of one equation varies."""
-    name, params = eqn.primitive.name, eqn.params
-    if _says(params, along.axis):
-        if name == marks.GRADIENT:
-            return [_gradient(eqn, along, *inputs)]
-        if name in _RETYPING or (name == _compat.AS_INVARIANT and not params["vouched"]):
-            return inputs
-        same = name in (_compat.SAME, _compat.AS_INVARIANT) or (
-            name in _EQUALIZING and params.get("axis_index_groups") is None
-        )
-        _makes_different(eqn, along, varies=True)
-        return [not same] * len(eqn.outvars)
-    if _asks_the_host(name):
-        return [True] * len(eqn.outvars)
-    if any(map(_is_ref, eqn.invars)):
-        # Whoever holds a `Ref` may write what varies to it, whenever that is.
-        inputs = [varies or _is_ref(x) for x, varies in zip(eqn.invars, inputs, strict=True)]
-        if any(programs(params)):
-            _RULES.get(name, _call)(eqn, along, inputs)
-        return [True] * len(eqn.outvars)
-    if not any(programs(params)):
-        return [any(inputs)] * len(eqn.outvars)
-    return _RULES.get(name, _call)(eqn, along, inputs)
+    def captured(self, var: Any) -> bool:
+        return self._captured.get(var, False)
+
+    def join(self, facts: Sequence[bool]) -> bool:
+        return any(facts)
+
+    def chosen(self, by: bool, fact: bool) -> bool:
+        return by or fact
+
+    def equation(self, eqn: JaxprEqn, ins: list[bool], jaxpr: Jaxpr) -> list[bool]:
+        name, params = eqn.primitive.name, eqn.params
+        if names_axis(params, self._axis):
+            if name == marks.GRADIENT:
+                return ins[:1] if params["own"] else [self._gradient(eqn, *ins)]
+            if name == marks.ONCE:
+                return [self._reduced(eqn, ins[0], jaxpr)]
+            if name in _RETYPING or (name == _compat.AS_INVARIANT and not params["vouched"]):
+                return ins
+            same = name in (_compat.SAME, _compat.AS_INVARIANT) or (
+                name in _EQUALIZING and params.get("axis_index_groups") is None
+            )
+            self._any_of(eqn, varies=True)
+            return [not same] * len(eqn.outvars)
+        if any(word in name for word in _ASK_THE_HOST):
+            return [True] * len(eqn.outvars)
+        if any(map(_is_ref, eqn.invars)):
+            # Another holder of a `Ref` may write what varies to it at any time.
+            if programs(eqn):
+                self.inside(
+                    eqn, [fact or _is_ref(x) for x, fact in zip(eqn.invars, ins, strict=True)]
+                )
+            return [True] * len(eqn.outvars)
+        return super().equation(eqn, ins, jaxpr)
+
+    def opaque(self, eqn: JaxprEqn, ins: list[bool]) -> list[bool]:
+        # In any order, with any operands, any number of times: the worst is taken.
+        worst = any(ins) or self._any_of(eqn, varies=False)
+        if worst:
+            self._any_of(eqn, varies=True)
+        return [worst] * len(eqn.outvars)
+
+    def _any_of(self, eqn: JaxprEqn, *, varies: bool) -> bool:
+        """Whether a result of an equation's programs varies, if all or none of their inputs do."""
+        with self.unsettled():
+            found = [self.outputs(body, [varies] * len(body.invars)) for body in programs(eqn)]
+        return any(map(any, found))
+
+    def _gradient(self, eqn: JaxprEqn, gradient: bool, leaf: bool) -> bool:
+        """A gradient that is going to be reduced; the leaf it belongs to must not vary.
+
+        Raises:
+          ValueError: the leaf varies.
+        """
+        if leaf and self._refuses:
+            place = where(eqn.params["path"])
+            raise ValueError(_GRADIENT_OF_DIFFERENT.format(leaf=place, **eqn.params))
+        return gradient
+
+    def _reduced(self, eqn: JaxprEqn, varies: bool, jaxpr: Jaxpr) -> bool:
+        """A value that is going to be reduced, which must vary.
+
+        Zeros need not: they are the gradients of what a loss does not depend on.
+
+        Raises:
+          AlreadyReducedError: it is the same everywhere.
+        """
+        if not varies and self._once and self.settled and not _is_zero(eqn.invars[0], jaxpr):
+            leaf = where(eqn.params["path"])
+            raise AlreadyReducedError(_REDUCED_TWICE.format(leaf=leaf, axis=self._axis))
+        return varies
 
 
 def _is_ref(atom: Any) -> bool:
     return hasattr(atom.aval, "inner_aval")
 
 
-def _asks_the_host(name: str) -> bool:
-    return any(word in name for word in _ASK_THE_HOST)
-
-
-def _says(params: dict[str, Any], axis: str) -> bool:
-    """Whether a parameter of an equation is the axis, or a collection with the axis in it."""
-    return any(
-        p == axis if isinstance(p, str) else isinstance(p, tuple | list | frozenset) and axis in p
-        for key, p in params.items()
-        if key != "name"  # a jitted function's own name is no axis
-    )
-
-
-def _call(eqn: JaxprEqn, along: _Along, inputs: list[bool]) -> list[bool]:
-    """A call of one program with the equation's own operands; of anything else the worst."""
-    body, *others = programs(eqn.params)
-    if eqn.primitive.name in CALLS and not others and len(body.invars) == len(inputs):
-        return _body(body, along, inputs)
-    # In whatever order it runs them, whatever it gives them, and however often.
-    worst = any(inputs) or _makes_different(eqn, along, varies=False)
-    if worst:
-        _makes_different(eqn, along, varies=True)
-    return [worst] * len(eqn.outvars)
-
-
-def _makes_different(eqn: JaxprEqn, along: _Along, *, varies: bool) -> bool:
-    """Whether a result of an equation's programs varies, of operands that all do or all do not."""
-    asking = dataclasses.replace(along, settled=False)
-    found = [_body(body, asking, [varies] * len(body.invars)) for body in programs(eqn.params)]
-    return any(map(any, found))
-
-
-def _gradient(eqn: JaxprEqn, along: _Along, gradient: bool, leaf: bool) -> bool:
-    """Whether a gradient varies that is going to be reduced, as one of a varying leaf must not be.
-
-    Raises:
-      ValueError: the leaf varies.
-    """
-    if leaf and along.refuses:
-        leaf_there = where(eqn.params["path"])
-        raise ValueError(_GRADIENT_OF_DIFFERENT.format(leaf=leaf_there, **eqn.params))
-    return gradient
-
-
-def _reduced(eqn: JaxprEqn, along: _Along, value: bool, is_zero: bool) -> bool:
-    """Whether a value varies that is going to be reduced, as one that is the same must not be.
-
-    Zeros may: they are the gradients of what a loss does not depend on.
-
-    Raises:
-      AlreadyReducedError: it is the same.
-    """
-    if not (value or is_zero) and along.once and along.settled:
-        leaf = where(eqn.params["path"])
-        raise AlreadyReducedError(_REDUCED_TWICE.format(leaf=leaf, axis=along.axis))
-    return value
-
-
-def _is_zero(atom: Any, made_by: dict[Any, JaxprEqn]) -> bool:
+def _is_zero(atom: Any, jaxpr: Jaxpr) -> bool:
     """Whether a value is nothing but zeros, as far as its own program shows."""
+    made_by = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     while not isinstance(atom, Literal):
         eqn = made_by.get(atom)
         if eqn is None or eqn.primitive.name not in _ZERO_STAYS:
             return False
         atom = eqn.invars[0]
     return not np.any(np.asarray(atom.val))
-
-
-def _scan(eqn: JaxprEqn, along: _Along, inputs: list[bool]) -> list[bool]:
-    return _settled(eqn.params["jaxpr"], along, inputs, *scan_parts(eqn))
-
-
-def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Which input of a scan's body is the first of its carry, and how many there are."""
-    body = opened(eqn.params["jaxpr"])
-    # What is sliced, and what is stacked, has a dimension more outside than inside.
-    sliced = sum(
-        _shape(outer) != _shape(inner) for outer, inner in zip(eqn.invars, body.invars, strict=True)
-    )
-    carried = sum(
-        _shape(outer) == _shape(inner)
-        for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
-    )
-    return len(eqn.invars) - sliced - carried, carried
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return atom.aval.shape
-
-
-def _while(eqn: JaxprEqn, along: _Along, inputs: list[bool]) -> list[bool]:
-    of_condition = inputs[: eqn.params["cond_nconsts"]]
-    of_body = inputs[len(of_condition) :]
-    first = eqn.params["body_nconsts"]
-    carried = len(of_body) - first
-    asking = dataclasses.replace(along, settled=False)
-    found = _settled(eqn.params["body_jaxpr"], asking, of_body, first, carried)
-    (uneven,) = _body(eqn.params["cond_jaxpr"], along, [*of_condition, *found])
-    if not uneven:
-        return _settled(eqn.params["body_jaxpr"], along, of_body, first, carried)
-    # Another number of turns on each replica, so all that is carried differs, in the body as well.
-    different = [*of_body[:first], *[True] * carried]
-    _settled(eqn.params["body_jaxpr"], along, different, first, carried)
-    return [True] * carried
-
-
-def _cond(eqn: JaxprEqn, along: _Along, inputs: list[bool]) -> list[bool]:
-    chosen, *operands = inputs
-    branches = [_body(branch, along, operands) for branch in eqn.params["branches"]]
-    return [chosen or any(outs) for outs in zip(*branches, strict=True)]
-
-
-def _linear_solve(eqn: JaxprEqn, along: _Along, inputs: list[bool]) -> list[bool]:
-    """Of its programs one is run; the others are for its derivatives."""
-    lengths, solvers = eqn.params["const_lengths"], eqn.params["jaxprs"]
-    first = sum(lengths[: solvers._fields.index("solve")])
-    given = [*inputs[first : first + lengths.solve], *inputs[sum(lengths) :]]
-    return _body(solvers.solve, along, given)
-
-
-_RULES: dict[str, Callable[[JaxprEqn, _Along, list[bool]], list[bool]]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "custom_linear_solve": _linear_solve,
-}
-
-
-def _settled(body: Any, along: _Along, inputs: list[bool], first: int, carried: int) -> list[bool]:
-    """The outputs of a loop's body once what it carries on has been everywhere it will be."""
-    inputs = list(inputs)
-    asking = dataclasses.replace(along, settled=False)
-    while True:
-        outs = _body(body, asking, inputs)
-        carry = [a or b for a, b in zip(inputs[first : first + carried], outs, strict=False)]
-        if carry == inputs[first : first + carried]:
-            outs = _body(body, along, inputs)
-            return [*carry, *outs[carried:]]
-        inputs[first : first + carried] = carry
-
-
-def _body(body: Any, along: _Along, inputs: list[bool]) -> list[bool]:
-    jaxpr = opened(body)
-    return _outputs(jaxpr, along, [False] * len(jaxpr.constvars), inputs)

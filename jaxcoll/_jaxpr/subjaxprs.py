@@ -1,25 +1,83 @@
-"""Programs within a traced program: what its equations call, loop over or choose among."""
+"""The programs that an equation runs, and the equations of a program and of those within it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
-CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
-CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr"}
-"""Primitives that carry out one program, once, with the equation's own operands."""
-
-
-def programs(params: dict[str, Any]) -> Iterator[Jaxpr]:
-    """The programs among an equation's parameters."""
-    for param in params.values():
-        for p in param if isinstance(param, tuple | list) else [param]:
-            if hasattr(opened(p), "eqns"):
-                yield opened(p)
+_CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
+_CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr"}
+"""Primitives that run one program, once, with the equation's own operands."""
 
 
 def opened(program: Any) -> Any:
     """A program without the values of its constants."""
     return getattr(program, "jaxpr", program)
+
+
+def programs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """All programs among an equation's parameters, whether it runs them or their derivatives."""
+    params = [p if isinstance(p, tuple | list) else [p] for p in eqn.params.values()]
+    return [opened(p) for several in params for p in several if hasattr(opened(p), "eqns")]
+
+
+def called(eqn: JaxprEqn) -> Jaxpr | None:
+    """The program that an equation runs once with its own operands; None if there is none."""
+    bodies = programs(eqn) if eqn.primitive.name in _CALLS else []
+    # Of a custom derivative, the first is the function.
+    return bodies[0] if bodies and len(bodies[0].invars) == len(eqn.invars) else None
+
+
+def carry_of(eqn: JaxprEqn) -> tuple[Any, int, int]:
+    """The body of a `scan` or `while`, the first input that it carries, and their number."""
+    if eqn.primitive.name == "while":
+        first = eqn.params["body_nconsts"]
+        return eqn.params["body_jaxpr"], first, len(eqn.outvars)
+    body = opened(eqn.params["jaxpr"])
+    # JAX versions name a scan's parameters differently, but in all of them what is sliced or
+    # stacked has one dimension more outside of the body.
+    sliced = sum(map(_grows, eqn.invars, body.invars))
+    carried = len(eqn.outvars) - sum(map(_grows, eqn.outvars, body.outvars))
+    return body, len(eqn.invars) - sliced - carried, carried
+
+
+def _grows(outer: Any, inner: Any) -> bool:
+    return outer.aval.shape != inner.aval.shape
+
+
+def equations(program: Any, backward: bool = False) -> Iterator[tuple[JaxprEqn, bool]]:
+    """All equations, also of programs within; and whether each is part of a backward pass."""
+    for eqn in opened(program).eqns:
+        within = backward or in_backward(eqn)
+        yield eqn, within
+        for body in programs(eqn):
+            yield from equations(body, within)
+
+
+def names_axis(params: dict[str, Any], axis: str) -> bool:
+    """Whether a parameter of an equation is the axis, or a collection with the axis in it."""
+    return any(
+        p == axis if isinstance(p, str) else isinstance(p, tuple | list | frozenset) and axis in p
+        for key, p in params.items()
+        if key != "name"  # a jitted function may have the axis's name
+    )
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """The shape of a variable or literal."""
+    return getattr(atom.aval, "shape", ())
+
+
+def in_backward(eqn: JaxprEqn) -> bool:
+    """Whether an equation was made by the transposition of a derivative.
+
+    Those of a program that it runs need not say so themselves.
+    """
+    return "transpose" in str(eqn.source_info.name_stack)
+
+
+def like(atom: Any) -> str:
+    """The type of a variable in a message, as in float32[3, 5]."""
+    return f"{atom.aval.dtype.name}[{', '.join(map(str, atom.aval.shape))}]"

@@ -1,8 +1,8 @@
-"""Sums by `jax.lax` of what a reduction of ours has made the same on every replica.
+"""Sums by `jax.lax` of what is the same on every replica, because it has been reduced already.
 
 Our own reductions refuse such a value. `lax.psum` takes it, as it takes a number that is the same
-everywhere in order to count replicas, and gives it as many times too large as there are replicas.
-`lax.pmean` divides by their number at once, so it changes nothing.
+everywhere in order to count replicas, and returns it multiplied by their number. `lax.pmean`
+divides by that number at once, so it changes nothing.
 """
 
 from __future__ import annotations
@@ -14,74 +14,108 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._jaxpr.subjaxprs import CALLS, opened, programs
+from jaxcoll._jaxpr.dataflow import Dataflow
+from jaxcoll._jaxpr.subjaxprs import like, opened, programs
 
 _MOVES = {"pvary", "pcast", "reshape", "squeeze", "expand_dims", "transpose", "copy", "neg"}
 _MOVES |= {"convert_element_type", "broadcast_in_dim", "slice", "concatenate", "div", _compat.SAME}
 
 _SUMMED_AGAIN = """\
-`lax.psum` over {axis!r}{at} of {like}: a reduction of jaxcoll has made it the same on every \
-replica already, so this sum is {n} times too large. Reduce it no more; or, if it is to be counted \
-once for each replica, multiply it by `lax.axis_size({axis!r})`."""
+`lax.psum` over {axis!r}{at} of {like}: it is the same on every replica already, as {maker}, so \
+this sum is {n} times too large. Reduce it no more; or, if it is to be counted once for each \
+replica, multiply it by `lax.axis_size({axis!r})`."""
+
+_OURS = "the result of a reduction by jaxcoll"
+_AUTODIFF = "a gradient that autodiff has summed, which is what JAX's types mean"
 
 
-def check_sums(program: Any, axes: Mapping[str, int]) -> None:
+def check_sums(program: Any, axes: Mapping[str, int], typed: bool = False) -> None:
     """Refuse a traced step that sums once more what has been reduced already.
 
     Args:
       program: of one replica; results of reductions are marked in it.
       axes: mapped axes with marks, and their sizes.
+      typed: whether types tell replicas apart, so that autodiff sums what they have in common.
 
     Raises:
       AlreadyReducedError: it sums the result of a reduction, which was no more than moved or cast
         since, and does not divide by the number of replicas next.
     """
     for axis, n in axes.items():
-        jaxpr = opened(program)
-        _read(jaxpr, axis, n, [False] * len(jaxpr.invars))
+        if n == 1:
+            continue
+        inputs = [""] * len(opened(program).invars)
+        _Reduced(axis, n, typed).outputs(program, inputs)
 
 
-def _read(jaxpr: Jaxpr, axis: str, n: int, inputs: Sequence[bool]) -> list[bool]:
-    """Whether each output is the result of a reduction over the axis."""
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
+class _Reduced(Dataflow[str]):
+    """What has made each value the same along an axis, in words; "" if nothing is known to."""
 
-    def of(atom: Any) -> bool:
-        return not isinstance(atom, Literal) and known.get(atom, False)
+    constant = ""
 
-    for eqn in jaxpr.eqns:
-        name, ins, bodies = eqn.primitive.name, [*map(of, eqn.invars)], [*programs(eqn.params)]
-        outs = [name in _MOVES and all(ins)] * len(eqn.outvars)
-        if name == _compat.SAME and axis in eqn.params["axes"]:
-            outs = [True]
-        elif name in CALLS and len(bodies) == 1 and len(bodies[0].invars) == len(ins):
-            outs = _read(bodies[0], axis, n, ins)
-        else:
-            for body in bodies:
-                _read(body, axis, n, [False] * len(body.invars))
-        if name.startswith("psum") and axis in eqn.params["axes"]:
-            _check(eqn, ins, jaxpr, axis, n)
-        known.update(zip(eqn.outvars, outs, strict=True))
-    return [*map(of, jaxpr.outvars)]
+    def __init__(self, axis: str, n: int, typed: bool) -> None:
+        super().__init__()
+        self._axis = axis
+        self._n = n
+        self._typed = typed
 
+    def join(self, facts: Sequence[str]) -> str:
+        return facts[0] if facts and all(facts) else ""
 
-def _check(eqn: JaxprEqn, ins: Sequence[bool], jaxpr: Jaxpr, axis: str, n: int) -> None:
-    if "transpose" in str(eqn.source_info.name_stack):
-        return
-    for again, out in zip(ins, eqn.outvars, strict=True):
-        if again and not _divided(out, jaxpr, n):
-            aval: Any = out.aval
-            like = f"{aval.dtype.name}[{', '.join(map(str, aval.shape))}]"
-            line = _compat.users_line(eqn)
-            at = f" ({line})" if line else ""
-            raise AlreadyReducedError(_SUMMED_AGAIN.format(axis=axis, at=at, like=like, n=n))
+    def opaque(self, eqn: JaxprEqn, ins: list[str]) -> list[str]:
+        for body in programs(eqn):
+            self.outputs(body, [""] * len(body.invars))
+        return [""] * len(eqn.outvars)
+
+    def equation(self, eqn: JaxprEqn, ins: list[str], jaxpr: Jaxpr) -> list[str]:
+        name, along = eqn.primitive.name, eqn.params.get("axes", ())
+        if name == _compat.SAME and self._axis in along:
+            return [_OURS]
+        if name.startswith("psum"):
+            if self._axis not in along:
+                return ins
+            if self.backward:
+                return [_AUTODIFF * self._typed] * len(ins)
+            if self.settled:
+                self._check(eqn, ins, jaxpr)
+        if programs(eqn):
+            return self.inside(eqn, ins)
+        if self.backward and _AUTODIFF in ins:  # and so is every cotangent made of it
+            return [self._unless_varying(out) for out in eqn.outvars]
+        return [self.join(ins) if name in _MOVES else ""] * len(eqn.outvars)
+
+    def _unless_varying(self, var: Any) -> str:
+        return _AUTODIFF * (self._axis not in _compat.varying_axes_of_type(var.aval))
+
+    def _check(self, eqn: JaxprEqn, ins: Sequence[str], jaxpr: Jaxpr) -> None:
+        for maker, out in zip(ins, eqn.outvars, strict=True):
+            if maker and not _divided(out, jaxpr, self._n):
+                line = _compat.users_line(eqn)
+                raise AlreadyReducedError(
+                    _SUMMED_AGAIN.format(
+                        axis=self._axis,
+                        at=f" ({line})" if line else "",
+                        like=like(out),
+                        maker=maker,
+                        n=self._n,
+                    )
+                )
 
 
 def _divided(out: Any, jaxpr: Jaxpr, n: int) -> bool:
-    """Whether nothing becomes of a value but its quotient by a multiple of the number `n`."""
+    """Whether a value is only used in its quotient by a multiple of `n`."""
     users = [eqn for eqn in jaxpr.eqns if out in eqn.invars]
-    return out not in jaxpr.outvars and all(_divides(eqn, n) for eqn in users)
+    return out not in jaxpr.outvars and all(_divides(eqn, jaxpr, n) for eqn in users)
 
 
-def _divides(eqn: JaxprEqn, n: int) -> bool:
+def _divides(eqn: JaxprEqn, jaxpr: Jaxpr, n: int) -> bool:
     by = eqn.invars[-1]
+    made_by = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    # Beside a value that varies over another axis, a number is typed so, too.
+    while not isinstance(by, Literal) and _retypes(made_by.get(by)):
+        by = made_by[by].invars[0]
     return eqn.primitive.name == "div" and isinstance(by, Literal) and by.val % n == 0
+
+
+def _retypes(eqn: JaxprEqn | None) -> bool:
+    return eqn is not None and eqn.primitive.name in ("pvary", "pcast")

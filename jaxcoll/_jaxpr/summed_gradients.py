@@ -5,9 +5,9 @@ the replicas before anybody can ask for a mean. Where the loss was reduced first
 derivative of the one loss there is. Where each replica differentiates a loss of its own, the
 program looks like a `pmap` program and computes something else, without a word.
 
-The two are told apart by where a backward pass begins. That of a reduced loss begins with a number
-that is the same everywhere, and the reduction's derivative then types it as varying; that of a
-local loss begins with ones that vary already.
+Where a backward pass begins shows the difference. That of a reduced loss begins with a number that
+is the same everywhere, and the reduction's derivative then types it as varying; that of a local
+loss begins with ones that vary already.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
-from jaxcoll._jaxpr.replication import scan_parts
-from jaxcoll._jaxpr.subjaxprs import opened, programs
+from jaxcoll._jaxpr.dataflow import Dataflow
+from jaxcoll._jaxpr.subjaxprs import equations, like, opened, programs
 
 _STILL_ZERO = {"broadcast_in_dim", "convert_element_type", "reshape", "pvary", "pcast"}
 _SCALED = {"mul", "div", "neg", "convert_element_type", "reshape", "broadcast_in_dim", "transpose"}
@@ -51,13 +51,13 @@ class _Known(NamedTuple):
     Attributes:
       local: it comes, by values that vary, from the ones that `jax.grad` of a local loss begins
         with.
-      whole: it comes, within a backward pass, from the cotangent of a reduced loss.
+      reduced: it comes, within a backward pass, from the cotangent of a reduced loss.
       summed: the equation that made it the sum of local gradients.
       zero: it is nothing but zeros.
     """
 
     local: bool = False
-    whole: bool = False
+    reduced: bool = False
     summed: JaxprEqn | None = None
     zero: bool = False
 
@@ -75,165 +75,113 @@ def summed_gradients(program: Any, axis: str) -> tuple[Summed, ...]:
     Returns:
       Each once.
     """
-    reader = _Reader(axis)
-    jaxpr = opened(program)
-    outs = reader.read(jaxpr, [_Known()] * len(jaxpr.invars), backward=False)
-    reader.take(outs)
+    reader = _Sums(axis)
+    reader.take(reader.outputs(program, [_Known()] * len(opened(program).invars)))
     return tuple(
         dataclasses.replace(found, again=reader.again.get(key))
         for key, found in reader.found.items()
     )
 
 
-class _Reader:
+def crossing_sums(program: Any, axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of `axes` over which a backward pass sums, in a program without types."""
+    found = {
+        axis
+        for eqn, backward in equations(program)
+        if backward and eqn.primitive.name.startswith("psum")
+        for axis in eqn.params["axes"]
+    }
+    return tuple(axis for axis in axes if axis in found)
+
+
+class _Sums(Dataflow[_Known]):
+    constant = _Known()
+
     def __init__(self, axis: str) -> None:
+        super().__init__()
         self._axis = axis
         self.found: dict[int, Summed] = {}
         self.again: dict[int, str] = {}
+
+    def literal(self, literal: Literal) -> _Known:
+        return _Known(zero=not np.any(np.asarray(literal.val)))
 
     def take(self, used: Sequence[_Known]) -> None:
         """Note the sums among values that are used outside of a backward pass."""
         for eqn in (known.summed for known in used):
             if eqn is not None and id(eqn) not in self.found:
-                aval: Any = eqn.outvars[0].aval
-                like = f"{aval.dtype.name}[{', '.join(map(str, aval.shape))}]"
-                self.found[id(eqn)] = Summed(like, _compat.users_line(eqn))
+                self.found[id(eqn)] = Summed(like(eqn.outvars[0]), _compat.users_line(eqn))
 
-    def read(self, jaxpr: Jaxpr, inputs: Sequence[_Known], backward: bool) -> list[_Known]:
-        known: dict[Any, _Known] = dict.fromkeys(jaxpr.constvars, _Known())
-        known.update(zip(jaxpr.invars, inputs, strict=True))
+    def join(self, facts: Sequence[_Known]) -> _Known:
+        return _Known(
+            local=any(known.local for known in facts),
+            reduced=any(known.reduced for known in facts),
+            summed=next((known.summed for known in facts if known.summed is not None), None),
+            zero=bool(facts) and all(known.zero for known in facts),
+        )
 
-        def of(atom: Any) -> _Known:
-            if isinstance(atom, Literal):
-                return _Known(zero=not np.any(np.asarray(atom.val)))
-            return known[atom]
+    def equation(self, eqn: JaxprEqn, ins: list[_Known], jaxpr: Jaxpr) -> list[_Known]:
+        if programs(eqn):
+            outs = self.inside(eqn, ins)
+            is_choice = eqn.primitive.name == "cond"
+            return outs if is_choice else [out._replace(zero=False) for out in outs]
+        if self.settled and not self.backward:
+            self.take(ins)
+        return self._computed(eqn, ins)
 
-        for eqn in jaxpr.eqns:
-            ins = [*map(of, eqn.invars)]
-            stack = str(eqn.source_info.name_stack)
-            within = backward or "transpose" in stack
-            bodies = [*programs(eqn.params)]
-            if not within and not bodies:
-                self.take(ins)
-            outs = (
-                self._inside(eqn, bodies, ins, within)
-                if bodies
-                else self._equation(eqn, ins, within, stack)
-            )
-            known.update(zip(eqn.outvars, outs, strict=True))
-        return [*map(of, jaxpr.outvars)]
+    def opaque(self, eqn: JaxprEqn, ins: list[_Known]) -> list[_Known]:
+        outs: list[_Known] = []
+        for body in programs(eqn):
+            fits = len(body.invars) == len(ins)
+            given = ins if fits else [self.join(ins)] * len(body.invars)
+            outs += self.outputs(body, given)
+        return [self.join(outs)] * len(eqn.outvars)
 
     def _varies(self, var: Any) -> bool:
         return self._axis in _compat.varying_axes_of_type(var.aval)
 
-    def _equation(self, eqn: JaxprEqn, ins: list[_Known], within: bool, stack: str) -> list[_Known]:
-        name, pairs = eqn.primitive.name, [*zip(eqn.invars, ins, eqn.outvars, strict=False)]
+    def _computed(self, eqn: JaxprEqn, ins: list[_Known]) -> list[_Known]:
+        name, within = eqn.primitive.name, self.backward
         changes = len(eqn.invars) == len(eqn.outvars) and any(
-            self._varies(a) != self._varies(out) for a, _, out in pairs
+            self._varies(a) != self._varies(b) for a, b in zip(eqn.invars, eqn.outvars, strict=True)
         )
         if changes and name.startswith("psum"):
-            return [self._summed(eqn, known, within, stack) for _, known, _ in pairs]
+            return [self._summed(eqn, known) for known in ins]
         if changes and name in ("pvary", "pcast"):
-            return [self._typed(eqn, known, within, stack) for _, known, _ in pairs]
-        summed = next((known.summed for known in ins if known.summed), None)
-        kept = (
-            within
-            or name in _SCALED
-            or (name in ("add", "add_any") and all(known.summed or known.zero for known in ins))
-        )
+            return [self._typed(eqn, known) for known in ins]
+        added = name in ("add", "add_any") and all(known.summed or known.zero for known in ins)
+        met = self.join(ins)
         return [
             _Known(
-                local=any(known.local for known in ins) and self._varies(out),
-                whole=within and any(known.whole for known in ins),
-                summed=summed if kept and not self._varies(out) else None,
+                local=met.local and self._varies(out),
+                reduced=within and met.reduced,
+                summed=met.summed
+                if (within or added or name in _SCALED) and not self._varies(out)
+                else None,
                 zero=name in _STILL_ZERO and all(known.zero for known in ins),
             )
             for out in eqn.outvars
         ]
 
-    def _summed(self, eqn: JaxprEqn, known: _Known, within: bool, stack: str) -> _Known:
+    def _summed(self, eqn: JaxprEqn, known: _Known) -> _Known:
         """What comes out of a sum over the axis: autodiff's, if it stands in a backward pass."""
-        if not within:
+        if not self.backward:
             if known.summed is not None:
                 self.again[id(known.summed)] = _compat.users_line(eqn)
             return _Known()
-        own = "all_reduce_" in stack  # `jc.sync_in_backward`, which knows what it sums
-        if known.zero or own or (known.whole and not known.local):
-            return _Known(whole=known.whole, zero=known.zero)
+        # `jc.sync_in_backward` reduces there, too, and knows what it sums.
+        own = "all_reduce_" in str(eqn.source_info.name_stack)
+        if known.zero or own or (known.reduced and not known.local):
+            return _Known(reduced=known.reduced, zero=known.zero)
         return _Known(summed=eqn)
 
-    def _typed(self, eqn: JaxprEqn, known: _Known, within: bool, stack: str) -> _Known:
+    def _typed(self, eqn: JaxprEqn, known: _Known) -> _Known:
         """What varies from here on, by its type alone."""
-        begins = within and not (known.zero or known.summed or "rematted" in stack)
+        again = "rematted" in str(eqn.source_info.name_stack)
+        begins = self.backward and not (known.zero or known.summed or again)
         return _Known(
             local=marks.is_seed_of_gradient(eqn),
-            whole=known.whole or begins,
-            summed=None if within else known.summed,
+            reduced=known.reduced or begins,
+            summed=None if self.backward else known.summed,
             zero=known.zero,
         )
-
-    def _inside(
-        self, eqn: JaxprEqn, bodies: list[Jaxpr], ins: list[_Known], within: bool
-    ) -> list[_Known]:
-        """What the programs within an equation make of its operands."""
-        name = eqn.primitive.name
-        if name == "scan":
-            first, carried = scan_parts(eqn)
-            return self._loop(opened(eqn.params["jaxpr"]), ins, first, carried, within)
-        if name == "while":
-            skipped = eqn.params["cond_nconsts"]
-            first = eqn.params["body_nconsts"]
-            body, rest = opened(eqn.params["body_jaxpr"]), ins[skipped:]
-            return self._loop(body, rest, first, len(rest) - first, within)
-        operands = ins[1:] if name == "cond" else ins
-        outs = [_Known()] * len(eqn.outvars)
-        for body in bodies:
-            fits = len(body.invars) == len(operands)
-            given = operands if fits else [_either(operands)] * len(body.invars)
-            made = self.read(body, given, within)
-            if len(made) != len(outs):
-                made = [_either(made)] * len(outs)
-            outs = [_either(pair) for pair in zip(outs, made, strict=True)]
-        if len(bodies) == 1:
-            outs = [out._replace(zero=False) for out in outs]
-        return outs
-
-    def _loop(
-        self, body: Jaxpr, ins: list[_Known], first: int, carried: int, within: bool
-    ) -> list[_Known]:
-        while True:
-            outs = self.read(body, ins, within)
-            carry = [
-                _either(pair)
-                for pair in zip(ins[first : first + carried], outs[:carried], strict=True)
-            ]
-            if carry == ins[first : first + carried]:
-                return [out._replace(zero=False) for out in outs]
-            ins = [*ins[:first], *carry, *ins[first + carried :]]
-
-
-def _either(several: Sequence[_Known]) -> _Known:
-    """What is known of a value that is one of several."""
-    return _Known(
-        local=any(known.local for known in several),
-        whole=any(known.whole for known in several),
-        summed=next((known.summed for known in several if known.summed is not None), None),
-        zero=bool(several) and all(known.zero for known in several),
-    )
-
-
-def crossing_sums(program: Any, axes: Sequence[str]) -> tuple[str, ...]:
-    """Those of `axes` over which a backward pass sums, in a program without types."""
-    found = {axis for axis in axes if _sums_backward(opened(program), axis, backward=False)}
-    return tuple(axis for axis in axes if axis in found)
-
-
-def _sums_backward(jaxpr: Jaxpr, axis: str, backward: bool) -> bool:
-    for eqn in jaxpr.eqns:
-        within = backward or "transpose" in str(eqn.source_info.name_stack)
-        axes = eqn.params.get("axes", ())
-        if within and eqn.primitive.name.startswith("psum") and axis in axes:
-            return True
-        if any(_sums_backward(body, axis, within) for body in programs(eqn.params)):
-            return True
-    return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -121,7 +123,9 @@ def _is_placed(x: jax.Array, sharding: NamedSharding) -> bool:
     return same_mesh and x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
-def check_rows(tree: Any, argument: str, replicas: int, processes: int, axis: Any) -> None:
+def check_rows(
+    tree: Any, argument: str, replicas: int, processes: int, axis: Any
+) -> dict[tuple[int, ...], Callable[[], str]]:
     """Refuse a batch whose rows do not divide over the replicas.
 
     Args:
@@ -131,10 +135,15 @@ def check_rows(tree: Any, argument: str, replicas: int, processes: int, axis: An
       processes: whose rows make up a batch; 0: not all have as many devices.
       axis: the name of the axis, or axes.
 
+    Returns:
+      The shapes of the leaves' shares on one replica, and what makes the name of the first leaf
+      of each: naming it is slow, and every call comes this way.
+
     Raises:
       ValueError: a leaf has no rows, or a number of them that does not divide; the message
         names the leaf and the sizes.
     """
+    shares: dict[tuple[int, ...], Callable[[], str]] = {}
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         shape = np.shape(leaf)
         if not shape:
@@ -159,6 +168,9 @@ def check_rows(tree: Any, argument: str, replicas: int, processes: int, axis: An
                 f"{rows // replicas} + {rows % replicas}). Drop the remainder, or pad the batch "
                 "and give the padding weight 0 with `jc.WeightedLoss`."
             )
+        name = functools.partial(_name, argument, tree, i)
+        shares.setdefault((rows // replicas, *shape[1:]), name)
+    return shares
 
 
 def check_concrete(args: Any, kwargs: Any) -> None:
@@ -209,6 +221,10 @@ def _may_be_placed(x: Any) -> bool:
     """Whether JAX might take it: whether what has an array in it can be one, JAX itself says."""
     others = ("dtype", "__jax_array__", "__array__")
     return not isinstance(x, Tracer) and (is_array(x) or any(hasattr(x, name) for name in others))
+
+
+def _name(argument: str, tree: Any, i: int) -> str:
+    return argument + _path(tree, i)
 
 
 def _path(tree: Any, i: int) -> str:

@@ -74,10 +74,18 @@ class Scope:
         return dataclasses.replace(self, options=self.options.merge(options))
 
     def vouched(self, result: Any, axes: Iterable[str]) -> Any:
-        """The result of a reduction over `axes`, marked where somebody will look for it."""
-        for axis in (self.marked | self.watched).intersection(axes):
-            result = jax.tree.map(functools.partial(_compat.as_same, axis=axis), result)
-        return result
+        """The result of a reduction over `axes`, marked where somebody will look for it.
+
+        That is along these axes, and along those over which autodiff has summed it before, which
+        its type shows.
+        """
+        axes = (self.marked | self.watched).intersection(axes)
+
+        def marked(leaf: Any) -> Any:
+            by_type = self.watched - self.marked - _compat.varying_axes(leaf)
+            return functools.reduce(_compat.as_same, sorted(axes | by_type), leaf)
+
+        return jax.tree.map(marked, result) if axes or self.watched else result
 
     def reduced_once(self, value: Any, axes: Iterable[str], name: str = "") -> Any:
         """What is going to be reduced over `axes`, marked where somebody will look for it.

@@ -160,7 +160,7 @@ def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -
         last = (folder / "log").read_text(errors="replace")[-2000:].strip()
         raise jax.errors.JaxRuntimeError(
             f"Compiling for {topology}: the compiler's process ({shlex.join(command[:3])}) ended "
-            f"with status {status} and no answer. The last it said:\n{last}"
+            f"with status {status} and no answer. The end of its output:\n{last}"
         )
     found = json.loads((folder / "answer.json").read_text())
     if "missing" in found:

@@ -102,7 +102,7 @@ class Signature:
             args, kwargs = bound.args, bound.kwargs
         slots: list[Slot] = [*range(len(args)), *(n for n in self._names if n in kwargs)]
         if self._batch is None:
-            # What was passed by keyword and has no rows is no batch.
+            # What was passed by keyword and has no rows is not a batch.
             slots = [k for k in slots if k in range(by_position) or _has_rows(_at(k, args, kwargs))]
         chosen = (-1,) if self._batch is None else self._batch
         batch = tuple(dict.fromkeys(self._slot(p, slots, args, kwargs) for p in chosen))
@@ -168,15 +168,14 @@ def missing_argument(place: Slot, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def bound_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
-    """A step that is a method of a class, for one instance of it.
+    """A step that is a method, for one instance; or, of a `classmethod`, for one class.
 
     An instance that is a pytree of arrays is the step's first argument, replicated, as with
-    `jax.jit`. Any other is a constant of the program: what the method reads of it is what it holds
-    when the step is traced, so arrays that change are arguments.
+    `jax.jit`. Any other is a constant of the program.
 
     Args:
       step: what the class has.
-      instance: of the class.
+      instance: of the class, or a class.
       bind: makes the step of an instance that is a constant; called once for each.
     """
     if not jax.tree_util.all_leaves([instance]):
@@ -188,7 +187,11 @@ def bound_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
     key = f"_data_parallel_{id(step)}"
     if key not in held or held[key][0] is not instance:
         # With the instance beside it, a copy of whose attributes has no step of its own yet.
-        held[key] = (instance, bind(instance))
+        found = (instance, bind(instance))
+        if isinstance(instance, type):  # whose attributes can be read as a dict, but not written
+            setattr(instance, key, found)
+        else:
+            held[key] = found
     return held[key][1]
 
 

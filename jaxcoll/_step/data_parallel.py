@@ -62,7 +62,9 @@ def data_parallel(
 
     Args:
       step: a function or method of pytrees of arrays, positional or by keyword; it reduces with
-        `jc.grad`, `jc.value_and_grad`, `jc.all_reduce` or `jax.lax` over `axis_name`.
+        `jc.grad`, `jc.value_and_grad`, `jc.all_reduce` or `jax.lax` over `axis_name`. What it
+        reads of `self` or a closure is a constant of the program, as with `jax.jit`: a later
+        `self.lr = ...` changes nothing. What changes is an argument.
       mesh: devices and axes, Auto or Explicit; None: all devices on one axis.
       axis_name: the mesh axis, or axes from outer to inner, that the batch is split over.
         Other axes of the mesh hold copies.
@@ -94,8 +96,9 @@ def data_parallel(
 
     Raises:
       ValueError: an argument is invalid, the mesh is empty, lists a device twice or lacks the
-        axis; on a call, a batch that does not divide or is not clear, an argument that is no
-        array of numbers or is deleted, or an output that varies.
+        axis; on a call, a batch that does not divide or is not clear, or whose arrays have unequal
+        numbers of rows and would broadcast on one replica alone; an argument that is not an array
+        of numbers or is deleted, or an output that varies.
       AlreadyReducedError: on a call, what is reduced already is reduced again.
       ReplicaDivergenceError: on a first call, processes pass different state.
       SameRowsWarning: on a first call, all processes pass the same rows.
@@ -125,7 +128,7 @@ def data_parallel(
         checked_mesh(mesh, axis_name, "data_parallel")
     if step is None:
         return lambda decorated: DataParallel(decorated, **settings)
-    if not callable(step):
+    if not callable(step) and not isinstance(step, classmethod):
         raise ValueError(f"`data_parallel` expects a function; got {type(step).__name__}.")
     return DataParallel(step, **settings)
 
@@ -190,10 +193,13 @@ class DataParallel:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """This step as a method: see `bound_step`."""
+        instance = owner if isinstance(self._step, classmethod) else instance
         return self if instance is None else bound_step(self, instance, self._bind)
 
     def _bind(self, instance: Any) -> DataParallel:
-        step = self._step.__get__(instance)
+        step: Any = self._step
+        of = (None, instance) if isinstance(step, classmethod) else (instance,)
+        step = step.__get__(*of)
         return self._twin(_step=step, _signature=Signature(step, self._batch_argnums))
 
     @property
@@ -225,7 +231,7 @@ class DataParallel:
         self._calls += 1
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
         with no_mesh():
-            args, kwargs, batch = self._placed(args, kwargs)
+            args, kwargs, batch = self._arguments.placed(self._arguments.asked(args, kwargs))
             program = self._compiled(batch, args, kwargs)
             call = DispatchedCall(
                 program,
@@ -308,8 +314,7 @@ class DataParallel:
           What `jax.jit(...).lower` returns; `.compile().as_text()` shows what was compiled.
         """
         with no_mesh():
-            args, kwargs, batch = self._shapes(args, kwargs)
-            return self._compiled(batch, args, kwargs).lower(*args, **kwargs)
+            return self.trace(*args, **kwargs).lower()
 
     def trace_recorded(
         self, record: Callable[[Plan], None], /, *args: Any, **kwargs: Any
@@ -330,10 +335,7 @@ class DataParallel:
           The plans that are carried out, from a trace made for the purpose; nothing runs.
         """
         plans: list[Plan] = []
-        with no_mesh():
-            args, kwargs, batch = self._shapes(args, kwargs)
-            program = functools.partial(self._program, plans.append, batch)
-            jax.eval_shape(program, *args, **kwargs)
+        self.trace_recorded(plans.append, *args, **kwargs)
         return tuple(plans)
 
     def _compiled(
@@ -392,9 +394,6 @@ class DataParallel:
             self._step, self.mesh, self._axes, scope, self._checks, self._varying_outputs
         )
         return program.traced(record, lying, args, kwargs)
-
-    def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return self._arguments.placed(self._arguments.asked(args, kwargs))
 
     def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         return self._arguments.shapes(self._arguments.asked(args, kwargs))

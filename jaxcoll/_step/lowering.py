@@ -105,7 +105,7 @@ def _traced(
     Of what equinox jitted there is no step between the function and the lowered program.
 
     Raises:
-      ValueError: it is no function.
+      ValueError: it is not a function.
     """
     program, args, kwargs = called(program, args, kwargs)
     if isinstance(program, DataParallel):

@@ -78,8 +78,9 @@ def output_specs(
 
 _DIFFERS = """\
 `data_parallel`: {name} of the step differs between replicas (it varies over {axes}), so there is \
-no one value to return. {shown}Reduce it with `jc.all_reduce("mean", ...)`, or pass \
-varying_outputs="concatenate" to get every replica's rows."""
+no one value to return. {shown}Reduce it with `jc.all_reduce("mean", ...)`; or, if it was put \
+together by `lax.all_gather`, whose result JAX types as different everywhere, gather it with \
+`jc.all_gather`; or pass varying_outputs="concatenate" to get every replica's rows."""
 
 
 def _words(rule: Any, results: Any) -> list[VaryingOutputs]:

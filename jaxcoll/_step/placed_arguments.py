@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +23,13 @@ from jaxcoll._mesh.placement import (
 from jaxcoll._mesh.shard_arrays import place_shards
 from jaxcoll._spmd.shards import is_shards
 from jaxcoll._step.arguments import Call, Signature, missing_argument
+
+_BROADCAST = """\
+`data_parallel`: {one} has {rows} rows and {other} has {others}. As a whole they do not fit each \
+other, but their shares on one replica, {share} and {another}, broadcast, and would give numbers \
+that no one device gives. Pass equally many rows of both. If one row for each replica is meant, \
+leave that argument out of `batch_argnums`, so that every replica gets all of it, and take its row \
+in the step with `[lax.axis_index(axis)]`."""
 
 
 class Arguments:
@@ -56,7 +65,7 @@ class Arguments:
         """The arguments in their places, and the batch among them, checked.
 
         Raises:
-          ValueError: an argument is no array, or the batch does not divide.
+          ValueError: an argument is not an array, or the batch does not divide.
           TypeError: the arguments do not fit the step's signature.
         """
         check_concrete(args, kwargs)
@@ -64,9 +73,14 @@ class Arguments:
         for i in self._donated:
             if not -len(call.args) <= i < len(call.args):
                 raise ValueError(missing_argument(i, call.args, call.kwargs))
+        shares: dict[tuple[int, ...], Callable[[], str]] = {}
         for slot in call.batch:
             name = f"kwargs[{slot!r}]" if isinstance(slot, str) else f"args[{slot}]"
-            check_rows(call.at(slot), name, self._replicas, self._processes, self._axis_name)
+            shares |= check_rows(
+                call.at(slot), name, self._replicas, self._processes, self._axis_name
+            )
+        if len({share[0] for share in shares}) > 1:
+            _check_apart(shares, self._replicas)
         return call
 
     def placed(self, call: Call) -> Call:
@@ -117,3 +131,24 @@ class Arguments:
             return placed_shape(x, self._whole, 1)
 
         return jax.tree.map(shape, tree, is_leaf=is_shards)
+
+
+def _check_apart(shares: dict[tuple[int, ...], Callable[[], str]], replicas: int) -> None:
+    """Refuse leaves of a batch whose shares broadcast against each other, while they do not.
+
+    Raises:
+      ValueError: it names two of them.
+    """
+    for (a, one), (b, other) in itertools.combinations(shares.items(), 2):
+        whole, others = ((share[0] * replicas, *share[1:]) for share in (a, b))
+        if a[0] != b[0] and _broadcast(a, b) and not _broadcast(whole, others):
+            raise ValueError(
+                _BROADCAST.format(
+                    one=one(), rows=whole[0], other=other(), others=others[0], share=a, another=b
+                )
+            )
+
+
+def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether arrays of these shapes can be added."""
+    return all(m == n or 1 in (m, n) for m, n in zip(a[::-1], b[::-1], strict=False))

@@ -9,9 +9,10 @@ types, every argument each replica's own copy, and the prover of `replication` i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
+from jaxcoll._jaxpr.gathered import check_own_gradients
 from jaxcoll._jaxpr.replication import varying_outputs
 from jaxcoll._jaxpr.subjaxprs import opened
 from jaxcoll._jaxpr.summed_again import check_sums
@@ -49,6 +51,14 @@ checks; or pass checks=False if the step corrects for it."""
 
 class _NotProvenError(ValueError):
     """What a step returns is not shown to be the same everywhere."""
+
+
+@contextlib.contextmanager
+def _not_proven() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise _NotProvenError(str(error)) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +91,7 @@ class StepProgram:
         """The step's result, in a program that is being traced.
 
         Args:
-          record: told each plan of the meaning that was chosen.
+          record: called with each plan of the meaning that was chosen.
           lying: a spec for each argument.
           args: global arrays.
           kwargs: likewise.
@@ -101,6 +111,7 @@ class StepProgram:
         else:
             if run.summed and self.checks is None:
                 run = self._as_pmap(None, run.summed, lying, args, kwargs)
+        check_sums(run.program, self.mesh.shape, run.typed)
         for plan in run.plans:
             record(plan)
         with entered(run.scope):
@@ -127,7 +138,7 @@ class StepProgram:
                 raise
             raise error from None
         except ValueError as refused:
-            # What the types said of it is the better word, where they have said anything.
+            # The refusal by types is nearer to what the user wrote.
             if isinstance(error, _NotProvenError):
                 raise error from None
             if not isinstance(refused, _NotProvenError):
@@ -146,7 +157,7 @@ class StepProgram:
         """One trace of the step, which serves to ask how its outputs vary and to run it."""
         plans: list[Plan] = []
         marked = frozenset() if typed else frozenset(self.mesh.axis_names)
-        watched = frozenset(a for a in self.axes if self.mesh.shape[a] > 1)
+        watched = frozenset(a for a, n in self.mesh.shape.items() if n > 1)
         scope = dataclasses.replace(
             self.scope, record=plans.append, marked=marked, once=not typed, watched=watched
         )
@@ -161,9 +172,10 @@ class StepProgram:
         with entered(scope):
             jax.eval_shape(mapped(ask, out_specs=None), args, kwargs)
         ((program, results),) = found
-        check_sums(program, {axis: self.mesh.shape[axis] for axis in watched})
         if typed:
             again = self._summed(program)
+            with _not_proven():
+                check_own_gradients(program, self.axes)
             specs = self._specs(results, _by_type(program), "")
         else:
             again = ()
@@ -178,13 +190,11 @@ class StepProgram:
             return jax.tree.unflatten(tree, jaxpr_as_fun(program)(*jax.tree.leaves((args, kwargs))))
 
         call = mapped(replayed, out_specs=specs)
-        return _Run(call, scope, plans, again)
+        return _Run(call, scope, plans, again, program, typed)
 
     def _specs(self, results: Any, varying: list[frozenset[str]], shown: str) -> Any:
-        try:
+        with _not_proven():
             return output_specs(results, varying, self.axes, self.rule, shown)
-        except ValueError as error:
-            raise _NotProvenError(str(error)) from None
 
     def _summed(self, program: Any) -> tuple[Summed, ...]:
         """Gradients of local losses that types have summed.
@@ -240,6 +250,8 @@ class _Run:
     scope: Scope
     plans: list[Plan]
     summed: tuple[Summed, ...]
+    program: Any
+    typed: bool
 
 
 def _is_refused_by_types(error: BaseException | None) -> bool:

@@ -44,7 +44,7 @@ def traced_over(
       topology: the cluster.
       mesh: how its replicas are arranged, as names and sizes; None: as the mesh that `fun` has,
         if that fits or has one axis only.
-      record: told the plan of each reduction, in order.
+      record: called with the plan of each reduction, in order.
 
     Raises:
       ValueError: the mesh does not fit the topology.

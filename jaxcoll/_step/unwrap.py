@@ -53,7 +53,7 @@ def jitted(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """`fun` as `jax.jit` takes it, and what it is called with then.
 
-    What is no array among the arguments, such as a name or a function in a module, is bound to it.
+    Arguments that are not arrays, such as a name or a function in a module, are bound to it.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     dynamic = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]

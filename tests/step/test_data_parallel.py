@@ -256,6 +256,33 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_sizes():
     step(PARAMS, {"x": X, "y": Y})
 
 
+def test_arrays_of_a_batch_that_fit_each_other_only_in_their_shares_are_refused():
+    """On one device such arrays cannot be added; one row broadcasts against many on a replica."""
+    one, two = np.ones(8, "f"), np.ones(16, "f")
+    add = lambda x, y: jc.all_reduce("mean", jnp.mean(x + y), "data")
+    both = jc.data_parallel(add, batch_argnums=(0, 1))
+    within = jc.data_parallel(lambda batch: add(batch["x"], batch["y"]))
+    for x, y in (
+        (one, two),
+        (two, one),
+        (one[:, None], two[:, None]),
+        (two, np.ones((32, 2), "f")),
+    ):
+        a, b = len(x), len(y)
+        with pytest.raises(ValueError, match=rf"args\[0\] has {a} rows and args\[1\] has {b}. As a "
+                           r"whole they do not fit.*\(\d,.* broadcast.*equally many rows"):  # fmt: skip
+            both(x, y)
+        with pytest.raises(
+            ValueError, match=rf"args\[0\]\['x'\] has {a} rows and .*\['y'\] has {b}"
+        ):
+            within.trace({"x": x, "y": y})
+    # What cannot meet by accident may have as many rows as it needs: tokens, and keys for rows.
+    apart = jc.data_parallel(
+        lambda x, y: jc.all_reduce("sum", x.sum() + y.sum(), "data"), batch_argnums=(0, 1)
+    )
+    assert apart(np.ones((16, 2), "f"), np.ones((32, 3), "f")) == 128
+
+
 def test_a_padded_batch_with_weights_equals_the_unpadded_one():
     def weighted(p, batch):
         errors = jnp.mean((batch["x"] @ p["w"] + p["b"][None] - batch["y"]) ** 2, axis=1)
@@ -518,6 +545,21 @@ def test_a_step_can_be_a_method():
         step = jc.data_parallel(lambda self, batch: sums(1.0, batch))
 
     np.testing.assert_allclose(Slotted().step(X), X.sum(), rtol=1e-4)
+
+    class Scaled:
+        scale = 2.0
+
+        @jc.data_parallel
+        @classmethod
+        def step(cls, p, batch):
+            return cls.scale * sums(p, batch)
+
+    class More(Scaled):
+        scale = 3.0
+
+    for _ in range(2):
+        for of, scale in ((Scaled, 2), (More, 3), (More(), 3)):
+            np.testing.assert_allclose(of.step(1.0, X), scale * X.sum(), rtol=1e-4)
 
 
 @pytest.mark.parametrize(

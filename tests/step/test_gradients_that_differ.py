@@ -194,3 +194,63 @@ def test_the_marks_leave_nothing_in_the_program():
         return jax.jit(jax.shard_map(step, mesh=mesh, **specs)).lower(W, X).as_text()
 
     assert lowered(frozenset({AXIS})) == lowered(frozenset())
+
+
+def test_lax_may_not_sum_again_what_is_reduced_in_a_strategy_either():
+    once = {
+        "jc.grad": lambda x: jc.grad(loss, AXIS)(W, x),
+        "jc.all_reduce": lambda x: jc.all_reduce("mean", x, AXIS),
+        "context": lambda x: jc.get_replica_context().all_reduce("sum", x),
+    }
+    for f in once.values():
+        with pytest.raises(jc.AlreadyReducedError, match=r"`lax.psum` over 'replica' \(.*_that_differ"
+                           r".py:\d+\) of .*this sum is 2 times too large"):  # fmt: skip
+            strategy().run(lambda x, f=f: lax.psum(f(x), AXIS), (own(X),))
+    mean = strategy().run(lambda x: lax.pmean(once["jc.all_reduce"](x), AXIS), (own(X),))
+    local = strategy().experimental_local_results(mean)[0]
+    np.testing.assert_allclose(local, X.mean(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("gather", [lax.all_gather, jc.all_gather], ids=["lax", "jc"])
+def test_what_is_gathered_before_its_gradient_is_taken_is_no_replicas_own(gather):
+    """`lax.all_gather` types its result as if it differed, so the gradient would stay where it is."""
+    tiled = {"tiled": True} if gather is lax.all_gather else {}
+
+    def step(part, x, shift):
+        full = gather(part, "data", **tiled)
+        grad = jc.grad(lambda w, x: jnp.mean((x @ w) ** 2), "data")(full, x)
+        mine = lax.dynamic_slice_in_dim(full - grad, lax.axis_index("data"), 1)
+        return mine + shift(part, x)
+
+    part, x = np.arange(8, dtype="f"), X.reshape(-1)[:32].reshape(4, 8).repeat(2, 0)
+    none = lambda part, x: 0.0
+    settings = {"batch_argnums": (0, 1), "varying_outputs": "concatenate"}
+    wrapped = lambda shift, **more: jc.data_parallel(
+        lambda part, x: step(part, x, shift), **settings, **more
+    )
+    want = part - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(part)
+    np.testing.assert_allclose(wrapped(none)(part, x), want, rtol=1e-4)
+    if gather is lax.all_gather:
+        own = lambda part, x: jc.grad(lambda p: jnp.sum(p) * jnp.sum(x), "data")(part)
+        for shift, more in ((none, {"checks": True}), (own, {})):
+            with pytest.raises(ValueError, match=r"`jc.grad` over 'data': leaf args\[0\] was put together "
+                               r"by `lax.all_gather`.*`jc.all_gather`"):  # fmt: skip
+                wrapped(shift, **more).trace(part, x)
+
+
+def test_messages_about_sharded_parameters_name_the_gather_that_types_can_follow():
+    def step(w, x, gather):
+        part = lax.dynamic_slice_in_dim(w, lax.axis_index("data"), 1)
+        f = lambda p, x: jnp.mean((x @ gather(p)) ** 2)
+        return gather(part - jc.grad(f, "data")(part, x))
+
+    w, x = np.arange(8, dtype="f"), X.reshape(-1)[:32].reshape(4, 8).repeat(2, 0)
+    by_lax = lambda v: lax.all_gather(v, "data", tiled=True)
+    for checks, words in (
+        (None, "gather it with `jc.all_gather`"),
+        (False, "so by `jc.all_gather`"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            jc.data_parallel(lambda w, x: step(w, x, by_lax), checks=checks)(w, x)
+    got = jc.data_parallel(lambda w, x: step(w, x, lambda v: jc.all_gather(v, "data")))(w, x)
+    np.testing.assert_allclose(got, w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), rtol=1e-4)

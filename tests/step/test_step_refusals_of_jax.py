@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import jaxcoll as jc
 
@@ -133,3 +134,41 @@ def test_lax_may_average_what_is_reduced(checks):
     want, *others = jc.data_parallel(step, checks=checks)(W, X)
     for other in others:
         np.testing.assert_allclose(other, want, rtol=1e-5)
+
+
+BOTH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def by_columns(w, x):
+    """Each replica along "model" has its columns of x and its rows of w."""
+    k = lax.axis_index("model")
+    mine = lax.dynamic_slice_in_dim(x, k, 1, 1) @ lax.dynamic_slice_in_dim(w, k, 1)
+    return jnp.mean(lax.psum(mine, "model") ** 2)
+
+
+COMPLETE = {
+    "jc.grad": jc.grad(by_columns, "data"),
+    "jc.value_and_grad": lambda w, x: jc.value_and_grad(by_columns, "data")(w, x)[1],
+    "an own part": lambda w, x: jc.grad(by_columns, "data", argnums=1)(w, x),
+    "both axes": lambda w, x: jc.grad(lambda w, x: plain(w, x), ("data", "model"))(
+        w, lax.pcast(x, "model", to="varying")
+    ),
+    "typed": lambda w, x: jax.grad(lambda w: lax.pmean(by_columns(w, x), "data"))(w),
+}
+
+
+@pytest.mark.parametrize("checks", [None, True])
+@pytest.mark.parametrize("name", COMPLETE)
+def test_lax_may_not_sum_a_gradient_over_an_axis_where_types_have_summed_it(name, checks):
+    """Along any axis of the mesh, whether the batch is split over it or not."""
+    grad, w, x = COMPLETE[name], W[:4], X[:, :4]
+    again = {"model": 4} if name == "an own part" else {"data": 2, "model": 4}
+    rows = "concatenate" if name == "an own part" else "error"
+    wrapped = lambda f: jc.data_parallel(f, mesh=BOTH, checks=checks, varying_outputs=rows)
+    for axis, n in again.items():
+        with pytest.raises(jc.AlreadyReducedError, match=rf"`lax.psum` over '{axis}' \(.*py:\d+\) of "
+                           rf"float32.*the same on every replica already.*{n} times too large"):  # fmt: skip
+            wrapped(lambda w, x, a=axis: lax.psum(grad(w, x), a)).trace(w, x)
+    want = jax.grad(plain, 1 if name == "an own part" else 0)(w, x)
+    for right in (grad, lambda w, x: lax.pmean(grad(w, x), "model")):
+        np.testing.assert_allclose(wrapped(right)(w, x), want, rtol=1e-4, atol=1e-6)

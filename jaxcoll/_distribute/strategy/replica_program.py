@@ -22,6 +22,7 @@ from jaxcoll._distribute.values.ragged import Uneven
 from jaxcoll._distribute.values.replica_axis import AXIS, copies_over
 from jaxcoll._distribute.values.replicate import copy_near
 from jaxcoll._jaxpr.replication import varying_outputs
+from jaxcoll._jaxpr.summed_again import check_sums
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
 from jaxcoll._mesh.placement import is_array, place
 from jaxcoll._mesh.world import mesh_scope
@@ -116,7 +117,8 @@ def replica_program(
         with entered(scope), replicas_of(context):
             jax.eval_shape(
                 mapped(
-                    lambda *arguments: varies.append(_varying(traced, arguments)), out_specs=None
+                    lambda *arguments: varies.append(_varying(traced, arguments, mesh.size)),
+                    out_specs=None,
                 ),
                 args,
                 kwargs,
@@ -210,14 +212,16 @@ def _no_argument(name: str, value: Any) -> str:
     )
 
 
-def _varying(traced: Any, arguments: Any) -> Any:
+def _varying(traced: Any, arguments: Any, replicas: int) -> Any:
     """In the structure of the function's result, whether each array may vary."""
     inputs = [
         isinstance(value, PerReplica)
         for value in jax.tree.leaves(arguments, is_leaf=is_distributed)
         for _ in jax.tree.leaves(value)
     ]
-    jaxpr, shapes = jax.make_jaxpr(traced, return_shape=True)(*arguments)
+    found = traced.trace(*arguments)  # whose equations keep their lines of Python
+    jaxpr, shapes = found.jaxpr, found.out_info
+    check_sums(jaxpr, {AXIS: replicas})
     outputs = jax.tree.unflatten(jax.tree.structure(shapes), varying_outputs(jaxpr, AXIS, inputs))
 
     def as_one(node: Any) -> Any:  # the arrays of an IndexedSlices are one value

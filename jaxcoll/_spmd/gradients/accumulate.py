@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._errors import ReductionInLoopWarning
-from jaxcoll._jaxpr.loop_reductions import moved_reductions, told
+from jaxcoll._jaxpr.loop_reductions import described, moved_reductions
 from jaxcoll._jaxpr.retrace import traced
 from jaxcoll._plan.packs.leaves import no_array
 from jaxcoll._show.units import counted
@@ -180,5 +180,5 @@ def _cut(i: int, count: int, path: Any, leaf: Any) -> Any:
 def _warn_of_reductions(program: Any, micro: MicroBatches) -> None:
     found = moved_reductions(program) if micro.count > 1 else ()
     if found:
-        message = _MOVABLE.format(count=micro.count, found=told(found))
+        message = _MOVABLE.format(count=micro.count, found=described(found))
         warnings.warn(message, ReductionInLoopWarning, stacklevel=2)

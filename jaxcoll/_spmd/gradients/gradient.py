@@ -22,7 +22,14 @@ from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.gradients.accumulate import Beside, Differentiated, MicroBatches, accumulated
 from jaxcoll._spmd.gradients.local_grad import value_and_local_grad
 from jaxcoll._spmd.gradients.loss import loss_and_aux, value_and_weight
-from jaxcoll._spmd.gradients.per_replica import check_scattered, own_axes, shared, watched, with_own
+from jaxcoll._spmd.gradients.per_replica import (
+    check_scattered,
+    own_axes,
+    own_watched,
+    shared,
+    watched,
+    with_own,
+)
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
@@ -104,7 +111,7 @@ def reduced_gradient(
       A function with `fun`'s arguments.
 
     Raises:
-      ValueError: `fun` is no function, or `argnums` names no position.
+      ValueError: `fun` is not a function, or `argnums` names no position.
     """
     caller = "jc.value_and_grad" if with_value else "jc.grad"
     caller = caller if micro_batches is None else "jc.accumulate"
@@ -176,25 +183,27 @@ def _reduced(
     args: tuple[Any, ...],
     axes: dict[str, int],
     enclosing: frozenset[str],
-    told: Scope,
+    scope: Scope,
 ) -> Any:
     """What the caller gets, from the program of one replica's share."""
     leaves = asked.leaves(args)
     own = own_axes(leaves, axes, enclosing)
     (value, beside), grads = program.evaluate()
-    value = told.reduced_once(value, axes, "the loss")
-    untyped = (told.marked | enclosing).intersection(axes)
+    value = scope.reduced_once(value, axes, "the loss")
+    untyped = (scope.marked | enclosing).intersection(axes)
     grads = watched(grads, leaves, untyped, asked.caller)
+    if scope.watched:
+        grads = own_watched(grads, leaves, own, asked.caller)
     weighted = beside.weight is not None
     op = ReduceOp.SUM if weighted else asked.reduce_op
     local = _Local(value if asked.with_value else None, beside.weight, beside.metrics, grads)
     if asked.scatter:
         check_scattered(leaves, own, asked.caller)
-        shards = reduce_scatter(op, grads, tuple(axes), scope=told)
-        local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=told)
+        shards = reduce_scatter(op, grads, tuple(axes), scope=scope)
+        local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope)
         local = local._replace(grads=shards)
     else:
-        local = _together(op, local, own, program, axes, told)
+        local = _together(op, local, own, program, axes, scope)
     value, grads = local.value, local.grads
     if weighted:
         taken_off = _halvings(asked, axes)
@@ -211,18 +220,18 @@ def _together(
     own: Sequence[tuple[str, ...]],
     program: Traced,
     axes: Mapping[str, int],
-    told: Scope,
+    scope: Scope,
 ) -> _Local:
     """One reduction for everything that replicas have in common."""
     same, order = _synced(program, tuple(axes)), None
-    if wants_order(told.options, told.world(dict(axes))):
+    if wants_order(scope.options, scope.world(dict(axes))):
         (_, order) = program.result(places(program.program))
     common = local._replace(grads=shared(local.grads, own))
     reduced = all_reduce(
         op,
         common,
         tuple(axes),
-        scope=told,
+        scope=scope,
         # All but the gradients is there before any of them.
         ready=None
         if order is None
@@ -232,7 +241,7 @@ def _together(
     )
     if not any(own):
         return reduced
-    grads = with_own(reduced.grads, op, local.grads, own, axes, scope=told)
+    grads = with_own(reduced.grads, op, local.grads, own, axes, scope=scope)
     return reduced._replace(grads=grads)
 
 

@@ -55,8 +55,8 @@ def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
     """The number to differentiate, and its weight as a float of at least 32 bits, if it has one.
 
     Raises:
-      TypeError: the loss is no number.
-      ValueError: total or weight of a `WeightedLoss` is no scalar.
+      TypeError: the loss is not a number.
+      ValueError: total or weight of a `WeightedLoss` is not a scalar.
     """
     if not isinstance(out, WeightedLoss):
         _check_scalar(out, caller)
@@ -70,7 +70,7 @@ def loss_and_aux(out: Any, caller: str) -> tuple[Any, Any]:
     """The parts of what a loss with auxiliary output returned.
 
     Raises:
-      TypeError: it is no pair.
+      TypeError: it is not a pair.
     """
     if isinstance(out, tuple | list) and len(out) == 2:
         return out[0], out[1]

@@ -49,6 +49,21 @@ def watched(gradients: Any, leaves: Mapping[str, Any], along: Iterable[str], cal
     return treedef.unflatten(marked)
 
 
+def own_watched(
+    gradients: Any, leaves: Mapping[str, Any], own: Sequence[tuple[str, ...]], caller: str
+) -> Any:
+    """Gradients, of which those of a replica's own leaves are marked with what they are of.
+
+    Types may be wrong in calling a leaf that: only a reader of the whole program sees it; see
+    `gathered`.
+    """
+    marked, treedef = jax.tree.flatten(gradients)
+    for k, ((name, leaf), along) in enumerate(zip(leaves.items(), own, strict=True)):
+        for axis in along:
+            marked[k] = marks.gradient_of(leaf, marked[k], axis, caller, name, own=True)
+    return treedef.unflatten(marked)
+
+
 def own_axes(
     leaves: Mapping[str, Any], axes: Iterable[str], retyped: frozenset[str]
 ) -> list[tuple[str, ...]]:
@@ -106,7 +121,7 @@ def with_own(
         times = count({a: axes[a] for a in along}) if op is ReduceOp.MEAN else 1
         for k, x in enumerate(these):
             results[k] = results[k] if x is None else quotient(x, times) if times > 1 else x
-    return treedef.unflatten(results)
+    return scope.vouched(treedef.unflatten(results), ())
 
 
 def common(tree: Any, axes: Mapping[str, int], caller: str, *, scope: Scope) -> Any:
