@@ -143,3 +143,11 @@ def test_the_halves_keep_clear_of_gloos_own_reduce_scatter(world, asked, planned
         assert (plan.algorithm, plan.steps) == (planned, steps)
         spared = planned != (asked or "native")
         assert any("Gloo's own reduce-scatter sends more" in r for r in plan.reasons) == spared
+
+
+def test_a_gradient_of_an_integer_and_what_is_not_an_array_are_refused_by_their_path():
+    words = r"leaf \['a'\]: float0 is the gradient of an integer"
+    with pytest.raises(ValueError, match=words):
+        jc.plan({"a": np.zeros(3, jax.dtypes.float0)}, axis_size=2)
+    with pytest.raises(ValueError, match=r"leaf \['a'\]: an array of <U1 holds no"):
+        jc.plan({"a": np.array(["x"])}, axis_size=2)

@@ -69,10 +69,23 @@ def test_a_preset_has_the_figures_of_its_sources(world, call, within, between):
     assert terms.call == pytest.approx(call)
     assert 1 / terms.within.per_byte == pytest.approx(within)
     assert 1 / terms.between.per_byte == pytest.approx(between)
+    dimensions = {"TPU v5 lite": 2, "TPU v6 lite": 2, "TPU v5p": 3, "TPU7x": 3}
+    assert terms.within.torus == dimensions.get(world.device_kind, Link(0.0, 0.0).torus)
     for seconds in (terms.within.step, terms.between.step, terms.array, terms.slice):
         assert 5e-7 <= seconds <= 5e-4
     for per_byte in (terms.reduce, terms.copy):
         assert 1e-13 <= per_byte <= 1e-9
+
+
+def test_a_curve_for_fewer_devices_ends_at_their_bandwidth_and_keeps_its_latency():
+    eight, four = preset(World("gpu", (8,), device_kind="NVIDIA H200")).native[:2]
+    size, seconds = four.points[-1]
+    assert size * 2 * 3 / 4 / seconds == pytest.approx(363.3e9)
+    latency = eight.points[0][1]
+    assert four.points[0][1] == pytest.approx(latency)
+    pairs = zip(eight.points[1:], four.points[1:], strict=True)
+    factors = [(b - latency) / (a - latency) for (_, a), (_, b) in pairs]
+    assert factors == pytest.approx([factors[0]] * len(factors))
 
 
 def changed(**changes):
