@@ -209,7 +209,7 @@ def test_a_derivative_passes_the_checksum_by():
     def through(checksum):
         options = jc.CommunicationOptions(checksum=checksum)
         f = lambda x: jc.all_reduce("mean", x**2, "data", options=options).sum()
-        return jax.vmap(jax.grad(f), axis_name="data")(noise(3, 5))
+        return jax.jit(jax.vmap(jax.grad(f), axis_name="data"))(noise(3, 5))
 
     np.testing.assert_array_equal(through(True), through(False))
 

@@ -72,7 +72,7 @@ def test_two_nested_vmaps_are_a_mesh_too(algorithm):
     x = rows(6, 7).reshape(2, 3, 7)
     options = jc.CommunicationOptions(algorithm=algorithm)
     f = lambda v: jc.all_reduce("sum", v, ("node", "data"), options=options)
-    got = jax.vmap(jax.vmap(f, axis_name="data"), axis_name="node")(x)
+    got = jax.jit(jax.vmap(jax.vmap(f, axis_name="data"), axis_name="node"))(x)
     np.testing.assert_array_equal(got, np.broadcast_to(np.asarray(x).sum((0, 1)), x.shape))
 
 
