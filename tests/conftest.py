@@ -20,6 +20,23 @@ def pytest_configure(config: pytest.Config) -> None:
     # A folder that stays from run to run: Matplotlib keeps its list of fonts there.
     cache = Path(config.rootpath) / ".pytest_cache" / "user"
     os.environ["XDG_CACHE_HOME"] = str(cache)
+    if config.getoption("--few"):
+        keep_compiled(config, cache.with_name(f"xla-{jax.__version__}"))
+
+
+def keep_compiled(config: pytest.Config, folder: Path) -> None:
+    """Let JAX keep compiled programs in a folder from run to run; the whole suite compiles anew.
+
+    A program is found only if its sources' lines are the same too, so that its text is its own.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # Workers share the folder, and JAX does not write a file in one go: who reads half compiles.
+    config.addinivalue_line(
+        "filterwarnings", "ignore:Error (reading|writing) persistent compilation cache"
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +46,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Files whose tests take long begin, so that no worker is left with one at the end.
+    long = {item.path for item in items if any(item.iter_markers("slow"))}
+    longer = {item.path for item in items if any(item.iter_markers("processes"))}
+    items.sort(key=lambda item: -(item.path in long) - (item.path in longer))
     few = config.getoption("--few")
     if not few:
         return

@@ -60,7 +60,7 @@ def quotient(total: jax.Array, by: jax.Array | int, times: int = 0) -> jax.Array
     Args:
       total: an array of floats.
       by: a scalar of any real type.
-      times: what `halved` was told before the total was summed.
+      times: what `halved` was given before the total was summed.
     """
     exact = total.astype(wide(total.dtype))
     if total.dtype == np.float16:

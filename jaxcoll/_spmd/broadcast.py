@@ -18,24 +18,7 @@ from jaxcoll._spmd.scope import Scope
 
 
 def broadcast(value: Any, axis_name: str | tuple[str, ...], *, source: int, scope: Scope) -> Any:
-    """The value of replica `source`; see `jc.broadcast`.
-
-    JAX has a collective for it on GPUs only, and it would not honour what options ask of a
-    reduction; the sum costs up to twice its bytes.
-
-    Args:
-      value: a pytree of arrays.
-      axis_name: one axis, or several, outer first.
-      source: a replica's number along the axes, the outer counting slowest.
-      scope: options and world.
-
-    Returns:
-      The tree of that replica, *invariant* over the axes.
-
-    Raises:
-      NameError: an axis is not bound here.
-      ValueError: there is no such replica, or a leaf holds no numbers.
-    """
+    """The tree of replica `source`, *invariant* over the axes; see `jc.broadcast`."""
     axes = bound_axes(axis_name, "broadcast")
     try:
         index = operator.index(source)
@@ -46,6 +29,7 @@ def broadcast(value: Any, axis_name: str | tuple[str, ...], *, source: int, scop
             f"`broadcast` expects `source` to be an integer from 0 to {count(axes) - 1}, the "
             f"number of a replica along {', '.join(map(repr, axes))}; got {source!r}."
         )
+    # A sum, of up to twice the bytes: JAX broadcasts on GPUs only, and would not honour options.
     here = lax.axis_index(tuple(axes)) == index
 
     flat, treedef = jax.tree_util.tree_flatten_with_path(value)

@@ -26,22 +26,7 @@ from jaxcoll._spmd.sparse import is_sparse
 
 
 def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope: Scope) -> Any:
-    """Every replica's leaves, joined along `axis` in replica order; see `jc.all_gather`.
-
-    Args:
-      value: a pytree of arrays.
-      axis_name: one axis, or several, outer first.
-      axis: the dimension along which they are joined, of each leaf's own.
-      scope: options and world.
-
-    Returns:
-      The joined tree, *invariant* over the axes.
-
-    Raises:
-      NameError: an axis is not bound here.
-      NotImplementedError: a leaf is an `IndexedSlices`.
-      ValueError: a leaf has no such dimension, or is not an array.
-    """
+    """Every replica's leaves, joined along `axis` in replica order; see `jc.all_gather`."""
     axes = bound_axes(axis_name, "all_gather")
     flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
     paths = [jax.tree_util.keystr(path) for path, _ in flat]
@@ -71,7 +56,7 @@ def dimension(axis: Any, shape: Sequence[int], who: str) -> int:
       who: what is named in a message: the call and the leaf.
 
     Raises:
-      ValueError: it is no integer, or there is no such dimension.
+      ValueError: it is not an integer, or there is no such dimension.
     """
     try:
         index = operator.index(axis)

@@ -30,7 +30,7 @@ class IndexedSlices:
       dense_shape: (rows, *row) of the dense array; None where nobody needs to know.
 
     Raises:
-      ValueError: the shapes do not fit together, or a dtype is none of those it may be.
+      ValueError: the shapes do not fit together, or a dtype is not supported.
 
     Examples:
       >>> grad = IndexedSlices([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [1, 1, 3], (4, 2))
@@ -65,11 +65,11 @@ class IndexedSlices:
                     f"{who} expects `{name}` to be an array; got {part!r} ({type(part).__name__})."
                 )
         if not jax.dtypes.issubdtype(indices.dtype, np.integer):
-            raise ValueError(f"{who} expects `indices` to be integers; got {_said(indices)}.")
+            raise ValueError(f"{who} expects `indices` to be integers; got {_type(indices)}.")
         if len(indices.shape) != 1 or values.shape[:1] != indices.shape:
             raise ValueError(
                 f"{who} expects `values` of shape (k, *row) and `indices` of shape (k,); got "
-                f"values {_said(values)} and indices {_said(indices)}."
+                f"values {_type(values)} and indices {_type(indices)}."
             )
         if dense is not None and (not dense or tuple(values.shape[1:]) != dense[1:]):
             raise ValueError(
@@ -170,7 +170,7 @@ class IndexedSlices:
         return IndexedSlices(values[used], indices[used], self.dense_shape)
 
     def __repr__(self) -> str:
-        values, indices = _said(self.values), _said(self.indices)
+        values, indices = _type(self.values), _type(self.indices)
         return f"IndexedSlices(values={values}, indices={indices}, dense_shape={self.dense_shape})"
 
 
@@ -227,7 +227,7 @@ def _shape(dense_shape: Any) -> tuple[int, ...]:
     return shape
 
 
-def _said(part: Any) -> str:
+def _type(part: Any) -> str:
     """An array by its dtype and shape; anything else as it is."""
     if not hasattr(part, "dtype") or not hasattr(part, "shape"):
         return repr(part)

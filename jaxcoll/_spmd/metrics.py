@@ -98,20 +98,7 @@ class _Place:
 
 
 def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
-    """One reduction for all metrics; see `jc.reduce_metrics`.
-
-    Args:
-      metrics: a pytree of `WeightedMean` and `Total`.
-      axis_name: one axis, or several, outer first.
-      scope: options and world.
-
-    Returns:
-      A number for each metric, *invariant* over the axes.
-
-    Raises:
-      NameError: an axis is not bound here.
-      ValueError: a leaf is no metric, or a metric's parts do not fit together.
-    """
+    """A number for each metric, *invariant*, by one reduction for all; see `jc.reduce_metrics`."""
     caller = "jc.reduce_metrics"
     axes = bound_axes(axis_name, caller)
     parts, rest = taken_apart(metrics, caller)

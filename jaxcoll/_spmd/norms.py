@@ -21,20 +21,7 @@ from jaxcoll._spmd.sparse import is_sparse
 
 
 def global_norm(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
-    """The Euclidean norm of all elements; see `jc.global_norm`.
-
-    Args:
-      tree: a pytree of arrays.
-      axis_name: one axis or several, outer first, over which leaves may be in shards; None.
-      scope: options and world.
-
-    Returns:
-      A float32 scalar (or wider, as the leaves are).
-
-    Raises:
-      NameError: an axis is not bound here.
-      ValueError: a leaf is no dense array of numbers.
-    """
+    """The norm of all elements; leaves may be in shards over the axes; see `jc.global_norm`."""
     caller = "jc.global_norm"
     axes = {} if axis_name is None else bound_axes(axis_name, caller)
     leaves = _arrays(tree, caller)
@@ -45,20 +32,7 @@ def global_norm(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
 
 
 def all_finite(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
-    """Whether no element is infinite or NaN; see `jc.all_finite`.
-
-    Args:
-      tree: a pytree of arrays.
-      axis_name: one axis or several, outer first, whose replicas must agree; None.
-      scope: options and world.
-
-    Returns:
-      A boolean scalar.
-
-    Raises:
-      NameError: an axis is not bound here.
-      ValueError: a leaf is no dense array of numbers.
-    """
+    """Whether no element on any replica along the axes is infinite or NaN; see `jc.all_finite`."""
     caller = "jc.all_finite"
     axes = {} if axis_name is None else bound_axes(axis_name, caller)
     leaves = [x for x in _arrays(tree, caller) if jnp.issubdtype(x.dtype, np.inexact)]

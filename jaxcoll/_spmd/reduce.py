@@ -26,7 +26,7 @@ from jaxcoll._spmd.algorithms.table import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.checks import checksum
-from jaxcoll._spmd.checks.corruption_callback import Heard, told
+from jaxcoll._spmd.checks.corruption_callback import Heard, reported
 from jaxcoll._spmd.indexed_slices import IndexedSlices
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
@@ -78,7 +78,7 @@ def all_reduce(
 
     Raises:
       NameError: an axis is not bound here.
-      ValueError: a leaf cannot be reduced, an argument is none of those it may be, or the
+      ValueError: a leaf cannot be reduced, an argument has a value it may not have, or the
         algorithm that was asked for does not fit the axes.
       AlreadyReducedError: a leaf is already reduced and nothing says how it is meant.
     """
@@ -219,7 +219,7 @@ def _corrupted(
                 replicas,
                 functools.partial(_added, plan, plan.packs[packs[0]]),
             )
-            found = told(found, over, plan, packs, heard)
+            found = reported(found, over, plan, packs, heard)
             bad.update({k: found[j] for j, k in enumerate(packs)})
     return bad
 

@@ -43,24 +43,7 @@ def reduce_scatter(
     scope: Scope,
     layout: ShardLayout | None = None,
 ) -> Shards:
-    """This replica's part of the reduced tree; see `jc.reduce_scatter`.
-
-    Args:
-      reduce_op: SUM or MEAN.
-      value: a pytree of arrays.
-      axis_name: one axis, or several, outer first.
-      scope: options, world, and who wants to know.
-      layout: where the elements go; None: as the options say.
-
-    Returns:
-      This replica's shards, *varying*.
-
-    Raises:
-      NameError: an axis is not bound here.
-      ValueError: a leaf cannot be reduced or cut, the tree is not the layout's, or the options do
-        not fit.
-      AlreadyReducedError: a leaf is the same on every replica already.
-    """
+    """This replica's part of the reduced tree, laid out by `layout`; see `jc.reduce_scatter`."""
     axes = bound_axes(axis_name, "reduce_scatter")
     world = scope.world(axes)
     treedef, found = sharded_leaves(value, axes, "reduce_scatter")
@@ -95,20 +78,7 @@ def plan_scatter(
     scope: Scope,
     layout: ShardLayout | None = None,
 ) -> tuple[Plan, ShardLayout]:
-    """The plan of a `reduce_scatter`, and where its results lie.
-
-    Args:
-      treedef: the tree's structure.
-      found: its leaves, as `sharded_leaves` has them.
-      reduce_op: SUM or MEAN.
-      axes: names and sizes, outer first.
-      world: where it runs.
-      scope: options and terms.
-      layout: where the elements go; None: as the options say.
-
-    Raises:
-      ValueError: a leaf cannot be reduced, or the options do not fit.
-    """
+    """The plan of a `reduce_scatter` of the leaves `found`, and the layout of its results."""
     recipes = [_recipe(leaf, reduce_op, axes, world) for leaf in found]
     results = [_result_dtype(recipe) for recipe in recipes]
     if layout is None:
@@ -129,20 +99,7 @@ def plan_scatter(
 
 
 def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope) -> Any:
-    """The tree that `shards` are the parts of; see `jc.all_gather`.
-
-    Args:
-      shards: this replica's.
-      axis_name: the axes that they were made over.
-      scope: options, world, and who wants to know.
-
-    Returns:
-      The whole tree, *invariant*.
-
-    Raises:
-      NameError: an axis is not bound here.
-      ValueError: they were made over other axes, or for another number of replicas.
-    """
+    """The whole tree that `shards` are the parts of, *invariant*; see `jc.all_gather`."""
     axes = bound_axes(axis_name, "all_gather")
     layout = shards.layout
     if tuple(axes) != shards.axes or count(axes) != layout.replicas:

@@ -73,47 +73,20 @@ def shards_in(tree: Any) -> list[Shards]:
 
 
 def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any, tuple[Leaf, ...]]:
-    """The structure of a tree, and what a layout knows of its leaves.
+    """The structure of a tree that is to be cut over `axes`, and what a layout knows of its leaves.
 
-    Args:
-      tree: of arrays, numbers, or `jax.ShapeDtypeStruct`s.
-      axes: the axes over which it will be cut, and their sizes.
-      caller: the function to name in a message.
-
-    Returns:
-      The structure, and the leaves; leaves of one type that vary over the same other axes may
-      share a pack.
+    Leaves of one type that vary over the same other axes may share a pack.
 
     Raises:
-      ValueError: a leaf is no array, or of a kind that has no shards.
+      ValueError: a leaf is not an array, or of a kind that has no shards.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_special)
     leaves = []
     for path, leaf in flat:
-        name = jax.tree_util.keystr(path)
+        name, obstacle = jax.tree_util.keystr(path), _obstacle(leaf)
+        if obstacle is not None:
+            raise ValueError(f"`{caller}` cannot cut {where(name)} in shards: {obstacle}")
         dtype = getattr(leaf, "dtype", None)
-        if _is_special(leaf):
-            raise ValueError(
-                f"`{caller}` cannot cut {where(name)} in shards: expected an array, got "
-                f"{type(leaf).__name__}."
-                + (" `to_dense()` makes it one." if is_sparse(leaf) else "")
-            )
-        got = None if isinstance(leaf, jax.ShapeDtypeStruct) else no_array(leaf)
-        if got is not None:
-            raise ValueError(
-                f"`{caller}` cannot cut {where(name)} in shards: expected an array or a number, "
-                f"got {got}."
-            )
-        if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-            raise ValueError(
-                f"`{caller}` cannot cut {where(name)} in shards: {dtype} holds no numbers; leave "
-                "it out of the tree (None in its place)."
-            )
-        if isinstance(leaf, jax.Array) and _compat.is_partially_sharded(leaf):
-            raise ValueError(
-                f"`{caller}` cannot cut {where(name)} in shards: it is sharded over another axis "
-                "of the mesh already. Map that axis, too, in `jax.shard_map`."
-            )
         known = np.dtype(
             jax.dtypes.canonicalize_dtype(np.result_type(leaf) if dtype is None else dtype)
         )
@@ -125,25 +98,29 @@ def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any
     return treedef, tuple(leaves)
 
 
+def _obstacle(leaf: Any) -> str | None:
+    """Why a leaf cannot be cut in shards."""
+    if _is_special(leaf):
+        more = " `to_dense()` makes it one." if is_sparse(leaf) else ""
+        return f"expected an array, got {type(leaf).__name__}.{more}"
+    got = None if isinstance(leaf, jax.ShapeDtypeStruct) else no_array(leaf)
+    if got is not None:
+        return f"expected an array or a number, got {got}."
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return f"{dtype} holds no numbers; leave it out of the tree (None in its place)."
+    if isinstance(leaf, jax.Array) and _compat.is_partially_sharded(leaf):
+        return (
+            "it is sharded over another axis of the mesh already. Map that axis, too, in "
+            "`jax.shard_map`."
+        )
+    return None
+
+
 def own_part(
     value: Any, axis_name: Any, caller: str, *, scope: Scope, layout: ShardLayout | None = None
 ) -> Shards:
-    """This replica's part of a tree that all replicas hold: nothing is sent.
-
-    Args:
-      value: a pytree of arrays, the same everywhere.
-      axis_name: one axis, or several, outer first.
-      caller: the function to name in a message.
-      scope: options.
-      layout: where the elements go; None: as the options say.
-
-    Returns:
-      This replica's shards, *varying*.
-
-    Raises:
-      NameError: an axis is not bound here.
-      ValueError: the tree is not the layout's, or differs between replicas where that is known.
-    """
+    """This replica's part of a tree that all replicas hold, *varying*: nothing is sent."""
     axes = bound_axes(axis_name, caller)
     treedef, found = sharded_leaves(value, axes, caller)
     if layout is None:

@@ -85,6 +85,17 @@ def test_what_is_tiny_or_not_asked_for_is_left_to_the_compiler():
         assert any("xla_jf_crs_combiner_threshold_in_bytes" in r for r in asked.reasons)
 
 
+def test_two_mebibytes_are_the_most_that_is_left_to_the_compiler():
+    def overlaps(elements, **where):
+        leaf = jax.ShapeDtypeStruct((elements,), np.float32)
+        return known({"a": leaf, "b": jax.ShapeDtypeStruct((1,), np.float32)}, **where).overlap
+
+    assert not overlaps((2 << 20) // 4 - 1)
+    assert overlaps((2 << 20) // 4)
+    one = dataclasses.replace(H100, sizes=(1,), processes=1, hosts=1)
+    assert not overlaps(1 << 20, world=one)
+
+
 def test_on_cpus_the_plan_says_that_nothing_is_computed_meanwhile():
     plan = jc.plan(layers(2, 512), axis_size=8, options=ASKED)
     assert plan.overlap

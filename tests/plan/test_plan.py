@@ -9,7 +9,12 @@ import pytest
 
 import jaxcoll as jc
 from jaxcoll._plan.choose import choose
+from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import BytesPerPack
+from jaxcoll._plan.packs.shard_layout import layout_of
+from jaxcoll._plan.packs.shard_plan import plan_half
 from jaxcoll._plan.world import World
 
 TREE = {"w": jax.ShapeDtypeStruct((10, 10), jnp.float32), "b": np.zeros(10, np.float32), "s": 1.0}
@@ -115,3 +120,34 @@ def test_reads_the_mesh():
 def test_a_leaf_that_is_no_array_is_named(leaf):
     with pytest.raises(ValueError, match=r"`plan`: leaf \['q'\]: expected an array or a number"):
         jc.plan({"q": leaf}, axis_size=2)
+
+
+@pytest.mark.parametrize(
+    ("world", "asked", "planned", "steps"),
+    [
+        (World("cpu", (8,)), None, "native", 1),
+        (World("gpu", (8,), processes=8), None, "native", 1),
+        (World("cpu", (8,), processes=8), None, "halving_doubling", 3),
+        (World("cpu", (6,), processes=6), None, "shuffle", 1),
+        (World("cpu", (6,), processes=6), "ring", "ring", 5),
+        (World("cpu", (2, 4), processes=2), "ring/native", "ring/shuffle", 4),
+    ],
+    ids=str,
+)
+def test_the_halves_keep_clear_of_gloos_own_reduce_scatter(world, asked, planned, steps):
+    options = jc.CommunicationOptions(algorithm=asked)
+    leaf = Leaf("", (999,), np.dtype("f"), np.dtype("f"), world.sizes)
+    layout = layout_of(jax.tree.structure(0), (leaf,), world.replicas)
+    for half in ("reduce_scatter", "all_gather"):
+        plan = plan_half(half, ReduceOp.MEAN, layout, (leaf,), options, world, preset(world))
+        assert (plan.algorithm, plan.steps) == (planned, steps)
+        spared = planned != (asked or "native")
+        assert any("Gloo's own reduce-scatter sends more" in r for r in plan.reasons) == spared
+
+
+def test_a_gradient_of_an_integer_and_what_is_not_an_array_are_refused_by_their_path():
+    words = r"leaf \['a'\]: float0 is the gradient of an integer"
+    with pytest.raises(ValueError, match=words):
+        jc.plan({"a": np.zeros(3, jax.dtypes.float0)}, axis_size=2)
+    with pytest.raises(ValueError, match=r"leaf \['a'\]: an array of <U1 holds no"):
+        jc.plan({"a": np.array(["x"])}, axis_size=2)

@@ -49,6 +49,45 @@ def test_rates_of_products_by_type():
         dataclasses.replace(terms, rates=(("bf16", 0),))
 
 
+@pytest.mark.parametrize(
+    ("world", "call", "within", "between"),
+    [
+        (World("gpu", (2, 8), 2, device_kind="NVIDIA H200", hosts=2), 9.2e-6, 361e9, 47.5e9),
+        (World("gpu", (2, 8), 2, device_kind="NVIDIA B200", hosts=2), 17.4e-6, 668e9, 47.5e9),
+        (World("gpu", (2, 8), 2, device_kind="NVIDIA A100", hosts=2), 12e-6, 235e9, 23.75e9),
+        (World("tpu", (4, 4), 4, device_kind="TPU v5 lite"), 2e-6, 200e9, 3.1e9),
+        (World("tpu", (4, 4), 4, device_kind="TPU v6 lite"), 2e-6, 400e9, 12.5e9),
+        (World("tpu", (4, 4), 4, device_kind="TPU v5p"), 2e-6, 600e9, 6.25e9),
+        (World("tpu", (4, 4), 4, device_kind="TPU7x"), 2e-6, 300e9, 6.25e9),
+        (World("cpu", (2,), processes=2), 0.05e-3, 1 / 0.185e-9, 1 / 0.55e-9),
+    ],
+    ids=str,
+)
+def test_a_preset_has_the_figures_of_its_sources(world, call, within, between):
+    """Seconds of a call, bytes per second within and between hosts; the rest by its size."""
+    terms = preset(world)
+    assert terms.call == pytest.approx(call)
+    assert 1 / terms.within.per_byte == pytest.approx(within)
+    assert 1 / terms.between.per_byte == pytest.approx(between)
+    dimensions = {"TPU v5 lite": 2, "TPU v6 lite": 2, "TPU v5p": 3, "TPU7x": 3}
+    assert terms.within.torus == dimensions.get(world.device_kind, Link(0.0, 0.0).torus)
+    for seconds in (terms.within.step, terms.between.step, terms.array, terms.slice):
+        assert 5e-7 <= seconds <= 5e-4
+    for per_byte in (terms.reduce, terms.copy):
+        assert 1e-13 <= per_byte <= 1e-9
+
+
+def test_a_curve_for_fewer_devices_ends_at_their_bandwidth_and_keeps_its_latency():
+    eight, four = preset(World("gpu", (8,), device_kind="NVIDIA H200")).native[:2]
+    size, seconds = four.points[-1]
+    assert size * 2 * 3 / 4 / seconds == pytest.approx(363.3e9)
+    latency = eight.points[0][1]
+    assert four.points[0][1] == pytest.approx(latency)
+    pairs = zip(eight.points[1:], four.points[1:], strict=True)
+    factors = [(b - latency) / (a - latency) for (_, a), (_, b) in pairs]
+    assert factors == pytest.approx([factors[0]] * len(factors))
+
+
 def changed(**changes):
     return json.dumps({**preset(GLOO).to_dict(), **changes})
 

@@ -237,11 +237,15 @@ NOISY = "while True: print('x' * 100)"
 
 
 @pytest.mark.parametrize(
-    ("number", "flags", "status"),
-    [(signal.SIGTERM, [], 143), (signal.SIGINT, [], 130), (None, ["--timeout", "3"], 124)],
-    ids=["SIGTERM", "SIGINT", "timeout"],
+    ("number", "flags", "status", "merged"),
+    [
+        (signal.SIGTERM, [], 143, False),
+        (signal.SIGINT, [], 130, True),
+        (None, ["--timeout", "3"], 124, False),
+        (None, ["--timeout", "3"], 124, True),
+    ],
+    ids=["SIGTERM", "SIGINT, one file", "timeout", "timeout, one file"],
 )
-@pytest.mark.parametrize("merged", [False, True], ids=["apart", "one file"])
 def test_a_reader_who_reads_nothing_keeps_no_job_alive(tmp_path, number, flags, status, merged):
     errors = subprocess.STDOUT if merged else subprocess.PIPE
     started = subprocess.Popen(

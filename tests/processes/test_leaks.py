@@ -18,8 +18,14 @@ import jaxcoll as jc
 from jaxcoll._dispatch.watchdog import watchdog
 from jaxcoll._cluster.launch.local import free_port
 
+def children_of(thread):
+    try:
+        return open(f"/proc/self/task/{thread}/children").read()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+        return ""
+
 def held():
-    children = [open(f"/proc/self/task/{t}/children").read() for t in os.listdir("/proc/self/task")]
+    children = [children_of(thread) for thread in os.listdir("/proc/self/task")]
     names = sorted(thread.name for thread in threading.enumerate())
     files = len(os.listdir("/proc/self/fd"))
     return names, files, os.listdir(os.environ["TMPDIR"]), "".join(children).split()

@@ -193,15 +193,15 @@ def algorithms():
     """Every algorithm over one axis and over two, three processes with two devices each."""
     p = jax.sharding.PartitionSpec
     flat = ["native", "ring", "halving_doubling", "shuffle"]
-    said = [(("data",), {"algorithm": name}) for name in flat]
-    said += [(("data",), {"algorithm": "pscpu", "shards": 2})]
-    said += [(("data",), {"algorithm": "rechd", "shards": 3})]
+    cases = [(("data",), {"algorithm": name}) for name in flat]
+    cases += [(("data",), {"algorithm": "pscpu", "shards": 2})]
+    cases += [(("data",), {"algorithm": "rechd", "shards": 3})]
     names = ["nccl/xring", "nccl/rechd", "nccl/pscpu", "pscpu/pscpu", "rechd/nccl"]
-    said += [(("node", "data"), {"algorithm": name}) for name in names]
+    cases += [(("node", "data"), {"algorithm": name}) for name in names]
     values = np.random.default_rng(0).standard_normal((6, 1009)).astype("f")
     exact, size = values.astype(np.float64).sum(0), np.abs(values.astype(np.float64)).sum(0)
     results = {}
-    for axes, options in said:
+    for axes, options in cases:
         devices = np.array(jax.devices()).reshape((6,) if len(axes) == 1 else (3, 2))
         mesh = jax.sharding.Mesh(devices, axes)
         sharding = jax.NamedSharding(mesh, p(axes))
@@ -270,4 +270,4 @@ def _hash(array):
 
 
 if __name__ == "__main__":
-    print("RESULT " + json.dumps(globals()[sys.argv[1]]()))
+    print("RESULT " + json.dumps({name: globals()[name]() for name in sys.argv[1:]}))

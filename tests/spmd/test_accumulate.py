@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, lowered, mesh_of, run
+from cases import RUNNERS, close, lowered, mesh_of, run
 
 import jaxcoll as jc
 
@@ -64,13 +64,6 @@ def on_replicas(runner, f, n=4, batch=BATCH):
     return jax.tree.map(lambda x: x[0], run(runner, f, n, shares))
 
 
-def close(got, want, **tolerance):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    tolerance = {"rtol": 1e-5, "atol": 1e-6, **tolerance}
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(np.asarray(g), np.asarray(w), **tolerance)
-
-
 LOSSES = [
     (mean_loss, "mean"),
     (sum_loss, "sum"),
@@ -80,8 +73,14 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize(("loss", "op"), LOSSES, ids=[f.__name__ for f, _ in LOSSES])
+@pytest.mark.parametrize(
+    ("runner", "loss", "op"),
+    [
+        *(("checked", *each) for each in LOSSES),
+        *(("unchecked", *each) for each in LOSSES[2:]),
+        *((runner, *each) for runner in ("pmap", "vmap") for each in LOSSES[1:3]),
+    ],
+)
 def test_micro_batches_equal_the_whole_batch(runner, loss, op):
     step = jc.accumulate(loss, "data", 4, reduce_op=op)
     close(on_replicas(runner, lambda b: step(PARAMS, b)), whole(loss), rtol=3e-5)
@@ -229,7 +228,7 @@ def test_statistics_over_replicas_inside_the_loss_are_no_repetition():
 
 
 @pytest.mark.parametrize(
-    ("said", "args", "message"),
+    ("asked", "args", "message"),
     [
         ({}, (1.0, np.ones((6, 2), "f")), r"args\[1\] has 6 rows.*\(6 = 4 × 1 \+ 2\)"),
         ({}, (1.0, {"x": np.ones(8, "f"), "t": 2.0}), r"args\[1\]\['t'\] is a scalar"),
@@ -237,8 +236,8 @@ def test_statistics_over_replicas_inside_the_loss_are_no_repetition():
         ({"argnums": (0, 1)}, (1.0, np.ones(8, "f")), "argument 1 is in `argnums` and in"),
     ],
 )
-def test_a_batch_that_cannot_be_cut_is_refused(said, args, message):
-    step = jc.accumulate(lambda w, x: jnp.mean(w * x), "data", 4, **said)
+def test_a_batch_that_cannot_be_cut_is_refused(asked, args, message):
+    step = jc.accumulate(lambda w, x: jnp.mean(w * x), "data", 4, **asked)
     with pytest.raises(ValueError, match=message):
         run("vmap", lambda _: step(*args), 2, jnp.ones(2))
 

@@ -1,44 +1,45 @@
 """One suite for every algorithm, under every way to map a program over replicas."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    BRIEF,
-    OPTIONS,
-    RUNNERS,
-    THOROUGH,
-    assert_trees_equal,
-    lowered,
-    noise,
-    rows,
-    run,
-    tree,
-)
+from cases import BRIEF, OPTIONS, assert_trees_equal, lowered, noise, rows, run, tree
 
 import jaxcoll as jc
 
+EVERY = pytest.mark.parametrize(("name", "runner", "n"), BRIEF)
+MATRIX = (3, 5)
 
-def reduced(op, options, runner, n, value):
-    return run(runner, lambda x: jc.all_reduce(op, x, "data", options=options), n, value)
+
+@functools.cache
+def found(name, runner, n):
+    """What one program of this kind gives, for all the laws below: compiling it is what takes time."""
+    x, y = rows(n, 9, seed=1), rows(n, 9, seed=2)
+    value = {"tree": tree(n), "noise": noise(n, 37), "rows": rows(n, *MATRIX)}
+
+    def f(value, x, y):
+        reduce = lambda v, op="sum": jc.all_reduce(op, v, "data", options=OPTIONS[name])
+        return {
+            "sum": reduce(value["tree"]),
+            "mean": reduce(value["tree"], "mean"),
+            "noise": reduce({"x": value["noise"]})["x"],
+            "each row": jax.vmap(reduce)(value["rows"]),
+            "linear": (reduce(2 * x + y), 2 * reduce(x) + reduce(y)),
+        }
+
+    return value, jax.tree.map(np.asarray, run(runner, f, n, value, x, y))
 
 
-@pytest.mark.parametrize(
-    ("op", "name", "runner", "n"),
-    [("sum", *case) for case in THOROUGH] + [("mean", *case) for case in BRIEF],
-)
-def test_a_whole_tree_equals_the_reference_exactly_where_sums_are_exact(op, name, runner, n):
-    value = tree(n)
-
+def equals_the_reference(got, value, op, n):
     def reference(x):
         total = np.asarray(x).astype(np.float64).sum(0)
         dtype = np.float32 if op == "mean" and x.dtype == jnp.int32 else x.dtype
         return np.broadcast_to(total / n if op == "mean" else total, x.shape).astype(dtype)
 
-    got = reduced(op, OPTIONS[name], runner, n, value)
     want = jax.tree.map(reference, value)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -48,58 +49,59 @@ def test_a_whole_tree_equals_the_reference_exactly_where_sums_are_exact(op, name
         )
 
 
-@pytest.mark.parametrize(("name", "runner", "n"), BRIEF)
+@EVERY
+def test_a_whole_tree_equals_the_reference_exactly_where_sums_are_exact(name, runner, n):
+    value, got = found(name, runner, n)
+    for op in ("sum", "mean"):
+        equals_the_reference(got[op], value["tree"], op, n)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("n", [1, 4, 5, 6])
+def test_so_does_it_over_other_numbers_of_replicas(name, n):
+    value = tree(n)
+    f = lambda x: jc.all_reduce("sum", x, "data", options=OPTIONS[name])
+    equals_the_reference(run("checked", f, n, value), value, "sum", n)
+
+
+@EVERY
 def test_float32_sums_stay_within_n_eps_of_the_magnitudes(name, runner, n):
-    x = noise(n, 37)
-    got = np.asarray(reduced("sum", OPTIONS[name], runner, n, {"x": x})["x"], np.float64)
-    exact = np.asarray(x, np.float64).sum(0)
-    bound = n * np.finfo(np.float32).eps * np.abs(np.asarray(x, np.float64)).sum(0)
-    assert np.all(np.abs(got - exact) <= bound)
+    value, got = found(name, runner, n)
+    x = np.asarray(value["noise"], np.float64)
+    bound = n * np.finfo(np.float32).eps * np.abs(x).sum(0)
+    assert np.all(np.abs(got["noise"].astype(np.float64) - x.sum(0)) <= bound)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_replica_ends_with_the_same_bits(options, runner):
-    def f(x):
-        return jc.all_reduce("sum", x, "data", options=options)
-
-    if runner == "checked":
-        spec = jax.sharding.PartitionSpec
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[:7]), ("data",))
-        out = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec("data"), out_specs=spec()))(
-            noise(7, 13)
-        )
-        bits = [np.asarray(s.data).tobytes() for s in out.addressable_shards]
-    else:
-        bits = [np.asarray(row).tobytes() for row in run(runner, f, 7, noise(7, 13))]
-    assert len(bits) == 7
-    assert len(set(bits)) == 1
+@EVERY
+def test_every_replica_ends_with_the_same_bits(name, runner, n):
+    _, got = found(name, runner, n)
+    for leaf in jax.tree.leaves(got):
+        bits = [row.tobytes() for row in leaf]
+        assert len(bits) == n
+        assert len(set(bits)) == 1
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_reduction_is_linear(options, runner):
-    x, y = rows(4, 9, seed=1), rows(4, 9, seed=2)
-    f = lambda v: reduced("sum", options, runner, 4, v)
-    assert_trees_equal(f(2 * x + y), 2 * f(x) + f(y))
+@EVERY
+def test_reduction_is_linear(name, runner, n):
+    _, got = found(name, runner, n)
+    assert_trees_equal(*got["linear"])
+
+
+@EVERY
+def test_nested_vmap_reduces_each_row_by_itself(name, runner, n):
+    value, got = found(name, runner, n)
+    np.testing.assert_array_equal(got["each row"][0], np.asarray(value["rows"]).sum(0))
 
 
 @pytest.mark.parametrize(
-    ("name", "runner"), [*((name, "checked") for name in OPTIONS), ("auto", "unchecked")]
-)
-def test_works_without_jit(name, runner):
-    value = {"a": rows(3, 4), "b": rows(3)}
+    ("name", "runner", "n"),
+    [("auto", "unchecked", 2), ("auto", "checked", 2), ("ring", "checked", 2),
+     ("halving_doubling", "checked", 3), ("one-owner", "checked", 2)],
+)  # fmt: skip
+def test_works_without_jit(name, runner, n):
     f = lambda x: jc.all_reduce("mean", x, "data", options=OPTIONS[name])
-    got = run(runner, f, 3, value, jit=False)
-    np.testing.assert_allclose(got["a"][0], np.asarray(value["a"]).mean(0), rtol=1e-6)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_nested_vmap_reduces_each_row_by_itself(options, runner):
-    x = rows(4, 3, 5)
-    f = jax.vmap(lambda v: jc.all_reduce("sum", v, "data", options=options))
-    np.testing.assert_array_equal(run(runner, f, 4, x)[0], np.asarray(x).sum(0))
+    got = run(runner, f, n, {"a": rows(n, 4)}, jit=False)
+    np.testing.assert_allclose(got["a"][0], np.asarray(rows(n, 4)).mean(0), rtol=1e-6)
 
 
 def test_only_the_compilers_own_crosses_a_vmap_and_devices_at_once():
@@ -134,7 +136,7 @@ def test_an_axis_of_an_inner_vmap_can_be_reduced_too_where_jax_can():
 
 @pytest.mark.parametrize(
     ("shape", "checked"),
-    [*((shape, True) for shape in [(2, 4), (8, 1), (1, 8), (1, 1), (2, 3)]), ((2, 3), False)],
+    [((8, 1), True), ((1, 1), True), ((2, 3), True), ((2, 3), False)],
 )
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_tuple_of_axes_is_one_axis(shape, options, checked):

@@ -12,21 +12,21 @@ CASES = [(r, o) for r in RUNNERS for o in OPTIONS]
 
 
 @pytest.mark.parametrize(("runner", "name"), CASES)
-@pytest.mark.parametrize(("op", "want"), [("sum", 4.0), ("mean", 2.0)])
-def test_H13_H14_each_replica_differentiates_its_own_use(runner, name, op, want):
+def test_H13_H14_each_replica_differentiates_its_own_use(runner, name):
     """Replicas hold x = 42 and y = all_reduce(x) * c with c = 1 and 3."""
 
     def f(x, c):
-        reduce = lambda v: jc.all_reduce(op, v, "data", options=OPTIONS[name])
-        return jax.grad(lambda v: reduce(v) * c)(x)
+        reduce = lambda v, op: jc.all_reduce(op, v, "data", options=OPTIONS[name])
+        return [jax.grad(lambda v, op=op: reduce(v, op) * c)(x) for op in ("sum", "mean")]
 
-    got = per_replica(runner, f, 2, jnp.full((2,), 42.0), jnp.array([1.0, 3.0]))
-    np.testing.assert_array_equal(got, [want, want])
+    total, mean = per_replica(runner, f, 2, np.full(2, 42.0, "f"), np.array([1.0, 3.0], "f"))
+    np.testing.assert_array_equal(total, [4.0, 4.0])
+    np.testing.assert_array_equal(mean, [2.0, 2.0])
 
 
 @pytest.mark.parametrize(
-    ("name", "runner", "n"), [*BRIEF, *((name, runner, 1) for runner, name in CASES)]
-)
+    ("name", "runner", "n"), [*BRIEF, *((name, runner, 1) for runner, name in CASES if name in ("auto", "ring"))]
+)  # fmt: skip
 def test_the_vector_jacobian_product_is_the_same_reduction(name, runner, n):
     tangents = {"a": noise(n, 5), "b": (noise(n), noise(n, 2, 3))}
 

@@ -14,7 +14,7 @@ import jaxcoll as jc
 P = jax.sharding.PartitionSpec
 ALL = ("native", "ring", "halving_doubling", "shuffle")
 TENSORFLOW = ("nccl/xring", "nccl/rechd", "nccl/pscpu", "pscpu/pscpu")
-MESHES = ((2, 4), (4, 2), (2, 3), (1, 8), (8, 1), (1, 1), (2, 2))
+MESHES = ((2, 4), (1, 8), (8, 1), (1, 1))
 
 
 def mapped(f, shape, *, checked=True, in_specs=None, out_specs=None):
@@ -46,8 +46,9 @@ def agrees(got, x):
     ("algorithm", "shape", "checked"),
     [
         *((f"{a}/{b}", (2, 3), True) for a, b in itertools.product(ALL, ALL)),
-        *((name, shape, True) for name in TENSORFLOW for shape in MESHES),
-        *((name, shape, False) for name in TENSORFLOW for shape in ((2, 3), (4, 2))),
+        *((name, shape, True) for name in TENSORFLOW[1:3] for shape in MESHES),
+        *((name, (4, 2), True) for name in TENSORFLOW),
+        *((name, (2, 3), False) for name in TENSORFLOW),
     ],
 )
 def test_any_two_algorithms_make_an_all_reduce(algorithm, shape, checked):
@@ -71,12 +72,12 @@ def test_two_nested_vmaps_are_a_mesh_too(algorithm):
     x = rows(6, 7).reshape(2, 3, 7)
     options = jc.CommunicationOptions(algorithm=algorithm)
     f = lambda v: jc.all_reduce("sum", v, ("node", "data"), options=options)
-    got = jax.vmap(jax.vmap(f, axis_name="data"), axis_name="node")(x)
+    got = jax.jit(jax.vmap(jax.vmap(f, axis_name="data"), axis_name="node"))(x)
     np.testing.assert_array_equal(got, np.broadcast_to(np.asarray(x).sum((0, 1)), x.shape))
 
 
-@pytest.mark.parametrize("algorithm", [*TENSORFLOW, "ring/native"])
 @pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("algorithm", ["nccl/xring", "nccl/rechd", "pscpu/pscpu"])
 def test_the_derivative_is_the_same_reduction(algorithm, checked):
     options = jc.CommunicationOptions(algorithm=algorithm)
 
@@ -137,8 +138,10 @@ def test_a_single_axis_is_told_that_a_pair_is_needed():
 
 
 @pytest.mark.parametrize("algorithm", ["native", "ring", "halving_doubling", "shuffle"])
-@pytest.mark.parametrize("order", list(itertools.permutations(("a", "b", "c"))))
-def test_axes_in_another_order_than_the_meshs_are_the_same_sum(algorithm, order):
+@pytest.mark.parametrize(
+    ("order", "checks"), [("acb", True), ("bca", True), ("cba", True), ("bca", False)]
+)
+def test_axes_in_another_order_than_the_meshs_are_the_same_sum(algorithm, order, checks):
     """JAX's ppermute counts replicas in the mesh's order, its axis_index in that of the names."""
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     options = jc.CommunicationOptions(algorithm=algorithm)
@@ -146,13 +149,12 @@ def test_axes_in_another_order_than_the_meshs_are_the_same_sum(algorithm, order)
     x = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (8, 11)), jnp.float32)
 
     def f(v):
-        total = jc.all_reduce("sum", v[0], order, options=options)
-        return total, jc.all_gather(v, order, options=options)
+        total = jc.all_reduce("sum", v[0], tuple(order), options=options)
+        return total, jc.all_gather(v, tuple(order), options=options)
 
-    for checks in (True, False):
-        mapped = jax.shard_map(
-            f, mesh=mesh, in_specs=spec(order), out_specs=spec(), check_vma=checks
-        )
-        total, rows = jax.jit(mapped)(x)
-        np.testing.assert_array_equal(total, np.asarray(x).sum(0))
-        np.testing.assert_array_equal(rows, x)
+    mapped = jax.shard_map(
+        f, mesh=mesh, in_specs=spec(tuple(order)), out_specs=spec(), check_vma=checks
+    )
+    total, rows = jax.jit(mapped)(x)
+    np.testing.assert_array_equal(total, np.asarray(x).sum(0))
+    np.testing.assert_array_equal(rows, x)

@@ -19,7 +19,7 @@ from jaxcoll._spmd.algorithms.exchange import tree_sum
 
 P = jax.sharding.PartitionSpec
 SHAPES = {"a": (301,), "b": (), "c": (17, 3), "d": (64,)}
-SAID = {
+ASKED = {
     "auto": {},
     "one-pack": {"bytes_per_pack": 1 << 20},
     "small-packs": {"bytes_per_pack": 300},
@@ -29,8 +29,8 @@ SAID = {
 }
 
 
-def reproducible(**said):
-    return jc.CommunicationOptions(reproducible=True, **said)
+def reproducible(**asked):
+    return jc.CommunicationOptions(reproducible=True, **asked)
 
 
 def pairs_of(terms):
@@ -62,15 +62,17 @@ def differing(got, want):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "runner", "n", "said"),
+    ("dtype", "runner", "n", "asked"),
     [
-        *(("float32", r, n, s) for r in RUNNERS for n in (3, 8) for s in list(SAID)[: 6 if n == 8 else 5]),
-        *(("float32", "checked", n, s) for n in (2, 5, 6, 7) for s in ("auto", "shuffled-pack")),
-        *((d, "checked", n, s) for d in ("bfloat16", "float16") for n in (6, 8) for s in ("auto", "shuffle")),
+        *(("float32", "checked", n, s) for n in (3, 8) for s in list(ASKED)[: 6 if n == 8 else 5]),
+        *(("float32", r, *case) for r in RUNNERS if r != "checked"
+          for case in ((3, "one-pack"), (8, "auto"), (8, "shuffled-pack"), (8, "in-three"))),
+        *(("float32", "checked", n, s) for n, s in ((2, "auto"), (5, "shuffled-pack"), (6, "auto"), (7, "shuffled-pack"))),
+        *((d, "checked", n, s) for d in ("bfloat16", "float16") for n, s in ((6, "auto"), (8, "auto"), (8, "shuffle"))),
     ],
 )  # fmt: skip
-def test_every_element_is_summed_in_the_one_tree(dtype, runner, n, said):
-    options = reproducible(**SAID[said])
+def test_every_element_is_summed_in_the_one_tree(dtype, runner, n, asked):
+    options = reproducible(**ASKED[asked])
     products = factors(n, dtype)
 
     def f(pair):
@@ -85,8 +87,8 @@ def test_a_mean_that_goes_into_another_sum_keeps_its_bits(n):
     """A multiplication by 1/6 and an addition after it may otherwise become one rounding."""
     x, other = noise(n, 301), noise(n, 301, seed=1)[0]
 
-    def program(then, **said):
-        options = reproducible(**said)
+    def program(then, **asked):
+        options = reproducible(**asked)
         f = lambda v: then(jc.all_reduce("mean", {"a": v, "b": v[:7]}, "data", options=options))
         return run("checked", f, n, x)[0]
 
@@ -102,15 +104,15 @@ MESHES = [((2, 4), ("data", "node")), ((2, 2, 2), ("c", "a", "b")), ((3, 2), ("n
 @pytest.mark.parametrize(("shape", "names"), MESHES)
 def test_several_axes_are_counted_as_they_are_named(shape, names):
     n = math.prod(shape)
-    said = [{}, {"algorithm": "shuffle"}]
+    asked = [{}, {"algorithm": "shuffle"}]
     if shape != (2, 2, 2):
-        said += [{"algorithm": f"{a}/shuffle"} for a in ("shuffle", "halving_doubling")]
+        asked += [{"algorithm": f"{a}/shuffle"} for a in ("shuffle", "halving_doubling")]
     mesh = jax.make_mesh(shape, tuple(sorted(names)), axis_types=(jax.sharding.AxisType.Auto,) * len(shape))  # fmt: skip
     if names != tuple(sorted(names)):
         sizes = dict(zip(names, shape, strict=True))
         mesh = jax.make_mesh(tuple(sizes[a] for a in sorted(names)), tuple(sorted(names)), axis_types=mesh.axis_types)  # fmt: skip
     x = noise(n, 101)
-    for options in said:
+    for options in asked:
         f = jax.shard_map(
             lambda v, o=options: jc.all_reduce("sum", v[0], names, options=reproducible(**o)),
             mesh=mesh, in_specs=P(names), out_specs=P(),
@@ -159,11 +161,14 @@ def test_without_it_the_bits_depend_on_the_packing():
     assert sum(differing(*got).values())
 
 
-@pytest.mark.parametrize("runner", ["vmap", "pmap", "unchecked"])
-@pytest.mark.parametrize("said", ["one-pack", "shuffle", "shuffled-pack"])
-def test_the_cotangent_is_summed_in_the_same_tree(runner, said):
+@pytest.mark.parametrize(
+    ("runner", "asked"),
+    [("unchecked", "one-pack"), ("unchecked", "shuffle"), ("unchecked", "shuffled-pack"),
+     ("vmap", "one-pack"), ("pmap", "shuffle")],
+)  # fmt: skip
+def test_the_cotangent_is_summed_in_the_same_tree(runner, asked):
     """A checked `shard_map` sums it itself, before jaxcoll sees it."""
-    options, n = reproducible(**SAID[said]), 8
+    options, n = reproducible(**ASKED[asked]), 8
     left, right = factors(n, "float32")
 
     def f(pair):
@@ -185,7 +190,7 @@ def test_gradients_have_the_same_bits_for_every_packing(runner):
         return lambda x: jc.grad(loss, "data", options=options)(w, x)
 
     packed, alone, shuffled = (
-        jax.tree.map(lambda g: g[0], run(runner, step(reproducible(**SAID[s])), 8, x))
+        jax.tree.map(lambda g: g[0], run(runner, step(reproducible(**ASKED[s])), 8, x))
         for s in ("one-pack", "auto", "shuffle")
     )
     assert not any(differing(packed, alone).values())
@@ -224,7 +229,7 @@ def test_one_device_adds_in_the_same_tree():
 
 
 @pytest.mark.parametrize(
-    ("said", "named", "n"),
+    ("asked", "named", "n"),
     [
         ({"algorithm": "native"}, "native", 8),
         ({"implementation": "nccl"}, "native", 8),
@@ -233,14 +238,14 @@ def test_one_device_adds_in_the_same_tree():
         ({"algorithm": "pscpu", "shards": 2}, "shuffle' with 2 owners", 6),
     ],
 )
-def test_an_algorithm_with_another_order_is_refused(said, named, n):
+def test_an_algorithm_with_another_order_is_refused(asked, named, n):
     others = "'halving_doubling' or 'shuffle'" if n == 8 else "'shuffle'"
     named += "'" * ("'" not in named)
     words = f"`reproducible` asks for one order of summation, and '{named} has none over {n} repl"
     with pytest.raises(
         ValueError, match=f"{words}.* or ask for {others}( with `shards` unset)?\\."
     ):
-        run("vmap", lambda x: jc.all_reduce("sum", x, "data", options=reproducible(**said)), n, rows(n, 3))  # fmt: skip
+        run("vmap", lambda x: jc.all_reduce("sum", x, "data", options=reproducible(**asked)), n, rows(n, 3))  # fmt: skip
 
 
 def test_hierarchies_are_refused_where_groups_are_no_branches_of_the_tree():
@@ -255,8 +260,8 @@ def test_hierarchies_are_refused_where_groups_are_no_branches_of_the_tree():
 
 
 def test_one_replica_has_nothing_to_refuse():
-    for said in ({}, {"algorithm": "ring"}, {"implementation": "nccl"}):
-        f = lambda x, said=said: jc.all_reduce("sum", x, "data", options=reproducible(**said))
+    for asked in ({}, {"algorithm": "ring"}, {"implementation": "nccl"}):
+        f = lambda x, asked=asked: jc.all_reduce("sum", x, "data", options=reproducible(**asked))
         assert "stablehlo.collective" not in lowered(f, 1, rows(1, 4)).as_text()
         np.testing.assert_array_equal(run("checked", f, 1, rows(1, 4)), rows(1, 4))
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, lowered, mesh_of, run
+from cases import RUNNERS, close, lowered, mesh_of, run
 
 import jaxcoll as jc
 from jaxcoll import _compat
@@ -96,14 +96,8 @@ def on_replicas(runner, f, n, *batch, **how):
     return jax.tree.map(lambda x: x[0], run(runner, f, n, *shards(n, batch), **how))
 
 
-def close(got, want, **tolerance):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    tolerance = {"rtol": 2e-5, "atol": 2e-6, **tolerance}
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(np.asarray(g), np.asarray(w), **tolerance)
-
-
-CASES = [(r, m) for r in RUNNERS for m in MODELS if r != "vmap" or m in ("nested", "partly")]
+CASES = [(r, m) for r in ("checked", "unchecked") for m in MODELS]
+CASES += [("pmap", "nested"), ("vmap", "nested"), ("vmap", "partly")]
 
 
 @pytest.mark.parametrize(("runner", "name"), CASES)
@@ -127,7 +121,7 @@ def test_n_devices_equal_one(runner, name):
         mean = jax.value_and_grad(functools.partial(loss, same))(p, X)
         return mean, jax.tree.map(lambda g: 4 * g, mean[1]), jax.value_and_grad(weights)(p)
 
-    close(on_replicas(runner, replica, 4, X, WEIGHT), one(PARAMS))
+    close(on_replicas(runner, replica, 4, X, WEIGHT), one(PARAMS), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -15,14 +15,14 @@ P = jax.sharding.PartitionSpec
 SIZE = 10007
 FLAT = ("ring", "halving_doubling", "shuffle")
 PAIRS = [f"{a}/{b}" for a, b in itertools.product(("native", *FLAT), ("native", *FLAT))]
-MESHES = ((2, 4), (4, 2), (2, 3), (3, 2), (1, 8), (8, 1), (2, 2))
+MESHES = ((2, 4), (4, 2), (1, 8), (8, 1))
 
 
-def compiled_and_planned(shape, value, **said):
+def compiled_and_planned(shape, value, **asked):
     """The compiled program's collectives and the plan of a SUM over a mesh of this shape."""
     names = "node data".split()[-len(shape) :]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), names)
-    options = jc.CommunicationOptions(**said)
+    options = jc.CommunicationOptions(**asked)
     axes = tuple(names) if len(names) > 1 else names[0]
     f = jax.shard_map(
         lambda t: jc.all_reduce("sum", jax.tree.map(lambda x: x[0], t), axes, options=options),
@@ -49,21 +49,29 @@ def sent_by_the_busiest(collectives, n):
     return max(sent.values())
 
 
-@pytest.mark.parametrize("n", range(2, 9))
-@pytest.mark.parametrize("algorithm", FLAT)
+@pytest.mark.parametrize(
+    ("algorithm", "n"),
+    [
+        *(("halving_doubling", n) for n in range(2, 9)),
+        *itertools.product(("ring", "shuffle"), (2, 7, 8)),
+    ],
+)
 def test_no_algorithm_sends_more_than_it_has_to(algorithm, n):
     collectives, plan = compiled_and_planned((n,), np.zeros(SIZE, "f"), algorithm=algorithm)
     sent = sent_by_the_busiest(collectives, n)
     assert sent <= 1.01 * 2 * (n - 1) / n * 4 * SIZE
     assert sent == plan.wire_bytes
     assert len(collectives) == plan.steps
+    if algorithm == "halving_doubling":
+        assert plan.steps == 2 * math.ceil(math.log2(n)), "the fewest"
 
 
 @pytest.mark.parametrize(
     ("algorithm", "shape"),
     [
         *((pair, (2, 3)) for pair in PAIRS),
-        *itertools.product(["nccl/xring", "rechd/rechd"], MESHES),
+        *(("rechd/rechd", shape) for shape in MESHES),
+        ("nccl/xring", (3, 2)),
     ],
 )
 def test_neither_does_a_composition_of_two(algorithm, shape):
@@ -73,12 +81,6 @@ def test_neither_does_a_composition_of_two(algorithm, shape):
     assert sent <= 1.01 * 2 * (n - 1) / n * 4 * SIZE
     assert sent == plan.wire_bytes
     assert len(collectives) == plan.steps
-
-
-@pytest.mark.parametrize("n", range(2, 9))
-def test_halving_doubling_takes_the_fewest_steps(n):
-    collectives, _ = compiled_and_planned((n,), np.zeros(64, "f"), algorithm="rechd")
-    assert len(collectives) == 2 * math.ceil(math.log2(n))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])

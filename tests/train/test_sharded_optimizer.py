@@ -40,11 +40,15 @@ def loss(p, x):
 
 def steps(tx, params, state, count):
     """The reference: one device, the whole batch."""
+    one = jax.jit(functools.partial(_one, tx))
     for i in range(count):
-        grads = jax.grad(loss)(params, BATCHES[i % 2])
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = one(params, state, BATCHES[i % 2])
     return params, state
+
+
+def _one(tx, params, state, x):
+    updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+    return optax.apply_updates(params, updates), state
 
 
 def train_step(optimizer, n, grads="scatter"):
@@ -90,7 +94,7 @@ def test_fifty_steps_are_those_of_one_device(name, n, grads):
     optimizer = jc.sharded_optimizer(tx, "data", mesh=mesh_of(n), **more)
     step = train_step(optimizer, n, grads)
     params, state = PARAMS, optimizer.init(PARAMS)
-    one = jax.jit(lambda p, s, x: _one(whole, p, s, x))
+    one = jax.jit(functools.partial(_one, whole))
     want, want_state = PARAMS, whole.init(PARAMS)
     for i in range(50):
         params, state = step(params, state, BATCHES[i % 2])
@@ -98,11 +102,6 @@ def test_fifty_steps_are_those_of_one_device(name, n, grads):
     close(params, want)
     if name != "clipped":  # there the reference has a state more, that of the clipping
         close(optimizer.unshard(state), want_state)
-
-
-def _one(tx, params, state, x):
-    updates, state = tx.update(jax.grad(loss)(params, x), state, params)
-    return optax.apply_updates(params, updates), state
 
 
 def test_clipping_is_by_the_norm_of_all_shards_and_only_if_that_is_large():

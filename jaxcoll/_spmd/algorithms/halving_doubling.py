@@ -28,16 +28,7 @@ from jaxcoll._spmd.algorithms.exchange import passed_on, swapped, turned
 
 
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """This replica's own shard, summed over all replicas along `axes`.
-
-    Args:
-      shards: of shape (n, k), one row for each of n replicas, *varying* where types tell.
-      axes: names of the axes, outer first.
-
-    Returns:
-      Row `rank` of the sum, of shape (k,), *varying*. Cost: ⌈log2 n⌉ steps; (n-1)/n of the bytes
-      leave each device.
-    """
+    """Row `rank` of the sum of (n, k) rows, by ⌈log2 n⌉ steps; (n-1)/n of the bytes are sent."""
     rank, bits = lax.axis_index(axes), _bits(len(shards))
     if bits is None:
         return _handed_around(turned(shards, rank), axes)
@@ -51,17 +42,7 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
-    """The replicas' shards along `axes`.
-
-    Args:
-      shard: this replica's own, of shape (k,).
-      count: how many there are: n, as many as replicas.
-      axes: names of the axes, outer first.
-
-    Returns:
-      All shards in the replicas' order, of shape (count, k), typed *varying*, with the same bits
-      everywhere. Cost: ⌈log2 n⌉ steps; (n-1)/n of their bytes leave each device.
-    """
+    """All replicas' shards, of shape (count, k), by ⌈log2 n⌉ steps; (n-1)/n of their bytes."""
     held, rank, bits = shard[None], lax.axis_index(axes), _bits(count)
     if bits is None:
         for many, few in reversed(_halvings(count)):
@@ -77,7 +58,7 @@ def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array
 
 
 def _bits(n: int) -> Sequence[int] | None:
-    """The bits of a replica's number, lowest first; None if n is no power of two."""
+    """The bits of a replica's number, lowest first; None if n is not a power of two."""
     exponent = n.bit_length() - 1
     return [1 << k for k in range(exponent)] if n == 1 << exponent else None
 

@@ -14,16 +14,7 @@ from jaxcoll._spmd.algorithms.exchange import passed_on, turned
 
 
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """This replica's own shard, summed over all replicas along `axes`.
-
-    Args:
-      shards: of shape (n, k), one row for each of n replicas, *varying* where types tell.
-      axes: names of the axes, outer first; the ring visits the replicas in that order.
-
-    Returns:
-      Row `rank` of the sum, of shape (k,), *varying*. Cost: n-1 steps; (n-1)/n of the bytes
-      leave each device.
-    """
+    """Row `rank` of the sum of (n, k) rows, by n-1 steps; (n-1)/n of the bytes are sent."""
     n, rank = len(shards), lax.axis_index(axes)
 
     def own_part_of(step: int) -> jax.Array:
@@ -37,17 +28,7 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
-    """The replicas' shards along `axes`.
-
-    Args:
-      shard: this replica's own, of shape (k,).
-      count: how many there are: n, as many as replicas.
-      axes: names of the axes, outer first.
-
-    Returns:
-      All shards in the replicas' order, of shape (count, k), typed *varying*, with the same bits
-      everywhere. Cost: n-1 steps; (n-1)/n of their bytes leave each device.
-    """
+    """All replicas' shards, of shape (count, k), by n-1 steps; (n-1)/n of their bytes are sent."""
     gathered = [shard]
     for _ in range(1, count):
         gathered.append(passed_on(gathered[-1], axes, 1))

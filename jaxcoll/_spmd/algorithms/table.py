@@ -14,14 +14,20 @@ from jaxcoll._spmd.algorithms import halving_doubling, native, ring, shuffle
 
 
 class Algorithm(Protocol):
-    """The two halves of an all-reduce, as every algorithm's file defines them."""
+    """The two halves of an all-reduce, as every algorithm's file defines them.
+
+    `axes` are names of mapped axes, outer first; `rank` counts replicas along them in that order.
+    """
 
     def reduce_scatter(self, shards: jax.Array, axes: tuple[str, ...], /) -> jax.Array:
-        """Sum rows over the replicas; this replica's own, of `shards` of shape (m, k)."""
+        """Row `rank` of the sum over the replicas of `shards`, of shape (m, k); *varying*."""
         ...
 
     def all_gather(self, shard: jax.Array, count: int, axes: tuple[str, ...], /) -> jax.Array:
-        """The first `count` replicas' shards, of shape (count, k), everywhere the same bits."""
+        """The first `count` replicas' shards of shape (k,), in order, everywhere the same bits.
+
+        The result has shape (count, k) and is typed *varying*.
+        """
         ...
 
 
@@ -71,19 +77,7 @@ def _summed(flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> ja
 
 
 def reduce_scatter(blocks: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
-    """This replica's block of `blocks`, summed over all replicas along the axes of the stages.
-
-    Args:
-      blocks: of shape (n, rows, lanes), a block for each replica, the outermost counting slowest.
-      stages: as in `all_reduce`, one for each axis from inner to outer.
-      axes: as in `all_reduce`.
-
-    Returns:
-      Of shape (rows, lanes), *varying*. Cost: half of the stages' all-reduce.
-
-    Raises:
-      ValueError: as in `all_reduce`.
-    """
+    """This replica's block of the sum of `blocks`, of shape (n, rows, lanes); *varying*."""
     block = blocks.shape[1:]
     for stage in stages:
         m = stage.replicas
@@ -98,19 +92,7 @@ def reduce_scatter(blocks: jax.Array, stages: Sequence[Stage], axes: Sequence[st
 
 
 def all_gather(shard: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
-    """What `reduce_scatter` has taken apart.
-
-    Args:
-      shard: this replica's block, of shape (rows, lanes).
-      stages: as in `all_reduce`.
-      axes: as in `all_reduce`.
-
-    Returns:
-      All blocks, of shape (n, rows, lanes), *invariant*. Cost: half of the stages' all-reduce.
-
-    Raises:
-      ValueError: as in `all_reduce`.
-    """
+    """All replicas' blocks of shape (rows, lanes), stacked: the inverse of `reduce_scatter`."""
     block = shard.shape
     blocks = shard[None]
     for stage in reversed(stages):

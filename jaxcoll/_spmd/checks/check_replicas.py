@@ -60,7 +60,7 @@ class ReplicaCheck:
     def divergent(self) -> dict[str, tuple[tuple[str, ...], ...]]:
         """Of each leaf that differs the replicas in groups that agree, largest first; on the host.
 
-        The first group is the majority, if there is one: a group as large as the next is none.
+        The first group is the majority if it is larger than the second.
         """
         digests = np.asarray(self.digests if self.digests.ndim == 3 else _first(self.digests))
         found = {}
@@ -82,7 +82,7 @@ class ReplicaCheck:
         found = self.divergent()
         if not found:
             return
-        lines = [f"  {where(path)}: {_said(groups)}" for path, groups in found.items()]
+        lines = [f"  {where(path)}: {_described(groups)}" for path, groups in found.items()]
         more = f"\n  … and {_leaves(len(lines) - 20)} more" if len(lines) > 20 else ""
         differ = "differs" if len(found) == 1 else "differ"
         raise ReplicaDivergenceError(
@@ -95,20 +95,7 @@ class ReplicaCheck:
 
 
 def check_replicas(tree: Any, axis_name: Any, *, scope: Scope) -> ReplicaCheck:
-    """Compare the replicas along mapped axes; see `jc.check_replicas`.
-
-    Args:
-      tree: a pytree of arrays.
-      axis_name: one axis, or several, outer first.
-      scope: the world.
-
-    Returns:
-      The digests of all replicas, *invariant* over the axes.
-
-    Raises:
-      NameError: an axis is not bound here.
-      ValueError: a leaf is no array.
-    """
+    """Digests of all replicas along mapped axes, *invariant*; see `jc.check_replicas`."""
     axes = bound_axes(axis_name, "check_replicas")
     paths, leaves = arrays_of(tree)
     names = tuple(map(str, range(count(axes))))
@@ -123,7 +110,7 @@ def arrays_of(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
     """Paths and leaves; of typed keys their data.
 
     Raises:
-      ValueError: a leaf is no array.
+      ValueError: a leaf is not an array.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     paths = tuple(jax.tree_util.keystr(path) for path, _ in flat)
@@ -150,8 +137,8 @@ def _leaves(n: int) -> str:
     return counted(n, "leaf", "leaves")
 
 
-def _said(groups: Sequence[Sequence[str]]) -> str:
-    """Who differs from whom, in words."""
+def _described(groups: Sequence[Sequence[str]]) -> str:
+    """Which replicas differ from which, in words."""
     largest, *others = groups
     if len(largest) == 1:
         return f"all {len(groups)} hold different values"

@@ -1,4 +1,4 @@
-"""Who is told, from inside a program, which packs a checksum has found corrupted."""
+"""The call from a running program to the host that names the packs a checksum found corrupted."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Heard = Callable[[tuple[Corruption, ...], Hashable, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Told:
-    """What one program says of some packs; equal by value, as it is part of a program's key."""
+class _Reporter:
+    """Reports some packs of one plan; equal by value, because it is part of a program's key."""
 
     plan: Plan
     packs: tuple[int, ...]
@@ -28,16 +28,16 @@ class _Told:
     def __call__(self, wrong: np.ndarray, group: int, member: int) -> None:
         worst = wrong.reshape(-1, len(self.packs)).max(0)
         found = [(k, int(n)) for k, n in zip(self.packs, worst, strict=True) if n > 0]
-        said = tuple(Corruption.of(self.plan, k, n) for k, n in found)
-        self.heard(said, (self.plan.world, group), member)
+        corruptions = tuple(Corruption.of(self.plan, k, n) for k, n in found)
+        self.heard(corruptions, (self.plan.world, group), member)
 
 
-def told(
+def reported(
     wrong: jax.Array, over: tuple[str, ...], plan: Plan, packs: Sequence[int], heard: Heard
 ) -> jax.Array:
-    """`wrong` itself, of which the host is told where it is not zero.
+    """`wrong` itself; where it is not zero, the host is called.
 
-    Who uses the result waits for the host, so that a program that has ended has told.
+    The result depends on that call, so a program that uses it does not end before the call.
 
     Args:
       wrong: for each pack how many replicas hold what cannot be its sum; *invariant* over `over`.
@@ -51,5 +51,5 @@ def told(
     others = tuple(a for a in mapped if a not in over)
     group = lax.axis_index(others) if others else np.int32(0)
     member = lax.axis_index(over)
-    said = _Told(plan, tuple(packs), heard)
-    return _compat.as_invariant(callback.told(wrong, group, member, said), over)
+    reporter = _Reporter(plan, tuple(packs), heard)
+    return _compat.as_invariant(callback.told(wrong, group, member, reporter), over)
