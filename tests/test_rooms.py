@@ -116,7 +116,7 @@ def complaints(room: str, name: str, source: str) -> list[str]:
     for line, word in spoken(tree):
         if word in FORBIDDEN_WORDS.get(room, set()):
             found.append(f"{name}:{line}: {room} may not say {word!r}")
-        if word in PRIVATE_TO_JAX - ({"_jax"} if room == "_compat" else set()):
+        if word == "_src" or (word in PRIVATE_TO_JAX and room != "_compat"):
             found.append(f"{name}:{line}: {word} is private to JAX")
     if room in FLOOR and room not in ("__main__", "cli", "demos", "bench"):
         found += [
