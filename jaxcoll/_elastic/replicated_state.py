@@ -20,7 +20,7 @@ from jaxcoll._elastic.membership import Crew
 from jaxcoll._errors import ProgramMismatchError, ReplicaDivergenceError
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
-from jaxcoll._show.counts import counted
+from jaxcoll._show.units import counted
 from jaxcoll._step.data_parallel import data_parallel
 
 Together = Callable[..., Any]

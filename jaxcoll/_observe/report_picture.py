@@ -16,20 +16,15 @@ from jaxcoll._observe.overlap import exposed
 from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._observe.predicted_time import predicted
 from jaxcoll._observe.report_text import packs_in_words, totals
+from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, bare, page
 from jaxcoll._show.units import counted, scaled, size
 
 if TYPE_CHECKING:
     from jaxcoll._observe.report import Report
 
-INK, FAINT, LINE, PALE = "#1d2433", "#717a8a", "#dfe3e9", "#f4f6f8"
 PRODUCTS, BUSY = "#b9c1cc", "#3d4a5c"
-COLOURS = (
-    "#1f6f8b", "#e2725b", "#6a9f58", "#b07aa1", "#d9a441", "#4e79a7", "#c1587c", "#5b8f8c",
-    "#8c6d46", "#7b6fb0",
-)  # fmt: skip
 LEFT, RIGHT = 0.105, 0.965
 MOST_LANES = 14
-WIDE, HIGH = 12.8, 7.2
 
 
 def draw(report: Report, seconds: Callable[[Collective], float] | None = None) -> Figure:
@@ -43,10 +38,8 @@ def draw(report: Report, seconds: Callable[[Collective], float] | None = None) -
     Returns:
       The figure. It is matplotlib's own kind, apart from pyplot's state, and needs no screen.
     """
-    figure = Figure(figsize=(WIDE, HIGH), dpi=150, facecolor="white")
     title = f"{report.name} on {report.where or counted(report.devices, 'device')}"
-    figure.text(0.04, 0.925, title, size=21, weight="bold", color=INK)
-    figure.text(0.04, 0.877, _subtitle(report), size=11, color=FAINT)
+    figure = page(title, _subtitle(report))
     lanes = _lanes(report)
     _legend(figure)
     axes = figure.add_axes((LEFT, 0.29, RIGHT - LEFT, 0.49))
@@ -107,11 +100,8 @@ def _schedule(axes: Axes, report: Report, lanes: Sequence[Lane]) -> None:
             _span(axes, report.collectives[k], y, colour, end)
         _sizes(axes, report, ks, y, end)
     axes.text(-end * 0.008, 0.55, "matrix\nproducts", size=10, color=FAINT, ha="right", va="center")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(LINE)
+    bare(axes, labelsize=10)
     axes.set_yticks([])
-    axes.tick_params(colors=FAINT, length=0, labelsize=10)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes.set_xlabel("instruction of the compiled schedule", color=FAINT, size=10, loc="right")

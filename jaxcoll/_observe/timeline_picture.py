@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from jaxcoll._observe.report_picture import COLOURS, FAINT, INK, LINE
 from jaxcoll._observe.timeline import Timeline, timeline
+from jaxcoll._show.style import COLOURS, FAINT, INK, bare, page
 from jaxcoll._show.units import milliseconds, percent
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 MULTIPLIES, WAITS = "#3d4a5c", "#e2725b"
 CARRIES = (COLOURS[0], "#6fb3c4")
-WIDE, HIGH = 12.8, 2.45
+HIGH = 2.45
 TOP, BOTTOM = 0.95, 0.75
-"""Inches: of a figure, of each panel, and of what is above and below all."""
+"""Inches: of each panel, and of what is above and below all."""
 
 
 def draw(reports: Mapping[str, Report]) -> Figure:
@@ -37,7 +37,7 @@ def draw(reports: Mapping[str, Report]) -> Figure:
     """
     played = {name: timeline(report) for name, report in reports.items()}
     high = TOP + BOTTOM + HIGH * len(played)
-    figure = Figure(figsize=(WIDE, high), dpi=150, facecolor="white")
+    figure = page(high=high)
     first = next(iter(reports.values()))
     figure.text(0.04, 1 - 0.42 / high, f"One step on {first.where}", size=17, weight="bold",
                 color=INK, va="center")  # fmt: skip
@@ -66,11 +66,8 @@ def _panel(axes: Axes, name: str, played: Timeline, end: float, *, is_last: bool
         axes.text(-end * 0.008, y, words, size=10.5, color=FAINT, ha="right", va="center")
     axes.text(0, 2.16, name, size=12, weight="bold", color=INK, va="bottom")
     axes.text(end, 2.16, _said(played), size=10.5, color=FAINT, va="bottom", ha="right")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(LINE)
+    bare(axes, labelsize=9.5)
     axes.set_yticks([])
-    axes.tick_params(colors=FAINT, length=0, labelsize=9.5)
     axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     if is_last:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from jaxcoll._plan.world import World
-from jaxcoll._show.counts import counted
+from jaxcoll._show.units import counted
 
 DESCRIPTIONS = {
     "native": "the compiler's own collectives",

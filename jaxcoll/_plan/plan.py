@@ -28,7 +28,7 @@ from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack
 from jaxcoll._plan.packs.shard_layout import padded
 from jaxcoll._plan.world import World
-from jaxcoll._show.counts import counted
+from jaxcoll._show.units import counted
 
 
 @dataclasses.dataclass(frozen=True)

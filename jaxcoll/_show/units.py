@@ -1,12 +1,26 @@
-"""Numbers, sizes and times as people read them, and lines of a width."""
+"""Numbers, counts, sizes and times as people read them, and lines of a width."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxcoll._show.counts import counted as counted
-
 WIDTH = 118
+"""Characters of a line of a report."""
+
+
+def counted(n: int, noun: str, many: str = "") -> str:
+    """A number with its noun.
+
+    Args:
+      n: how many.
+      noun: what one is called.
+      many: what several are called; "": the noun with an s.
+
+    Examples:
+      >>> counted(1, "device"), counted(1200, "op"), counted(0, "leaf", "leaves")
+      ('1 device', '1,200 ops', '0 leaves')
+    """
+    return f"{n:,} {noun if n == 1 else many or noun + 's'}"
 
 
 def size(nbytes: int) -> str:

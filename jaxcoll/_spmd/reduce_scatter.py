@@ -18,7 +18,7 @@ from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
 from jaxcoll._plan.packs.shard_plan import plan_half
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
-from jaxcoll._show.counts import counted
+from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.arithmetic import Recipe, before, divided
 from jaxcoll._spmd.axes import bound_axes, count

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxcoll._mesh.mesh import checked_mesh, given_mesh, takes_mesh
 from jaxcoll._mesh.placement import is_array
-from jaxcoll._show.counts import counted
+from jaxcoll._show.units import counted
 from jaxcoll._step.data_parallel import DataParallel
 from jaxcoll._train.row_orders import apart, is_rounding, spreads
 

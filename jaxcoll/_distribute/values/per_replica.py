@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcoll._distribute.values.assemble import assembled, own_devices, part_on, viewed
 from jaxcoll._mesh.mesh import checked_devices, line_of, no_mesh
-from jaxcoll._show.counts import counted
+from jaxcoll._show.units import counted
 
 AXIS = "replica"
 """The mesh axis along which every distributed value lies."""

@@ -9,7 +9,7 @@ import itertools
 import math
 import statistics
 
-from jaxcoll._show.counts import counted
+from jaxcoll._show.units import counted
 
 
 @dataclasses.dataclass(frozen=True)

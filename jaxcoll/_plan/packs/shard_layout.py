@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import BytesPerPack, Pack, plan_packs
-from jaxcoll._show.counts import counted
+from jaxcoll._show.units import counted
 
 LANES = 128
 """Elements of a row. TPUs hold rows of 128; of a flat buffer they make no reduce-scatter."""

@@ -14,7 +14,7 @@ from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.shard_layout import LANES, ShardLayout
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
-from jaxcoll._show.counts import counted
+from jaxcoll._show.units import counted
 
 Half = Literal["reduce_scatter", "all_gather"]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxcoll._errors import ReplicaDivergenceError
 from jaxcoll._plan.packs.leaves import no_array, where
-from jaxcoll._show.counts import counted
+from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.checks.digest import WORDS, digest
 from jaxcoll._spmd.gather import all_gather

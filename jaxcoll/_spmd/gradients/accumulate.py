@@ -22,7 +22,7 @@ from jaxcoll._errors import ReductionInLoopWarning
 from jaxcoll._jaxpr.loop_reductions import moved_reductions, told
 from jaxcoll._jaxpr.retrace import traced
 from jaxcoll._plan.packs.leaves import no_array
-from jaxcoll._show.counts import counted
+from jaxcoll._show.units import counted
 from jaxcoll._spmd.arithmetic import wide
 
 _MOVABLE = """\

@@ -15,7 +15,7 @@ from jaxcoll._jaxpr.replication import check_gradients, has, same_outputs
 from jaxcoll._jaxpr.retrace import Traced, traced
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.overlap import wants_order
-from jaxcoll._show.counts import counted
+from jaxcoll._show.units import counted
 from jaxcoll._spmd import metrics
 from jaxcoll._spmd.arithmetic import halved, halvings, quotient
 from jaxcoll._spmd.axes import bound_axes, count

@@ -1,0 +1,90 @@
+"""Rows under named columns, as text and as HTML."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from jaxcoll._show.units import shortened
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of text that is built already; it only aligns and escapes.
+
+    Attributes:
+      columns: the names above them.
+      align: a character for each column, "<" for left and ">" for right.
+      rows: the cells of each row, one for each column.
+      below: for each row, a line beneath it that spans all columns but the first; "" for none.
+      more: a last line, which says what is left out; "" for none.
+
+    Examples:
+      >>> print(Table(("pack", "carries"), "><", [("0", "['w']"), ("12", "['b']")]).text())
+      pack  carries
+         0  ['w']
+        12  ['b']
+    """
+
+    columns: tuple[str, ...]
+    align: str
+    rows: Sequence[Sequence[str]]
+    below: Sequence[str] = ()
+    more: str = ""
+
+    def text(self, width: int | None = None) -> str:
+        """The table in columns.
+
+        Args:
+          width: where longer lines end in "…"; None: nowhere.
+        """
+        table = [self.columns, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        indent = " " * (widths[0] + 2)
+        lines = []
+        for cells, beneath in zip(table, ["", *self._below], strict=True):
+            padded = map("{:{}{}}".format, cells, self.align, widths)
+            lines.append("  ".join(padded).rstrip())
+            lines += [indent + beneath] if beneath else []
+        lines = lines if width is None else [shortened(line, width) for line in lines]
+        return "\n".join([*lines, self.more] if self.more else lines)
+
+    def html(self) -> str:
+        """The table as HTML, in the colours of the page that it stands in."""
+        body = []
+        for cells, beneath in zip(self.rows, self._below, strict=True):
+            body.append(self._row("td", cells))
+            if beneath:
+                style = "text-align:left;opacity:.65"
+                body.append(f"<tr><td></td>{_spanning(len(self.align) - 1, beneath, style)}</tr>")
+        if self.more:
+            body.append(f"<tr>{_spanning(len(self.align), self.more)}</tr>")
+        head = self._row("th", self.columns)
+        return f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
+
+    @property
+    def _below(self) -> Sequence[str]:
+        return self.below or [""] * len(self.rows)
+
+    def _row(self, tag: str, cells: Iterable[str]) -> str:
+        sides = ("right" if side == ">" else "left" for side in self.align)
+        return (
+            "<tr>"
+            + "".join(
+                f"<{tag} style='text-align:{side}'>{escape(cell)}</{tag}>"
+                for cell, side in zip(cells, sides, strict=True)
+            )
+            + "</tr>"
+        )
+
+
+def _spanning(columns: int, cell: str, style: str = "") -> str:
+    styled = f" style='{style}'" if style else ""
+    return f"<td colspan='{columns}'{styled}>{escape(cell)}</td>"
+
+
+def lines_html(lines: Iterable[str], style: str = "") -> str:
+    """Each line in a block of its own."""
+    styled = f" style='{style}'" if style else ""
+    return "".join(f"<div{styled}>{escape(line)}</div>" for line in lines)
