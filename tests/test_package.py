@@ -85,7 +85,7 @@ def test_wheel_is_typed_and_complete_and_imports_by_itself(tmp_path):
     sources = {
         str(path.relative_to(REPOSITORY).as_posix())
         for path in (REPOSITORY / "jaxcoll").rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".toml") or path.name == "py.typed"
     }
     assert "jaxcoll/py.typed" in names
     assert {n for n in names if ".dist-info/" not in n} == sources

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._plan.plan_text import COLUMNS
+from jaxcoll._plan.plan import COLUMNS
 from jaxcoll.cli.main import main
 from jaxcoll.demos.demo_report import _plan
 from jaxcoll.demos.demonstration import Outcome

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 import json
 import math
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
-from jaxcoll._plan import plan_html, plan_json, plan_text
+from jaxcoll._plan import plan_json
 from jaxcoll._plan.algorithms import Stage, stages, steps, wire_elements
 from jaxcoll._plan.cost.model import Cost, Prices, loads
 from jaxcoll._plan.cost.terms import Terms
@@ -25,10 +25,18 @@ from jaxcoll._plan.packs.automatic import (
     temporary_bytes,
 )
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import Pack
+from jaxcoll._plan.packs.packing import Pack, Segment
 from jaxcoll._plan.packs.shard_layout import padded
 from jaxcoll._plan.world import World
+from jaxcoll._show import codec
+from jaxcoll._show.table import Table, lines_html
 from jaxcoll._show.units import counted
+
+COLUMNS = ("pack", "dtype", "algorithm", "leaves", "bytes", "carries")
+MOST_ROWS, MOST_ROWS_HTML = 20, 40
+"""Rows that `str(plan)` shows, and a notebook; the rest are counted."""
+
+_VALUE = "(the value)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,12 +185,53 @@ class Plan:
         return overlap.compiler_options(platform, kind) if self.overlap and not chained else {}
 
     def carried(self, pack: int) -> str:
-        """The first and the last leaf that a pack carries."""
-        return _carried(self.leaves, self.packs[pack])
+        """The first and the last leaf that a pack carries, with the part of it where it is cut."""
+
+        def name(segment: Segment) -> str:
+            leaf = self.leaves[segment.leaf]
+            start, end = segment.start, segment.start + segment.size
+            part = f" elements {start}:{end}" if segment.size < leaf.size else ""
+            return (leaf.path or _VALUE) + part
+
+        ends = (self.packs[pack].segments[0], self.packs[pack].segments[-1])
+        return " … ".join(map(name, ends[: len(self.packs[pack].segments)]))
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain numbers and strings, bytes and elements counted on one replica."""
-        return plan_json.to_dict(self)
+        # What can be derived, for other programs; then `fields`, from which it is made again.
+        return {
+            "format": plan_json.FORMAT,
+            "version": plan_json.VERSION,
+            "collective": self.collective,
+            "reduce_op": self.reduce_op.name,
+            "algorithm": self.algorithm,
+            "reproducible": self.reproducible,
+            "overlap": self.overlap,
+            "in_backward": self.in_backward,
+            "checksum": self.checksum,
+            "platform": self.world.platform,
+            "replicas": self.world.replicas,
+            "axis_sizes": list(self.world.sizes),
+            "processes": self.world.processes,
+            "leaves": len(self.leaves),
+            "bytes": self.nbytes,
+            "steps": self.steps,
+            "wire_bytes_per_device": self.wire_bytes,
+            "temporary_bytes": self.temporary_bytes,
+            "predicted_seconds": self.predicted.seconds,
+            "predicted_from": self.terms.source,
+            "alternatives": codec.plain(self.alternatives),
+            "reasons": list(self.reasons),
+            "packs": [plan_json.described(pack, self.leaves) for pack in self.packs],
+            "gathers": [plan_json.gathered(leaf) for leaf in self.gathers],
+            "fields": {
+                "leaves": [plan_json.plain_kind(leaf) for leaf in self.leaves],
+                "packs": [plan_json.plain_kind(pack) for pack in self.packs],
+                "owners": self.owners,
+                "world": codec.plain(self.world),
+                "terms": self.terms.to_dict(),
+            },
+        }
 
     def to_json(self) -> str:
         """`to_dict()` as JSON text."""
@@ -203,38 +252,23 @@ class Plan:
 
     def rows(self) -> list[tuple[str, str, str, str, str, str]]:
         """The table's cells: pack or "rows", dtype, algorithm, leaves, bytes, what it carries."""
-        return [
-            (
-                str(k),
-                pack.dtype.name,
-                pack.algorithm,
-                str(len(pack.segments)),
-                f"{pack.nbytes:,}",
-                _carried(self.leaves, pack),
-            )
-            for k, pack in enumerate(self.packs)
-        ] + [
-            (
-                "rows",
-                leaf.dtype.name,
-                "native",
-                "1",
-                f"{leaf.gathers:,}",
-                leaf.path or "(the value)",
-            )
+        packs = [
+            (str(k), p.dtype.name, p.algorithm, str(len(p.segments)), f"{p.nbytes:,}", carries)
+            for k, p in enumerate(self.packs)
+            for carries in [self.carried(k)]
+        ]
+        rows = [
+            ("rows", leaf.dtype.name, "native", "1", f"{leaf.gathers:,}", leaf.path or _VALUE)
             for leaf in self.gathers
         ]
-
-    @property
-    def _called(self) -> str:
-        named = f"{self.collective} {self.reduce_op.name}"
-        return self.collective if self.collective == "all_gather" else named
+        return packs + rows
 
     @property
     def headline(self) -> str:
         """What is reduced over what, and what that sends, in one sentence."""
+        called = self.collective + f" {self.reduce_op.name}" * (self.collective != "all_gather")
         return (
-            f"{self._called} of {counted(len(self.leaves), 'leaf', 'leaves')}, "
+            f"{called} of {counted(len(self.leaves), 'leaf', 'leaves')}, "
             f"{counted(self.nbytes, 'byte')} a replica, over {self.world}: "
             f"{counted(len(self.packs) + 2 * len(self.gathers), 'array')}, "
             f"{counted(self.steps, 'step')}, {counted(self.wire_bytes, 'wire byte')} a device"
@@ -252,26 +286,27 @@ class Plan:
 
     def text(self) -> str:
         """What `str(plan)` shows, with all rows of the table."""
-        return plan_text.text(self)
+        return self._text(Table(COLUMNS, ">>>>><", self.rows()))
 
     def __str__(self) -> str:
-        return plan_text.text(self, plan_text.MOST)
+        rows = self.rows()
+        shown = rows if len(rows) <= MOST_ROWS else rows[: MOST_ROWS - 1]
+        left = len(rows) - len(shown)
+        more = f"… and {left:,} more: `plan.text()`, or --all-rows, shows them" if left else ""
+        return self._text(Table(COLUMNS, ">>>>><", shown, more=more))
+
+    def _text(self, table: Table) -> str:
+        return "\n".join([self.headline, *self.reasons, self.prediction, table.text()])
 
     def _repr_html_(self) -> str:
-        return plan_html.html(self)
+        rows = self.rows()
+        left = len(rows) - MOST_ROWS_HTML
+        more = f"… and {left:,} more" if left > 0 else ""
+        table = Table(COLUMNS, "><<>><", rows[:MOST_ROWS_HTML], more=more).html() if rows else ""
+        return (
+            f"<div><p><b>{html.escape(self.headline)}</b></p>{lines_html(self.reasons)}"
+            f"{lines_html([self.prediction], 'opacity:.65')}{table}</div>"
+        )
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
-
-
-def _carried(leaves: Sequence[Leaf], pack: Pack) -> str:
-    """The first and the last leaf of a pack, with the part of it where it is cut."""
-
-    def name(segment: Any) -> str:
-        leaf = leaves[segment.leaf]
-        cut = segment.size < leaf.size
-        part = f" elements {segment.start}:{segment.start + segment.size}" if cut else ""
-        return (leaf.path or "(the value)") + part
-
-    first, last = name(pack.segments[0]), name(pack.segments[-1])
-    return first if len(pack.segments) == 1 else f"{first} … {last}"

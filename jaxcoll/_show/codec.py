@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-LATER = {"later": True}
-"""Metadata of a field that older files do not have; it then reads as its default."""
+OPTIONAL = {"optional": True}
+"""Metadata of a field that a file may lack, as older ones do; it then reads as its default."""
 
 
 def plain(value: Any) -> Any:
@@ -37,11 +37,11 @@ def read(kind: Any, data: Any) -> Any:
     """The value of type `kind` that `plain` gave `data` for.
 
     Law: `read(type(x), plain(x)) == x`. A key that is missing or unknown, and a value of another
-    type, are errors; but for fields marked `LATER`.
+    type, are errors; but for fields marked `OPTIONAL`.
 
     Args:
-      kind: a dataclass, `np.dtype`, an enum, a number, `str`, `bool`, `tuple[...]`, `X | Y` or
-        `Literal` of these. A value of any other type is taken as it is.
+      kind: a dataclass, `np.dtype`, an enum, a number, `str`, `bool`, `tuple[...]`, `dict[...]`,
+        `X | Y` or `Literal` of these. A value of any other type is taken as it is.
       data: from JSON. A list stands for a dataclass, too, its fields in their order.
 
     Raises:
@@ -57,6 +57,8 @@ def read(kind: Any, data: Any) -> Any:
         if len(kinds) != len(data):
             raise ValueError(_expected(kind, data))
         return tuple(map(read, kinds, data))
+    if origin is dict and isinstance(data, Mapping):
+        return {read(args[0], key): read(args[1], value) for key, value in data.items()}
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _read_fields(kind, data)
     if kind is np.dtype:
@@ -98,7 +100,7 @@ def _read_fields(kind: type, data: Any) -> Any:
         data = dict(zip(known, data, strict=False))
     if not isinstance(data, Mapping):
         raise ValueError(_expected(kind, data))
-    needed = {name for name, (_, later) in known.items() if not later}
+    needed = {name for name, (_, optional) in known.items() if not optional}
     for what, names in (("lacks", needed - set(data)), ("has no", set(data) - set(known))):
         if names:
             raise ValueError(f"{kind.__name__} {what} {', '.join(sorted(map(str, names)))}")
@@ -107,9 +109,9 @@ def _read_fields(kind: type, data: Any) -> Any:
 
 @functools.cache
 def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
-    """The type of each field, and whether older files may lack it."""
+    """The type of each field, and whether a file may lack it."""
     hints = typing.get_type_hints(kind)
-    return {f.name: (hints[f.name], "later" in f.metadata) for f in dataclasses.fields(kind)}
+    return {f.name: (hints[f.name], "optional" in f.metadata) for f in dataclasses.fields(kind)}
 
 
 def _expected(kind: Any, data: Any) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 import jaxcoll as jc
-from jaxcoll._plan.plan_text import COLUMNS
+from jaxcoll._plan.plan import COLUMNS
 from jaxcoll.bench.terminal import new_console
 from jaxcoll.demos.demonstration import LEAST_ACCURACY, MOST_DIFFERENCE, Outcome, Traffic, counted
 

@@ -28,7 +28,7 @@ class Shape:
     colour: Colour
     pair: tuple[str, int] | None
     by: Literal["name", "size"]
-    closed: bool = dataclasses.field(default=False, metadata=codec.LATER)
+    closed: bool = dataclasses.field(default=False, metadata=codec.OPTIONAL)
 
 
 SHAPE = Shape((Point(1, 2.5), Point(3, 4)), np.dtype("int8"), Colour.RED, ("a", 1), "size", True)

@@ -13,6 +13,8 @@ from typing import Any
 
 from jaxcoll._plan.cost.curve import Curve
 from jaxcoll._plan.world import World
+from jaxcoll._show import codec
+from jaxcoll._show.units import counted
 
 FORMAT = "jaxcoll terms"
 VERSION = 1
@@ -60,16 +62,9 @@ class Key:
         return max(1, -(-self.replicas // islands))
 
     def __str__(self) -> str:
-        counts = (("replica", self.replicas), ("process", self.processes), ("host", self.hosts))
-        return ", ".join(
-            [
-                " ".join(part for part in (self.backend, self.device_kind) if part),
-                *(
-                    f"{k} {name}{('es' if name[-1] == 's' else 's') * (k > 1)}"
-                    for name, k in counts
-                ),
-            ]
-        )
+        named = " ".join(filter(None, (self.backend, self.device_kind)))
+        replicas, hosts = counted(self.replicas, "replica"), counted(self.hosts, "host")
+        return f"{named}, {replicas}, {counted(self.processes, 'process', 'processes')}, {hosts}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +128,7 @@ class Terms:
     slice: float = 0.0
     combine: int = 0
     native: tuple[Curve, ...] = ()
-    rates: tuple[tuple[str, float], ...] = ()
+    rates: tuple[tuple[str, float], ...] = dataclasses.field(default=(), metadata=codec.OPTIONAL)
 
     def __post_init__(self) -> None:
         if 0 in dict(self.rates).values():
@@ -157,14 +152,13 @@ class Terms:
 
     def to_dict(self) -> dict[str, Any]:
         """The terms in plain numbers and strings, with a version and the world's key."""
-        return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        return {"format": FORMAT, "version": VERSION, **codec.plain(self)}
 
     def to_json(self) -> str:
         """`to_dict()` as JSON text, which `read_terms` reads back."""
         return json.dumps(self.to_dict(), indent=2)
 
 
-_AGAIN = "calibrate again, or delete the file to use the preset"
 _NUMBERS = ("call", "array", "reduce", "copy", "slice", "combine")
 
 
@@ -217,23 +211,9 @@ def terms_of(data: dict[str, Any]) -> Terms:
     _check_ours(data)
     given = {name: value for name, value in data.items() if name not in ("format", "version")}
     try:
-        return Terms(
-            **{
-                **given,
-                "key": Key(**given["key"]),
-                "within": Link(**given["within"]),
-                "between": Link(**given["between"]),
-                "native": tuple(
-                    Curve(tuple((size, t) for size, t in c["points"]), c["replicas"], c["islands"])
-                    for c in given["native"]
-                ),
-                "rates": tuple((dtype, rate) for dtype, rate in given.get("rates", ())),
-            }
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"these cost terms are damaged: {type(error).__name__}: {error}; {_AGAIN}."
-        ) from error
+        return codec.read(Terms, given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"these cost terms are damaged: {error}; {_AGAIN}.") from error
 
 
 def _check_ours(data: Any) -> None:

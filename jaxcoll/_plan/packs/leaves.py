@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.world import World
+from jaxcoll._show.codec import OPTIONAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Leaf:
     kind: Hashable = ()
     solid: bool = False
     indices: np.dtype | None = None
-    ready: int | None = None
+    ready: int | None = dataclasses.field(default=None, metadata=OPTIONAL)
 
     @property
     def size(self) -> int:
