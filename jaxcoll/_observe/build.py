@@ -9,7 +9,8 @@ from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._observe.parse.hlo import read_program
 from jaxcoll._observe.parse.narrow_sums import narrow_sums
 from jaxcoll._observe.parse.stablehlo import read_stablehlo
-from jaxcoll._observe.report import PackedLeaves, Report
+from jaxcoll._observe.report import Report
+from jaxcoll._observe.report_data import PackedLeaves
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.plan import Plan
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from jaxcoll._observe.parse.collective import Collective
+from jaxcoll._observe.report_data import ReportData
+from jaxcoll._show.table import Table
 from jaxcoll._show.units import counted, milliseconds, percent, scaled, shortened, size
 
-if TYPE_CHECKING:
-    from jaxcoll._observe.report import Report
 
-
-def summary(report: Report) -> str:
+def summary(report: ReportData) -> str:
     """What travels behind matrix products, and what is predicted to be left; "" if nothing does."""
     shares = report.overlap.shares
     if not shares:
@@ -22,17 +20,17 @@ def summary(report: Report) -> str:
         for kind, share in shares.items()
     ]
     beside = f", {scaled(report.overlap.flops)}FLOP of them" * (report.overlap.flops > 0)
-    said = f"behind matrix products: {', '.join(bytes_behind)}{beside}"
+    text = f"behind matrix products: {', '.join(bytes_behind)}{beside}"
     if report.seconds is None:
-        return said
-    return f"{said}; predicted {milliseconds(report.seconds)} of communication{_left(report)}"
+        return text
+    return f"{text}; predicted {milliseconds(report.seconds)} of communication{_left(report)}"
 
 
 def _in(kind: str, kinds: int) -> str:
     return "sent" if kinds == 1 else f"in {kind}"
 
 
-def _left(report: Report) -> str:
+def _left(report: ReportData) -> str:
     if report.exposed_seconds is None or not report.seconds:
         return ""
     if report.exposed_seconds == report.seconds:
@@ -41,7 +39,7 @@ def _left(report: Report) -> str:
     return f", {milliseconds(report.exposed_seconds)} exposed ({share})"
 
 
-def against(report: Report, other: Report, name: str, other_name: str) -> str:
+def against(report: ReportData, other: ReportData, name: str, other_name: str) -> str:
     """A table of two programs: a row for each figure, and the first's over the second's.
 
     Args:
@@ -50,18 +48,15 @@ def against(report: Report, other: Report, name: str, other_name: str) -> str:
       name: of the first.
       other_name: of the second.
     """
-    rows = [("", shortened(name, 30), shortened(other_name, 30), "ratio")]
-    for said, mine, its in zip(_SAID, _figures(report), _figures(other), strict=True):
+    columns = ("", shortened(name, 30), shortened(other_name, 30), "ratio")
+    rows = []
+    for figure, mine, its in zip(_FIGURES, _figures(report), _figures(other), strict=True):
         if mine[0] or its[0]:
-            rows.append((said, mine[0] or "–", its[0] or "–", _ratio(mine[1], its[1])))
-    widths = [max(len(row[c]) for row in rows) for c in range(4)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(row[c].rjust(widths[c]) for c in (1, 2, 3))]).rstrip()
-        for row in rows
-    )
+            rows.append((figure, mine[0] or "–", its[0] or "–", _ratio(mine[1], its[1])))
+    return Table(columns, "<>>>", rows).text()
 
 
-_SAID = (
+_FIGURES = (
     "requested",
     "compiled, of one run",
     "asynchronous of these",
@@ -76,7 +71,7 @@ _SAID = (
 )
 
 
-def _figures(report: Report) -> list[tuple[str, float | None]]:
+def _figures(report: ReportData) -> list[tuple[str, float | None]]:
     """Each in words, and as a number where a ratio says something."""
     found = report.collectives
     asynchronous = [c for c in found if c.is_async]
@@ -100,7 +95,7 @@ def _figures(report: Report) -> list[tuple[str, float | None]]:
     ]
 
 
-def _requested(report: Report) -> int:
+def _requested(report: ReportData) -> int:
     trips: Sequence[int | None] = [
         report.requested_trips(i) for i in range(len(report.requested or ()))
     ]

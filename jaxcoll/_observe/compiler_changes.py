@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from jaxcoll._observe.parse.collective import Collective
-
-if TYPE_CHECKING:
-    from jaxcoll._observe.report import Report
+from jaxcoll._observe.report_data import ReportData
 
 
-def changes(report: Report, k: int) -> Iterable[str]:
+def changes(report: ReportData, k: int) -> Iterable[str]:
     """In words, what became of what `report.collectives[k]` carries out."""
     c, origin = report.collectives[k], report.origins[k]
     if report.requested is not None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jaxcoll._observe.compiler_changes import changes
 from jaxcoll._observe.match import Origin
 from jaxcoll._observe.parse.calls import Loop, Matmul
-from jaxcoll._observe.parse.collective import Collective, Groups, Meanwhile, Operand
+from jaxcoll._observe.parse.collective import Collective, Groups
+from jaxcoll._observe.report_data import PackedLeaves, ReportData
 from jaxcoll._plan.cost.terms import terms_of
-
-if TYPE_CHECKING:
-    from jaxcoll._observe.report import Report
+from jaxcoll._show import codec
 
 
-def to_dict(report: Report) -> dict[str, Any]:
+def to_dict(report: ReportData) -> dict[str, Any]:
     """The report's own fields, and beside them what can be derived: totals, packs, changes."""
     groups: dict[Groups, int] = {}
     requested = None
@@ -28,7 +29,7 @@ def to_dict(report: Report) -> dict[str, Any]:
             "again": origin.again,
             "packs": list(report.packs_of(k)),
             "leaves": list(report.leaves_of(k)),
-            "changes": list(report.changes(k)),
+            "changes": list(changes(report, k)),
             "predicted_seconds": report.seconds_of(k),
             "exposed_seconds": report.exposed_of(k),
         }
@@ -60,8 +61,8 @@ def to_dict(report: Report) -> dict[str, Any]:
             {"name": p.name, "dtype": p.dtype, "bytes": p.nbytes, "leaves": list(p.leaves)}
             for p in report.packs
         ],
-        "matmuls": [[m.name, m.flops, m.trips, m.at, m.dtype] for m in report.matmuls],
-        "loops": [[x.name, x.trips, x.at, x.until] for x in report.loops],
+        "matmuls": [list(codec.plain(m).values()) for m in report.matmuls],
+        "loops": [list(codec.plain(x).values()) for x in report.loops],
         "instructions": report.instructions,
         "uncounted": list(report.uncounted),
         "notes": list(report.notes),
@@ -69,70 +70,57 @@ def to_dict(report: Report) -> dict[str, Any]:
     }
 
 
-def fields(data: Mapping[str, Any], pack: type) -> dict[str, Any]:
-    """The fields of the report that `to_dict` took apart.
-
-    Args:
-      data: what `to_dict` returned.
-      pack: the class of `Report.packs`.
-
-    Returns:
-      The arguments of `Report`.
-    """
-    groups = [tuple(tuple(group) for group in each) for each in data["groups"]]
+def fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the `Report` that `to_dict` took apart."""
+    groups = codec.read(tuple[Groups, ...], data["groups"])
     asked = data["requested"]
-    return {
-        "name": data["name"],
-        "where": data["where"],
-        "devices": data["devices"],
-        "requested": None if asked is None else tuple(_read(r, groups) for r in asked),
-        "collectives": tuple(_read(c, groups) for c in data["compiled"]),
-        "origins": tuple(
-            Origin(tuple(c["requested"]), c["requested_known_by"], c["again"])
-            for c in data["compiled"]
-        ),
-        "packs": tuple(
-            pack(p["name"], p["dtype"], p["bytes"], tuple(p["leaves"])) for p in data["packs"]
-        ),
-        "matmuls": tuple(Matmul(*m) for m in data["matmuls"]),
-        "loops": tuple(Loop(*x) for x in data["loops"]),
-        "instructions": data["instructions"],
-        "uncounted": tuple(data["uncounted"]),
-        "notes": tuple(data["notes"]),
-        "terms": None if data["terms"] is None else terms_of(data["terms"]),
+    same = {name: data[name] for name in ("name", "where", "devices", "instructions")}
+    read = {
+        name: codec.read(kind, data[name])
+        for name, kind in (
+            ("matmuls", tuple[Matmul, ...]),
+            ("loops", tuple[Loop, ...]),
+            ("uncounted", tuple[str, ...]),
+            ("notes", tuple[str, ...]),
+        )
     }
+    return (
+        same
+        | read
+        | {
+            "requested": None if asked is None else tuple(_read(r, groups) for r in asked),
+            "collectives": tuple(_read(c, groups) for c in data["compiled"]),
+            "origins": tuple(
+                codec.read(Origin, [c["requested"], c["requested_known_by"], c["again"]])
+                for c in data["compiled"]
+            ),
+            "packs": tuple(
+                codec.read(PackedLeaves, [p["name"], p["dtype"], p["bytes"], p["leaves"]])
+                for p in data["packs"]
+            ),
+            "terms": None if data["terms"] is None else terms_of(data["terms"]),
+        }
+    )
 
 
 def _collective(c: Collective, groups: dict[Groups, int]) -> dict[str, Any]:
-    return {
-        "kind": c.kind,
-        "name": c.name,
+    derived = {
         "operands": [[operand.dtype, list(operand.shape)] for operand in c.operands],
         "bytes": c.nbytes,
         "wire_bytes": c.wire_bytes,
-        "trips": c.trips,
-        "group_size": c.group_size,
-        "groups": groups.setdefault(c.groups, len(groups)),
-        "computation": c.computation,
-        "loops": list(c.loops),
-        "branches": [list(branch) for branch in c.branches],
-        "is_async": c.is_async,
-        "meanwhile": None if c.meanwhile is None else c.meanwhile._asdict(),
-        "at": c.at,
-        "until": c.until,
-        "op_name": c.op_name,
-        "source": c.source,
+        "groups": groups.setdefault(c.groups, len(groups)),  # each once; they are long
     }
+    data = codec.plain(c) | derived
+    return {name: data[name] for name in _IN_ORDER}
 
 
-def _read(data: Mapping[str, Any], groups: list[Groups]) -> Collective:
-    during = data["meanwhile"]
-    same = ("kind", "name", "group_size", "computation", "trips", "is_async", "op_name", "source")
-    return Collective(
-        **{key: data[key] for key in (*same, "at", "until")},
-        operands=tuple(Operand(dtype, tuple(shape)) for dtype, shape in data["operands"]),
-        groups=groups[data["groups"]],
-        branches=tuple((site, branch) for site, branch in data["branches"]),
-        loops=tuple(data["loops"]),
-        meanwhile=None if during is None else Meanwhile(**during),
-    )
+_IN_ORDER = (
+    *("kind", "name", "operands", "bytes", "wire_bytes", "trips", "group_size", "groups"),
+    *("computation", "loops", "branches", "is_async", "meanwhile", "at", "until", "op_name"),
+    "source",
+)
+
+
+def _read(data: Mapping[str, Any], groups: tuple[Groups, ...]) -> Collective:
+    known = {f.name: data[f.name] for f in dataclasses.fields(Collective)}
+    return codec.read(Collective, {**known, "groups": groups[data["groups"]]})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,19 +14,17 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from jaxcoll._observe.overlap import exposed
 from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._observe.predicted_time import predicted
+from jaxcoll._observe.report_data import ReportData
 from jaxcoll._observe.report_text import packs_in_words, totals
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, bare, page
 from jaxcoll._show.units import counted, scaled, size
-
-if TYPE_CHECKING:
-    from jaxcoll._observe.report import Report
 
 PRODUCTS, BUSY = "#b9c1cc", "#3d4a5c"
 LEFT, RIGHT = 0.105, 0.965
 MOST_LANES = 14
 
 
-def draw(report: Report, seconds: Callable[[Collective], float] | None = None) -> Figure:
+def draw(report: ReportData, seconds: Callable[[Collective], float] | None = None) -> Figure:
     """A figure of 1,920 × 1,080 pixels.
 
     Args:
@@ -48,7 +45,7 @@ def draw(report: Report, seconds: Callable[[Collective], float] | None = None) -
     return figure
 
 
-def _subtitle(report: Report) -> str:
+def _subtitle(report: ReportData) -> str:
     made = totals(report.collectives, [c.trips for c in report.collectives])
     asked = ""
     if report.requested is not None:
@@ -62,7 +59,7 @@ Lane = tuple[str, str, list[int]]
 """A label, a colour, and positions in `report.collectives`."""
 
 
-def _lanes(report: Report) -> list[Lane]:
+def _lanes(report: ReportData) -> list[Lane]:
     """Collectives by the pack they carry, or by the line that asked for them, or by kind."""
     found: dict[str, list[int]] = {}
     for k, c in enumerate(report.collectives):
@@ -76,7 +73,7 @@ def _lanes(report: Report) -> list[Lane]:
     return [(label, COLOURS[n % len(COLOURS)], ks) for n, (label, ks) in enumerate(lanes)]
 
 
-def _schedule(axes: Axes, report: Report, lanes: Sequence[Lane]) -> None:
+def _schedule(axes: Axes, report: ReportData, lanes: Sequence[Lane]) -> None:
     """Instructions from left to right; below, what multiplies; above, what travels meanwhile."""
     end = max(report.instructions, 1)
     top = max(len(lanes) + 1.55, 4.5)
@@ -107,7 +104,7 @@ def _schedule(axes: Axes, report: Report, lanes: Sequence[Lane]) -> None:
     axes.set_xlabel("instruction of the compiled schedule", color=FAINT, size=10, loc="right")
 
 
-def _products(axes: Axes, report: Report, end: int) -> None:
+def _products(axes: Axes, report: ReportData, end: int) -> None:
     """A stroke for each product, as high as its share of the largest's arithmetic."""
     most = max((m.flops for m in report.matmuls), default=0)
     spans = [(c.at, c.until) for c in report.collectives if c.is_async]
@@ -158,7 +155,7 @@ def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
     )  # fmt: skip
 
 
-def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) -> None:
+def _sizes(axes: Axes, report: ReportData, ks: Sequence[int], y: float, end: int) -> None:
     """What leaves a device, behind the last of a lane or before the first, where there is room."""
     each = [report.collectives[k] for k in ks]
     sent = sum((c.trips or 1) * c.wire_bytes for c in each)
@@ -172,7 +169,7 @@ def _sizes(axes: Axes, report: Report, ks: Sequence[int], y: float, end: int) ->
     )  # fmt: skip
 
 
-def _hidden(axes: Axes, report: Report, seconds: Callable[[Collective], float] | None) -> None:
+def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], float] | None) -> None:
     """One bar: what matrix products hide, and what everything else waits for."""
     known = report.terms
     source = "as `seconds` predicts" if seconds else ""

@@ -7,71 +7,53 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 from jaxcoll._observe import compare
+from jaxcoll._observe.compiler_changes import changes
 from jaxcoll._observe.parse.collective import Collective, Meanwhile
+from jaxcoll._observe.report_data import ReportData
+from jaxcoll._show.table import Table, lines_html
 from jaxcoll._show.units import WIDTH, counted, fold, scaled, shortened, size, some
-
-if TYPE_CHECKING:
-    from jaxcoll._observe.report import Report
 
 MOST = 40
 """Rows of each table; the rest are counted."""
 
 COLUMNS = ("#", "kind", "from", "dtype", "bytes", "runs", "wire bytes", "meanwhile", "what became")
-_RIGHT = {"#", "from", "bytes", "runs", "wire bytes"}
 
 
-def text(report: Report) -> str:
+def text(report: ReportData) -> str:
     """The headline, a row for each compiled collective, what was dropped, and the notes."""
-    alike = like(report)
-    rows = [COLUMNS, *(row(report, each) for each in alike[:MOST])]
-    parts = [fold(line) for line in (headline(report), compare.summary(report)) if line]
+    lines = [headline(report), compare.summary(report)]
+    parts = [fold(line) for line in lines if line]
     if report.count:
-        widths = [max(len(r[c]) for r in rows) for c in range(len(COLUMNS) - 1)]
-        lines = []
-        for cells, each in zip(rows, [[], *alike], strict=False):
-            aligned = [
-                cell.rjust(w) if name in _RIGHT else cell.ljust(w)
-                for cell, w, name in zip(cells, widths, COLUMNS, strict=False)
-            ]
-            lines.append(shortened("  ".join([*aligned, cells[-1]]).rstrip(), WIDTH))
-            if each and (below := carried(report, each[0])):
-                lines.append(" " * (widths[0] + 2) + shortened(below, WIDTH - widths[0] - 2))
-        parts.append("\n".join([*lines, *_more(alike)]))
+        parts.append(_table(report).text(WIDTH))
     if report.dropped:
         parts.append("\n".join(_dropped(report)))
-    parts += [fold(line) for line in _notes(report)]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *map(fold, _notes(report))])
 
 
-def html(report: Report) -> str:
-    """The same as tables of HTML, in the colours of the page that they stand in."""
-    head = "".join(f"<th style='text-align:{_side(c)}'>{c}</th>" for c in COLUMNS)
-    body = []
-    alike = like(report)
-    for each in alike[:MOST]:
-        cells = "".join(
-            f"<td style='text-align:{_side(name)}'>{_html.escape(cell)}</td>"
-            for name, cell in zip(COLUMNS, row(report, each), strict=True)
-        )
-        below = _html.escape(shortened(carried(report, each[0]), 2 * WIDTH))
-        more = f"<td colspan='8' style='text-align:left;opacity:.65'>{below}</td>"
-        body.append(f"<tr>{cells}</tr>" + (f"<tr><td></td>{more}</tr>" if below else ""))
-    body += [f"<tr><td colspan='9'>{line}</td></tr>" for line in _more(alike)]
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-    rest = [*_dropped(report), *_notes(report)]
-    below = "".join(f"<div style='white-space:pre'>{_html.escape(line)}</div>" for line in rest)
+def html(report: ReportData) -> str:
+    """The same as HTML, in the colours of the page that it stands in."""
     hidden = compare.summary(report)
     beneath = f"<p>{_html.escape(hidden)}</p>" if hidden else ""
-    return (
-        f"<div><p><b>{_html.escape(headline(report))}</b></p>{beneath}"
-        f"{table if report.count else ''}{below}</div>"
+    table = _table(report).html() if report.count else ""
+    rest = lines_html([*_dropped(report), *_notes(report)], "white-space:pre")
+    return f"<div><p><b>{_html.escape(headline(report))}</b></p>{beneath}{table}{rest}</div>"
+
+
+def _table(report: ReportData) -> Table:
+    alike = like(report)
+    rest = sum(map(len, alike[MOST:]))
+    return Table(
+        COLUMNS,
+        "><><>>><<",
+        [row(report, each) for each in alike[:MOST]],
+        [shortened(carried(report, each[0]), 2 * WIDTH) for each in alike[:MOST]],
+        f"… and {rest} more, in `report.collectives`" if rest else "",
     )
 
 
-def headline(report: Report) -> str:
+def headline(report: ReportData) -> str:
     """What was requested, what it was compiled to, and what leaves a device, in one sentence."""
     over = report.where or counted(report.devices, "device")
     asked = ""
@@ -102,7 +84,7 @@ def totals(collectives: Sequence[Collective], trips: Sequence[int | None]) -> st
     return f"{', '.join(counted(n, kind) for kind, n in kinds.items())}, {size(nbytes)}"
 
 
-def like(report: Report) -> list[list[int]]:
+def like(report: ReportData) -> list[list[int]]:
     """Positions in `report.collectives`, those together that would have the same row."""
     found: dict[tuple[str, ...], list[int]] = {}
     for k in range(report.count):
@@ -110,8 +92,8 @@ def like(report: Report) -> list[list[int]]:
     return list(found.values())
 
 
-def row(report: Report, alike: Sequence[int]) -> tuple[str, ...]:
-    """The cells of one collective, or of several that are alike in everything that is told."""
+def row(report: ReportData, alike: Sequence[int]) -> tuple[str, ...]:
+    """The cells of one collective, or of several that are alike in all that is shown."""
     c, origin = report.collectives[alike[0]], report.origins[alike[0]]
     known = report.requested is not None and origin.requested
     return (
@@ -123,11 +105,11 @@ def row(report: Report, alike: Sequence[int]) -> tuple[str, ...]:
         "?" if c.trips is None else f"{c.trips:,}",
         size(len(alike) * (c.trips or 1) * c.wire_bytes),
         during(c.meanwhile),
-        ", ".join(report.changes(alike[0])) or ("as requested" if known else ""),
+        ", ".join(changes(report, alike[0])) or ("as requested" if known else ""),
     )
 
 
-def carried(report: Report, k: int) -> str:
+def carried(report: ReportData, k: int) -> str:
     """The packs and leaves of `report.collectives[k]`, and the line that asked for it."""
     packs = packs_in_words(report.packs_of(k))
     leaves = report.leaves_of(k)
@@ -152,11 +134,11 @@ def packs_in_words(packs: Sequence[str]) -> str:
         reduction, _, last = pack.partition("/")
         what, number = re.findall(r"[a-z]+|\d+", last)
         by_reduction.setdefault((reduction, what), []).append(int(number))
-    said = []
+    found = []
     for (reduction, what), numbers in by_reduction.items():
         many = what + "s" * (what == "pack" and len(numbers) > 1)
-        said.append(f"{many} {_ranges(sorted(numbers))} of {reduction}")
-    return ", ".join(said)
+        found.append(f"{many} {_ranges(sorted(numbers))} of {reduction}")
+    return ", ".join(found)
 
 
 def during(meanwhile: Meanwhile | None) -> str:
@@ -174,7 +156,7 @@ def during(meanwhile: Meanwhile | None) -> str:
     return f"{scaled(meanwhile.flops)}FLOP, {operations}" if meanwhile.matmuls else operations
 
 
-def _dropped(report: Report) -> list[str]:
+def _dropped(report: ReportData) -> list[str]:
     asked = report.requested or ()
     lines = [
         f"  {asked[i].kind}  {','.join(asked[i].dtypes)}  {size(asked[i].nbytes)}  "
@@ -186,12 +168,7 @@ def _dropped(report: Report) -> list[str]:
     return [title, *(shortened(line, WIDTH) for line in lines), *more] if lines else []
 
 
-def _more(alike: Sequence[Sequence[int]]) -> list[str]:
-    rest = sum(map(len, alike[MOST:]))
-    return [f"… and {rest} more, in `report.collectives`"] if rest else []
-
-
-def _notes(report: Report) -> list[str]:
+def _notes(report: ReportData) -> list[str]:
     uncounted = [f"not counted: {note}" for note in report.uncounted]
     return [*uncounted, *(f"note: {note}" for note in report.notes)]
 
@@ -210,7 +187,3 @@ def _ranges(numbers: Sequence[int]) -> str:
 def _short(source: str) -> str:
     """file:line without the folders."""
     return PurePath(source.replace("\\", "/")).name
-
-
-def _side(column: str) -> str:
-    return "right" if column in _RIGHT else "left"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jaxcoll._observe.parse.calls import Loop, Matmul
-
-if TYPE_CHECKING:
-    from jaxcoll._observe.report import Report
+from jaxcoll._observe.report_data import ReportData
 
 MOST_TURNS = 200
 """Of one loop that are played; the rest would make no picture."""
@@ -54,7 +52,7 @@ class Timeline(NamedTuple):
         return sum(s.done - s.asked for s in self.sent)
 
 
-def timeline(report: Report) -> Timeline:
+def timeline(report: ReportData) -> Timeline:
     """Plays the compiled schedule.
 
     Law: instructions are carried out in the compiler's order; a matrix product takes its operations
@@ -99,7 +97,7 @@ def timeline(report: Report) -> Timeline:
     return Timeline(tuple(products), tuple(sent), here)
 
 
-def _played(report: Report) -> Iterator[tuple[Matmul | str, int]]:
+def _played(report: ReportData) -> Iterator[tuple[Matmul | str, int]]:
     """Products, and starts and ends of collectives with their position, in order, loops turned."""
     marks: list[tuple[float, int, Matmul | str, int]] = [
         (m.at, 1, m, k) for k, m in enumerate(report.matmuls)

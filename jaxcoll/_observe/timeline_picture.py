@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from jaxcoll._observe.report_data import ReportData
 from jaxcoll._observe.timeline import Timeline, timeline
 from jaxcoll._show.style import COLOURS, FAINT, INK, bare, page
 from jaxcoll._show.units import milliseconds, percent
-
-if TYPE_CHECKING:
-    from jaxcoll._observe.report import Report
 
 MULTIPLIES, WAITS = "#3d4a5c", "#e2725b"
 CARRIES = (COLOURS[0], "#6fb3c4")
@@ -23,7 +20,7 @@ TOP, BOTTOM = 0.95, 0.75
 """Inches: of each panel, and of what is above and below all."""
 
 
-def draw(reports: Mapping[str, Report]) -> Figure:
+def draw(reports: Mapping[str, ReportData]) -> Figure:
     """A figure with a panel for each report, over one axis of time.
 
     Args:

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -23,7 +22,8 @@ KINDS = (
 _BITS = re.compile(r"(?:bf|[sufc])(\d+)(?:e\d+m\d+\w*)?")
 
 
-class Operand(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operand:
     """An array that one device hands to a collective.
 
     Examples:
@@ -63,7 +63,8 @@ def bytes_of(dtype: str, size: int) -> int:
     return -(-size * int(found[1]) // 8)
 
 
-class Meanwhile(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Meanwhile:
     """What is scheduled between the start and the end of an asynchronous collective.
 
     Attributes:

@@ -1,0 +1,172 @@
+"""What a report knows, and the figures that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+
+from jaxcoll._observe.match import Origin
+from jaxcoll._observe.overlap import Overlap, exposed, overlap
+from jaxcoll._observe.parse.calls import Loop, Matmul
+from jaxcoll._observe.parse.collective import Collective, runs, wire_bytes
+from jaxcoll._observe.parse.names import names, pack_of
+from jaxcoll._observe.predicted_time import predicted
+from jaxcoll._plan.cost.terms import Terms
+from jaxcoll._plan.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedLeaves:
+    """What one pack of a plan carries.
+
+    Attributes:
+      name: the reduction's name and the pack's number, as the program's scopes have them.
+      dtype: the type it was planned to travel in.
+      nbytes: bytes of it that one replica puts in.
+      leaves: their paths in the reduced tree, "" for a bare array.
+    """
+
+    name: str
+    dtype: str
+    nbytes: int
+    leaves: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportData:
+    """A report as text, JSON and pictures read it; `Report` says what each attribute is."""
+
+    name: str
+    where: str
+    devices: int
+    requested: tuple[Collective, ...] | None
+    collectives: tuple[Collective, ...]
+    origins: tuple[Origin, ...]
+    packs: tuple[PackedLeaves, ...]
+    matmuls: tuple[Matmul, ...]
+    loops: tuple[Loop, ...]
+    instructions: int
+    uncounted: tuple[str, ...]
+    notes: tuple[str, ...]
+    terms: Terms | None = None
+    plans: tuple[Plan, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    @property
+    def count(self) -> int:
+        """Collectives of the compiled program, each once however often its loop turns."""
+        return len(self.collectives)
+
+    @property
+    def runs(self) -> int:
+        """Collectives that one run carries out; a loop that does not say counts one turn."""
+        return runs(self.collectives, unknown_trips=1)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that leave one device when the program runs once.
+
+        They are what a byte-optimal implementation of each collective sends. A loop that does
+        not say how often it turns counts one turn, and `uncounted` says so.
+        """
+        return wire_bytes(self.collectives, unknown_trips=1)
+
+    @property
+    def requested_wire_bytes(self) -> int | None:
+        """Likewise, of the program as it was requested; None if that is not known."""
+        if self.requested is None:
+            return None
+        found = (
+            dataclasses.replace(r, trips=self.requested_trips(i))
+            for i, r in enumerate(self.requested)
+        )
+        return wire_bytes(found, unknown_trips=1)
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Positions in `requested` of which nothing is seen in the compiled program."""
+        carried = {i for origin in self.origins for i in origin.requested}
+        return tuple(i for i in range(len(self.requested or ())) if i not in carried)
+
+    @functools.cached_property
+    def carriers(self) -> Counter[int]:
+        """For each position in `requested`, how many collectives share it among them."""
+        shared = (origin.requested for origin in self.origins if not origin.again)
+        return Counter(i for requested in shared for i in requested)
+
+    def requested_trips(self, i: int) -> int | None:
+        """How often one run carries out `requested[i]`; loops are asked in the compiled program."""
+        found = (self.requested or ())[i]
+        if found.trips is not None:
+            return found.trips
+        turns = [
+            (origin.again, c.trips)
+            for origin, c in zip(self.origins, self.collectives, strict=True)
+            if i in origin.requested
+        ]
+        if not turns or any(trips is None for _, trips in turns):
+            return None
+        first = max((t for again, t in turns if not again and t is not None), default=0)
+        return first + sum(t for again, t in turns if again and t is not None)
+
+    def packs_of(self, k: int) -> tuple[str, ...]:
+        """The packs of jaxcoll that `collectives[k]` carries; () where no name says so."""
+        origin, compiled = self.origins[k], self.collectives[k]
+        asked = [names((self.requested or ())[i].op_name) for i in origin.requested]
+        found = [pack_of(n) for each in [*asked, names(compiled.op_name)] for n in each]
+        return tuple(dict.fromkeys(filter(None, found)))
+
+    def leaves_of(self, k: int) -> tuple[str, ...]:
+        """Paths of the leaves that `collectives[k]` carries, whole or in part, if plans say."""
+        known = {pack.name: pack.leaves for pack in self.packs}
+        return tuple(
+            dict.fromkeys(leaf for name in self.packs_of(k) for leaf in known.get(name, ()))
+        )
+
+    def sources_of(self, k: int) -> tuple[str, ...]:
+        """The lines of Python that asked for `collectives[k]`, as file:line."""
+        asked = [(self.requested or ())[i].source for i in self.origins[k].requested]
+        return tuple(dict.fromkeys(filter(None, [*asked, self.collectives[k].source])))
+
+    def seconds_of(self, k: int) -> float | None:
+        """What the cost model expects `collectives[k]` to take each time; None without terms."""
+        return None if self.terms is None else predicted(self.collectives[k], self.terms)
+
+    @functools.cached_property
+    def overlap(self) -> Overlap:
+        """What the schedule hides behind matrix products, in bytes and operations."""
+        return overlap(self.collectives, self.matmuls)
+
+    @property
+    def overlapped(self) -> float | None:
+        """Share of the reduced bytes that travel behind matrix products; None if none is reduced.
+
+        Counted are all-reduces and reduce-scatters, loops' turns included; behind products are
+        those in asynchronous collectives with a product scheduled between their start and end.
+        """
+        reduced = self.overlap.reduced
+        return reduced.behind / reduced.nbytes if reduced.nbytes else None
+
+    @functools.cached_property
+    def seconds(self) -> float | None:
+        """What the cost model expects one run to communicate; None without terms."""
+        each = [self.seconds_of(k) for k in range(self.count)]
+        turns = (1 if c.trips is None else c.trips for c in self.collectives)
+        return None if None in each else sum(n * s for n, s in zip(turns, each, strict=True) if s)
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """Of `seconds`, what no matrix product hides (docs/cost_model.md); None if not known."""
+        left = self._exposed
+        return None if left is None else sum(left)
+
+    def exposed_of(self, k: int) -> float | None:
+        """Seconds of `collectives[k]` in one run that no product hides; None if not known."""
+        return None if self._exposed is None else self._exposed[k]
+
+    @functools.cached_property
+    def _exposed(self) -> list[float] | None:
+        if self.terms is None:
+            return None
+        seconds = [predicted(c, self.terms) for c in self.collectives]
+        return exposed(self.collectives, seconds, self.matmuls, self.terms)
