@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jaxcoll._plan.algorithms import TENSORFLOW, canonical
+from jaxcoll._plan.checks import is_integer
 
 EXPECTED = (
     'a name such as "nccl/xring", a tuple (name, shards, limit in bytes) of which the last two '
@@ -94,18 +94,14 @@ def _line(item: Any, spec: Any) -> SpecTuple:
             f"`all_reduce_spec` names the algorithm {name!r}; expected one of "
             f"{', '.join(TENSORFLOW)}, or two of them as 'within a worker/between workers'."
         )
-    if not _is_whole(shards) or shards < 1:
+    if not is_integer(shards) or shards < 1:
         raise ValueError(
             f"the shards of `all_reduce_spec` must be a positive integer; got {shards!r} in "
             f"{item!r}."
         )
-    if not _is_whole(limit) or (limit < 0 and limit != -1):
+    if not is_integer(limit) or (limit < 0 and limit != -1):
         raise ValueError(
             "the limits of `all_reduce_spec` must be numbers of bytes, or -1 for any size; got "
             f"{limit!r} in {item!r}."
         )
     return SpecTuple(algorithm, int(shards), int(limit))
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-import math
-import numbers
 from typing import Any, final
 
 import jax
-from jax.core import Tracer
 
 from jaxcoll._plan.algorithms import canonical
+from jaxcoll._plan.checks import count, is_number, shown
 
 
 class ReduceOp(enum.Enum):
@@ -58,20 +57,13 @@ def _member(kind: type[enum.Enum], argument: str, value: Any) -> Any:
     known = ", ".join(kind.__members__)
     raise ValueError(
         f"`{argument}` must be a {kind.__name__} or one of the strings {known} (in any case); "
-        f"got {_shown(value)}."
+        f"got {shown(value)}."
     )
-
-
-def _shown(value: Any) -> str:
-    """`repr(value)`, with the advice a tracer calls for."""
-    if isinstance(value, Tracer):
-        return f"the traced value {value}, which is not known here: make this argument static"
-    return repr(value)
 
 
 @final
 class _Unset:
-    """The one value that means "not said", so that saying the default can override."""
+    """The one value that means "not given", so that giving the default can override."""
 
     def __repr__(self) -> str:
         return "UNSET"
@@ -80,7 +72,7 @@ class _Unset:
         return "UNSET"
 
 
-UNSET = _Unset()
+UNSET: Any = _Unset()
 
 _DEFAULTS: dict[str, Any] = {
     "bytes_per_pack": 0,
@@ -93,7 +85,7 @@ _DEFAULTS: dict[str, Any] = {
     "checksum": False,
 }
 
-# Both say what carries a reduction, so that what an override says of either replaces both.
+# Both name what carries a reduction, so an override that gives either replaces both.
 _CARRIER = ("implementation", "algorithm")
 
 _ALGORITHM_OF = {
@@ -102,22 +94,14 @@ _ALGORITHM_OF = {
 }
 
 
-def _count(argument: str, meaning: str, value: Any) -> int:
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if whole and int(value) >= 0:
-        return int(value)
-    raise ValueError(f"`{argument}` must be a non-negative integer {meaning}; got {_shown(value)}.")
-
-
 def _timeout_seconds(value: Any) -> float | None:
     if value is None:
         return None
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if number and math.isfinite(value) and float(value) >= 0:
+    if is_number(value) and value >= 0:
         return float(value)
     raise ValueError(
         "`timeout_seconds` must be None or a finite, non-negative number of seconds "
-        f"(None and 0: no deadline); got {_shown(value)}."
+        f"(None and 0: no deadline); got {shown(value)}."
     )
 
 
@@ -126,31 +110,31 @@ def _algorithm(value: Any) -> str | None:
         return None
     if isinstance(value, str):
         return canonical(value)
-    raise ValueError(f"`algorithm` must be None or the name of one; got {_shown(value)}.")
+    raise ValueError(f"`algorithm` must be None or the name of one; got {shown(value)}.")
 
 
 def _switch(argument: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    raise ValueError(f"`{argument}` must be True or False; got {_shown(value)}.")
+    raise ValueError(f"`{argument}` must be True or False; got {shown(value)}.")
 
 
 def _overlap(value: Any) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     raise ValueError(
-        f"`overlap` must be True, False or None (decided automatically); got {_shown(value)}."
+        f"`overlap` must be True, False or None (decided automatically); got {shown(value)}."
     )
 
 
 _CHECKS: dict[str, Any] = {
-    "bytes_per_pack": lambda v: _count(
-        "bytes_per_pack", "number of bytes (0: decided automatically)", v
+    "bytes_per_pack": lambda v: count(
+        "bytes_per_pack", " number of bytes (0: decided automatically)", v
     ),
     "timeout_seconds": _timeout_seconds,
     "implementation": lambda v: _member(CommunicationImplementation, "implementation", v),
     "algorithm": _algorithm,
-    "shards": lambda v: _count("shards", "(0: as many as the algorithm has by itself)", v),
+    "shards": lambda v: count("shards", " (0: as many as the algorithm has by itself)", v),
     "reproducible": lambda v: _switch("reproducible", v),
     "overlap": _overlap,
     "checksum": lambda v: _switch("checksum", v),
@@ -158,6 +142,7 @@ _CHECKS: dict[str, Any] = {
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(eq=False, repr=False)
 class CommunicationOptions:
     """How replicas exchange tensors: a frozen, hashable value.
 
@@ -215,86 +200,37 @@ class CommunicationOptions:
       True
     """
 
-    __slots__ = ("_given",)
-    _given: tuple[tuple[str, Any], ...]
+    bytes_per_pack: int = UNSET
+    timeout_seconds: float | None = UNSET
+    implementation: CommunicationImplementation | str = UNSET  # read: never a string
+    _: dataclasses.KW_ONLY
+    algorithm: str | None = UNSET
+    shards: int = UNSET
+    reproducible: bool = UNSET
+    overlap: bool | None = UNSET
+    checksum: bool = UNSET
 
-    def __init__(
-        self,
-        bytes_per_pack: int | _Unset = UNSET,
-        timeout_seconds: float | _Unset | None = UNSET,
-        implementation: CommunicationImplementation | str | _Unset = UNSET,
-        *,
-        algorithm: str | _Unset | None = UNSET,
-        shards: int | _Unset = UNSET,
-        reproducible: bool | _Unset = UNSET,
-        overlap: bool | _Unset | None = UNSET,
-        checksum: bool | _Unset = UNSET,
-    ) -> None:
-        said = (
-            bytes_per_pack,
-            timeout_seconds,
-            implementation,
-            algorithm,
-            shards,
-            reproducible,
-            overlap,
-            checksum,
-        )
+    def __post_init__(self) -> None:
         given = tuple(
             (name, _CHECKS[name](value))
-            for name, value in zip(_DEFAULTS, said, strict=True)
-            if value is not UNSET
+            for name in _DEFAULTS
+            if (value := getattr(self, name)) is not UNSET
         )
-        object.__setattr__(self, "_given", given)
-        means = _ALGORITHM_OF.get(self.implementation)
+        for name, value in (_DEFAULTS | dict(given)).items():
+            setattr(self, name, value)
+        # Set last: from here on `__setattr__` refuses. A frozen dataclass could not say how to
+        # change an option, and its equality would take an unset option for its default.
+        self._given = given
+        asked: Any = self.implementation
+        means = _ALGORITHM_OF.get(asked)
         if means and self.algorithm not in (None, means):
             raise ValueError(
-                f"`implementation` {self.implementation.name} means the algorithm {means!r}, but "
+                f"`implementation` {asked.name} means the algorithm {means!r}, but "
                 f"`algorithm` asks for {self.algorithm!r}: give one of the two."
             )
 
-    @property
-    def bytes_per_pack(self) -> int:
-        """Largest pack in bytes; 0 when the planner decides."""
-        return self._read("bytes_per_pack")
-
-    @property
-    def timeout_seconds(self) -> float | None:
-        """Deadline in seconds; None or 0 when there is none."""
-        return self._read("timeout_seconds")
-
-    @property
-    def implementation(self) -> CommunicationImplementation:
-        """What carries the reduction."""
-        return self._read("implementation")
-
-    @property
-    def algorithm(self) -> str | None:
-        """The algorithm's name in jaxcoll's words; None when `implementation` decides."""
-        return self._read("algorithm")
-
-    @property
-    def shards(self) -> int:
-        """Parts of each pack, or owners of them; 0 when the algorithm decides."""
-        return self._read("shards")
-
-    @property
-    def reproducible(self) -> bool:
-        """Whether sums have the same bits however they are packed, placed and carried."""
-        return self._read("reproducible")
-
-    @property
-    def overlap(self) -> bool | None:
-        """Whether packs are made to travel during the backward pass; None when it is automatic."""
-        return self._read("overlap")
-
-    @property
-    def checksum(self) -> bool:
-        """Whether sums are compared with a checksum of what was put in."""
-        return self._read("checksum")
-
     def replace(self, **changes: Any) -> CommunicationOptions:
-        """These options with some changed; `UNSET` takes an option back to "not said"."""
+        """These options with some changed; `UNSET` takes an option back to "not given"."""
         unknown = sorted(set(changes) - set(_DEFAULTS))
         if unknown:
             raise ValueError(
@@ -310,14 +246,14 @@ class CommunicationOptions:
         """
         if override is None:
             return self
-        said = dict(override._given)
-        silenced = _CARRIER if any(name in said for name in _CARRIER) else ()
-        return self.replace(**{**dict.fromkeys(silenced, UNSET), **said})
-
-    def _read(self, name: str) -> Any:
-        return dict(self._given).get(name, _DEFAULTS[name])
+        given = dict(override._given)
+        replaced = _CARRIER if any(name in given for name in _CARRIER) else ()
+        return self.replace(**{**dict.fromkeys(replaced, UNSET), **given})
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if "_given" not in vars(self):
+            object.__setattr__(self, name, value)
+            return
         raise AttributeError(
             f"CommunicationOptions is frozen; use options.replace({name}={value!r})."
         )
@@ -335,20 +271,13 @@ class CommunicationOptions:
     def __hash__(self) -> int:
         return hash(self._given)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_restore, (dict(self._given),))
-
     def __repr__(self) -> str:
-        said = (f"{k}={v.name if isinstance(v, enum.Enum) else repr(v)}" for k, v in self._given)
-        return f"CommunicationOptions({', '.join(said)})"
-
-
-def _restore(given: dict[str, Any]) -> CommunicationOptions:
-    return CommunicationOptions(**given)
+        given = (f"{k}={v.name if isinstance(v, enum.Enum) else repr(v)}" for k, v in self._given)
+        return f"CommunicationOptions({', '.join(given)})"
 
 
 def checked(options: Any) -> CommunicationOptions:
-    """`options`, or none said for None.
+    """`options`; for None, options of which none is given.
 
     Raises:
       ValueError: `options` is something else; the message says what came.
@@ -357,4 +286,4 @@ def checked(options: Any) -> CommunicationOptions:
         return CommunicationOptions()
     if isinstance(options, CommunicationOptions):
         return options
-    raise ValueError(f"`options` must be a CommunicationOptions or None; got {_shown(options)}.")
+    raise ValueError(f"`options` must be a CommunicationOptions or None; got {shown(options)}.")

@@ -9,6 +9,7 @@ import itertools
 import math
 import statistics
 
+from jaxcoll._plan.checks import is_number
 from jaxcoll._show.units import counted
 
 
@@ -49,7 +50,7 @@ class Curve:
         sizes = [size for size, _ in self.points]
         if len(sizes) < 2:
             raise ValueError(f"a curve needs two measured sizes or more; got {len(sizes)}.")
-        if not all(_positive(size) and _positive(t) for size, t in self.points):
+        if not all(is_number(x) and x > 0 for point in self.points for x in point):
             raise ValueError(
                 "the points of a curve must be pairs of positive bytes and positive seconds; got "
                 f"{self.points!r}."
@@ -108,9 +109,3 @@ class Curve:
 
 def _middle(seconds: list[float]) -> float:
     return seconds[0] if len(seconds) == 1 else statistics.geometric_mean(seconds)
-
-
-def _positive(value: object) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return math.isfinite(value) and value > 0

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from typing import Any
 
+from jaxcoll._plan.checks import is_number
 from jaxcoll._plan.cost.curve import Curve
 from jaxcoll._plan.world import World
 from jaxcoll._show import codec
@@ -139,8 +139,7 @@ class Terms:
             *((f"within.{name}", value) for name, value in vars(self.within).items()),
             *((f"between.{name}", value) for name, value in vars(self.between).items()),
         ):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or value < 0:
+            if not is_number(value) or value < 0:
                 raise ValueError(
                     f"`{name}` of the cost terms must be a finite number that is not negative; "
                     f"got {value!r}."

@@ -1,0 +1,43 @@
+"""Checks of arguments that several functions share."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+from jax.core import Tracer
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer, NumPy's included. True is an `int` to Python, and is not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite real number, NumPy's included; True and False are not."""
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return real and math.isfinite(value)
+
+
+def count(argument: str, meaning: str, value: Any) -> int:
+    """`value` as an `int`, if it is a non-negative integer.
+
+    Args:
+      argument: its name, for the message.
+      meaning: what stands behind "non-negative integer" there.
+      value: what was passed.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if is_integer(value) and value >= 0:
+        return int(value)
+    raise ValueError(f"`{argument}` must be a non-negative integer{meaning}; got {shown(value)}.")
+
+
+def shown(value: Any) -> str:
+    """`repr(value)`, with the advice a tracer calls for."""
+    if isinstance(value, Tracer):
+        return f"the traced value {value}, which is not known here: make this argument static"
+    return repr(value)
