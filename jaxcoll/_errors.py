@@ -83,7 +83,7 @@ class ReductionInLoopWarning(UserWarning):
 
 
 class SameRowsWarning(UserWarning):
-    """All processes passed the same rows of a batch, as its whole to each of them.
+    """All processes passed the same rows of a batch, as if each of them held all of it.
 
     Between processes an array of the host is this process's share. The message names the leaf.
     """

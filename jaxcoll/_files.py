@@ -1,4 +1,4 @@
-"""Files of results: whole or not there, and nothing else at their path is changed."""
+"""Writes files of results in one step, and changes nothing else at their path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ except ImportError:  # on Windows
 _LOG = logging.getLogger("jaxcoll")
 
 STALE_SECONDS = 3600.0
-"""What nobody has written to for so long was left by somebody who died."""
+"""A partial file that was not written to for so long was left by a process that died."""
 
 _MOST_LINKS = 40
 
@@ -184,7 +184,7 @@ def _beginning(file: Path) -> str:
 
 def _remove_stale(file: Path) -> None:
     for left in file.parent.glob(f"{glob.escape(_beginning(file))}*"):
-        with contextlib.suppress(OSError):  # somebody else was quicker
+        with contextlib.suppress(OSError):  # another process removed it first
             if time.time() - left.stat().st_mtime > STALE_SECONDS:
                 left.unlink()
 
@@ -213,7 +213,7 @@ def put(partial: Path, file: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, seconds: float) -> Iterator[None]:
-    """Look at a file and replace it while nobody else does who asks here, on any host.
+    """Holds a lock on a file, which others that ask here wait for, on any host.
 
     The system frees the lock of a process that ends. It is on a file beside `path`, which stays:
     if it were removed, two could hold a lock on a file of that name. A file system that has no
@@ -221,10 +221,10 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
 
     Args:
       path: the file.
-      seconds: how long somebody else may hold the lock.
+      seconds: how long another process may hold the lock.
 
     Raises:
-      TimeoutError: somebody held it for longer.
+      TimeoutError: another process held it for longer.
 
     Yields:
       Nothing.

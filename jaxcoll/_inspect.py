@@ -181,7 +181,7 @@ def _words(name: str, given: Iterable[str] | None) -> set[str] | None:
 def _too_many(report: Report, max_count: int | None, max_wire_bytes: int | None) -> Iterable[str]:
     """Limits on everything together."""
     everything = range(report.count)
-    for name, limit, found, said in (
+    for name, limit, found, text in (
         ("max_count", max_count, report.runs, f"{counted(report.runs, 'collective')} in one run"),
         (
             "max_wire_bytes",
@@ -191,9 +191,9 @@ def _too_many(report: Report, max_count: int | None, max_wire_bytes: int | None)
         ),
     ):
         if limit is not None and found > limit:
-            yield from _complaint(report, f"{name}={limit:,}, found {said}:", everything)
+            yield from _complaint(report, f"{name}={limit:,}, found {text}:", everything)
         elif limit is not None and report.uncounted:
-            yield f"{name}={limit:,}, found {said}, but that is not all:"
+            yield f"{name}={limit:,}, found {text}, but that is not all:"
             yield from (f"  {note}" for note in report.uncounted)
 
 
@@ -212,24 +212,24 @@ def _unlike(
         yield from _complaint(report, f"max_operands={max_operands}, found {most} in one:", large)
     if none_in_loops:
         inside = [k for k, c in found if c.loops]
-        said = f"none_in_loops=True, found {counted(len(inside), 'collective')} in loops:"
-        yield from _complaint(report, said, inside)
+        text = f"none_in_loops=True, found {counted(len(inside), 'collective')} in loops:"
+        yield from _complaint(report, text, inside)
     if dtypes is not None:
         other = sorted({d for _, c in found for d in c.dtypes} - dtypes)
-        said = f"dtypes={sorted(dtypes)}, found {', '.join(other)}:"
-        yield from _complaint(report, said, [k for k, c in found if not set(c.dtypes) <= dtypes])
+        text = f"dtypes={sorted(dtypes)}, found {', '.join(other)}:"
+        yield from _complaint(report, text, [k for k, c in found if not set(c.dtypes) <= dtypes])
     if kinds is not None:
         other = sorted({c.kind for _, c in found} - kinds)
-        said = f"kinds={sorted(kinds)}, found {', '.join(other)}:"
-        yield from _complaint(report, said, [k for k, c in found if c.kind not in kinds])
+        text = f"kinds={sorted(kinds)}, found {', '.join(other)}:"
+        yield from _complaint(report, text, [k for k, c in found if c.kind not in kinds])
 
 
-def _complaint(report: Report, said: str, offending: Iterable[int]) -> Iterable[str]:
+def _complaint(report: Report, text: str, offending: Iterable[int]) -> Iterable[str]:
     """What is wrong, and the collectives behind it, the dearest first."""
     wanted = set(offending)
     groups = [kept for each in like(report) if (kept := [k for k in each if k in wanted])]
     if groups:
-        yield said
+        yield text
         worst = sorted(groups, key=lambda each: -len(each) * _sent(report, each[0]))
         for each in worst[:20]:
             c = report.collectives[each[0]]
@@ -246,4 +246,4 @@ def _complaint(report: Report, said: str, offending: Iterable[int]) -> Iterable[
 
 
 def _sent(report: Report, k: int) -> int:
-    return (report.collectives[k].trips or 1) * report.collectives[k].wire_bytes
+    return report.collectives[k].turns * report.collectives[k].wire_bytes

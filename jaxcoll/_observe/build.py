@@ -31,7 +31,7 @@ def report_of(
       plans: those that were recorded when it was traced.
       where: what it was compiled for.
       terms: what that costs.
-      notes: what else is known of it and should be said.
+      notes: what else is known of it.
 
     Returns:
       The report.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._observe.report_data import ReportData
 from jaxcoll._show.table import Table
 from jaxcoll._show.units import counted, milliseconds, percent, scaled, shortened, size
@@ -76,14 +75,14 @@ def _figures(report: ReportData) -> list[tuple[str, float | None]]:
     found = report.collectives
     asynchronous = [c for c in found if c.is_async]
     asked = report.requested
-    sent = sum(_turns(c) * c.nbytes for c in found)
+    sent = sum(c.turns * c.nbytes for c in found)
     dtypes = ", ".join(sorted({dtype for c in found for dtype in c.dtypes}))
     reduced, exposed, seconds = report.overlap.reduced, report.exposed_seconds, report.seconds
     flops = report.overlap.flops
     return [
         ("" if asked is None else counted(_requested(report), "collective"), None),
         (counted(report.runs, "collective"), report.runs),
-        (f"{sum(map(_turns, asynchronous)):,}", None),
+        (f"{sum(c.turns for c in asynchronous):,}", None),
         (size(sent), sent),
         (size(report.wire_bytes), report.wire_bytes),
         (dtypes, None),
@@ -100,10 +99,6 @@ def _requested(report: ReportData) -> int:
         report.requested_trips(i) for i in range(len(report.requested or ()))
     ]
     return sum(1 if n is None else n for n in trips)
-
-
-def _turns(c: Collective) -> int:
-    return 1 if c.trips is None else c.trips
 
 
 def _ratio(mine: float | None, its: float | None) -> str:

@@ -161,8 +161,8 @@ class _Joiner:
     def _is_one_kind(self, requested: Sequence[int]) -> bool:
         """Whether it makes no difference which of them it is."""
         asked = [self._requested[i] for i in requested]
-        told = {(r.op_name, r.source, r.operands) for r in asked}
-        return len(told) == 1 and bool(asked[0].op_name)
+        asked_for = {(r.op_name, r.source, r.operands) for r in asked}
+        return len(asked_for) == 1 and bool(asked[0].op_name)
 
     def _run(self, free: Sequence[int], total: int) -> list[int]:
         """Neighbours that have `total` elements together; [] if none have."""

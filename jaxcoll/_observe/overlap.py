@@ -75,11 +75,11 @@ def overlap(collectives: Sequence[Collective], matmuls: Sequence[Matmul]) -> Ove
     shares: dict[str, Share] = {}
     for c in collectives:
         if c.group_size > 1:
-            known, turns = shares.get(c.kind, Share()), _turns(c)
+            known, turns = shares.get(c.kind, Share()), c.turns
             behind = turns * c.nbytes if _hides(c) else 0
             shares[c.kind] = Share(known.nbytes + turns * c.nbytes, known.behind + behind)
     inside = (m for m, open_now in _meetings(collectives, matmuls) if open_now)
-    return Overlap(shares, sum(_turns(m) * m.flops for m in inside))
+    return Overlap(shares, sum(m.turns * m.flops for m in inside))
 
 
 def exposed(
@@ -106,12 +106,12 @@ def exposed(
       Seconds, never below 0; None if products stand beside collectives, and how fast any type is
       multiplied is not known. A product of a type of unknown rate hides nothing.
     """
-    left = [_turns(c) * each for c, each in zip(collectives, seconds, strict=True)]
+    left = [c.turns * each for c, each in zip(collectives, seconds, strict=True)]
     for m, open_now in _meetings(collectives, matmuls):
         if open_now and not terms.rates:
             return None
         rate = terms.rate(m.dtype)
-        spare = _turns(m) * m.flops / rate if rate else 0.0
+        spare = m.turns * m.flops / rate if rate else 0.0
         for k in open_now:
             hidden = min(left[k], spare)
             left[k] -= hidden
@@ -140,7 +140,3 @@ def _meetings(
 
 def _hides(c: Collective) -> bool:
     return c.is_async and c.meanwhile is not None and c.meanwhile.matmuls > 0
-
-
-def _turns(each: Collective | Matmul) -> int:
-    return 1 if each.trips is None else each.trips

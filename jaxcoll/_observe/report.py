@@ -24,7 +24,7 @@ class Report(ReportData):
 
     Attributes:
       name: what was compiled, as in jit_step.
-      where: the topology it was compiled for; "" if that was not said.
+      where: the topology it was compiled for; "" if not known.
       devices: how many devices it is for.
       requested: what the program asks for, as it was lowered; None if only compiled text is known.
       collectives: what it was compiled to, in the order of the schedule; an asynchronous pair is

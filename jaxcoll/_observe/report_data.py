@@ -151,7 +151,7 @@ class ReportData:
     def seconds(self) -> float | None:
         """What the cost model expects one run to communicate; None without terms."""
         each = [self.seconds_of(k) for k in range(self.count)]
-        turns = (1 if c.trips is None else c.trips for c in self.collectives)
+        turns = (c.turns for c in self.collectives)
         return None if None in each else sum(n * s for n, s in zip(turns, each, strict=True) if s)
 
     @property

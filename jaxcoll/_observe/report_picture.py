@@ -114,10 +114,10 @@ def _products(axes: Axes, report: ReportData, end: int) -> None:
         colour = BUSY if beside else PRODUCTS
         axes.vlines(m.at + 0.5, 0.05, 0.05 + height, color=colour, linewidth=2.2, zorder=2)
     if report.matmuls:
-        total = sum((m.trips or 1) * m.flops for m in report.matmuls)
-        said = f"{scaled(total)}FLOP in {counted(len(report.matmuls), 'matrix product')}"
+        total = sum(m.turns * m.flops for m in report.matmuls)
+        label = f"{scaled(total)}FLOP in {counted(len(report.matmuls), 'matrix product')}"
         axes.annotate(
-            said, (0, 0), (0, -23), xycoords="axes fraction", textcoords="offset points",
+            label, (0, 0), (0, -23), xycoords="axes fraction", textcoords="offset points",
             color=FAINT, size=10, va="center",
         )  # fmt: skip
 
@@ -158,7 +158,7 @@ def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
 def _sizes(axes: Axes, report: ReportData, ks: Sequence[int], y: float, end: int) -> None:
     """What leaves a device, behind the last of a lane or before the first, where there is room."""
     each = [report.collectives[k] for k in ks]
-    sent = sum((c.trips or 1) * c.wire_bytes for c in each)
+    sent = sum(c.turns * c.wire_bytes for c in each)
     first, last = min(c.at for c in each), max(max(c.until, c.at) for c in each) + end / 150
     words = size(sent) if len(each) == 1 else f"{size(sent)} in {len(each)}"
     behind = last < 0.9 * end
@@ -178,7 +178,7 @@ def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], floa
             functools.partial(predicted, terms=known),
             f"predicted from {known.source}",
         )
-    turns = [1 if c.trips is None else c.trips for c in report.collectives]
+    turns = [c.turns for c in report.collectives]
     each = [(seconds or _bytes)(c) for c in report.collectives]
     total = sum(n * one for n, one in zip(turns, each, strict=True))
     left = known and seconds and exposed(report.collectives, each, report.matmuls, known)

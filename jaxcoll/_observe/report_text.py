@@ -78,9 +78,11 @@ def totals(collectives: Sequence[Collective], trips: Sequence[int | None]) -> st
     if not collectives:
         return "no collectives"
     kinds: Counter[str] = Counter()
+    nbytes = 0
     for c, n in zip(collectives, trips, strict=True):
-        kinds[c.kind] += n or 1
-    nbytes = sum((n or 1) * c.nbytes for c, n in zip(collectives, trips, strict=True))
+        turns = 1 if n is None else n
+        kinds[c.kind] += turns
+        nbytes += turns * c.nbytes
     return f"{', '.join(counted(n, kind) for kind, n in kinds.items())}, {size(nbytes)}"
 
 
@@ -103,7 +105,7 @@ def row(report: ReportData, alike: Sequence[int]) -> tuple[str, ...]:
         ",".join(c.dtypes),
         size(c.nbytes),
         "?" if c.trips is None else f"{c.trips:,}",
-        size(len(alike) * (c.trips or 1) * c.wire_bytes),
+        size(len(alike) * c.turns * c.wire_bytes),
         during(c.meanwhile),
         ", ".join(changes(report, alike[0])) or ("as requested" if known else ""),
     )

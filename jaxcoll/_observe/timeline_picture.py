@@ -62,7 +62,7 @@ def _panel(axes: Axes, name: str, played: Timeline, end: float, *, is_last: bool
     for y, words in ((1.5, "multiplies"), (0.43, "carries")):
         axes.text(-end * 0.008, y, words, size=10.5, color=FAINT, ha="right", va="center")
     axes.text(0, 2.16, name, size=12, weight="bold", color=INK, va="bottom")
-    axes.text(end, 2.16, _said(played), size=10.5, color=FAINT, va="bottom", ha="right")
+    axes.text(end, 2.16, _summary(played), size=10.5, color=FAINT, va="bottom", ha="right")
     bare(axes, labelsize=9.5)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
@@ -80,7 +80,7 @@ def _blocks(
     axes.broken_barh(wide, y, facecolor=colour, edgecolor="white", linewidth=0.35)
 
 
-def _said(played: Timeline) -> str:
+def _summary(played: Timeline) -> str:
     carried = sum(s.ends - s.begins for s in played.sent)
     return (
         f"{milliseconds(played.seconds)}: {milliseconds(played.waited)} of "

@@ -1,4 +1,4 @@
-"""Which algorithm an array gets by its size, as `MultiWorkerAllReduce` is told."""
+"""Parses `all_reduce_spec`, which gives `MultiWorkerAllReduce` an algorithm for each array size."""
 
 from __future__ import annotations
 

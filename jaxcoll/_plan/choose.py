@@ -55,7 +55,7 @@ def choose(
         what was asked to be reproducible.
     """
     if packing is not None:
-        why_packing = "packs: as the cross-device ops were told"
+        why_packing = "packs: as asked of the cross-device ops"
     elif options.bytes_per_pack:
         packing = BytesPerPack(options.bytes_per_pack)
         why_packing = f"packs: at most {options.bytes_per_pack} bytes, as asked"

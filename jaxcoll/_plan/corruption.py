@@ -1,4 +1,4 @@
-"""What is said of a pack whose sum is wrong."""
+"""Describes a pack whose sum is wrong."""
 
 from __future__ import annotations
 

@@ -173,8 +173,8 @@ class CommunicationOptions:
         the same replicas on processes and devices, and algorithm. Each element is then summed
         over the replicas as ((0+1)+(2+3))+((4+5)+(6+7)); where `algorithm` and `implementation`
         leave the choice, by halving_doubling for a power of two of replicas, else by shuffle. An
-        algorithm that has another order is refused where it meets more than one replica. See
-        the page on reproducible results for what this cannot promise.
+        algorithm that has another order is refused where it meets more than one replica.
+        docs/sharp_bits.md lists what this cannot promise.
       overlap: the exchange is to run while the backward pass still computes. Leaves are packed in
         the order in which their gradients become ready, which `jc.value_and_grad` and `jc.grad`
         read from the backward pass (`jc.all_reduce` takes leaves from last to first); packs get

@@ -20,8 +20,8 @@ from jaxcoll._plan.packs.automatic import (
     RULES,
     Alternative,
     algorithms_for,
+    in_words,
     priced,
-    said,
     temporary_bytes,
 )
 from jaxcoll._plan.packs.leaves import Leaf
@@ -102,7 +102,9 @@ class Plan:
             return ()
         prices = Prices(self.terms, self.world.sizes)
         found = priced(self.leaves, RULES, algorithms_for(self.world), prices)
-        ways = [Alternative(said(rule), len(packs), cost.seconds) for rule, packs, cost in found]
+        ways = [
+            Alternative(in_words(rule), len(packs), cost.seconds) for rule, packs, cost in found
+        ]
         return tuple(sorted(ways, key=lambda way: way.seconds))
 
     @property
@@ -120,8 +122,8 @@ class Plan:
             (pack.dtype.name, pack.over, [(s.leaf, s.start, s.size) for s in pack.segments])
             for pack in self.packs
         ]
-        told = repr((self.reduce_op.name, self.algorithm, [x.path for x in self.leaves], packs))
-        return f"{self.collective}_{zlib.crc32(told.encode()) & 0xFFFFFF:06x}"
+        identity = repr((self.reduce_op.name, self.algorithm, [x.path for x in self.leaves], packs))
+        return f"{self.collective}_{zlib.crc32(identity.encode()) & 0xFFFFFF:06x}"
 
     @property
     def gathers(self) -> tuple[Leaf, ...]:

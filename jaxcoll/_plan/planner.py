@@ -14,7 +14,7 @@ from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs import overlap
-from jaxcoll._plan.packs.automatic import Way, algorithms_for, fastest, priced, rules_for, said
+from jaxcoll._plan.packs.automatic import Way, algorithms_for, fastest, in_words, priced, rules_for
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import Pack, PackingRule, cut
 from jaxcoll._plan.plan import Plan
@@ -100,7 +100,11 @@ def make_plan(
         reasons.append(
             "checksum: every pack's sum is compared with one of at most 256 numbers, on all "
             "replicas; a corrupted one comes back as NaN, of integers as their lowest value, and "
-            + ("nobody is told, on TPUs" if world.platform == "tpu" else "the host is told")
+            + (
+                "no host is notified, on TPUs"
+                if world.platform == "tpu"
+                else "the host is notified"
+            )
             + "; sparse leaves have none" * any(leaf.gathers for leaf in leaves)
         )
     return Plan(
@@ -143,7 +147,7 @@ def _why(
         )
     alone = found[0].cost.seconds  # the first rule packs nothing
     return (
-        f"packs: {said(rule)}, predicted to take {cost.seconds * 1e3:.3g} ms, against "
+        f"packs: {in_words(rule)}, predicted to take {cost.seconds * 1e3:.3g} ms, against "
         f"{alone * 1e3:.3g} ms for every leaf alone ({terms.source})"
     )
 

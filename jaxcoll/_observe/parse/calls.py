@@ -17,7 +17,7 @@ class Call:
     Attributes:
       site: the instruction that calls.
       callee: the computation that it calls.
-      trips: how often, each time; None when that is not said.
+      trips: how often, each time; None when the text does not say.
       is_async: other work may run meanwhile.
       branch: which branch it is, when `site` is a conditional.
       is_loop: `site` is a loop.
@@ -58,6 +58,11 @@ class Matmul:
     at: int = 0
     dtype: str = ""
 
+    @property
+    def turns(self) -> int:
+        """How often one run carries it out; a loop that does not say how often it turns, once."""
+        return 1 if self.trips is None else self.trips
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
@@ -65,7 +70,7 @@ class Loop:
 
     Attributes:
       name: the instruction's name.
-      trips: how often it turns in one run of the program; None when that is not said.
+      trips: how often it turns in one run of the program; None when the text does not say.
       at: its place in the schedule.
       until: the place of its end.
     """

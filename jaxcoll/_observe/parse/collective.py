@@ -121,6 +121,11 @@ class Collective:
     meanwhile: Meanwhile | None = None
 
     @property
+    def turns(self) -> int:
+        """How often one run carries it out; a loop that does not say how often it turns, once."""
+        return 1 if self.trips is None else self.trips
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
         """The element types that it sends, each once."""
         return tuple(dict.fromkeys(operand.dtype for operand in self.operands))

@@ -99,7 +99,7 @@ class Program(NamedTuple):
 def read_program(text: str, *, strict: bool = False) -> Program:
     """A compiled program: its collectives, and the arithmetic that is scheduled around them.
 
-    Law: as `read_hlo`; but what is not understood is told in `uncounted`, unless `strict`.
+    Law: as `read_hlo`; but what is not understood is listed in `uncounted`, unless `strict`.
 
     Args:
       text: what `compiled.as_text()` returns, of any backend.

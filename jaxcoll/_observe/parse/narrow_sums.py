@@ -51,12 +51,12 @@ def narrow_sums(text: str) -> list[str]:
         for narrow, wide, line in _widened(function):
             found.setdefault((narrow, wide), []).append(locations.of(line)[1])
     return [
-        _said(narrow, wide, len(where), dict.fromkeys(filter(None, where)))
+        _note(narrow, wide, len(where), dict.fromkeys(filter(None, where)))
         for (narrow, wide), where in found.items()
     ]
 
 
-def _said(narrow: str, wide: str, count: int, sources: Iterable[str]) -> str:
+def _note(narrow: str, wide: str, count: int, sources: Iterable[str]) -> str:
     lines = some([PurePath(source.replace("\\", "/")).name for source in sources], 3)
     where = f" ({', '.join(lines)})" if lines else ""
     return (

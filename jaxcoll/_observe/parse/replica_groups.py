@@ -1,4 +1,4 @@
-"""Who talks to whom, in each of the notations that compilers print."""
+"""Reads replica groups, in each of the notations that compilers print."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def device_groups(
     replicas: int,
     partitions: int,
 ) -> Groups:
-    """What listed groups mean: XLA numbers devices in three ways, told apart by two marks.
+    """What listed groups mean: XLA numbers devices in three ways, which two marks distinguish.
 
     Args:
       listed: the groups as written; () stands for one group of all.

@@ -49,7 +49,7 @@ class Work(NamedTuple):
 class Schedule:
     """A module whose collectives and calls are known already.
 
-    Sends that its text does not let one count are told to `uncounted`, arithmetic to `notes`.
+    Appends to `uncounted` what may send and cannot be counted, to `notes` such arithmetic.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Clusters by name: how many hosts and chips, and what a compiler must be told about them."""
+"""Clusters by name: their hosts and chips, and how a compiler describes them."""
 
 from __future__ import annotations
 

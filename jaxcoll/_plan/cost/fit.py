@@ -79,7 +79,7 @@ PROBES = Probes(
 def _whole(nbytes: int, combine: int) -> Probe:
     """One array; or, of so many bytes as no leaf has where leaves are combined, a few.
 
-    Malloc gives back every array over 32 MiB, unless it is told otherwise: one such array costs
+    Malloc gives back every array over 32 MiB, unless it is set otherwise: one such array costs
     more than all the leaves that are combined to its size.
     """
     count = max(1, nbytes // ONE) if nbytes < combine else 1
@@ -122,12 +122,12 @@ def fitted(usual: Terms, sizes: tuple[int, ...], seconds: Mapping[Probe, float])
     found = dataclasses.replace(usual, native=(curve, *others), array=array, copy=copy, slice=piece)
     latency, slope = _exchange(usual, sizes, seconds)
     link = "between" if islands > 1 else "within"
-    told: Link = getattr(usual, link)
+    before: Link = getattr(usual, link)
     return dataclasses.replace(
         found,
         call=usual.call * latency,
         reduce=usual.reduce * slope,
-        **{link: Link(told.step * latency, told.per_byte * slope, told.torus)},
+        **{link: Link(before.step * latency, before.per_byte * slope, before.torus)},
     )
 
 

@@ -83,11 +83,11 @@ def temporary_bytes(packs: Sequence[Pack], leaves: Sequence[Leaf]) -> int:
     return 2 * sum(pack.nbytes for pack in packs if not pack.is_leaf(leaves))
 
 
-def said(rule: PackingRule) -> str:
+def in_words(rule: PackingRule) -> str:
     """A rule in words.
 
     Examples:
-      >>> said(BytesPerPack(8 << 20, 1 << 20))
+      >>> in_words(BytesPerPack(8 << 20, 1 << 20))
       'leaves over 1 MiB alone, others in packs of at most 8 MiB'
     """
     if isinstance(rule, Unpacked):

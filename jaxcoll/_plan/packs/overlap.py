@@ -9,7 +9,7 @@ from typing import Any
 from jaxcoll._plan.algorithms import stages
 from jaxcoll._plan.cost.model import Prices
 from jaxcoll._plan.options import CommunicationOptions
-from jaxcoll._plan.packs.automatic import said
+from jaxcoll._plan.packs.automatic import in_words
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import BytesPerPack, Pack, PackingRule, ReadyOrder
 from jaxcoll._plan.world import World
@@ -147,7 +147,7 @@ def reasons(
       Sentences for `Plan.reasons`.
     """
     if in_backward:
-        yield f"packs: {said(rule)}, each sent when its gradients are there, in no other order"
+        yield f"packs: {in_words(rule)}, each sent when its gradients are there, in no other order"
     elif isinstance(rule, ReadyOrder):
         last = packs[-1].nbytes if packs else 0
         yield (
@@ -179,9 +179,9 @@ def by_options(platform: str, kind: str = "all-reduce") -> str:
             f"apart: no way is known to keep packs of {kind}s apart on {platform}; `jc.inspect` "
             "shows what became of them"
         )
-    said = " and ".join(f"{name}={value}" for name, value in found.items())
+    listed = " and ".join(f"{name}={value}" for name, value in found.items())
     options = "options" if len(found) > 1 else "option"
     return (
-        f"apart: by the compiler {options} {said}, which `jc.data_parallel` sets for "
+        f"apart: by the compiler {options} {listed}, which `jc.data_parallel` sets for "
         "its own program; give it to a `jax.jit` of your own (`Plan.compiler_options`)"
     )
