@@ -132,28 +132,37 @@ def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
     Returns:
       The packs, in that order.
     """
-    if isinstance(rule, ReadyOrder):
-        return _as_they_are_ready(leaves, rule)
     packs = [
-        Pack(leaf.wire, leaf.over, leaf.kind, (Segment(i, 0, leaf.size),), leaf.solid)
+        Pack(*_agreement(leaf), (_whole(leaves, i),), leaf.solid)
         for i, leaf in enumerate(leaves)
         if leaf.travels and (leaf.solid or isinstance(rule, Unpacked))
     ]
-    if isinstance(rule, GroupSmall):
-        for members in _small_runs(leaves, rule):
-            segments = tuple(Segment(i, 0, leaves[i].size) for i in members)
-            packs.append(Pack(*_agreement(leaves[members[0]]), segments))
-    elif not isinstance(rule, Unpacked):
-        groups = _groups(leaves)
-        counts = _shares(leaves, list(groups.values()), rule)
-        for (agreed, members), count in zip(groups.items(), counts, strict=True):
-            contents = (
-                _close_before(leaves, members, rule)
-                if isinstance(rule, BytesPerPack)
-                else _cut_evenly([Segment(i, 0, leaves[i].size) for i in members], count)
-            )
-            packs += [Pack(*agreed, tuple(segments)) for segments in contents]
+    packs += [
+        Pack(*_agreement(leaves[segments[0].leaf]), tuple(segments))
+        for segments in _shared(leaves, rule)
+    ]
+    if isinstance(rule, ReadyOrder):
+        return tuple(sorted(packs, key=lambda p: max(_ready(leaves, s.leaf) for s in p.segments)))
     return tuple(sorted(packs, key=lambda p: (p.segments[0].leaf, p.segments[0].start)))
+
+
+def _shared(leaves: Sequence[Leaf], rule: PackingRule) -> Iterator[list[Segment]]:
+    """The segments of each pack that leaves may share."""
+    if isinstance(rule, GroupSmall):
+        for run in _small_runs(leaves, rule):
+            yield [_whole(leaves, i) for i in run]
+        return
+    groups = _groups(leaves)
+    shares = _shares(leaves, groups, rule.count) if isinstance(rule, NumPacks) else []
+    for k, members in enumerate(groups):
+        match rule:
+            case BytesPerPack():
+                yield from _close_before(leaves, members, rule)
+            case ReadyOrder():
+                in_order = sorted(members, key=lambda i: _ready(leaves, i))
+                yield from _tapering(leaves, in_order, rule)
+            case NumPacks():
+                yield from _cut_evenly([_whole(leaves, i) for i in members], shares[k])
 
 
 def cut(packs: Sequence[Pack], parts: int) -> tuple[Pack, ...]:
@@ -175,41 +184,33 @@ def _agreement(leaf: Leaf) -> Agreement:
     return leaf.wire, leaf.over, leaf.kind
 
 
-def _groups(leaves: Sequence[Leaf]) -> dict[Agreement, list[int]]:
-    """Indices of the leaves that may share packs, by what they must agree in."""
+def _groups(leaves: Sequence[Leaf]) -> list[list[int]]:
+    """Indices of the leaves that may share packs, together where they agree."""
     groups: dict[Agreement, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.travels and not leaf.solid:
             groups.setdefault(_agreement(leaf), []).append(i)
-    return groups
+    return list(groups.values())
 
 
-def _as_they_are_ready(leaves: Sequence[Leaf], rule: ReadyOrder) -> tuple[Pack, ...]:
-    """Each kind's packs, ordered by when their last leaf is ready."""
+def _whole(leaves: Sequence[Leaf], i: int) -> Segment:
+    return Segment(i, 0, leaves[i].size)
 
-    def ready(leaf: int) -> int:
-        return leaves[leaf].ready or 0
 
-    packs = [
-        Pack(leaf.wire, leaf.over, leaf.kind, (Segment(i, 0, leaf.size),), True)
-        for i, leaf in enumerate(leaves)
-        if leaf.travels and leaf.solid
-    ]
-    for agreed, members in _groups(leaves).items():
-        contents = _tapering(leaves, sorted(members, key=ready), rule)
-        packs += [Pack(*agreed, tuple(segments)) for segments in contents]
-    return tuple(sorted(packs, key=lambda p: max(ready(s.leaf) for s in p.segments)))
+def _ready(leaves: Sequence[Leaf], i: int) -> int:
+    return leaves[i].ready or 0
 
 
 def _tapering(
     leaves: Sequence[Leaf], members: Sequence[int], rule: ReadyOrder
 ) -> Iterator[list[Segment]]:
     """The segments of one pack after another; see `ReadyOrder`."""
-    waiting: dict[int, None] = {}
+    # Small leaves wait for the last pack: copied into those between, they would have these copied.
+    waiting: set[int] = set()
     for i in members:
-        if leaves[i].nbytes < rule.small:
-            with_it = sum(leaves[k].nbytes for k in waiting) + leaves[i].nbytes
-            waiting.update({i: None} if with_it <= rule.last else {})
+        with_it = sum(leaves[k].nbytes for k in waiting) + leaves[i].nbytes
+        if leaves[i].nbytes < rule.small and with_it <= rule.last:
+            waiting.add(i)
     rest = sum(leaves[i].nbytes for i in members if i not in waiting)
     pack: list[Segment] = []
     room = 0
@@ -217,6 +218,8 @@ def _tapering(
         start = leaves[i].size if i in waiting else 0
         while start < leaves[i].size:
             if not pack:
+                # XLA places the last collectives beside the optimizer, behind no matrix product, so
+                # what is left for the end has to be little (docs/decisions.md).
                 room = max(rule.last, min(rule.limit, rest // 4))
             left = leaves[i].size - start
             width = leaves[i].wire.itemsize
@@ -229,7 +232,7 @@ def _tapering(
             if not size or room < width:
                 yield pack
                 pack = []
-    last = [Segment(i, 0, leaves[i].size) for i in waiting]
+    last = [_whole(leaves, i) for i in members if i in waiting]
     together = sum(leaves[s.leaf].wire.itemsize * s.size for s in pack + last) <= rule.limit
     yield from filter(None, [pack + last] if together else [pack, last])
 
@@ -269,12 +272,12 @@ def _close_before(
     nbytes = 0
     for i in members:
         if leaves[i].nbytes > rule.largest:
-            yield [Segment(i, 0, leaves[i].size)]
+            yield [_whole(leaves, i)]
             continue
         if nbytes + leaves[i].nbytes > rule.limit:
             yield pack
             pack, nbytes = [], 0
-        pack.append(Segment(i, 0, leaves[i].size))
+        pack.append(_whole(leaves, i))
         nbytes += leaves[i].nbytes
     if pack:
         yield pack
@@ -297,20 +300,17 @@ def _cut_evenly(segments: Sequence[Segment], count: int) -> Iterator[list[Segmen
         yield pack
 
 
-def _shares(
-    leaves: Sequence[Leaf], groups: Sequence[Sequence[int]], rule: PackingRule
-) -> list[int]:
-    """How many of `NumPacks` packs each group gets: one each, then always to the largest pack."""
+def _shares(leaves: Sequence[Leaf], groups: Sequence[Sequence[int]], count: int) -> list[int]:
+    """How many of `count` packs each group gets: one each, then always to the largest pack."""
     shares = [1] * len(groups)
-    if isinstance(rule, NumPacks):
-        sizes = [sum(leaves[i].size for i in members) for members in groups]
-        widths = [leaves[members[0]].wire.itemsize for members in groups]
-        for _ in range(rule.count - len(groups)):
-            per_pack = [
-                size * width / k if k < size else 0
-                for size, width, k in zip(sizes, widths, shares, strict=True)
-            ]
-            if not any(per_pack):
-                break
-            shares[per_pack.index(max(per_pack))] += 1
+    sizes = [sum(leaves[i].size for i in members) for members in groups]
+    widths = [leaves[members[0]].wire.itemsize for members in groups]
+    for _ in range(count - len(groups)):
+        per_pack = [
+            size * width / k if k < size else 0
+            for size, width, k in zip(sizes, widths, shares, strict=True)
+        ]
+        if not any(per_pack):
+            break
+        shares[per_pack.index(max(per_pack))] += 1
     return shares
