@@ -123,6 +123,7 @@ class _Joiner:
         found: dict[int, None] = {}
         for name in dict.fromkeys(names(self._compiled[k].op_name)):
             parts = name.split("/")
+            # Compiled names have the scopes of callers in front: any tail may be the name.
             for start in range(len(parts)):
                 known = self._by_name.get("/".join(parts[start:]), ())
                 found.update(dict.fromkeys(known))
@@ -141,6 +142,7 @@ class _Joiner:
     def _chosen(self, free: Sequence[int], c: Collective) -> tuple[list[int], bool]:
         """Which of `free` have the elements of `c` together, and whether no others might."""
         total = _size(c)
+        # All that fits together has just these elements: no other choice is possible.
         if sum(self._left[i] for i in free) == total:
             return list(free), True
         by_size: dict[int, list[int]] = {}
@@ -153,6 +155,7 @@ class _Joiner:
                 len(by_size[size]) == n or self._is_one_kind(by_size[size])
                 for size, n in wanted.items()
             )
+        # The compiler combines neighbours, which were neighbours in the request, too.
         if run := self._run(free, total):
             return run, False
         larger = [i for i in free if self._left[i] > total]  # it is a part of one

@@ -110,6 +110,7 @@ def exposed(
     for m, open_now in _meetings(collectives, matmuls):
         if open_now and not terms.rates:
             return None
+        # Earliest deadline first: `open_now` is sorted by end, which makes greedy hide the most.
         rate = terms.rate(m.dtype)
         spare = m.turns * m.flops / rate if rate else 0.0
         for k in open_now:

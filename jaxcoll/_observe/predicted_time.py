@@ -39,6 +39,7 @@ def predicted(c: Collective, terms: Terms) -> float:
 @functools.lru_cache(64)
 def _met(groups: Groups, per_island: int) -> tuple[int, int, int]:
     """Devices of the largest group, most of them on one island, and islands of it."""
+    # JAX numbers devices host by host, so a number divided by the size of an island is the island.
     n = near = islands = 1
     for group in groups:
         met = Counter(device // per_island for device in set(group))

@@ -106,6 +106,7 @@ class ReportData:
         ]
         if not turns or any(trips is None for _, trips in turns):
             return None
+        # Parts of one collective run side by side, so their turns are not added; repetitions are.
         first = max((t for again, t in turns if not again and t is not None), default=0)
         return first + sum(t for again, t in turns if again and t is not None)
 

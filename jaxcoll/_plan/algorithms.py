@@ -112,6 +112,7 @@ def stages(algorithm: str, shards: int, over: tuple[int, ...]) -> tuple[Stage, .
     for name, span in zip(names, spans, strict=True):
         axes = tuple(axis for axis in span if over[axis] > 1)
         n = math.prod(over[axis] for axis in axes)
+        # Only an outermost shuffle may have fewer owners: an inner stage has a shard for each.
         owners = min(shards, n) if shards and span is outermost and name == "shuffle" else n
         if n > 1:
             found.append(Stage(name, axes, n, owners))

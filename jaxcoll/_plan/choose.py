@@ -64,6 +64,7 @@ def choose(
     asked = options.algorithm or _implied(options, world)
     algorithm, why_algorithm = _carried(asked, options, world)
     check_fits(algorithm, options.shards, world)
+    # What was asked for stays, even where the cost model knows a faster way.
     fixed = bool(options.algorithm or options.reproducible or options.shards) or (
         options.implementation is not CommunicationImplementation.AUTO
     )
@@ -103,6 +104,7 @@ def _carried(asked: str, options: CommunicationOptions, world: World) -> tuple[s
         if options.implementation is CommunicationImplementation.NCCL and world.platform != "gpu":
             return asked, f"algorithm: NCCL was asked for, but {carrier} carries it here"
         return asked, f"algorithm: the compiler's own all-reduce, carried by {carrier}"
+    # Gloo has a reduce-scatter, but not a good one, so a shuffle of ours does that part.
     *inner, outermost = asked.split("/")
     if "native" not in inner or carrier != "Gloo":
         return asked, f"algorithm: {_described(asked)}, as asked"

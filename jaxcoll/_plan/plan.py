@@ -87,6 +87,7 @@ class Plan:
         terms = dataclasses.replace(self.terms, combine=0) if self.overlap else self.terms
         prices = Prices(terms, self.world.sizes)
         whole = prices.predict(loads(self.packs, self.leaves, self.stages))
+        # A half has half the steps and bytes; only a reduce-scatter adds.
         if self.collective == "all_reduce":
             return whole
         added = whole.reduction * (self.collective == "reduce_scatter")
@@ -122,6 +123,7 @@ class Plan:
             (pack.dtype.name, pack.over, [(s.leaf, s.start, s.size) for s in pack.segments])
             for pack in self.packs
         ]
+        # Not a counter, which would differ between processes; and JAX does not number scopes.
         identity = repr((self.reduce_op.name, self.algorithm, [x.path for x in self.leaves], packs))
         return f"{self.collective}_{zlib.crc32(identity.encode()) & 0xFFFFFF:06x}"
 

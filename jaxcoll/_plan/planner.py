@@ -59,6 +59,7 @@ def make_plan(
     prices = Prices(terms, world.sizes)
     apart = overlap.is_wanted(options, world, leaves, choice.algorithm, in_backward)
     given = tuple(leaves)
+    # Where gradients are reduced as they appear, the backward pass itself gives the order.
     if apart and in_backward:
         rule = overlap.rule_in_backward(options.bytes_per_pack)
         choice = dataclasses.replace(choice, packing=rule)
@@ -70,6 +71,7 @@ def make_plan(
     rules = (choice.packing,) if choice.packing else rules_for(world)
     found = list(priced(leaves, rules, names, prices))
     rule, packs, cost = fastest(found, leaves)
+    # After pricing: the number of parts was asked for, and is not searched.
     packs = cut(packs, choice.parts)
     if options.reproducible:
         _check_mapped(leaves, packs, _NO_ORDER)

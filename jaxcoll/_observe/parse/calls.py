@@ -144,6 +144,7 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
                 met += 1
 
     found = tuple(within(entry, (), 0))
+    # What no call reaches would not be listed, and a report that lists less than all misleads.
     for name in sorted(busy - reached):
         lost = next((x for x in bodies[name] if isinstance(x, Collective)), None)
         if lost is not None:
@@ -198,6 +199,7 @@ def _called(collective: Collective, path: Sequence[Call], at: int, until: int) -
         for k, call in enumerate(path)
         if call.branch is not None
     )
+    # An asynchronous call (async-start of a computation) makes all within it asynchronous.
     pair = next((call for call in path if call.is_async), None)  # the pair is around it
     return dataclasses.replace(
         collective,

@@ -141,6 +141,7 @@ def operands_of(instruction: Instruction, defined: Mapping[str, str]) -> tuple[O
     """
     found: list[Operand] = []
     for piece in _pieces(_COMMENT.sub("", instruction.operands)):
+        # Some compilers print the type of each operand in place, others its name alone.
         type_text, _, name = piece.rpartition(" ")
         if not type_text:
             definition = defined.get(name.lstrip("%"))

@@ -103,6 +103,7 @@ def _convolved(attributes: str, left: Operand, kernel: Operand, output: Operand)
             )
 
         dilated = of("lhs_dilate", 1)
+        # For each output element and kernel element the input position, which may be padding.
         at = np.arange(outputs[dim])[:, None] * of("stride", 1) - of("pad", 0)
         at = at + np.arange(weights[dim])[None] * of("rhs_dilate", 1)
         inside = (at >= 0) & (at <= (inputs[dim] - 1) * dilated) & (at % dilated == 0)

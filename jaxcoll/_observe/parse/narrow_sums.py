@@ -106,8 +106,10 @@ def _widened(lines: Iterable[str]) -> Iterator[tuple[str, str, str]]:
                 yield before, after, sums[value].pop()
         elif found := _RESHAPES.search(line):
             values = _VALUE.findall(found[1])
+            # A reshape or a division by the count stands between the cast and the sum.
             if values and set(values) <= narrowed:
                 narrowed.add(name)
+            # The same on the way back: what becomes of a sum is that sum until it is cast.
             carried = next((sums[value] for value in values if value in sums), None)
             if carried is not None:
                 sums[name] = carried

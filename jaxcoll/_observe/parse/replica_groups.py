@@ -104,6 +104,7 @@ def mesh_groups(
     for name, size in sizes.items():
         edges = {1, size}.union(*({a, b} for axis, a, b in spans if axis == name))
         pieces += [(name, a, b) for a, b in zip(sorted(edges), sorted(edges)[1:], strict=False)]
+    # What is meant is moved to the last dimensions of the mesh: a row is then a group.
     chosen = [
         k
         for axis, low, high in spans

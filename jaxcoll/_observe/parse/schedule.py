@@ -111,6 +111,7 @@ class Schedule:
         programs = self._programs(name)
         between = [call for at in range(start + 1, end) for call in programs.get(at, ())]
         work = work.plus(self._called(between))
+        # Constants, tuples and the ends of other pairs take no time.
         count = sum(not _IDLE.search(line) for line in lines[start + 1 : end])
         return Meanwhile(count, work.matmuls, work.flops)
 
@@ -152,6 +153,7 @@ class Schedule:
     def _direct_work(self, name: str) -> dict[int, Work]:
         """The work of each instruction, by its line; a fusion's is that of what it fuses."""
         if name not in self._direct:
+            # Stays empty while it is worked out, for a text in which a computation calls itself.
             self._direct[name] = {}
             found = self._own_work(name)
             for item in self._bodies[name]:
@@ -170,6 +172,7 @@ class Schedule:
             if not is_matmul(line):
                 continue
             if " custom-call(" in line and (target := _TARGET.search(line)):
+                # A backend_config may be long: it is searched only where it has that field.
                 config = line.partition("backend_config=")[2] if "has_comm" in line else ""
                 if _MAY_SEND.search(target[1]) or _MAY_SEND.search(config):
                     self._uncounted.append(

@@ -72,6 +72,7 @@ class Curve:
     def per_byte(self) -> float:
         """Seconds per byte beyond the largest size: the slope between the two largest."""
         sizes, seconds = self._rising
+        # Two equal times pool to a flat end, and then time has to grow with the size all the same.
         slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
         return slope or seconds[-1] / sizes[-1]
 

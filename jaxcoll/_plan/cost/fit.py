@@ -149,8 +149,10 @@ def _copies(seconds: Mapping[Probe, float], alone: Mapping[int, float]) -> tuple
     large, small = sorted((p for p in seconds if p.packed), key=lambda p: -p.nbytes)
     a, b = (max(0.0, seconds[p] - alone[p.count * p.nbytes]) for p in (large, small))
     ma, mb = (2 * p.count * p.nbytes for p in (large, small))
+    # Two packs give two equations: time beyond one array = bytes × per byte + pieces × per piece.
     determinant = large.count * mb - small.count * ma
     piece, copy = (a * mb - b * ma) / determinant, (large.count * b - small.count * a) / determinant
+    # Noise can make one of the two negative; then the other explains the pack that shows it best.
     if piece < 0:
         return a / ma, 0.0
     return (copy, piece) if copy >= 0 else (0.0, b / small.count)

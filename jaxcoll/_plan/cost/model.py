@@ -141,6 +141,7 @@ class Prices:
             copy += load.times * (
                 load.pieces * terms.slice + 2 * load.nbytes * terms.copy * (load.pieces > 0)
             )
+            # Its combiner leaves alone what is larger than the threshold, and what is not its own.
             if terms.combine and load.nbytes < terms.combine and _is_native(load.stages):
                 combined.setdefault(load.stages, []).append(load)
                 continue
@@ -154,6 +155,7 @@ class Prices:
         for stages, together in combined.items():
             count = sum(load.times for load in together)
             nbytes = sum(load.times * load.nbytes for load in together)
+            # A combined collective ends at the threshold, or at so many operands.
             calls = max(-(-nbytes // terms.combine), -(-count // OPERANDS))
             total += calls * self.of(stages, nbytes // calls) + Cost(latency=count * terms.array)
         return total
@@ -273,10 +275,13 @@ def _native(nbytes: float, terms: Terms, met: _Met) -> Cost:
     measured = _Met(curve.replicas, curve.replicas // curve.islands, curve.islands)
     latency = curve.latency + _latency(terms, met) - _latency(terms, measured)
     rest = curve.seconds(nbytes) - curve.latency
+    # Bytes scale by the slopes of the model; where only one of the two has several islands,
+    # by the slope that was measured.
     if measured != met:
         alike = (measured.k > 1) == (met.k > 1)
         slope = _per_byte(terms, measured) if alike else curve.per_byte
         rest *= _per_byte(terms, met) / slope if slope else 1.0
+    # A curve of a larger world, brought to a small one, must not promise less than a bare call.
     return Cost(max(latency, terms.call), rest)
 
 
@@ -313,5 +318,6 @@ def _per_byte(terms: Terms, met: _Met) -> float:
     around = 2 * (met.n - 1) / met.n
     if met.k == 1:
         return around * terms.within.per_byte
+    # Between two islands a tree sends one array each way, fewer bytes than a ring (NCCL does so).
     across = (1.0 if met.k == 2 else around) * terms.between.per_byte / met.p
     return max(across, around * terms.within.per_byte * (met.p > 1))

@@ -175,6 +175,7 @@ def read_terms(text: str, world: World | None = None) -> Terms:
       ValueError: it cannot be read, is not ours, is of a newer version, or of another world.
     """
     terms = terms_of(parsed(text))
+    # Terms of, say, another number of processes would choose packs that are slow here.
     if world is not None and terms.key != Key.of(world):
         raise ValueError(
             f"these cost terms were measured on another world: {terms.key}; this one is "

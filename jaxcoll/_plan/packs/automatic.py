@@ -67,6 +67,7 @@ class Way(NamedTuple):
 
 def fastest(ways: Sequence[Way], leaves: Sequence[Leaf]) -> Way:
     """The way to take: not the very fastest where a little time saves much memory."""
+    # Packs are copies: with all leaves packed, they take twice the memory of the tree.
     best = min(ways, key=lambda way: way.cost.seconds)
     tree = sum(pack.nbytes for pack in best.packs)
     modest = [
@@ -137,6 +138,7 @@ def priced(
             for pack in plan_packs(leaves, rule)
             for name in (algorithm(pack),)
         )
+        # Of a tree of small leaves several rules make the same packs; to price is what takes time.
         if packs not in tried:
             tried.add(packs)
             cost = prices.predict(loads(packs, leaves, lambda p: stages(p.algorithm, 0, p.over)))

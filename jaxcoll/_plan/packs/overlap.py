@@ -123,6 +123,7 @@ def with_guess(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
     """Leaves whose order nobody knows, as a backward pass would make them: the last one first."""
     if any(leaf.ready is not None for leaf in leaves):
         return tuple(leaves)
+    # Parameters are mostly listed in the order of use, and a backward pass goes the other way.
     last = len(leaves) - 1
     return tuple(dataclasses.replace(leaf, ready=last - i) for i, leaf in enumerate(leaves))
 
