@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from jaxcoll import _compat
@@ -170,7 +171,13 @@ class StepProgram:
                 self._check_crossing(program, summed, error)
             inputs = _by_spec(lying, (args, kwargs))
             specs = self._specs(results, self._proven(program, inputs), _not_reduced(summed))
-        call = mapped(lambda args, kwargs: step(*args, **kwargs), out_specs=specs)
+        tree = jax.tree.structure(results)
+
+        def replayed(args: Any, kwargs: Any) -> Any:
+            # Not `step` once more: what JAX 0.10 inlines has lost its lines of Python.
+            return jax.tree.unflatten(tree, jaxpr_as_fun(program)(*jax.tree.leaves((args, kwargs))))
+
+        call = mapped(replayed, out_specs=specs)
         return _Run(call, scope, plans, again)
 
     def _specs(self, results: Any, varying: list[frozenset[str]], shown: str) -> Any:

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxcoll._observe.parse.collective import KINDS, Collective, Operand, bytes_of, wire_bytes
+from jaxcoll._observe.report_text import totals
 
 
 def collective(kind, n, *operands, **more):
@@ -81,3 +82,10 @@ def test_an_all_to_all_that_is_cut_up_already_sends_its_shares_whole():
     eight = tuple(range(8))
     cut = Collective("all-to-all", "a", (Operand("f32", (13,)),) * 8, 8, (eight,), "main")
     assert cut.wire_bytes == 7 * 13 * 4
+
+
+@pytest.mark.parametrize(("trips", "turns"), [(None, 1), (0, 0), (3, 3)])
+def test_a_loop_of_unknown_turns_counts_one_and_one_that_never_turns_none(trips, turns):
+    found = collective("all-reduce", 8, Operand("f32", (4,)), trips=trips)
+    assert found.turns == turns
+    assert totals([found], [trips]).startswith(f"{turns} all-reduce")

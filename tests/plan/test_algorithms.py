@@ -19,7 +19,7 @@ sizes = st.integers(1, 9)
 
 
 @pytest.mark.parametrize(
-    ("said", "means"),
+    ("given", "means"),
     [
         ("native", "native"),
         ("Halving_Doubling", "halving_doubling"),
@@ -34,10 +34,10 @@ sizes = st.integers(1, 9)
         ("ring/native/rechd", "ring/native/halving_doubling"),
     ],
 )
-def test_tensorflows_names_and_ours(said, means):
-    assert canonical(said) == means
-    assert Options(algorithm=said).algorithm == means
-    assert Options(algorithm=said) == Options(algorithm=means)
+def test_tensorflows_names_and_ours(given, means):
+    assert canonical(given) == means
+    assert Options(algorithm=given).algorithm == means
+    assert Options(algorithm=given) == Options(algorithm=means)
 
 
 @pytest.mark.parametrize("bad", ["tree", "", "/", "ring/", "/ring", "nccl//xring", "ring/tree"])

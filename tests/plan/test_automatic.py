@@ -1,4 +1,4 @@
-"""The automatic choice: what the cost model calls fastest, said with what it beat."""
+"""The automatic choice: what the cost model calls fastest, and what it beat."""
 
 import dataclasses
 import functools
@@ -15,9 +15,9 @@ from jaxcoll._plan.packs.automatic import (
     RULES,
     WORTH,
     algorithms_for,
+    in_words,
     priced,
     rules_for,
-    said,
 )
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import BytesPerPack, NumPacks, Unpacked
@@ -31,8 +31,8 @@ GLOO = World("cpu", (4,), processes=4)
 
 def plan_of(shapes, world=GLOO, terms=None, **options):
     leaves = [Leaf(f"[{i}]", tuple(s), F32, F32, world.sizes) for i, s in enumerate(shapes)]
-    said = jc.CommunicationOptions(**options)
-    return make_plan(jc.ReduceOp.MEAN, leaves, said, world, terms=terms)
+    given = jc.CommunicationOptions(**options)
+    return make_plan(jc.ReduceOp.MEAN, leaves, given, world, terms=terms)
 
 
 @pytest.mark.parametrize("tree", sorted(TREES))
@@ -122,13 +122,13 @@ def test_asked_packs_still_get_the_algorithm_that_suits_their_size():
 
 
 def test_rules_in_words():
-    assert [said(rule) for rule in RULES[:2]] == [
+    assert [in_words(rule) for rule in RULES[:2]] == [
         "every leaf alone",
         "leaves over 256 KiB alone, others in packs of at most 2 MiB",
     ]
-    assert said(RULES[-1]) == "one pack of each type"
-    assert said(BytesPerPack(1 << 20)) == "packs of at most 1 MiB"
-    assert "NumPacks" in said(NumPacks(2))
+    assert in_words(RULES[-1]) == "one pack of each type"
+    assert in_words(BytesPerPack(1 << 20)) == "packs of at most 1 MiB"
+    assert "NumPacks" in in_words(NumPacks(2))
     assert rules_for(World("tpu", (8,))) == (Unpacked(),)
 
 

@@ -1,4 +1,4 @@
-"""jc.plan: what will be sent, said before anything is compiled."""
+"""jc.plan: what will be sent, before anything is compiled."""
 
 import json
 
@@ -85,8 +85,8 @@ def test_what_is_asked_for_is_no_longer_chosen():
     assert choose(asked, World("cpu", (8,), 1)).packing == BytesPerPack(5)
     assert not choose(asked, World("cpu", (8,), 1)).fixed
     assert choose(jc.CommunicationOptions(implementation="ring"), World()).algorithm == "ring"
-    for said in ({"algorithm": "native"}, {"reproducible": True}, {"shards": 2}):
-        assert choose(jc.CommunicationOptions(**said), World("cpu", (8,), 1)).fixed
+    for given in ({"algorithm": "native"}, {"reproducible": True}, {"shards": 2}):
+        assert choose(jc.CommunicationOptions(**given), World("cpu", (8,), 1)).fixed
 
 
 def test_bad_arguments_are_named():
