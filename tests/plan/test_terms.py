@@ -7,7 +7,7 @@ import pytest
 
 from jaxcoll._plan.cost.curve import Curve
 from jaxcoll._plan.cost.presets import preset
-from jaxcoll._plan.cost.terms import Key, Link, Terms, read_terms
+from jaxcoll._plan.cost.terms import Key, Link, Terms, parsed, terms_of
 from jaxcoll._plan.world import World
 
 GLOO = World("cpu", (4,), processes=4)
@@ -21,7 +21,7 @@ POINTS = ((1000, 1e-3), (2000, 2e-3))
 )
 def test_terms_read_back(world):
     terms = preset(world)
-    again = read_terms(terms.to_json(), world)
+    again = terms_of(parsed(terms.to_json()))
     assert again == terms
     assert hash(again) == hash(terms)
     assert json.loads(terms.to_json()) == json.loads(json.dumps(terms.to_dict()))
@@ -37,7 +37,7 @@ def test_terms_read_back(world):
 )
 def test_what_is_not_ours_is_refused(text, words):
     with pytest.raises(ValueError, match=words):
-        read_terms(text)
+        terms_of(parsed(text))
 
 
 def test_rates_of_products_by_type():
@@ -55,7 +55,7 @@ def changed(**changes):
 
 def test_a_newer_version_is_refused():
     with pytest.raises(ValueError, match="of version 2, and this jaxcoll reads version 1: use the"):
-        read_terms(changed(version=2))
+        terms_of(parsed(changed(version=2)))
 
 
 @pytest.mark.parametrize(
@@ -65,26 +65,7 @@ def test_a_newer_version_is_refused():
 )
 def test_damaged_terms_are_refused(changes):
     with pytest.raises(ValueError, match="these cost terms are damaged: .*calibrate again"):
-        read_terms(changed(**changes))
-
-
-@pytest.mark.parametrize(
-    "world",
-    [
-        World("cpu", (8,), processes=4),
-        World("cpu", (4,)),
-        World("gpu", (4,), processes=4),
-        dataclasses.replace(GLOO, hosts=2),
-    ],
-    ids=str,
-)
-def test_terms_of_another_world_are_refused(world):
-    text = preset(GLOO).to_json()
-    with pytest.raises(
-        ValueError, match="on another world: gloo, 4 replicas, 4 processes, 1 host; this one is "
-    ):
-        read_terms(text, world)
-    assert read_terms(text).key == Key.of(GLOO)
+        terms_of(parsed(changed(**changes)))
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), True, "1", None])

@@ -154,7 +154,7 @@ class Terms:
         return {"format": FORMAT, "version": VERSION, **codec.plain(self)}
 
     def to_json(self) -> str:
-        """`to_dict()` as JSON text, which `read_terms` reads back."""
+        """`to_dict()` as JSON text, which `parsed` and `terms_of` read back."""
         return json.dumps(self.to_dict(), indent=2)
 
 
@@ -162,26 +162,6 @@ _NUMBERS = ("call", "array", "reduce", "copy", "slice", "combine")
 
 
 _AGAIN = "calibrate again, or delete the file to use the preset"
-
-
-def read_terms(text: str, world: World | None = None) -> Terms:
-    """The terms that `Terms.to_json` wrote.
-
-    Args:
-      text: the JSON text.
-      world: where they are to be used; None: anywhere.
-
-    Raises:
-      ValueError: it cannot be read, is not ours, is of a newer version, or of another world.
-    """
-    terms = terms_of(parsed(text))
-    # Terms of, say, another number of processes would choose packs that are slow here.
-    if world is not None and terms.key != Key.of(world):
-        raise ValueError(
-            f"these cost terms were measured on another world: {terms.key}; this one is "
-            f"{Key.of(world)}: {_AGAIN}."
-        )
-    return terms
 
 
 def parsed(text: str) -> dict[str, Any]:
