@@ -238,6 +238,8 @@ class CommunicationOptions:
             )
         return CommunicationOptions(**{**dict(self._given), **changes})
 
+    __replace__ = replace  # `copy.replace` of Python 3.13; a dataclass's own would set all options
+
     def merge(self, override: CommunicationOptions | None) -> CommunicationOptions:
         """These options, with everything `override` has set taken from it.
 
@@ -274,6 +276,10 @@ class CommunicationOptions:
     def __repr__(self) -> str:
         given = (f"{k}={v.name if isinstance(v, enum.Enum) else repr(v)}" for k, v in self._given)
         return f"CommunicationOptions({', '.join(given)})"
+
+
+# `dataclasses.replace` would pass every option on as given, and the result override all in `merge`.
+del CommunicationOptions.__dataclass_fields__
 
 
 def checked(options: Any) -> CommunicationOptions:

@@ -1,6 +1,7 @@
 """CommunicationOptions: a value that is validated once and merged explicitly."""
 
 import copy
+import dataclasses
 import math
 import pickle
 
@@ -131,6 +132,12 @@ def test_replace_changes_and_unsets():
         Options().replace(packs=3)
     with pytest.raises(ValueError, match="`bytes_per_pack`"):
         Options().replace(bytes_per_pack=-3)
+
+
+def test_the_replace_of_the_standard_library_keeps_what_is_unset_or_refuses():
+    with pytest.raises(TypeError):
+        dataclasses.replace(Options(4), shards=2)
+    assert Options(4).__replace__(shards=2) == Options(4, shards=2)
 
 
 def test_repr_shows_what_was_said_and_reads_back():
