@@ -170,7 +170,7 @@ def _write_through(partial: Path, path: Path) -> None:
 
 def _created_beside(file: Path, suffix: str) -> Path:
     """A new file in the same folder, of the mode that the umask leaves."""
-    # Of one that is there nobody may read more, while it is written, than of the file itself.
+    # While it is written it must not be readable to more users than the file it replaces.
     mode = 0o600 if file.exists() else 0o666
     partial = file.with_name(f"{_beginning(file)}{secrets.token_hex(8)}{suffix}")
     os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
@@ -178,7 +178,7 @@ def _created_beside(file: Path, suffix: str) -> Path:
 
 
 def _beginning(file: Path) -> str:
-    """How the names of its partial files begin, and nobody else's; without another suffix."""
+    """How the names of its partial files begin, and of no others; without another suffix."""
     return f".jaxcoll-{file.name[:150].replace('.', '_')}-"
 
 

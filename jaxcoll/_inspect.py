@@ -52,7 +52,7 @@ def inspect(fun: Any, *args: Any, topology: Any = None, **kwargs: Any) -> Report
       tracing and compiling; reading takes a few seconds for 100 MB of text.
 
     Raises:
-      ValueError: `fun` is none of these, or a text is no HLO or is cut off. What `fun` itself
+      ValueError: `fun` is none of these, or a text is not HLO or is cut off. What `fun` itself
         raises while it is traced passes through.
       ValueError: there is no such topology (the nearest are listed), or the mesh does not fit it.
       ImportError: the compiler for the topology is not installed; the message has the command.

@@ -11,7 +11,7 @@ from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._plan.cost.terms import Terms
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
-"""The kinds that gradients travel in."""
+"""The kinds of collective that carry gradients."""
 
 
 class Share(NamedTuple):

@@ -57,7 +57,7 @@ class Report(ReportData):
         """The report that `to_json` wrote; equal to it, but without `plans`.
 
         Raises:
-          ValueError: the text is no such JSON.
+          ValueError: the text is not such JSON.
         """
         try:
             return cls(**report_json.fields(json.loads(text)))

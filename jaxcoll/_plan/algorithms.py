@@ -52,7 +52,7 @@ def canonical(name: str) -> str:
       name: one algorithm, or several from inner to outer with "/" between them.
 
     Raises:
-      ValueError: a part is no algorithm; the message lists those there are.
+      ValueError: a part does not name an algorithm; the message lists the names.
 
     Examples:
       >>> canonical("nccl/rechd")
@@ -169,7 +169,7 @@ def check_in_tree_order(algorithm: str, shards: int, world: World) -> None:
     """Refuse an algorithm whose sums depend on where an element stands.
 
     Raises:
-      ValueError: it is one, over the axes of `world`; the message lists those that are none.
+      ValueError: it is such an algorithm over the axes of `world`; the message lists others.
     """
     if in_tree_order(stages(algorithm, shards, world.sizes)):
         return

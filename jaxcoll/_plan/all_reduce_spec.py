@@ -39,7 +39,7 @@ def parse_spec(spec: Any) -> tuple[SpecTuple, ...]:
       One line a tuple, in order.
 
     Raises:
-      ValueError: it is something else; a name, number or limit is none; the limits do not rise,
+      ValueError: it is something else; a name, number or limit is invalid; the limits do not rise,
         or do not end in -1.
 
     Examples:

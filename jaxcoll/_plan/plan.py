@@ -250,7 +250,7 @@ class Plan:
         compared and priced, and not carried out.
 
         Raises:
-          ValueError: the text is no such JSON, or is damaged.
+          ValueError: the text is not such JSON, or is damaged.
         """
         return cls(**plan_json.fields(text))
 

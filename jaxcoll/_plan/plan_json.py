@@ -54,7 +54,7 @@ def fields(text: str) -> dict[str, Any]:
     """The arguments of the `Plan` that was written as JSON.
 
     Raises:
-      ValueError: the text is no such JSON, or is damaged.
+      ValueError: the text is not such JSON, or is damaged.
     """
     try:
         data = json.loads(text)

@@ -56,7 +56,7 @@ def read_hlo(text: str) -> tuple[Collective, ...]:
       made one. Cost: a few seconds for 100 MB.
 
     Raises:
-      ValueError: the text is no HLO, is cut off, or uses a notation that is not known here.
+      ValueError: the text is not HLO, is cut off, or uses a notation that is not known here.
 
     Examples:
       >>> program = '''HloModule jit_f, replica_count=4
@@ -109,7 +109,7 @@ def read_program(text: str, *, strict: bool = False) -> Program:
       The program.
 
     Raises:
-      ValueError: the text is no HLO or is cut off; or something else, if `strict`.
+      ValueError: the text is not HLO or is cut off; or something else, if `strict`.
     """
     module = parse_module(text)
     uncounted: list[str] = []

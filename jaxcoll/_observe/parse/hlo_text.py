@@ -61,7 +61,7 @@ def parse_module(text: str) -> Module:
       The computations by name, each as its lines, in the text's order.
 
     Raises:
-      ValueError: it is no HLO, or its end is missing.
+      ValueError: it is not HLO, or its end is missing.
     """
     lines = iter(text.splitlines())
     header = next((line for line in lines if line.strip()), "")
@@ -102,7 +102,7 @@ def parse_instruction(line: str) -> Instruction:
     """Take a line apart.
 
     Raises:
-      ValueError: it is no instruction.
+      ValueError: it is not an instruction.
 
     Examples:
       >>> i = parse_instruction("  ROOT %x.1 = (f32[2]{0}, s8[]) all-reduce(%a, %b), channel_id=1")

@@ -30,7 +30,7 @@ def names(op_name: str) -> tuple[str, ...]:
         elif character == ")" and depth:
             depth -= 1
             start, cut = opened.pop(), cuts.pop()
-            # A list follows a slash; what stands in the brackets of jit(...) is no list.
+            # A list follows a slash; the brackets of jit(...) hold something else.
             if len(cut) > 1 and (start == 0 or op_name[start - 1] == "/"):
                 head, tail = op_name[:start], op_name[at + 1 :]
                 inner = [op_name[a + 1 : b] for a, b in zip(cut, [*cut[1:], at], strict=True)]

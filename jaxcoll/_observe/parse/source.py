@@ -24,7 +24,7 @@ _REFERENCE = re.compile(r"loc\((#loc\d*)\)\s*$")
 def users(frames: Iterable[tuple[str, str]]) -> str:
     """The innermost frame that is neither jaxcoll's nor JAX's, as file:line.
 
-    What called a wrapped step is none of its lines, so nothing beyond the wrapper counts.
+    The caller of a wrapped step is not part of it, so frames beyond the wrapper do not count.
 
     Examples:
       >>> users([("/x/jaxcoll/_spmd/reduce.py", "115"), ("/home/me/train.py", "22")])

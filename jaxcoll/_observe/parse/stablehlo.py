@@ -52,7 +52,7 @@ def read_stablehlo(text: str) -> tuple[Collective, ...]:
       The collectives in program order, their kinds and types spelled as in HLO.
 
     Raises:
-      ValueError: the text is no StableHLO, is cut off, or uses a notation not known here.
+      ValueError: the text is not StableHLO, is cut off, or uses a notation not known here.
 
     Examples:
       >>> import jax, jax.numpy as jnp

@@ -89,7 +89,7 @@ CHIPS: dict[str, Gpu | Tpu | None] = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A cluster that nobody needs to have.
+    """A cluster to compile for, which need not be here.
 
     Attributes:
       name: as the user wrote it.
@@ -97,7 +97,7 @@ class Topology:
       platform: "gpu", "tpu" or "cpu", as JAX calls it.
       kind: what JAX calls `device_kind`.
       shape: the numbers of the name: hosts and GPUs of a host, or chips along each dimension.
-      hosts: processes, one a host.
+      hosts: processes, one per host.
       size: replicas it has room for, over all hosts.
     """
 

@@ -74,7 +74,7 @@ class Load(NamedTuple):
     Attributes:
       stages: what sums each of them; see `jaxcoll._plan.algorithms`.
       nbytes: bytes of one.
-      pieces: pieces of leaves that are copied into one and out again; 0: it is a leaf as it is.
+      pieces: pieces of leaves that are copied into one and out again; 0: it is a leaf itself.
       times: how many there are.
     """
 

@@ -1,4 +1,4 @@
-"""Cost terms that ship with jaxcoll, for worlds that nobody has calibrated, from `presets.toml`."""
+"""Cost terms of `presets.toml`, for worlds that were not calibrated."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def rule_in_backward(asked: int) -> BytesPerPack:
 
 
 def with_guess(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
-    """Leaves whose order nobody knows, as a backward pass would make them: the last one first."""
+    """Leaves of unknown order in that of a usual backward pass: the last one first."""
     if any(leaf.ready is not None for leaf in leaves):
         return tuple(leaves)
     # Parameters are mostly listed in the order of use, and a backward pass goes the other way.
