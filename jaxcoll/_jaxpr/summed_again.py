@@ -110,12 +110,11 @@ def _divided(out: Any, jaxpr: Jaxpr, n: int) -> bool:
 
 def _divides(eqn: JaxprEqn, jaxpr: Jaxpr, n: int) -> bool:
     by = eqn.invars[-1]
-    made_by = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    # Beside a value that varies over another axis, a number is typed so, too.
-    while not isinstance(by, Literal) and _retypes(made_by.get(by)):
-        by = made_by[by].invars[0]
+    # A number is cast, and typed as varying where the other operand is.
+    made_by: dict[Any, Any] = {}
+    for each in jaxpr.eqns:
+        if each.primitive.name in ("pvary", "pcast", "convert_element_type"):
+            made_by.update(zip(each.outvars, each.invars, strict=True))
+    while not isinstance(by, Literal) and by in made_by:
+        by = made_by[by]
     return eqn.primitive.name == "div" and isinstance(by, Literal) and by.val % n == 0
-
-
-def _retypes(eqn: JaxprEqn | None) -> bool:
-    return eqn is not None and eqn.primitive.name in ("pvary", "pcast")
