@@ -38,15 +38,8 @@ def loss(p, x):
     return jnp.mean(jax.nn.logsumexp(hidden @ p["out"][0] * p["scale"], -1) - x[:, 0] ** 2)
 
 
-def steps(tx, params, state, count):
-    """The reference: one device, the whole batch."""
-    one = jax.jit(functools.partial(_one, tx))
-    for i in range(count):
-        params, state = one(params, state, BATCHES[i % 2])
-    return params, state
-
-
 def _one(tx, params, state, x):
+    """A step of the reference: one device, the whole batch."""
     updates, state = tx.update(jax.grad(loss)(params, x), state, params)
     return optax.apply_updates(params, updates), state
 
@@ -175,7 +168,8 @@ def test_under_pmap_parts_stay_on_their_devices():
         return optax.apply_updates(p, updates), state
 
     params, state = jax.pmap(step, "data", in_axes=(None, 0))(PARAMS, BATCHES[0].reshape(8, 3, 32))
-    want, _ = steps(optax.adam(1e-2), PARAMS, optax.adam(1e-2).init(PARAMS), 1)
+    tx = optax.adam(1e-2)
+    want, _ = jax.jit(functools.partial(_one, tx))(PARAMS, tx.init(PARAMS), BATCHES[0])
     close(jax.tree.map(lambda x: x[5], params), want)
     assert state[0].mu.parts[0].shape == (8, 3, 128)
     optimizer = jc.sharded_optimizer(optax.adam(1e-2), "data")
