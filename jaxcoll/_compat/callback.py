@@ -4,8 +4,8 @@ JAX's own callbacks either have an effect, which not every loop, rule or cache t
 only a barrier over all programs waits, or run for each element of a `vmap`, or need a CPU device
 beside the others. Here it is a value that passes through: who uses it waits for it.
 
-Nobody is told by a program that is exported, or lowered for a platform that is not here, since JAX
-ties a callback to a process and its devices; nor on TPUs, where it was not tried.
+A program that is exported, or lowered for a platform that is not here, notifies no host, since JAX
+ties a callback to a process and its devices; nor does one on TPUs, where it was not tried.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.interpreters import batching, mlir
 Hear = Callable[[np.ndarray, int, int], None]
 
 
-def told(x: Any, group: Any, member: Any, hear: Hear) -> Any:
+def reported(x: Any, group: Any, member: Any, hear: Hear) -> Any:
     """`x` itself; if any of its numbers is above zero, `hear` is called on each device's process.
 
     In a program that `jax.vmap` maps it is called once for all elements. Cost, while all are
@@ -35,7 +35,7 @@ def told(x: Any, group: Any, member: Any, hear: Hear) -> Any:
       hear: hashable; is given `x`, with the axes of `vmap` in front, and the scalars. It runs in
         a thread of the compiler's and must not raise.
     """
-    return _told_p.bind(x, group, member, hear=hear)
+    return _report_p.bind(x, group, member, hear=hear)
 
 
 def _hear(hear: Hear, x: Any, group: Any, member: Any) -> tuple[np.ndarray]:
@@ -58,7 +58,7 @@ def _batched(args: Sequence[Any], dims: Sequence[int | None], *, hear: Hear) -> 
     scalars = [_first(s, d) for s, d in zip(scalars, of_scalars, strict=True)]
     if dim is not None:
         x = jax.numpy.moveaxis(x, dim, 0)
-    return _told_p.bind(x, *scalars, hear=hear), None if dim is None else 0
+    return _report_p.bind(x, *scalars, hear=hear), None if dim is None else 0
 
 
 def _can_call_back(ctx: Any) -> bool:
@@ -71,7 +71,7 @@ def _can_call_back(ctx: Any) -> bool:
         return False
 
 
-def _told_lowering(ctx: Any, x: Any, *scalars: Any, hear: Hear) -> Any:
+def _report_lowering(ctx: Any, x: Any, *scalars: Any, hear: Hear) -> Any:
     telling = mlir.lower_fun(_where_wrong, multiple_results=False)
     return telling(ctx, x, *scalars, hear=hear) if _can_call_back(ctx) else [x]
 
@@ -91,13 +91,13 @@ def _heard_lowering(ctx: Any, x: Any, group: Any, member: Any, *, hear: Hear) ->
     return results
 
 
-_told_p = Primitive("told")
-_told_p.def_impl(
-    lambda *args, hear: jax.jit(_told_p.bind, static_argnames="hear")(*args, hear=hear)
+_report_p = Primitive("report_to_host")
+_report_p.def_impl(
+    lambda *args, hear: jax.jit(_report_p.bind, static_argnames="hear")(*args, hear=hear)
 )
-_told_p.def_abstract_eval(lambda x, *_, hear: x)
-mlir.register_lowering(_told_p, _told_lowering)
-batching.primitive_batchers[_told_p] = _batched
+_report_p.def_abstract_eval(lambda x, *_, hear: x)
+mlir.register_lowering(_report_p, _report_lowering)
+batching.primitive_batchers[_report_p] = _batched
 
 _heard_p = Primitive("heard")
 _heard_p.def_abstract_eval(lambda x, *_, hear: x)

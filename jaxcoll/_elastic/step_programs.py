@@ -60,7 +60,8 @@ class StepPrograms:
                 lowered = self._twin.lower(held, batch)
                 state.check_result(lowered.out_info)
                 called = getattr(self._twin, "__name__", "step")
-                program = shared_program(lowered, called, jax.tree.leaves(rows), self._twin.told)
+                leaves, settings = jax.tree.leaves(rows), self._twin.settings_text
+                program = shared_program(lowered, called, leaves, settings)
                 self._known[kind], self.lines = program, program.lines
                 self._membership.status = status(program.mark)
                 self._membership.gather(f"program/{step}", program.mark, same=True)

@@ -86,13 +86,13 @@ def plan(
             "`collective` must be 'all_reduce', 'reduce_scatter' or 'all_gather'; got "
             f"{collective!r}."
         )
-    said, axes = checked(options), {f"axis{i}": n for i, n in enumerate(world.sizes)}
+    given, axes = checked(options), {f"axis{i}": n for i, n in enumerate(world.sizes)}
     treedef, leaves = sharded_leaves(value, axes, "plan")
     if collective == "reduce_scatter":
-        scope = Scope(lambda _: world, lambda _: terms, said)
+        scope = Scope(lambda _: world, lambda _: terms, given)
         return plan_scatter(treedef, leaves, op, axes, world, scope)[0]
-    layout = layout_of(treedef, leaves, world.replicas, said.bytes_per_pack)
-    return plan_half("all_gather", ReduceOp.SUM, layout, layout.leaves, said, world, terms)
+    layout = layout_of(treedef, leaves, world.replicas, given.bytes_per_pack)
+    return plan_half("all_gather", ReduceOp.SUM, layout, layout.leaves, given, world, terms)
 
 
 def plan_in(

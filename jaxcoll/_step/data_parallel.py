@@ -183,7 +183,7 @@ class DataParallel:
         )
 
     @functools.cached_property
-    def told(self) -> str:
+    def settings_text(self) -> str:
         """The options that processes have to have in common, in words."""
         return repr(self._options.replace(timeout_seconds=UNSET))
 

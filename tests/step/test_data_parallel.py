@@ -116,12 +116,12 @@ def test_what_is_in_place_is_not_copied():
     step = jc.data_parallel(lambda p, x: (p, jc.all_reduce("sum", x.sum(), "data")))
     params = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec()))
     rows = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec("data")))
-    (placed, batch), *_ = step._placed((params, rows), {})
+    (placed, batch), *_ = step._arguments.placed(step._arguments.asked((params, rows), {}))
     seen = [placed is params, batch is rows]
     assert seen == [True, True]
     other = Mesh(step.mesh.devices, ("elsewhere",))
     elsewhere = jax.device_put(X, NamedSharding(other, PartitionSpec()))
-    (relabelled, _), *_ = step._placed((elsewhere, rows), {})
+    (relabelled, _), *_ = step._arguments.placed(step._arguments.asked((elsewhere, rows), {}))
 
     def pointers(x):
         return [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
@@ -432,7 +432,7 @@ def test_a_step_whose_arguments_are_in_place_moves_nothing():
     step = jc.data_parallel(lambda p, x: jax.tree.map(lambda a: a + 1, p))
     params = step(PARAMS, X)
     rows = jax.device_put(X, NamedSharding(step.mesh, PartitionSpec("data")))
-    (again, same), *_ = step._placed((params, rows), {})
+    (again, same), *_ = step._arguments.placed(step._arguments.asked((params, rows), {}))
     assert again is params
     assert same is rows
 

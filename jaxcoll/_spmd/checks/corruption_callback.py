@@ -52,4 +52,4 @@ def reported(
     group = lax.axis_index(others) if others else np.int32(0)
     member = lax.axis_index(over)
     reporter = _Reporter(plan, tuple(packs), heard)
-    return _compat.as_invariant(callback.told(wrong, group, member, reporter), over)
+    return _compat.as_invariant(callback.reported(wrong, group, member, reporter), over)
