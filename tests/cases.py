@@ -167,15 +167,3 @@ class CompileCounter:
 
     def __exit__(self, *exc):
         self._open = False
-
-
-def calls_made(monkeypatch):
-    """The calls that are made from now on, by `run` one, by `run_all` several at once."""
-    made = []
-
-    def run(calls, devices):
-        made.append(calls)
-        return [call.program(*call.args, **call.kwargs) for call in calls]
-
-    monkeypatch.setattr("jaxcoll._dispatch.dispatch._run", run)
-    return made

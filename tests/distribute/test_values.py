@@ -347,3 +347,8 @@ def test_a_value_is_copied_in_place_and_not_pickled():
         assert [float(x) for x in copied] == [1.0, 2.0, 3.0]
     with pytest.raises(TypeError, match="A PerReplica lies on devices and cannot be pickled"):
         pickle.dumps(value)
+
+
+def test_what_both_have_in_common_is_no_value_itself():
+    with pytest.raises(TypeError, match="`DistributedValues` is what `PerReplica` and `Mirrored`"):
+        jc.DistributedValues([1.0])

@@ -37,6 +37,14 @@ class DistributedValues:
             lambda _, children: cls.of(*children),
         )
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if cls is DistributedValues:
+            raise TypeError(
+                "`DistributedValues` is what `PerReplica` and `Mirrored` have in common; make one "
+                "of these."
+            )
+        return object.__new__(cls)
+
     def __init__(
         self, values: Sequence[Any], *, devices: Sequence[jax.Device] | None = None
     ) -> None:
