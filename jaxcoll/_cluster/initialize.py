@@ -266,8 +266,10 @@ def _member(
 
 def _check_same(member: Member | None) -> None:
     """Refuse to enter a second job."""
-    now = Member(None, jax.process_count(), jax.process_index())
-    now = now if _joined is None else _joined.member
+    if _joined is not None:
+        now = _joined.member
+    else:  # JAX knows, but has to make its devices to say so
+        now = Member(None, jax.process_count(), jax.process_index())
     here = now.num_processes, now.process_id
     asked = None if member is None else (member.num_processes, member.process_id)
     at = then = ""

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+import types
 
 import jax
 import pytest
@@ -267,6 +268,16 @@ def test_a_host_whose_name_is_loopback_to_itself_is_found_out(monkeypatch):
     with pytest.raises(jc.DeadlineExceededError) as caught:
         jc.initialize(f"node1:{port}", 2, 0)
     assert f"'node1:{port}' stands for 127.0.0.1:{port} on" in caught.value.__notes__[0]
+
+
+def test_a_second_call_is_checked_without_making_devices(monkeypatch):
+    here = types.SimpleNamespace(member=Member("127.0.0.1:1", 2, 0))
+    monkeypatch.setattr("jaxcoll._cluster.initialize._joined", here)
+    monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("jax.process_count", lambda: pytest.fail("it makes devices"))
+    jc.initialize("127.0.0.1:1", 2, 0)
+    with pytest.raises(RuntimeError, match="this is process 0 of 2 already, and cannot become"):
+        jc.initialize("127.0.0.1:1", 2, 1)
 
 
 def out_of_time(member, timeout):
