@@ -263,10 +263,11 @@ class _Coordinator:
         _send({"ended": rank} | _reported(report), self._members)
 
     def _begin(self) -> None:
+        start_service = _loaded_service()  # before the port is free, for it takes a while
         self._selector.unregister(self._listener)
         self._listener.close()  # the service listens at the same port
         try:
-            self._service = _start_service()(
+            self._service = start_service(
                 self._settings["address"], self._arrivals.expected, **self._settings["service"]
             )
         except RuntimeError as error:
@@ -297,7 +298,7 @@ def _send(fields: dict[str, Any], connections: Iterable[socket.socket]) -> None:
             connection.sendall(line)
 
 
-def _start_service() -> Callable[..., Any]:
+def _loaded_service() -> Callable[..., Any]:
     """`start_service` of `_compat`, loaded as a file: the package would import JAX."""
     path = Path(__file__).parents[1] / "_compat" / "service.py"
     return runpy.run_path(str(path))["start_service"]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
 
 def start_service(address: str, num_processes: int, **settings: Any) -> Any:
     """Start the service on `address`.
@@ -22,6 +24,4 @@ def start_service(address: str, num_processes: int, **settings: Any) -> Any:
     Raises:
       RuntimeError: the service did not start.
     """
-    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
-
     return _jax.get_distributed_runtime_service(address, num_processes, **settings)

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 from at_once import at_once
@@ -127,6 +128,24 @@ def test_a_stranger_that_says_nothing_keeps_nobody_from_hearing_why_there_is_no_
             arrive(Member(started.address, 3, 0), 20)
         assert b"expects 7 processes" in silent.recv(1000)
     started.end()
+
+
+def test_the_port_is_free_only_once_the_service_is_loaded(monkeypatch):
+    was_open = []
+
+    def loaded():
+        was_open.append(listener.fileno() != -1)
+        return lambda *args: was_open.append(listener.fileno() != -1) or "the service"
+
+    monkeypatch.setattr(coordinators, "_loaded_service", loaded)
+    monkeypatch.setattr(coordinators.selectors, "DefaultSelector", mock.MagicMock)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        begun = coordinators._Coordinator(
+            listener, {"num_processes": 1, "address": "127.0.0.1:1", "service": {}}
+        )
+        begun._begin()
+    assert was_open == [True, False]
+    assert begun._service == "the service"
 
 
 def test_a_coordinator_that_dies_early_is_not_waited_for():
