@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from jaxcoll._compat.coordination import leave_coordinator
 
 _LOOK_SECONDS = 0.02
-_EXIT_SECONDS = 1.0  # how long the exit waits for abandoned calls to return
+_EXIT_SECONDS = 0.5  # how long the exit waits for abandoned calls to return
 
 
 class Task:
@@ -137,15 +137,16 @@ def within(seconds: float, call: Callable[[], Any], look: Callable[[], None] | N
     task = worker.submit(call)
     worker.close()
     until = time.monotonic() + seconds
-    while not task.wait(max(0, min(until - time.monotonic(), _LOOK_SECONDS if look else seconds))):
-        try:
+    longest = _LOOK_SECONDS if look else seconds
+    try:
+        while not task.wait(max(0, min(until - time.monotonic(), longest))):
             if time.monotonic() >= until:
                 raise TimeoutError(f"it did not answer within {seconds:g} s")
             if look:
                 look()
-        except BaseException:
-            abandon(worker)
-            raise
+    except BaseException:
+        abandon(worker)
+        raise
     return task.result()
 
 

@@ -37,11 +37,11 @@ def outcome_of(
     worker = _worker = _worker or Worker("jaxcoll-step")
     task = worker.submit(lambda: jax.block_until_ready(call()), then=membership.woken.set)
     until = time.monotonic() + (seconds or float("inf"))
-    while True:
-        membership.woken.clear()  # first: what comes after it wakes the wait below
-        if task.is_settled:
-            return task.result()
-        try:
+    try:
+        while True:
+            membership.woken.clear()  # first: what comes after it wakes the wait below
+            if task.is_settled:
+                break
             membership.check()
             membership.check_members()
             left = until - time.monotonic()
@@ -51,9 +51,10 @@ def outcome_of(
             # Who stopped writing must be known by the time a new generation is asked for.
             if left < SILENT_WORKER_SECONDS + HEARTBEAT_SECONDS:
                 membership.observe()
-        except BaseException:
-            _worker = None  # the next call must not wait behind this one
-            worker.close()
-            abandon(worker)
-            raise
-        membership.woken.wait(min(left, HEARTBEAT_SECONDS))
+            membership.woken.wait(min(left, HEARTBEAT_SECONDS))
+    except BaseException:  # Ctrl-C, too
+        _worker = None  # the next call must not wait behind this one
+        worker.close()
+        abandon(worker)
+        raise
+    return task.result()
