@@ -65,7 +65,11 @@ class Membership:
         self._keys = CoordinatorClient(store, patience, self.woken.set)
         self.status = StepStatus(-1, -1)
         self._heartbeats = Heartbeats()
-        self._write_heartbeat(0)
+        try:
+            self._write_heartbeat(0)
+        except BaseException:
+            self._keys.close()
+            raise
         self._listener = threading.Thread(
             target=self._listen, name="jaxcoll-heartbeat", daemon=True
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
@@ -156,22 +157,16 @@ class Elastic:
                 "before `jax.distributed.initialize`."
             )
         patience = job.timeout or job.startup
-        membership = Membership(
-            keys or LocalKeys(),
-            f"jaxcoll/elastic/{next(_runs)}",
-            patience=patience,
-            startup=job.startup,
-            most=job.most,
-        )
+        root = f"jaxcoll/elastic/{next(_runs)}"
+        limits = {"patience": patience, "startup": job.startup, "most": job.most}
         try:
-            membership.meet()
-            _exchange_devices()
-            with when_coordinator_is_lost(membership.lose_coordinator, patience):
-                return Run(job, membership, batches, steps).run()
+            with contextlib.closing(Membership(keys or LocalKeys(), root, **limits)) as membership:
+                membership.meet()
+                _exchange_devices()
+                with when_coordinator_is_lost(membership.lose_coordinator, patience):
+                    return Run(job, membership, batches, steps).run()
         except CoordinatorLostError:
             raise self._saved_without_coordinator() from None
-        finally:
-            membership.close()
 
     def _saved_without_coordinator(self) -> PeerLostError:
         """Save the state; the error that says so."""

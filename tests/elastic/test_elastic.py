@@ -1,5 +1,7 @@
 """`Elastic` in one process: it trains, begins where a checkpoint ends, and refuses what cannot be."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import jaxcoll as jc
 from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._cluster.launchers import Member
 from jaxcoll._cluster.rendezvous import reach
+from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._elastic import replicated_state
 from jaxcoll._elastic.generation import Generation, RegroupError
 from jaxcoll._elastic.membership import Membership
@@ -310,6 +313,19 @@ def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(
     with pytest.raises(jc.PeerLostError, match=words):
         jc.Elastic(step, START, checkpoint=path, report=die).run(rows, 9)
     assert jc.restore_checkpoint(path, START)[1] == step_saved
+
+
+def test_a_coordinator_that_died_before_the_run_is_an_error_in_words(monkeypatch):
+    def dead(self, key, value):
+        raise StoreUnreachableError("it is dead")
+
+    monkeypatch.setattr(LocalKeys, "set", dead)
+    before = set(threading.enumerate())
+    with pytest.raises(jc.PeerLostError, match="The coordinator died, is stopped, or is cut off"):
+        jc.Elastic(step, START).run(rows, 1)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive(), thread.name
 
 
 def test_one_that_was_stopped_meanwhile_leaves_the_others_checkpoint(tmp_path, monkeypatch):
