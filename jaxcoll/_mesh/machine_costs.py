@@ -158,7 +158,7 @@ def _memory_is_kept() -> bool:
 @functools.cache
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")  # damage counts only where the file is used
     except OSError as error:
         raise ValueError(
             f"the calibration {path} cannot be read ({error.strerror}): name another in {FILE}, or "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -57,6 +58,15 @@ def test_what_is_saved_is_found_and_read_once(tmp_path):
     assert terms_here(WORLD) == ours()
     file.unlink()
     assert terms_here(WORLD) == ours(), "nothing changes during a run"
+
+
+def test_saved_bytes_that_are_not_text_are_refused_for_their_own_world_only():
+    saved(WORLD).parent.mkdir(parents=True)
+    saved(WORLD).write_bytes(b"\xff")
+    other = World("cpu", (8,), processes=8)
+    assert terms_here(other).source.startswith("preset: ")
+    with pytest.raises(ValueError, match=f"the calibration {re.escape(str(saved(WORLD)))}: "):
+        terms_here(WORLD)
 
 
 def test_what_is_saved_later_changes_nothing_either():
