@@ -45,7 +45,7 @@ def is_vmapped(axis: str) -> bool:
 def is_shadowed(axis: str) -> bool:
     """Whether a `vmap` has taken the name of an axis that the mesh maps as well.
 
-    Told by its size, and, for one of the same size, by an index that is being batched.
+    Recognised by its size, and, for one of the same size, by an index that is being batched.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if axis not in mesh.manual_axes:

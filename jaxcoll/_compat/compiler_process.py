@@ -1,9 +1,9 @@
-"""The process that compiles for a cluster: reads one request, writes one answer, and ends.
+"""The process that compiles for a cluster: reads one request, writes one reply, and ends.
 
     python -m jaxcoll._compat.compiler_process FOLDER
 
-It is told what the program is by `request.json` and `program.mlir` in the folder, and leaves
-`answer.json` and `compiled.txt` there. It ends when its standard input does, so that nothing
+It reads `request.json` and `program.mlir` in the folder, and writes `answer.json` and
+`compiled.txt` there. It ends when its standard input does, so that nothing
 outlives the process that asked.
 """
 
