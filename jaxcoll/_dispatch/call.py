@@ -25,8 +25,8 @@ class Call:
       name: for messages.
       options: `timeout_seconds` bounds the call; with `checksum` a corrupted reduction raises.
       kwargs: arguments by name, placed.
-      settings: what all processes must have in common beside the program; its `repr` is compared.
-        None: `options`.
+      settings: what all processes must have in common beside the program; hashable, and its
+        `repr` is compared. None: `options`, of which a program has one value.
       rows: whether arrays that are split are a batch, of which each process has its own rows.
       inner: deadlines that reductions inside the program ask for.
     """

@@ -85,6 +85,7 @@ def compiled_for(call: Call, *, shared: bool) -> Program:
         _compat.configuration(),  # under other settings of JAX it is another program
         tree,
         shared,
+        call.settings,  # processes compare them, whoever called the program before
         *[x.aval for x in leaves],
         *[x.sharding for x in leaves],
     )
