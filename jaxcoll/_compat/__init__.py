@@ -1,8 +1,8 @@
 """What JAX keeps to itself, and which JAX this is: probes, not version numbers.
 
 The only room that touches it. These names are the ones that other rooms use everywhere; the files
-`callback`, `compiler`, `coordination`, `gloo`, `marks` and `service` are imported by those who
-need them.
+`callback`, `compiler`, `compiler_process`, `coordination`, `gloo`, `marks` and `service` are
+imported by those that need them.
 """
 
 from jaxcoll._compat.axes import axes_in_scope as axes_in_scope

@@ -39,7 +39,7 @@ class Store:
         """Write a value, also over another one."""
         self._ask("key_value_set", key, value, allow_overwrite=True)
 
-    def get(self, key: str, timeout_seconds: float = UNBOUNDED_SECONDS) -> str:
+    def get(self, key: str, timeout_seconds: float) -> str:
         """The value, waited for.
 
         Raises:

@@ -77,7 +77,8 @@ class Membership:
 
     def close(self) -> None:
         """End, so that others take this worker for gone at once."""
-        self._ended = True
+        with self._lock:  # what the listener writes now must come before the end
+            self._ended = True
         with contextlib.suppress(CoordinatorLostError, RuntimeError):
             self._keys.set(f"{self._root}/heartbeat/{self.name}", ENDED)
         if self._keys.lost:
@@ -371,9 +372,10 @@ class Membership:
                     time.sleep(HEARTBEAT_SECONDS)
                 except TimeoutError:
                     pass
-                if self._ended:
-                    return
-                self._write_heartbeat(count)
+                with self._lock:
+                    if self._ended:
+                        return
+                    self._write_heartbeat(count)
         self.lose_coordinator()
 
     def _end_generation(self, number: int) -> None:

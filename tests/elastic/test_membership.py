@@ -37,6 +37,22 @@ def ended(membership):
         one.close()
 
 
+def test_the_end_of_a_worker_is_the_last_that_it_writes():
+    (one,) = members_of_a_run(1)
+    write, writing = one._write_heartbeat, threading.Event()
+
+    def slowly(count):
+        writing.set()
+        time.sleep(0.05)
+        write(count)
+
+    one._write_heartbeat = slowly
+    assert writing.wait(5)
+    one.close()
+    one._listener.join(5)
+    assert one.store.try_get(f"run/heartbeat/{one.name}") == heartbeat.ENDED
+
+
 def test_survivors_agree_on_members_and_on_the_last_step_that_all_have():
     membership = members_of_a_run(4)
     first = at_once(*(lambda c=c: c.enter(0) for c in membership))
