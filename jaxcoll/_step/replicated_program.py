@@ -172,6 +172,9 @@ class StepProgram:
         with entered(scope):
             jax.eval_shape(mapped(ask, out_specs=None), args, kwargs)
         ((program, results),) = found
+        # Tracers of a program around this one, which the step closes over, are inputs that come
+        # first; like all that a `shard_map` captures they are the same on every replica.
+        captured = len(opened(program).invars) - len(jax.tree.leaves((args, kwargs)))
         if typed:
             again = self._summed(program)
             with _not_proven():
@@ -181,11 +184,13 @@ class StepProgram:
             again = ()
             if self.checks is None:
                 self._check_crossing(program, summed, error)
-            inputs = _by_spec(lying, (args, kwargs))
+            inputs = [frozenset[str]()] * captured + _by_spec(lying, (args, kwargs))
             specs = self._specs(results, self._proven(program, inputs), _not_reduced(summed))
         tree = jax.tree.structure(results)
 
         def replayed(args: Any, kwargs: Any) -> Any:
+            if captured:
+                return step(*args, **kwargs)
             # Not `step` once more: what JAX 0.10 inlines has lost its lines of Python.
             return jax.tree.unflatten(tree, jaxpr_as_fun(program)(*jax.tree.leaves((args, kwargs))))
 
