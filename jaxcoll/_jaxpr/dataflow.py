@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -87,8 +88,12 @@ class Dataflow(Generic[Fact]):
             return self._while(eqn, ins)
         if name == "cond":
             by, *operands = ins
-            found = [self.outputs(branch, operands) for branch in eqn.params["branches"]]
-            return [self.chosen(by, self.join(outs)) for outs in zip(*found, strict=True)]
+            branches = [*map(opened, eqn.params["branches"])]
+            found = [self.outputs(branch, operands) for branch in branches]
+            return [
+                self.join(outs) if _hands_on(branches, k) else self.chosen(by, self.join(outs))
+                for k, outs in enumerate(zip(*found, strict=True))
+            ]
         if name == "custom_linear_solve":
             # Of its programs one is run; the others are for its derivatives.
             lengths, solvers = eqn.params["const_lengths"], eqn.params["jaxprs"]
@@ -105,8 +110,10 @@ class Dataflow(Generic[Fact]):
         with self.unsettled():
             carry = self._loop(body, given, first, carried)
             (until,) = self.outputs(eqn.params["cond_jaxpr"], [*of_condition, *carry])
-        # Where the number of turns is not the same, all that is carried differs, in the body too.
-        given = [*given[:first], *(self.chosen(until, fact) for fact in carry)]
+        # Where the number of turns differs, so does all that a turn changes, in the body as well.
+        changed = map(operator.is_not, opened(body).invars[first:], opened(body).outvars)
+        carry = [self.chosen(until, x) if by else x for x, by in zip(carry, changed, strict=True)]
+        given = [*given[:first], *carry]
         outs = self._loop(body, given, first, carried)
         self.outputs(eqn.params["cond_jaxpr"], [*of_condition, *outs])
         return outs
@@ -131,3 +138,12 @@ class Dataflow(Generic[Fact]):
             yield
         finally:
             self.settled = before
+
+
+def _hands_on(branches: Sequence[Jaxpr], k: int) -> bool:
+    """Whether output `k` is one and the same operand in every branch."""
+    places = {
+        next((i for i, var in enumerate(branch.invars) if var is branch.outvars[k]), None)
+        for branch in branches
+    }
+    return None not in places and len(places) == 1

@@ -171,7 +171,7 @@ class _Varying(Dataflow[bool]):
 
     def opaque(self, eqn: JaxprEqn, ins: list[bool]) -> list[bool]:
         # In any order, with any operands, any number of times: the worst is taken.
-        worst = any(ins) or self._any_of(eqn, varies=False)
+        worst = any(ins) or self._any_of(eqn, varies=False) or self._fills_refs_by_place(eqn)
         if worst:
             self._any_of(eqn, varies=True)
         return [worst] * len(eqn.outvars)
@@ -181,6 +181,13 @@ class _Varying(Dataflow[bool]):
         with self.unsettled():
             found = [self.outputs(body, [varies] * len(body.invars)) for body in programs(eqn)]
         return any(map(any, found))
+
+    def _fills_refs_by_place(self, eqn: JaxprEqn) -> bool:
+        """Whether programs that return by `Ref`s, as kernels do, have to do with the axis."""
+        return any(
+            any(map(_is_ref, body.invars)) and mentions(body, [self._axis])
+            for body in programs(eqn)
+        )
 
     def _gradient(self, eqn: JaxprEqn, gradient: bool, leaf: bool) -> bool:
         """A gradient that is going to be reduced; the leaf it belongs to must not vary.

@@ -19,7 +19,9 @@ def opened(program: Any) -> Any:
 
 def programs(eqn: JaxprEqn) -> list[Jaxpr]:
     """All programs among an equation's parameters, whether it runs them or their derivatives."""
-    params = [p if isinstance(p, tuple | list) else [p] for p in eqn.params.values()]
+    # JAX 0.12 has primitives, such as that of `lax.custom_root`, with parameters of their own.
+    own = getattr(eqn.params.get("_prim"), "params", {})
+    params = [p if isinstance(p, tuple | list) else [p] for p in (eqn.params | own).values()]
     return [opened(p) for several in params for p in several if hasattr(opened(p), "eqns")]
 
 

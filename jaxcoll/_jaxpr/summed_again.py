@@ -62,6 +62,10 @@ class _Reduced(Dataflow[str]):
     def join(self, facts: Sequence[str]) -> str:
         return facts[0] if facts and all(facts) else ""
 
+    def chosen(self, by: str, fact: str) -> str:
+        # What is chosen by each replica for itself differs, though every choice is the same.
+        return fact if by else ""
+
     def opaque(self, eqn: JaxprEqn, ins: list[str]) -> list[str]:
         for body in programs(eqn):
             self.outputs(body, [""] * len(body.invars))

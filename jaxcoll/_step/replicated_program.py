@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.gathered import check_own_gradients
+from jaxcoll._jaxpr.own_choices import chosen_outputs
 from jaxcoll._jaxpr.replication import varying_outputs
 from jaxcoll._jaxpr.subjaxprs import opened
 from jaxcoll._jaxpr.summed_again import check_sums
@@ -172,20 +173,27 @@ class StepProgram:
         with entered(scope):
             jax.eval_shape(mapped(ask, out_specs=None), args, kwargs)
         ((program, results),) = found
+        # Tracers of a program around this one, which the step closes over, are inputs that come
+        # first; like all that a `shard_map` captures they are the same on every replica.
+        captured = len(opened(program).invars) - len(jax.tree.leaves((args, kwargs)))
         if typed:
             again = self._summed(program)
             with _not_proven():
                 check_own_gradients(program, self.axes)
-            specs = self._specs(results, _by_type(program), "")
+            chosen = chosen_outputs(program, self.mesh.axis_names)
+            varying = [a | b for a, b in zip(_by_type(program), chosen, strict=True)]
+            specs = self._specs(results, varying, "")
         else:
             again = ()
             if self.checks is None:
                 self._check_crossing(program, summed, error)
-            inputs = _by_spec(lying, (args, kwargs))
+            inputs = [frozenset[str]()] * captured + _by_spec(lying, (args, kwargs))
             specs = self._specs(results, self._proven(program, inputs), _not_reduced(summed))
         tree = jax.tree.structure(results)
 
         def replayed(args: Any, kwargs: Any) -> Any:
+            if captured:
+                return step(*args, **kwargs)
             # Not `step` once more: what JAX 0.10 inlines has lost its lines of Python.
             return jax.tree.unflatten(tree, jaxpr_as_fun(program)(*jax.tree.leaves((args, kwargs))))
 

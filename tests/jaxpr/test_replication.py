@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cases import mesh_of
 from jax import lax
+from jax.experimental import pallas as pl
 
 import jaxcoll as jc
 from jaxcoll._jaxpr.replication import varying_outputs
@@ -40,6 +41,21 @@ def with_vjp(x):
 
 
 with_vjp.defvjp(lambda x: (x * 2, None), lambda _, ct: (ct * 2,))
+
+
+def root_of(f, w):
+    """By a primitive that hides its programs on JAX 0.12."""
+    return lax.custom_root(f, w, lambda f, y: y - f(y), lambda g, y: y / g(1.0))
+
+
+def kernel(fill):
+    """What comes back by a `Ref`, from a program without outputs."""
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+    def body(ref):
+        ref[...] = jnp.full(4, fill())
+
+    return pl.pallas_call(body, out_shape=shape, interpret=True)()
 
 
 def swapped(x, w):
@@ -130,6 +146,18 @@ PROGRAMS = {
             lax.custom_linear_solve(lambda v: v, w, lambda _, b: b + index(), symmetric=True),
         ),
         [False, True, True],
+    ),
+    "root": (
+        lambda x, w: (root_of(lambda y: y - w, w), root_of(lambda y: y - w - index(), w)),
+        [False, True],
+    ),
+    "kernels": (lambda x, w: (kernel(lambda: 3.0), kernel(index)), [False, True]),
+    "handed on": (
+        lambda x, w: (
+            *lax.cond(x > 0, lambda: (w, 1 * w), lambda: (w, 2 * w)),
+            *lax.while_loop(lambda c: c[1] < 9, lambda c: (c[0], 2 * c[1] + 2), (w, x)),
+        ),
+        [False, True, False, True],
     ),
     "reducers": (
         lambda x, w: (

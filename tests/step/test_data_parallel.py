@@ -414,6 +414,30 @@ def test_a_wrapped_step_inside_another_program_is_refused(around):
         around(lambda w: step(w, X))(np.ones(3, "f") if around is jax.vmap else 1.0)
 
 
+CLOSED_OVER = {
+    "of the mean": lambda s, w, x: jax.grad(
+        lambda w: jax.lax.pmean(s * jnp.mean((x @ w) ** 2), "data")
+    )(w),
+    "jc.grad": lambda s, w, x: jc.grad(lambda w, x: s * jnp.mean((x @ w) ** 2), "data")(w, x),
+    "pmap": lambda s, w, x: jax.lax.pmean(
+        jax.grad(lambda w: s * jnp.mean((x @ w) ** 2))(w), "data"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED_OVER)
+def test_a_step_may_close_over_what_another_program_traces(name):
+    def scaled(s):
+        return jc.data_parallel(lambda w, x: CLOSED_OVER[name](s, w, x))(PARAMS["w"], X).sum()
+
+    want = scaled(1.0)
+    for found in (jax.jit(scaled)(3.0) / 3, jax.grad(scaled)(3.0)):
+        np.testing.assert_allclose(found, want, rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.vmap(scaled)(jnp.array([0.0, 2.0])), [0 * want, 2 * want], rtol=1e-5
+    )
+
+
 def test_a_traced_keyword_argument_is_refused_by_its_name():
     step = jc.data_parallel(lambda x, w: jc.all_reduce("sum", (w * x).sum(), "data"))
     with pytest.raises(ValueError, match=r"kwargs\['w'\] is being traced"):

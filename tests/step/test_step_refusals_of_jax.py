@@ -124,6 +124,20 @@ def test_lax_may_not_sum_again_what_is_reduced(what, checks):
 
 
 @pytest.mark.parametrize("checks", [None, True, False])
+def test_lax_may_sum_what_each_replica_has_chosen_of_what_is_reduced(checks):
+    def step(x):
+        a, b = (jc.all_reduce("sum", jnp.sum(y), "data") for y in (x, x * x))
+        own = lax.axis_index("data")
+        chosen = lax.cond(own > 2, lambda: a, lambda: b)
+        turned = lax.while_loop(lambda c: c[0] < own, lambda c: (c[0] + 1, -c[1]), (0, a))[1]
+        return lax.psum(chosen, "data"), lax.psum(turned, "data")
+
+    chosen, turned = jc.data_parallel(step, checks=checks)(X)
+    np.testing.assert_allclose(chosen, 5 * X.sum() + 3 * (X * X).sum(), rtol=1e-5)
+    np.testing.assert_allclose(turned, 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("checks", [None, True, False])
 def test_lax_may_average_what_is_reduced(checks):
     def step(w, x):
         g = jc.grad(plain, "data")(w, x)
@@ -172,3 +186,44 @@ def test_lax_may_not_sum_a_gradient_over_an_axis_where_types_have_summed_it(name
     want = jax.grad(plain, 1 if name == "an own part" else 0)(w, x)
     for right in (grad, lambda w, x: lax.pmean(grad(w, x), "model")):
         np.testing.assert_allclose(wrapped(right)(w, x), want, rtol=1e-4, atol=1e-6)
+
+
+def own_branch(w, x):
+    """Each replica's loss takes a branch by its own rows."""
+    return lax.cond(x[0, 0] > 0, lambda: w, lambda: 3 * w).sum() * jnp.mean(x)
+
+
+CHOICES = {
+    "cond": lambda w, x: lax.cond(x[0, 0] > 0, lambda: w, lambda: 3 * w),
+    "while": lambda w, x: lax.while_loop(lambda c: c[0] < x[0, 0], lambda c: (c[0] + 1, 2 * c[1]),
+                                         (0.0, w))[1],
+    "used": lambda w, x: jax.jit(lambda w: lax.cond(x[0, 0] > 0, lambda: w, lambda: 3 * w) + w)(w),
+    "skipped step": lambda w, x: lax.cond(jnp.isfinite(x.sum()), lambda w, g: w - g,
+                                          lambda w, g: w, w, jc.grad(plain, "data")(w, x)),
+    "gradient": lambda w, x: jax.grad(lambda w: lax.pmean(own_branch(w, x), "data"))(w),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("checks", [None, True, False])
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_each_replica_chooses_for_itself_is_not_returned_as_one(name, checks):
+    """JAX types a branch that each replica takes for itself as the same, which it is not."""
+    with pytest.raises(ValueError, match=r"differs between replicas \(it varies over 'data'\)"):
+        jc.data_parallel(CHOICES[name], checks=checks).trace(W, X)
+
+
+@pytest.mark.parametrize("checks", [None, True, False])
+def test_what_every_choice_hands_on_and_what_is_reduced_afterwards_is_returned(checks):
+    def step(w, x):
+        kept, own = lax.cond(x[0, 0] > 0, lambda: (w, 1.0), lambda: (w, 3.0))
+        again, _ = lax.while_loop(lambda c: c[1] < 9, lambda c: (c[0], c[1] + own), (w, x[0, 0]))
+        same = lax.cond(lax.psum(x.sum(), "data") > 0, lambda: w, lambda: w + 0)
+        return kept, again, same, lax.psum(own, "data"), jc.grad(own_branch, "data")(w, x)
+
+    kept, again, same, total, gradient = jc.data_parallel(step, checks=checks)(W, X)
+    for each in (kept, again, same):
+        np.testing.assert_array_equal(each, W)
+    factors = np.where(X[::2, 0] > 0, 1.0, 3.0)
+    np.testing.assert_allclose(total, factors.sum())
+    want = np.mean(factors * X.reshape(8, 10).mean(1))
+    np.testing.assert_allclose(gradient, np.full(5, want), rtol=1e-5)
