@@ -87,7 +87,7 @@ def _schedule(axes: Axes, report: ReportData, lanes: Sequence[Lane]) -> None:
         axes.text(
             loop.at + end * 0.004, top - 0.12, f"loop × {turns}", size=9, color=FAINT, va="top"
         )
-    _products(axes, report, end)
+    _products(axes, report)
     for n, (label, colour, ks) in enumerate(lanes):
         y = top - 0.8 - n
         axes.axhline(y, color=LINE, linewidth=0.8, zorder=1)
@@ -104,7 +104,7 @@ def _schedule(axes: Axes, report: ReportData, lanes: Sequence[Lane]) -> None:
     axes.set_xlabel("instruction of the compiled schedule", color=FAINT, size=10, loc="right")
 
 
-def _products(axes: Axes, report: ReportData, end: int) -> None:
+def _products(axes: Axes, report: ReportData) -> None:
     """A stroke for each product, as high as its share of the largest's arithmetic."""
     most = max((m.flops for m in report.matmuls), default=0)
     spans = [(c.at, c.until) for c in report.collectives if c.is_async]

@@ -48,7 +48,7 @@ def check_elementwise(tx: Any) -> None:
     broken = jax.tree.map(np.copy, tree)
     broken["matrix"][0, 0] = np.nan
     _compare(tx, jax.tree.map(lambda x: 30 * x[::-1].copy(), tree), [*steps, broken, tree], True)
-    _check_programs(tx, tree, _layout(tree))
+    _check_programs(tx, _layout(tree))
 
 
 def check_on_structure(tx: Any, params: Any, layout: ShardLayout) -> None:
@@ -61,7 +61,7 @@ def check_on_structure(tx: Any, params: Any, layout: ShardLayout) -> None:
 
     tree = jax.tree.map(small, params)
     _compare(tx, jax.tree.map(lambda x: 30 * x, tree), [tree, tree, tree], False)
-    _check_programs(tx, params, layout)
+    _check_programs(tx, layout)
 
 
 @contextlib.contextmanager
@@ -76,7 +76,7 @@ def _by_itself() -> Iterator[None]:
         yield
 
 
-def _check_programs(tx: Any, tree: Any, layout: ShardLayout) -> None:
+def _check_programs(tx: Any, layout: ShardLayout) -> None:
     """Refuse `tx` where its program for these shapes, whole or in shards, mixes elements."""
     shapes = jax.tree.unflatten(
         layout.treedef, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layout.leaves]
