@@ -185,8 +185,8 @@ class CommunicationOptions:
         corrupted on any replica comes back as NaN on all (integers: as their lowest value;
         unsigned: as their highest); a call between programs waits for its result and raises
         `ReductionCorruptedError`. `reduce_scatter`, and `all_gather` of its `Shards`, refuse it;
-        of other gathers there is no sum to compare. See the page on
-        hangs for what it finds and what it costs.
+        of other gathers there is no sum to compare. docs/hangs.md has
+        what it finds and what it costs.
 
     Raises:
       ValueError: an argument has an impossible value, which the message names with it; or

@@ -97,11 +97,10 @@ def run(args: argparse.Namespace) -> int:
             "device needs one in each step."
         )
     options = jc.CommunicationOptions(bytes_per_pack=args.bytes_per_pack)
+    devices = devices_of(args.platform, args.devices)
     # An accelerator may round the factors of a matrix product to fewer bits, and would do so
     # differently for a share of the batch than for all of it.
-    jax.config.update("jax_default_matmul_precision", "highest")
-    devices = devices_of(args.platform, args.devices)
-    with progress(devices, args.steps) as advance:
+    with jax.default_matmul_precision("highest"), progress(devices, args.steps) as advance:
         outcome = demonstrate(devices, args.steps, args.seed, options, advance)
     write_result("--out", picture, functools.partial(draw, outcome))
     if args.json is not None:
