@@ -63,7 +63,9 @@ def all_reduce(
       >>> jax.vmap(lambda v: all_reduce("mean", v, "data"), axis_name="data")(x)[3].tolist()
       [4.0, 5.0]
     """
-    scope, op = scope_here().merged(checked(options)), ReduceOp.of(reduce_op)
+    given, op = checked(options), ReduceOp.of(reduce_op)
+    reduce.check_any_coded(value, given)
+    scope = scope_here().merged(given)
     if invariant != "replicated":
         value = reduce.reduced_once(value, axis_name, scope=scope)
     return reduce.all_reduce(op, value, axis_name, scope=scope, invariant=invariant)
@@ -109,7 +111,7 @@ def all_gather(
       >>> jax.vmap(lambda v: all_gather(v, "data"), axis_name="data")(x)[0].tolist()
       [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
-    scope = scope_here().merged(checked(options))
+    scope = scope_here().merged(checked(options, exactly="all_gather"))
     if is_shards(value):
         if axis != 0:
             raise ValueError(
@@ -197,5 +199,5 @@ def broadcast(
       >>> jax.vmap(lambda v: broadcast(v, "data", source=1), axis_name="data")(x).tolist()
       [2.0, 2.0, 2.0]
     """
-    scope = scope_here().merged(checked(options))
+    scope = scope_here().merged(checked(options, exactly="broadcast"))
     return _broadcast.broadcast(value, axis_name, source=source, scope=scope)

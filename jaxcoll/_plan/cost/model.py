@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from jaxcoll._plan import wire_formats
 from jaxcoll._plan.algorithms import Stage, stages, steps
 from jaxcoll._plan.cost.curve import Curve
 from jaxcoll._plan.cost.terms import Terms
@@ -259,7 +260,13 @@ def _stage(stage: Stage, nbytes: float, last: bool, terms: Terms, met: _Met) -> 
     # The parts of an all-to-all are under way together, and arrive as those of halving do.
     waits = 2 * (n - 1).bit_length() if exchanges == 2 else exchanges
     sent = (stage.shards - 1 + n - 1) * nbytes / stage.shards
-    return Cost(exchanges * terms.call + waits * link.step, sent * link.per_byte, added)
+    latency = exchanges * terms.call + waits * link.step
+    if not stage.format:
+        return Cost(latency, sent * link.per_byte, added)
+    format = wire_formats.of(stage.format)
+    narrow = format.nbytes(format.block) / (4 * format.block)  # what is coded is float32
+    coding = format.passes * nbytes * terms.copy
+    return Cost(latency, sent * narrow * link.per_byte, added, coding)
 
 
 def _native(nbytes: float, terms: Terms, met: _Met) -> Cost:
