@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll._mesh.machine_costs import FILE, calibration
+from jaxcoll.bench.lab.namespaces import Network
 from jaxcoll.bench.naming import BASELINE, PEERS, TWIN, options_of, sizes_of
 from jaxcoll.bench.terminal import new_console, progress_bars
 from jaxcoll.bench.workloads import TREES, Workload, array_of, tree_of
@@ -78,6 +79,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--platform", choices=["cpu", "gpu", "tpu", "auto"], help="of this process's devices"
     )
     where.add_argument(
+        "--rate",
+        metavar="RATE",
+        help="start CPU processes on hosts of their own, network namespaces on this machine, whose "
+        "links carry so much each way: 200mbit, 1gbit, none (for no limit)",
+    )
+    where.add_argument("--hosts", type=int, metavar="H", help="with --rate (default: 2)")
+    where.add_argument(
+        "--per-host", type=int, metavar="P", help="processes on each, with --rate (default: 1)"
+    )
+    where.add_argument(
         "--timeout", type=float, default=600, help="seconds for any single step (default: 600)"
     )
     calibration = parser.add_argument_group("what the automatic choice goes by")
@@ -88,6 +99,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and keep it where programs here find it; with --json, in that file, to be named by "
         "JAXCOLL_TERMS",
     )
+    regret = parser.add_argument_group("what the automatic choice costs")
+    regret.add_argument(
+        "--regret",
+        action="store_true",
+        help="measure it beside hand-made choices, on random trees over 2, 4 and 8 processes of "
+        "one host and of two, whose network has a rate or none (see --rate); with --json FILE, a "
+        "line for each case as soon as it is known, and cases whose lines are there are left out",
+    )
+    regret.add_argument("--cases", type=int, default=40, help="with --regret (default: 40)")
+    regret.add_argument("--seed", type=int, default=0, help="of these cases (default: 0)")
     peers = parser.add_argument_group("against other libraries, in the same run")
     peers.add_argument(
         "--against",
@@ -132,6 +153,9 @@ def run(args: argparse.Namespace) -> int:
             check_installed("bench", "rich", *["matplotlib"] * (args.plot is not None))
             if args.calibrate:
                 _calibrate(args)
+                return 0
+            if args.regret:
+                _regret(args)
                 return 0
             workloads, names = _checked(args)
             if args.overlap is not None:
@@ -234,6 +258,32 @@ def _calibrate(args: argparse.Namespace) -> None:
     show_calibration(found, _kept(args.json, found.file, one_process), to_stderr=args.json == "-")
 
 
+def _regret(args: argparse.Namespace) -> None:
+    """The automatic choice beside hand-made ones; what an earlier run has written stays."""
+    from jaxcoll.bench.regret.cases import cases
+    from jaxcoll.bench.regret.measure import measure, regret_of
+    from jaxcoll.bench.regret.table import show
+
+    if args.cases < 1 or args.seed < 0 or args.rounds < 1:
+        raise ValueError("--cases and --rounds must be at least 1, and --seed at least 0.")
+    check_results(args.json)
+    file = None if args.json in (None, "-") else Path(args.json)
+    text = file.read_text() if file is not None and file.exists() else ""
+    known = [regret_of(json.loads(line)) for line in text.splitlines()]
+    wanted = cases(args.cases, args.seed)
+    found = [regret for regret in known if regret.case in wanted]
+    missing = [case for case in wanted if case not in [regret.case for regret in found]]
+    with _progress(len(missing), shown=True) as progress:
+        for regret in measure(missing, args.rounds, args.timeout, progress):
+            found.append(regret)
+            if file is not None:
+                text += json.dumps(regret.to_dict()) + "\n"
+                write_text("--json", file, text)
+    if args.json == "-":
+        write_lines("-", "".join(json.dumps(regret.to_dict()) + "\n" for regret in found))
+    show(found, to_stderr=args.json == "-")
+
+
 def _kept(asked: str | None, file: Path, one_process: bool) -> str:
     """Where the terms are, and which programs will use them."""
     if asked == "-":
@@ -263,10 +313,24 @@ def _teams(args: argparse.Namespace, entries: Sequence[Entry]) -> Iterator[tuple
         processes=args.processes,
         devices=args.devices,
         platform=args.platform,
+        network=_network(args),
         against={name: getattr(args, f"{name}_python") for name in names},
         timeout=args.timeout,
     ) as teams:
         yield teams, targets.is_first(teams)
+
+
+def _network(args: argparse.Namespace) -> Network | None:
+    """The hosts that the flags ask for, if any."""
+    if args.rate is None:
+        if args.hosts is not None or args.per_host is not None:
+            raise ValueError("--hosts and --per-host need --rate; --rate none limits nothing.")
+        return None
+    return Network(
+        2 if args.hosts is None else args.hosts,
+        1 if args.per_host is None else args.per_host,
+        args.rate,
+    )
 
 
 @contextlib.contextmanager

@@ -115,9 +115,13 @@ def world_variables(address: str, processes: int) -> list[dict[str, str]]:
 
     Processes keep their memory, unless the user's own variables say otherwise.
     """
-    common = {k: os.environ.get(k, v) for k, v in KEEP_MEMORY.items()}
-    common |= {COORDINATOR: address, PROCESSES: str(processes)}
+    common = {**kept_memory(), COORDINATOR: address, PROCESSES: str(processes)}
     return [{**common, RANK: str(rank)} for rank in range(processes)]
+
+
+def kept_memory() -> dict[str, str]:
+    """`KEEP_MEMORY`, unless the user's own variables say otherwise."""
+    return {k: os.environ.get(k, v) for k, v in KEEP_MEMORY.items()}
 
 
 @contextlib.contextmanager
