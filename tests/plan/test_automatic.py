@@ -185,7 +185,8 @@ TWO_HOSTS = World("cpu", (2, 2), processes=4, hosts=2, inner=1)
 
 
 def algorithms_of(shapes, world):
-    return {pack.nbytes: pack.algorithm for pack in plan_of(shapes, world).packs}
+    packs = plan_of(shapes, world, preset(world, cores=1)).packs
+    return {pack.nbytes: pack.algorithm for pack in packs}
 
 
 def test_what_crosses_hosts_is_summed_within_them_first():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxcoll.bench import targets
-from jaxcoll.bench.all_reduce import Contestant
+from jaxcoll.bench.all_reduce import MOST_CALLS, SHORTEST, WARM, Contestant
 from jaxcoll.bench.lab.namespaces import Network
 from jaxcoll.bench.naming import AGAIN
 from jaxcoll.bench.rank_pool import Team
@@ -21,6 +21,8 @@ from jaxcoll.bench.timing import interleaved
 SECONDS = 8.0
 """That the rounds of one case may take, beyond the fewest."""
 FEWEST = 4
+HOPELESS = 4.0
+"""Times as long as the fastest that a candidate may take in its last warm-up, to be measured."""
 
 AUTO = "auto"
 TWIN = AUTO + AGAIN
@@ -128,11 +130,18 @@ def _ranks(
 def _measured(case: Case, team: Team, rounds: int) -> Regret:
     leaves = [{"shape": (size,), "dtype": "float32"} for size in case.elements]
     team.do("prepare", leaves=leaves, reduce_op="mean")
-    turns = {name: Contestant(name, team) for name in (AUTO, TWIN, *candidates(case))}
-    for contestant in turns.values():
+    contestants = [Contestant(name, team) for name in (AUTO, TWIN, *candidates(case))]
+    for contestant in contestants:
         contestant.compile()
-    for contestant in itertools.chain(*[turns.values()] * 2):
+    for contestant in contestants * WARM:
         contestant.warm_up()
+    fastest = min(c.warm for c in contestants)
+    turns = {
+        c.name: c for c in contestants if c.name in (AUTO, TWIN) or c.warm <= HOPELESS * fastest
+    }
+    # As many calls for each: the first after a barrier takes longer than those that follow.
+    for c in turns.values():
+        c.calls = min(MOST_CALLS, math.ceil(SHORTEST / fastest))
     once = sum(c.warm * c.calls for c in turns.values())
     rounds = max(FEWEST, min(rounds, int(SECONDS / once)))
     calls = {name: lambda c=c: c.turn().seconds for name, c in turns.items()}
