@@ -20,9 +20,11 @@ pytestmark = pytest.mark.processes
 LAUNCH = [sys.executable, "-m", "jaxcoll", "launch"]
 
 JOB = """
-import os, signal, sys, time
+import os, platform, signal, sys, time
 import jaxcoll as jc
+from jaxcoll._malloc import keeps_freed_memory
 jc.initialize()
+assert keeps_freed_memory() == (platform.libc_ver()[0] == "glibc")
 import jax
 jc.initialize()
 rank = jax.process_index()
@@ -318,7 +320,9 @@ FORKS = """
 import os, sys, time, warnings
 warnings.simplefilter("ignore")
 import jaxcoll as jc
-jc.initialize()
+from jaxcoll._malloc import keeps_freed_memory
+jc.initialize(keep_memory=False)
+assert not keeps_freed_memory()
 import jax, numpy as np
 rank = jax.process_index()
 asked = jc.CommunicationOptions(timeout_seconds=60)
