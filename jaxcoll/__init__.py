@@ -13,6 +13,7 @@ from jaxcoll._api.metrics import all_finite as all_finite
 from jaxcoll._api.metrics import global_norm as global_norm
 from jaxcoll._api.metrics import reduce_metrics as reduce_metrics
 from jaxcoll._cluster.initialize import initialize as initialize
+from jaxcoll._cluster.launch.function import launch as launch
 from jaxcoll._cluster.resolvers import ClusterResolver as ClusterResolver
 from jaxcoll._cluster.resolvers import SlurmClusterResolver as SlurmClusterResolver
 from jaxcoll._cluster.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
@@ -46,6 +47,7 @@ from jaxcoll._elastic.generation import WorldChange as WorldChange
 from jaxcoll._elastic.trainer import Elastic as Elastic
 from jaxcoll._errors import AlreadyReducedError as AlreadyReducedError
 from jaxcoll._errors import DeadlineExceededError as DeadlineExceededError
+from jaxcoll._errors import LaunchError as LaunchError
 from jaxcoll._errors import PeerLostError as PeerLostError
 from jaxcoll._errors import ProgramMismatchError as ProgramMismatchError
 from jaxcoll._errors import ReductionCorruptedError as ReductionCorruptedError
