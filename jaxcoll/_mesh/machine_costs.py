@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxcoll._cluster.hosts import Hosts, hosts_of_job
+from jaxcoll._malloc import keeps_freed_memory
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Key, Terms, parsed, terms_of
 from jaxcoll._plan.world import World
@@ -70,7 +71,7 @@ def costs_here() -> MachineCosts:
     Raises:
       ValueError: the file that is named cannot be read.
     """
-    hosts, kept = hosts_of_job(), _memory_is_kept()
+    hosts, kept = hosts_of_job(), keeps_freed_memory()
     if name := os.environ.get(FILE):
         return MachineCosts((Path(name), _text(Path(name))), (Path(), ()), kept, hosts)
     folder = _folder()
@@ -88,7 +89,7 @@ def terms_here(world: World) -> Terms:
 
 def preset_here(world: World) -> Terms:
     """The preset for `world` on this machine, whatever has been calibrated."""
-    return MachineCosts(memory_is_kept=_memory_is_kept(), hosts=hosts_of_job()).preset(world)
+    return MachineCosts(memory_is_kept=keeps_freed_memory(), hosts=hosts_of_job()).preset(world)
 
 
 def saved(world: World) -> Path:
@@ -144,11 +145,7 @@ def cores() -> int:
 
 def keeps_memory(world: World) -> bool:
     """Whether malloc keeps the pages of large arrays that are freed (docs/performance.md)."""
-    return world.platform == "cpu" and _memory_is_kept()
-
-
-def _memory_is_kept() -> bool:
-    return os.environ.get("MALLOC_MMAP_MAX_") == "0"
+    return world.platform == "cpu" and keeps_freed_memory()
 
 
 @functools.cache

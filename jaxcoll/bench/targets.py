@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 
 from jaxcoll._cluster.initialize import initialize
-from jaxcoll._cluster.launch.local import free_port, join, kept_memory, world
+from jaxcoll._cluster.launch.local import free_port, join, world
 from jaxcoll.bench.devices import devices_of
 from jaxcoll.bench.lab.namespaces import Lab, Network, lab
 from jaxcoll.bench.rank_pool import Entry, Here, Launched, Places, Team, launched
@@ -115,7 +115,7 @@ def on_hosts(
         raise ValueError(f"--per-host must be at least 1; got {network.per_host}.")
     with lab(network.hosts, network.rate) as made:
         size = network.hosts * network.per_host
-        common = {**kept_memory(), "JAX_PLATFORMS": "cpu", "MASTER_ADDR": made.address(0)}
+        common = {"JAX_PLATFORMS": "cpu", "MASTER_ADDR": made.address(0)}
         common |= {"MASTER_PORT": str(_PORT), "WORLD_SIZE": str(size)}
         variables = [{**common, "RANK": str(rank)} for rank in range(size)]
         places = Places(
