@@ -77,6 +77,8 @@ from jaxcoll._train.batches import Batches as Batches
 from jaxcoll._train.batches import batches as batches
 from jaxcoll._train.batches import prefetch as prefetch
 from jaxcoll._train.optax_link import all_reduce_updates as all_reduce_updates
+from jaxcoll._train.shard import shard as shard
+from jaxcoll._train.shard import unshard as unshard
 from jaxcoll._train.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from jaxcoll._train.sharded_optimizer import sharded_optimizer as sharded_optimizer
 from jaxcoll._train.step_test import n_devices_equal_one as n_devices_equal_one
