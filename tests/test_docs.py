@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from wheel import built
 
 import jaxcoll
 
@@ -32,14 +33,22 @@ MODULES = sorted(
 )
 
 
+FROM_THE_WHEEL = """
+import os
+import jaxcoll
+assert jaxcoll.__file__.startswith(os.environ["PYTHONPATH"]), jaxcoll.__file__
+"""
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
+    code += FROM_THE_WHEEL
     script = tmp_path / f"{page.stem}.py"
     script.write_text(code)
     done = subprocess.run(
         [sys.executable, "-W", "error", script], cwd=tmp_path, capture_output=True, text=True,
-        timeout=240, env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PATH": ""},
+        timeout=240, env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(built().site), "PATH": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 
