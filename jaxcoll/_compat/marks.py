@@ -89,6 +89,29 @@ def reduced_once(x: Any, axis: str, name: str) -> Any:
 _once_p = _identity(ONCE)
 
 
+ROWS = "own_rows"
+"""The name of the primitive of `rows`."""
+
+
+def rows(x: Any, axis: str, name: str) -> Any:
+    """`x` with a mark that it is going to be gathered along `axis`, where it must differ.
+
+    Args:
+      x: one replica's array.
+      axis: a mapped axis.
+      name: its place, for a message.
+    """
+    return _rows_p.bind(x, axis=axis, path=name)
+
+
+_rows_p = Primitive(ROWS)
+_rows_p.def_impl(lambda x, **_: x)
+_rows_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_rows_p, lambda ctx, x, **_: [x])
+batching.defvectorized(_rows_p)
+ad.deflinear(_rows_p, lambda cotangent, **_: [cotangent])
+
+
 def is_seed_of_gradient(eqn: Any) -> bool:
     """Whether an equation makes the ones, of a loss's type, that `jax.grad` goes backwards from.
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxcoll._cluster.launchers import COORDINATOR, JAX_COORDINATOR
+from jaxcoll._malloc import keeps_freed_memory
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Key, Terms, parsed, terms_of
 from jaxcoll._plan.world import World
@@ -74,7 +75,7 @@ def costs_here() -> MachineCosts:
     Raises:
       ValueError: the file that is named cannot be read.
     """
-    one_host, kept = _on_this_host(), _memory_is_kept()
+    one_host, kept = _on_this_host(), keeps_freed_memory()
     if name := os.environ.get(FILE):
         return MachineCosts((Path(name), _text(Path(name))), (Path(), ()), kept, one_host)
     folder = _folder()
@@ -92,7 +93,7 @@ def terms_here(world: World) -> Terms:
 
 def preset_here(world: World) -> Terms:
     """The preset for `world` on this machine, whatever has been calibrated."""
-    return MachineCosts(memory_is_kept=_memory_is_kept(), one_host=_on_this_host()).preset(world)
+    return MachineCosts(memory_is_kept=keeps_freed_memory(), one_host=_on_this_host()).preset(world)
 
 
 def saved(world: World) -> Path:
@@ -148,11 +149,7 @@ def cores() -> int:
 
 def keeps_memory(world: World) -> bool:
     """Whether malloc keeps the pages of large arrays that are freed (docs/performance.md)."""
-    return world.platform == "cpu" and _memory_is_kept()
-
-
-def _memory_is_kept() -> bool:
-    return os.environ.get("MALLOC_MMAP_MAX_") == "0"
+    return world.platform == "cpu" and keeps_freed_memory()
 
 
 @functools.cache

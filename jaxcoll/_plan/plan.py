@@ -26,7 +26,7 @@ from jaxcoll._plan.packs.automatic import (
 )
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack, Segment
-from jaxcoll._plan.packs.shard_layout import padded
+from jaxcoll._plan.packs.shard_layout import LANES, padded
 from jaxcoll._plan.world import World
 from jaxcoll._show import codec
 from jaxcoll._show.table import Table, lines_html
@@ -59,8 +59,9 @@ class Plan:
       in_backward: whether it stands where gradients appear (`sync_in_backward`), perhaps in a loop,
         so that the backward pass orders its packs and nothing else does.
       collective: "all_reduce", or one of its halves: "reduce_scatter" or "all_gather", whose packs
-        are padded to as many rows of 128 elements on each replica.
+        are padded to as many rows of `lanes` elements on each replica.
       checksum: whether what comes back is compared with a checksum of what was put in.
+      lanes: elements of a row of a half's packs; 1 where leaves are cut along their own rows.
     """
 
     reduce_op: ReduceOp
@@ -75,6 +76,7 @@ class Plan:
     in_backward: bool = False
     collective: str = "all_reduce"
     checksum: bool = False
+    lanes: int = LANES
 
     @property
     def algorithm(self) -> str:
@@ -142,7 +144,7 @@ class Plan:
         """Bytes that leave the device that sends most, padding included."""
         if self.collective != "all_reduce":
             return sum(
-                wire_elements(self.stages(p), padded(p.size, self.world.replicas))
+                wire_elements(self.stages(p), padded(p.size, self.world.replicas, self.lanes))
                 * p.dtype.itemsize
                 // 2
                 for p in self.packs
@@ -213,6 +215,7 @@ class Plan:
             "overlap": self.overlap,
             "in_backward": self.in_backward,
             "checksum": self.checksum,
+            "lanes": self.lanes,
             "platform": self.world.platform,
             "replicas": self.world.replicas,
             "axis_sizes": list(self.world.sizes),

@@ -19,8 +19,12 @@ LINK = Link(1e-6, 1e-9)
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
     monkeypatch.delenv("JAXCOLL_COORDINATOR", raising=False)
+    keeps_memory(monkeypatch, False)
+
+
+def keeps_memory(monkeypatch, kept):
+    monkeypatch.setattr(host, "keeps_freed_memory", lambda: kept)
 
 
 def ours(world=WORLD):
@@ -79,7 +83,7 @@ def test_names_tell_machines_worlds_and_memory_apart(monkeypatch):
     h100 = World("gpu", (16,), 2, device_kind="NVIDIA H100 80GB HBM3/x", hosts=2)
     assert saved(h100).name == "nccl-NVIDIA_H100_80GB_HBM3_x-n16-processes2-hosts2.json"
     fresh = saved(WORLD)
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    keeps_memory(monkeypatch, True)
     assert saved(WORLD).name == "gloo-n4-processes4-hosts1-kept.json"
     assert saved(h100).name == "nccl-NVIDIA_H100_80GB_HBM3_x-n16-processes2-hosts2.json"
     monkeypatch.setattr(host, "machine", lambda: "another, 3 cores")
@@ -116,8 +120,8 @@ def test_processes_of_a_cluster_read_what_is_named(monkeypatch, named):
     assert terms_here(WORLD) == ours()
 
 
-def test_memory_that_malloc_keeps_is_read_from_the_environment(monkeypatch):
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+def test_the_preset_knows_whether_malloc_keeps_memory(monkeypatch):
+    keeps_memory(monkeypatch, True)
     assert terms_here(WORLD) == preset(WORLD, cores=host.cores(), keeps_memory=True)
     gpu = World("gpu", (4,))
     assert terms_here(gpu) == preset(gpu)
@@ -136,10 +140,9 @@ def test_a_file_of_another_world_leaves_the_preset_and_the_plan_says_so(named):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_file_of_other_memory_leaves_the_preset_and_the_plan_says_so(monkeypatch, named, kept):
-    if not kept:
-        monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    keeps_memory(monkeypatch, not kept)
     written(named)
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0" if kept else "65536")
+    keeps_memory(monkeypatch, kept)
     words = "memory that malloc gives back" if kept else "memory that malloc keeps"
     assert terms_here(WORLD).source.endswith(words)
 
