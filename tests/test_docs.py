@@ -111,7 +111,7 @@ def test_pages_that_the_sources_refer_to_are_there():
 
 
 def test_titles_in_the_navigation_are_those_of_the_pages():
-    nav = re.findall(r"^  - (.+): (\w+\.md)$", (ROOT / "mkdocs.yml").read_text("utf8"), re.M)
+    nav = re.findall(r"^ +- (.+): (\w+\.md)$", (ROOT / "mkdocs.yml").read_text("utf8"), re.M)
     titles = {page.name: page.read_text("utf8").splitlines()[0] for page in SITE}
     assert {name: f"# {title}" for title, name in nav} == titles
 
@@ -140,7 +140,7 @@ def test_pages_are_short_promise_nothing_and_use_the_words_of_the_field():
 
 
 def test_there_are_pages_with_code():
-    assert {"README.md", "index.md", "sharp_bits.md"} <= {page.name for page in PAGES}
+    assert {"README.md", "start.md", "sharp_bits.md"} <= {page.name for page in PAGES}
 
 
 @pytest.mark.parametrize("name", MODULES)
