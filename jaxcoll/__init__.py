@@ -80,6 +80,7 @@ from jaxcoll._train.batches import Batches as Batches
 from jaxcoll._train.batches import batches as batches
 from jaxcoll._train.batches import prefetch as prefetch
 from jaxcoll._train.optax_link import all_reduce_updates as all_reduce_updates
+from jaxcoll._train.residual import residual as residual
 from jaxcoll._train.shard import shard as shard
 from jaxcoll._train.shard import unshard as unshard
 from jaxcoll._train.sharded_optimizer import ShardedOptimizer as ShardedOptimizer

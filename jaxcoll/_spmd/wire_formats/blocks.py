@@ -29,6 +29,13 @@ def largest(blocks: jax.Array) -> jax.Array:
     return bits.max(-1)
 
 
+def all_finite(array: jax.Array) -> jax.Array:
+    """Whether an array of floats holds nothing but finite numbers."""
+    flat = array.astype(jnp.float32).reshape(-1)
+    rows = jnp.pad(flat, (0, -flat.size % 256)).reshape(-1, 256)
+    return (largest(rows) < INFINITE).all()
+
+
 def scale(bits: jax.Array, top: jax.Array | np.float32) -> jax.Array:
     """For each block the bits of a bfloat16 that its largest magnitude is at most `top` times.
 
