@@ -25,8 +25,8 @@ def options_of(name: str) -> CommunicationOptions:
 
     Args:
       name: "auto", "reproducible", or an algorithm with - or _ in it ("halving-doubling"), or
-        "inner/outer" for two axes; then perhaps "@" and the largest pack ("ring@4MiB"), or
-        "@all" for one pack.
+        "inner/outer" for two axes; then perhaps "+" and a wire format ("auto+int8"); then perhaps
+        "@" and the largest pack ("ring@4MiB"), or "@all" for one pack.
 
     Raises:
       ValueError: there is no such algorithm, or no such pack.
@@ -34,9 +34,12 @@ def options_of(name: str) -> CommunicationOptions:
     Examples:
       >>> options_of("halving-doubling@4MiB")
       CommunicationOptions(bytes_per_pack=4194304, algorithm='halving_doubling')
+      >>> options_of("auto+int8")
+      CommunicationOptions(compression=Int8(block=256))
     """
     algorithm, at, pack = name.partition("@")
-    given = {}
+    algorithm, plus, format = algorithm.partition("+")
+    given = {"compression": format} if plus else {}
     if at:
         given["bytes_per_pack"] = _EVERYTHING if pack == "all" else bytes_of(pack)
     if algorithm == "reproducible":
