@@ -25,8 +25,8 @@ class WireFormat:
     bits: ClassVar[int] = 16
     scale_bytes: ClassVar[int] = 2
     usual: ClassVar[int] = 1
-    passes: ClassVar[float] = 4.0
-    """Passes over an array, of as many bytes as a copy, that coding it both ways costs."""
+    passes: ClassVar[float] = 0.75
+    """Copies of an array that coding it both ways takes as long as."""
 
     def __post_init__(self) -> None:
         if not is_integer(self.block) or self.block < 2 or self.block % 2:
@@ -67,7 +67,7 @@ class Bf16(WireFormat):
 
     name: ClassVar[str] = "bf16"
     scale_bytes: ClassVar[int] = 0
-    passes: ClassVar[float] = 2.0
+    passes: ClassVar[float] = 0.5
 
     def __post_init__(self) -> None:
         pass
@@ -123,7 +123,7 @@ class Int4(WireFormat):
     name: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
     usual: ClassVar[int] = 64
-    passes: ClassVar[float] = 5.0
+    passes: ClassVar[float] = 1.0
 
 
 _FORMATS: dict[str, type[Any]] = {kind.name: kind for kind in (Bf16, Int8, Int4)}

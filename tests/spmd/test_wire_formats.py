@@ -301,8 +301,11 @@ def test_left_to_jaxcoll_numbers_travel_as_bf16_over_gloo_alone():
     for world in (World("gpu", (8,), 2), World("cpu", (8,))):
         assert {p.format for p in planned(value, world, compression="auto").packs} == {""}
     assert planned(np.zeros(9, np.int32), compression="auto").packs
-    small = planned(np.zeros(90, "f"), compression="auto")
-    assert {p.format for p in small.packs} == {""}, "two collectives take longer than one"
+    hosts = planned(value, World("cpu", (2, 2), 4, hosts=2, inner=1), compression="int8")
+    assert [p.algorithm for p in hosts.packs if p.format] == ["shuffle/shuffle"]
+    assert "between groups only" in str(hosts)
+    few = {**value, "w": np.zeros((100, 300), "f")}
+    assert {p.format for p in planned(few, compression="auto").packs} == {""}, "more arrays"
 
 
 def test_bfloat16_leaves_travel_as_16_bits_over_gloo_unless_something_else_is_asked():
