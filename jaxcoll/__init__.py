@@ -70,6 +70,9 @@ from jaxcoll._spmd.metrics import WeightedMean as WeightedMean
 from jaxcoll._spmd.shards import Shards as Shards
 from jaxcoll._step.data_parallel import DataParallel as DataParallel
 from jaxcoll._step.data_parallel import data_parallel as data_parallel
+from jaxcoll._train.local_state import LocalState as LocalState
+from jaxcoll._train.local_updates import LocalUpdates as LocalUpdates
+from jaxcoll._train.local_updates import local_updates as local_updates
 from jaxcoll._train.optax_link import all_reduce_updates as all_reduce_updates
 from jaxcoll._train.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from jaxcoll._train.sharded_optimizer import sharded_optimizer as sharded_optimizer
