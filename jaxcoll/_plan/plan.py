@@ -26,11 +26,11 @@ from jaxcoll._plan.packs.automatic import (
 )
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack, Segment
-from jaxcoll._plan.packs.shard_layout import padded
+from jaxcoll._plan.packs.shard_layout import LANES, padded
 from jaxcoll._plan.world import World
 from jaxcoll._show import codec
 from jaxcoll._show.table import Table, lines_html
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import counted, fold
 
 COLUMNS = ("pack", "dtype", "algorithm", "leaves", "bytes", "carries")
 MOST_ROWS, MOST_ROWS_HTML = 20, 40
@@ -59,8 +59,9 @@ class Plan:
       in_backward: whether it stands where gradients appear (`sync_in_backward`), perhaps in a loop,
         so that the backward pass orders its packs and nothing else does.
       collective: "all_reduce", or one of its halves: "reduce_scatter" or "all_gather", whose packs
-        are padded to as many rows of 128 elements on each replica.
+        are padded to as many rows of `lanes` elements on each replica.
       checksum: whether what comes back is compared with a checksum of what was put in.
+      lanes: elements of a row of a half's packs; 1 where leaves are cut along their own rows.
     """
 
     reduce_op: ReduceOp
@@ -75,6 +76,7 @@ class Plan:
     in_backward: bool = False
     collective: str = "all_reduce"
     checksum: bool = False
+    lanes: int = LANES
 
     @property
     def algorithm(self) -> str:
@@ -142,7 +144,7 @@ class Plan:
         """Bytes that leave the device that sends most, padding included."""
         if self.collective != "all_reduce":
             return sum(
-                wire_elements(self.stages(p), padded(p.size, self.world.replicas))
+                wire_elements(self.stages(p), padded(p.size, self.world.replicas, self.lanes))
                 * p.dtype.itemsize
                 // 2
                 for p in self.packs
@@ -213,6 +215,7 @@ class Plan:
             "overlap": self.overlap,
             "in_backward": self.in_backward,
             "checksum": self.checksum,
+            "lanes": self.lanes,
             "platform": self.world.platform,
             "replicas": self.world.replicas,
             "axis_sizes": list(self.world.sizes),
@@ -288,19 +291,23 @@ class Plan:
             f"{cost.copy * 1e3:.3g} copies), from {self.terms.source}"
         )
 
-    def text(self) -> str:
-        """What `str(plan)` shows, with all rows of the table."""
-        return self._text(Table(COLUMNS, ">>>>><", self.rows()))
+    def text(self, rows: int | None = None, width: int | None = None) -> str:
+        """What `str(plan)` shows, with all rows of the table.
+
+        Args:
+          rows: of the table at most; None: all.
+          width: of a line at most: sentences are folded, and rows cut; None: any.
+        """
+        cells = self.rows()
+        shown = cells if rows is None or len(cells) <= rows else cells[: rows - 1]
+        left = len(cells) - len(shown)
+        more = f"… and {left:,} more: `plan.text()`, or --all-rows, shows them" if left else ""
+        lines = [self.headline, *self.reasons, self.prediction]
+        lines = lines if width is None else [fold(line, width) for line in lines]
+        return "\n".join([*lines, Table(COLUMNS, ">>>>><", shown, more=more).text(width)])
 
     def __str__(self) -> str:
-        rows = self.rows()
-        shown = rows if len(rows) <= MOST_ROWS else rows[: MOST_ROWS - 1]
-        left = len(rows) - len(shown)
-        more = f"… and {left:,} more: `plan.text()`, or --all-rows, shows them" if left else ""
-        return self._text(Table(COLUMNS, ">>>>><", shown, more=more))
-
-    def _text(self, table: Table) -> str:
-        return "\n".join([self.headline, *self.reasons, self.prediction, table.text()])
+        return self.text(MOST_ROWS)
 
     def _repr_html_(self) -> str:
         rows = self.rows()
