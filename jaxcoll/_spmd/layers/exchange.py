@@ -56,8 +56,7 @@ class Gather:
                 found.append(_compat.as_varying(blocks, self.axes))
         wholes = jax.vmap(lambda each: unpack(each, self.packs, self.leaves))(found)
         return [
-            lax.collapse(whole, 0, 2).astype(x.dtype)
-            for whole, x in zip(wholes, given, strict=True)
+            lax.collapse(whole, 0, 2).astype(x.dtype) for whole, x in zip(wholes, given, strict=True)
         ]
 
 
@@ -153,7 +152,9 @@ def scatter(
         leaf = _leaf(name, x, axes, gather_dtype)
         wire = wire_dtype(leaf.dtype, reduce_op, world)
         leaves.append(dataclasses.replace(leaf, wire=wire))
-        recipes.append(Recipe(over, tuple(axes), frozenset(), np.dtype(x.dtype), wire, 1, divisor))
+        recipes.append(
+            Recipe(over, tuple(axes), frozenset(), np.dtype(x.dtype), wire, 1, divisor)
+        )
     packs, plan = _planned("reduce_scatter", reduce_op, leaves, axes, times, scope)
     return Scatter(tuple(axes), tuple(leaves), packs, tuple(recipes), plan)
 

@@ -84,7 +84,9 @@ def scan_layers(
     traced.check(arrays, program, axes)
     of_inside = ReduceOp.SUM if inside else asked.reduce_op
     run = _Run(stack, axes, dataclasses.replace(asked, reduce_op=of_inside), bool(inside), scope)
-    schedule = Schedule(stack.layers, asked.ahead, asked.unroll, program, run.gathers(), varying)
+    schedule = Schedule(
+        stack.layers, asked.ahead, asked.unroll, program, run.gathers(), varying
+    )
     given = run.typed(varying)
     outs, results = run.differentiable(schedule)(arrays, given, list(program.captured))
     return traced.result(program, outs, results)
@@ -274,7 +276,9 @@ class _Run:
                 self._rows(leaves), axes, self.asked.gather_dtype, "", self.scope
             )
             forward, backward = counted(layers, "gather"), 2 * layers - ahead
-            when = f"{counted(ahead, 'layer')} ahead of its use" if ahead else "where it is used"
+            when = (
+                f"{counted(ahead, 'layer')} ahead of its use" if ahead else "where it is used"
+            )
             sent = f"{size(found[leaves].plan.wire_bytes * backward)}"
             times = (
                 f"layers: {layers}, each gathered {when}: {forward} in the forward pass, "

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._spmd.layers.exchange import Gather
+from jaxcoll._spmd.layers.exchange import Gather, Scatter
 from jaxcoll._spmd.layers.layer_program import LayerProgram, Residuals
 
 Arrays = list[jax.Array]
@@ -54,9 +54,7 @@ class Schedule:
 
     def example(self, stack: Arrays) -> Arrays:
         """Arrays like one layer's parameters."""
-        shapes = jax.eval_shape(
-            lambda stack: self._params(stack, 0, self._fetched(stack, 0)), stack
-        )
+        shapes = jax.eval_shape(lambda stack: self._params(stack, 0, self._fetched(stack, 0)), stack)
         return self._vary([jnp.zeros(x.shape, x.dtype) for x in shapes])
 
     def _vary(self, arrays: Sequence[Any]) -> list[Any]:
@@ -152,7 +150,9 @@ class Schedule:
                 gradients = self._with(gradients, scattered(waiting), index + 1)
             params = self._params(stack, index, queue[0])
             given = [*ct, *(at(x, index) for x in of_results)]
-            found = iter(residuals.backward([at(x, index) for x in saved], params, captured, given))
+            found = iter(
+                residuals.backward([at(x, index) for x in saved], params, captured, given)
+            )
             ct = self._vary([next(found) for _ in ct])
             each = dict(zip(moved[0], self._vary([next(found) for _ in moved[0]]), strict=True))
             sums = [total + x for total, x in zip(sums, found, strict=True)]
