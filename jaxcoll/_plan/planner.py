@@ -80,7 +80,13 @@ def make_plan(
     reasons = list(choice.reasons)
     if not choice.packing:
         reasons.insert(0, _why(rule, cost, found, terms, world))
-    if any(pack.algorithm != choice.algorithm and not pack.solid for pack in packs):
+    others = {pack.algorithm for pack in packs if not pack.solid} - {choice.algorithm}
+    if any("/" in name for name in others):
+        reasons.append(
+            f"two levels: summed within each of the {world.hosts} hosts first, so that less "
+            "crosses between them, which is predicted to be faster"
+        )
+    elif others:
         reasons.append("small packs: by exchanges of our own, which are predicted to be faster")
     if apart:
         reasons += overlap.reasons(given, packs, rule, world, in_backward)
