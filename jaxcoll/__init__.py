@@ -14,6 +14,7 @@ from jaxcoll._api.metrics import all_finite as all_finite
 from jaxcoll._api.metrics import global_norm as global_norm
 from jaxcoll._api.metrics import reduce_metrics as reduce_metrics
 from jaxcoll._cluster.initialize import initialize as initialize
+from jaxcoll._cluster.launch.function import launch as launch
 from jaxcoll._cluster.resolvers import ClusterResolver as ClusterResolver
 from jaxcoll._cluster.resolvers import SlurmClusterResolver as SlurmClusterResolver
 from jaxcoll._cluster.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
@@ -47,6 +48,7 @@ from jaxcoll._elastic.generation import WorldChange as WorldChange
 from jaxcoll._elastic.trainer import Elastic as Elastic
 from jaxcoll._errors import AlreadyReducedError as AlreadyReducedError
 from jaxcoll._errors import DeadlineExceededError as DeadlineExceededError
+from jaxcoll._errors import LaunchError as LaunchError
 from jaxcoll._errors import PeerLostError as PeerLostError
 from jaxcoll._errors import ProgramMismatchError as ProgramMismatchError
 from jaxcoll._errors import ReductionCorruptedError as ReductionCorruptedError
@@ -71,9 +73,14 @@ from jaxcoll._spmd.metrics import WeightedMean as WeightedMean
 from jaxcoll._spmd.shards import Shards as Shards
 from jaxcoll._step.data_parallel import DataParallel as DataParallel
 from jaxcoll._step.data_parallel import data_parallel as data_parallel
+from jaxcoll._train.batches import Batches as Batches
+from jaxcoll._train.batches import batches as batches
+from jaxcoll._train.batches import prefetch as prefetch
 from jaxcoll._train.optax_link import all_reduce_updates as all_reduce_updates
+from jaxcoll._train.shard import shard as shard
+from jaxcoll._train.shard import unshard as unshard
 from jaxcoll._train.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from jaxcoll._train.sharded_optimizer import sharded_optimizer as sharded_optimizer
 from jaxcoll._train.step_test import n_devices_equal_one as n_devices_equal_one
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
