@@ -21,7 +21,7 @@ from jaxcoll._jaxpr.subjaxprs import equations, names_axis, programs
 from jaxcoll._plan.packs.leaves import where
 
 _EQUALIZING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
-_RETYPING = {"pvary", "pcast", _compat.THROUGH}
+_RETYPING = {"pvary", "pcast", _compat.THROUGH, marks.PARTS}
 _ZERO_STAYS = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "expand_dims"}
 _ZERO_STAYS |= {"transpose", "neg", marks.ONCE, marks.GRADIENT}
 _ASK_THE_HOST = ("callback", "infeed", "rng_uniform")

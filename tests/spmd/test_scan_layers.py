@@ -12,8 +12,6 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxcoll as jc
-from jaxcoll._mesh.shard_arrays import cut
-from jaxcoll._plan.packs.shard_layout import ShardedLeaf, layout_of
 
 LAYERS, WIDTH, N = 4, 16, 8
 RNG = np.random.default_rng(0)
@@ -139,46 +137,62 @@ def test_what_is_reduced_here_is_not_sent_again(call):
         close(each, want, rtol=2e-5)
 
 
-def sharded(tree, n=N):
-    """Global `Shards` of stacked layers."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    f = np.dtype("f")
-    found = tuple(ShardedLeaf(jax.tree_util.keystr(p), x.shape[1:], f, f, (n,)) for p, x in leaves)
-    layout = layout_of(treedef, found, n)
-    each = [cut([x[k] for _, x in leaves], layout, None, ("data",)) for k in range(LAYERS)]
-    return each[0].replace(
-        [np.stack(parts) for parts in zip(*(s.parts for s in each), strict=True)]
-    )
+ODD = normal(LAYERS, 5, WIDTH)
 
 
-@pytest.mark.parametrize("checks", [True, False])
+def tied(h, p):
+    w = p["large"]["u"]
+    return jnp.tanh(h @ w.T @ w + p["norm"][None])
+
+
+def tied_loss(scan, stack, x):
+    return jnp.mean(scan(tied, x, stack)[0] ** 2)
+
+
+@functools.cache
+def tied_alone():
+    plain = lambda layer, x, stack: lax.scan(lambda h, p: (layer(h, p), None), x, stack)
+    whole = {"large": {"u": ODD}, "norm": STACK["b"]}
+    return jax.value_and_grad(functools.partial(tied_loss, plain))(whole, X)
+
+
+@pytest.mark.parametrize("checks", [True, False, "step", "step unchecked"])
 def test_shards_of_layers(checks):
     """Padded packs of leaves whose rows do not divide; a plain leaf beside them is whole."""
-    odd = {"u": normal(LAYERS, 5, WIDTH), "b": STACK["b"]}
-
-    def layer(h, p):
-        w = p["large"]
-        return jnp.tanh(h @ w["u"].T @ w["u"] + p["norm"][None])
-
-    def loss(scan, stack, x):
-        return jnp.mean(scan(layer, x, stack)[0] ** 2)
-
-    shards = sharded({"u": odd["u"]})
-    stack = {"large": shards, "norm": odd["b"]}
+    shards = jc.shard({"u": ODD}, "data", stacked=True)
+    stack = {"large": shards, "norm": STACK["b"]}
     specs = {"large": shards.replace([P(None, "data")]), "norm": P()}
-
-    def replica(stack, x):
-        return jax.grad(functools.partial(loss, scan_of(sharded=None)))(stack, x)
-
-    got = on_rows(replica, stack, X, specs=(specs, ROWS), out_specs=specs, checks=checks)
-    whole = {"large": {"u": odd["u"]}, "norm": odd["b"]}
-    plain = lambda layer, x, stack: lax.scan(lambda h, p: (layer(h, p), None), x, stack)
-    want = jax.grad(functools.partial(loss, plain))(whole, X)
+    loss = functools.partial(tied_loss, scan_of(sharded=None))
+    if isinstance(checks, str):
+        step = jc.data_parallel(jc.value_and_grad(loss, "data"), checks="un" not in checks)
+        got_value, got = step(stack, X)
+        close(got_value, tied_alone()[0])
+        gather, scatter, rest = step.plans(stack, X)
+        assert [p.collective for p in (gather, scatter)] == ["all_gather", "reduce_scatter"]
+        assert [leaf.path for leaf in rest.leaves] == [".value", ".grads['norm']"]
+    else:
+        got = on_rows(jax.grad(loss), stack, X, specs=(specs, ROWS), out_specs=specs, checks=checks)
+    _, want = tied_alone()
     close(got["norm"], want["norm"], rtol=2e-5)
-    size = odd["u"][0].size
-    flat = np.asarray(got["large"].parts[0]).reshape(LAYERS, -1)
-    close(flat[:, :size].reshape(odd["u"].shape), want["large"]["u"], rtol=2e-5)
-    assert not flat[:, size:].any()
+    close(jc.unshard(got["large"]), want["large"], rtol=2e-5)
+    assert not np.asarray(got["large"].parts[0]).reshape(LAYERS, -1)[:, ODD[0].size :].any()
+
+
+@pytest.mark.parametrize("again", [
+    lambda g: jc.all_reduce("mean", g, "data"),
+    lambda g: jax.tree.map(lambda x: lax.pmean(x, "data"), g),
+])  # fmt: skip
+@pytest.mark.parametrize("checks", [True, False])
+def test_gradients_in_shards_are_reduced_no_more(again, checks):
+    """A mean of different rows would be a number without meaning."""
+    shards = jc.shard({"u": ODD}, "data", stacked=True)
+
+    def step(stack, x):
+        loss = functools.partial(tied_loss, scan_of(sharded=None))
+        return again(jc.grad(loss, "data")(stack, x))
+
+    with pytest.raises(jc.AlreadyReducedError, match="part"):
+        jc.data_parallel(step, checks=checks).lower({"large": shards, "norm": STACK["b"]}, X)
 
 
 HYBRID = Mesh(
@@ -516,7 +530,7 @@ def test_a_layer_that_reads_the_gathered_stack():
 def test_shards_of_something_else(words, message):
     words = dict(words)
     axis, flat = words.pop("axis", "data"), words.pop("flat", False)
-    shards = sharded({"u": normal(LAYERS, 5, WIDTH)})
+    shards = jc.shard({"u": ODD}, "data", stacked=True)
 
     def replica(shards):
         shards = shards.replace([shards.parts[0][0] if flat else shards.parts[0]])

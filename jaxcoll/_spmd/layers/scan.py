@@ -11,6 +11,7 @@ import jax
 from jax.tree_util import Partial
 
 from jaxcoll import _compat
+from jaxcoll._compat import marks
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import bound_axes
@@ -181,7 +182,9 @@ class _Traffic:
             reasons = ("when: after the backward pass of all layers, of leaves that are whole",)
             whole = all_reduce(self._op, whole, tuple(self.axes), scope=self.scope, reasons=reasons)
         found: dict[int, jax.Array] = {
-            i: _compat.as_invariant(x, self._settled(over[i])) if over[i] else whole[names[i]]
+            i: marks.parts(_compat.as_invariant(x, self._settled(over[i])), over[i])
+            if over[i]
+            else whole[names[i]]
             for i, x in gradients.items()
         }
         return [found.get(i) for i in range(len(names))]

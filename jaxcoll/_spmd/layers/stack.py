@@ -17,9 +17,8 @@ from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import count
 from jaxcoll._spmd.gradients.per_replica import watched
 from jaxcoll._spmd.layers.asked import CALLER
-from jaxcoll._spmd.pack import unpack
 from jaxcoll._spmd.scope import Scope, differentiation
-from jaxcoll._spmd.shards import Shards, is_shards, whole_of
+from jaxcoll._spmd.shards import Shards, is_shards, leaves_of, whole_of
 
 _WHOLE = """\
 `scan_layers` over {axis!r}: {leaf} of `stacked` is the same on every replica, so gathering it \
@@ -258,11 +257,7 @@ def _joined(shards: Shards) -> Any:
     """One layer's tree, from whole packs."""
     layout = shards.layout
     wholes = [whole_of(part, layout, k) for k, part in enumerate(shards.parts)]
-    found = unpack(wholes, layout.packs, layout.leaves)
-    arrays = [
-        jnp.zeros(leaf.shape, leaf.dtype) if array is None else array
-        for array, leaf in zip(found, layout.leaves, strict=True)
-    ]
+    arrays = leaves_of(wholes, layout)
     return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
 
 
