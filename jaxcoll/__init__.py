@@ -83,4 +83,4 @@ from jaxcoll._train.sharded_optimizer import ShardedOptimizer as ShardedOptimize
 from jaxcoll._train.sharded_optimizer import sharded_optimizer as sharded_optimizer
 from jaxcoll._train.step_test import n_devices_equal_one as n_devices_equal_one
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -30,7 +30,7 @@ from jaxcoll._plan.packs.shard_layout import LANES, padded
 from jaxcoll._plan.world import World
 from jaxcoll._show import codec
 from jaxcoll._show.table import Table, lines_html
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import counted, fold
 
 COLUMNS = ("pack", "dtype", "algorithm", "leaves", "bytes", "carries")
 MOST_ROWS, MOST_ROWS_HTML = 20, 40
@@ -291,19 +291,23 @@ class Plan:
             f"{cost.copy * 1e3:.3g} copies), from {self.terms.source}"
         )
 
-    def text(self) -> str:
-        """What `str(plan)` shows, with all rows of the table."""
-        return self._text(Table(COLUMNS, ">>>>><", self.rows()))
+    def text(self, rows: int | None = None, width: int | None = None) -> str:
+        """What `str(plan)` shows, with all rows of the table.
+
+        Args:
+          rows: of the table at most; None: all.
+          width: of a line at most: sentences are folded, and rows cut; None: any.
+        """
+        cells = self.rows()
+        shown = cells if rows is None or len(cells) <= rows else cells[: rows - 1]
+        left = len(cells) - len(shown)
+        more = f"… and {left:,} more: `plan.text()`, or --all-rows, shows them" if left else ""
+        lines = [self.headline, *self.reasons, self.prediction]
+        lines = lines if width is None else [fold(line, width) for line in lines]
+        return "\n".join([*lines, Table(COLUMNS, ">>>>><", shown, more=more).text(width)])
 
     def __str__(self) -> str:
-        rows = self.rows()
-        shown = rows if len(rows) <= MOST_ROWS else rows[: MOST_ROWS - 1]
-        left = len(rows) - len(shown)
-        more = f"… and {left:,} more: `plan.text()`, or --all-rows, shows them" if left else ""
-        return self._text(Table(COLUMNS, ">>>>><", shown, more=more))
-
-    def _text(self, table: Table) -> str:
-        return "\n".join([self.headline, *self.reasons, self.prediction, table.text()])
+        return self.text(MOST_ROWS)
 
     def _repr_html_(self) -> str:
         rows = self.rows()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -33,6 +34,9 @@ RULES: tuple[PackingRule, ...] = (
 
 WORTH = 0.75
 """Of the compiler's own time, what an exchange may take, which compiles to a dozen kernels."""
+
+WORTH_BETWEEN_HOSTS = 0.95
+"""The same for two levels that end with the compiler's own all-reduce, of a few kernels."""
 
 
 MODESTY = 1.25
@@ -113,8 +117,8 @@ def priced(
     Args:
       leaves: the tree.
       rules: ways to pack it.
-      names: the algorithm of all packs; or the compiler's own and one that may stand in for it. A
-        leaf that must keep its shape has the compiler's own.
+      names: the algorithm of all packs; or the compiler's own and others that may stand in for it.
+        A leaf that must keep its shape has the compiler's own.
       prices: what the world costs.
 
     Yields:
@@ -128,8 +132,14 @@ def priced(
             return "native" if pack.solid else names[0]
         key = pack.over, pack.nbytes
         if key not in suited:
-            own, exchange = (_seconds(name, pack, prices) for name in names)
-            suited[key] = names[pack.nbytes <= EXCHANGED and exchange < WORTH * own]
+            own, *others = names
+            seconds = {own: _seconds(own, pack, prices)}
+            for name in others:
+                by_compiler = name.endswith("/native")
+                if by_compiler or pack.nbytes <= EXCHANGED:
+                    worth = WORTH_BETWEEN_HOSTS if by_compiler else WORTH
+                    seconds[name] = _seconds(name, pack, prices) / worth
+            suited[key] = min(seconds, key=lambda name: seconds[name])
         return suited[key]
 
     for rule in rules:
@@ -150,12 +160,24 @@ def algorithms_for(world: World) -> tuple[str, ...]:
 
     Exchanges of our own are for CPU processes, where halving and doubling in pairs was never
     slower than a shuffle, nor a shuffle than a ring (docs/performance.md); elsewhere the
-    backend's library chooses among its own. They need one axis, and all axes mapped.
+    backend's library chooses among its own. They need all axes mapped. Over several axes they need
+    inner ones that stay within a host and outer ones that do not: what is summed within hosts
+    first, crosses between them once.
     """
-    if not world.over_gloo or len(world.sizes) > 1 or world.partly_mapped:
+    if not world.over_gloo or world.partly_mapped:
         return ("native",)
-    in_pairs = world.replicas.bit_count() == 1
-    return ("native", "halving_doubling" if in_pairs else "shuffle")
+    if len(world.sizes) == 1:
+        return ("native", _exchange(world.replicas))
+    if not 0 < world.inner < len(world.sizes):
+        return ("native",)
+    within = "shuffle/" * world.inner
+    outer = _exchange(math.prod(world.sizes[: -world.inner]))
+    return ("native", f"{within}native", f"{within}{outer}")
+
+
+def _exchange(replicas: int) -> str:
+    """The exchange of our own that is fastest over so many."""
+    return "halving_doubling" if replicas.bit_count() == 1 else "shuffle"
 
 
 def rules_for(world: World) -> tuple[PackingRule, ...]:

@@ -20,7 +20,7 @@ from jaxcoll._spmd import metrics
 from jaxcoll._spmd.arithmetic import halved, halvings, quotient
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.gradients.accumulate import Beside, Differentiated, MicroBatches, accumulated
-from jaxcoll._spmd.gradients.local_grad import value_and_local_grad
+from jaxcoll._spmd.gradients.local_grad import check_differentiable, value_and_local_grad
 from jaxcoll._spmd.gradients.loss import loss_and_aux, value_and_weight
 from jaxcoll._spmd.gradients.per_replica import (
     check_scattered,
@@ -133,6 +133,7 @@ def reduced_gradient(
         axes = bound_axes(axis_name, caller)
         around = differentiation()
         enclosing = frozenset() if around is None else around.retyped
+        check_differentiable(asked.leaves(args) if args else {}, caller)
         here = Differentiation(tuple(axes), options, enclosing=enclosing)
         program = traced(_of_share, asked, axes, here, args, kwargs)
         check_gradients(program.program, [a for a in axes if a not in enclosing])
