@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxcoll._dispatch.call import Call as DispatchedCall
+from jaxcoll._dispatch.call import settings_of
 from jaxcoll._dispatch.compiler_options import known_options
 from jaxcoll._dispatch.dispatch import run
 from jaxcoll._dispatch.executable import remember
@@ -28,7 +29,7 @@ from jaxcoll._mesh.mesh import (
 from jaxcoll._mesh.shard_arrays import specs_of
 from jaxcoll._mesh.world import mesh_scope, topology_scope
 from jaxcoll._plan.cost.clusters import Topology
-from jaxcoll._plan.options import UNSET, CommunicationOptions, checked
+from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._step.arguments import Call, Signature, Slot, bound_step, positions
@@ -183,11 +184,6 @@ class DataParallel:
         )
 
     @functools.cached_property
-    def settings_text(self) -> str:
-        """The options that processes have to have in common, in words."""
-        return repr(self._options.replace(timeout_seconds=UNSET))
-
-    @functools.cached_property
     def _processes(self) -> int:
         return equal_shares(self._devices)
 
@@ -220,6 +216,11 @@ class DataParallel:
     def checksum(self) -> bool:
         """Whether a call listens for corrupted reductions."""
         return self._options.checksum
+
+    @property
+    def settings_text(self) -> str:
+        """The options that processes have to have in common, in words."""
+        return settings_of(self._options)
 
     @property
     def num_replicas(self) -> int:

@@ -17,7 +17,8 @@ from jaxcoll._mesh.machine_costs import FILE, calibration
 from jaxcoll.bench.lab.namespaces import Network
 from jaxcoll.bench.naming import BASELINE, PEERS, TWIN, options_of, sizes_of
 from jaxcoll.bench.terminal import new_console, progress_bars
-from jaxcoll.bench.workloads import TREES, Workload, array_of, tree_of
+from jaxcoll.bench.workloads import Workload, array_of, tree_of
+from jaxcoll.cli.flags import add_devices, add_platform, add_tree
 from jaxcoll.cli.results import check_installed, check_results, write_lines
 from jaxcoll.cli.streams import complain
 
@@ -35,22 +36,12 @@ status is 0; 2 with one line on standard error when something cannot be done or 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
-    what = parser.add_argument_group("what is reduced")
-    what.add_argument(
-        "--tree",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help=f"{', '.join(TREES)}, or a FILE.json of [{{shape, dtype}}, ...]; may be given several "
-        "times (default: resnet50, unless --sizes is given)",
-    )
+    what = add_tree(parser, several=True)
     what.add_argument(
         "--sizes",
         metavar="RANGE",
         help="one array of each size: 1MiB, 1KiB:256MiB (powers of 2), 1KiB:1GiB:4 (times 4)",
     )
-    what.add_argument("--dtype", default="float32", help="of what does not say (default: float32)")
-    what.add_argument("--reduce-op", choices=["mean", "sum"], default="mean")
     how = parser.add_argument_group("how")
     how.add_argument(
         "--algorithms",
@@ -69,15 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--rounds", type=int, default=20, help="timed rounds (default: 20)")
     where = parser.add_argument_group("where")
-    where.add_argument(
-        "--devices", type=int, metavar="N", help="of each process (default: all, or 8 simulated)"
-    )
+    add_devices(where, "of each process (default: all, or {simulated} simulated)")
     where.add_argument(
         "--processes", type=int, metavar="N", help="start N CPU processes here, over Gloo"
     )
-    where.add_argument(
-        "--platform", choices=["cpu", "gpu", "tpu", "auto"], help="of this process's devices"
-    )
+    add_platform(where, default=None, help="of this process's devices")
     where.add_argument(
         "--rate",
         metavar="RATE",

@@ -9,6 +9,7 @@ assert join()
 
 import hashlib  # noqa: E402
 import json  # noqa: E402
+import tempfile  # noqa: E402
 import warnings  # noqa: E402
 
 import jax  # noqa: E402
@@ -52,6 +53,53 @@ def train():
         "world": str(plans[0].world),
         "reason": plans[0].reasons[0],
         "packs": len(plans[0].packs),
+    }
+
+
+def in_shards():
+    """Parameters that no process has all of on its devices; the file that one of them saves."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((16, 5)).astype("f")
+    rank, n = jax.process_index(), jax.process_count()
+    share = x[rank * 16 // n : (rank + 1) * 16 // n]
+    whole = {"w": rng.standard_normal((5, 40)).astype("f"), "b": np.zeros(40, "f")}
+    shards = jc.shard(whole, "data")
+    made = jc.shard(lambda: {"w": jax.random.normal(jax.random.key(0), (5, 40))}, "data")
+
+    def loss(params, x):
+        return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+    @jc.data_parallel
+    def step(shards, x):
+        f = lambda shards, x: loss(jc.all_gather(shards, "data"), x)
+        value, grads = jc.value_and_grad(f, "data")(shards, x)
+        return jax.tree.map(lambda p, g: p - 0.5 * g, shards, grads), value
+
+    want = whole
+    for _ in range(3):
+        shards, _ = step(shards, share)
+        grads = jax.grad(loss)(want, x)
+        want = jax.tree.map(lambda p, g: p - 0.5 * np.asarray(g), want, grads)
+    (part,) = shards.parts
+    try:
+        jc.save_checkpoint("never.npz", shards)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    found, made = jc.unshard(shards), jc.unshard(made)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, want)
+    np.testing.assert_array_equal(made["w"], jax.random.normal(jax.random.key(0), (5, 40)))
+    with tempfile.TemporaryDirectory() as folder:
+        jc.save_checkpoint(f"{folder}/last.npz", found)
+        again, _ = jc.restore_checkpoint(f"{folder}/last.npz", shards)
+    back = jc.unshard(again)
+    jax.tree.map(np.testing.assert_array_equal, back, found)
+    return {
+        "refused": refused,
+        "rows": [s.data.shape[0] for s in part.addressable_shards],
+        "of": part.shape[0],
+        "restored": again.parts[0].sharding == part.sharding,
+        "bits": hashlib.sha256(found["w"].tobytes()).hexdigest(),
     }
 
 

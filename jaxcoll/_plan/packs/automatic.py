@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxcoll._plan.algorithms import stages
+from jaxcoll._plan.algorithms import Stage, coded_by, stages
 from jaxcoll._plan.cost.model import Cost, Prices, loads
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import (
@@ -32,11 +32,22 @@ RULES: tuple[PackingRule, ...] = (
 """What is compared where every array handed over costs its own time."""
 
 
+PACKED = BytesPerPack(16 * MiB, 2 * MiB)
+"""Packs where no cost model is asked."""
+
+
 WORTH = 0.75
 """Of the compiler's own time, what an exchange may take, which compiles to a dozen kernels."""
 
-WORTH_BETWEEN_HOSTS = 0.95
-"""The same for two levels that end with the compiler's own all-reduce, of a few kernels."""
+WORTH_OF_LEVELS = 1.1
+"""The same for two levels that end with the compiler's own sum: which network joins the hosts is
+not known, and on a slower one they gain more than they lose on a faster one."""
+
+WORTH_OF_PAIRS = 0.9
+"""The same where hosts exchange; on a slow network that takes longer than predicted."""
+
+PAIRED = 512 * KiB
+"""Bytes of the largest pack that hosts exchange, each with its partner at once."""
 
 
 MODESTY = 1.25
@@ -44,6 +55,17 @@ MODESTY = 1.25
 
 EXCHANGED = 16 * MiB
 """Bytes of the largest pack that is exchanged: in larger ones both ways only move bytes."""
+
+_EXCHANGES = {
+    (False, False): (EXCHANGED, WORTH),
+    (True, False): (PAIRED, WORTH_OF_PAIRS),
+    (True, True): (1 << 62, WORTH_OF_LEVELS),
+}
+"""By whether there are levels, and whether the compiler's own sum is the last: the largest pack and
+the part of the compiler's own time."""
+
+FREE = 16 * MiB
+"""Bytes of packs that no program misses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +95,8 @@ def fastest(ways: Sequence[Way], leaves: Sequence[Leaf]) -> Way:
     """The way to take: not the very fastest where a little time saves much memory."""
     # Packs are copies: with all leaves packed, they take twice the memory of the tree.
     best = min(ways, key=lambda way: way.cost.seconds)
+    if temporary_bytes(best.packs, leaves) <= FREE:
+        return best
     tree = sum(pack.nbytes for pack in best.packs)
     modest = [
         way
@@ -124,20 +148,23 @@ def priced(
     Yields:
       One way for each rule, but none twice.
     """
-    suited: dict[tuple[tuple[int, ...], int], str] = {}
+    suited: dict[tuple[tuple[int, ...], int, str], str] = {}
+    coded = tuple(dict.fromkeys(map(coded_by, names)))
     tried: set[tuple[Pack, ...]] = set()
 
     def algorithm(pack: Pack) -> str:
-        if pack.solid or len(names) == 1:
-            return "native" if pack.solid else names[0]
-        key = pack.over, pack.nbytes
-        if key not in suited:
+        choice = coded if pack.format else names
+        if pack.solid or len(choice) == 1:
+            return "native" if pack.solid else choice[0]
+        key = pack.over, pack.nbytes, pack.format
+        if key not in suited and pack.format:
+            suited[key] = min(coded, key=lambda name: _seconds(name, pack, prices))
+        elif key not in suited:
             own, *others = names
             seconds = {own: _seconds(own, pack, prices)}
             for name in others:
-                by_compiler = name.endswith("/native")
-                if by_compiler or pack.nbytes <= EXCHANGED:
-                    worth = WORTH_BETWEEN_HOSTS if by_compiler else WORTH
+                largest, worth = _EXCHANGES["/" in name, name.endswith("native")]
+                if pack.nbytes <= largest:
                     seconds[name] = _seconds(name, pack, prices) / worth
             suited[key] = min(seconds, key=lambda name: seconds[name])
         return suited[key]
@@ -151,7 +178,7 @@ def priced(
         # Of a tree of small leaves several rules make the same packs; to price is what takes time.
         if packs not in tried:
             tried.add(packs)
-            cost = prices.predict(loads(packs, leaves, lambda p: stages(p.algorithm, 0, p.over)))
+            cost = prices.predict(loads(packs, leaves, _stages_of))
             yield Way(rule, packs, cost)
 
 
@@ -180,23 +207,29 @@ def _exchange(replicas: int) -> str:
     return "halving_doubling" if replicas.bit_count() == 1 else "shuffle"
 
 
-def rules_for(world: World) -> tuple[PackingRule, ...]:
+def rules_for(world: World, leaves: Sequence[Leaf] = ()) -> tuple[PackingRule, ...]:
     """Ways to pack that are worth a comparison.
 
     Within one process, and on accelerators, the compiler combines all-reduces by itself, and a
-    copy of ours would be a second one.
+    copy of ours would be a second one. It combines no exchanges of codes.
     """
-    return RULES if world.over_gloo else (Unpacked(),)
+    if world.over_gloo:
+        return RULES
+    return (PACKED,) if any(leaf.format for leaf in leaves) else (Unpacked(),)
 
 
 def usual(world: World) -> PackingRule:
     """How to pack what no cost model speaks of."""
-    return BytesPerPack(16 * MiB, 2 * MiB) if world.over_gloo else Unpacked()
+    return PACKED if world.over_gloo else Unpacked()
 
 
 def _seconds(name: str, pack: Pack, prices: Prices) -> float:
     handed_over = prices.terms.array if name == "native" else 0.0
-    return prices.of(stages(name, 0, pack.over), pack.nbytes).seconds + handed_over
+    return prices.of(_stages_of(pack, name), pack.nbytes).seconds + handed_over
+
+
+def _stages_of(pack: Pack, algorithm: str = "") -> tuple[Stage, ...]:
+    return stages(algorithm or pack.algorithm, 0, pack.over, pack.format)
 
 
 def _size(nbytes: int) -> str:
