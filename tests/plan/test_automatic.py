@@ -198,6 +198,15 @@ def test_what_crosses_hosts_is_summed_within_them_first():
     }
 
 
+@pytest.mark.parametrize("compression", ["bf16", "int8", "int4"])
+def test_codes_travel_between_hosts_only(compression):
+    options = jc.CommunicationOptions(compression=compression)
+    leaf = Leaf("", (1 << 20,), F32, F32, TWO_HOSTS.sizes, format=str(options.compression))
+    plan = make_plan(jc.ReduceOp.SUM, [leaf], options, TWO_HOSTS)
+    assert plan.algorithm == "shuffle/shuffle"
+    assert [stage.format for stage in plan.stages(plan.packs[0])] == ["", leaf.format]
+
+
 def test_a_plan_of_two_levels_says_so():
     words = "two levels: summed within each of the 2 hosts first"
     assert any(reason.startswith(words) for reason in plan_of([(1 << 22,)], TWO_HOSTS).reasons)
