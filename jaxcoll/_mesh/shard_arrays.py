@@ -49,11 +49,12 @@ def place_shards(shards: Shards, mesh: Mesh) -> Shards:
             "an optimizer's state with `unshard`, and then `shard` of an optimizer made for it."
         )
     for pack, part in zip(shards.layout.packs, shards.parts, strict=True):
-        expected = (*shards.stack, n * shards.layout.rows(pack), LANES)
-        if np.shape(part) != expected:
+        expected = (n * shards.layout.rows(pack), LANES)
+        if np.shape(part) != (*shards.stack, *expected):
             raise ValueError(
                 "`data_parallel`: the parts of Shards between programs are global arrays, here of "
-                f"shape {expected}; got {np.shape(part)}. What `pmap` returns stays with `pmap`."
+                f"shape {expected}; got {np.shape(part)}. What `pmap` returns stays with `pmap`; "
+                "stacked layers come before that shape."
             )
     return place(shards, NamedSharding(mesh, spec_of(shards.axes, shards.stack)))
 
