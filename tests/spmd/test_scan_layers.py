@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxcoll as jc
+from jaxcoll._observe.parse.narrow_sums import narrow_sums
 
 LAYERS, WIDTH, N = 4, 16, 8
 RNG = np.random.default_rng(0)
@@ -334,11 +335,12 @@ def test_what_is_gathered_is_cast_before():
     text = (
         jax.jit(jax.shard_map(replica, mesh=mesh_of(N), in_specs=specs, out_specs=(specs[0], ROWS)))
         .lower(STACK["w"], X)
-        .as_text()
+        .as_text(debug_info=True)
     )
     moved = [line for line in text.splitlines() if "all_gather" in line or "reduce_scatter" in line]
     assert moved
     assert all("bf16" in line for line in moved if "->" in line)
+    assert narrow_sums(text) == []  # it is what was asked for
     of_w, sizes = on_rows(replica, STACK["w"], X, specs=specs, out_specs=(specs[0], ROWS))
     assert of_w.dtype == np.float32
     assert set(np.asarray(sizes)) == {2.0}
