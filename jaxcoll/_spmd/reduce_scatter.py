@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
+from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, where, wire_dtype
@@ -182,7 +183,8 @@ def _gather_of(
         ]
         back = plan_half("reduce_scatter", ReduceOp.SUM, layout, wired, *asked)
         scope.record(back)
-        return (list(_scattered(cotangents, back, layout, recipes, axes)),)
+        own = _scattered(cotangents, back, layout, recipes, axes)
+        return ([marks.parts(part, tuple(axes)) for part in own],)
 
     gather = jax.custom_vjp(gathered)
     gather.defvjp(lambda parts: (gathered(parts), None), scattered)
