@@ -66,7 +66,9 @@ def all_reduce(
       >>> jax.vmap(lambda v: all_reduce("mean", v, "data"), axis_name="data")(x)[3].tolist()
       [4.0, 5.0]
     """
-    scope, op = scope_here().merged(checked(options)), ReduceOp.of(reduce_op)
+    given, op = checked(options), ReduceOp.of(reduce_op)
+    reduce.check_any_coded(value, given)
+    scope = scope_here().merged(given)
     check_no_shards(value, axis_name, "all_reduce")
     if invariant != "replicated":
         value = reduce.reduced_once(value, axis_name, scope=scope)
@@ -119,13 +121,13 @@ def all_gather(
       >>> jax.vmap(lambda v: all_gather(v, "data"), axis_name="data")(x)[0].tolist()
       [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
-    scope = scope_here()
+    scope, given = scope_here(), checked(options, exactly="all_gather")
     if not shards_in(value):
-        scope = scope.merged(checked(options))
+        scope = scope.merged(given)
         return gather.all_gather(value, axis_name, axis=axis, scope=scope)
     # The derivative's reduce-scatter is the reduction that an enclosing `value_and_grad` asks for.
     inside = differentiation()
-    scope = scope.merged(inside.options if inside else None).merged(checked(options))
+    scope = scope.merged(inside.options if inside else None).merged(given)
     if axis != 0:
         raise ValueError(
             f"`all_gather` of Shards gives the tree that they are parts of; `axis` ({axis!r}) "
@@ -219,6 +221,6 @@ def broadcast(
       >>> jax.vmap(lambda v: broadcast(v, "data", source=1), axis_name="data")(x).tolist()
       [2.0, 2.0, 2.0]
     """
-    scope = scope_here().merged(checked(options))
+    scope = scope_here().merged(checked(options, exactly="broadcast"))
     check_no_shards(value, axis_name, "broadcast")
     return _broadcast.broadcast(value, axis_name, source=source, scope=scope)

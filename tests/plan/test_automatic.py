@@ -198,6 +198,13 @@ def test_what_crosses_hosts_is_summed_within_them_first():
     }
 
 
+def test_a_plan_of_two_levels_says_so():
+    words = "two levels: summed within each of the 2 hosts first"
+    assert any(reason.startswith(words) for reason in plan_of([(1 << 22,)], TWO_HOSTS).reasons)
+    asked = plan_of([(1 << 22,)], TWO_HOSTS, algorithm="native")
+    assert not any("two levels" in reason for reason in asked.reasons)
+
+
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (8, 8), (3, 2), (2, 2, 2)])
 @pytest.mark.parametrize("cores", [1, 8])
 def test_two_levels_are_predicted_faster_on_any_network_but_the_fastest(sizes, cores):

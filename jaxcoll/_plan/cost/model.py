@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from jaxcoll._plan import wire_formats
 from jaxcoll._plan.algorithms import Stage, stages, steps
 from jaxcoll._plan.cost.curve import Curve
 from jaxcoll._plan.cost.terms import Terms
@@ -267,7 +268,12 @@ def _stage(stage: Stage, nbytes: float, last: bool, terms: Terms, met: _Met) -> 
     far = sent * _share_between(stage.algorithm, met)
     slower = HALF_DUPLEX if terms.key.backend == "gloo" and terms.key.hosts > 1 else 1.0
     bandwidth = far * terms.between.per_byte * slower + (sent - far) * terms.within.per_byte
-    return Cost(exchanges * terms.call + waits * link.step, bandwidth, added)
+    latency = exchanges * terms.call + waits * link.step
+    if not stage.format:
+        return Cost(latency, bandwidth, added)
+    format = wire_formats.of(stage.format)
+    narrow = format.nbytes(format.block) / (4 * format.block)  # what is coded is float32
+    return Cost(latency, bandwidth * narrow, added, format.passes * nbytes * terms.copy)
 
 
 def _share_between(algorithm: str, met: _Met) -> float:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxcoll._plan.algorithms import stages
+from jaxcoll._plan.algorithms import Stage, coded_by, stages
 from jaxcoll._plan.cost.model import Cost, Prices, loads
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import (
@@ -30,6 +30,10 @@ RULES: tuple[PackingRule, ...] = (
     BytesPerPack(1 << 50),
 )
 """What is compared where every array handed over costs its own time."""
+
+
+PACKED = BytesPerPack(16 * MiB, 2 * MiB)
+"""Packs where no cost model is asked."""
 
 
 WORTH = 0.75
@@ -124,14 +128,18 @@ def priced(
     Yields:
       One way for each rule, but none twice.
     """
-    suited: dict[tuple[tuple[int, ...], int], str] = {}
+    suited: dict[tuple[tuple[int, ...], int, str], str] = {}
+    coded = tuple(dict.fromkeys(map(coded_by, names)))
     tried: set[tuple[Pack, ...]] = set()
 
     def algorithm(pack: Pack) -> str:
-        if pack.solid or len(names) == 1:
-            return "native" if pack.solid else names[0]
-        key = pack.over, pack.nbytes
-        if key not in suited:
+        choice = coded if pack.format else names
+        if pack.solid or len(choice) == 1:
+            return "native" if pack.solid else choice[0]
+        key = pack.over, pack.nbytes, pack.format
+        if key not in suited and pack.format:
+            suited[key] = min(coded, key=lambda name: _seconds(name, pack, prices))
+        elif key not in suited:
             own, *others = names
             seconds = {own: _seconds(own, pack, prices)}
             for name in others:
@@ -151,7 +159,7 @@ def priced(
         # Of a tree of small leaves several rules make the same packs; to price is what takes time.
         if packs not in tried:
             tried.add(packs)
-            cost = prices.predict(loads(packs, leaves, lambda p: stages(p.algorithm, 0, p.over)))
+            cost = prices.predict(loads(packs, leaves, _stages_of))
             yield Way(rule, packs, cost)
 
 
@@ -180,23 +188,29 @@ def _exchange(replicas: int) -> str:
     return "halving_doubling" if replicas.bit_count() == 1 else "shuffle"
 
 
-def rules_for(world: World) -> tuple[PackingRule, ...]:
+def rules_for(world: World, leaves: Sequence[Leaf] = ()) -> tuple[PackingRule, ...]:
     """Ways to pack that are worth a comparison.
 
     Within one process, and on accelerators, the compiler combines all-reduces by itself, and a
-    copy of ours would be a second one.
+    copy of ours would be a second one. It combines no exchanges of codes.
     """
-    return RULES if world.over_gloo else (Unpacked(),)
+    if world.over_gloo:
+        return RULES
+    return (PACKED,) if any(leaf.format for leaf in leaves) else (Unpacked(),)
 
 
 def usual(world: World) -> PackingRule:
     """How to pack what no cost model speaks of."""
-    return BytesPerPack(16 * MiB, 2 * MiB) if world.over_gloo else Unpacked()
+    return PACKED if world.over_gloo else Unpacked()
 
 
 def _seconds(name: str, pack: Pack, prices: Prices) -> float:
     handed_over = prices.terms.array if name == "native" else 0.0
-    return prices.of(stages(name, 0, pack.over), pack.nbytes).seconds + handed_over
+    return prices.of(_stages_of(pack, name), pack.nbytes).seconds + handed_over
+
+
+def _stages_of(pack: Pack, algorithm: str = "") -> tuple[Stage, ...]:
+    return stages(algorithm or pack.algorithm, 0, pack.over, pack.format)
 
 
 def _size(nbytes: int) -> str:

@@ -117,6 +117,11 @@ def _parts(
             f"`{half}` has no checksum, which is of a sum that every replica ends with: leave "
             "`checksum` unset here, or use `all_reduce`."
         )
+    if options.compression is not None:
+        raise ValueError(
+            f"`{half}` travels exactly, and `compression` {str(options.compression)!r} is for "
+            "`all_reduce`: leave `compression` unset here."
+        )
     choice = choose(options.replace(bytes_per_pack=UNSET), world)
     algorithm, reason = _carried(choice.algorithm, choice.reasons[0], world)
     carried = tuple(

@@ -207,7 +207,7 @@ def _reduced(
     if asked.scatter:
         check_scattered(leaves, own, asked.caller)
         shards = reduce_scatter(op, grads, tuple(axes), scope=scope)
-        local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope)
+        local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope.exactly)
         local = local._replace(grads=shards)
     else:
         local = _together(op, local, own, program, axes, scope)
@@ -244,12 +244,18 @@ def _together(
         if order is None
         else jax.tree.leaves(_gradients_last(common, shared(order, own))),
         same=same,
+        exact=_paths(common._replace(grads=None)),
         reasons=_not_again(list(same)),
     )
     if not any(own):
         return reduced
     grads = with_own(reduced.grads, op, local.grads, own, axes, scope=scope)
     return reduced._replace(grads=grads)
+
+
+def _paths(tree: Any) -> frozenset[str]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return frozenset(jax.tree_util.keystr(path) for path, _ in flat)
 
 
 def _halvings(asked: _Asked, axes: Mapping[str, int]) -> int:
