@@ -141,8 +141,8 @@ def cut_like(leaves: Sequence[Any], shards: Shards) -> Shards:
       leaves: as for `cut`.
       shards: between programs; of shapes or numpy arrays, the result is numpy arrays.
     """
-    sharding = shards.parts[0].sharding if isinstance(shards.parts[0], jax.Array) else None
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    part = shards.parts[0]
+    mesh = getattr(part.sharding, "mesh", None) if isinstance(part, jax.Array) else None
     return cut(leaves, shards.layout, mesh, shards.axes, shards.stack)
 
 
