@@ -93,6 +93,10 @@ def in_shards():
     with tempfile.TemporaryDirectory() as folder:
         jc.save_checkpoint(f"{folder}/last.npz", found)
         again, _ = jc.restore_checkpoint(f"{folder}/last.npz", shards)
+        shapes = jax.eval_shape(lambda: shards)
+        of_host, _ = jc.restore_checkpoint(f"{folder}/last.npz", shapes)
+    ahead = [jc.unshard(step(each, share)[0]) for each in (again, of_host)]
+    jax.tree.map(np.testing.assert_array_equal, *ahead)
     back = jc.unshard(again)
     jax.tree.map(np.testing.assert_array_equal, back, found)
     return {

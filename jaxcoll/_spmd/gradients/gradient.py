@@ -270,6 +270,9 @@ def _together(
     if wants_order(scope.options, scope.world(dict(axes))):
         (_, order) = program.result(places(program.program))
     common = local._replace(grads=shared(local.grads, own))
+    if any(own) and scope.world(dict(axes)).over_gloo:
+        scattered = [x for x, mine in zip(jax.tree.leaves(local.grads), own, strict=True) if mine]
+        common = jax.tree.map(lambda x: _compat.needing(x, scattered), common)
     reduced = all_reduce(
         op,
         common,
