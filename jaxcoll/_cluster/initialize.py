@@ -21,6 +21,7 @@ import jax
 from jaxcoll import _compat
 from jaxcoll._cluster.coordinator import LONGEST_SECONDS, Coordinator, start_coordinator
 from jaxcoll._cluster.coordinator_proxy import through_proxy
+from jaxcoll._cluster.hosts import publish_host
 from jaxcoll._cluster.launchers import (
     JAX_BIND,
     JAX_COORDINATOR,
@@ -205,6 +206,7 @@ def _enter_jax(
     followed = None if rejoin else joined.connection
     try:
         connected(join, followed, max(until - time.monotonic(), _CONNECTS))
+        publish_host()
     except BaseException:
         proxy.close()
         joined.connection.close()
@@ -384,6 +386,7 @@ def _by_jax(
         names = ("num_processes", "process_id", "local_device_ids") if member else ()
         known = {name: getattr(member, name) for name in names}
         jax.distributed.initialize(coordinator_bind_address=bind, **seconds, **known)
+        publish_host()
     except ValueError as error:
         if "coordinator_address" not in str(error):
             raise

@@ -11,7 +11,7 @@ import zlib
 from typing import Any
 
 from jaxcoll._plan import plan_json
-from jaxcoll._plan.algorithms import Stage, stages, steps, wire_elements
+from jaxcoll._plan.algorithms import Stage, stages, steps, wire_bytes, wire_elements
 from jaxcoll._plan.cost.model import Cost, Prices, loads
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import ReduceOp
@@ -122,7 +122,7 @@ class Plan:
         `jc.inspect` and profilers find packs by it: pack 3 travels as `<name>/pack3`.
         """
         packs = [
-            (pack.dtype.name, pack.over, [(s.leaf, s.start, s.size) for s in pack.segments])
+            (pack.shown_type, pack.over, [(s.leaf, s.start, s.size) for s in pack.segments])
             for pack in self.packs
         ]
         # Not a counter, which would differ between processes; and JAX does not number scopes.
@@ -149,7 +149,9 @@ class Plan:
                 // 2
                 for p in self.packs
             )
-        packed = sum(wire_elements(self.stages(p), p.size) * p.dtype.itemsize for p in self.packs)
+        packed = sum(
+            wire_bytes(self.stages(p), sum(p.lengths), p.dtype.itemsize) for p in self.packs
+        )
         return packed + sum((math.prod(x.over) - 1) * x.gathers for x in self.gathers)
 
     @property
@@ -164,7 +166,7 @@ class Plan:
 
     def stages(self, pack: Pack) -> tuple[Stage, ...]:
         """What is done along each axis to sum `pack`, inner first."""
-        return stages(pack.algorithm, self.owners, pack.over)
+        return stages(pack.algorithm, self.owners, pack.over, pack.format)
 
     @property
     def chained(self) -> bool:
@@ -260,7 +262,7 @@ class Plan:
     def rows(self) -> list[tuple[str, str, str, str, str, str]]:
         """The table's cells: pack or "rows", dtype, algorithm, leaves, bytes, what it carries."""
         packs = [
-            (str(k), p.dtype.name, p.algorithm, str(len(p.segments)), f"{p.nbytes:,}", carries)
+            (str(k), p.shown_type, p.algorithm, str(len(p.segments)), f"{p.nbytes:,}", carries)
             for k, p in enumerate(self.packs)
             for carries in [self.carried(k)]
         ]

@@ -22,6 +22,7 @@ def described(pack: Pack, leaves: Sequence[Leaf]) -> dict[str, Any]:
     """A pack for other programs, its leaves by their paths."""
     return {
         "dtype": pack.dtype.name,
+        "format": pack.format,
         "algorithm": pack.algorithm,
         "elements": pack.size,
         "bytes": pack.nbytes,

@@ -59,7 +59,8 @@ def plan_rows(
     options: CommunicationOptions,
     world: World,
     terms: Terms,
-    times: str,
+    turns: int,
+    when: str,
 ) -> Plan:
     """What carries one layer's leaves, each cut along its first dimension.
 
@@ -71,7 +72,8 @@ def plan_rows(
       options: what the user asks for.
       world: where it runs.
       terms: what that world costs.
-      times: how often it is carried out and when, as a sentence for the plan.
+      turns: how often it is carried out.
+      when: in words.
 
     Raises:
       ValueError: as in `plan_half`.
@@ -87,9 +89,14 @@ def plan_rows(
         for pack in packs
     ]
     parts, reasons = _parts(half, whole, leaves, options, world)
-    return dataclasses.replace(
-        _plan(half, reduce_op, leaves, parts, (times, *reasons), options, world, terms), lanes=1
+    plan = dataclasses.replace(
+        _plan(half, reduce_op, leaves, parts, reasons, options, world, terms), lanes=1
     )
+    times = (
+        f"layers: one at a time, {when}: {counted(turns, 'time')}, and so "
+        f"{counted(turns * plan.wire_bytes, 'wire byte')} a device in all"
+    )
+    return dataclasses.replace(plan, reasons=(times, *reasons))
 
 
 def _parts(
@@ -109,6 +116,11 @@ def _parts(
         raise ValueError(
             f"`{half}` has no checksum, which is of a sum that every replica ends with: leave "
             "`checksum` unset here, or use `all_reduce`."
+        )
+    if options.compression is not None:
+        raise ValueError(
+            f"`{half}` travels exactly, and `compression` {str(options.compression)!r} is for "
+            "`all_reduce`: leave `compression` unset here."
         )
     choice = choose(options.replace(bytes_per_pack=UNSET), world)
     algorithm, reason = _carried(choice.algorithm, choice.reasons[0], world)

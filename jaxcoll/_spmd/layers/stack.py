@@ -1,4 +1,4 @@
-"""The parameters of all layers: which leaves are cut over which axes, by words, checked by types."""
+"""The parameters of all layers: which leaves are cut over which axes, as types confirm."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from jaxcoll._plan.packs.leaves import no_array, where
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import count
 from jaxcoll._spmd.gradients.per_replica import watched
-from jaxcoll._spmd.pack import unpack
+from jaxcoll._spmd.layers.asked import CALLER
 from jaxcoll._spmd.scope import Scope, differentiation
-from jaxcoll._spmd.shards import Shards, is_shards, whole_of
-
-CALLER = "scan_layers"
+from jaxcoll._spmd.shards import Shards, is_shards, leaves_of, whole_of
 
 _WHOLE = """\
 `scan_layers` over {axis!r}: {leaf} of `stacked` is the same on every replica, so gathering it \
 would repeat it {n} times. If every replica holds it whole (a bias, a norm), say so in `sharded`: \
 False in its place, as in sharded={{"w": True, "b": False}}; if it is cut over other axes only, \
-their names. If it should be cut, let it enter in rows: `in_specs=P(None, {axis!r})`, or `Shards`."""
+their names. If it should be cut, let it enter in rows: `in_specs=P(None, {axis!r})`, or as \
+`Shards`."""
 
 _DIFFERS = """\
-`scan_layers`: {leaf} of `stacked` differs between replicas along {axes} by its type, and `sharded` \
-says that every replica holds it whole. Say True there, or the axes that its rows are cut over."""
+`scan_layers`: {leaf} of `stacked` differs between replicas along {axes} by its type, and \
+`sharded` says that every replica holds it whole. Say True there, or the axes of its rows."""
 
 _UNSAID = """\
-`scan_layers` over {axis!r}: types say nothing here (`pmap`, `vmap`, check_vma=False), so it cannot \
-be known whether {leaf} of `stacked` holds this replica's rows or is whole. Say it in `sharded`: \
-True, False, or a tree of them; or pass `Shards`."""
+`scan_layers` over {axis!r}: types say nothing here (`pmap`, `vmap`, check_vma=False), so it \
+cannot be known whether {leaf} of `stacked` holds this replica's rows or is whole. Say it in \
+`sharded`: True, False, or a tree of them; or pass `Shards`."""
 
 _UNTYPED_GRADIENT = """\
 `scan_layers` over {axis!r}, inside the loss of `jc.value_and_grad` or its like: types say nothing \
@@ -221,6 +220,8 @@ def _axes_of_rows(
             f"`{CALLER}`: {where(name)} of `stacked` has shape {array.shape}, one number a layer "
             "and so no rows to gather: say False in its place in `sharded`."
         )
+    if not array.size:
+        return ()
     varying = _compat.varying_axes(array)
     same = [a for a in over if a in known and a not in varying and axes[a] > 1]
     if same:
@@ -256,11 +257,7 @@ def _joined(shards: Shards) -> Any:
     """One layer's tree, from whole packs."""
     layout = shards.layout
     wholes = [whole_of(part, layout, k) for k, part in enumerate(shards.parts)]
-    found = unpack(wholes, layout.packs, layout.leaves)
-    arrays = [
-        jnp.zeros(leaf.shape, leaf.dtype) if array is None else array
-        for array, leaf in zip(found, layout.leaves, strict=True)
-    ]
+    arrays = leaves_of(wholes, layout)
     return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
 
 
