@@ -195,9 +195,10 @@ class CommunicationOptions:
         codes, these are added in float32, and the sum is coded once more: two roundings for any
         number of replicas. Coded are floats of 16 and 32 bits in leaves that fill a block (64 of
         bf16); other leaves travel exactly. Of "inner/outer" only the outer part is coded. Refused
-        with `checksum`, `shards`, and an outermost ring or halving_doubling. None: exact sums;
-        bfloat16 leaves travel as 16 bits over Gloo, too, which XLA would widen. See
-        docs/less-on-the-wire.md.
+        with `checksum`, `shards`, and an outermost ring or halving_doubling. "auto": bf16 for
+        float32 over Gloo, where that is predicted to be faster, and exact sums elsewhere and beside
+        these options. None: exact sums; bfloat16 leaves still travel as 16 bits over Gloo, where
+        XLA would widen them. See docs/less-on-the-wire.md.
 
     Raises:
       ValueError: an argument has an impossible value, which the message names with it; or
@@ -307,7 +308,7 @@ def checked(options: Any, exactly: str = "") -> CommunicationOptions:
     if options is None:
         return CommunicationOptions()
     if isinstance(options, CommunicationOptions):
-        if exactly and options.compression is not None:
+        if exactly and wire_formats.named(options.compression) is not None:
             raise ValueError(
                 f"`{exactly}` sends every value exactly, and `compression` "
                 f"{str(options.compression)!r} is for sums: leave `compression` unset here."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -144,8 +144,8 @@ def of(text: str) -> WireFormat:
     return _FORMATS[name](int(block)) if block else _FORMATS[name]()
 
 
-def checked(value: Any) -> WireFormat | None:
-    """The option `compression` as a format; None for exact sums.
+def checked(value: Any) -> WireFormat | Literal["auto"] | None:
+    """The option `compression` as a format, "auto", or None for exact sums.
 
     Raises:
       ValueError: it names no format.
@@ -154,18 +154,26 @@ def checked(value: Any) -> WireFormat | None:
         return value
     if isinstance(value, str) and value.lower() in _FORMATS:
         return _FORMATS[value.lower()]()
+    if isinstance(value, str) and value.lower() == "auto":
+        return "auto"
     raise ValueError(
-        f"`compression` must be None, one of {', '.join(map(repr, _FORMATS))}, or a value such as "
-        f"jc.Int8(block=128); got {shown(value)}."
+        f"`compression` must be None, 'auto', one of {', '.join(map(repr, _FORMATS))}, or a value "
+        f"such as jc.Int8(block=128); got {shown(value)}."
     )
 
 
-def check_any_coded(format: Any, dtypes: list[Any]) -> None:
+def named(compression: Any) -> WireFormat | None:
+    """The format that was asked for; None where none was, or the choice is left to jaxcoll."""
+    return None if compression == "auto" else compression
+
+
+def check_any_coded(compression: Any, dtypes: list[Any]) -> None:
     """Refuse a format that was asked for in a call of which it can code nothing by its type.
 
     Raises:
       ValueError: it names the types.
     """
+    format = named(compression)
     names = list(dict.fromkeys(str(dtype) for dtype in dtypes))
     if format is not None and names and not set(names) & set(CODED):
         raise ValueError(

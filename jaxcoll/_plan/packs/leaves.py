@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions, ReduceOp
-from jaxcoll._plan.wire_formats import Bf16, WireFormat, codes
+from jaxcoll._plan.wire_formats import Bf16, codes, named
 from jaxcoll._plan.world import World
 from jaxcoll._show.codec import OPTIONAL
 
@@ -104,16 +104,17 @@ def travels_as(
       world: where it runs.
       options: what the user asks for.
     """
-    format = cast(WireFormat | None, options.compression)
-    if format is None and dtype.name == "bfloat16" and _widened_on_the_wire(world, options):
+    format = named(options.compression)
+    auto = options.compression == "auto" and dtype.name == "float32"
+    if format is None and (auto or dtype.name == "bfloat16") and _is_free(world, options):
         format = Bf16()
     if codes(format, shape, dtype):
         return np.dtype(np.float32), str(format)
     return wire_dtype(dtype, reduce_op, world), ""
 
 
-def _widened_on_the_wire(world: World, options: CommunicationOptions) -> bool:
-    """Whether XLA would send bfloat16 as float32, and nothing else was asked."""
+def _is_free(world: World, options: CommunicationOptions) -> bool:
+    """Whether Gloo carries the sum, and nothing was asked that 16 bits do not go with."""
     asked = options.algorithm or options.shards or options.reproducible or options.checksum
     automatic = options.implementation is CommunicationImplementation.AUTO
     return world.over_gloo and not world.partly_mapped and automatic and not asked
