@@ -120,3 +120,14 @@ def test_a_stack_and_its_plain_twin_have_the_same_arguments(name):
     assert callable(step)
     assert callable(plain)
     assert args == same
+
+
+def test_local_updates_are_measured_in_one_process_too():
+    flags = "--compute 0.001 --every 4 --fragments 2 --size 2000 --only int4".split()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "local_updates", *flags],
+        cwd=EXAMPLES, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    assert rows == ["data parallel int4", "local int4", "streaming int4"]
