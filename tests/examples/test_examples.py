@@ -13,6 +13,7 @@ import gpt
 import jax
 import numpy as np
 import pytest
+import sharded
 import stacks
 import transformer
 
@@ -120,3 +121,17 @@ def test_a_stack_and_its_plain_twin_have_the_same_arguments(name):
     assert callable(step)
     assert callable(plain)
     assert args == same
+
+
+def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
+    step, args = sharded.ahead()
+    gather, scatter, value = step.plans(*args)
+    parameters = 12 * (12 * 1024**2 + 2 * 1024)
+    for plan, turns in ((gather, 23), (scatter, 12)):
+        assert {pack.dtype.name for pack in plan.packs} == {"bfloat16"}
+        assert plan.wire_bytes * 12 == 2 * parameters * 7 // 8
+        assert f"{turns} times" in plan.reasons[0]
+    assert value.leaves[0].path == ".value"
+    whole, texts = sharded.in_place()[1]
+    assert sum(x.size for x in jax.tree.leaves(whole)) == parameters
+    assert texts == args[1]
