@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxcoll._cluster.coordinator import Coordinator
 from jaxcoll._cluster.launch.local import coordinated, device_variables, world_variables
 from jaxcoll._cluster.launch.output import Output
-from jaxcoll._cluster.launch.subprocesses import signal_name
+from jaxcoll._cluster.launch.subprocesses import check_system, signal_name
 from jaxcoll._cluster.launch.supervisor import Job, Outcome, Owner
 
 EPILOG = """\
@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
       OSError: nothing can be started, or no log be written.
     """
     command = _command(args)
+    check_system()
     until = time.monotonic() + (args.timeout or float("inf"))
     with _logs(args.logs, args.processes) as logs, _noted() as signals:
         launch = _Launch(args, command, logs, signals, until)

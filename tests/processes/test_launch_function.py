@@ -12,6 +12,7 @@ import pytest
 
 import jaxcoll as jc
 from jaxcoll._train.rows import order
+from jaxcoll.cli.main import main
 
 pytestmark = pytest.mark.processes
 
@@ -186,3 +187,15 @@ def test_without_cloudpickle_functions_of_modules_go_and_others_are_refused(monk
 def test_what_cannot_be_launched_is_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         jc.launch(**{"fn": os.getpid, **settings})
+
+
+def test_windows_is_refused_in_words_before_anything_is_started(monkeypatch, capsys):
+    monkeypatch.setattr("platform.system", lambda: "Windows")
+    words = "several processes need Linux or macOS: JAX has no collectives"
+    with pytest.raises(OSError, match=words):
+        jc.launch(os.getpid)
+    with pytest.raises(OSError, match=words):
+        jc.initialize("127.0.0.1:1", 2, 0)
+    jc.initialize()
+    assert main(["launch", "-m", "jaxcoll"]) == 2
+    assert words in capsys.readouterr().err
