@@ -18,6 +18,7 @@ import stacks
 import transformer
 
 import jaxcoll as jc
+from jaxcoll._plan.cost.clusters import topology_named
 
 EXAMPLES = Path(gpt.__file__).parent
 
@@ -132,6 +133,10 @@ def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
         assert plan.wire_bytes * 12 == 2 * parameters * 7 // 8
         assert f"{turns} times" in plan.reasons[0]
     assert value.leaves[0].path == ".value"
+    there = step.over(topology_named("h100:8")).plans(*args)
+    option = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+    assert [plan.compiler_options() for plan in there] == [option, option, {}]
+    assert all("which `jc.data_parallel` sets" in plan.reasons[-1] for plan in there[:2])
     whole, texts = sharded.in_place()[1]
     assert sum(x.size for x in jax.tree.leaves(whole)) == parameters
     assert texts == args[1]

@@ -304,6 +304,7 @@ def test_two_gathers_and_one_scatter_of_every_layer(ahead):
     assert f"{2 * layers - ahead} times, and so" in gather.reasons[0]
     assert f"{layers * layer_bytes:,} wire bytes a device in all" in scatter.reasons[0]
     assert report.leaves_of(0) == ("['w']",)
+    assert gather.compiler_options("gpu") == {}  # of a plan for CPUs, unless it is asked to overlap
     assert jc.Plan.from_json(gather.to_json()) == gather
 
 
