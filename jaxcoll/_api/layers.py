@@ -75,6 +75,7 @@ def scan_layers(
         is invalid.
       AlreadyReducedError: a leaf that would be gathered is the same on every replica.
       TypeError: the layer returns another carry than it was given.
+      NotImplementedError: a derivative of the gradient is asked for.
 
     Examples:
       >>> import jax, jax.numpy as jnp

@@ -13,10 +13,12 @@ import gpt
 import jax
 import numpy as np
 import pytest
+import sharded
 import stacks
 import transformer
 
 import jaxcoll as jc
+from jaxcoll._plan.cost.clusters import topology_named
 
 EXAMPLES = Path(gpt.__file__).parent
 
@@ -131,3 +133,21 @@ def test_local_updates_are_measured_in_one_process_too():
     assert done.returncode == 0, done.stderr
     rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
     assert rows == ["data parallel int4", "local int4", "streaming int4"]
+
+
+def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
+    step, args = sharded.ahead()
+    gather, scatter, value = step.plans(*args)
+    parameters = 12 * (12 * 1024**2 + 2 * 1024)
+    for plan, turns in ((gather, 23), (scatter, 12)):
+        assert {pack.dtype.name for pack in plan.packs} == {"bfloat16"}
+        assert plan.wire_bytes * 12 == 2 * parameters * 7 // 8
+        assert f"{turns} times" in plan.reasons[0]
+    assert value.leaves[0].path == ".value"
+    there = step.over(topology_named("h100:8")).plans(*args)
+    option = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+    assert [plan.compiler_options() for plan in there] == [option, option, {}]
+    assert all("which `jc.data_parallel` sets" in plan.reasons[-1] for plan in there[:2])
+    whole, texts = sharded.in_place()[1]
+    assert sum(x.size for x in jax.tree.leaves(whole)) == parameters
+    assert texts == args[1]

@@ -304,6 +304,7 @@ def test_two_gathers_and_one_scatter_of_every_layer(ahead):
     assert f"{2 * layers - ahead} times, and so" in gather.reasons[0]
     assert f"{layers * layer_bytes:,} wire bytes a device in all" in scatter.reasons[0]
     assert report.leaves_of(0) == ("['w']",)
+    assert gather.compiler_options("gpu") == {}  # of a plan for CPUs, unless it is asked to overlap
     assert jc.Plan.from_json(gather.to_json()) == gather
 
 
@@ -520,6 +521,39 @@ def test_a_layer_that_reads_the_gathered_stack():
         ValueError, match=r"reads an array of type float32\[4, 16, 16\] .* the value"
     ):
         jax.eval_shape(mapped, STACK["w"], X)
+
+
+def test_a_second_derivative_is_refused():
+    def replica(w, x):
+        scan = lambda x: jnp.sum(jc.scan_layers(lambda h, p: h @ p, x, w, "data")[0] ** 2)
+        return jnp.sum(jax.grad(scan)(x) ** 2)
+
+    mapped = jax.shard_map(
+        jax.grad(replica),
+        mesh=mesh_of(N),
+        in_specs=(P(None, "data"), ROWS),
+        out_specs=P(None, "data"),
+    )
+    with pytest.raises(NotImplementedError, match="`scan_layers` has first derivatives only"):
+        jax.eval_shape(mapped, STACK["w"], X)
+
+
+@pytest.mark.parametrize("within", ["scan", "checkpoint", "vmap"])
+def test_inside_other_transformations(within):
+    def loss(f, w, x):
+        if within == "scan":
+            return jnp.mean(lax.scan(lambda h, _: (f(h, w), None), x, length=2)[0] ** 2)
+        if within == "vmap":
+            return jnp.mean(jax.vmap(lambda row: f(row[None], w)[0])(x) ** 2)
+        return jnp.mean(jax.checkpoint(f)(x, w) ** 2)
+
+    layer = lambda h, p: (jnp.tanh(h @ p), None)
+    scan = lambda x, w: jc.scan_layers(layer, x, w, "data")[0]
+    specs = P(None, "data"), ROWS
+    grad = jax.grad(functools.partial(loss, scan))
+    got = on_rows(grad, STACK["w"], X, specs=specs, out_specs=specs[0])
+    want = jax.grad(functools.partial(loss, lambda x, w: lax.scan(layer, x, w)[0]))(STACK["w"], X)
+    close(got, want, rtol=2e-5)
 
 
 @pytest.mark.parametrize(("words", "message"), [

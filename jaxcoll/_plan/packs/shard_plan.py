@@ -89,9 +89,16 @@ def plan_rows(
         )
         for pack in packs
     ]
-    parts, reasons = _parts(half, whole, leaves, options, world)
+    apart = world.platform == "gpu" if options.overlap is None else options.overlap
+    unasked = options.replace(overlap=UNSET)
+    parts, reasons = _parts(half, whole, leaves, unasked, world)
+    if apart:
+        reasons += (overlap.reason_in_loops(world.platform),)
     plan = dataclasses.replace(
-        _plan(half, reduce_op, leaves, parts, reasons, options, world, terms), lanes=1
+        _plan(half, reduce_op, leaves, parts, reasons, unasked, world, terms),
+        lanes=1,
+        overlap=apart,
+        in_backward=True,
     )
     times = (
         f"layers: one at a time, {when}: {counted(turns, 'time')}, and so "

@@ -201,7 +201,6 @@ def _after(arrays: Arrays, others: dict[int, jax.Array] | None) -> Arrays:
     """
     for other in (others or {}).values():
         arrays = [_compat.ordered(x, after=other) for x in arrays]
-        break
     return arrays
 
 
