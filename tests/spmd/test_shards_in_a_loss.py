@@ -289,3 +289,6 @@ def test_what_needs_another_value_keeps_its_bits_and_no_compiler_sees_that_it_do
         assert "select" in compiled.as_text(), "XLA computes the choice"
     np.testing.assert_array_equal(jax.grad(lambda x: f(3 * x, [x]).sum())(x), np.full((2, 2), 3))
     np.testing.assert_array_equal(jax.vmap(lambda x: f(x, [x]))(x), x)
+    together = jax.jit(lambda *xs: _compat.at_once(xs, [x]))
+    for got, want in zip(together(jnp.zeros(0), *others), [jnp.zeros(0), *others], strict=True):
+        np.testing.assert_array_equal(got, want)
