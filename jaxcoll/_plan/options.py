@@ -236,7 +236,10 @@ class CommunicationOptions:
             raise ValueError(
                 f"`replace` got {', '.join(unknown)}; the options are {', '.join(_DEFAULTS)}."
             )
-        return CommunicationOptions(**{**dict(self._given), **changes})
+        given = dict(self._given)
+        if all(given.get(name, UNSET) is value for name, value in changes.items()):
+            return self
+        return CommunicationOptions(**{**given, **changes})
 
     __replace__ = replace  # `copy.replace` of Python 3.13; a dataclass's own would set all options
 
@@ -246,7 +249,7 @@ class CommunicationOptions:
         `implementation` and `algorithm` answer one question: an override that gives either
         takes the place of both.
         """
-        if override is None:
+        if override is None or not override._given:
             return self
         given = dict(override._given)
         replaced = _CARRIER if any(name in given for name in _CARRIER) else ()
@@ -282,6 +285,9 @@ class CommunicationOptions:
 del CommunicationOptions.__dataclass_fields__
 
 
+_NOTHING_GIVEN = CommunicationOptions()
+
+
 def checked(options: Any) -> CommunicationOptions:
     """`options`; for None, options of which none is given.
 
@@ -289,7 +295,7 @@ def checked(options: Any) -> CommunicationOptions:
       ValueError: `options` is something else; the message says what came.
     """
     if options is None:
-        return CommunicationOptions()
+        return _NOTHING_GIVEN
     if isinstance(options, CommunicationOptions):
         return options
     raise ValueError(f"`options` must be a CommunicationOptions or None; got {shown(options)}.")

@@ -231,7 +231,7 @@ class DataParallel:
         self._calls += 1
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
         with no_mesh():
-            args, kwargs, batch = self._arguments.placed(self._arguments.asked(args, kwargs))
+            args, kwargs, batch = self._arguments.ready(args, kwargs)
             program = self._compiled(batch, args, kwargs)
             call = DispatchedCall(
                 program,
