@@ -37,6 +37,20 @@ class PeerLostError(ConnectionError):
         self.ranks = tuple(ranks)
 
 
+class LaunchError(RuntimeError):
+    """A process of `jc.launch` raised an exception or died, or the time was up.
+
+    The message has its rank, and its traceback or last lines.
+
+    Attributes:
+      ranks: the processes that failed first, or that were late.
+    """
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 class ProgramMismatchError(RuntimeError):
     """Processes that should run the same program are about to run, or run, different ones.
 

@@ -21,6 +21,8 @@ import jax
 from jaxcoll import _compat
 from jaxcoll._cluster.coordinator import LONGEST_SECONDS, Coordinator, start_coordinator
 from jaxcoll._cluster.coordinator_proxy import through_proxy
+from jaxcoll._cluster.hosts import publish_host
+from jaxcoll._cluster.launch.subprocesses import check_system
 from jaxcoll._cluster.launchers import (
     JAX_BIND,
     JAX_COORDINATOR,
@@ -123,7 +125,8 @@ def initialize(
     Raises:
       ValueError: an argument or a variable cannot be; the coordinator's host has no address; or
         processes contradict each other.
-      OSError: process 0 cannot listen at the address: the port is in use, or it is another host's.
+      OSError: process 0 cannot listen at the address: the port is in use, or it is another host's;
+        or this is Windows.
       DeadlineExceededError: processes are missing, which are named.
       PeerLostError: one that had arrived has died, or the coordinator.
       RuntimeError: JAX has devices already, or this process has entered another job.
@@ -154,6 +157,7 @@ def initialize(
     }
     if member is None or member.coordinator_address is None:
         return _by_jax(member, seconds, coordinator_bind_address, recoverable)
+    check_system()
     _check_unused()
     if keep_memory:
         _keep_memory()
@@ -205,6 +209,7 @@ def _enter_jax(
     followed = None if rejoin else joined.connection
     try:
         connected(join, followed, max(until - time.monotonic(), _CONNECTS))
+        publish_host()
     except BaseException:
         proxy.close()
         joined.connection.close()
@@ -306,15 +311,12 @@ def _check_unused() -> None:
 
 def _keep_memory() -> None:
     """Have malloc keep what is freed, if the processes will meet over Gloo."""
-    platforms = _compat.configured("platforms")
-    if platforms:
-        on_cpus = platforms.split(",")[0] == "cpu"
-    else:  # JAX takes CPUs where no plugin for accelerators is installed
-        plugins = importlib.metadata.entry_points(group="jax_plugins")
-        packages = ("jax_plugins", "libtpu")
-        on_cpus = not plugins and not any(map(importlib.util.find_spec, packages))
+    # Without being asked, JAX takes CPUs where no plugin for accelerators is installed.
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    others = plugins or any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+    first = (_compat.configured("platforms") or ("" if others else "cpu")).split(",")[0]
     over_gloo = _compat.configured("cpu_collectives_implementation") == "gloo"
-    if on_cpus and over_gloo and keep_freed_memory():
+    if first == "cpu" and over_gloo and keep_freed_memory():
         _LOG.debug("malloc keeps what this process frees: it never shrinks; see `keep_memory`")
 
 
@@ -384,6 +386,7 @@ def _by_jax(
         names = ("num_processes", "process_id", "local_device_ids") if member else ()
         known = {name: getattr(member, name) for name in names}
         jax.distributed.initialize(coordinator_bind_address=bind, **seconds, **known)
+        publish_host()
     except ValueError as error:
         if "coordinator_address" not in str(error):
             raise

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxcoll._cluster.slurm import hosts_of
-from jaxcoll._cluster.tf_config import TFConfig
+from jaxcoll._cluster.specs.slurm import hosts_of
+from jaxcoll._cluster.specs.tf_config import TFConfig
 
 COORDINATOR, PROCESSES, RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"
 """Set by `jaxcoll launch`, which already runs a coordinator, for the processes that it starts."""

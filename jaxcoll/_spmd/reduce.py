@@ -15,12 +15,19 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import Leaf, check_reducible, no_array, where, wire_dtype
+from jaxcoll._plan import wire_formats
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs.leaves import (
+    Leaf,
+    check_reducible,
+    no_array,
+    travels_as,
+    where,
+    wire_dtype,
+)
 from jaxcoll._plan.packs.packing import Pack, PackingRule
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import make_plan, stages_of_checksum
-from jaxcoll._plan.world import World
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.table import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
@@ -31,6 +38,7 @@ from jaxcoll._spmd.indexed_slices import IndexedSlices
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import alike, gathered, is_sparse
+from jaxcoll._spmd.wire_formats.blocks import all_finite
 
 Invariant = Literal["error", "summed", "replicated"]
 
@@ -56,6 +64,8 @@ def all_reduce(
     same: Mapping[str, frozenset[str]] = MappingProxyType({}),
     reasons: tuple[str, ...] = (),
     in_backward: bool = False,
+    exact: frozenset[str] = frozenset(),
+    residual: Mapping[str, jax.Array] | None = None,
 ) -> Any:
     """Reduce every leaf of `value` over the replicas along `axis_name`; see `jc.all_reduce`.
 
@@ -72,9 +82,12 @@ def all_reduce(
         those axes: they are taken as "replicated" there, whatever their types say.
       reasons: what else the plan should say.
       in_backward: whether the backward pass itself comes by here, as soon as these gradients exist.
+      exact: paths of leaves that travel exactly, whatever wire format is asked for.
+      residual: by the paths of leaves, what this replica has to send of them beside.
 
     Returns:
-      The reduced tree, *invariant* over the axes.
+      The reduced tree, *invariant* over the axes. With `residual`, a pair of it and of what is left
+      to send the next time, by path; *varying*.
 
     Raises:
       NameError: an axis is not bound here.
@@ -98,9 +111,16 @@ def all_reduce(
         for path, x in zip(paths, taken, strict=True)
     ]
     arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
+    solid = [_compat.is_partially_sharded(array) for array in arrays]
+    wires = [
+        (wire_dtype(np.dtype(array.dtype), reduce_op, world), "")
+        if held or path in exact or isinstance(whole, IndexedSlices)
+        else travels_as(np.dtype(array.dtype), array.shape, reduce_op, world, scope.options)
+        for path, whole, array, held in zip(paths, taken, arrays, solid, strict=True)
+    ]
     recipes = [
-        _recipe(reduce_op, path, array, axes, world, invariant, same.get(path, frozenset()))
-        for path, array in zip(paths, arrays, strict=True)
+        _recipe(reduce_op, path, array, axes, wire, invariant, same.get(path, frozenset()))
+        for path, array, (wire, _) in zip(paths, arrays, wires, strict=True)
     ]
     leaves = [
         Leaf(
@@ -110,9 +130,10 @@ def all_reduce(
             wire=recipe.dtype if isinstance(whole, IndexedSlices) else recipe.wire,
             kind=recipe,
             over=tuple(n if a in recipe.over else 1 for a, n in axes.items()),
-            solid=_compat.is_partially_sharded(array),
+            solid=solid[i],
             indices=np.dtype(whole.indices.dtype) if isinstance(whole, IndexedSlices) else None,
             ready=None if ready is None else ready[i],
+            format=wires[i][1],
         )
         for i, (path, whole, array, recipe) in enumerate(
             zip(paths, taken, arrays, recipes, strict=True)
@@ -122,17 +143,51 @@ def all_reduce(
     plan = make_plan(reduce_op, leaves, scope.options, world, packing, terms, in_backward)
     plan = dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
     scope.record(plan)
-    reduced = unpack(
-        _carry_out(plan, pack(arrays, plan.packs, leaves), scope.heard),
-        plan.packs,
-        leaves,
-        one_kernel_a_shape=hiding_axis(axes) if world.platform == "cpu" else None,
-    )
+    owed = [] if residual is None else [x.path for x in leaves if x.path in residual and x.travels]
+    if residual is not None:
+        arrays = [
+            _with(array, residual[leaf.path], leaf) if leaf.path in owed else array
+            for array, leaf in zip(arrays, leaves, strict=True)
+        ]
+    sums, lost = _carry_out(plan, pack(arrays, plan.packs, leaves), scope.heard)
+    hidden = hiding_axis(axes) if world.platform == "cpu" else None
+    reduced = unpack(sums, plan.packs, leaves, one_kernel_a_shape=hidden)
     results = [
         _settled(leaf, recipe, packed, f"{plan.name}/rows{k}")
         for k, (leaf, recipe, packed) in enumerate(zip(taken, recipes, reduced, strict=True))
     ]
-    return scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
+    result = scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
+    if residual is None:
+        return result
+    left = unpack(lost.values(), [plan.packs[k] for k in lost], leaves, one_kernel_a_shape=hidden)
+    finite = _all_finite(plan, sums)
+    return result, {
+        leaf.path: jnp.where(finite, 0 * before if rest is None else rest, before)
+        for leaf, rest in zip(leaves, left, strict=True)
+        if leaf.path in owed
+        for before in [residual[leaf.path]]
+    }
+
+
+def _with(array: jax.Array, owed: jax.Array, leaf: Leaf) -> jax.Array:
+    """`array` and what is owed of it, in the type of the sum where that is wider."""
+    if not jnp.issubdtype(leaf.dtype, np.inexact):
+        return array
+    return array.astype(leaf.wire) + owed.astype(leaf.wire)
+
+
+def _all_finite(plan: Plan, sums: Sequence[jax.Array]) -> jax.Array:
+    """Whether the reduction's results are finite, on every replica alike."""
+    floats = [x for x in sums if jnp.issubdtype(x.dtype, np.floating) and x.size]
+    with jax.named_scope(f"{plan.name}/finite"):
+        return functools.reduce(jnp.logical_and, map(all_finite, floats), jnp.array(True))
+
+
+def check_any_coded(value: Any, given: CommunicationOptions) -> None:
+    """Refuse a wire format, asked for in this call, for leaves of which it codes none by type."""
+    found = [getattr(x, "dtype", None) for x in jax.tree.leaves(value)]
+    if given.compression is not None and None not in found:
+        wire_formats.check_any_coded(given.compression, found)
 
 
 def reduced_once(value: Any, axis_name: Any, *, scope: Scope) -> Any:
@@ -174,9 +229,14 @@ def _settled(
     return after(before(leaf, recipe), recipe) if packed is None else packed
 
 
-def _carry_out(plan: Plan, packs: Sequence[jax.Array], heard: Heard) -> list[jax.Array]:
-    """Each pack summed, by the stages that the plan has for it, and made the result."""
-    sent, totals = [], []
+def _carry_out(
+    plan: Plan, packs: Sequence[jax.Array], heard: Heard
+) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+    """Each pack summed, by the stages that the plan has for it, and made the result.
+
+    Also, by the numbers of packs in a wire format, what was rounded away.
+    """
+    sent, totals, lost = [], [], {}
     for k, (planned, array) in enumerate(zip(plan.packs, packs, strict=True)):
         recipe = cast(Recipe, planned.kind)
         with jax.named_scope(f"{plan.name}/pack{k}"):
@@ -184,7 +244,12 @@ def _carry_out(plan: Plan, packs: Sequence[jax.Array], heard: Heard) -> list[jax
             if plan.chained and totals:
                 array = _compat.ordered(array, after=totals[-1])
             sent.append(array)
-            totals.append(algorithms.all_reduce(array, plan.stages(planned), recipe.axes))
+            stages = plan.stages(planned)
+            if planned.format:
+                total, lost[k] = algorithms.coded_all_reduce(array, stages, recipe.axes)
+            else:
+                total = algorithms.all_reduce(array, stages, recipe.axes)
+            totals.append(total)
     bad = _corrupted(plan, sent, totals, heard) if plan.checksum else {}
     results = []
     for k, (planned, total) in enumerate(zip(plan.packs, totals, strict=True)):
@@ -196,7 +261,7 @@ def _carry_out(plan: Plan, packs: Sequence[jax.Array], heard: Heard) -> list[jax
             # A quotient that goes into a sum next must not be rounded with it.
             divided = plan.reproducible and (recipe.divisor or recipe.times > 1)
             results.append(_compat.as_stored(result) if divided else result)
-    return results
+    return results, lost
 
 
 def _corrupted(
@@ -235,7 +300,7 @@ def _recipe(
     path: str,
     array: jax.Array,
     axes: dict[str, int],
-    world: World,
+    wire: np.dtype,
     invariant: Invariant,
     same: frozenset[str],
 ) -> Recipe:
@@ -255,7 +320,7 @@ def _recipe(
         axes=tuple(axes),
         varying=varying,
         dtype=dtype,
-        wire=wire_dtype(dtype, reduce_op, world),
+        wire=wire,
         times=repeated,
         divisor=count(axes) // repeated if reduce_op is ReduceOp.MEAN else None,
     )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
 from jaxcoll._cluster.coordinator import Coordinator
-from jaxcoll._cluster.launch.local import coordinated, world_variables
+from jaxcoll._cluster.launch.local import coordinated, device_variables, world_variables
 from jaxcoll._cluster.launch.output import Output
-from jaxcoll._cluster.launch.subprocesses import signal_name
+from jaxcoll._cluster.launch.subprocesses import check_system, signal_name
 from jaxcoll._cluster.launch.supervisor import Job, Outcome, Owner
 
 EPILOG = """\
@@ -85,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
       OSError: nothing can be started, or no log be written.
     """
     command = _command(args)
+    check_system()
     until = time.monotonic() + (args.timeout or float("inf"))
     with _logs(args.logs, args.processes) as logs, _noted() as signals:
         launch = _Launch(args, command, logs, signals, until)
@@ -138,7 +138,10 @@ class _Launch(Owner):
         args, self._is_coordinator_lost = self.args, False
         with coordinated(args.processes, *self.logs[-1:]) as self._coordinator:
             worlds = world_variables(self._coordinator.address, args.processes)
-            variables = [{**own, **_devices(args, rank)} for rank, own in enumerate(worlds)]
+            devices = args.platform, args.devices_per_process or 1
+            variables = [
+                {**own, **device_variables(*devices, rank)} for rank, own in enumerate(worlds)
+            ]
             job = Job(self.command, variables, self, keep_going=args.keep_going)
             return job.run(max(0.0, self.until - time.monotonic()))
 
@@ -216,21 +219,6 @@ def _command(args: argparse.Namespace) -> list[str]:
     if not Path(program[0]).exists():
         raise ValueError(f"there is no file {program[0]}.")
     return [sys.executable, *program]
-
-
-def _devices(args: argparse.Namespace, rank: int) -> Mapping[str, str]:
-    """Variables for the devices of a process, and defaults that the user's own replace."""
-    count = args.devices_per_process or 1
-    # JAX's preemption service would keep SIGTERM from ending a process.
-    usual = {"PYTHONUNBUFFERED": "1", "JAX_ENABLE_PREEMPTION_SERVICE": "false"}
-    if args.platform == "cpu":
-        own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
-    else:
-        ids = ",".join(str(rank * count + k) for k in range(count))
-        own = {"JAX_PLATFORMS": "cuda", "JAX_LOCAL_DEVICE_IDS": ids}
-        # NCCL's processes on one host need no other interface to find each other.
-        usual["NCCL_SOCKET_IFNAME"] = "lo"
-    return {**{name: os.environ.get(name, value) for name, value in usual.items()}, **own}
 
 
 def _how(status: int | None) -> str:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+import jaxcoll as jc
 from jaxcoll.bench.naming import bytes_of, options_of, sizes_of, spelled
 from jaxcoll.bench.timing import interleaved, ratio
 from jaxcoll.bench.workloads import TREES, array_of, tree_of
@@ -19,6 +20,11 @@ def test_algorithms():
     ]
     assert [o.bytes_per_pack for o in options.values()] == [0, 2048, 0, 1 << 60]
     assert options_of("halving-doubling") == options_of("halving_doubling")
+    coded = options_of("shuffle/shuffle+int8@4MiB")
+    assert (coded.algorithm, coded.bytes_per_pack) == ("shuffle/shuffle", 4 << 20)
+    assert coded.compression == jc.Int8()
+    with pytest.raises(ValueError, match="compression.*int9"):
+        options_of("auto+int9")
     with pytest.raises(
         ValueError,
         match=r"no algorithm 'magic': choose per-leaf, auto, reproducible, native, ring, ",
@@ -46,7 +52,7 @@ def test_sizes():
 
 
 def test_the_trees_have_the_sizes_they_are_known_for():
-    count = {name: (len(s()), sum(map(math.prod, s()))) for name, s in TREES.items()}
+    count = {name: (len(s()), sum(map(math.prod, s().values()))) for name, s in TREES.items()}
     assert count["resnet50"] == (161, 25_557_032)
     assert count["gpt2-small"] == (148, 124_439_808)
     assert count["many-small"][0] == 1000
@@ -60,9 +66,10 @@ def test_a_tree_from_a_file(tmp_path):
     file.write_text('[{"shape": [2, 3], "dtype": "int32"}, {"shape": []}]')
     found = tree_of(str(file), "float16")
     assert [(x.shape, x.dtype.name) for x in found.leaves] == [((2, 3), "int32"), ((), "float16")]
-    assert (found.name, found.nbytes) == ("mine", 26)
+    assert (found.name, found.nbytes, *found.tree) == ("mine", 26, "0", "1")
     for bad in ("[", "{}", "[]", '[{"dtype": "f4"}]', '[{"shape": 3}]', '[{"shape": [-1]}]',
-                '[{"shape": [1.5]}]', '[{"shape": [], "dtype": "x"}]', "[1]"):  # fmt: skip
+                '[{"shape": [1.5]}]', '[{"shape": [], "dtype": "x"}]',
+                '[{"shape": [], "name": "a"}, {"shape": [], "name": "a"}]', "[1]"):  # fmt: skip
         file.write_text(bad)
         with pytest.raises(ValueError, match="is not a tree: expected a list of"):
             tree_of(str(file), "float32")

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from jaxcoll._cluster.hosts import Hosts
 from jaxcoll._mesh import machine_costs as host
 from jaxcoll._mesh.machine_costs import calibration, circumstances, machine, saved, terms_here
 from jaxcoll._plan.cost.presets import preset
@@ -19,7 +20,6 @@ LINK = Link(1e-6, 1e-9)
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("JAXCOLL_COORDINATOR", raising=False)
     keeps_memory(monkeypatch, False)
 
 
@@ -97,25 +97,28 @@ def test_the_cache_is_in_the_home_folder_where_nothing_is_said(monkeypatch, tmp_
 
 
 @pytest.mark.parametrize(
-    ("variable", "address", "found"),
+    ("hosts", "found"),
     [
-        ("JAXCOLL_COORDINATOR", "127.0.0.1:99", True),
-        ("JAX_COORDINATOR_ADDRESS", "localhost:99", True),
-        ("JAX_COORDINATOR_ADDRESS", "10.0.0.1:99", False),
-        ("UNRELATED", "", False),
+        (Hosts((0, 0, 0, 0), 2, known=True), True),
+        (Hosts((0, 0, 2, 2), 2, known=True), False),
+        (Hosts((0, 0, 0, 0)), False),
     ],
+    ids=["one host", "two hosts", "hosts that are not known"],
 )
-def test_several_processes_read_what_is_saved_only_on_one_host(
-    monkeypatch, variable, address, found
-):
-    monkeypatch.setattr("jax.process_count", lambda: 4)
-    monkeypatch.setenv(variable, address)
+def test_several_processes_read_what_is_saved_only_on_one_host(monkeypatch, hosts, found):
+    monkeypatch.setattr(host, "hosts_of_job", lambda: hosts)
     written(saved(WORLD))
     assert (terms_here(WORLD) == ours()) is found
 
 
+def test_processes_of_several_hosts_go_by_what_all_of_them_know(monkeypatch):
+    monkeypatch.setattr(host, "hosts_of_job", lambda: Hosts((0, 0, 2, 2), 7, known=True))
+    keeps_memory(monkeypatch, True)
+    assert terms_here(WORLD) == preset(WORLD, cores=7)
+
+
 def test_processes_of_a_cluster_read_what_is_named(monkeypatch, named):
-    monkeypatch.setattr("jax.process_count", lambda: 4)
+    monkeypatch.setattr(host, "hosts_of_job", lambda: Hosts((0, 0, 2, 2), 7, known=True))
     written(named)
     assert terms_here(WORLD) == ours()
 

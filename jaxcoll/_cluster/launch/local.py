@@ -16,6 +16,7 @@ from jaxcoll._cluster.coordinator import Coordinator, start_coordinator
 from jaxcoll._cluster.initialize import initialize
 from jaxcoll._cluster.launch.supervisor import Job, Owner
 from jaxcoll._cluster.launchers import COORDINATOR, PROCESSES, RANK
+from jaxcoll._errors import LaunchError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +32,6 @@ class Ended:
     rank: int
     status: int
     log: str
-
-
-class LaunchError(RuntimeError):
-    """A process failed, or the time was up; the message ends with the last lines of its log."""
 
 
 class _Logs(Owner):
@@ -100,6 +97,20 @@ def world_variables(address: str, processes: int) -> list[dict[str, str]]:
     """Each rank's environment variables, by which it finds the coordinator at an address."""
     common = {COORDINATOR: address, PROCESSES: str(processes)}
     return [{**common, RANK: str(rank)} for rank in range(processes)]
+
+
+def device_variables(platform: str, count: int, rank: int) -> dict[str, str]:
+    """Variables for the devices of a process, and defaults that the user's own replace."""
+    # JAX's preemption service would keep SIGTERM from ending a process.
+    usual = {"PYTHONUNBUFFERED": "1", "JAX_ENABLE_PREEMPTION_SERVICE": "false"}
+    if platform == "cpu":
+        own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
+    else:
+        ids = ",".join(str(rank * count + k) for k in range(count))
+        own = {"JAX_PLATFORMS": "cuda", "JAX_LOCAL_DEVICE_IDS": ids}
+        # NCCL's processes on one host need no other interface to find each other.
+        usual["NCCL_SOCKET_IFNAME"] = "lo"
+    return {**{name: os.environ.get(name, value) for name, value in usual.items()}, **own}
 
 
 @contextlib.contextmanager

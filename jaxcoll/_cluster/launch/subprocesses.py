@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,12 +23,27 @@ def signal_name(number: int) -> str:
       >>> signal_name(9), signal_name(signal.SIGRTMIN + 3)
       ('SIGKILL', 'SIGRTMIN+3')
     """
-    if signal.SIGRTMIN < number < signal.SIGRTMAX:
-        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+    first = getattr(signal, "SIGRTMIN", None)  # macOS has no real-time signals
+    if first is not None and first < number < signal.SIGRTMAX:
+        return f"SIGRTMIN+{number - first}"
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def check_system() -> None:
+    """Refuse to start processes on Windows.
+
+    Raises:
+      OSError: this is Windows.
+    """
+    if platform.system() == "Windows":
+        raise OSError(
+            "several processes need Linux or macOS: JAX has no collectives between CPU processes "
+            "on Windows. One process with simulated devices works there "
+            "(`jax.config.update('jax_num_cpu_devices', 8)`), and WSL 2 is Linux."
+        )
 
 
 class Running:
@@ -65,6 +81,7 @@ def surely_ended() -> Iterator[Running]:
     """Start processes in here: at the end all are killed, with those that they started."""
     # If this process is killed first, a shell of a few hundred kilobytes does it: it holds the
     # other end of a pipe, which the system closes. Processes that left their session escape.
+    check_system()
     watch = subprocess.Popen(
         ["/bin/sh", "-c", _WATCH, "jaxcoll-watch"], stdin=subprocess.PIPE, start_new_session=True
     )

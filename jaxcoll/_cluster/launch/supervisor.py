@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import subprocess
@@ -94,7 +95,8 @@ class Job:
         # `grace`: seconds between asking processes to end and killing them.
         until = time.monotonic() + (float("inf") if timeout is None else timeout)
         owner, outcome = self._owner, self._outcome
-        with surely_ended() as running:
+        with surely_ended() as running, contextlib.ExitStack() as at_end:
+            at_end.callback(self._lines.finish)
             for rank in range(len(self._variables)):
                 self._start(running, rank)
             while None in outcome.statuses:
@@ -109,7 +111,6 @@ class Job:
                 self._restart(running)
             if grace:
                 self._ask_to_end(running, grace)
-            self._lines.finish()
         return outcome
 
     def _start(self, running: Running, rank: int, **more: str) -> None:

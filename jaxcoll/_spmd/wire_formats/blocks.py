@@ -1,0 +1,80 @@
+"""What formats with blocks share: the largest magnitude of a block, its scale, rounding."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+INFINITE = np.uint32(0x7F800000)
+_NAN = np.uint32(0x7FC0)
+_LOST = np.float32(1e-34)
+"""Blocks of nothing larger are zero: XLA flushes subnormals, and 1 / subnormal is infinite."""
+
+_ROUNDS = np.float32(3 << 22)
+"""Added to a float32 of less than 2^22, it leaves no bits behind the point: the sum is rounded to
+nearest even, and an integer stands in its lowest bits. Conversions would be clamped first."""
+
+
+def largest(blocks: jax.Array) -> jax.Array:
+    """The bits of the largest magnitude along the last axis; NaN is above infinity.
+
+    A maximum of integers: XLA's CPU compiler drops NaN from maxima of floats (openxla/xla#21461).
+    """
+    bits = lax.bitcast_convert_type(blocks, jnp.uint32) & np.uint32(0x7FFFFFFF)
+    # Halves are compared side by side; XLA's CPU compiler takes a reduction number by number.
+    while bits.shape[-1] > 8 and bits.shape[-1] % 2 == 0:
+        bits = jnp.maximum(*jnp.split(bits, 2, axis=-1))
+    return bits.max(-1)
+
+
+def all_finite(array: jax.Array) -> jax.Array:
+    """Whether an array of floats holds nothing but finite numbers."""
+    flat = array.astype(jnp.float32).reshape(-1)
+    rows = jnp.pad(flat, (0, -flat.size % 256)).reshape(-1, 256)
+    return (largest(rows) < INFINITE).all()
+
+
+def scale(bits: jax.Array, top: jax.Array | np.float32) -> jax.Array:
+    """For each block the bits of a bfloat16 that its largest magnitude is at most `top` times.
+
+    0 for a block of zeros; NaN for one with anything that is not finite.
+    """
+    magnitude = lax.bitcast_convert_type(bits, jnp.float32)
+    up = (lax.bitcast_convert_type(magnitude / top, jnp.uint32) + np.uint32(0xFFFF)) >> 16
+    up = jnp.where(magnitude < _LOST, np.uint32(0), up)
+    return jnp.where(bits >= INFINITE, _NAN, up)
+
+
+def widened(bits: jax.Array) -> jax.Array:
+    """The float32 of a bfloat16's bits."""
+    return lax.bitcast_convert_type(bits << 16, jnp.float32)
+
+
+def quotient(one: jax.Array | np.float32, bits: jax.Array) -> jax.Array:
+    """`one` / scale; 0 where the scale is 0 or NaN.
+
+    The division comes last, so that compilers keep its result: they would compute anything cheaper
+    again for each element of the block.
+    """
+    scales = widened(bits)
+    return one / jnp.where(scales > 0, scales, np.float32(np.inf))
+
+
+def rounded(values: jax.Array, mask: int) -> jax.Array:
+    """The nearest integers, as the lowest bits of a uint32; of what is not finite any bits."""
+    return lax.bitcast_convert_type(values + _ROUNDS, jnp.uint32) & np.uint32(mask)
+
+
+def joined(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """The bytes of each block's codes, and behind them the two of its scale."""
+    both = jnp.stack([scales & np.uint32(0xFF), scales >> 8], axis=-1)
+    return jnp.concatenate([codes, both.astype(jnp.uint8)], axis=-1)
+
+
+def parted(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `joined` joined: the blocks' codes, and the bits of their scales."""
+    places = jnp.array([0, 8], jnp.uint32).reshape(*(1 for _ in codes.shape[:-1]), 2)
+    both = codes[..., -2:].astype(jnp.uint32) << places
+    return codes[..., :-2], both.sum(-1, dtype=jnp.uint32)  # compilers keep the result of a sum

@@ -1,0 +1,201 @@
+"""`jc.launch`: a function in several processes, its results in order, its errors with their rank."""
+
+import os
+import signal
+import sys
+import time
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+import jaxcoll as jc
+from jaxcoll._train.rows import order
+from jaxcoll.cli.main import main
+
+pytestmark = pytest.mark.processes
+
+SECONDS = 120.0
+
+
+def test_results_come_in_the_order_of_the_ranks_with_the_callers_numerics(capfd):
+    def run():
+        print("from", jax.process_index())
+        print("aside", file=sys.stderr)
+        share = np.arange(8.0) + 8 * jax.process_index()
+        total = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))(share)
+        return {"rank": jax.process_index(), "total": total, "devices": jax.device_count()}
+
+    jax.config.update("jax_enable_x64", True)
+    try:
+        found = jc.launch(run, 2, devices_per_process=2, timeout=SECONDS)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert [f["rank"] for f in found] == [0, 1]
+    assert {f["devices"] for f in found} == {4}
+    assert {(type(f["total"]), f["total"].dtype, float(f["total"])) for f in found} == {
+        (np.ndarray, np.dtype("float64"), 120.0)
+    }
+    out, err = capfd.readouterr()
+    assert {"[0] from 0", "[1] from 1"} <= set(out.splitlines())
+    assert {"[0] aside", "[1] aside"} <= set(err.splitlines())
+
+
+def test_batches_are_the_same_for_any_number_of_processes(tmp_path):
+    rows = {"id": np.arange(50), "x": np.arange(100.0).reshape(50, 2).astype("f")}
+
+    def read(state):
+        batches = jc.batches(rows, 12, seed=5, uneven="pad")
+        batches.state = state
+        counted = []
+        total = jc.data_parallel(
+            lambda b: jc.all_reduce("sum", (b[0]["x"] * b[1][:, None]).sum(0), "data")
+        )
+        for batch, weights in batches:
+            mine = [(s.index[0].start, np.asarray(s.data)) for s in batch["id"].addressable_shards]
+            counted.append((mine, np.asarray(total((batch, weights)))))
+            if len(counted) == 2:
+                break
+        return counted, batches.state
+
+    def crossed():
+        # Each process has devices for all rows: the axis that crosses processes holds copies.
+        mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("model", "data"))
+        (batch,) = jc.batches(rows, 50, mesh=mesh)
+        loaded = next(jc.prefetch([rows["id"][:8]], mesh=mesh))
+        seen = [np.asarray(s.data).tolist() for s in batch["id"].addressable_shards]
+        return seen, loaded.shape, loaded.addressable_shards[1].data.tolist()
+
+    def run():
+        first, state = read({"epoch": 0, "row": 0, "rows": 50, "seed": 5})
+        rank = jax.process_index()
+        share = next(jc.prefetch([rows["x"][rank * 4 : rank * 4 + 4]]))
+        total = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))(share)
+        return first, state, float(total), crossed()
+
+    found = jc.launch(run, 2, devices_per_process=2, timeout=SECONDS)
+    numbers = order(50, 5, 0)
+    for step in range(2):
+        held = dict(pair for (first, *_) in found for pair in first[step][0])
+        want = numbers[12 * step : 12 * step + 12]
+        assert np.concatenate([held[start] for start in sorted(held)]).tolist() == want.tolist()
+        sums = [first[step][1] for (first, *_) in found]
+        for value in sums:
+            np.testing.assert_allclose(value, rows["x"][want].sum(0))
+    states = [state for _, state, *_ in found]
+    assert states == [{"epoch": 0, "row": 24, "rows": 50, "seed": 5}] * 2
+    assert {total for _, _, total, _ in found} == {float(rows["x"][:8].sum())}
+    halves = [rows["id"][:25].tolist(), rows["id"][25:].tolist()]
+    assert [there for *_, there in found] == [(halves, (8,), [4, 5, 6, 7])] * 2
+    # One process with eight devices goes on with the rows that two have left.
+    left, _ = read(states[0])
+    seen = np.concatenate([x for _, x in sorted(left[0][0], key=lambda pair: pair[0])])
+    assert seen[:12].tolist() == numbers[24:36].tolist()
+
+
+def wrong():
+    if jax.process_index() == 1:
+        raise KeyError("no such row")
+    time.sleep(600)
+
+
+def killed():
+    print("last words")
+    if jax.process_index() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def parts():
+    return jc.data_parallel(lambda x: x, varying_outputs="concatenate")(
+        np.arange(4.0) + jax.process_index()
+    )
+
+
+@pytest.mark.parametrize(
+    ("fn", "settings", "ranks", "words"),
+    [
+        (wrong, {}, (1,), r"rank 1 of 2 raised KeyError: 'no such row'\n\nTraceback of rank 1 .*in wrong\n    raise KeyError\(\"no such row\"\)"),
+        (killed, {}, (1,), "rank 1 of 2 died of SIGKILL. Its last lines:\nlast words$"),
+        (partial(time.sleep, 600), {"timeout": 4.0}, (0, 1), "not all of 2 processes ended within 4 s: ranks 0, 1 did not"),
+        (parts, {}, None, "the function returned float32.8., of which each process has a part. Return"),
+        (partial(os._exit, 3), {"processes": 1}, (0,), "rank 0 of 1 ended with status 3"),
+    ],
+    ids=["raises", "dies", "late", "sharded", "exits"],
+)  # fmt: skip
+def test_the_first_failure_is_raised_with_its_rank_and_all_end(fn, settings, ranks, words):
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as those of a notebook are
+    began = time.monotonic()
+    try:
+        with pytest.raises(jc.LaunchError, match=f"(?s){words}") as caught:
+            jc.launch(fn, **{"processes": 2, "timeout": SECONDS, **settings})
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    assert caught.value.ranks == ranks or (ranks is None and len(caught.value.ranks) == 1)
+    assert time.monotonic() < began + SECONDS
+
+
+def test_an_interrupt_ends_all(tmp_path):
+    here = str(tmp_path)
+
+    def run():
+        with open(f"{here}/{jax.process_index()}", "w") as file:
+            print(os.getpid(), file=file)
+        time.sleep(600)
+
+    def interrupt(*_):
+        if all((tmp_path / str(rank)).exists() for rank in range(2)):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            jc.launch(run, 2, timeout=SECONDS)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / str(rank)).read_text() or 0), 0)
+
+
+def test_without_cloudpickle_functions_of_modules_go_and_others_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    assert sorted(jc.launch(partial(divmod, 7, 2), 1, timeout=SECONDS)) == [(3, 1)]
+    made = lambda: 1
+    made.__module__ = "__main__"
+    for fn in (lambda: 1, partial(map, made)):
+        with pytest.raises(ImportError, match="`pip install 'jaxcoll.notebook.'`, or move it"):
+            jc.launch(fn)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"processes": 0}, "`processes` to be an integer above 0; got 0"),
+        ({"devices_per_process": True}, "`devices_per_process` to be an integer above 0; got True"),
+        ({"platform": "tpu"}, "`platform` to be 'cpu' or 'gpu'; got 'tpu'"),
+        ({"timeout": 0}, "`timeout` to be seconds above 0; got 0"),
+        ({"fn": 3}, "`launch` expects a function; got int"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        jc.launch(**{"fn": os.getpid, **settings})
+
+
+def test_windows_is_refused_in_words_before_anything_is_started(monkeypatch, capsys):
+    monkeypatch.setattr("platform.system", lambda: "Windows")
+    words = "several processes need Linux or macOS: JAX has no collectives"
+    with pytest.raises(OSError, match=words):
+        jc.launch(os.getpid)
+    with pytest.raises(OSError, match=words):
+        jc.initialize("127.0.0.1:1", 2, 0)
+    jc.initialize()
+    assert main(["launch", "-m", "jaxcoll"]) == 2
+    assert words in capsys.readouterr().err
