@@ -9,6 +9,7 @@ from jaxcoll._api.gradients import accumulate as accumulate
 from jaxcoll._api.gradients import grad as grad
 from jaxcoll._api.gradients import sync_in_backward as sync_in_backward
 from jaxcoll._api.gradients import value_and_grad as value_and_grad
+from jaxcoll._api.layers import scan_layers as scan_layers
 from jaxcoll._api.metrics import all_finite as all_finite
 from jaxcoll._api.metrics import global_norm as global_norm
 from jaxcoll._api.metrics import reduce_metrics as reduce_metrics
@@ -64,6 +65,9 @@ from jaxcoll._plan.options import CommunicationImplementation as CommunicationIm
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
 from jaxcoll._plan.options import ReduceOp as ReduceOp
 from jaxcoll._plan.plan import Plan as Plan
+from jaxcoll._plan.wire_formats import Bf16 as Bf16
+from jaxcoll._plan.wire_formats import Int4 as Int4
+from jaxcoll._plan.wire_formats import Int8 as Int8
 from jaxcoll._spmd.checks.check_replicas import ReplicaCheck as ReplicaCheck
 from jaxcoll._spmd.gradients.loss import WeightedLoss as WeightedLoss
 from jaxcoll._spmd.indexed_slices import IndexedSlices as IndexedSlices
@@ -75,9 +79,14 @@ from jaxcoll._step.data_parallel import data_parallel as data_parallel
 from jaxcoll._train.batches import Batches as Batches
 from jaxcoll._train.batches import batches as batches
 from jaxcoll._train.batches import prefetch as prefetch
+from jaxcoll._train.local_state import LocalState as LocalState
+from jaxcoll._train.local_updates import LocalUpdates as LocalUpdates
+from jaxcoll._train.local_updates import local_updates as local_updates
 from jaxcoll._train.optax_link import all_reduce_updates as all_reduce_updates
+from jaxcoll._train.shard import shard as shard
+from jaxcoll._train.shard import unshard as unshard
 from jaxcoll._train.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from jaxcoll._train.sharded_optimizer import sharded_optimizer as sharded_optimizer
 from jaxcoll._train.step_test import n_devices_equal_one as n_devices_equal_one
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

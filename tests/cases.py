@@ -167,3 +167,21 @@ class CompileCounter:
 
     def __exit__(self, *exc):
         self._open = False
+
+
+def on(found):
+    """Destinations: a value that lies on these devices."""
+    return jc.Mirrored.from_function(lambda i: 0, devices=found)
+
+
+def check(result, want, destinations):
+    """`want` everywhere it should be, wrapped as documented."""
+    if isinstance(destinations, str) or len(destinations) == 1:
+        assert isinstance(result, jax.Array)
+        assert result.devices() == {jax.devices()[0]}
+        assert result.item() == want
+    else:
+        assert isinstance(result, jc.Mirrored)
+        assert result.devices == destinations.devices
+        assert [x.item() for x in result] == [want] * len(destinations)
+        assert [x.devices() for x in result] == [{d} for d in destinations.devices]

@@ -71,12 +71,13 @@ def test_a_short_run(tmp_path):
     assert found["shortfalls"] == []
 
     assert found["requested"] == {
+        "kinds": {"all-reduce": LEAVES},
         "all_reduces": LEAVES,
         "operands": LEAVES,
         "bytes": BYTES,
         "dtypes": ["f32"],
     }
-    assert found["compiled"] == {**found["requested"], "all_reduces": 1}
+    assert found["compiled"] == {**found["requested"], "kinds": {"all-reduce": 1}, "all_reduces": 1}
     sizes = [sum(leaf["elements"] for leaf in p["leaves"]) for p in found["plan"]["packs"]]
     assert found["wire_bytes_per_step"] == wire_bytes(8, *sizes)
     for figure in (f"{found['wire_bytes_per_step']:,}", f"{BYTES:,}", "['hidden']['kernel']"):
@@ -91,6 +92,31 @@ def test_packs_of_a_size_and_a_number_of_devices_that_nothing_divides_by(tmp_pat
     assert (found["requested"]["all_reduces"], found["compiled"]["operands"]) == (2, 2)
     assert found["wire_bytes_per_step"] == wire_bytes(3, *(p["elements"] for p in packs))
     assert found["largest_relative_difference"] < 1e-5
+
+
+@pytest.mark.processes
+def test_over_processes_gradients_are_packed_and_the_model_is_the_same(tmp_path):
+    printed, complaints = demo("--steps", 3, "--processes", 2, "--out", tmp_path, "--json", "-")
+    found = json.loads(printed)
+    assert (found["processes"], found["devices"], found["batch_size"]) == (2, 2, 256)
+    (pack,) = found["plan"]["packs"]
+    assert (pack["algorithm"], len(pack["leaves"]), pack["bytes"]) == (
+        "halving_doubling",
+        LEAVES,
+        BYTES,
+    )
+    assert any("against" in reason for reason in found["plan"]["reasons"])
+    assert found["largest_relative_difference"] < 1e-5
+    assert "2 devices in 2 processes" in complaints
+    assert (tmp_path / "demo.png").exists()
+
+
+@pytest.mark.processes
+def test_a_process_that_fails_is_named_with_its_last_words(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_X64", "neither")
+    assert refused("--processes", 2, "--steps", 1, "--out", tmp_path) != 0
+    captured = capsys.readouterr()
+    assert "neither" in captured.out + captured.err
 
 
 def test_one_device_sends_nothing(tmp_path):
@@ -131,6 +157,8 @@ def test_no_image_is_trained_on_and_tested():
     ("flags", "words"),
     [
         ("--devices 0", "--devices must be at least 1; got 0"),
+        ("--processes 0", "--processes must be at least 1; got 0"),
+        ("--processes 2 --platform gpu", "--processes starts CPU processes; leave --platform out"),
         ("--devices 5000", "--devices 5000: there are 1437 images to train on"),
         ("--steps 0", "--steps must be at least 1; got 0"),
         ("--seed -1", "--seed must be at least 0; got -1"),

@@ -4,12 +4,13 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import types
-import zipfile
-from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import trove_classifiers
+from wheel import built
 
 import jaxcoll
 
@@ -66,22 +67,8 @@ def test_every_public_name_is_in_the_reference():
 
 
 @pytest.mark.slow
-def test_wheel_is_typed_and_complete_and_imports_by_itself(tmp_path):
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, "."],
-        cwd=REPOSITORY,
-        stdin=subprocess.DEVNULL,
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        (metadata_name,) = (n for n in names if n.endswith(".dist-info/METADATA"))
-        metadata = Parser().parsestr(archive.read(metadata_name).decode())
-        archive.extractall(tmp_path / "site")
-
+def test_wheel_is_typed_and_complete_and_imports_by_itself():
+    names, metadata = built().names, built().metadata
     sources = {
         str(path.relative_to(REPOSITORY).as_posix())
         for path in (REPOSITORY / "jaxcoll").rglob("*")
@@ -93,5 +80,44 @@ def test_wheel_is_typed_and_complete_and_imports_by_itself(tmp_path):
     needs = [r for r in metadata.get_all("Requires-Dist") if "extra ==" not in r]
     assert sorted(needs) == ["jax>=0.10", "jaxlib>=0.10", "numpy"]
 
-    imported = python("import jaxcoll; print(jaxcoll.__file__)", PYTHONPATH=str(tmp_path / "site"))
-    assert Path(imported).is_relative_to(tmp_path)
+    imported = python("import jaxcoll; print(jaxcoll.__file__)", PYTHONPATH=str(built().site))
+    assert Path(imported).is_relative_to(built().site)
+
+
+@pytest.mark.slow
+def test_what_a_package_index_reads_of_the_wheel_is_complete():
+    metadata = built().metadata
+    assert metadata["Name"] == "jaxcoll"
+    assert metadata["Summary"]
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload().startswith("# jaxcoll")
+    assert set(metadata.get_all("Classifier")) <= trove_classifiers.classifiers
+    assert any(name.endswith("licenses/LICENSE") for name in built().names)
+
+
+@pytest.mark.slow
+def test_the_source_archive_has_what_a_packager_needs_and_nothing_else():
+    with tarfile.open(built().sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "tests/conftest.py",
+        "uv.lock",
+    }
+    assert needed | {"docs/start.md", "mkdocs.yml", "Makefile"} <= names
+    tops = {name.partition("/")[0] for name in names}
+    known = {
+        *"jaxcoll tests docs notebooks PKG-INFO CONTRIBUTING.md .gitignore".split(),
+        *tops & needed,
+    }
+    assert tops <= known | {"mkdocs.yml", "Makefile", "uv.lock"}
+
+
+def test_the_version_is_one():
+    cited = (REPOSITORY / "docs" / "CITATION.cff").read_text("utf8")
+    assert re.search(r"^version: (.+)$", cited, re.M)[1] == jaxcoll.__version__

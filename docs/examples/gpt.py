@@ -1,4 +1,4 @@
-"""Train a small GPT in five ways to exchange gradients, and compare each with one device.
+"""Train a small GPT in six ways to exchange gradients, and compare each with one device.
 
     python docs/examples/gpt.py [--devices 8] [--steps 100] [--modes plain,sharded]
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import sys
 import sysconfig
@@ -62,22 +63,19 @@ def initial(seed: int) -> Params:
     }
 
 
-def loss(
-    params: Params, tokens: jax.Array, of_layer: Callable[[Params], Params] = lambda layer: layer
-) -> jax.Array:
+def loss(params: Params, tokens: jax.Array, scan: Callable[..., Any] = jax.lax.scan) -> jax.Array:
     """Mean cross-entropy of each next byte of `tokens`, int32 of shape (texts, LENGTH + 1).
 
-    `of_layer` is applied to each layer's parameters before they are used.
+    `scan` runs the text through the layers, as `jax.lax.scan` does.
     """
     x = params["embedding"][tokens[:, :-1]] + params["positions"]
 
     def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
-        weights = of_layer(weights)
         x = x + _attention(weights, _norm(x, weights["norm1"]))
         hidden = jax.nn.gelu(_norm(x, weights["norm2"]) @ weights["up"])
         return x + hidden @ weights["down"], None
 
-    x, _ = jax.lax.scan(layer, x, params["layers"])
+    x, _ = scan(layer, x, params["layers"])
     logits = _norm(x, params["norm"]) @ params["embedding"].T
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
@@ -94,17 +92,46 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _synced(params: Params, tokens: jax.Array) -> jax.Array:
     """The loss, with each layer's gradient reduced inside the loop of the backward pass."""
-    return loss(params, tokens, lambda layer: jc.sync_in_backward(layer, AXIS))
+
+    def scan(layer: Callable[..., Any], x: jax.Array, layers: Params) -> Any:
+        return jax.lax.scan(lambda x, w: layer(x, jc.sync_in_backward(w, AXIS)), x, layers)
+
+    return loss(params, tokens, scan)
+
+
+def of_shards(params: Params, tokens: jax.Array, **how: Any) -> jax.Array:
+    """The loss of parameters that `in_shards` made: each layer is gathered while it is used."""
+    rest = jc.all_gather(params["rest"], AXIS)
+    scan = functools.partial(jc.scan_layers, axis_name=AXIS, **how)
+    return loss({**rest, "layers": params["layers"]}, tokens, scan)
+
+
+def in_shards(params: Params, mesh: jax.sharding.Mesh) -> Params:
+    """Parameters of which each device holds a part: the layers, stacked, and all others."""
+    rest = {name: leaf for name, leaf in params.items() if name != "layers"}
+    return {
+        "layers": jc.shard(params["layers"], AXIS, stacked=True, mesh=mesh),
+        "rest": jc.shard(rest, AXIS, mesh=mesh),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """One way to exchange the gradients: how a replica gets them, and who keeps the state."""
+    """One way to exchange the gradients: how a replica gets them, and who keeps what.
+
+    Attributes:
+      summary: in words.
+      value_and_grad: of the loss.
+      options: of the reductions.
+      sharded: each device keeps its part of the optimizer's state.
+      parameters: and its part of the parameters.
+    """
 
     summary: str
     value_and_grad: Callable[..., Any]
     options: jc.CommunicationOptions | None = None
     sharded: bool = False
+    parameters: bool = False
 
 
 MODES = {
@@ -125,14 +152,21 @@ MODES = {
         jc.value_and_grad(loss, AXIS, scatter=True),
         sharded=True,
     ),
+    "parameters": Mode(
+        "and its part of the parameters, gathered layer by layer",
+        jc.value_and_grad(of_shards, AXIS),
+        sharded=True,
+        parameters=True,
+    ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The loss of every step, bytes of optimizer state on each device, and what a step sends."""
+    """The loss of every step, bytes on each device between steps, and what a step sends."""
 
     losses: np.ndarray
+    params_bytes: int
     state_bytes: int
     report: jc.Report | None
 
@@ -147,6 +181,8 @@ def train(mode: Mode | None, devices: list[jax.Device], steps: int, seed: int) -
         mesh = jax.sharding.Mesh(np.array(devices, dtype=object), (AXIS,))
         if mode.sharded:
             tx = jc.sharded_optimizer(tx, AXIS, mesh=mesh)
+        if mode.parameters:
+            params = in_shards(params, mesh)
         step = jc.data_parallel(_step(mode.value_and_grad, tx), mesh=mesh, options=mode.options)
     state, report, losses = tx.init(params), None, []
     for tokens in batches(batch_size(len(devices)), steps, seed):
@@ -154,7 +190,8 @@ def train(mode: Mode | None, devices: list[jax.Device], steps: int, seed: int) -
             report = jc.inspect(step, params, state, tokens)
         params, state, value = step(params, state, tokens)
         losses.append(float(value))
-    return Trained(np.array(losses), _bytes_on(devices[0], state), report)
+    held = (_bytes_on(devices[0], tree) for tree in (params, state))
+    return Trained(np.array(losses), *held, report)
 
 
 def _step(value_and_grad: Callable[..., Any], tx: Any) -> Callable[..., Any]:
@@ -217,7 +254,7 @@ def main() -> int:
     with jax.default_device(devices[0]):
         one = train(None, devices, args.steps, args.seed)
     print(f"one device: last loss {one.losses[-1]:.4f}, {one.state_bytes:,} bytes of state")
-    print("mode         last loss  differs by  collectives  wire bytes  state bytes")
+    print("mode         last loss  differs by  collectives  wire bytes  state bytes  parameters")
     worst = 0.0
     for name in names:
         many = train(MODES[name], devices, args.steps, args.seed)
@@ -226,7 +263,8 @@ def main() -> int:
         worst = max(worst, off)
         print(
             f"{name:12} {many.losses[-1]:9.4f}  {off:10.0e}  {many.report.runs:11}"
-            f"  {many.report.wire_bytes:10,}  {many.state_bytes:11,}  {MODES[name].summary}",
+            f"  {many.report.wire_bytes:10,}  {many.state_bytes:11,}  {many.params_bytes:10,}"
+            f"  {MODES[name].summary}",
             flush=True,
         )
     return int(not worst <= MOST_DIFFERENCE)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import broadcast as _broadcast
 from jaxcoll._spmd import gather, reduce
 from jaxcoll._spmd import reduce_scatter as _halves
-from jaxcoll._spmd.shards import Shards, is_shards
+from jaxcoll._spmd.scope import differentiation
+from jaxcoll._spmd.shards import Shards, axes_of_shards, check_no_shards, is_shards, shards_in
 
 
 def all_reduce(
@@ -63,7 +66,10 @@ def all_reduce(
       >>> jax.vmap(lambda v: all_reduce("mean", v, "data"), axis_name="data")(x)[3].tolist()
       [4.0, 5.0]
     """
-    scope, op = scope_here().merged(checked(options)), ReduceOp.of(reduce_op)
+    given, op = checked(options), ReduceOp.of(reduce_op)
+    reduce.check_any_coded(value, given)
+    scope = scope_here().merged(given)
+    check_no_shards(value, axis_name, "all_reduce")
     if invariant != "replicated":
         value = reduce.reduced_once(value, axis_name, scope=scope)
     return reduce.all_reduce(op, value, axis_name, scope=scope, invariant=invariant)
@@ -81,11 +87,16 @@ def all_gather(
     Law: the result is `jnp.concatenate` of the replicas' leaves along `axis`, to the bit. Of the
     `Shards` that `reduce_scatter` returns it is the tree whose parts they are: its structure,
     shapes and dtypes. The cotangent of a leaf is its own slice of the sum of the replicas'
-    cotangents.
+    cotangents; that of Shards is this replica's part of that sum, by one reduce-scatter.
+
+    Inside the loss of `jc.value_and_grad` and its like, Shards that are differentiated get the
+    gradient of the loss over all replicas so, reduced and in Shards: they make a mean of the sum
+    where one is asked for, and send nothing again. Outside, `jax.grad` of each replica's own loss
+    is the gradient of the sum of all losses.
 
     Args:
       value: any pytree of arrays, of any dtype, equal on all replicas in structure and shape;
-        none may be a scalar. Or a `Shards`.
+        none may be a scalar. Or `Shards`, or a tree of them.
       axis_name: as in `all_reduce`; along several axes the outer counts slowest. Of `Shards` the
         one they were made over.
       axis: the dimension along which each leaf is joined; negative ones count from the last. It
@@ -93,15 +104,16 @@ def all_gather(
       options: as in `all_reduce`; there is nothing to cut in `shards`.
 
     Returns:
-      A pytree like `value`, with n times the size along `axis`, or the tree of the `Shards`;
-      *invariant* over the axes. Cost: one collective a pack; a device sends its own bytes to n-1
-      others, (n-1)/n of the result.
+      A pytree like `value`, with n times the size along `axis`, or the tree of the `Shards`, in the
+      types of their parts; *invariant* over the axes (Shards inside a loss of `jc.value_and_grad`
+      are typed *varying*, as all that is differentiated there). Cost: one collective a pack; a
+      device sends its own bytes to n-1 others, (n-1)/n of the result.
 
     Raises:
       NameError: an axis is not mapped here; the message lists those that are.
       NotImplementedError: a leaf is an `IndexedSlices`.
       ValueError: a leaf has no such dimension (its path and shape are named), or an argument is
-        invalid.
+        invalid; Shards are of stacked layers, of other axes, or stand beside arrays.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -109,15 +121,26 @@ def all_gather(
       >>> jax.vmap(lambda v: all_gather(v, "data"), axis_name="data")(x)[0].tolist()
       [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
-    scope = scope_here().merged(checked(options))
-    if is_shards(value):
-        if axis != 0:
-            raise ValueError(
-                f"`all_gather` of Shards gives the tree that they are parts of; `axis` ({axis!r}) "
-                "has no meaning there: leave it out."
-            )
-        return _halves.all_gather(value, axis_name, scope=scope)
-    return gather.all_gather(value, axis_name, axis=axis, scope=scope)
+    scope, given = scope_here(), checked(options, exactly="all_gather")
+    if not shards_in(value):
+        scope = scope.merged(given)
+        return gather.all_gather(value, axis_name, axis=axis, scope=scope)
+    # The derivative's reduce-scatter is the reduction that an enclosing `value_and_grad` asks for.
+    inside = differentiation()
+    scope = scope.merged(inside.options if inside else None).merged(given)
+    if axis != 0:
+        raise ValueError(
+            f"`all_gather` of Shards gives the tree that they are parts of; `axis` ({axis!r}) "
+            "has no meaning there: leave it out."
+        )
+    if len(axes_of_shards(value)) != sum(len(x.parts) for x in shards_in(value)):
+        raise ValueError(
+            "`all_gather` got a tree with `Shards` and with arrays beside them, which would become "
+            "n times as long: gather the Shards by themselves."
+        )
+    return jax.tree.map(
+        lambda x: _halves.all_gather(x, axis_name, scope=scope), value, is_leaf=is_shards
+    )
 
 
 def reduce_scatter(
@@ -159,6 +182,7 @@ def reduce_scatter(
       ([(2, 2, 128)], 812.0)
     """
     scope = scope_here().merged(checked(options))
+    check_no_shards(value, axis_name, "reduce_scatter")
     value = reduce.reduced_once(value, axis_name, scope=scope)
     return _halves.reduce_scatter(ReduceOp.of(reduce_op), value, axis_name, scope=scope)
 
@@ -197,5 +221,6 @@ def broadcast(
       >>> jax.vmap(lambda v: broadcast(v, "data", source=1), axis_name="data")(x).tolist()
       [2.0, 2.0, 2.0]
     """
-    scope = scope_here().merged(checked(options))
+    scope = scope_here().merged(checked(options, exactly="broadcast"))
+    check_no_shards(value, axis_name, "broadcast")
     return _broadcast.broadcast(value, axis_name, source=source, scope=scope)

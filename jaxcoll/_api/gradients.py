@@ -29,8 +29,10 @@ def value_and_grad(
     real examples when `fun` returns a `WeightedLoss`. A leaf that a checked `shard_map` types as
     varying is this replica's own (an expert, a part of a sharded parameter, the batch): it is
     reduced over the other axes only, and its gradient is that of the same global loss by this copy.
-    Where types say nothing (`pmap`, `vmap`, `check_vma=False`) every leaf is taken for one that all
-    replicas hold alike; use `jax.grad` for those that are not.
+    `Shards`, which `fun` puts together by `jc.all_gather` or `jc.scan_layers`, are so everywhere:
+    their gradients come as Shards, reduced by the derivative of the gather. Where types say nothing
+    (`pmap`, `vmap`, `check_vma=False`) every other leaf is taken for one that all replicas hold
+    alike; use `jax.grad` for those that are not.
 
     Args:
       fun: the loss of one replica's share of the batch, a scalar or a `WeightedLoss`. It must

@@ -49,7 +49,9 @@ def reduce_metrics(
       >>> round(float(found["accuracy"][0]), 6), int(found["tokens"][0])
       (0.7, 10)
     """
-    return metrics.reduce_metrics(value, axis_name, scope=scope_here().merged(checked(options)))
+    return metrics.reduce_metrics(
+        value, axis_name, scope=scope_here().merged(checked(options, exactly="reduce_metrics"))
+    )
 
 
 def global_norm(
@@ -87,7 +89,9 @@ def global_norm(
       >>> shards(jnp.array([3.0, 4.0])).tolist()
       [5.0, 5.0]
     """
-    return norms.global_norm(tree, axis_name, scope=scope_here().merged(checked(options)))
+    return norms.global_norm(
+        tree, axis_name, scope=scope_here().merged(checked(options, exactly="global_norm"))
+    )
 
 
 def all_finite(
@@ -123,4 +127,6 @@ def all_finite(
       >>> everywhere(jnp.array([1.0, jnp.nan])).tolist()
       [False, False]
     """
-    return norms.all_finite(tree, axis_name, scope=scope_here().merged(checked(options)))
+    return norms.all_finite(
+        tree, axis_name, scope=scope_here().merged(checked(options, exactly="all_finite"))
+    )

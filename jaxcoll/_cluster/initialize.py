@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
+import importlib.util
 import ipaddress
+import logging
 import math
 import os
 import socket
@@ -18,7 +21,7 @@ import jax
 from jaxcoll import _compat
 from jaxcoll._cluster.coordinator import LONGEST_SECONDS, Coordinator, start_coordinator
 from jaxcoll._cluster.coordinator_proxy import through_proxy
-from jaxcoll._cluster.launch.subprocesses import check_system
+from jaxcoll._cluster.hosts import publish_host
 from jaxcoll._cluster.launchers import (
     JAX_BIND,
     JAX_COORDINATOR,
@@ -37,6 +40,9 @@ from jaxcoll._cluster.startup_barriers import connected, exchanged
 from jaxcoll._cluster.timing import JAX_STARTUP_SECONDS
 from jaxcoll._compat.gloo import let_gloo_listen_at
 from jaxcoll._errors import DeadlineExceededError
+from jaxcoll._malloc import keep_freed_memory
+
+_LOG = logging.getLogger("jaxcoll")
 
 _CONNECTS = 5.0  # seconds at least that JAX's clients may take to connect, once all are there
 
@@ -74,6 +80,7 @@ def initialize(
     coordinator_bind_address: str | None = None,
     recoverable: bool = True,
     rejoin: bool = False,
+    keep_memory: bool = True,
 ) -> None:
     """Enter the job that this process is one of, through `jax.distributed`.
 
@@ -110,12 +117,14 @@ def initialize(
         what they did together. Without it JAX aborts them all.
       rejoin: this process replaces one that died, and the job has begun:
         nobody is waited for. `jc.Elastic` takes it in. `jaxcoll launch` says so by itself.
+      keep_memory: between processes of CPU devices over Gloo, have glibc's malloc keep what is
+        freed, up to the most that this process ever had in use: fresh pages for each call's results
+        cost as much as the exchange. Variables such as `MALLOC_MMAP_MAX_` come first.
 
     Raises:
       ValueError: an argument or a variable cannot be; the coordinator's host has no address; or
         processes contradict each other.
-      OSError: process 0 cannot listen at the address: the port is in use, or it is another host's;
-        or this is Windows.
+      OSError: process 0 cannot listen there (port in use, another host's), or this is Windows.
       DeadlineExceededError: processes are missing, which are named.
       PeerLostError: one that had arrived has died, or the coordinator.
       RuntimeError: JAX has devices already, or this process has entered another job.
@@ -146,8 +155,9 @@ def initialize(
     }
     if member is None or member.coordinator_address is None:
         return _by_jax(member, seconds, coordinator_bind_address, recoverable)
-    check_system()
     _check_unused()
+    if keep_memory:
+        _keep_memory()
     coordinator, until = None, time.monotonic() + timeout
     rejoin = rejoin or (member.is_launched and os.environ.get(REJOIN) == "1")
     if member.process_id == 0 and not member.is_launched and not rejoin:
@@ -196,6 +206,7 @@ def _enter_jax(
     followed = None if rejoin else joined.connection
     try:
         connected(join, followed, max(until - time.monotonic(), _CONNECTS))
+        publish_host()
     except BaseException:
         proxy.close()
         joined.connection.close()
@@ -295,6 +306,20 @@ def _check_unused() -> None:
         )
 
 
+def _keep_memory() -> None:
+    """Have malloc keep what is freed, if the processes will meet over Gloo."""
+    platforms = _compat.configured("platforms")
+    if platforms:
+        on_cpus = platforms.split(",")[0] == "cpu"
+    else:  # JAX takes CPUs where no plugin for accelerators is installed
+        plugins = importlib.metadata.entry_points(group="jax_plugins")
+        packages = ("jax_plugins", "libtpu")
+        on_cpus = not plugins and not any(map(importlib.util.find_spec, packages))
+    over_gloo = _compat.configured("cpu_collectives_implementation") == "gloo"
+    if on_cpus and over_gloo and keep_freed_memory():
+        _LOG.debug("malloc keeps what this process frees: it never shrinks; see `keep_memory`")
+
+
 def _start(
     member: Member, bind: str | None, recoverable: bool, seconds: dict[str, int]
 ) -> Coordinator:
@@ -361,6 +386,7 @@ def _by_jax(
         names = ("num_processes", "process_id", "local_device_ids") if member else ()
         known = {name: getattr(member, name) for name in names}
         jax.distributed.initialize(coordinator_bind_address=bind, **seconds, **known)
+        publish_host()
     except ValueError as error:
         if "coordinator_address" not in str(error):
             raise

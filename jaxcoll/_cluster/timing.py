@@ -37,3 +37,7 @@ stall. JAX itself ends the process after its heartbeat timeout, which is longer.
 JAX_STARTUP_SECONDS = 24 * 3600
 """The timeout that JAX is given for its start-up, because at its end it aborts the process. Ours is
 shorter, and raises."""
+
+HOSTS_SECONDS = 10.0
+"""How long the first use of a world waits for processes that have not said on which host they are,
+where `jax.distributed.initialize` was called in place of `jc.initialize`."""

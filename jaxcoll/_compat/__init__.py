@@ -10,11 +10,11 @@ from jaxcoll._compat.axes import in_mesh_order as in_mesh_order
 from jaxcoll._compat.axes import is_shadowed as is_shadowed
 from jaxcoll._compat.axes import is_unreachable as is_unreachable
 from jaxcoll._compat.axes import is_vmapped as is_vmapped
+from jaxcoll._compat.marks import SAME as SAME
+from jaxcoll._compat.marks import as_same as as_same
 from jaxcoll._compat.primitives import AS_INVARIANT as AS_INVARIANT
-from jaxcoll._compat.primitives import SAME as SAME
 from jaxcoll._compat.primitives import THROUGH as THROUGH
 from jaxcoll._compat.primitives import as_invariant as as_invariant
-from jaxcoll._compat.primitives import as_same as as_same
 from jaxcoll._compat.primitives import as_stored as as_stored
 from jaxcoll._compat.primitives import ordered as ordered
 from jaxcoll._compat.primitives import through_backward as through_backward

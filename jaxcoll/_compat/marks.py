@@ -8,6 +8,18 @@ from typing import Any
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+
+def _identity(name: str) -> Primitive:
+    """A primitive whose result is its operand, differentiated as well; its parameters are read."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
+    batching.defvectorized(primitive)
+    ad.deflinear(primitive, lambda cotangent, **_: [cotangent])
+    return primitive
+
+
 GRADIENT = "gradient_to_reduce"
 """The name of the primitive of `gradient_of`."""
 
@@ -47,6 +59,18 @@ batching.primitive_batchers[_gradient_p] = _batched
 ad.primitive_jvps[_gradient_p] = _jvp
 
 
+SAME = "same_everywhere"
+"""The name of the primitive of `as_same`."""
+
+
+def as_same(x: Any, axis: str) -> Any:
+    """`x` with a mark, for readers of the program, that it is equal everywhere along `axis`."""
+    return _same_p.bind(x, axes=(axis,))
+
+
+_same_p = _identity(SAME)
+
+
 ONCE = "reduced_once"
 """The name of the primitive of `reduced_once`."""
 
@@ -62,12 +86,37 @@ def reduced_once(x: Any, axis: str, name: str) -> Any:
     return _once_p.bind(x, axis=axis, path=name)
 
 
-_once_p = Primitive(ONCE)
-_once_p.def_impl(lambda x, **_: x)
-_once_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(_once_p, lambda ctx, x, **_: [x])
-batching.defvectorized(_once_p)
-ad.deflinear(_once_p, lambda cotangent, **_: [cotangent])
+_once_p = _identity(ONCE)
+
+
+ROWS = "own_rows"
+"""The name of the primitive of `rows`."""
+
+
+def rows(x: Any, axis: str, name: str) -> Any:
+    """`x` with a mark that it is going to be gathered along `axis`, where it must differ.
+
+    Args:
+      x: one replica's array.
+      axis: a mapped axis.
+      name: its place, for a message.
+    """
+    return _rows_p.bind(x, axis=axis, path=name)
+
+
+_rows_p = _identity(ROWS)
+
+
+PARTS = "parts_of_sum"
+"""The name of the primitive of `parts`."""
+
+
+def parts(x: Any, axes: tuple[str, ...]) -> Any:
+    """`x` with a mark that it is this replica's part of what was reduced over `axes`."""
+    return _parts_p.bind(x, axes=axes)
+
+
+_parts_p = _identity(PARTS)
 
 
 def is_seed_of_gradient(eqn: Any) -> bool:

@@ -61,11 +61,6 @@ batching.defvectorized(_as_invariant_p)
 ad.deflinear(_as_invariant_p, _as_invariant_transpose)
 
 
-def as_same(x: Any, axis: str) -> Any:
-    """`x` with a mark, for readers of the program, that it is equal everywhere along `axis`."""
-    return _same_p.bind(x, axes=(axis,))
-
-
 def ordered(x: Any, after: Any) -> Any:
     """`x` as it is, but not before `after` is there, as far as compilers keep the order.
 
@@ -74,17 +69,6 @@ def ordered(x: Any, after: Any) -> Any:
     """
     more = varying_axes(after) - varying_axes(x)
     return lax.optimization_barrier((x, as_invariant(after, sorted(more))))[0]
-
-
-SAME = "same_everywhere"
-"""The name of the mark's primitive."""
-
-_same_p = Primitive(SAME)
-_same_p.def_impl(lambda x, **_: x)
-_same_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(_same_p, lambda ctx, x, **_: [x])
-batching.defvectorized(_same_p)
-ad.deflinear(_same_p, lambda cotangent, **_: [cotangent])
 
 
 def through_backward(

@@ -14,6 +14,11 @@ from jaxcoll._plan.options import UNSET, CommunicationOptions
 _NO_OPTIONS = CommunicationOptions()
 
 
+def settings_of(options: CommunicationOptions) -> str:
+    """The options that all processes must have in common, as they compare them."""
+    return repr(options.replace(timeout_seconds=UNSET))
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A call of a jitted program, by every process that has some of its devices.
@@ -50,5 +55,5 @@ class Call:
     def settings_text(self) -> str:
         """What all processes must have in common beside the program, as they compare it."""
         if self.settings is None:
-            return repr(self.options.replace(timeout_seconds=UNSET))
+            return settings_of(self.options)
         return self.settings if isinstance(self.settings, str) else repr(self.settings)

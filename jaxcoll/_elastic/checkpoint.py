@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,8 @@ import numpy as np
 
 from jaxcoll._dispatch.watchdog import confirm
 from jaxcoll._files import locked, put, replacing
+from jaxcoll._mesh.shard_arrays import cut_like, joined, whole_shapes
+from jaxcoll._spmd.shards import Shards, is_shards
 
 _ABOUT = "about.json"
 _FORMAT = "jaxcoll checkpoint 1"
@@ -43,7 +45,9 @@ def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:
 
     Args:
       path: the file; its folder is made. It is an `.npz` that `numpy.load` reads.
-      tree: a pytree of host arrays, or of `jax.Array`s that this process has whole.
+      tree: a pytree of host arrays, or of `jax.Array`s that this process has whole. `Shards` are
+        written as the tree that they are the parts of, which does not show how many there were;
+        where several processes hold them, all call `jc.unshard` first, and one saves its result.
       step: a number kept with it.
 
     Raises:
@@ -96,7 +100,7 @@ def save_newest(path: Path, tree: Any, stamp: Stamp, patience: float) -> Stamp:
 
 def _write(path: Path, tree: Any, stamp: Stamp, rename: Callable[[Path, Path], None]) -> None:
     confirm()
-    leaves = {name: on_host(name, leaf) for name, leaf in _named(tree).items()}
+    leaves = {name: on_host(name, leaf) for name, leaf in _named(tree, _whole).items()}
     about = {
         "format": _FORMAT,
         **stamp._asdict(),
@@ -124,17 +128,19 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
     Args:
       path: the file.
       like: a pytree of arrays or `jax.ShapeDtypeStruct`s that it must match in structure, shapes
-        and dtypes.
+        and dtypes. A `Shards` in it, of any number of replicas, stands for the tree that it is made
+        of, wherever that was written from.
 
     Returns:
-      A tree like it, of host arrays, and the step.
+      A tree like it, of host arrays, and the step. `Shards` are cut as those of `like`, and lie
+      where they do: each device gets its own part alone.
 
     Raises:
       FileNotFoundError: there is none.
       ValueError: it is not a complete checkpoint, or holds another tree; the leaf is named.
     """
     path = Path(path)
-    wanted = _named(like)
+    wanted = _named(like, whole_shapes)
     if path.exists() and not path.is_file():  # a device can be read for ever
         raise ValueError(
             f"{path} is not a complete checkpoint of jaxcoll: it is not a regular file."
@@ -156,8 +162,18 @@ def restore_checkpoint(path: str | Path, like: Any) -> tuple[Any, int]:
         ) from error
     # The names are equal, but perhaps in another order: of a dict built otherwise, say.
     by_name = dict(zip(about["leaves"], held, strict=True))
-    structure = jax.tree.structure(like)
-    return jax.tree.unflatten(structure, [by_name[name] for name in wanted]), about["step"]
+    found = iter([by_name[name] for name in wanted])
+    nodes, structure = jax.tree.flatten(like, is_leaf=is_shards)
+    held = [_restored(node, found) for node in nodes]
+    return jax.tree.unflatten(structure, held), about["step"]
+
+
+def _restored(node: Any, found: Iterator[Any]) -> Any:
+    """The next leaf; or, for Shards, the next ones, cut as they are."""
+    if not is_shards(node):
+        return next(found)
+    leaves = [next(found) for _ in node.layout.leaves]
+    return cut_like(leaves, node) if node.parts else node
 
 
 def stamp_of_checkpoint(path: Path) -> Stamp:
@@ -196,11 +212,31 @@ def on_host(name: str, leaf: Any) -> np.ndarray:
     return array
 
 
-def _named(tree: Any) -> dict[str, Any]:
+def _named(tree: Any, whole: Callable[[Shards], Any]) -> dict[str, Any]:
+    """Every leaf by its path, `Shards` as the tree that `whole` makes of them."""
     return {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        jax.tree_util.keystr((*path, *within)): leaf
+        for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shards)[0]
+        for within, leaf in jax.tree_util.tree_flatten_with_path(
+            whole(node) if is_shards(node) else node
+        )[0]
     }
+
+
+def _whole(shards: Shards) -> Any:
+    """The tree of shards that this process holds all of.
+
+    Raises:
+      ValueError: other processes hold some.
+    """
+    for part in shards.parts:
+        if isinstance(part, jax.Array) and not part.is_fully_addressable:
+            raise ValueError(
+                "`save_checkpoint`: the tree holds `Shards` of which other processes hold parts. "
+                "Call `whole = jc.unshard(tree)` in all processes, which brings them together, and "
+                "save `whole` in one; `restore_checkpoint` cuts it again."
+            )
+    return joined(shards)
 
 
 def _plain(x: np.ndarray) -> np.ndarray:

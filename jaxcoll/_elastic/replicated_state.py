@@ -21,6 +21,7 @@ from jaxcoll._errors import ProgramMismatchError, ReplicaDivergenceError
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._show.units import counted
+from jaxcoll._spmd.shards import is_shards
 from jaxcoll._step.data_parallel import data_parallel
 
 Together = Callable[..., Any]
@@ -58,6 +59,7 @@ class ReplicatedState:
 
     def reset(self, state: Any, step: int) -> None:
         """Hold this state, after `step`, and no other."""
+        _check_whole(state)
         self.finished, self._held = step, {step: state}
         self._held[step] = self.host(step)
 
@@ -103,6 +105,23 @@ class ReplicatedState:
             raise ValueError(
                 "The step of `Elastic` must return a state of the structure, shapes and dtypes "
                 f"that it was given. {_difference(before, after, 'given', 'returned')}."
+            )
+
+
+def _check_whole(state: Any) -> None:
+    """Refuse a state with `Shards`, of which a worker's part is lost with it.
+
+    Raises:
+      ValueError: it names the first.
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_shards):
+        if is_shards(x):
+            raise ValueError(
+                f"`Elastic`: state{jax.tree_util.keystr(path)} is `Shards`. `Elastic` goes on when "
+                "a worker dies because every worker holds all of the state, and of Shards each "
+                "device holds a part that no other has. Keep the state whole (`jc.unshard`) and "
+                "the optimizer unsharded; or train without `Elastic`, with `jc.save_checkpoint` "
+                "every few steps: a checkpoint of Shards is restored on any number of devices."
             )
 
 

@@ -11,9 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from jaxcoll._cluster.launchers import COORDINATOR, JAX_COORDINATOR
+from jaxcoll._cluster.hosts import Hosts, hosts_of_job
+from jaxcoll._malloc import keeps_freed_memory
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Key, Terms, parsed, terms_of
 from jaxcoll._plan.world import World
@@ -22,7 +21,6 @@ FILE = "JAXCOLL_TERMS"
 """The environment variable that names a calibration file."""
 
 _PROCESSOR = Path("/proc/cpuinfo")
-_COORDINATORS = (COORDINATOR, JAX_COORDINATOR)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +31,13 @@ class MachineCosts:
       named: path and text of the calibration that `JAXCOLL_TERMS` names; None: it names none.
       saved: where this user's calibrations of this machine are, and the text of each by its name.
       memory_is_kept: malloc keeps the pages of large arrays that are freed.
-      one_host: all processes of the job are known to be on this host.
+      hosts: of the job.
     """
 
     named: tuple[Path, str] | None = None
     saved: tuple[Path, tuple[tuple[str, str], ...]] = (Path(), ())
     memory_is_kept: bool = False
-    one_host: bool = True
+    hosts: Hosts = dataclasses.field(default_factory=Hosts)
 
     def __call__(self, world: World) -> Terms:
         """What `world` costs.
@@ -52,14 +50,13 @@ class MachineCosts:
     def preset(self, world: World) -> Terms:
         """The preset for `world` on this machine, whatever has been calibrated.
 
-        Nothing in it may differ between the processes of a job: plans that differ never meet. How
-        many cores there are and what malloc does is therefore used only where all processes are
-        known to be on this host; and the host's cores, for single processes may be pinned.
+        Nothing in it may differ between the processes of a job: plans that differ never meet. What
+        malloc does is therefore used only where all processes are known to be on this host; and the
+        hosts' cores, for single processes may be pinned.
         """
-        if world.processes > 1 and not self.one_host:
-            return preset(world)
         kept = self.memory_is_kept and world.platform == "cpu"
-        return preset(world, cores=os.cpu_count() or 1, keeps_memory=kept)
+        kept = kept and (world.processes == 1 or self.hosts.are_one)
+        return preset(world, cores=self.hosts.cores, keeps_memory=kept)
 
 
 def costs_here() -> MachineCosts:
@@ -74,11 +71,11 @@ def costs_here() -> MachineCosts:
     Raises:
       ValueError: the file that is named cannot be read.
     """
-    one_host, kept = _on_this_host(), _memory_is_kept()
+    hosts, kept = hosts_of_job(), keeps_freed_memory()
     if name := os.environ.get(FILE):
-        return MachineCosts((Path(name), _text(Path(name))), (Path(), ()), kept, one_host)
+        return MachineCosts((Path(name), _text(Path(name))), (Path(), ()), kept, hosts)
     folder = _folder()
-    return MachineCosts(None, (folder, _texts(folder) if one_host else ()), kept, one_host)
+    return MachineCosts(None, (folder, _texts(folder) if hosts.are_one else ()), kept, hosts)
 
 
 def terms_here(world: World) -> Terms:
@@ -92,7 +89,7 @@ def terms_here(world: World) -> Terms:
 
 def preset_here(world: World) -> Terms:
     """The preset for `world` on this machine, whatever has been calibrated."""
-    return MachineCosts(memory_is_kept=_memory_is_kept(), one_host=_on_this_host()).preset(world)
+    return MachineCosts(memory_is_kept=keeps_freed_memory(), hosts=hosts_of_job()).preset(world)
 
 
 def saved(world: World) -> Path:
@@ -148,11 +145,7 @@ def cores() -> int:
 
 def keeps_memory(world: World) -> bool:
     """Whether malloc keeps the pages of large arrays that are freed (docs/performance.md)."""
-    return world.platform == "cpu" and _memory_is_kept()
-
-
-def _memory_is_kept() -> bool:
-    return os.environ.get("MALLOC_MMAP_MAX_") == "0"
+    return world.platform == "cpu" and keeps_freed_memory()
 
 
 @functools.cache
@@ -202,14 +195,6 @@ def _terms(costs: MachineCosts, world: World) -> Terms:
     else:
         return terms
     return dataclasses.replace(usual, source=f"{usual.source}, since {path} {other}")
-
-
-def _on_this_host() -> bool:
-    """Whether all processes of the job are known to be on this host, which JAX does not tell."""
-    if jax.process_count() == 1:
-        return True
-    addresses = [os.environ[name] for name in _COORDINATORS if name in os.environ]
-    return bool(addresses) and addresses[0].rpartition(":")[0] in ("127.0.0.1", "localhost")
 
 
 def _file_name(words: str) -> str:

@@ -206,7 +206,8 @@ def check_concrete(args: Any, kwargs: Any) -> None:
     raise ValueError(
         f"`data_parallel`: {name} is no array or number; got {type(leaves[i]).__name__}. What only "
         "decides how a step computes belongs to the step: bind it with `functools.partial` before "
-        "you wrap it."
+        "you wrap it. Of a whole module pass the arrays alone, as `eqx.partition(module, "
+        "eqx.is_array)` or `nnx.split(module)` gives them, and put it together in the step."
     )
 
 

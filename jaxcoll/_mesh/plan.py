@@ -13,11 +13,12 @@ from jaxcoll._mesh.machine_costs import terms_here
 from jaxcoll._mesh.mesh import checked_mesh
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.world import mesh_world, topology_world
+from jaxcoll._plan import wire_formats
 from jaxcoll._plan.cost.clusters import Topology, topology_named
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.leaves import Leaf, check_reducible, where, wire_dtype
+from jaxcoll._plan.packs.leaves import Leaf, check_reducible, travels_as, where
 from jaxcoll._plan.packs.shard_layout import layout_of
 from jaxcoll._plan.packs.shard_plan import Half, plan_half
 from jaxcoll._plan.plan import Plan
@@ -107,14 +108,18 @@ def plan_in(
     Raises:
       ValueError: as `plan`.
     """
+    asked = checked(options)
     leaves = [
-        _leaf(jax.tree_util.keystr(path), leaf, reduce_op, world)
+        _leaf(jax.tree_util.keystr(path), leaf, reduce_op, world, asked)
         for path, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)[0]
     ]
-    return make_plan(reduce_op, leaves, checked(options), world, terms=terms)
+    wire_formats.check_any_coded(asked.compression, [leaf.dtype for leaf in leaves])
+    return make_plan(reduce_op, leaves, asked, world, terms=terms)
 
 
-def _leaf(path: str, leaf: Any, reduce_op: ReduceOp, world: World) -> Leaf:
+def _leaf(
+    path: str, leaf: Any, reduce_op: ReduceOp, world: World, options: CommunicationOptions
+) -> Leaf:
     indices = None
     if is_sparse(leaf):
         leaf.check(f"`plan`: {where(path)}")
@@ -126,8 +131,11 @@ def _leaf(path: str, leaf: Any, reduce_op: ReduceOp, world: World) -> Leaf:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
     check_reducible(path + ".values" * (indices is not None), dtype)
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    wire = wire_dtype(dtype, reduce_op, world) if indices is None else dtype
-    return Leaf(path, tuple(np.shape(leaf)), dtype, wire, world.sizes, indices=indices)
+    shape = tuple(np.shape(leaf))
+    if indices is not None:
+        return Leaf(path, shape, dtype, dtype, world.sizes, indices=indices)
+    wire, format = travels_as(dtype, shape, reduce_op, world, options)
+    return Leaf(path, shape, dtype, wire, world.sizes, format=format)
 
 
 def _world(

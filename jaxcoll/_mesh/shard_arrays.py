@@ -21,10 +21,15 @@ def specs_of(tree: Any) -> Any:
     What `jax.shard_map` takes as `in_specs` and `out_specs`.
     """
     return jax.tree.map(
-        lambda x: PartitionSpec(x.axes) if is_shards(x) else PartitionSpec(),
+        lambda x: spec_of(x.axes, x.stack) if is_shards(x) else PartitionSpec(),
         tree,
         is_leaf=is_shards,
     )
+
+
+def spec_of(axes: tuple[str, ...], stack: tuple[int, ...]) -> PartitionSpec:
+    """How the parts of Shards are split: by their rows, which stand behind the layers."""
+    return PartitionSpec(*(None for _ in stack), axes)
 
 
 def place_shards(shards: Shards, mesh: Mesh) -> Shards:
@@ -39,21 +44,27 @@ def place_shards(shards: Shards, mesh: Mesh) -> Shards:
         had = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
         raise ValueError(
             f"`data_parallel`: Shards of {shards.layout.replicas} replicas along "
-            f"{', '.join(map(repr, shards.axes))} do not fit the mesh ({had}). Bring an "
-            "optimizer's state to it with `unshard`, and then `shard` of an optimizer made for it."
+            f"{', '.join(map(repr, shards.axes))} do not fit the mesh ({had}). Restore a "
+            "checkpoint for it; or bring parameters to it with `jc.unshard` and then `jc.shard`, "
+            "an optimizer's state with `unshard`, and then `shard` of an optimizer made for it."
         )
     for pack, part in zip(shards.layout.packs, shards.parts, strict=True):
         expected = (n * shards.layout.rows(pack), LANES)
-        if np.shape(part) != expected:
+        if np.shape(part) != (*shards.stack, *expected):
             raise ValueError(
                 "`data_parallel`: the parts of Shards between programs are global arrays, here of "
-                f"shape {expected}; got {np.shape(part)}. What `pmap` returns stays with `pmap`."
+                f"shape {expected}; got {np.shape(part)}. What `pmap` returns stays with `pmap`; "
+                "stacked layers come before that shape."
             )
-    return place(shards, NamedSharding(mesh, PartitionSpec(shards.axes)))
+    return place(shards, NamedSharding(mesh, spec_of(shards.axes, shards.stack)))
 
 
 def cut(
-    leaves: Sequence[Any], layout: ShardLayout, mesh: Mesh | None, axes: tuple[str, ...]
+    leaves: Sequence[Any],
+    layout: ShardLayout,
+    mesh: Mesh | None,
+    axes: tuple[str, ...],
+    stack: tuple[int, ...] = (),
 ) -> Shards:
     """The parts of whole leaves, each on its device: no device ever holds more than its own.
 
@@ -62,36 +73,67 @@ def cut(
       layout: where the elements go.
       mesh: devices; None: nowhere yet, as numpy arrays.
       axes: its axes, outer first.
+      stack: (number of layers,) if every leaf has the layers first, and the layout is one layer's.
 
     Returns:
       Global arrays, or numpy arrays. Cost: one pack at a time in host memory.
     """
     parts = []
     for pack in layout.packs:
-        pieces = [np.asarray(leaves[s.leaf]).reshape(-1) for s in pack.segments]
-        whole = np.zeros(padded(pack.size, layout.replicas), pieces[0].dtype)
-        np.concatenate(pieces, out=whole[: pack.size])
-        rows = whole.reshape(-1, LANES)
+        pieces = [np.asarray(leaves[s.leaf]).reshape(*stack, -1) for s in pack.segments]
+        whole = np.zeros((*stack, padded(pack.size, layout.replicas)), pieces[0].dtype)
+        np.concatenate(pieces, axis=-1, out=whole[..., : pack.size])
+        rows = whole.reshape(*stack, -1, LANES)
         if mesh is not None:
-            sharding = NamedSharding(mesh, PartitionSpec(axes))
+            sharding = NamedSharding(mesh, spec_of(axes, stack))
             rows = jax.make_array_from_callback(rows.shape, sharding, lambda at, r=rows: r[at])
         parts.append(rows)
     return Shards(tuple(parts), layout, axes)
 
 
-def abstract(layout: ShardLayout, axes: tuple[str, ...]) -> Shards:
+def abstract(layout: ShardLayout, axes: tuple[str, ...], stack: tuple[int, ...] = ()) -> Shards:
     """The shapes of all replicas' parts together."""
     n = layout.replicas
-    shapes = [jax.ShapeDtypeStruct((n * layout.rows(p), LANES), p.dtype) for p in layout.packs]
+    shapes = [
+        jax.ShapeDtypeStruct((*stack, n * layout.rows(p), LANES), p.dtype) for p in layout.packs
+    ]
     return Shards(tuple(shapes), layout, axes)
 
 
 def own_shapes(shards: Shards) -> Shards:
     """The shapes of one replica's parts, from those of all."""
     n = shards.layout.replicas
-    return shards.replace(
-        [jax.ShapeDtypeStruct((x.shape[0] // n, LANES), x.dtype) for x in shards.parts]
-    )
+
+    def own(x: Any) -> jax.ShapeDtypeStruct:
+        *stack, rows, lanes = x.shape
+        return jax.ShapeDtypeStruct((*stack, rows // n, lanes), x.dtype)
+
+    return shards.replace([own(x) for x in shards.parts])
+
+
+def whole_shapes(shards: Shards) -> Any:
+    """The tree that shards are the parts of, as shapes, in the types of the parts."""
+    dtypes = [leaf.dtype for leaf in shards.layout.leaves]
+    for pack, part in zip(shards.layout.packs, shards.parts, strict=True):
+        for s in pack.segments:
+            dtypes[s.leaf] = part.dtype
+    shapes = [
+        jax.ShapeDtypeStruct((*shards.stack, *leaf.shape), dtype)
+        for leaf, dtype in zip(shards.layout.leaves, dtypes, strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(shards.layout.treedef, shapes)  # pyright: ignore[reportArgumentType]
+
+
+def cut_like(leaves: Sequence[Any], shards: Shards) -> Shards:
+    """The parts of whole leaves, laid out and placed as those of `shards` are.
+
+    Args:
+      leaves: as for `cut`.
+      shards: between programs; of shapes or numpy arrays, the result is numpy arrays.
+    """
+    sharding = shards.parts[0].sharding if isinstance(shards.parts[0], jax.Array) else None
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return cut(leaves, shards.layout, mesh, shards.axes, shards.stack)
 
 
 def joined(shards: Shards) -> Any:
@@ -100,14 +142,14 @@ def joined(shards: Shards) -> Any:
     Cost: one pack at a time is brought here; where processes hold parts, every device gets a copy
     of that pack on the way.
     """
-    layout = shards.layout
-    found: list[np.ndarray] = [np.zeros(leaf.shape, leaf.dtype) for leaf in layout.leaves]
+    layout, stack = shards.layout, shards.stack
+    found = [np.zeros((*stack, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
     for pack, part in zip(layout.packs, shards.parts, strict=True):
-        flat, start = read(part).reshape(-1), 0
+        flat, start = read(part).reshape(*stack, -1), 0
         for s in pack.segments:
             # A copy, so that no leaf keeps a whole pack alive.
-            piece = flat[start : start + s.size].copy()
-            found[s.leaf] = piece.reshape(layout.leaves[s.leaf].shape)
+            piece = flat[..., start : start + s.size].copy()
+            found[s.leaf] = piece.reshape((*stack, *layout.leaves[s.leaf].shape))
             start += s.size
     return jax.tree_util.tree_unflatten(layout.treedef, found)  # pyright: ignore[reportArgumentType]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
 import numpy as np
 
+from jaxcoll._cluster.hosts import hosts_of_job
 from jaxcoll._dispatch.corruption_log import Reports
 from jaxcoll._dispatch.executable import remember
 from jaxcoll._mesh.machine_costs import MachineCosts, costs_here
@@ -38,7 +40,8 @@ def ambient_world(axes: dict[str, int]) -> World:
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     platform = str(getattr(device, "platform", None) or jax.default_backend())
-    host_of = {d.process_index: _host(d) for d in jax.devices()}
+    of_processes = hosts_of_job().of_processes
+    host_of = {d.process_index: _host(d, of_processes) for d in jax.devices()}
     hosts = tuple(host_of.get(process, process) for process in range(jax.process_count()))
     kind = _kind(platform, getattr(device, "device_kind", None) or jax.devices()[0].device_kind)
     return _TracedWorlds(_PLATFORMS.get(platform, platform), kind, hosts)(axes)
@@ -119,12 +122,17 @@ class _MeshWorlds:
     hosts: tuple[int, ...]
 
     def __call__(self, axes: dict[str, int]) -> World:
+        hosts, inner = self._met(self.hosts, axes), 0
+        if hosts > 1 and set(axes) <= set(dict(self.shape)):
+            alone = (self._met(self.hosts, {axis: axes[axis]}) == 1 for axis in reversed(axes))
+            inner = sum(1 for _ in itertools.takewhile(bool, alone))
         return World(
             self.platform,
             tuple(axes.values()),
             self._met(self.processes, axes),
             device_kind=self.kind,
-            hosts=self._met(self.hosts, axes),
+            hosts=hosts,
+            inner=inner,
         )
 
     def _met(self, owners: tuple[int, ...], axes: dict[str, int]) -> int:
@@ -155,20 +163,20 @@ def mesh_scope(mesh: jax.sharding.Mesh) -> Scope:
 
 def _worlds_of(mesh: jax.sharding.Mesh) -> _MeshWorlds:
     devices = list(mesh.devices.flat)
-    platform = str(devices[0].platform)
+    platform, of_processes = str(devices[0].platform), hosts_of_job().of_processes
     return _MeshWorlds(
         _PLATFORMS.get(platform, platform),
         _kind(platform, devices[0].device_kind),
         tuple(zip(mesh.axis_names, mesh.devices.shape, strict=True)),
         tuple(d.process_index for d in devices),
-        tuple(map(_host, devices)),
+        tuple(_host(device, of_processes) for device in devices),
     )
 
 
-def _host(device: jax.Device) -> int:
-    """Which host (TPU: slice) a device is on, as far as JAX tells; CPU processes share one."""
+def _host(device: jax.Device, of_processes: tuple[int, ...]) -> int:
+    """Which host (TPU: slice) a device is on, as far as JAX tells, and the job of CPU processes."""
     if device.platform == "cpu":
-        return 0
+        return of_processes[device.process_index] if len(of_processes) > 1 else 0
     index = getattr(device, "slice_index", None)
     return device.process_index if index is None else index
 

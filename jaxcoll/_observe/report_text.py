@@ -21,15 +21,15 @@ MOST = 40
 COLUMNS = ("#", "kind", "from", "dtype", "bytes", "runs", "wire bytes", "meanwhile", "what became")
 
 
-def text(report: ReportData) -> str:
+def text(report: ReportData, width: int = WIDTH) -> str:
     """The headline, a row for each compiled collective, what was dropped, and the notes."""
     lines = [headline(report), compare.summary(report)]
-    parts = [fold(line) for line in lines if line]
+    parts = [fold(line, width) for line in lines if line]
     if report.count:
-        parts.append(_table(report).text(WIDTH))
+        parts.append(_table(report).text(width))
     if report.dropped:
-        parts.append("\n".join(_dropped(report)))
-    return "\n\n".join([*parts, *map(fold, _notes(report))])
+        parts.append("\n".join(shortened(line, width) for line in _dropped(report)))
+    return "\n\n".join([*parts, *(fold(note, width) for note in _notes(report))])
 
 
 def html(report: ReportData) -> str:

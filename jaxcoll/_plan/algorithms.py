@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
+from jaxcoll._plan import wire_formats
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 
@@ -77,16 +78,32 @@ class Stage:
       axes: positions of its axes among those of the reduction, outer first.
       replicas: replicas along those axes together.
       shards: how many parts it cuts its array into; part j is summed by replica j.
+      format: the wire format its parts travel in; "": exactly.
     """
 
     algorithm: str
     axes: tuple[int, ...]
     replicas: int
     shards: int
+    format: str = ""
+
+
+def coded_by(algorithm: str) -> str:
+    """What carries codes where `algorithm` would carry numbers: its outermost part is a shuffle.
+
+    Codes cannot be added on the way, so each part goes to its owner at once.
+
+    Examples:
+      >>> coded_by("ring/native")
+      'ring/shuffle'
+    """
+    return "/".join([*algorithm.split("/")[:-1], "shuffle"])
 
 
 @functools.lru_cache(maxsize=1024)
-def stages(algorithm: str, shards: int, over: tuple[int, ...]) -> tuple[Stage, ...]:
+def stages(
+    algorithm: str, shards: int, over: tuple[int, ...], format: str = ""
+) -> tuple[Stage, ...]:
     """What a named algorithm does along each axis, inner first.
 
     Every stage but the last reduce-scatters, hands its shard to the next, and all-gathers what
@@ -97,6 +114,7 @@ def stages(algorithm: str, shards: int, over: tuple[int, ...]) -> tuple[Stage, .
         next the one around it, and the last part all those that remain.
       shards: shards of an outermost shuffle; 0: one for each replica.
       over: sizes of the reduction's axes, outer first; 1 where nothing is summed.
+      format: the wire format of the outermost part; "": all travels exactly.
 
     Returns:
       The stages; none where nothing is summed.
@@ -115,7 +133,7 @@ def stages(algorithm: str, shards: int, over: tuple[int, ...]) -> tuple[Stage, .
         # Only an outermost shuffle may have fewer owners: an inner stage has a shard for each.
         owners = min(shards, n) if shards and span is outermost and name == "shuffle" else n
         if n > 1:
-            found.append(Stage(name, axes, n, owners))
+            found.append(Stage(name, axes, n, owners, format if span is outermost else ""))
     return tuple(found)
 
 
@@ -207,6 +225,41 @@ def steps(stages: Sequence[Stage]) -> int:
             case "ring":
                 total += 2 * (n - 1)
     return total
+
+
+def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
+    """Bytes of an array of `size` that leave the device that sends most, padding included.
+
+    Law: a stage with a wire format sends 2(n-1) shards of whole blocks, coded.
+
+    Args:
+      stages: what sums it.
+      size: its elements, of a wire format whole blocks of them.
+      itemsize: bytes of one that travels exactly.
+
+    Examples:
+      >>> wire_bytes(stages("ring", 0, (8,)), 80, 4)
+      560
+      >>> wire_bytes(stages("shuffle", 0, (8,), "int8"), 4096, 4)
+      7224
+    """
+    if not stages or not stages[-1].format:
+        return wire_elements(stages, size) * itemsize
+    *inner, outer = stages
+    size = aligned(stages, size)
+    sent = 0
+    for stage in inner:
+        size //= stage.shards
+        sent += 2 * (stage.replicas - 1) * size * itemsize
+    shard = wire_formats.of(outer.format).nbytes(size // outer.shards)
+    return sent + 2 * (outer.replicas - 1) * shard
+
+
+def aligned(stages: Sequence[Stage], size: int) -> int:
+    """`size`, and as much padding as makes the shards of coded stages of whole blocks."""
+    unit = math.prod(stage.shards for stage in stages)
+    unit *= wire_formats.of(stages[-1].format).block
+    return -(-size // unit) * unit
 
 
 def wire_elements(stages: Sequence[Stage], size: int) -> int:

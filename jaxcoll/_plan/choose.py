@@ -62,6 +62,8 @@ def choose(
     else:
         why_packing = ""
     asked = options.algorithm or _implied(options, world)
+    if options.compression is not None:
+        _check_carries_codes(asked, options)
     algorithm, why_algorithm = _carried(asked, options, world)
     check_fits(algorithm, options.shards, world)
     # What was asked for stays, even where the cost model knows a faster way.
@@ -82,6 +84,38 @@ def choose(
         return Choice(packing, algorithm, fixed, 1, options.shards, (*reasons, why_shards))
     why_shards = f"shards: each pack is cut in {options.shards}, reduced side by side, as asked"
     return Choice(packing, algorithm, fixed, options.shards, 0, (*reasons, why_shards))
+
+
+def _check_carries_codes(asked: str, options: CommunicationOptions) -> None:
+    """Refuse what codes cannot be summed by, or what cannot hold of them.
+
+    Raises:
+      ValueError: it names the option beside `compression`.
+    """
+    format, outermost = str(options.compression), asked.split("/")[-1]
+    named = options.algorithm or options.implementation is CommunicationImplementation.RING
+    if named and outermost not in ("native", "shuffle"):
+        raise ValueError(
+            f"`compression` {format!r} does not go with {asked!r}: {DESCRIPTIONS[outermost]} adds "
+            "numbers on the way, and each of its steps would round once more. Leave `algorithm` "
+            "and `implementation` unset, or ask for 'shuffle', or 'inner/shuffle' over two axes."
+        )
+    if options.shards:
+        raise ValueError(
+            f"`compression` {format!r} has one shard for each replica, and `shards="
+            f"{options.shards}` asks for another number: leave `shards` unset."
+        )
+    if options.checksum:
+        raise ValueError(
+            f"`checksum` compares a sum with what was put in, and `compression` {format!r} rounds "
+            "what is put in: leave one of the two unset."
+        )
+    if options.reproducible and "/" in asked:
+        raise ValueError(
+            f"`reproducible` asks for bits that do not depend on the algorithm, and {asked!r} with "
+            f"`compression` {format!r} codes sums of groups, which 'shuffle' does not: leave "
+            "`algorithm` unset."
+        )
 
 
 def _implied(options: CommunicationOptions, world: World) -> str:

@@ -8,6 +8,7 @@ from typing import Any, final
 
 import jax
 
+from jaxcoll._plan import wire_formats
 from jaxcoll._plan.algorithms import canonical
 from jaxcoll._plan.checks import count, is_number, shown
 
@@ -83,6 +84,7 @@ _DEFAULTS: dict[str, Any] = {
     "reproducible": False,
     "overlap": None,
     "checksum": False,
+    "compression": None,
 }
 
 # Both name what carries a reduction, so an override that gives either replaces both.
@@ -138,6 +140,7 @@ _CHECKS: dict[str, Any] = {
     "reproducible": lambda v: _switch("reproducible", v),
     "overlap": _overlap,
     "checksum": lambda v: _switch("checksum", v),
+    "compression": wire_formats.checked,
 }
 
 
@@ -187,6 +190,14 @@ class CommunicationOptions:
         `ReductionCorruptedError`. `reduce_scatter`, and `all_gather` of its `Shards`, refuse it;
         of other gathers there is no sum to compare. docs/hangs.md has
         what it finds and what it costs.
+      compression: what the elements of a sum travel as: "bf16", "int8" or "int4", or `jc.Bf16()`,
+        `jc.Int8(block=256)`, `jc.Int4(block=64)`. Every replica sends each other one its share as
+        codes, these are added in float32, and the sum is coded once more: two roundings for any
+        number of replicas. Coded are floats of 16 and 32 bits in leaves that fill a block (64 of
+        bf16); other leaves travel exactly. Of "inner/outer" only the outer part is coded. Refused
+        with `checksum`, `shards`, and an outermost ring or halving_doubling. None: exact sums;
+        bfloat16 leaves travel as 16 bits over Gloo, too, which XLA would widen. See
+        docs/less-on-the-wire.md.
 
     Raises:
       ValueError: an argument has an impossible value, which the message names with it; or
@@ -209,6 +220,7 @@ class CommunicationOptions:
     reproducible: bool = UNSET
     overlap: bool | None = UNSET
     checksum: bool = UNSET
+    compression: wire_formats.WireFormat | str | None = UNSET  # read: never a string
 
     def __post_init__(self) -> None:
         given = tuple(
@@ -282,14 +294,23 @@ class CommunicationOptions:
 del CommunicationOptions.__dataclass_fields__
 
 
-def checked(options: Any) -> CommunicationOptions:
+def checked(options: Any, exactly: str = "") -> CommunicationOptions:
     """`options`; for None, options of which none is given.
 
+    Args:
+      options: what was passed.
+      exactly: the function it was passed to, if that has no use for a wire format.
+
     Raises:
-      ValueError: `options` is something else; the message says what came.
+      ValueError: `options` is something else, or asks for a wire format where there is none.
     """
     if options is None:
         return CommunicationOptions()
     if isinstance(options, CommunicationOptions):
+        if exactly and options.compression is not None:
+            raise ValueError(
+                f"`{exactly}` sends every value exactly, and `compression` "
+                f"{str(options.compression)!r} is for sums: leave `compression` unset here."
+            )
         return options
     raise ValueError(f"`options` must be a CommunicationOptions or None; got {shown(options)}.")

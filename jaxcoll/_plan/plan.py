@@ -11,7 +11,7 @@ import zlib
 from typing import Any
 
 from jaxcoll._plan import plan_json
-from jaxcoll._plan.algorithms import Stage, stages, steps, wire_elements
+from jaxcoll._plan.algorithms import Stage, stages, steps, wire_bytes, wire_elements
 from jaxcoll._plan.cost.model import Cost, Prices, loads
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import ReduceOp
@@ -26,11 +26,11 @@ from jaxcoll._plan.packs.automatic import (
 )
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack, Segment
-from jaxcoll._plan.packs.shard_layout import padded
+from jaxcoll._plan.packs.shard_layout import LANES, padded
 from jaxcoll._plan.world import World
 from jaxcoll._show import codec
 from jaxcoll._show.table import Table, lines_html
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import counted, fold
 
 COLUMNS = ("pack", "dtype", "algorithm", "leaves", "bytes", "carries")
 MOST_ROWS, MOST_ROWS_HTML = 20, 40
@@ -59,8 +59,9 @@ class Plan:
       in_backward: whether it stands where gradients appear (`sync_in_backward`), perhaps in a loop,
         so that the backward pass orders its packs and nothing else does.
       collective: "all_reduce", or one of its halves: "reduce_scatter" or "all_gather", whose packs
-        are padded to as many rows of 128 elements on each replica.
+        are padded to as many rows of `lanes` elements on each replica.
       checksum: whether what comes back is compared with a checksum of what was put in.
+      lanes: elements of a row of a half's packs; 1 where leaves are cut along their own rows.
     """
 
     reduce_op: ReduceOp
@@ -75,6 +76,7 @@ class Plan:
     in_backward: bool = False
     collective: str = "all_reduce"
     checksum: bool = False
+    lanes: int = LANES
 
     @property
     def algorithm(self) -> str:
@@ -120,7 +122,7 @@ class Plan:
         `jc.inspect` and profilers find packs by it: pack 3 travels as `<name>/pack3`.
         """
         packs = [
-            (pack.dtype.name, pack.over, [(s.leaf, s.start, s.size) for s in pack.segments])
+            (pack.shown_type, pack.over, [(s.leaf, s.start, s.size) for s in pack.segments])
             for pack in self.packs
         ]
         # Not a counter, which would differ between processes; and JAX does not number scopes.
@@ -142,12 +144,14 @@ class Plan:
         """Bytes that leave the device that sends most, padding included."""
         if self.collective != "all_reduce":
             return sum(
-                wire_elements(self.stages(p), padded(p.size, self.world.replicas))
+                wire_elements(self.stages(p), padded(p.size, self.world.replicas, self.lanes))
                 * p.dtype.itemsize
                 // 2
                 for p in self.packs
             )
-        packed = sum(wire_elements(self.stages(p), p.size) * p.dtype.itemsize for p in self.packs)
+        packed = sum(
+            wire_bytes(self.stages(p), sum(p.lengths), p.dtype.itemsize) for p in self.packs
+        )
         return packed + sum((math.prod(x.over) - 1) * x.gathers for x in self.gathers)
 
     @property
@@ -162,7 +166,7 @@ class Plan:
 
     def stages(self, pack: Pack) -> tuple[Stage, ...]:
         """What is done along each axis to sum `pack`, inner first."""
-        return stages(pack.algorithm, self.owners, pack.over)
+        return stages(pack.algorithm, self.owners, pack.over, pack.format)
 
     @property
     def chained(self) -> bool:
@@ -213,6 +217,7 @@ class Plan:
             "overlap": self.overlap,
             "in_backward": self.in_backward,
             "checksum": self.checksum,
+            "lanes": self.lanes,
             "platform": self.world.platform,
             "replicas": self.world.replicas,
             "axis_sizes": list(self.world.sizes),
@@ -257,7 +262,7 @@ class Plan:
     def rows(self) -> list[tuple[str, str, str, str, str, str]]:
         """The table's cells: pack or "rows", dtype, algorithm, leaves, bytes, what it carries."""
         packs = [
-            (str(k), p.dtype.name, p.algorithm, str(len(p.segments)), f"{p.nbytes:,}", carries)
+            (str(k), p.shown_type, p.algorithm, str(len(p.segments)), f"{p.nbytes:,}", carries)
             for k, p in enumerate(self.packs)
             for carries in [self.carried(k)]
         ]
@@ -288,19 +293,23 @@ class Plan:
             f"{cost.copy * 1e3:.3g} copies), from {self.terms.source}"
         )
 
-    def text(self) -> str:
-        """What `str(plan)` shows, with all rows of the table."""
-        return self._text(Table(COLUMNS, ">>>>><", self.rows()))
+    def text(self, rows: int | None = None, width: int | None = None) -> str:
+        """What `str(plan)` shows, with all rows of the table.
+
+        Args:
+          rows: of the table at most; None: all.
+          width: of a line at most: sentences are folded, and rows cut; None: any.
+        """
+        cells = self.rows()
+        shown = cells if rows is None or len(cells) <= rows else cells[: rows - 1]
+        left = len(cells) - len(shown)
+        more = f"… and {left:,} more: `plan.text()`, or --all-rows, shows them" if left else ""
+        lines = [self.headline, *self.reasons, self.prediction]
+        lines = lines if width is None else [fold(line, width) for line in lines]
+        return "\n".join([*lines, Table(COLUMNS, ">>>>><", shown, more=more).text(width)])
 
     def __str__(self) -> str:
-        rows = self.rows()
-        shown = rows if len(rows) <= MOST_ROWS else rows[: MOST_ROWS - 1]
-        left = len(rows) - len(shown)
-        more = f"… and {left:,} more: `plan.text()`, or --all-rows, shows them" if left else ""
-        return self._text(Table(COLUMNS, ">>>>><", shown, more=more))
-
-    def _text(self, table: Table) -> str:
-        return "\n".join([self.headline, *self.reasons, self.prediction, table.text()])
+        return self.text(MOST_ROWS)
 
     def _repr_html_(self) -> str:
         rows = self.rows()

@@ -10,6 +10,7 @@ from jaxcoll._plan.cost.terms import terms_of
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack
+from jaxcoll._plan.packs.shard_layout import LANES
 from jaxcoll._plan.world import World
 from jaxcoll._show import codec
 
@@ -21,6 +22,7 @@ def described(pack: Pack, leaves: Sequence[Leaf]) -> dict[str, Any]:
     """A pack for other programs, its leaves by their paths."""
     return {
         "dtype": pack.dtype.name,
+        "format": pack.format,
         "algorithm": pack.algorithm,
         "elements": pack.size,
         "bytes": pack.nbytes,
@@ -74,6 +76,7 @@ def fields(text: str) -> dict[str, Any]:
             "in_backward": data.get("in_backward", False),
             "collective": data.get("collective", "all_reduce"),
             "checksum": data.get("checksum", False),
+            "lanes": data.get("lanes", LANES),
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from jaxcoll._plan import wire_formats
 from jaxcoll._plan.algorithms import Stage
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.cost.model import Cost, Prices
@@ -14,11 +15,20 @@ from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs import overlap
-from jaxcoll._plan.packs.automatic import Way, algorithms_for, fastest, in_words, priced, rules_for
+from jaxcoll._plan.packs.automatic import (
+    PACKED,
+    Way,
+    algorithms_for,
+    fastest,
+    in_words,
+    priced,
+    rules_for,
+)
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import Pack, PackingRule, cut
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
+from jaxcoll._show.units import counted
 
 _NO_ORDER = """\
 `reproducible` cannot hold for {leaf}: it is sharded over another axis of the mesh, so that only \
@@ -68,25 +78,36 @@ def make_plan(
         rule = overlap.rule_for(leaves, options.bytes_per_pack, prices)
         choice = dataclasses.replace(choice, packing=rule)
     names = (choice.algorithm,) if choice.fixed else algorithms_for(world)
-    rules = (choice.packing,) if choice.packing else rules_for(world)
+    rules = (choice.packing,) if choice.packing else rules_for(world, leaves)
     found = list(priced(leaves, rules, names, prices))
     rule, packs, cost = fastest(found, leaves)
     # After pricing: the number of parts was asked for, and is not searched.
     packs = cut(packs, choice.parts)
     if options.reproducible:
         _check_mapped(leaves, packs, _NO_ORDER)
+        _check_uncut(leaves, packs)
     if options.checksum:
         _check_mapped(leaves, packs, _NO_CHECKSUM)
     reasons = list(choice.reasons)
     if not choice.packing:
         reasons.insert(0, _why(rule, cost, found, terms, world))
-    if any(pack.algorithm != choice.algorithm and not pack.solid for pack in packs):
+    exact = [pack for pack in packs if not pack.solid and not pack.format]
+    others = {pack.algorithm for pack in exact} - {choice.algorithm}
+    if any("/" in name for name in others):
+        reasons.append(
+            f"two levels: summed within each of the {world.hosts} hosts first, so that less "
+            "crosses between them, which is predicted to be faster"
+        )
+    elif others:
         reasons.append("small packs: by exchanges of our own, which are predicted to be faster")
     if apart:
         reasons += overlap.reasons(given, packs, rule, world, in_backward)
-    elif any(pack.algorithm == "native" and not pack.is_leaf(leaves) for pack in packs):
+    elif any(pack.algorithm == "native" and not pack.is_leaf(leaves) for pack in exact):
         reasons.append("compiled: the compiler may combine packs further; packs are what is asked")
-    widened = sorted({f"{x.dtype.name} as {x.wire.name}" for x in leaves if x.wire != x.dtype})
+    reasons += _formats(leaves, packs, options)
+    widened = sorted(
+        {f"{x.dtype.name} as {x.wire.name}" for x in leaves if x.wire != x.dtype and not x.format}
+    )
     if widened:
         reasons.append(f"dtypes: {', '.join(widened)}")
     if choice.algorithm != "native" and any(pack.solid for pack in packs):
@@ -142,6 +163,8 @@ def _why(
     world: World,
 ) -> str:
     """Why an automatic packing is the one it is."""
+    if not world.over_gloo and rule == PACKED:
+        return f"packs: {in_words(rule)}, because no compiler combines exchanges of codes"
     if not world.over_gloo:
         return (
             "packs: none, because inside one process and on accelerators the compiler combines "
@@ -152,6 +175,42 @@ def _why(
         f"packs: {in_words(rule)}, predicted to take {cost.seconds * 1e3:.3g} ms, against "
         f"{alone * 1e3:.3g} ms for every leaf alone ({terms.source})"
     )
+
+
+def _formats(
+    leaves: Sequence[Leaf], packs: Sequence[Pack], options: CommunicationOptions
+) -> Iterator[str]:
+    """What travels in a wire format, and what does not, in a sentence."""
+    for name in dict.fromkeys(x.format for x in leaves if x.format):
+        format = wire_formats.of(name)
+        of = sum(x.format == name for x in leaves)
+        blocks = f" in blocks of {format.block}" if format.block > 1 else ""
+        between = any("/" in pack.algorithm and pack.format == name for pack in packs)
+        why = "as asked" if options.compression else "because Gloo would get them as float32"
+        yield (
+            f"format: {name}{blocks} for {counted(of, 'leaf', 'leaves')}, {why}: codes go to the "
+            "owner of each shard, who adds them in float32 and sends the sum as codes"
+            + ", between groups only"
+            * between
+        )
+    exact = [x for x in leaves if x.travels and not x.format]
+    if options.compression and exact:
+        yield (
+            f"exactly: {counted(len(exact), 'leaf', 'leaves')}, under a block of "
+            f"{options.compression} or not of 16- or 32-bit floats"
+        )
+
+
+def _check_uncut(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
+    """Refuse a packing that cuts a leaf inside of a block where bits must not depend on it."""
+    for pack in packs:
+        block = wire_formats.of(pack.format).block if pack.format else 1
+        if any(s.start % block for s in pack.segments):
+            leaf = where(leaves[pack.segments[0].leaf].path)
+            raise ValueError(
+                f"`reproducible` with `compression` {pack.format!r}: packs end inside {leaf}, "
+                "which would have other blocks than alone. Leave `overlap` and `num_packs` unset."
+            )
 
 
 def _check_mapped(leaves: Sequence[Leaf], packs: Sequence[Pack], refusal: str) -> None:

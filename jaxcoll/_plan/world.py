@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from jaxcoll._show import codec
+
 
 @dataclasses.dataclass(frozen=True)
 class World:
@@ -17,6 +19,8 @@ class World:
       partly_mapped: some axis of the mesh is not mapped at this point.
       device_kind: what JAX calls the devices ("NVIDIA H100 80GB HBM3"); "" where it is not known.
       hosts: hosts (TPU: slices) that those devices belong to.
+      inner: how many of the axes, counted from the last, stay within a host each; 0 where there is
+        one host, or where that is not known.
     """
 
     platform: str = "cpu"
@@ -25,6 +29,7 @@ class World:
     partly_mapped: bool = False
     device_kind: str = ""
     hosts: int = 1
+    inner: int = dataclasses.field(default=0, metadata=codec.OPTIONAL)
 
     @property
     def replicas(self) -> int:
@@ -38,4 +43,5 @@ class World:
 
     def __str__(self) -> str:
         where = f"{self.processes} processes" if self.processes > 1 else "one process"
+        where += f" on {self.hosts} hosts" * (self.over_gloo and self.hosts > 1)
         return f"{' × '.join(map(str, self.sizes))} × {self.platform}, {where}"

@@ -82,9 +82,9 @@ def shortened(line: str, width: int) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def fold(line: str) -> str:
-    """`line` in lines of at most `WIDTH`."""
-    lines, width = [""], WIDTH
+def fold(line: str, width: int = WIDTH) -> str:
+    """`line` in lines of at most `width`."""
+    lines = [""]
     for word in line.split():
         if len(lines[-1]) + len(word) >= width and lines[-1]:
             lines.append(" ")

@@ -35,7 +35,7 @@ def broadcast(value: Any, axis_name: str | tuple[str, ...], *, source: int, scop
     flat, treedef = jax.tree_util.tree_flatten_with_path(value)
     leaves = [_as_array(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
     summed = all_reduce(
-        ReduceOp.SUM, [_shown(here, leaf) for leaf in leaves], axis_name, scope=scope
+        ReduceOp.SUM, [_shown(here, leaf) for leaf in leaves], axis_name, scope=scope.exactly
     )
     results = [_as_it_was(total, leaf.dtype) for total, leaf in zip(summed, leaves, strict=True)]
     return jax.tree_util.tree_unflatten(treedef, results)

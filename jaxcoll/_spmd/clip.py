@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,26 +11,26 @@ from jax import lax
 from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.norms import global_norm
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.shards import Shards
 
 
-def clipped(shards: Shards, max_norm: float, *, scope: Scope) -> Shards:
+def clipped(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: Scope) -> Any:
     """The same shards, scaled so that the norm of the whole tree is at most `max_norm`.
 
     Law: as `optax.clip_by_global_norm` of the whole tree, to rounding; squares are summed, and
     shards scaled, in float32, or wider where a leaf is: the norm need not fit into float16.
 
     Args:
-      shards: this replica's; the zeros behind them add nothing.
+      shards: this replica's, or a tree of them; the zeros behind them add nothing.
+      axes: that they are split over.
       max_norm: a positive number.
       scope: options and world of the sum over replicas.
 
     Returns:
       Shards, *varying*. Cost: one all-reduce of a number.
     """
-    if not shards.parts:
+    if not jax.tree.leaves(shards):
         return shards
-    norm = global_norm(shards, shards.axes, scope=scope)
+    norm = global_norm(shards, axes, scope=scope)
     within = norm < max_norm
 
     def scaled(x: jax.Array) -> jax.Array:

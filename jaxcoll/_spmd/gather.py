@@ -95,7 +95,7 @@ def _rows(
     ]
     # There are no sums to cut in shards.
     world = scope.world(axes)
-    choice = choose(scope.options.replace(shards=UNSET), world)
+    choice = choose(scope.exactly.options.replace(shards=UNSET), world)
     packs = plan_packs(leaves, choice.packing or usual(world))
     steps = stages(choice.algorithm, 0, over)
     rows = []

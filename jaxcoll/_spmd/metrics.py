@@ -109,7 +109,7 @@ def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
             f"{where(jax.tree_util.keystr(path))} is {kind}, which does not say how it is added up."
         )
     parts = varied(parts, axes, caller)
-    parts = all_reduce(ReduceOp.SUM, parts, axis_name, scope=scope, packing=NumPacks(1))
+    parts = all_reduce(ReduceOp.SUM, parts, axis_name, scope=scope.exactly, packing=NumPacks(1))
     return put_together(rest, settled(parts, 1))
 
 

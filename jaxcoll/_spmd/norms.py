@@ -49,7 +49,7 @@ def _in_shards(x: jax.Array, axes: dict[str, int]) -> bool:
 
 def _summed(total: jax.Array, axis_name: Any, axes: dict[str, int], scope: Scope) -> jax.Array:
     total = _compat.as_varying(total, tuple(axes))
-    return all_reduce(ReduceOp.SUM, total, axis_name, scope=scope)
+    return all_reduce(ReduceOp.SUM, total, axis_name, scope=scope.exactly)
 
 
 def _counted_once(square: jax.Array, x: jax.Array, axes: dict[str, int]) -> jax.Array:

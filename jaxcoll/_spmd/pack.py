@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import Pack, Segment
+from jaxcoll._plan.packs.packing import Pack
 
 
 def pack(
@@ -43,9 +43,19 @@ def pack(
     return [
         arrays[p.segments[0].leaf]
         if p.is_leaf(leaves)
-        else jnp.concatenate([piece(s.leaf, s.start, s.size) for s in p.segments])
+        else jnp.concatenate(
+            [
+                _filled(piece(s.leaf, s.start, s.size), length)
+                for s, length in zip(p.segments, p.lengths, strict=True)
+            ]
+        )
         for p in packs
     ]
+
+
+def _filled(piece: jax.Array, length: int) -> jax.Array:
+    """`piece` with zeros behind it."""
+    return jnp.pad(piece, (0, length - piece.size)) if length > piece.size else piece
 
 
 def unpack(
@@ -70,16 +80,14 @@ def unpack(
         if plan.is_leaf(leaves):
             pieces[plan.segments[0].leaf] = [array]
             continue
-        for s, piece in zip(
-            plan.segments, _cut(array, plan.segments, one_kernel_a_shape), strict=True
-        ):
+        for s, piece in zip(plan.segments, _cut(array, plan, one_kernel_a_shape), strict=True):
             pieces.setdefault(s.leaf, []).append(piece)
     return [_joined(pieces[i], leaf) if i in pieces else None for i, leaf in enumerate(leaves)]
 
 
-def _cut(array: jax.Array, segments: Sequence[Segment], hidden_by: str | None) -> list[jax.Array]:
+def _cut(array: jax.Array, plan: Pack, hidden_by: str | None) -> list[jax.Array]:
     """The pieces of a pack, one after another."""
-    alike = Counter(s.size for s in segments)
+    alike = Counter(s.size for s in plan.segments)
     if array.size > np.iinfo(np.int32).max:  # an offset that is data would not fit
         hidden_by = None
     # Zero, as no compiler knows: the axis's index has no sign bit.
@@ -87,7 +95,7 @@ def _cut(array: jax.Array, segments: Sequence[Segment], hidden_by: str | None) -
         _compat.as_invariant(lax.axis_index(hidden_by), (hidden_by,)), np.int32(31)
     )
     pieces, offset = [], 0
-    for s in segments:
+    for s, length in zip(plan.segments, plan.lengths, strict=True):
         if zero is None or alike[s.size] == 1:
             pieces.append(array[offset : offset + s.size])
         else:
@@ -98,7 +106,7 @@ def _cut(array: jax.Array, segments: Sequence[Segment], hidden_by: str | None) -
             pieces.append(
                 lax.dynamic_slice(array, (start,), (s.size,), allow_negative_indices=False)
             )
-        offset += s.size
+        offset += length
     return pieces
 
 

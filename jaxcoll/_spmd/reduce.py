@@ -15,12 +15,19 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import Leaf, check_reducible, no_array, where, wire_dtype
+from jaxcoll._plan import wire_formats
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs.leaves import (
+    Leaf,
+    check_reducible,
+    no_array,
+    travels_as,
+    where,
+    wire_dtype,
+)
 from jaxcoll._plan.packs.packing import Pack, PackingRule
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import make_plan, stages_of_checksum
-from jaxcoll._plan.world import World
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.table import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
@@ -56,6 +63,7 @@ def all_reduce(
     same: Mapping[str, frozenset[str]] = MappingProxyType({}),
     reasons: tuple[str, ...] = (),
     in_backward: bool = False,
+    exact: frozenset[str] = frozenset(),
 ) -> Any:
     """Reduce every leaf of `value` over the replicas along `axis_name`; see `jc.all_reduce`.
 
@@ -72,6 +80,7 @@ def all_reduce(
         those axes: they are taken as "replicated" there, whatever their types say.
       reasons: what else the plan should say.
       in_backward: whether the backward pass itself comes by here, as soon as these gradients exist.
+      exact: paths of leaves that travel exactly, whatever wire format is asked for.
 
     Returns:
       The reduced tree, *invariant* over the axes.
@@ -98,9 +107,16 @@ def all_reduce(
         for path, x in zip(paths, taken, strict=True)
     ]
     arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
+    solid = [_compat.is_partially_sharded(array) for array in arrays]
+    wires = [
+        (wire_dtype(np.dtype(array.dtype), reduce_op, world), "")
+        if held or path in exact or isinstance(whole, IndexedSlices)
+        else travels_as(np.dtype(array.dtype), array.shape, reduce_op, world, scope.options)
+        for path, whole, array, held in zip(paths, taken, arrays, solid, strict=True)
+    ]
     recipes = [
-        _recipe(reduce_op, path, array, axes, world, invariant, same.get(path, frozenset()))
-        for path, array in zip(paths, arrays, strict=True)
+        _recipe(reduce_op, path, array, axes, wire, invariant, same.get(path, frozenset()))
+        for path, array, (wire, _) in zip(paths, arrays, wires, strict=True)
     ]
     leaves = [
         Leaf(
@@ -110,9 +126,10 @@ def all_reduce(
             wire=recipe.dtype if isinstance(whole, IndexedSlices) else recipe.wire,
             kind=recipe,
             over=tuple(n if a in recipe.over else 1 for a, n in axes.items()),
-            solid=_compat.is_partially_sharded(array),
+            solid=solid[i],
             indices=np.dtype(whole.indices.dtype) if isinstance(whole, IndexedSlices) else None,
             ready=None if ready is None else ready[i],
+            format=wires[i][1],
         )
         for i, (path, whole, array, recipe) in enumerate(
             zip(paths, taken, arrays, recipes, strict=True)
@@ -133,6 +150,13 @@ def all_reduce(
         for k, (leaf, recipe, packed) in enumerate(zip(taken, recipes, reduced, strict=True))
     ]
     return scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
+
+
+def check_any_coded(value: Any, given: CommunicationOptions) -> None:
+    """Refuse a wire format, asked for in this call, for leaves of which it codes none by type."""
+    found = [getattr(x, "dtype", None) for x in jax.tree.leaves(value)]
+    if given.compression is not None and None not in found:
+        wire_formats.check_any_coded(given.compression, found)
 
 
 def reduced_once(value: Any, axis_name: Any, *, scope: Scope) -> Any:
@@ -184,7 +208,12 @@ def _carry_out(plan: Plan, packs: Sequence[jax.Array], heard: Heard) -> list[jax
             if plan.chained and totals:
                 array = _compat.ordered(array, after=totals[-1])
             sent.append(array)
-            totals.append(algorithms.all_reduce(array, plan.stages(planned), recipe.axes))
+            stages = plan.stages(planned)
+            if planned.format:
+                total, _ = algorithms.coded_all_reduce(array, stages, recipe.axes)
+            else:
+                total = algorithms.all_reduce(array, stages, recipe.axes)
+            totals.append(total)
     bad = _corrupted(plan, sent, totals, heard) if plan.checksum else {}
     results = []
     for k, (planned, total) in enumerate(zip(plan.packs, totals, strict=True)):
@@ -235,7 +264,7 @@ def _recipe(
     path: str,
     array: jax.Array,
     axes: dict[str, int],
-    world: World,
+    wire: np.dtype,
     invariant: Invariant,
     same: frozenset[str],
 ) -> Recipe:
@@ -255,7 +284,7 @@ def _recipe(
         axes=tuple(axes),
         varying=varying,
         dtype=dtype,
-        wire=wire_dtype(dtype, reduce_op, world),
+        wire=wire,
         times=repeated,
         divisor=count(axes) // repeated if reduce_op is ReduceOp.MEAN else None,
     )

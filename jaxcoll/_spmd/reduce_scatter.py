@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,8 +24,8 @@ from jaxcoll._spmd.arithmetic import Recipe, before, divided
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.pack import pack
 from jaxcoll._spmd.reduce import hiding_axis
-from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.shards import Shards, blocks_of, check_fits, sharded_leaves, tree_of, whole_of
+from jaxcoll._spmd.scope import Scope, differentiation
+from jaxcoll._spmd.shards import Shards, blocks_of, check_fits, leaves_of, sharded_leaves, whole_of
 
 _ALREADY_REDUCED = """\
 `reduce_scatter` over {axes}: {leaf} is already the same on every replica, so reducing it again \
@@ -56,6 +56,17 @@ def reduce_scatter(
         check_fits(layout, treedef, found, count(axes), "reduce_scatter")
     plan, layout = plan_scatter(treedef, found, reduce_op, axes, world, scope, layout)
     scope.record(plan)
+    return Shards(_scattered(arrays, plan, layout, recipes, axes), layout, tuple(axes))
+
+
+def _scattered(
+    arrays: Sequence[jax.Array],
+    plan: Plan,
+    layout: ShardLayout,
+    recipes: Sequence[Recipe],
+    axes: Mapping[str, int],
+) -> tuple[jax.Array, ...]:
+    """This replica's part of each pack of the reduced leaves."""
     parts = []
     for k, (planned, packed) in enumerate(
         zip(plan.packs, pack(arrays, layout.packs, layout.leaves), strict=True)
@@ -66,7 +77,7 @@ def reduce_scatter(
             total = algorithms.reduce_scatter(blocks, plan.stages(planned), tuple(axes))
             part = divided(total, recipe)
             parts.append(_compat.as_stored(part) if plan.reproducible and recipe.divisor else part)
-    return Shards(tuple(parts), layout, tuple(axes))
+    return tuple(parts)
 
 
 def plan_scatter(
@@ -108,19 +119,74 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
             f"{counted(layout.replicas, 'replica')} over {', '.join(map(repr, shards.axes))}; "
             "gather them over the axes they were made over."
         )
-    world = scope.world(axes)
-    plan = plan_half(
-        "all_gather", ReduceOp.SUM, layout, layout.leaves, scope.options, world, scope.terms(world)
-    )
+    if shards.stack:
+        raise ValueError(
+            f"`all_gather` got Shards of {shards.stack[0]} stacked layers, all of which no device "
+            "has room for: gather each layer where it is used, in the body of a `lax.scan` over "
+            "these Shards or by `jc.scan_layers`; between programs `jc.unshard` makes the tree."
+        )
+    # Each leaf of the tree has the type of the pack that holds it.
+    held = {
+        s.leaf: x.dtype for p, x in zip(layout.packs, shards.parts, strict=True) for s in p.segments
+    }
+    leaves = [
+        dataclasses.replace(leaf, dtype=held.get(i, leaf.dtype), wire=held.get(i, leaf.dtype))
+        for i, leaf in enumerate(layout.leaves)
+    ]
+    parts = [_compat.as_varying(x, tuple(axes)) for x in shards.parts]
+    found = _gather_of(layout, leaves, axes, scope)(parts)
+    inside = differentiation()
+    if inside is None or not inside.retyped.issuperset(axes):
+        found = [_compat.as_invariant(x, tuple(axes), summed=True) for x in found]
+    tree = jax.tree_util.tree_unflatten(layout.treedef, found)  # pyright: ignore[reportArgumentType]
+    return scope.vouched(tree, axes)
+
+
+def _held(shards: Shards) -> list[Leaf]:
+    """The leaves in the types of the parts that hold them, which may have been cast."""
+    leaves = list(shards.layout.leaves)
+    for planned, part in zip(shards.layout.packs, shards.parts, strict=True):
+        for s in planned.segments:
+            leaves[s.leaf] = dataclasses.replace(leaves[s.leaf], dtype=part.dtype, wire=part.dtype)
+    return leaves
+
+
+def _gather_of(
+    layout: ShardLayout, leaves: Sequence[Leaf], axes: Mapping[str, int], scope: Scope
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """From parts to leaves, *varying*; its derivative reduce-scatters their cotangents, as a SUM.
+
+    What JAX makes of the gather's own derivative sends as much, but adds up as many padded packs
+    as there are leaves, and no plan shows it.
+    """
+    world = scope.world(dict(axes))
+    asked = (scope.options, world, scope.terms(world))
+    plan = plan_half("all_gather", ReduceOp.SUM, layout, leaves, *asked)
     scope.record(plan)
-    wholes = []
-    for k, (planned, part) in enumerate(zip(plan.packs, shards.parts, strict=True)):
-        with jax.named_scope(f"{plan.name}/pack{k}"):
-            sent = _compat.as_varying(part.astype(carried_dtype(part.dtype)), tuple(axes))
-            blocks = algorithms.all_gather(sent, plan.stages(planned), tuple(axes))
-            wholes.append(whole_of(blocks.astype(part.dtype), layout, k))
-    hidden = hiding_axis(axes) if world.platform == "cpu" else None
-    return scope.vouched(tree_of(wholes, layout, hidden), axes)
+    hidden = hiding_axis(dict(axes)) if world.platform == "cpu" else None
+
+    def gathered(parts: list[jax.Array]) -> list[jax.Array]:
+        wholes = []
+        for k, (planned, part) in enumerate(zip(plan.packs, parts, strict=True)):
+            with jax.named_scope(f"{plan.name}/pack{k}"):
+                sent = part.astype(carried_dtype(part.dtype))
+                blocks = algorithms.all_gather(sent, plan.stages(planned), tuple(axes))
+                wholes.append(whole_of(blocks.astype(part.dtype), layout, k))
+        return leaves_of(wholes, layout, hidden)
+
+    def scattered(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
+        recipes = [_recipe(leaf, ReduceOp.SUM, axes, world) for leaf in leaves]
+        wired = [
+            dataclasses.replace(leaf, wire=recipe.wire)
+            for leaf, recipe in zip(leaves, recipes, strict=True)
+        ]
+        back = plan_half("reduce_scatter", ReduceOp.SUM, layout, wired, *asked)
+        scope.record(back)
+        return (list(_scattered(cotangents, back, layout, recipes, axes)),)
+
+    gather = jax.custom_vjp(gathered)
+    gather.defvjp(lambda parts: (gathered(parts), None), scattered)
+    return gather
 
 
 def _recipe(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world: World) -> Recipe:

@@ -19,7 +19,7 @@ from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
-from jaxcoll._plan.options import CommunicationOptions
+from jaxcoll._plan.options import UNSET, CommunicationOptions
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.checks.corruption_callback import Heard
@@ -72,6 +72,11 @@ class Scope:
         if seconds and self.deadline is not None:
             self.deadline(seconds)
         return dataclasses.replace(self, options=self.options.merge(options))
+
+    @property
+    def exactly(self) -> Scope:
+        """This scope for what is not a gradient, and is not rounded on the wire."""
+        return dataclasses.replace(self, options=self.options.replace(compression=UNSET))
 
     def vouched(self, result: Any, axes: Iterable[str]) -> Any:
         """The result of a reduction over `axes`, marked where somebody will look for it.

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
+from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.packs.leaves import Leaf, no_array, where
 from jaxcoll._plan.packs.shard_layout import (
     LANES,
@@ -35,12 +36,16 @@ class Shards:
 
     Inside a program `parts` are this replica's, *varying*; between programs they are the global
     arrays of all replicas' parts, laid out over the mesh. `jc.data_parallel` takes and returns
-    them so by itself. What adds, scales or compares elements by themselves (`jax.tree.map`, an
-    elementwise optimizer) sees the zeros at the end of each pack as well; what looks at the shape
-    of leaves, or sums over them, sees rows of 128 and one replica's part.
+    them so by itself. Of stacked layers every part has the layers first, and the layout is that of
+    one layer: `lax.scan` over such Shards gives each turn the Shards of its layer.
+
+    What adds, scales or compares elements by themselves (`jax.tree.map`, an elementwise optimizer)
+    sees the zeros at the end of each pack as well; what looks at the shape of leaves, or sums over
+    them, sees rows of 128 and one replica's part.
 
     Attributes:
-      parts: an array for each pack, of shape (rows, 128); of all n replicas (n * rows, 128).
+      parts: an array for each pack, of shape (rows, 128); of all n replicas (n * rows, 128). Of
+        stacked layers (layers, rows, 128) and (layers, n * rows, 128).
       layout: which elements of which leaf they hold; static, hashable, the same on all replicas.
       axes: the mesh axes that the parts are split over, outer first.
 
@@ -61,6 +66,11 @@ class Shards:
         """Other values in the same places."""
         return dataclasses.replace(self, parts=tuple(parts))
 
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """(number of layers,) if the parts are those of stacked layers; () otherwise."""
+        return tuple(np.shape(self.parts[0])[:-2]) if self.parts else ()
+
 
 def is_shards(x: Any) -> bool:
     """Whether `x` is a `Shards`; to be passed as `is_leaf`."""
@@ -70,6 +80,34 @@ def is_shards(x: Any) -> bool:
 def shards_in(tree: Any) -> list[Shards]:
     """Every `Shards` in a tree, in order."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_shards) if is_shards(x)]
+
+
+def axes_of_shards(tree: Any) -> list[tuple[str, ...]]:
+    """For each array of a tree the axes of the `Shards` that it is a part of; () outside of any."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_shards)
+    return [x.axes if is_shards(x) else () for x in nodes for _ in jax.tree.leaves(x)]
+
+
+def check_no_shards(value: Any, axis_name: str | tuple[str, ...], caller: str) -> None:
+    """Refuse to reduce parts of `Shards`, which are of different elements on every replica.
+
+    Raises:
+      AlreadyReducedError: a tree holds Shards along an axis of the reduction.
+    """
+    names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+    for path, x in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_shards):
+        if is_shards(x) and names.intersection(x.axes) and jax.tree.leaves(x):
+            leaf = where(jax.tree_util.keystr(path))
+            raise AlreadyReducedError(
+                _PARTS.format(caller=caller, leaf=leaf, axes=", ".join(map(repr, x.axes)))
+            )
+
+
+_PARTS = """\
+`{caller}`: {leaf} is `Shards` along {axes}: each replica holds another part of it, and this would \
+add up elements that have nothing to do with each other. Gradients in Shards are reduced already, \
+by the derivative of `jc.all_gather` or `jc.scan_layers` or by `jc.reduce_scatter`: give them to \
+the optimizer as they are. Their norm is `jc.global_norm`; `jc.all_gather` makes the tree."""
 
 
 def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any, tuple[Leaf, ...]]:
@@ -137,20 +175,24 @@ def own_part(
     return Shards(tuple(parts), layout, tuple(axes))
 
 
-def all_parts(value: Any, layout: ShardLayout, axes: tuple[str, ...]) -> Shards:
+def all_parts(
+    value: Any, layout: ShardLayout, axes: tuple[str, ...], stack: tuple[int, ...] = ()
+) -> Shards:
     """All replicas' parts together of a whole tree, in a program that maps no axis.
 
     Args:
       value: a pytree of arrays, those of the layout.
       layout: where the elements go.
       axes: the axes that the parts are meant to be split over, outer first.
+      stack: (number of layers,) if every leaf has the layers first, and the layout is one layer's.
     """
+
+    def rows(*arrays: jax.Array) -> list[jax.Array]:
+        packed = pack(arrays, layout.packs, layout.leaves)
+        return [blocks_of(x, layout, k).reshape(-1, LANES) for k, x in enumerate(packed)]
+
     arrays = [jnp.asarray(x) for x in jax.tree.leaves(value)]
-    parts = [
-        blocks_of(packed, layout, k).reshape(-1, LANES)
-        for k, packed in enumerate(pack(arrays, layout.packs, layout.leaves))
-    ]
-    return Shards(tuple(parts), layout, axes)
+    return Shards(tuple((jax.vmap(rows) if stack else rows)(*arrays)), layout, axes)
 
 
 def check_fits(
@@ -165,7 +207,8 @@ def check_fits(
         raise ValueError(
             f"`{caller}`: these shards are one of {layout.replicas} each, and here are {replicas} "
             "replicas. Bring the state to them between programs, with the optimizer's `unshard` "
-            "and then `shard` of one that is made for them."
+            "and then `shard` of one that is made for them, and parameters with `jc.unshard` and "
+            "`jc.shard`."
         )
     difference = first_difference(found, layout.leaves)
     if not difference and treedef != layout.treedef:
@@ -194,14 +237,15 @@ def whole_of(blocks: jax.Array, layout: ShardLayout, k: int) -> jax.Array:
     return flat.reshape(leaf.shape) if planned.is_leaf(layout.leaves) else flat
 
 
-def tree_of(wholes: Sequence[jax.Array], layout: ShardLayout, hidden: str | None = None) -> Any:
-    """The tree again, from its whole packs without their padding."""
+def leaves_of(
+    wholes: Sequence[jax.Array], layout: ShardLayout, hidden: str | None = None
+) -> list[jax.Array]:
+    """The leaves again, from their whole packs without their padding."""
     found = unpack(wholes, layout.packs, layout.leaves, one_kernel_a_shape=hidden)
-    arrays = [
+    return [
         jnp.zeros(leaf.shape, leaf.dtype) if array is None else array
         for array, leaf in zip(found, layout.leaves, strict=True)
     ]
-    return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
 
 
 def _is_special(x: Any) -> bool:

@@ -16,6 +16,12 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _BATCHES = {"batch", "batches", "x", "xs", "inputs", "images", "tokens", "data", "examples"}
 """What batches are called."""
 
+FLAGS = """\
+`data_parallel`: while a step is traced, all of its arguments are arrays, whose values are not \
+known, numbers and flags such as `train=True` as well. Bind what the step decides by before you \
+wrap it, `jc.data_parallel(functools.partial(step, train=True))`, one wrapped step for each value; \
+or decide in the program, by `jnp.where` or `lax.cond`."""
+
 Slot = int | str
 """An argument of a call: the position it was passed at, or the keyword."""
 

@@ -13,8 +13,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxcoll._dispatch.call import Call as DispatchedCall
+from jaxcoll._dispatch.call import settings_of
 from jaxcoll._dispatch.compiler_options import known_options
-from jaxcoll._dispatch.dispatch import run
+from jaxcoll._dispatch.dispatch import run, start
 from jaxcoll._dispatch.executable import remember
 from jaxcoll._dispatch.inner_deadlines import InnerDeadlines
 from jaxcoll._mesh.mesh import (
@@ -28,7 +29,7 @@ from jaxcoll._mesh.mesh import (
 from jaxcoll._mesh.shard_arrays import specs_of
 from jaxcoll._mesh.world import mesh_scope, topology_scope
 from jaxcoll._plan.cost.clusters import Topology
-from jaxcoll._plan.options import UNSET, CommunicationOptions, checked
+from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._step.arguments import Call, Signature, Slot, bound_step, positions
@@ -183,11 +184,6 @@ class DataParallel:
         )
 
     @functools.cached_property
-    def settings_text(self) -> str:
-        """The options that processes have to have in common, in words."""
-        return repr(self._options.replace(timeout_seconds=UNSET))
-
-    @functools.cached_property
     def _processes(self) -> int:
         return equal_shares(self._devices)
 
@@ -222,28 +218,33 @@ class DataParallel:
         return self._options.checksum
 
     @property
+    def settings_text(self) -> str:
+        """The options that processes have to have in common, in words."""
+        return settings_of(self._options)
+
+    @property
     def num_replicas(self) -> int:
         """Replicas that share a batch."""
         return math.prod(self.mesh.shape[a] for a in self._axes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step's result on the whole batch; see `data_parallel`."""
+        with no_mesh():
+            return run(self._call(args, kwargs))
+
+    def start(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        """Begin a call, after those begun before; what is returned waits for what it returns."""
+        with no_mesh():
+            return start(self._call(args, kwargs))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DispatchedCall:
         self._calls += 1
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
-        with no_mesh():
-            args, kwargs, batch = self._arguments.placed(self._arguments.asked(args, kwargs))
-            program = self._compiled(batch, args, kwargs)
-            call = DispatchedCall(
-                program,
-                args,
-                self._devices,
-                name,
-                self._options,
-                kwargs,
-                rows=True,
-                inner=self._inner,
-            )
-            return run(call)
+        args, kwargs, batch = self._arguments.placed(self._arguments.asked(args, kwargs))
+        program = self._compiled(batch, args, kwargs)
+        return DispatchedCall(
+            program, args, self._devices, name, self._options, kwargs, None, True, self._inner
+        )
 
     def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:
         """This step on a cluster that is not here: to be traced and lowered, not to be called.

@@ -29,6 +29,8 @@ from jaxcoll._jaxpr.summed_again import check_sums
 from jaxcoll._jaxpr.summed_gradients import Summed, crossing_sums, summed_gradients
 from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.scope import Scope, entered
+from jaxcoll._step.arguments import FLAGS
+from jaxcoll._step.lost_updates import check_lost_updates
 from jaxcoll._step.out_specs import output_specs
 
 _SUMMED = """\
@@ -102,9 +104,13 @@ class StepProgram:
           AlreadyReducedError: what is reduced already would be reduced again.
           _NotProvenError: see ValueError.
           TypeError: the step's own, or JAX's of types that do not fit.
+          ConcretizationTypeError: the step decides by the value of an argument.
         """
         try:
             run = self._asked(self.checks is not False, lying, args, kwargs)
+        except jax.errors.ConcretizationTypeError as error:
+            error.add_note(FLAGS)
+            raise
         except Exception as error:
             if self.checks is not None or not _is_refused_by_types(error):
                 raise
@@ -168,6 +174,7 @@ class StepProgram:
 
         def ask(args: Any, kwargs: Any) -> None:
             traced = step.trace(*args, **kwargs)
+            check_lost_updates(self.step, args, kwargs)
             found.append((traced.jaxpr, traced.out_info))
 
         with entered(scope):
@@ -252,6 +259,8 @@ class _Run:
       scope: under which it was traced.
       plans: that were recorded.
       summed: gradients that types have summed, of losses that are each replica's own.
+      program: its equations.
+      typed: whether types told replicas apart.
     """
 
     call: Callable[[Any, Any], Any]

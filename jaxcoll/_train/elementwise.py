@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,10 +12,10 @@ import numpy as np
 
 from jaxcoll._jaxpr.mixing import Origin, origins
 from jaxcoll._mesh.mesh import no_mesh
-from jaxcoll._mesh.placement import is_array
+from jaxcoll._mesh.placement import is_array, shape_of
 from jaxcoll._mesh.shard_arrays import abstract, cut, joined, own_shapes
 from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
-from jaxcoll._spmd.shards import Shards, is_shards, sharded_leaves
+from jaxcoll._spmd.shards import Shards, is_shards, sharded_leaves, shards_in
 
 _REPLICAS = 2
 _LEARNED = (
@@ -47,21 +46,36 @@ def check_elementwise(tx: Any) -> None:
     steps = [jax.tree.map(lambda x, s=s: s * x, tree) for s in (1.0, 1e-2, 1e15)]
     broken = jax.tree.map(np.copy, tree)
     broken["matrix"][0, 0] = np.nan
-    _compare(tx, jax.tree.map(lambda x: 30 * x[::-1].copy(), tree), [*steps, broken, tree], True)
-    _check_programs(tx, _layout(tree))
+    params = jax.tree.map(lambda x: 30 * x[::-1].copy(), tree)
+    _compare(tx, params, [*steps, broken, tree], True, _ONE)
+    parts = own_shapes(abstract(_layout(tree), ("probe",)))
+    _check_programs(tx, jax.tree.map(shape_of, tree), parts)
 
 
-def check_on_structure(tx: Any, params: Any, layout: ShardLayout) -> None:
-    """`check_elementwise` with the names, ranks and shapes of `params`, which `layout` cuts."""
+def check_on_structure(tx: Any, whole: Any, parts: Any) -> None:
+    """`check_elementwise` with the names, ranks and shapes of a user's parameters.
+
+    Args:
+      tx: the optimizer.
+      whole: the parameters, or their shapes.
+      parts: the shapes of one replica's: the same tree in `Shards`, of which there may be several.
+    """
     rng = np.random.default_rng(1)
 
     def small(leaf: Any) -> Any:
         floating = jnp.issubdtype(getattr(leaf, "dtype", np.float32), np.inexact)
         return _normal(rng, (2,) * np.ndim(leaf)) if floating else np.zeros((2,) * np.ndim(leaf))
 
-    tree = jax.tree.map(small, params)
-    _compare(tx, jax.tree.map(lambda x: 30 * x, tree), [tree, tree, tree], False)
-    _check_programs(tx, layout)
+    tree = jax.tree.map(small, whole)
+    nodes = jax.tree.structure(parts, is_leaf=is_shards)
+    _compare(tx, jax.tree.map(lambda x: 30 * x, tree), [tree, tree, tree], False, nodes)
+    _check_programs(tx, jax.tree.map(shape_of, whole), parts)
+
+
+def like(tree: Any) -> Callable[[Any], bool]:
+    """Whether a part of an optimizer's state is like `tree`; to be passed as `is_leaf`."""
+    structure = jax.tree.structure(tree)
+    return lambda x: jax.tree.structure(x) == structure
 
 
 @contextlib.contextmanager
@@ -76,16 +90,12 @@ def _by_itself() -> Iterator[None]:
         yield
 
 
-def _check_programs(tx: Any, layout: ShardLayout) -> None:
+def _check_programs(tx: Any, shapes: Any, parts: Any) -> None:
     """Refuse `tx` where its program for these shapes, whole or in shards, mixes elements."""
-    shapes = jax.tree.unflatten(
-        layout.treedef, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layout.leaves]
-    )
     with _by_itself():
-        parts = own_shapes(abstract(layout, ("probe",)))
-        nodes, treedef = jax.tree.flatten(jax.eval_shape(tx.init, parts), is_leaf=is_shards)
-        for like in (parts, shapes):
-            state = jax.eval_shape(tx.init, like)
+        nodes, treedef = jax.tree.flatten(jax.eval_shape(tx.init, parts), is_leaf=like(parts))
+        for given in (parts, shapes):
+            state = jax.eval_shape(tx.init, given)
             try:
                 found = treedef.flatten_up_to(state)
             except (ValueError, TypeError) as error:
@@ -93,12 +103,12 @@ def _check_programs(tx: Any, layout: ShardLayout) -> None:
             numbers = [
                 number
                 for node, part in zip(nodes, found, strict=True)
-                for number in _numbers(part, like if is_shards(node) else None)
+                for number in _numbers(part, given if like(parts)(node) else None)
             ]
-            _check_program(tx.update, like, state, numbers)
+            _check_program(tx.update, given, state, numbers)
 
 
-def check_with_more(tx: Any, parts: Shards, state: Any, extra: dict[str, Any]) -> None:
+def check_with_more(tx: Any, parts: Any, state: Any, extra: dict[str, Any]) -> None:
     """Refuse `tx` where the `extra` arguments of `update` make it mix one replica's elements."""
     leaves, treedef = jax.tree.flatten(extra)
     given = {i: jax.typeof(x) for i, x in enumerate(leaves) if is_array(x)}
@@ -112,8 +122,8 @@ def check_with_more(tx: Any, parts: Shards, state: Any, extra: dict[str, Any]) -
 
     numbers = [
         number
-        for node in jax.tree.leaves(of_state, is_leaf=is_shards)
-        for number in _numbers(node, own if is_shards(node) else None)
+        for node in jax.tree.leaves(of_state, is_leaf=like(own))
+        for number in _numbers(node, own if like(own)(node) else None)
     ]
     of_more: list[Origin] = ["an array beside the gradients" if x.shape else None for x in shapes]
     with _by_itself():
@@ -127,12 +137,12 @@ def _other_state(why: str) -> ValueError:
     )
 
 
-def _numbers(part: Any, like: Any) -> list[Origin]:
-    """Which array of `like` each leaf of a part of the state belongs to; None: to none."""
+def _numbers(part: Any, params: Any) -> list[Origin]:
+    """Which array of `params` each leaf of a part of the state belongs to; None: to none."""
     leaves = jax.tree.leaves(part)
-    if like is None:
+    if params is None:
         return [None] * len(leaves)
-    expected = jax.tree.leaves(like)
+    expected = jax.tree.leaves(params)
     if len(leaves) != len(expected):
         raise _other_state(f"a tree has {len(leaves)} leaves in the place of {len(expected)}")
     for kept, leaf in zip(leaves, expected, strict=True):
@@ -143,15 +153,15 @@ def _numbers(part: Any, like: Any) -> list[Origin]:
 
 def _check_program(
     update: Callable[..., Any],
-    like: Any,
+    params: Any,
     state: Any,
     numbers: list[Origin],
     more: Sequence[Any] = (),
     of_more: Sequence[Origin] = (),
 ) -> None:
     extra = (list(more),) if more else ()
-    program, shapes = jax.make_jaxpr(update, return_shape=True)(like, state, like, *extra)
-    own: list[Origin] = list(range(len(jax.tree.leaves(like))))
+    program, shapes = jax.make_jaxpr(update, return_shape=True)(params, state, params, *extra)
+    own: list[Origin] = list(range(len(jax.tree.leaves(params))))
     found = origins(program, [*own, *numbers, *own, *of_more])
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     for path, origin, wanted in zip(paths, found, [*own, *numbers], strict=True):
@@ -164,8 +174,19 @@ def _check_program(
             )
 
 
-def _compare(tx: Any, params: Any, grads: list[Any], compiled: bool) -> None:
-    """Refuse `tx` where its updates differ at any element that is finite in all steps."""
+def _compare(tx: Any, params: Any, grads: list[Any], compiled: bool, nodes: Any) -> None:
+    """Refuse `tx` where its updates differ at any element that is finite in all steps.
+
+    Args:
+      tx: the optimizer.
+      params: a small tree.
+      grads: of each step.
+      compiled: whether its update is.
+      nodes: the tree's structure down to what is in one `Shards`.
+
+    Raises:
+      ValueError: they differ, or `tx` does not run.
+    """
     # Whether dtypes may mix is for the program to find out, not for this one.
     with jax.ensure_compile_time_eval(), _by_itself():
         try:
@@ -178,7 +199,7 @@ def _compare(tx: Any, params: Any, grads: list[Any], compiled: bool) -> None:
                 "say so with `assume_elementwise=True`. " + _LEARNED
             ) from error
         try:
-            found, states = _in_shards(tx, params, grads, compiled)
+            found, states = _in_shards(tx, params, grads, compiled, nodes)
         except Exception as error:
             raise ValueError(
                 "`sharded_optimizer`: the optimizer does not run on shards "
@@ -246,13 +267,12 @@ def _run(tx: Any, params: Any, grads: list[Any], compiled: bool) -> tuple[list[A
 
 
 def _in_shards(
-    tx: Any, params: Any, grads: list[Any], compiled: bool
+    tx: Any, params: Any, grads: list[Any], compiled: bool, nodes: Any
 ) -> tuple[list[Any], list[Any]]:
     """The updates of each step by two replicas that know nothing of each other; their states."""
-    layout = _layout(params)
 
-    def parts_of(tree: Any, rank: int) -> Shards:
-        return _part(cut(jax.tree.leaves(tree), layout, None, ("probe",)), layout, rank)
+    def parts_of(tree: Any, rank: int) -> Any:
+        return nodes.unflatten(_part(part, rank) for part in nodes.flatten_up_to(tree))
 
     of_each, states = zip(
         *(
@@ -261,7 +281,7 @@ def _in_shards(
         ),
         strict=True,
     )
-    return [joined(_stacked(*updates)) for updates in zip(*of_each, strict=True)], list(states)
+    return [_together(updates) for updates in zip(*of_each, strict=True)], list(states)
 
 
 def _layout(tree: Any) -> ShardLayout:
@@ -269,18 +289,23 @@ def _layout(tree: Any) -> ShardLayout:
     return layout_of(treedef, leaves, _REPLICAS)
 
 
-def _part(shards: Shards, layout: ShardLayout, rank: int) -> Shards:
+def _part(tree: Any, rank: int) -> Shards:
+    layout = _layout(tree)
+    shards = cut(jax.tree.leaves(tree), layout, None, ("probe",))
     rows = [layout.rows(pack) for pack in layout.packs]
     parts = [x[rank * r : (rank + 1) * r] for x, r in zip(shards.parts, rows, strict=True)]
     return shards.replace(parts)
 
 
-def _stacked(*of_each: Any) -> Shards:
-    first = of_each[0]
-    if not is_shards(first):
-        raise ValueError(f"expected updates like the gradients; got {type(first).__name__}")
-    columns = zip(*(shards.parts for shards in of_each), strict=True)
-    return dataclasses.replace(first, parts=tuple(np.concatenate(column) for column in columns))
+def _together(of_each: Sequence[Any]) -> Any:
+    """The whole updates, from each replica's."""
+    joined_up = jax.tree.map(lambda *parts: np.concatenate(parts), *of_each)
+    if not shards_in(joined_up):
+        raise ValueError(f"expected updates like the gradients; got {type(joined_up).__name__}")
+    return jax.tree.map(joined, joined_up, is_leaf=is_shards)
+
+
+_ONE = jax.tree.structure(0)
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

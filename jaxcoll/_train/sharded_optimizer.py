@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxcoll import _compat
 from jaxcoll._mesh.mesh import checked_mesh, has_axes, no_mesh
 from jaxcoll._mesh.placement import place
-from jaxcoll._mesh.shard_arrays import abstract, cut, joined, read, specs_of
+from jaxcoll._mesh.shard_arrays import abstract, cut, own_shapes, specs_of, whole_shapes
 from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.checks import is_number
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
@@ -21,16 +21,23 @@ from jaxcoll._spmd import reduce_scatter as halves
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.clip import clipped
 from jaxcoll._spmd.reduce import reduced_once
+from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.shards import (
     Shards,
     all_parts,
-    check_fits,
     is_shards,
     own_part,
     sharded_leaves,
     shards_in,
 )
 from jaxcoll._train.elementwise import check_elementwise, check_on_structure, check_with_more
+from jaxcoll._train.shard import unshard
+from jaxcoll._train.update_checks import (
+    check_all_in_shards,
+    check_gradients_in_shards,
+    check_like,
+    check_same,
+)
 
 
 def sharded_optimizer(
@@ -143,7 +150,8 @@ class ShardedOptimizer:
         Args:
           params: the whole parameters. Between programs numpy arrays, `jax.Array`s that this
             process can read, or `jax.ShapeDtypeStruct`s; in a program that maps the axis, arrays
-            that all replicas hold. `jax.jit` and `jax.eval_shape` take `init` as well.
+            that all replicas hold. Or parameters in shards: `Shards` of `jc.shard`, or a tree of
+            them. `jax.jit` and `jax.eval_shape` take `init` as well.
 
         Returns:
           The state of `tx` with `Shards` in it. Between programs they are global arrays over the
@@ -152,8 +160,10 @@ class ShardedOptimizer:
 
         Raises:
           ValueError: a leaf cannot be cut, or differs between replicas where that is known; or `tx`
-            goes by names or ranks of leaves.
+            goes by names or ranks of leaves; or arrays stand beside Shards.
         """
+        if shards_in(params):
+            return self._init_in_shards(params)
         if set(self._axes) <= set(_compat.axes_in_scope()):
             scope = scope_here().merged(self._options)
             own = own_part(params, self._axis_name, _CALLER, scope=scope)
@@ -173,6 +183,28 @@ class ShardedOptimizer:
             over = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs_of(shapes))
             return jax.jit(self._tx.init, out_shardings=over)(parts)
 
+    def _init_in_shards(self, params: Any) -> Any:
+        """The state for parameters that are in shards already."""
+        check_all_in_shards(params)
+        own = set(self._axes) <= set(_compat.axes_in_scope())
+        shapes = jax.eval_shape(lambda: params)
+        if not self._assumed:
+            whole = jax.tree.map(whole_shapes, shapes, is_leaf=is_shards)
+            parts = jax.tree.map(lambda x: x if own else own_shapes(x), shapes, is_leaf=is_shards)
+            check_on_structure(self._tx, whole, parts)
+        if own:
+            return _varying(self._tx.init(params))
+        leaves = jax.tree.leaves(params)
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            return self._laid_out(self._tx.init(params))
+        state = jax.eval_shape(self._tx.init, shapes)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            return state
+        with no_mesh():
+            mesh = leaves[0].sharding.mesh
+            over = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(state))
+            return jax.jit(self._tx.init, out_shardings=over)(params)
+
     def update(
         self, grads: Any, state: Any, params: Any = None, *, reduced: bool = False, **extra: Any
     ) -> tuple[Any, Any]:
@@ -181,16 +213,19 @@ class ShardedOptimizer:
         Args:
           grads: `Shards` from `value_and_grad(..., scatter=True)` or `reduce_scatter`; or a tree
             like the parameters, of each replica's own gradients, which is reduce-scattered first.
+            For parameters in shards the gradients that `value_and_grad` returns, in the same ones.
           state: what `init`, `shard` or the last `update` returned.
-          params: the whole parameters, for optimizers that look at them.
+          params: the parameters as `init` was given them: whole, for optimizers that look at them;
+            or in shards, which are always needed.
           reduced: `grads` is a plain tree that is the same on all replicas, as `value_and_grad`
             returns it without `scatter`; it is not sent again.
           **extra: given to `tx.update` as it is; the same on all replicas, as a reduced loss is.
 
         Returns:
-          `(updates, state)`: the updates a tree like the parameters, whole and *invariant*; the
-          state's `Shards` *varying*. Cost: a reduce-scatter, unless `grads` are shards, and an
-          all-gather; with `max_norm` an all-reduce of a number more.
+          `(updates, state)`: the updates a tree like the parameters, whole and *invariant*, or in
+          the same shards; the state's `Shards` *varying*. Cost: a reduce-scatter, unless `grads`
+          are shards, and an all-gather, unless the parameters are; with `max_norm` an all-reduce
+          of a number more.
 
         Raises:
           NameError: the axis is not mapped here.
@@ -202,10 +237,15 @@ class ShardedOptimizer:
         """
         axes = bound_axes(self._axis_name, f"{_CALLER}.update")
         scope = scope_here().merged(self._options)
+        if shards_in(params):
+            check_gradients_in_shards(grads, params)
+            grads = self._checked(grads, state, extra, axes, scope)
+            updates, state = self._tx.update(grads, state, params, **extra)
+            return updates, _varying(state)
         found = shards_in(state)
         layout = found[0].layout if found else None
         if is_shards(grads):
-            _check_like(grads, layout, count(axes))
+            check_like(grads, layout, count(axes))
         elif reduced:
             grads = own_part(grads, self._axis_name, _CALLER, scope=scope, layout=layout)
         else:
@@ -213,17 +253,29 @@ class ShardedOptimizer:
             grads = halves.reduce_scatter(
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
             )
-        self._check_state(grads, state)
-        _check_same(extra, tuple(axes))
-        if extra and not self._assumed:
-            check_with_more(self._tx, grads, state, extra)
-        if self._max_norm is not None:
-            grads = clipped(grads, self._max_norm, scope=scope)
+        grads = self._checked(grads, state, extra, axes, scope)
         if params is not None:
             params = own_part(params, self._axis_name, _CALLER, scope=scope, layout=grads.layout)
         updates, state = self._tx.update(grads, state, params, **extra)
         # Updates are gathered and not parameters: as many bytes, and rounded where optax rounds.
         return halves.all_gather(updates, self._axis_name, scope=scope), _varying(state)
+
+    def _checked(
+        self,
+        grads: Any,
+        state: Any,
+        extra: dict[str, Any],
+        axes: dict[str, int],
+        scope: Scope,
+    ) -> Any:
+        """The gradients in shards as `tx` gets them, once all that it gets is checked."""
+        self._check_state(grads, state)
+        check_same(extra, tuple(axes))
+        if extra and not self._assumed:
+            check_with_more(self._tx, grads, state, extra)
+        if self._max_norm is None:
+            return grads
+        return clipped(grads, tuple(axes), self._max_norm, scope=scope)
 
     def unshard(self, state: Any) -> Any:
         """The state that the unsharded `tx` would have: for checkpoints, whatever n is.
@@ -235,16 +287,14 @@ class ShardedOptimizer:
           The same tree with whole leaves in the place of `Shards`; numpy arrays all. Cost: the
           state, in host memory; where several processes hold parts, all of them must call.
         """
-        return jax.tree.map(
-            lambda x: joined(x) if is_shards(x) else read(x), state, is_leaf=is_shards
-        )
+        return unshard(state)
 
     def shard(self, state: Any, params: Any) -> Any:
         """The inverse of `unshard`, for the replicas of this optimizer's mesh.
 
         Args:
           state: of the unsharded `tx`, with arrays that this process can read whole.
-          params: the parameters, or their shapes.
+          params: the parameters, or their shapes; whole or in shards.
 
         Returns:
           What `init` returns, with these values.
@@ -252,8 +302,11 @@ class ShardedOptimizer:
         Raises:
           ValueError: the state is not that of `tx` for such parameters.
         """
-        layout, _ = self._layout(params)
-        template = jax.eval_shape(self._tx.init, abstract(layout, self._axes))
+        if shards_in(params):
+            parts = jax.eval_shape(lambda: params)
+        else:
+            parts = abstract(self._layout(params)[0], self._axes)
+        template = jax.eval_shape(self._tx.init, parts)
         nodes, treedef = jax.tree.flatten(template, is_leaf=is_shards)
         try:
             values = treedef.flatten_up_to(state)
@@ -265,22 +318,23 @@ class ShardedOptimizer:
         with no_mesh():
             whole = NamedSharding(self.mesh, PartitionSpec())
             placed = [
-                self._cut(value, node.layout) if is_shards(node) else place(value, whole)
+                self._cut(value, node) if is_shards(node) else place(value, whole)
                 for node, value in zip(nodes, values, strict=True)
             ]
         return treedef.unflatten(placed)
 
-    def _cut(self, tree: Any, layout: ShardLayout) -> Shards:
+    def _cut(self, tree: Any, like: Shards) -> Shards:
         leaves, treedef = jax.tree.flatten(tree)
         shapes = [jax.numpy.shape(leaf) for leaf in leaves]
-        if treedef != layout.treedef or shapes != [leaf.shape for leaf in layout.leaves]:
-            wanted = {leaf.path: leaf.shape for leaf in layout.leaves}
+        layout, stack = like.layout, like.stack
+        wanted = {leaf.path: (*stack, *leaf.shape) for leaf in layout.leaves}
+        if treedef != layout.treedef or shapes != list(wanted.values()):
             raise ValueError(
                 "`shard`: a part of the state is not like the parameters. It has leaves of shapes "
                 f"{shapes[:5]}, and the parameters {list(wanted.items())[:5]}."
             )
         assert isinstance(self.mesh, Mesh), "an abstract mesh holds no values"
-        return cut(leaves, layout, self.mesh, self._axes)
+        return cut(leaves, layout, self.mesh, self._axes, stack)
 
     def _laid_out(self, state: Any) -> Any:
         """A state that is being traced, each part of it bound for its device."""
@@ -296,7 +350,7 @@ class ShardedOptimizer:
 
     def _check(self, params: Any, layout: ShardLayout) -> None:
         if not self._assumed:
-            check_on_structure(self._tx, params, layout)
+            check_on_structure(self._tx, params, own_shapes(abstract(layout, self._axes)))
 
     def _layout(self, params: Any) -> tuple[ShardLayout, list[Any]]:
         """The layout over this mesh, and the leaves."""
@@ -319,29 +373,6 @@ class ShardedOptimizer:
             f"`{_CALLER}.update` expects a state like {jax.tree.structure(expected)}; got "
             f"{jax.tree.structure(state)}. Make it with this optimizer's `init` or `shard`."
         )
-
-
-def _check_like(grads: Shards, layout: ShardLayout | None, replicas: int) -> None:
-    """Refuse shards that are laid out otherwise than the state's."""
-    if layout is None or grads.layout == layout:
-        return
-    check_fits(layout, grads.layout.treedef, grads.layout.leaves, replicas, f"{_CALLER}.update")
-    raise ValueError(
-        f"`{_CALLER}.update`: the gradients' shards are packed otherwise than the state's "
-        f"({grads.layout} and {layout}). Give `bytes_per_pack` to both, in the options of "
-        "`sharded_optimizer` and of `data_parallel` or `value_and_grad`, or to none."
-    )
-
-
-def _check_same(extra: dict[str, Any], axes: tuple[str, ...]) -> None:
-    """Refuse arguments that differ between replicas, whose parts would be updated differently."""
-    for path, x in jax.tree_util.tree_leaves_with_path(extra, is_leaf=is_shards):
-        if isinstance(x, jax.Array) and _compat.varying_axes(x) & set(axes):
-            raise ValueError(
-                f"`{_CALLER}.update`: {jax.tree_util.keystr(path)} differs between replicas, and "
-                "each would update its part of the parameters by its own. Reduce it first, as "
-                "with `jc.all_reduce`; the loss that `jc.value_and_grad` returns is reduced."
-            )
 
 
 def _varying(state: Any) -> Any:

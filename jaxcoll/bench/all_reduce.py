@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxcoll._mesh.machine_costs import machine
-from jaxcoll.bench.counters import busy_seconds, idle_loopback_rate, loopback_bytes
+from jaxcoll.bench.counters import busy_seconds, idle_rate
 from jaxcoll.bench.naming import BASELINE
 from jaxcoll.bench.rank_pool import Entry, Team
 from jaxcoll.bench.results import Result
@@ -46,7 +46,7 @@ class Contestant:
       description: of `Rank.describe`; the error is the largest of all ranks.
       warm: seconds of the last call that did not count.
       calls: in one round.
-      barrier_bytes: that the barrier before a round sends through loopback.
+      barrier_bytes: that the barrier before a round sends.
       rounds: what was measured.
     """
 
@@ -72,9 +72,9 @@ class Contestant:
 
     def turn(self) -> Round:
         """Carry it out, `calls` times."""
-        before = loopback_bytes() or 0
+        before = self.team.sent_bytes() or 0
         ranks = self.team.do("time", name=self.name, calls=self.calls)
-        sent = (loopback_bytes() or 0) - before - self.barrier_bytes
+        sent = (self.team.sent_bytes() or 0) - before - self.barrier_bytes
         return Round(
             seconds=max(x["seconds"] for x in ranks) / self.calls,
             cpu_seconds=sum(x["cpu_seconds"] for x in ranks) / self.calls,
@@ -136,7 +136,7 @@ def measure(
         for c in (c for c in chosen.values() if c.team is team):
             c.barrier_bytes = barrier_bytes
     # Before the rounds, so that what others send meanwhile can be told from what is measured.
-    idle = idle_loopback_rate() if loopback_bytes() is not None else 0.0
+    idle = idle_rate(teams[0].sent_bytes)
     start = _spent(teams)
     for measured in interleaved(_turns(chosen, Contestant.turn, "measure", progress), rounds):
         for name, values in measured.items():
@@ -185,6 +185,7 @@ def _result(
         machine=machine() if world["platform"] == "cpu" else str(world["device"]),
         devices=world["devices"],
         processes=world["processes"],
+        network=c.team.network,
         reduce_op=reduce_op,
         dtypes=tuple(dict.fromkeys(x.dtype.name for x in workload.leaves)),
         leaves=len(workload.leaves),
@@ -229,19 +230,19 @@ def _shortlist(workload: Workload, team: Team, progress: Callable[[str], None]) 
 
 
 def _barrier_bytes(team: Team) -> float:
-    """Bytes that a barrier sends through loopback."""
+    """Bytes that a barrier sends."""
 
     def sent() -> float:
-        before = loopback_bytes() or 0
+        before = team.sent_bytes() or 0
         team.do("time", name="", calls=0)
-        return (loopback_bytes() or 0) - before
+        return (team.sent_bytes() or 0) - before
 
     return float(np.median([sent() for _ in range(3)]))
 
 
 def _sockets(c: Contestant, idle: float) -> tuple[float | None, bool | None]:
     """Bytes per device by the kernel, and whether other traffic may have been counted with them."""
-    if not c.team.on_loopback or loopback_bytes() is None:
+    if c.team.sent_bytes() is None:
         return None, None
     # Other traffic only ever adds, so the least is nearest to the truth.
     least, usual = max(0.0, min(c.of("socket_bytes"))), np.median(c.of("socket_bytes"))
@@ -253,7 +254,7 @@ def _sockets(c: Contestant, idle: float) -> tuple[float | None, bool | None]:
 def _spent(teams: Sequence[Team]) -> tuple[float, float, float]:
     """Wall clock, busy seconds of all cores, and those of all ranks and of this process."""
     # A rank that is not launched is this process.
-    ranks = sum(sum(team.do("cpu_seconds")) for team in teams if team.on_loopback)
+    ranks = sum(sum(team.do("cpu_seconds")) for team in teams if team.launched)
     return time.perf_counter(), busy_seconds() or 0.0, ranks + time.process_time()
 
 

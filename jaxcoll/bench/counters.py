@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _NETWORK, _CORES = Path("/proc/net/dev"), Path("/proc/stat")
@@ -14,11 +15,13 @@ def loopback_bytes() -> int | None:
     return transmitted_bytes(_NETWORK.read_text(), "lo") if _NETWORK.exists() else None
 
 
-def idle_loopback_rate(seconds: float = 0.25) -> float:
-    """Bytes per second that others send through loopback while nothing is measured."""
-    before, start = loopback_bytes() or 0, time.perf_counter()
+def idle_rate(sent_bytes: Callable[[], int | None], seconds: float = 0.25) -> float:
+    """Bytes per second that a counter counts while nothing is measured; 0 where there is none."""
+    before, start = sent_bytes(), time.perf_counter()
+    if before is None:
+        return 0.0
     time.sleep(seconds)
-    return ((loopback_bytes() or 0) - before) / (time.perf_counter() - start)
+    return ((sent_bytes() or 0) - before) / (time.perf_counter() - start)
 
 
 def busy_seconds() -> float | None:

@@ -9,7 +9,8 @@ from jaxcoll._plan.algorithms import DESCRIPTIONS, canonical
 from jaxcoll._plan.options import CommunicationOptions
 
 BASELINE = "per-leaf"
-TWIN = "per-leaf again"
+AGAIN = " again"
+TWIN = BASELINE + AGAIN
 """The same program as the baseline: what differs between the two is the noise of the run."""
 
 PEERS = ("torch", "tensorflow")

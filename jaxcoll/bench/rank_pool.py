@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 
 from jaxcoll._cluster.launch.local import LaunchError
 from jaxcoll._cluster.launch.subprocesses import signal_name, surely_ended
+from jaxcoll.bench.counters import loopback_bytes
 from jaxcoll.bench.ranks.rank import Rank
 
 Entry = tuple[str, ...]
@@ -31,15 +33,21 @@ class Team(abc.ABC):
       entries: the contestants.
       world: how its first rank describes it; see `Rank.world`.
       on_this_host: whether all ranks are known to run on this machine.
-      on_loopback: whether what they exchange goes through its loopback interface.
+      launched: whether they are processes of their own.
+      network: what joins their hosts, in words; "": it is one host, or that is not known.
     """
 
     on_this_host = False
-    on_loopback = False
+    launched = False
+    network = ""
 
     def __init__(self, entries: Sequence[Entry], world: dict[str, Any]) -> None:
         self.entries = tuple(entries)
         self.world = world
+
+    def sent_bytes(self) -> int | None:
+        """Bytes that the kernel has counted of what ranks exchange; None: it does not."""
+        return None
 
     @abc.abstractmethod
     def do(self, method: str, **arguments: Any) -> list[Any]:
@@ -77,6 +85,21 @@ def _gathered(reply: Any) -> list[Any]:
     return [json.loads(row[:n].tobytes()) for row, n in zip(rows, lengths, strict=True)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where launched ranks run: by default all in this machine's own network.
+
+    Attributes:
+      network: what joins their hosts, in words; "": they are on one.
+      on: what to put before the command of a rank.
+      sent_bytes: bytes that the kernel has counted between them; None: it does not count.
+    """
+
+    network: str = ""
+    on: Callable[[int], Sequence[str]] = lambda rank: ()
+    sent_bytes: Callable[[], int | None] = loopback_bytes
+
+
 class Launched(Team):
     """Ranks in processes of their own on this host, which `serve` requests over pipes.
 
@@ -87,9 +110,10 @@ class Launched(Team):
       pipes: for each process the ends for requests and for replies.
       logs: for each process the file of its standard error.
       timeout: seconds that one request may take.
+      places: where they run.
     """
 
-    on_this_host = on_loopback = True
+    on_this_host = launched = True
 
     def __init__(
         self,
@@ -99,11 +123,17 @@ class Launched(Team):
         pipes: Sequence[tuple[Connection, Connection]],
         logs: Sequence[Path],
         timeout: float,
+        places: Places,
     ) -> None:
         self._label, self._running, self._logs, self._timeout = label, running, logs, timeout
-        self._pipes = pipes
+        self._pipes, self._places = pipes, places
+        self.network = places.network
         world = self._replies("start")[0]
         super().__init__(entries or [tuple(entry) for entry in world.get("entries", ())], world)
+
+    def sent_bytes(self) -> int | None:
+        """See `Team`."""
+        return self._places.sent_bytes()
 
     def do(self, method: str, **arguments: Any) -> list[Any]:
         """See `Team`.
@@ -169,6 +199,7 @@ def launched(
     command: Sequence[str],
     worlds: Sequence[dict[str, str]],
     timeout: float,
+    places: Places | None = None,
 ) -> Iterator[Launched]:
     """Start a team of processes that run `command`, one for each of `worlds`; none outlives it.
 
@@ -178,6 +209,7 @@ def launched(
       command: what each process runs: something that calls `serve`.
       worlds: each rank's own environment variables.
       timeout: seconds that one request may take.
+      places: where they run; None: here.
 
     Yields:
       The team, whose ranks have met.
@@ -190,7 +222,7 @@ def launched(
         surely_ended() as running,
         contextlib.ExitStack() as open_pipes,
     ):
-        logs, pipes = [], []
+        logs, pipes, places = [], [], places or Places()
         for rank, variables in enumerate(worlds):
             logs.append(Path(folder) / f"{rank}.log")
             standard_input, requests = Pipe(duplex=False)
@@ -198,8 +230,8 @@ def launched(
             pipes.append((open_pipes.enter_context(requests), open_pipes.enter_context(replies)))
             with logs[-1].open("wb") as log, standard_input, standard_output:
                 streams = {"stdin": standard_input, "stdout": standard_output, "stderr": log}
-                running.start(command, variables, **streams)
-        yield Launched(label, entries, running.processes, pipes, logs, timeout)
+                running.start([*places.on(rank), *command], variables, **streams)
+        yield Launched(label, entries, running.processes, pipes, logs, timeout, places)
 
 
 def _last_words(log: Path) -> str:

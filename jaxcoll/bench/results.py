@@ -16,6 +16,8 @@ class Result:
     Ratios are over the baseline's, paired by round; None where a clock is too coarse for them.
     What the compiler states (`wire_bytes`, `operands`, `temporary_bytes`, `compile_seconds`) and
     what the kernel counts (`socket_bytes`, `other_cores`) is None where it is unknown.
+    `network`: what joins the hosts of the replicas; "": one host, or that is not known; between
+    hosts `socket_bytes` are those that leave them, over the number of devices.
     `socket_bytes_disturbed`: other traffic, or the spread over rounds, was more than 1 % of them
     (and than 1 KiB). `error`: largest |x - exact| / sum of magnitudes, over elements and ranks.
     """
@@ -28,6 +30,7 @@ class Result:
     machine: str
     devices: int
     processes: int
+    network: str
     reduce_op: str
     dtypes: tuple[str, ...]
     leaves: int
@@ -52,11 +55,12 @@ class Result:
     def world(self) -> str:
         """The replicas in words: "4 processes", "8 gpu devices of one process"."""
         n, processes = self.devices, self.processes
+        on = f" on {self.network}" * bool(self.network)
         if processes == 1:
             return f"{n} {self.platform} device{'s' * (n > 1)} of one process"
         if processes == n:
-            return f"{n} processes"
-        return f"{processes} processes × {n // processes} {self.platform} devices"
+            return f"{n} processes{on}"
+        return f"{processes} processes × {n // processes} {self.platform} devices{on}"
 
     @property
     def algbw(self) -> float:

@@ -16,7 +16,8 @@ import jax
 from jaxcoll._cluster.initialize import initialize
 from jaxcoll._cluster.launch.local import free_port, join, world
 from jaxcoll.bench.devices import devices_of
-from jaxcoll.bench.rank_pool import Entry, Here, Launched, Team, launched
+from jaxcoll.bench.lab.namespaces import Lab, Network, lab
+from jaxcoll.bench.rank_pool import Entry, Here, Launched, Places, Team, launched
 
 _SOURCES = Path(__file__).parents[2] / "docs" / "peers"
 # A folder of the user's that is called torch must not be taken for the library.
@@ -30,6 +31,7 @@ def teams_of(
     processes: int | None = None,
     devices: int | None = None,
     platform: str | None = None,
+    network: Network | None = None,
     against: Mapping[str, str | None] | None = None,
     timeout: float = 600,
 ) -> Iterator[list[Team]]:
@@ -40,6 +42,7 @@ def teams_of(
       processes: how many to start here; None: this process, or the job that it is one of.
       devices: of each process.
       platform: of this process's devices.
+      network: hosts to start processes on, in place of `processes`.
       against: names of `naming.PEERS`, each with its interpreter; None: this one.
       timeout: seconds that one request may take.
 
@@ -49,7 +52,17 @@ def teams_of(
     Raises:
       ValueError: the flags ask for what is not there.
       LaunchError: the ranks of a team did not meet.
+      LabUnavailableError: there can be no such network here.
     """
+    if network is not None:
+        if processes is not None or against or platform not in (None, "cpu"):
+            raise ValueError(
+                "--rate measures CPU processes of JAX on the hosts of --hosts and --per-host: "
+                "leave --processes, --platform and --against out."
+            )
+        with on_hosts(network, entries, devices or 1, timeout) as (team, _):
+            yield [team]
+        return
     if processes is None:
         if against:
             raise ValueError("--against needs --processes N: the others have no simulated devices.")
@@ -68,14 +81,44 @@ def teams_of(
         raise ValueError(f"--devices must be at least 1; got {devices}.")
     if against and devices > 1:
         raise ValueError("--against compares processes of one device each: leave --devices out.")
-    command = [sys.executable, "-m", "jaxcoll.bench.ranks.jax_rank", str(devices)]
     with contextlib.ExitStack() as stack:
         peers = [
             stack.enter_context(peer(name, python, processes, timeout))
             for name, python in (against or {}).items()
         ]
         variables = stack.enter_context(world(processes))
-        yield [stack.enter_context(launched("jax", entries, command, variables, timeout)), *peers]
+        ours = launched("jax", entries, _command(devices), variables, timeout)
+        yield [stack.enter_context(ours), *peers]
+
+
+def _command(devices: int) -> list[str]:
+    """What a rank of JAX runs."""
+    return [sys.executable, "-m", "jaxcoll.bench.ranks.jax_rank", str(devices)]
+
+
+@contextlib.contextmanager
+def on_hosts(
+    network: Network, entries: Sequence[Entry], devices: int, timeout: float
+) -> Iterator[tuple[Team, Lab]]:
+    """A team of JAX whose ranks are on hosts of their own, and these hosts.
+
+    Yields:
+      The team and the hosts.
+
+    Raises:
+      ValueError: the network cannot be.
+      LabUnavailableError: there can be none here.
+      LaunchError: the ranks did not meet.
+    """
+    if network.per_host < 1:
+        raise ValueError(f"--per-host must be at least 1; got {network.per_host}.")
+    with lab(network.hosts, network.rate) as made:
+        variables = made.variables(network.per_host)
+        places = Places(
+            str(network), lambda rank: made.on(rank // network.per_host), made.sent_bytes
+        )
+        with launched("jax", entries, _command(devices), variables, timeout, places) as team:
+            yield team, made
 
 
 def _here(entries: Sequence[Entry], devices: int | None, platform: str | None) -> Here:

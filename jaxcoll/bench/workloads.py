@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import OrderedDict
 from pathlib import Path
 
 import jax
@@ -12,45 +13,53 @@ import numpy as np
 
 from jaxcoll.bench.naming import spelled
 
-Shapes = list[tuple[int, ...]]
+Shapes = dict[str, tuple[int, ...]]
+"""Leaves by their names, in the order of the tree."""
 
 
 def resnet50() -> Shapes:
     """161 leaves, 25,557,032 elements: convolutions, and a scale and a bias for each."""
-    shapes: Shapes = [(7, 7, 3, 64), (64,), (64,)]
+    kernels: Shapes = {"conv1": (7, 7, 3, 64)}
     channels = 64
-    for width, blocks in zip((64, 128, 256, 512), (3, 4, 6, 3), strict=True):
+    for k, (width, blocks) in enumerate(zip((64, 128, 256, 512), (3, 4, 6, 3), strict=True), 1):
         for block in range(blocks):
-            convolutions = [(1, 1, channels, width), (3, 3, width, width), (1, 1, width, 4 * width)]
+            at = f"layer{k}.{block}"
+            kernels[f"{at}.conv1"] = (1, 1, channels, width)
+            kernels[f"{at}.conv2"] = (3, 3, width, width)
+            kernels[f"{at}.conv3"] = (1, 1, width, 4 * width)
             if block == 0:
-                convolutions.append((1, 1, channels, 4 * width))
-            for kernel in convolutions:
-                shapes += [kernel, (kernel[-1],), (kernel[-1],)]
+                kernels[f"{at}.shortcut"] = (1, 1, channels, 4 * width)
             channels = 4 * width
-    return [*shapes, (2048, 1000), (1000,)]
+    shapes: Shapes = {}
+    for name, kernel in kernels.items():
+        shapes |= {name: kernel, f"{name}.scale": kernel[-1:], f"{name}.bias": kernel[-1:]}
+    return {**shapes, "out": (2048, 1000), "out.bias": (1000,)}
 
 
 def gpt2_small() -> Shapes:
     """148 leaves, 124,439,808 elements."""
     d = 768
-    layer = [
-        (d,), (d,), (d, 3 * d), (3 * d,), (d, d), (d,),
-        (d,), (d,), (d, 4 * d), (4 * d,), (4 * d, d), (d,),
-    ]  # fmt: skip
-    return [(50257, d), (1024, d), *(layer * 12), (d,), (d,)]
+    layer = {
+        "norm1.scale": (d,), "norm1.bias": (d,), "qkv": (d, 3 * d), "qkv.bias": (3 * d,),
+        "attention": (d, d), "attention.bias": (d,), "norm2.scale": (d,), "norm2.bias": (d,),
+        "up": (d, 4 * d), "up.bias": (4 * d,), "down": (4 * d, d), "down.bias": (d,),
+    }  # fmt: skip
+    layers = {f"layer{k}.{name}": shape for k in range(12) for name, shape in layer.items()}
+    ends = {"norm.scale": (d,), "norm.bias": (d,)}
+    return {"tokens": (50257, d), "positions": (1024, d), **layers, **ends}
 
 
 def many_small() -> Shapes:
     """1,000 leaves of 1 to 4,096 elements, scattered by a multiplicative hash."""
-    return [(1 + (i * 2654435761 % 2**32) % 4096,) for i in range(1000)]
+    return {str(i): (1 + (i * 2654435761 % 2**32) % 4096,) for i in range(1000)}
 
 
 TREES = {
     "resnet50": resnet50,
     "gpt2-small": gpt2_small,
     "many-small": many_small,
-    "one-big": lambda: [(16 * 1024 * 1024,)],
-    "200x1KiB": lambda: [(256,)] * 200,
+    "one-big": lambda: {"all": (16 * 1024 * 1024,)},
+    "200x1KiB": lambda: {str(i): (256,) for i in range(200)},
 }
 
 
@@ -62,11 +71,19 @@ class Workload:
       name: of the tree, or the size of the array.
       leaves: shapes and dtypes on one replica.
       is_size: whether it is one of several sizes, rather than a tree.
+      names: of the leaves; (): their numbers.
     """
 
     name: str
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     is_size: bool = False
+    names: tuple[str, ...] = ()
+
+    @property
+    def tree(self) -> OrderedDict[str, jax.ShapeDtypeStruct]:
+        """The leaves by their names, in their order, which a dict of JAX would not keep."""
+        names = self.names or tuple(map(str, range(len(self.leaves))))
+        return OrderedDict(zip(names, self.leaves, strict=True))
 
     @property
     def nbytes(self) -> int:
@@ -88,19 +105,20 @@ def array_of(nbytes: int, dtype: str) -> Workload:
 
 
 def tree_of(name: str, dtype: str) -> Workload:
-    """A named tree, or one from a JSON file of `[{"shape": [..], "dtype": ".."}, ..]`.
+    """A named tree, or one from a JSON file of `[{"shape": .., "dtype": .., "name": ..}, ..]`.
 
     Args:
       name: one of `TREES`, or a path that ends in .json.
-      dtype: of leaves that do not say.
+      dtype: of leaves that do not say; those without a name are numbered.
 
     Raises:
       ValueError: there is no such tree, or the file does not hold one.
     """
     default = _dtype(dtype)
     if name in TREES:
-        leaves = (jax.ShapeDtypeStruct(shape, default) for shape in TREES[name]())
-        return Workload(name, tuple(leaves))
+        shapes = TREES[name]()
+        leaves = (jax.ShapeDtypeStruct(shape, default) for shape in shapes.values())
+        return Workload(name, tuple(leaves), names=tuple(shapes))
     if not name.endswith(".json"):
         raise ValueError(f"no tree {name!r}: choose {', '.join(TREES)}, or a FILE.json.")
     try:
@@ -110,7 +128,10 @@ def tree_of(name: str, dtype: str) -> Workload:
         leaves = (
             jax.ShapeDtypeStruct(_shape(e["shape"]), _dtype(e.get("dtype", dtype))) for e in entries
         )
-        return Workload(Path(name).stem, tuple(leaves))
+        names = tuple(str(e.get("name", k)) for k, e in enumerate(entries))
+        if len(set(names)) < len(names):
+            raise ValueError("two leaves of one name")
+        return Workload(Path(name).stem, tuple(leaves), names=names)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f'{name} is not a tree: expected a list of {{"shape": [..], "dtype": ".."}} '

@@ -8,15 +8,17 @@ import dataclasses
 import functools
 import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll._mesh.machine_costs import FILE, calibration
+from jaxcoll.bench.lab.namespaces import Network
 from jaxcoll.bench.naming import BASELINE, PEERS, TWIN, options_of, sizes_of
 from jaxcoll.bench.terminal import new_console, progress_bars
-from jaxcoll.bench.workloads import TREES, Workload, array_of, tree_of
+from jaxcoll.bench.workloads import Workload, array_of, tree_of
+from jaxcoll.cli.flags import add_devices, add_platform, add_tree
 from jaxcoll.cli.results import check_installed, check_results, write_lines
 from jaxcoll.cli.streams import complain
 
@@ -34,22 +36,12 @@ status is 0; 2 with one line on standard error when something cannot be done or 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
-    what = parser.add_argument_group("what is reduced")
-    what.add_argument(
-        "--tree",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help=f"{', '.join(TREES)}, or a FILE.json of [{{shape, dtype}}, ...]; may be given several "
-        "times (default: resnet50, unless --sizes is given)",
-    )
+    what = add_tree(parser, several=True)
     what.add_argument(
         "--sizes",
         metavar="RANGE",
         help="one array of each size: 1MiB, 1KiB:256MiB (powers of 2), 1KiB:1GiB:4 (times 4)",
     )
-    what.add_argument("--dtype", default="float32", help="of what does not say (default: float32)")
-    what.add_argument("--reduce-op", choices=["mean", "sum"], default="mean")
     how = parser.add_argument_group("how")
     how.add_argument(
         "--algorithms",
@@ -68,14 +60,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--rounds", type=int, default=20, help="timed rounds (default: 20)")
     where = parser.add_argument_group("where")
-    where.add_argument(
-        "--devices", type=int, metavar="N", help="of each process (default: all, or 8 simulated)"
-    )
+    add_devices(where, "of each process (default: all, or {simulated} simulated)")
     where.add_argument(
         "--processes", type=int, metavar="N", help="start N CPU processes here, over Gloo"
     )
+    add_platform(where, default=None, help="of this process's devices")
     where.add_argument(
-        "--platform", choices=["cpu", "gpu", "tpu", "auto"], help="of this process's devices"
+        "--rate",
+        metavar="RATE",
+        help="start CPU processes on hosts of their own, network namespaces on this machine, whose "
+        "links carry so much each way: 200mbit, 1gbit, none (for no limit)",
+    )
+    where.add_argument("--hosts", type=int, metavar="H", help="with --rate (default: 2)")
+    where.add_argument(
+        "--per-host", type=int, metavar="P", help="processes on each, with --rate (default: 1)"
     )
     where.add_argument(
         "--timeout", type=float, default=600, help="seconds for any single step (default: 600)"
@@ -88,6 +86,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and keep it where programs here find it; with --json, in that file, to be named by "
         "JAXCOLL_TERMS",
     )
+    regret = parser.add_argument_group("what the automatic choice costs")
+    regret.add_argument(
+        "--regret",
+        action="store_true",
+        help="measure it beside hand-made choices, on random trees over 2, 4 and 8 processes of "
+        "one host and of two, whose network has a rate or none (see --rate); with --json FILE, a "
+        "line for each case as soon as it is known, and cases whose lines are there are left out",
+    )
+    regret.add_argument("--cases", type=int, default=40, help="with --regret (default: 40)")
+    regret.add_argument("--seed", type=int, default=0, help="of these cases (default: 0)")
     peers = parser.add_argument_group("against other libraries, in the same run")
     peers.add_argument(
         "--against",
@@ -107,18 +115,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture of the results")
 
 
-_NOT_WITH_CALIBRATE = {
+_OF_OTHERS: dict[str, Any] = {
     "tree": [],
     "sizes": None,
     "algorithms": "auto",
     "dtype": "float32",
     "reduce_op": "mean",
-    "rounds": 20,
     "against": "",
     "plot": None,
     "overlap": None,
 }
 """Flags that say what else to measure, with their defaults."""
+
+_OF_WORLDS = ("devices", "processes", "platform", "rate", "hosts", "per_host")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,6 +142,9 @@ def run(args: argparse.Namespace) -> int:
             if args.calibrate:
                 _calibrate(args)
                 return 0
+            if args.regret:
+                _regret(args)
+                return 0
             workloads, names = _checked(args)
             if args.overlap is not None:
                 _overlap(args, workloads, names[-1])
@@ -143,7 +155,8 @@ def run(args: argparse.Namespace) -> int:
         complain("bench", error)
         return 2
     except KeyboardInterrupt:
-        complain("bench", "interrupted; nothing was written.")
+        written = "cases that were measured are in --json" if args.regret else "nothing was written"
+        complain("bench", f"interrupted; {written}.")
         return 130
 
 
@@ -208,12 +221,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     from jaxcoll.bench.calibrate import STEPS, calibrate
     from jaxcoll.bench.table import show_calibration
 
-    for name, default in _NOT_WITH_CALIBRATE.items():
-        if getattr(args, name) != default:
-            raise ValueError(
-                f"--calibrate measures what the cost model needs: leave --{name.replace('_', '-')} "
-                "out."
-            )
+    _check_unset(args, "--calibrate measures what the cost model needs", {"rounds": 20})
     check_results(args.json)
 
     def writes(file: Path) -> None:
@@ -232,6 +240,40 @@ def _calibrate(args: argparse.Namespace) -> None:
         write_lines(args.json, text)
     one_process = found.terms.key.processes == 1
     show_calibration(found, _kept(args.json, found.file, one_process), to_stderr=args.json == "-")
+
+
+def _check_unset(args: argparse.Namespace, because: str, more: Mapping[str, Any]) -> None:
+    """Refuse flags that would be ignored."""
+    for name, default in (_OF_OTHERS | more).items():
+        if getattr(args, name) != default:
+            raise ValueError(f"{because}: leave --{name.replace('_', '-')} out.")
+
+
+def _regret(args: argparse.Namespace) -> None:
+    """The automatic choice beside hand-made ones; what an earlier run has written stays."""
+    from jaxcoll.bench.regret.cases import cases
+    from jaxcoll.bench.regret.measure import measure, regret_of
+    from jaxcoll.bench.regret.table import show
+
+    _check_unset(args, "--regret chooses its own trees and worlds", dict.fromkeys(_OF_WORLDS))
+    if args.cases < 1 or args.seed < 0 or args.rounds < 1:
+        raise ValueError("--cases and --rounds must be at least 1, and --seed at least 0.")
+    check_results(args.json)
+    file = None if args.json in (None, "-") else Path(args.json)
+    text = file.read_text() if file is not None and file.exists() else ""
+    known = [regret_of(json.loads(line)) for line in text.splitlines()]
+    wanted = cases(args.cases, args.seed)
+    found = [regret for regret in known if regret.case in wanted]
+    missing = [case for case in wanted if case not in [regret.case for regret in found]]
+    with _progress(len(missing), shown=True) as progress:
+        for regret in measure(missing, args.rounds, args.timeout, progress):
+            found.append(regret)
+            if file is not None:
+                text += json.dumps(regret.to_dict()) + "\n"
+                write_text("--json", file, text)
+    if args.json == "-":
+        write_lines("-", "".join(json.dumps(regret.to_dict()) + "\n" for regret in found))
+    show(found, to_stderr=args.json == "-")
 
 
 def _kept(asked: str | None, file: Path, one_process: bool) -> str:
@@ -263,10 +305,24 @@ def _teams(args: argparse.Namespace, entries: Sequence[Entry]) -> Iterator[tuple
         processes=args.processes,
         devices=args.devices,
         platform=args.platform,
+        network=_network(args),
         against={name: getattr(args, f"{name}_python") for name in names},
         timeout=args.timeout,
     ) as teams:
         yield teams, targets.is_first(teams)
+
+
+def _network(args: argparse.Namespace) -> Network | None:
+    """The hosts that the flags ask for, if any."""
+    if args.rate is None:
+        if args.hosts is not None or args.per_host is not None:
+            raise ValueError("--hosts and --per-host need --rate; --rate none limits nothing.")
+        return None
+    return Network(
+        2 if args.hosts is None else args.hosts,
+        1 if args.per_host is None else args.per_host,
+        args.rate,
+    )
 
 
 @contextlib.contextmanager

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 from pathlib import Path
 
 import jax
 
 import jaxcoll as jc
-from jaxcoll._files import check_writable, write_result, write_text
-from jaxcoll.bench.devices import SIMULATED, devices_of
-from jaxcoll.cli.results import check_installed
+from jaxcoll._cluster.launch.local import join, world
+from jaxcoll._cluster.launch.supervisor import Job, Owner
+from jaxcoll._files import check_writable, write_result
+from jaxcoll.bench.devices import devices_of
+from jaxcoll.cli.flags import add_devices, add_platform
+from jaxcoll.cli.results import check_installed, check_results, write_lines
 from jaxcoll.cli.streams import complain
 
 EPILOG = """\
@@ -32,17 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what", choices=["digits"], nargs="?", default="digits", help="default: digits"
     )
-    parser.add_argument(
-        "--platform",
-        choices=["cpu", "gpu", "tpu", "auto"],
-        default="cpu",
-        help="simulated CPU devices (default), or the accelerators that are here",
+    add_platform(parser)
+    add_devices(
+        parser, "how many (default: {simulated} simulated ones, or all accelerators; 1 a process)"
     )
     parser.add_argument(
-        "--devices",
+        "--processes",
         type=int,
         metavar="N",
-        help=f"how many (default: {SIMULATED} simulated ones, or all accelerators)",
+        help="start N CPU processes here, over Gloo, between which gradients are packed",
     )
     parser.add_argument(
         "--steps",
@@ -59,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="close a pack of gradients before it exceeds N bytes (default: decided automatically)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write all figures to FILE; - for here, in place of words"
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -80,33 +84,95 @@ def run(args: argparse.Namespace) -> int:
     """
     picture = args.out / "demo.png"
     check_installed("cli,train", "rich", "matplotlib", "optax", "sklearn")
-    from jaxcoll.demos.demonstration import demonstrate
     from jaxcoll.demos.digits import TRAINING_IMAGES
-    from jaxcoll.demos.picture import draw
-    from jaxcoll.demos.report import progress, show
 
     for flag, value, least in (("--steps", args.steps, 1), ("--seed", args.seed, 0)):
         if value < least:
             raise ValueError(f"{flag} must be at least {least}; got {value}.")
-    for flag, file in (("--out", picture), ("--json", args.json)):
-        if file is not None:
-            check_writable(flag, file)
-    if args.devices is not None and args.devices > TRAINING_IMAGES:
+    for flag in ("devices", "processes"):
+        number = getattr(args, flag)
+        if number is not None and number < 1:
+            raise ValueError(f"--{flag} must be at least 1; got {number}.")
+    check_writable("--out", picture)
+    check_results(args.json)
+    if (args.devices or 1) * (args.processes or 1) > TRAINING_IMAGES:
         raise ValueError(
             f"--devices {args.devices}: there are {TRAINING_IMAGES} images to train on, and each "
             "device needs one in each step."
         )
     options = jc.CommunicationOptions(bytes_per_pack=args.bytes_per_pack)
-    devices = devices_of(args.platform, args.devices)
+    if args.processes is None:
+        return _train(args, devices_of(args.platform, args.devices), options, picture)
+    if args.platform != "cpu":
+        raise ValueError("--processes starts CPU processes; leave --platform out.")
+    if not join():
+        return _start(args)
+    return _train(args, jax.devices(), options, picture)
+
+
+def _train(
+    args: argparse.Namespace,
+    devices: list[jax.Device],
+    options: jc.CommunicationOptions,
+    picture: Path,
+) -> int:
+    from jaxcoll.demos.demonstration import demonstrate
+    from jaxcoll.demos.picture import draw
+    from jaxcoll.demos.report import progress, show
+
+    to_stderr = args.json == "-"
     # An accelerator may round the factors of a matrix product to fewer bits, and would do so
     # differently for a share of the batch than for all of it.
-    with jax.default_matmul_precision("highest"), progress(devices, args.steps) as advance:
+    with (
+        jax.default_matmul_precision("highest"),
+        progress(devices, args.steps, to_stderr=to_stderr) as advance,
+    ):
         outcome = demonstrate(devices, args.steps, args.seed, options, advance)
+    if outcome is None:  # the first process shows it
+        return 0
     write_result("--out", picture, functools.partial(draw, outcome))
-    if args.json is not None:
-        figures = {**outcome.to_dict(), "picture": str(picture)}
-        write_text("--json", args.json, json.dumps(figures, indent=2) + "\n")
-    show(outcome, picture)
+    figures = {**outcome.to_dict(), "picture": str(picture)}
+    write_lines(args.json, json.dumps(figures, indent=2) + "\n")
+    show(outcome, picture, to_stderr=to_stderr)
     for shortfall in outcome.shortfalls():
         complain("demo", shortfall)
     return 1 if outcome.shortfalls() else 0
+
+
+class _First(Owner):
+    """Passes on what the first process prints, and keeps the rest for when another one fails."""
+
+    def __init__(self, processes: int) -> None:
+        self.others = [bytearray() for _ in range(processes)]
+
+    def show(self, rank: int, stream: str, piece: bytes) -> None:
+        if rank:
+            self.others[rank] += piece
+            return
+        if piece.startswith(b"[Gloo] Rank"):  # on standard output, where figures may be read
+            return
+        to = sys.stderr if stream == "err" else sys.stdout
+        to.buffer.write(piece)
+        to.flush()
+
+
+def _start(args: argparse.Namespace) -> int:
+    """This command in several processes, each of which has `--devices` devices."""
+    flags = {name: getattr(args, name) for name in ("processes", "steps", "seed", "out", "json")}
+    flags = {**flags, "bytes-per-pack": args.bytes_per_pack}
+    given = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(args.devices or 1)}
+    if (sys.stderr if args.json == "-" else sys.stdout).isatty():
+        own["TTY_COMPATIBLE"] = "1"  # for rich, which writes to a pipe
+    first = _First(args.processes)
+    with world(args.processes) as variables:
+        command = [sys.executable, "-m", "jaxcoll", "demo", args.what, *given]
+        outcome = Job(command, [{**each, **own} for each in variables], first).run(None)
+    if not outcome.failed:
+        return 0
+    rank = outcome.failed[0]
+    status = outcome.statuses[rank] or 2
+    if rank:
+        last = first.others[rank].decode(errors="replace").splitlines()[-10:]
+        complain("demo", "\n".join([f"process {rank} ended with status {status}:", *last]))
+    return status if rank == 0 and status > 0 else 2

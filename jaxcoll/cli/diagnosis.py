@@ -18,8 +18,8 @@ import jax
 import jaxlib
 
 import jaxcoll
-from jaxcoll._cluster.launch.local import KEEP_MEMORY
 from jaxcoll._compat import configured
+from jaxcoll._malloc import SETTINGS, keeps_freed_memory
 
 FEW_FILES = 1024
 LITTLE_SHARED = 1 << 30
@@ -104,15 +104,19 @@ def _collectives(facts: Mapping[str, Any]) -> Finding:
 
 
 def _malloc(facts: Mapping[str, Any]) -> Finding:
-    unset = [name for name, value in facts["malloc"].items() if value is None]
-    if facts["platform"] != "cpu" or not facts["glibc"] or not unset:
-        found = "keeps memory" if not unset else "of no importance here"
-        return Finding("ok", "malloc", found)
-    return Finding(
-        "warn", "malloc", "gives large blocks back at once",
-        "Exchanges over Gloo can take twice as long: start with `jaxcoll launch`, or do as it by `"
-        + " ".join(["export", *(f"{name}={KEEP_MEMORY[name]}" for name in unset)]) + "`.",
-    )  # fmt: skip
+    if facts["keeps_memory"]:
+        return Finding("ok", "malloc", "keeps memory that is freed")
+    if facts["platform"] != "cpu" or not facts["glibc"]:
+        return Finding("ok", "malloc", "of no importance here")
+    found = "gives large blocks back at once"
+    if facts["processes"] == 1 and not facts["malloc"]:
+        return Finding("ok", "malloc", f"{found}, until `jc.initialize()` meets others over Gloo")
+    fix = "Exchanges over Gloo can take twice as long: "
+    if facts["malloc"]:
+        fix += f"`unset {' '.join(facts['malloc'])}`, so that `jc.initialize()` can change that."
+    else:
+        fix += "set JAX_PLATFORMS=cpu, by which `jc.initialize()` knows that it should change that."
+    return Finding("warn", "malloc", found, fix)
 
 
 def _name(facts: Mapping[str, Any]) -> Finding:
@@ -251,7 +255,9 @@ def machine_facts() -> dict[str, Any]:
         "kind": local[0].device_kind,
         "devices": len(local),
         "collectives": str(configured("cpu_collectives_implementation")),
-        "malloc": {name: os.environ.get(name) for name in KEEP_MEMORY},
+        "processes": jax.process_count(),
+        "keeps_memory": keeps_freed_memory(),
+        "malloc": [name for name in SETTINGS if name in os.environ],
         "glibc": platform.libc_ver()[0] == "glibc",
         "files": files,
         "shared": shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None,

@@ -18,6 +18,8 @@ from jaxcoll.cli.diagnosis import (
     machine_findings,
     pair_findings,
 )
+from jaxcoll.cli.patience import patience
+from jaxcoll.cli.results import check_results, write_lines
 from jaxcoll.cli.streams import complain
 
 EPILOG = """\
@@ -34,7 +36,8 @@ _CALLS = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
-    parser.add_argument("--json", action="store_true", help="print lines of JSON, not a table")
+    words = "write lines of JSON to FILE, in the place of a table; - or nothing for here"
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=words)
     parser.add_argument(
         "--timeout", type=float, default=60, help="seconds for the others to answer (default: 60)"
     )
@@ -49,18 +52,19 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ValueError: the flags cannot be met.
     """
+    check_results(args.json)
     if not args.json and not importlib.util.find_spec("rich"):
         raise ValueError("needs rich: pip install 'jaxcoll[cli]', or --json")
     try:
-        findings = _findings(args.timeout)
+        with patience("looking"):
+            findings = _findings(args.timeout)
     except RuntimeError as error:
         complain("doctor", error)
         return 2
     if findings is None:
         return 0
     if args.json:
-        for finding in findings:
-            print(json.dumps(vars(finding)))
+        write_lines(args.json, "".join(json.dumps(vars(each)) + "\n" for each in findings))
     else:
         _show(findings)
     levels = {finding.level for finding in findings}

@@ -13,7 +13,13 @@ from jaxcoll._files import check_writable, write_result
 from jaxcoll._observe.build import report_of
 from jaxcoll._observe.compare import against
 from jaxcoll._observe.report import Report
+from jaxcoll._observe.report_text import text as text_of
+from jaxcoll._show.units import WIDTH
+from jaxcoll.bench.devices import SIMULATED
+from jaxcoll.cli.flags import add_devices, add_platform
+from jaxcoll.cli.patience import patience
 from jaxcoll.cli.results import check_results, write_lines
+from jaxcoll.cli.streams import terminal_width
 
 EPILOG = """\
 TARGET is a file of HLO text, as `compiled.as_text()` returns it; or module:name. The name is a
@@ -31,18 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", metavar="OTHER", help="another TARGET, of which the figures stand beside"
     )
-    parser.add_argument(
-        "--devices",
-        type=int,
-        metavar="N",
-        help="simulated CPU devices to compile for (default: 8, unless the module says)",
+    add_devices(
+        parser,
+        "simulated CPU devices to compile for (default: {simulated}, unless the module says)",
     )
-    parser.add_argument(
-        "--platform",
-        choices=["cpu", "gpu", "tpu", "auto"],
-        default="cpu",
-        help="simulated CPU devices (default), or the accelerators that are here",
-    )
+    add_platform(parser)
     parser.add_argument(
         "--topology", metavar="NAME", help="a cluster that is not here, to compile module:name for"
     )
@@ -63,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
         check_results(args.json)
         if args.plot:
             check_writable("--plot", args.plot)
-        report = _report(args.target, args)
-        other = _report(args.against, args) if args.against else None
+        with patience(f"compiling{f' for {args.topology}' if args.topology else ''}"):
+            report = _report(args.target, args)
+            other = _report(args.against, args) if args.against else None
         shown = report.to_dict() | ({"against": other.to_dict()} if other else {})
         text = json.dumps(shown, indent=1)
         if args.plot:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if other:
         print(against(report, other, _named(args.target), _named(args.against)))
     else:
-        print(report)
+        print(text_of(report, terminal_width() or WIDTH))
     return 0
 
 
@@ -116,7 +116,7 @@ def _report(target: str, args: argparse.Namespace) -> Report:
         if args.devices is not None and args.devices < 1:
             raise ValueError(f"--devices must be at least 1; got {args.devices}.")
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.devices or 8)
+        jax.config.update("jax_num_cpu_devices", args.devices or SIMULATED)
     elif args.platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(args.platform, args.platform))
     fun, given, named = _asked_for(module, name)

@@ -22,6 +22,7 @@ COMMANDS = {
     "launch": ("jaxcoll.cli.launch_command", "run a program in several processes on this host"),
     "doctor": ("jaxcoll.cli.doctor", "look over this machine, or a running job: what to fix"),
     "bench": ("jaxcoll.cli.bench_command", "measure all-reduces beside JAX's own"),
+    "completion": ("jaxcoll.cli.completion", "print what lets a shell complete commands and flags"),
 }
 """Each command's module, which has `add_arguments(parser)` and `run(arguments)`; and its help."""
 
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_closed_streams()
     command = ""
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = parser().parse_args(argv)
         command = arguments.command
         status = importlib.import_module(COMMANDS[command][0]).run(arguments)
         return status if (broken := broken_output()) is None else _without_output(command, broken)
@@ -62,14 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxcoll", description=jaxcoll.__doc__)
-    parser.add_argument("--version", action="version", version=f"jaxcoll {jaxcoll.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """All commands, with their flags."""
+    whole = argparse.ArgumentParser(prog="jaxcoll", description=jaxcoll.__doc__)
+    whole.add_argument("--version", action="version", version=f"jaxcoll {jaxcoll.__version__}")
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary}.".capitalize())
         importlib.import_module(module).add_arguments(command)
-    return parser
+    return whole
 
 
 def _without_output(command: str, broken: OSError) -> int:

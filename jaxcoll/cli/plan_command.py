@@ -14,12 +14,15 @@ from jaxcoll._mesh.world import topology_world
 from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.plan import MOST_ROWS, Plan
 from jaxcoll._plan.world import World
 from jaxcoll.bench.naming import options_of
 from jaxcoll.bench.simulation import ALGORITHMS, Simulation, simulate
-from jaxcoll.bench.workloads import TREES, Workload, tree_of
+from jaxcoll.bench.workloads import Workload, tree_of
+from jaxcoll.cli.flags import add_devices, add_tree
+from jaxcoll.cli.patience import patience
 from jaxcoll.cli.results import check_installed, check_results, write_lines
+from jaxcoll.cli.streams import terminal_width
 
 EPILOG = """\
 Nothing is compiled, and nothing runs: a plan is made from shapes, and its time is predicted by the
@@ -31,21 +34,13 @@ with one line on standard error.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
-    what = parser.add_argument_group("what is reduced")
-    what.add_argument(
-        "--tree",
-        default="resnet50",
-        metavar="NAME",
-        help=f"{', '.join(TREES)}, or a FILE.json of [{{shape, dtype}}, ...] (default: resnet50)",
-    )
-    what.add_argument("--dtype", default="float32", help="of what does not say (default: float32)")
-    what.add_argument("--reduce-op", choices=["mean", "sum"], default="mean")
+    what = add_tree(parser)
     what.add_argument(
         "--algorithm", default="auto", metavar="NAME", help="and packs, as in ring@4MiB"
     )
     where = parser.add_argument_group("where").add_mutually_exclusive_group()
     where.add_argument("--topology", metavar="NAME", help="a cluster, such as h100:2x8 or v5e:4x4")
-    where.add_argument("--devices", type=int, metavar="N", help="of one CPU process (default: 8)")
+    add_devices(where, "of one CPU process (default: {simulated})")
     where.add_argument(
         "--processes", type=int, metavar="N", help="CPU processes on this machine, over Gloo"
     )
@@ -73,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
       ValueError: the flags cannot be met, or a result cannot be written.
     """
     workload = _checked(args)
-    found = _simulation(args, workload) if args.simulate else _plan(args, workload)
+    with patience("simulating" if args.simulate else "planning"):
+        found = _simulation(args, workload) if args.simulate else _plan(args, workload)
     text = json.dumps(found.to_dict(), indent=2)
     if isinstance(found, Simulation) and args.plot:
         from jaxcoll.bench.chart import draw_simulation
@@ -81,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         write_result("--plot", args.plot, functools.partial(draw_simulation, found))
     write_lines(args.json, text + "\n")
     if args.json != "-":
-        print(found.text() if isinstance(found, Plan) and args.all_rows else found)
+        rows = None if args.all_rows else MOST_ROWS
+        print(found.text(rows, terminal_width()) if isinstance(found, Plan) else found)
     return 0
 
 
@@ -117,7 +114,7 @@ def _plan(args: argparse.Namespace, workload: Workload) -> Plan:
         world = World("cpu", (n,), processes=args.processes or 1)
         terms = terms_here(world)
     op = ReduceOp.of(args.reduce_op)
-    return plan_in(list(workload.leaves), world, terms, options, op)
+    return plan_in(workload.tree, world, terms, options, op)
 
 
 def _simulation(args: argparse.Namespace, workload: Workload) -> Simulation:

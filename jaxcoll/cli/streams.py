@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import select
+import shutil
 import sys
 from typing import TextIO
 
@@ -29,6 +30,11 @@ def open_closed_streams() -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w", closefd=False))
+
+
+def terminal_width() -> int | None:
+    """Characters of a line of the terminal that standard output is; None: it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def complain(command: str, words: object) -> None:

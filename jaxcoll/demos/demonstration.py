@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 import jaxcoll as jc
+from jaxcoll._show.units import counted
 from jaxcoll.demos import digits
 from jaxcoll.demos.network import (
     Training,
@@ -28,8 +30,9 @@ MOST_DIFFERENCE = 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """The all-reduces of a program: how many, the arrays they carry, bytes that one device adds."""
+    """The collectives of a program: how many of each kind, the arrays they carry, their bytes."""
 
+    kinds: dict[str, int]
     all_reduces: int
     operands: int
     bytes: int
@@ -45,6 +48,7 @@ class Outcome:
     """
 
     platform: str
+    processes: int
     devices: int
     steps: int
     batch_size: int
@@ -87,37 +91,53 @@ class Outcome:
         }
 
 
+def kinds_in_words(traffic: Traffic) -> str:
+    """How many collectives of which kind.
+
+    Examples:
+      >>> kinds_in_words(Traffic({"all-reduce": 9}, 9, 9, 40, ("f32",)))
+      '9 all-reduces'
+    """
+    return ", ".join(counted(n, kind) for kind, n in traffic.kinds.items()) or "none"
+
+
 def demonstrate(
     devices: list[jax.Device],
     steps: int,
     seed: int,
     options: jc.CommunicationOptions,
     progress: Callable[[bool, float], None],
-) -> Outcome:
+) -> Outcome | None:
     """Train over `devices`, train again on the first alone, and read what was compiled.
 
-    `progress` gets, at every step, whether the reference trains, and its loss.
+    `progress` gets, at every step, whether the reference trains, and its loss. Over several
+    processes the first one makes the outcome, and others return None.
     """
     data, params = digits.load(), initial(seed)
     size = digits.batch_size(len(devices))
-    example = (params, optimizer(steps).init(params), next(digits.batches(data, size, 1, seed)))
     step = over_devices(devices, steps, options)
 
-    def trained(step: Any, *, is_reference: bool) -> Training:
-        batches = digits.batches(data, size, steps, seed)
+    def trained(step: Any, batches: Iterable[Any], *, is_reference: bool) -> Training:
         return train(step, params, steps, batches, lambda value: progress(is_reference, value))
 
-    training = trained(step, is_reference=False)
+    shares = map(_share, digits.batches(data, size, steps, seed))
+    training = trained(step, shares, is_reference=False)
+    one = _share(next(digits.batches(data, size, 1, seed)))
+    example = (params, optimizer(steps).init(params), one)
+    report = jc.inspect(step, *example)
+    (plan,) = step.plans(*example)
+    if jax.process_index():
+        return None
     # The same platform for both, or their rounding would differ by more than the order of sums.
     with jax.default_device(devices[0]):
-        reference = trained(on_one_device(steps), is_reference=True)
+        batches = digits.batches(data, size, steps, seed)
+        reference = trained(on_one_device(steps), batches, is_reference=True)
         scored = [
             accuracy(t.params, data.test_images, data.test_labels) for t in (training, reference)
         ]
-    report = jc.inspect(step, *example)
-    (plan,) = step.plans(*example)
     return Outcome(
         platform=plan.world.platform,
+        processes=jax.process_count(),
         devices=len(devices),
         steps=steps,
         batch_size=size,
@@ -137,11 +157,17 @@ def demonstrate(
     )
 
 
+def _share(batch: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    """This process's rows of a batch: all of them, where there is one process."""
+    return tuple(np.split(x, jax.process_count())[jax.process_index()] for x in batch)
+
+
 def _traffic(collectives: Sequence[Any]) -> Traffic:
-    sums = [c for c in collectives if c.kind == "all-reduce"]
-    operands = [operand for c in sums for operand in c.operands]
+    operands = [operand for c in collectives for operand in c.operands]
+    kinds = Counter(c.kind for c in collectives)
     return Traffic(
-        all_reduces=len(sums),
+        kinds=dict(kinds),
+        all_reduces=kinds["all-reduce"],
         operands=len(operands),
         bytes=sum(operand.nbytes for operand in operands),
         dtypes=tuple(sorted({operand.dtype for operand in operands})),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 import jaxcoll as jc
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, bare, page
 from jaxcoll._show.units import counted
-from jaxcoll.demos.demonstration import Outcome
+from jaxcoll.demos.demonstration import Outcome, kinds_in_words
 
 MANY, ONE = COLOURS[:2]
 LEAVES = (MANY, "#5aa5bb", "#9bcbd8")
@@ -28,6 +29,7 @@ def draw(outcome: Outcome, path: Path) -> None:
       path: where to.
     """
     title = "One device" if outcome.devices == 1 else f"{outcome.devices} devices"
+    title += f" in {outcome.processes} processes" * (outcome.processes > 1)
     figure = page(
         f"{title}, one model",
         f"UCI handwritten digits, {counted(outcome.steps, 'step')} of {outcome.batch_size} images. "
@@ -121,12 +123,13 @@ def _bar(axes: Axes, row: int, plan: jc.Plan, pack: Any, longest: int) -> float:
 def _sent(outcome: Outcome) -> str:
     if not outcome.plan.packs:
         return ""
-    requested, compiled = outcome.requested, outcome.compiled
-    return (
-        f"{counted(requested.all_reduces, 'all-reduce')} requested, "
-        f"{compiled.all_reduces} compiled. {outcome.wire_bytes_per_step:,} bytes leave each\n"
-        f"device: 2(n−1)/n of the {outcome.plan.nbytes:,} that it adds, for n = {outcome.devices}."
+    made = sum(outcome.compiled.kinds.values())
+    text = (
+        f"{kinds_in_words(outcome.requested)} requested, {made} compiled. "
+        f"{outcome.wire_bytes_per_step:,} bytes leave each device: 2(n−1)/n of the "
+        f"{outcome.plan.nbytes:,} that it adds, for n = {outcome.devices}."
     )
+    return textwrap.fill(text, 62)
 
 
 def _carried(plan: jc.Plan, pack: Any) -> str:

@@ -13,18 +13,26 @@ from rich.text import Text
 import jaxcoll as jc
 from jaxcoll._show.units import counted
 from jaxcoll.bench.terminal import new_console, progress_bars
-from jaxcoll.demos.demonstration import LEAST_ACCURACY, MOST_DIFFERENCE, Outcome, Traffic
+from jaxcoll.demos.demonstration import (
+    LEAST_ACCURACY,
+    MOST_DIFFERENCE,
+    Outcome,
+    Traffic,
+    kinds_in_words,
+)
 
 
 @contextlib.contextmanager
-def progress(devices: Sequence[jax.Device], steps: int) -> Iterator[Callable[[bool, float], None]]:
+def progress(
+    devices: Sequence[jax.Device], steps: int, *, to_stderr: bool
+) -> Iterator[Callable[[bool, float], None]]:
     """A bar for the training over all devices, and one for the reference on a single device.
 
     Yields:
       What to call at every step, with whether it is the reference's, and its loss.
     """
-    console = new_console(highlight=False)
-    count = counted(len(devices), "device")
+    console = new_console(stderr=to_stderr, highlight=False)
+    count = counted(len(devices), "device") + _in_processes(jax.process_count())
     console.print(
         f"[bold]jaxcoll {jc.__version__}[/], JAX {jax.__version__}: handwritten digits over "
         f"{count} ({devices[0].device_kind})\n"
@@ -34,9 +42,9 @@ def progress(devices: Sequence[jax.Device], steps: int) -> Iterator[Callable[[bo
         yield lambda is_reference, loss: advance(names[is_reference], f"loss {loss:.4f}")
 
 
-def show(outcome: Outcome, picture: Path) -> None:
+def show(outcome: Outcome, picture: Path, *, to_stderr: bool) -> None:
     """Print the results, the plan, and what was sent."""
-    console = new_console(highlight=False)
+    console = new_console(stderr=to_stderr, highlight=False)
     console.print()
     console.print(
         _figures(
@@ -58,7 +66,7 @@ def show(outcome: Outcome, picture: Path) -> None:
     console.print(
         _figures(
             *(
-                (f"all-reduces {name}", str(traffic.all_reduces), _carried(traffic))
+                (name, kinds_in_words(traffic), _carried(traffic))
                 for name, traffic in (
                     ("requested", outcome.requested),
                     ("compiled", outcome.compiled),
@@ -76,6 +84,10 @@ def show(outcome: Outcome, picture: Path) -> None:
     console.print(f"picture: {picture}", soft_wrap=True)
 
 
+def _in_processes(count: int) -> str:
+    return f" in {count} processes" if count > 1 else ""
+
+
 def _figures(*rows: tuple[str, str, str]) -> Table:
     table = Table.grid(padding=(0, 2))
     for name, figure, remark in rows:
@@ -84,8 +96,8 @@ def _figures(*rows: tuple[str, str, str]) -> Table:
 
 
 def _carried(traffic: Traffic) -> str:
-    """What a program's all-reduces carry, in words."""
-    if not traffic.all_reduces:
+    """What a program's collectives carry, in words."""
+    if not traffic.kinds:
         return "nothing to sum on one device"
     arrays = counted(traffic.operands, "array")
     return f"{arrays}, {traffic.bytes:,} bytes of {', '.join(traffic.dtypes)}"

@@ -46,7 +46,7 @@ def test_sizes():
 
 
 def test_the_trees_have_the_sizes_they_are_known_for():
-    count = {name: (len(s()), sum(map(math.prod, s()))) for name, s in TREES.items()}
+    count = {name: (len(s()), sum(map(math.prod, s().values()))) for name, s in TREES.items()}
     assert count["resnet50"] == (161, 25_557_032)
     assert count["gpt2-small"] == (148, 124_439_808)
     assert count["many-small"][0] == 1000
@@ -60,9 +60,10 @@ def test_a_tree_from_a_file(tmp_path):
     file.write_text('[{"shape": [2, 3], "dtype": "int32"}, {"shape": []}]')
     found = tree_of(str(file), "float16")
     assert [(x.shape, x.dtype.name) for x in found.leaves] == [((2, 3), "int32"), ((), "float16")]
-    assert (found.name, found.nbytes) == ("mine", 26)
+    assert (found.name, found.nbytes, *found.tree) == ("mine", 26, "0", "1")
     for bad in ("[", "{}", "[]", '[{"dtype": "f4"}]', '[{"shape": 3}]', '[{"shape": [-1]}]',
-                '[{"shape": [1.5]}]', '[{"shape": [], "dtype": "x"}]', "[1]"):  # fmt: skip
+                '[{"shape": [1.5]}]', '[{"shape": [], "dtype": "x"}]',
+                '[{"shape": [], "name": "a"}, {"shape": [], "name": "a"}]', "[1]"):  # fmt: skip
         file.write_text(bad)
         with pytest.raises(ValueError, match="is not a tree: expected a list of"):
             tree_of(str(file), "float32")

@@ -3,14 +3,13 @@
 import jax
 import pytest
 
-from jaxcoll._cluster.launch.local import KEEP_MEMORY
 from jaxcoll.cli import doctor
 from jaxcoll.cli.diagnosis import job_findings, machine_facts, machine_findings, pair_findings
 
 WELL = {
     "system": "Linux", "host": "a", "address": "10.0.0.1", "pid": 1, "versions": {"jax": "1"}, "platform": "cpu",
-    "kind": "cpu", "devices": 1, "collectives": "gloo", "malloc": dict.fromkeys(KEEP_MEMORY, "1"),
-    "glibc": True, "files": 4096, "shared": 1 << 34, "cores": 2,
+    "kind": "cpu", "devices": 1, "collectives": "gloo", "malloc": [],
+    "processes": 2, "keeps_memory": True, "glibc": True, "files": 4096, "shared": 1 << 34, "cores": 2,
 }  # fmt: skip
 
 
@@ -22,8 +21,11 @@ def levels(findings):
     ("change", "bandwidth", "expected"),
     [
         ({}, 1e9, {}),
-        ({"malloc": dict.fromkeys(KEEP_MEMORY)}, 1e9, {"malloc": "warn"}),
-        ({"malloc": dict.fromkeys(KEEP_MEMORY), "platform": "gpu"}, 1e9, {}),
+        ({"keeps_memory": False}, 1e9, {"malloc": "warn"}),
+        ({"keeps_memory": False, "malloc": ["MALLOC_TOP_PAD_"]}, 1e9, {"malloc": "warn"}),
+        ({"keeps_memory": False, "processes": 1}, 1e9, {}),
+        ({"keeps_memory": False, "platform": "gpu"}, 1e9, {}),
+        ({"keeps_memory": False, "glibc": False}, 1e9, {}),
         ({"collectives": "None"}, 1e9, {"collectives": "bad"}),
         ({"files": 256}, 1e9, {"open files": "warn"}),
         ({"shared": 1 << 26}, 1e9, {"shared memory": "warn"}),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CompileCounter, assert_trees_equal, rows, tree
+from cases import CompileCounter, assert_trees_equal, check, on, rows, tree
 from jax.sharding import NamedSharding
 
 import jaxcoll as jc
@@ -42,29 +42,8 @@ def per_replica(n, fun):
     return PerReplica.from_function(fun, devices=devices(n))
 
 
-def on(found):
-    """Destinations: a value that lies on these devices."""
-    return Mirrored.from_function(lambda i: 0, devices=found)
-
-
 def same_devices(n):
     return on(devices(n))
-
-
-def check(result, want, destinations):
-    """`want` everywhere it should be, wrapped as documented."""
-    if isinstance(destinations, str) or len(destinations) == 1:
-        assert isinstance(result, jax.Array)
-        assert result.devices() == {jax.devices()[0]}
-        assert result.item() == want
-    else:
-        assert isinstance(result, Mirrored)
-        assert result.devices == destinations.devices
-        assert [x.item() for x in result] == [want] * len(destinations)
-        assert [x.devices() for x in result] == [{d} for d in destinations.devices]
-
-
-# Part B
 
 
 # Part L

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_trees_equal, noise, tree
+from cases import assert_trees_equal, check, noise, on, tree
 
 import jaxcoll as jc
-from jaxcoll import CommunicationOptions, Mirrored, PerReplica
+from jaxcoll import CommunicationOptions, PerReplica
 
 WORKERS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 1, 6: 3, 7: 7, 8: 2}
 """Of so many devices, how many workers: of one, two, three, four or five devices each."""
@@ -72,24 +72,6 @@ ALGORITHMS = {
     **{f"workers {alg}": workers(alg) for alg in ("nccl", "xring", "pscpu", "psgpu", "nccl/xring",
                                                   "nccl/rechd", "nccl/pscpu")},
 }  # fmt: skip
-
-
-def on(found):
-    """Destinations: a value that lies on these devices."""
-    return Mirrored.from_function(lambda i: 0, devices=found)
-
-
-def check(result, want, destinations):
-    """`want` everywhere it should be, wrapped as documented."""
-    if isinstance(destinations, str) or len(destinations) == 1:
-        assert isinstance(result, jax.Array)
-        assert result.devices() == {jax.devices()[0]}
-        assert result.item() == want
-    else:
-        assert isinstance(result, Mirrored)
-        assert result.devices == destinations.devices
-        assert [x.item() for x in result] == [want] * len(destinations)
-        assert [x.devices() for x in result] == [{d} for d in destinations.devices]
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 5])

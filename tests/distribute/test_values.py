@@ -212,7 +212,7 @@ def test_A22_replicas_of_different_structure_are_refused():
         lambda r: {"a": r + 1, "b": r + 2},
     ],
 )
-def test_A23_local_results_are_one_structure_a_replica(fun):
+def test_the_values_are_one_structure_for_each_replica(fun):
     value = jc.PerReplica.from_function(fun, devices=devices(2))
     assert jax.tree.map(lambda x: x.item(), value.values) == (fun(0), fun(1))
 

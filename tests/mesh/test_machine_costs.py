@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from jaxcoll._cluster.hosts import Hosts
 from jaxcoll._mesh import machine_costs as host
 from jaxcoll._mesh.machine_costs import calibration, circumstances, machine, saved, terms_here
 from jaxcoll._plan.cost.presets import preset
@@ -19,8 +20,11 @@ LINK = Link(1e-6, 1e-9)
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
-    monkeypatch.delenv("JAXCOLL_COORDINATOR", raising=False)
+    keeps_memory(monkeypatch, False)
+
+
+def keeps_memory(monkeypatch, kept):
+    monkeypatch.setattr(host, "keeps_freed_memory", lambda: kept)
 
 
 def ours(world=WORLD):
@@ -79,7 +83,7 @@ def test_names_tell_machines_worlds_and_memory_apart(monkeypatch):
     h100 = World("gpu", (16,), 2, device_kind="NVIDIA H100 80GB HBM3/x", hosts=2)
     assert saved(h100).name == "nccl-NVIDIA_H100_80GB_HBM3_x-n16-processes2-hosts2.json"
     fresh = saved(WORLD)
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    keeps_memory(monkeypatch, True)
     assert saved(WORLD).name == "gloo-n4-processes4-hosts1-kept.json"
     assert saved(h100).name == "nccl-NVIDIA_H100_80GB_HBM3_x-n16-processes2-hosts2.json"
     monkeypatch.setattr(host, "machine", lambda: "another, 3 cores")
@@ -93,31 +97,34 @@ def test_the_cache_is_in_the_home_folder_where_nothing_is_said(monkeypatch, tmp_
 
 
 @pytest.mark.parametrize(
-    ("variable", "address", "found"),
+    ("hosts", "found"),
     [
-        ("JAXCOLL_COORDINATOR", "127.0.0.1:99", True),
-        ("JAX_COORDINATOR_ADDRESS", "localhost:99", True),
-        ("JAX_COORDINATOR_ADDRESS", "10.0.0.1:99", False),
-        ("UNRELATED", "", False),
+        (Hosts((0, 0, 0, 0), 2, known=True), True),
+        (Hosts((0, 0, 2, 2), 2, known=True), False),
+        (Hosts((0, 0, 0, 0)), False),
     ],
+    ids=["one host", "two hosts", "hosts that are not known"],
 )
-def test_several_processes_read_what_is_saved_only_on_one_host(
-    monkeypatch, variable, address, found
-):
-    monkeypatch.setattr("jax.process_count", lambda: 4)
-    monkeypatch.setenv(variable, address)
+def test_several_processes_read_what_is_saved_only_on_one_host(monkeypatch, hosts, found):
+    monkeypatch.setattr(host, "hosts_of_job", lambda: hosts)
     written(saved(WORLD))
     assert (terms_here(WORLD) == ours()) is found
 
 
+def test_processes_of_several_hosts_go_by_what_all_of_them_know(monkeypatch):
+    monkeypatch.setattr(host, "hosts_of_job", lambda: Hosts((0, 0, 2, 2), 7, known=True))
+    keeps_memory(monkeypatch, True)
+    assert terms_here(WORLD) == preset(WORLD, cores=7)
+
+
 def test_processes_of_a_cluster_read_what_is_named(monkeypatch, named):
-    monkeypatch.setattr("jax.process_count", lambda: 4)
+    monkeypatch.setattr(host, "hosts_of_job", lambda: Hosts((0, 0, 2, 2), 7, known=True))
     written(named)
     assert terms_here(WORLD) == ours()
 
 
-def test_memory_that_malloc_keeps_is_read_from_the_environment(monkeypatch):
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+def test_the_preset_knows_whether_malloc_keeps_memory(monkeypatch):
+    keeps_memory(monkeypatch, True)
     assert terms_here(WORLD) == preset(WORLD, cores=host.cores(), keeps_memory=True)
     gpu = World("gpu", (4,))
     assert terms_here(gpu) == preset(gpu)
@@ -136,10 +143,9 @@ def test_a_file_of_another_world_leaves_the_preset_and_the_plan_says_so(named):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_file_of_other_memory_leaves_the_preset_and_the_plan_says_so(monkeypatch, named, kept):
-    if not kept:
-        monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    keeps_memory(monkeypatch, not kept)
     written(named)
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0" if kept else "65536")
+    keeps_memory(monkeypatch, kept)
     words = "memory that malloc gives back" if kept else "memory that malloc keeps"
     assert terms_here(WORLD).source.endswith(words)
 

@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxcoll._cluster.hosts import Hosts
+from jaxcoll._mesh import world
 from jaxcoll._mesh.world import _host, mesh_world
 from jaxcoll._plan.world import World
 
@@ -21,11 +23,13 @@ def test_cpu_devices_are_of_one_host_and_of_no_kind():
         ({"platform": "gpu", "process_index": 5, "slice_index": 2}, 2),
         ({"platform": "gpu", "process_index": 5, "slice_index": None}, 5),
         ({"platform": "tpu", "process_index": 5}, 5),
-        ({"platform": "cpu", "process_index": 5, "slice_index": 2}, 0),
+        ({"platform": "cpu", "process_index": 5, "slice_index": 2}, 3),
     ],
 )
-def test_a_host_is_a_slice_where_jax_knows_slices_and_else_a_process(device, host):
-    assert _host(SimpleNamespace(**device)) == host
+def test_a_host_is_a_slice_where_jax_knows_slices_else_a_process_and_of_cpus_as_published(
+    device, host
+):
+    assert _host(SimpleNamespace(**device), (0, 0, 0, 3, 3, 3)) == host
 
 
 def test_a_world_of_accelerators_names_them_and_counts_its_hosts():
@@ -47,3 +51,27 @@ def test_a_world_of_accelerators_names_them_and_counts_its_hosts():
     )
     assert mesh_world(mesh, {"inner": 4}).hosts == 1
     assert mesh_world(mesh, {"outer": 2}).hosts == 2
+
+
+@pytest.mark.parametrize(
+    ("hosts", "axes", "met", "inner"),
+    [
+        ((0, 0, 2, 2), {"outer": 2, "inner": 2}, 2, 1),
+        ((0, 0, 0, 0), {"outer": 2, "inner": 2}, 1, 0),
+        ((0, 1, 0, 1), {"outer": 2, "inner": 2}, 2, 0),
+        ((0, 1, 0, 1), {"inner": 2, "outer": 2}, 2, 1),
+        ((0, 0, 0, 3), {"outer": 2, "inner": 2}, 2, 0),
+        ((0, 0, 2, 2), {"outer": 2, "inner": 2, "of a vmap": 3}, 2, 0),
+        ((0, 0, 2, 2), {"inner": 2}, 1, 0),
+        ((0, 0, 2, 2), {"outer": 2}, 2, 0),
+    ],
+    ids=str,
+)
+def test_inner_axes_are_those_that_stay_within_hosts(monkeypatch, hosts, axes, met, inner):
+    devices = np.array(
+        [SimpleNamespace(platform="cpu", device_kind="cpu", process_index=k) for k in range(4)]
+    )
+    mesh = SimpleNamespace(devices=devices.reshape(2, 2), axis_names=("outer", "inner"))
+    monkeypatch.setattr(world, "hosts_of_job", lambda: Hosts(hosts, 4, known=True))
+    found = mesh_world(mesh, axes)
+    assert (found.hosts, found.inner) == (met, inner)

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._plan.cost.model import Prices
+from jaxcoll._plan.algorithms import stages
+from jaxcoll._plan.cost.model import HALF_DUPLEX, Prices
 from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.cost.terms import Link
 from jaxcoll._plan.packs.automatic import (
     MODESTY,
     RULES,
@@ -40,7 +42,7 @@ def plan_of(shapes, world=GLOO, terms=None, **options):
 @pytest.mark.parametrize("keeps_memory", [False, True])
 def test_nothing_that_was_compared_is_predicted_to_be_much_faster(tree, replicas, keeps_memory):
     world = World("cpu", (replicas,), processes=replicas)
-    plan = plan_of(TREES[tree](), world, preset(world, keeps_memory=keeps_memory))
+    plan = plan_of(TREES[tree]().values(), world, preset(world, keeps_memory=keeps_memory))
     best = plan.alternatives[0]
     if plan.temporary_bytes <= plan.nbytes:
         assert plan.predicted.seconds <= MODESTY * best.seconds
@@ -49,13 +51,13 @@ def test_nothing_that_was_compared_is_predicted_to_be_much_faster(tree, replicas
 
 
 def test_every_element_of_every_leaf_is_in_one_pack():
-    plan = plan_of(TREES["resnet50"]())
+    plan = plan_of(TREES["resnet50"]().values())
     assert sum(p.size for p in plan.packs) == sum(leaf.size for leaf in plan.leaves)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu", "cpu"])
 def test_where_the_compiler_combines_nothing_is_packed(platform):
-    plan = plan_of(TREES["200x1KiB"](), World(platform, (8,), 1))
+    plan = plan_of(TREES["200x1KiB"]().values(), World(platform, (8,), 1))
     assert len(plan.packs) == 200
     assert plan.algorithm == "native"
     assert plan.temporary_bytes == 0
@@ -63,7 +65,7 @@ def test_where_the_compiler_combines_nothing_is_packed(platform):
 
 
 def test_many_small_leaves_between_processes_share_a_pack():
-    plan = plan_of(TREES["200x1KiB"]())
+    plan = plan_of(TREES["200x1KiB"]().values())
     assert len(plan.packs) == 1
     assert "against" in plan.reasons[0]
     assert "every leaf alone" in plan.reasons[0]
@@ -71,7 +73,7 @@ def test_many_small_leaves_between_processes_share_a_pack():
 
 
 def test_big_leaves_are_not_copied_and_little_memory_is_taken():
-    plan = plan_of(TREES["gpt2-small"]())
+    plan = plan_of(TREES["gpt2-small"]().values())
     assert plan.temporary_bytes < plan.nbytes / 2
     assert any(p.is_leaf(plan.leaves) for p in plan.packs)
 
@@ -133,7 +135,7 @@ def test_rules_in_words():
 
 
 def test_the_plan_carries_what_it_predicts_and_from_what():
-    plan = plan_of(TREES["resnet50"]())
+    plan = plan_of(TREES["resnet50"]().values())
     data = plan.to_dict()
     assert data["predicted_seconds"] == plan.predicted.seconds
     assert data["predicted_from"] == plan.terms.source
@@ -147,7 +149,7 @@ def test_the_plan_carries_what_it_predicts_and_from_what():
 @pytest.mark.parametrize("tree", ["resnet50", "gpt2-small", "one-big"])
 def test_trees_with_big_leaves_take_no_more_memory_than_themselves(replicas, keeps_memory, tree):
     world = World("cpu", (replicas,), processes=replicas)
-    plan = plan_of(TREES[tree](), world, preset(world, keeps_memory=keeps_memory))
+    plan = plan_of(TREES[tree]().values(), world, preset(world, keeps_memory=keeps_memory))
     assert plan.temporary_bytes <= plan.nbytes
 
 
@@ -177,3 +179,64 @@ def test_what_is_stated_as_temporary_is_what_the_compiler_allots():
     plan = jc.plan(tree, mesh=mesh, options=options)
     assert plan.temporary_bytes == 2 * 20 * 4000
     assert memory.temp_size_in_bytes == pytest.approx(plan.temporary_bytes, rel=0.55)
+
+
+TWO_HOSTS = World("cpu", (2, 2), processes=4, hosts=2, inner=1)
+
+
+def algorithms_of(shapes, world):
+    packs = plan_of(shapes, world, preset(world, cores=1)).packs
+    return {pack.nbytes: pack.algorithm for pack in packs}
+
+
+def test_what_crosses_hosts_is_summed_within_them_first():
+    found = algorithms_of([(256,), (1 << 22,), (1 << 24,)], TWO_HOSTS)
+    assert found == {
+        1 << 10: "shuffle/halving_doubling",
+        1 << 24: "shuffle/native",
+        1 << 26: "shuffle/native",
+    }
+
+
+def test_a_plan_of_two_levels_says_so():
+    words = "two levels: summed within each of the 2 hosts first"
+    assert any(reason.startswith(words) for reason in plan_of([(1 << 22,)], TWO_HOSTS).reasons)
+    asked = plan_of([(1 << 22,)], TWO_HOSTS, algorithm="native")
+    assert not any("two levels" in reason for reason in asked.reasons)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (8, 8), (3, 2), (2, 2, 2)])
+@pytest.mark.parametrize("cores", [1, 8])
+def test_two_levels_are_predicted_faster_on_any_network_but_the_fastest(sizes, cores):
+    hosts, inner = sizes[0], len(sizes) - 1
+    n = int(np.prod(sizes))
+    world = World("cpu", sizes, processes=n, hosts=hosts, inner=inner)
+    assert algorithms_for(world)[1] == "shuffle/" * inner + "native"
+    for network in ("ethernet-1", "ethernet-10"):
+        prices = Prices(preset(world, cores=cores, network=network), sizes)
+        flat, *two = (prices.of(stages(a, 0, sizes), 1 << 26) for a in algorithms_for(world))
+        assert min(x.seconds for x in two) < flat.seconds
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"hosts": 1, "inner": 0}, {"inner": 0}, {"partly_mapped": True}, {"platform": "gpu"}],
+    ids=str,
+)
+def test_without_hosts_along_the_outer_axes_nothing_changes(changes):
+    assert algorithms_for(dataclasses.replace(TWO_HOSTS, **changes)) == ("native",)
+
+
+def test_on_hosts_of_one_process_each_there_is_one_level():
+    world = World("cpu", (4,), processes=4, hosts=4)
+    assert algorithms_for(world) == ("native", "halving_doubling")
+
+
+def test_pairs_send_less_between_hosts_than_a_shuffle_and_a_ring_waits_for_the_link():
+    terms = preset(TWO_HOSTS)
+    prices = Prices(dataclasses.replace(terms, between=Link(0.0, 1.0), within=Link(0.0, 0.0)), (4,))
+    sent = {
+        name: prices.of(stages(name, 0, (4,)), 4).bandwidth / HALF_DUPLEX
+        for name in ("halving_doubling", "shuffle", "ring")
+    }
+    assert sent == {"halving_doubling": 2.0, "shuffle": 4.0, "ring": 6.0}

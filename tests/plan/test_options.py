@@ -189,3 +189,25 @@ def test_options_of_another_type_are_refused():
     for bad in ({"bytes_per_pack": 3}, 5, "ring"):
         with pytest.raises(ValueError, match="`options` must be a CommunicationOptions or None"):
             jax.vmap(lambda v, bad=bad: jc.all_reduce("sum", v, "d", options=bad), axis_name="d")(x)
+
+
+def test_a_compression_is_named_or_given_as_a_value():
+    assert Options(compression="INT8").compression == jc.Int8() == jc.Int8(block=256)
+    assert Options(compression=jc.Int4(block=32)).compression == jc.Int4(32)
+    assert Options().compression is None
+    assert Options(compression="bf16") == Options(compression=jc.Bf16())
+
+
+@pytest.mark.parametrize("bad", ["int2", 8, True, jc.Int8, "fp8"])
+def test_an_unknown_compression_is_named(bad):
+    with pytest.raises(
+        ValueError, match="`compression` must be None, one of 'bf16', 'int8', 'int4'"
+    ):
+        Options(compression=bad)
+
+
+@pytest.mark.parametrize("bad", [0, -2, 3, 2.0, True, None])
+@pytest.mark.parametrize("kind", [jc.Int8, jc.Int4])
+def test_a_bad_block_is_named(kind, bad):
+    with pytest.raises(ValueError, match=f"`block` of jc.{kind.__name__} must be a multiple of 2"):
+        kind(block=bad)

@@ -22,7 +22,7 @@ def in_world(what, processes, env=None):
 @pytest.fixture(scope="module")
 def pair():
     """One world of two processes for all tests that need no more."""
-    return in_world("train late first_values", 2)
+    return in_world("train late first_values in_shards local", 2)
 
 
 def test_training_equals_one_device_and_all_processes_agree_to_the_bit(pair):
@@ -34,6 +34,15 @@ def test_training_equals_one_device_and_all_processes_agree_to_the_bit(pair):
         assert r["packs"] == 1
         assert r["scatters"] == 0, "the compiler's own over Gloo is reported to go wrong"
         assert r["rows"] == [[1, 128]]
+
+
+def test_parameters_in_shards_are_cut_trained_and_saved_over_processes(pair):
+    first, second = (found["in_shards"] for found in pair)
+    assert first["bits"] == second["bits"]
+    for found in (first, second):
+        assert sum(found["rows"]) * 2 == found["of"]
+        assert found["restored"]
+        assert "Call `whole = jc.unshard(tree)` in all processes" in found["refused"]
 
 
 def test_a_bare_call_packs_for_gloo_too():
@@ -70,6 +79,17 @@ def test_what_processes_bring_to_a_first_run_is_compared(pair):
             assert found[name]["result"] == found["own rows"]["result"]
     assert first["after"] == second["after"]  # both can go on
     assert first["after"]["result"] == pytest.approx(first["own rows"]["result"])
+
+
+def test_local_updates_are_their_simulation_with_sums_on_their_way(pair):
+    first, second = (found["local"] for found in pair)
+    assert first["bits"] == second["bits"]
+    for found in (first, second):
+        assert found["difference"] <= 1e-5
+        assert found["sent"] == [0, 0, 60], "the processes end with a sum on its way"
+        assert found["totals"] == [6.0] * 6
+        assert "hold different values in 1 of 5 leaves" in found["error"]
+        assert "args[1]['w'] first: processes 0 | 1. Nothing was run." in found["error"]
 
 
 def test_every_algorithm_over_three_processes_of_two_devices():

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 
 from jaxcoll._cluster.launch.local import join
 
@@ -9,6 +10,7 @@ assert join()
 
 import hashlib  # noqa: E402
 import json  # noqa: E402
+import tempfile  # noqa: E402
 import warnings  # noqa: E402
 
 import jax  # noqa: E402
@@ -52,6 +54,53 @@ def train():
         "world": str(plans[0].world),
         "reason": plans[0].reasons[0],
         "packs": len(plans[0].packs),
+    }
+
+
+def in_shards():
+    """Parameters that no process has all of on its devices; the file that one of them saves."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((16, 5)).astype("f")
+    rank, n = jax.process_index(), jax.process_count()
+    share = x[rank * 16 // n : (rank + 1) * 16 // n]
+    whole = {"w": rng.standard_normal((5, 40)).astype("f"), "b": np.zeros(40, "f")}
+    shards = jc.shard(whole, "data")
+    made = jc.shard(lambda: {"w": jax.random.normal(jax.random.key(0), (5, 40))}, "data")
+
+    def loss(params, x):
+        return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+    @jc.data_parallel
+    def step(shards, x):
+        f = lambda shards, x: loss(jc.all_gather(shards, "data"), x)
+        value, grads = jc.value_and_grad(f, "data")(shards, x)
+        return jax.tree.map(lambda p, g: p - 0.5 * g, shards, grads), value
+
+    want = whole
+    for _ in range(3):
+        shards, _ = step(shards, share)
+        grads = jax.grad(loss)(want, x)
+        want = jax.tree.map(lambda p, g: p - 0.5 * np.asarray(g), want, grads)
+    (part,) = shards.parts
+    try:
+        jc.save_checkpoint("never.npz", shards)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    found, made = jc.unshard(shards), jc.unshard(made)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, want)
+    np.testing.assert_array_equal(made["w"], jax.random.normal(jax.random.key(0), (5, 40)))
+    with tempfile.TemporaryDirectory() as folder:
+        jc.save_checkpoint(f"{folder}/last.npz", found)
+        again, _ = jc.restore_checkpoint(f"{folder}/last.npz", shards)
+    back = jc.unshard(again)
+    jax.tree.map(np.testing.assert_array_equal, back, found)
+    return {
+        "refused": refused,
+        "rows": [s.data.shape[0] for s in part.addressable_shards],
+        "of": part.shape[0],
+        "restored": again.parts[0].sharding == part.sharding,
+        "bits": hashlib.sha256(found["w"].tobytes()).hexdigest(),
     }
 
 
@@ -263,9 +312,60 @@ def reproducible():
     return found
 
 
+def local():
+    """Sixty steps of local updates beside their simulation, with much in between."""
+    import optax
+    from local_simulation import PARAMS, PARTS, local_step, rows, simulated
+
+    rank, adam = jax.process_index(), optax.adam(1e-2)
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    arguments = {"every": 4, "fragments": 3, "delay": 2, "mixing": 0.5}
+    train = jc.local_updates(local_step(adam), outer=outer, **arguments)
+    total = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))
+    # Whatever a data-parallel step returned is on all processes, and so may a batch be.
+    params = jc.data_parallel(lambda p, x: p)(PARAMS, np.zeros((1, 1), "f"))
+    first = state = train.init(params, adam.init(PARAMS))
+    losses, totals = [], []
+    for t in range(1, 61):
+        batch = rows(t, 2)[4 * rank : 4 * rank + 4]
+        if t == 7:
+            over = jax.NamedSharding(train.mesh, jax.sharding.PartitionSpec("data"))
+            batch = jax.make_array_from_process_local_data(over, batch)
+        state, loss = train(state, batch)
+        losses.append(float(loss[0]))
+        if t % 10 == 9:  # with a sum on its way, after 9 steps and 49, and others
+            totals.append(float(total(np.ones((1, 3), "f")).addressable_data(0)))
+            with tempfile.TemporaryDirectory() as folder:
+                jc.save_checkpoint(f"{folder}/state.npz", state)
+                state, _ = jc.restore_checkpoint(f"{folder}/state.npz", first)
+    shared, own, values = simulated(
+        adam, 2, 60, outer=outer, parts=PARTS, delay=2, every=4, mixing=0.5
+    )
+    mine = jax.tree.map(lambda x: x[rank : rank + 1], own)
+    differences = jax.tree.map(
+        lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()),
+        (state.shared, state.replicas[0], losses),
+        (shared, mine, values[:, rank].tolist()),
+    )
+    other, differ = jc.local_updates(local_step(adam), every=1), PARAMS | {"w": np.float32(rank)}
+    try:
+        other(other.init(differ, adam.init(differ)), np.ones((4, 4), "f"))
+        error = ""
+    except jc.ReplicaDivergenceError as found:
+        error = str(found)
+    return {
+        "difference": max(jax.tree.leaves(differences)),
+        "bits": _hash(np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.shared)])),
+        "sent": state.sent.tolist(),
+        "totals": totals,
+        "error": error,
+    }
+
+
 def _hash(array):
     return hashlib.sha256(np.asarray(array).tobytes()).hexdigest()
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
     print("RESULT " + json.dumps({name: globals()[name]() for name in sys.argv[1:]}))

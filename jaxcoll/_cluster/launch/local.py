@@ -86,20 +86,6 @@ def join() -> bool:
     return True
 
 
-KEEP_MEMORY = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_TOP_PAD_": str(256 << 20),
-}
-"""Environment variables by which glibc's malloc keeps what is freed.
-
-XLA's CPU runtime allocates every result and all temporaries of every call anew, and glibc gives
-large blocks back to the system at once: each call then takes fresh pages, which over Gloo cost as
-much as the exchange (docs/performance.md). Other C libraries do not read these variables.
-"""
-
-
 @contextlib.contextmanager
 def world(processes: int, log: Any = subprocess.DEVNULL) -> Iterator[list[dict[str, str]]]:
     """A coordinator on this host; yields each rank's environment variables, with which it joins."""
@@ -108,12 +94,8 @@ def world(processes: int, log: Any = subprocess.DEVNULL) -> Iterator[list[dict[s
 
 
 def world_variables(address: str, processes: int) -> list[dict[str, str]]:
-    """Each rank's environment variables, by which it finds the coordinator at an address.
-
-    Processes keep their memory, unless the user's own variables say otherwise.
-    """
-    common = {k: os.environ.get(k, v) for k, v in KEEP_MEMORY.items()}
-    common |= {COORDINATOR: address, PROCESSES: str(processes)}
+    """Each rank's environment variables, by which it finds the coordinator at an address."""
+    common = {COORDINATOR: address, PROCESSES: str(processes)}
     return [{**common, RANK: str(rank)} for rank in range(processes)]
 
 

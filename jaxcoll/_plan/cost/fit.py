@@ -104,7 +104,7 @@ def fitted(usual: Terms, sizes: tuple[int, ...], seconds: Mapping[Probe, float])
       seconds: of all of `Probes.of`.
     """
     key = usual.key
-    islands = key.processes if key.backend == "gloo" else key.hosts
+    islands = key.islands
     many = _many(seconds)
     whole = {
         p.count * p.nbytes: (p.count, t)

@@ -3,7 +3,8 @@
 The formulas are the standard ones (see `algorithms`), with one addition for an all-reduce that
 the backend carries out flat over several islands: its bytes cross by the links of all p devices
 of an island at once. Sent round a ring, 2(n-1)/n of the array crosses; between two islands only
-one array each way, since a tree does as well. NCCL's own model makes the same exception.
+one array each way, since a tree does as well. NCCL's own model makes the same exception; Gloo has
+no such tree.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from jaxcoll._plan import wire_formats
 from jaxcoll._plan.algorithms import Stage, stages, steps
 from jaxcoll._plan.cost.curve import Curve
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack
+
+HALF_DUPLEX = 1.5
+"""How much longer than by their bytes exchanges of our own take on a link between hosts, where both
+ends send at once over TCP; measured at 100 Mbit/s and 1 Gbit/s (docs/performance.md)."""
 
 OPERANDS = 256
 """Most arrays that XLA's combiners make one collective of (xla/service/collective_utils.h)."""
@@ -259,7 +265,28 @@ def _stage(stage: Stage, nbytes: float, last: bool, terms: Terms, met: _Met) -> 
     # The parts of an all-to-all are under way together, and arrive as those of halving do.
     waits = 2 * (n - 1).bit_length() if exchanges == 2 else exchanges
     sent = (stage.shards - 1 + n - 1) * nbytes / stage.shards
-    return Cost(exchanges * terms.call + waits * link.step, sent * link.per_byte, added)
+    far = sent * _share_between(stage.algorithm, met)
+    slower = HALF_DUPLEX if terms.key.backend == "gloo" and terms.key.hosts > 1 else 1.0
+    bandwidth = far * terms.between.per_byte * slower + (sent - far) * terms.within.per_byte
+    latency = exchanges * terms.call + waits * link.step
+    if not stage.format:
+        return Cost(latency, bandwidth, added)
+    format = wire_formats.of(stage.format)
+    narrow = format.nbytes(format.block) / (4 * format.block)  # what is coded is float32
+    return Cost(latency, bandwidth * narrow, added, format.passes * nbytes * terms.copy)
+
+
+def _share_between(algorithm: str, met: _Met) -> float:
+    """The part of what a device sends in exchanges that goes to other islands.
+
+    In a ring all wait at each step for the devices whose neighbour is on another island.
+    """
+    n, p, k = met
+    if k == 1 or algorithm == "ring":
+        return float(k > 1)
+    # In pairs, neighbours come first, and what is left for the others is smaller.
+    in_pairs = algorithm == "halving_doubling" and n.bit_count() == 1
+    return (k - 1 if in_pairs else n - p) / (n - 1)
 
 
 def _native(nbytes: float, terms: Terms, met: _Met) -> Cost:
@@ -319,5 +346,6 @@ def _per_byte(terms: Terms, met: _Met) -> float:
     if met.k == 1:
         return around * terms.within.per_byte
     # Between two islands a tree sends one array each way, fewer bytes than a ring (NCCL does so).
-    across = (1.0 if met.k == 2 else around) * terms.between.per_byte / met.p
+    tree = met.k == 2 and terms.key.backend != "gloo"
+    across = (1.0 if tree else around) * terms.between.per_byte / met.p
     return max(across, around * terms.within.per_byte * (met.p > 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxcoll._plan.cost.curve import Curve
@@ -126,6 +127,27 @@ class Gloo:
             found.append(Curve(tuple((size, ms * 1e-3 * slower) for size, ms in points), n, n))
         return tuple(found)
 
+    def between_hosts(self, key: Key, far: Link, cores: int, kept: bool) -> Iterator[Curve]:
+        """Curves of processes on several hosts, of so many cores, whose links a ring goes through.
+
+        Yields:
+          For each: one where every process has a host and, as in the reduction of `key`, a part of
+          its link; and one where processes of a host are neighbours, so that one of them sends.
+        """
+        for curve in self.curves(self.cores, kept):
+            n = curve.replicas
+            # A process that waits for a core holds up all others, so that few steps take longest.
+            turns = max(1.0, key.per_island / cores) / max(1.0, n / self.cores)
+            for islands in {n, key.hosts}:
+                if islands <= n:
+                    sharing = key.per_island if n > islands else 1
+                    wire = 2 * (n - 1) / n * far.per_byte / sharing
+                    points = tuple(
+                        (size, turns**2 * curve.latency + turns * (t - curve.latency) + size * wire)
+                        for size, t in curve.points
+                    )
+                    yield Curve(points, n, islands)
+
 
 @dataclasses.dataclass(frozen=True)
 class Presets:
@@ -181,18 +203,27 @@ def preset(
 
 def _gloo(key: Key, cores: int, network: str | None, keeps_memory: bool) -> Terms:
     """CPU processes over Gloo: whatever a process does waits for its share of the cores."""
+    memory = _memory(key, cores)
     turns = max(1.0, key.processes / key.hosts / cores)
-    between = Link(0.2e-3 * turns, 0.55e-9 * turns)
+    within, between = memory.within, Link(0.2e-3 * turns, 0.55e-9 * turns)
     native: tuple[Curve, ...] = ()
+    pages = "that malloc keeps" if keeps_memory else "taken fresh"
+    source = f"preset: CPU processes over Gloo, {cores} cores a host, memory {pages}"
     if key.hosts > 1:
-        far = NETWORKS[network or "ethernet-100"].link(-(-key.processes // key.hosts))
-        between = Link(between.step + far.step, max(between.per_byte, far.per_byte))
+        # A faster network makes little difference between plans, and a slower one much.
+        network = network or "ethernet-1"
+        source += f"; between hosts {network}"
+        far = NETWORKS[network].link(key.per_island)
+        if key.replicas == key.processes:
+            native = tuple(_PRESETS.gloo.between_hosts(key, far, cores, keeps_memory))
+        within = between
+        between = Link(within.step + far.step, max(within.per_byte, far.per_byte))
     elif key.per_island == 1:
         native = _PRESETS.gloo.curves(cores, keeps_memory)
-    pages = "that malloc keeps" if keeps_memory else "taken fresh"
     return dataclasses.replace(
-        _memory(key, cores),
-        source=f"preset: CPU processes over Gloo, {cores} cores a host, memory {pages}",
+        memory,
+        source=source,
+        within=within,
         between=between,
         call=0.05e-3 * turns,
         array=0.25e-3 * turns**2,

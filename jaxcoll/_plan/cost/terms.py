@@ -1,7 +1,8 @@
 """The terms of the cost model: what one kind of world costs, measured or published.
 
 All times are in seconds, all sizes in bytes. The model tells two kinds of link apart: within an
-island, and between islands. An island is a host of GPUs, a slice of TPUs, or one CPU process.
+island, and between islands. An island is a host, or a slice of TPUs; where CPU processes are all on
+one host, it is one process.
 """
 
 from __future__ import annotations
@@ -56,10 +57,14 @@ class Key:
         )
 
     @property
+    def islands(self) -> int:
+        """Islands that the replicas are on."""
+        return self.processes if self.backend == "gloo" and self.hosts == 1 else self.hosts
+
+    @property
     def per_island(self) -> int:
         """Replicas of one island."""
-        islands = self.processes if self.backend == "gloo" else self.hosts
-        return max(1, -(-self.replicas // islands))
+        return max(1, -(-self.replicas // self.islands))
 
     def __str__(self) -> str:
         named = " ".join(filter(None, (self.backend, self.device_kind)))

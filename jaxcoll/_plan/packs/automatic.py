@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxcoll._plan.algorithms import stages
+from jaxcoll._plan.algorithms import Stage, coded_by, stages
 from jaxcoll._plan.cost.model import Cost, Prices, loads
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import (
@@ -31,8 +32,15 @@ RULES: tuple[PackingRule, ...] = (
 """What is compared where every array handed over costs its own time."""
 
 
+PACKED = BytesPerPack(16 * MiB, 2 * MiB)
+"""Packs where no cost model is asked."""
+
+
 WORTH = 0.75
 """Of the compiler's own time, what an exchange may take, which compiles to a dozen kernels."""
+
+WORTH_BETWEEN_HOSTS = 0.95
+"""The same for two levels that end with the compiler's own all-reduce, of a few kernels."""
 
 
 MODESTY = 1.25
@@ -113,23 +121,33 @@ def priced(
     Args:
       leaves: the tree.
       rules: ways to pack it.
-      names: the algorithm of all packs; or the compiler's own and one that may stand in for it. A
-        leaf that must keep its shape has the compiler's own.
+      names: the algorithm of all packs; or the compiler's own and others that may stand in for it.
+        A leaf that must keep its shape has the compiler's own.
       prices: what the world costs.
 
     Yields:
       One way for each rule, but none twice.
     """
-    suited: dict[tuple[tuple[int, ...], int], str] = {}
+    suited: dict[tuple[tuple[int, ...], int, str], str] = {}
+    coded = tuple(dict.fromkeys(map(coded_by, names)))
     tried: set[tuple[Pack, ...]] = set()
 
     def algorithm(pack: Pack) -> str:
-        if pack.solid or len(names) == 1:
-            return "native" if pack.solid else names[0]
-        key = pack.over, pack.nbytes
-        if key not in suited:
-            own, exchange = (_seconds(name, pack, prices) for name in names)
-            suited[key] = names[pack.nbytes <= EXCHANGED and exchange < WORTH * own]
+        choice = coded if pack.format else names
+        if pack.solid or len(choice) == 1:
+            return "native" if pack.solid else choice[0]
+        key = pack.over, pack.nbytes, pack.format
+        if key not in suited and pack.format:
+            suited[key] = min(coded, key=lambda name: _seconds(name, pack, prices))
+        elif key not in suited:
+            own, *others = names
+            seconds = {own: _seconds(own, pack, prices)}
+            for name in others:
+                by_compiler = name.endswith("/native")
+                if by_compiler or pack.nbytes <= EXCHANGED:
+                    worth = WORTH_BETWEEN_HOSTS if by_compiler else WORTH
+                    seconds[name] = _seconds(name, pack, prices) / worth
+            suited[key] = min(seconds, key=lambda name: seconds[name])
         return suited[key]
 
     for rule in rules:
@@ -141,7 +159,7 @@ def priced(
         # Of a tree of small leaves several rules make the same packs; to price is what takes time.
         if packs not in tried:
             tried.add(packs)
-            cost = prices.predict(loads(packs, leaves, lambda p: stages(p.algorithm, 0, p.over)))
+            cost = prices.predict(loads(packs, leaves, _stages_of))
             yield Way(rule, packs, cost)
 
 
@@ -150,31 +168,49 @@ def algorithms_for(world: World) -> tuple[str, ...]:
 
     Exchanges of our own are for CPU processes, where halving and doubling in pairs was never
     slower than a shuffle, nor a shuffle than a ring (docs/performance.md); elsewhere the
-    backend's library chooses among its own. They need one axis, and all axes mapped.
+    backend's library chooses among its own. They need all axes mapped. Over several axes they need
+    inner ones that stay within a host and outer ones that do not: what is summed within hosts
+    first, crosses between them once.
     """
-    if not world.over_gloo or len(world.sizes) > 1 or world.partly_mapped:
+    if not world.over_gloo or world.partly_mapped:
         return ("native",)
-    in_pairs = world.replicas.bit_count() == 1
-    return ("native", "halving_doubling" if in_pairs else "shuffle")
+    if len(world.sizes) == 1:
+        return ("native", _exchange(world.replicas))
+    if not 0 < world.inner < len(world.sizes):
+        return ("native",)
+    within = "shuffle/" * world.inner
+    outer = _exchange(math.prod(world.sizes[: -world.inner]))
+    return ("native", f"{within}native", f"{within}{outer}")
 
 
-def rules_for(world: World) -> tuple[PackingRule, ...]:
+def _exchange(replicas: int) -> str:
+    """The exchange of our own that is fastest over so many."""
+    return "halving_doubling" if replicas.bit_count() == 1 else "shuffle"
+
+
+def rules_for(world: World, leaves: Sequence[Leaf] = ()) -> tuple[PackingRule, ...]:
     """Ways to pack that are worth a comparison.
 
     Within one process, and on accelerators, the compiler combines all-reduces by itself, and a
-    copy of ours would be a second one.
+    copy of ours would be a second one. It combines no exchanges of codes.
     """
-    return RULES if world.over_gloo else (Unpacked(),)
+    if world.over_gloo:
+        return RULES
+    return (PACKED,) if any(leaf.format for leaf in leaves) else (Unpacked(),)
 
 
 def usual(world: World) -> PackingRule:
     """How to pack what no cost model speaks of."""
-    return BytesPerPack(16 * MiB, 2 * MiB) if world.over_gloo else Unpacked()
+    return PACKED if world.over_gloo else Unpacked()
 
 
 def _seconds(name: str, pack: Pack, prices: Prices) -> float:
     handed_over = prices.terms.array if name == "native" else 0.0
-    return prices.of(stages(name, 0, pack.over), pack.nbytes).seconds + handed_over
+    return prices.of(_stages_of(pack, name), pack.nbytes).seconds + handed_over
+
+
+def _stages_of(pack: Pack, algorithm: str = "") -> tuple[Stage, ...]:
+    return stages(algorithm or pack.algorithm, 0, pack.over, pack.format)
 
 
 def _size(nbytes: int) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
-from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions, ReduceOp
+from jaxcoll._plan.wire_formats import Bf16, WireFormat, codes
 from jaxcoll._plan.world import World
 from jaxcoll._show.codec import OPTIONAL
 
@@ -29,6 +30,7 @@ class Leaf:
       solid: it must keep its shape, so it shares no pack at all.
       indices: of rows by their indices, the indices' type: they are gathered, in no pack.
       ready: its place in the order in which leaves become ready; None: not known.
+      format: the wire format it travels in, by name (see `wire_formats`); "": exactly.
     """
 
     path: str
@@ -40,6 +42,7 @@ class Leaf:
     solid: bool = False
     indices: np.dtype | None = None
     ready: int | None = dataclasses.field(default=None, metadata=OPTIONAL)
+    format: str = dataclasses.field(default="", metadata=OPTIONAL)
 
     @property
     def size(self) -> int:
@@ -83,6 +86,37 @@ def wire_dtype(dtype: np.dtype, reduce_op: ReduceOp, world: World) -> np.dtype:
         if jax.dtypes.issubdtype(dtype, np.signedinteger):
             return np.dtype(np.int32)
     return carried_dtype(dtype)
+
+
+def travels_as(
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    reduce_op: ReduceOp,
+    world: World,
+    options: CommunicationOptions,
+) -> tuple[np.dtype, str]:
+    """The type in which a dense leaf is summed, and the name of the format it travels in.
+
+    Args:
+      dtype: the leaf's own.
+      shape: its shape on one replica.
+      reduce_op: SUM or MEAN.
+      world: where it runs.
+      options: what the user asks for.
+    """
+    format = cast(WireFormat | None, options.compression)
+    if format is None and dtype.name == "bfloat16" and _widened_on_the_wire(world, options):
+        format = Bf16()
+    if codes(format, shape, dtype):
+        return np.dtype(np.float32), str(format)
+    return wire_dtype(dtype, reduce_op, world), ""
+
+
+def _widened_on_the_wire(world: World, options: CommunicationOptions) -> bool:
+    """Whether XLA would send bfloat16 as float32, and nothing else was asked."""
+    asked = options.algorithm or options.shards or options.reproducible or options.checksum
+    automatic = options.implementation is CommunicationImplementation.AUTO
+    return world.over_gloo and not world.partly_mapped and automatic and not asked
 
 
 def carried_dtype(dtype: np.dtype) -> np.dtype:

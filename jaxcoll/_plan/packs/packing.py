@@ -11,7 +11,9 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
+from jaxcoll._plan import wire_formats
 from jaxcoll._plan.packs.leaves import Leaf
+from jaxcoll._show.codec import OPTIONAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +90,13 @@ class Pack:
     """What travels as one array: segments of one dtype, in order.
 
     Attributes:
-      dtype: the type it travels in.
+      dtype: the type it is summed in, and travels in where no format is named.
       over: sizes of the reduction's axes, outer first; 1 along those it is not summed over.
       kind: what its leaves agree in beside.
       segments: what it carries.
       solid: it is one whole leaf, which must keep its shape.
       algorithm: what sums it, a canonical name; "inner/outer" for one of two parts.
+      format: the wire format it travels in; of two parts the outer one does. "": exactly.
     """
 
     dtype: np.dtype
@@ -102,6 +105,7 @@ class Pack:
     segments: tuple[Segment, ...]
     solid: bool = False
     algorithm: str = "native"
+    format: str = dataclasses.field(default="", metadata=OPTIONAL)
 
     @property
     def size(self) -> int:
@@ -109,9 +113,21 @@ class Pack:
         return sum(s.size for s in self.segments)
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Elements that each segment takes: in a wire format those of its last block, too."""
+        if not self.format:
+            return tuple(s.size for s in self.segments)
+        return tuple(wire_formats.of(self.format).padded(s.size) for s in self.segments)
+
+    @property
     def nbytes(self) -> int:
         """Bytes on one replica."""
         return self.size * self.dtype.itemsize
+
+    @property
+    def shown_type(self) -> str:
+        """The type it is summed in, and the format it travels in, as tables have it."""
+        return f"{self.dtype.name} as {self.format}" if self.format else self.dtype.name
 
     def is_leaf(self, leaves: Sequence[Leaf]) -> bool:
         """Whether it is one whole leaf, which is not copied."""
@@ -133,13 +149,14 @@ def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
       The packs, in that order.
     """
     packs = [
-        Pack(*_agreement(leaf), (_whole(leaves, i),), leaf.solid)
+        Pack(*_agreement(leaf)[:3], (_whole(leaves, i),), leaf.solid, format=leaf.format)
         for i, leaf in enumerate(leaves)
         if leaf.travels and (leaf.solid or isinstance(rule, Unpacked))
     ]
     packs += [
-        Pack(*_agreement(leaves[segments[0].leaf]), tuple(segments))
+        Pack(*_agreement(first)[:3], tuple(segments), format=first.format)
         for segments in _shared(leaves, rule)
+        for first in [leaves[segments[0].leaf]]
     ]
     if isinstance(rule, ReadyOrder):
         return tuple(sorted(packs, key=lambda p: max(_ready(leaves, s.leaf) for s in p.segments)))
@@ -176,12 +193,12 @@ def cut(packs: Sequence[Pack], parts: int) -> tuple[Pack, ...]:
     )
 
 
-Agreement = tuple[np.dtype, tuple[int, ...], Hashable]
+Agreement = tuple[np.dtype, tuple[int, ...], Hashable, str]
 
 
 def _agreement(leaf: Leaf) -> Agreement:
     """What two leaves must agree in to share a pack."""
-    return leaf.wire, leaf.over, leaf.kind
+    return leaf.wire, leaf.over, leaf.kind, leaf.format
 
 
 def _groups(leaves: Sequence[Leaf]) -> list[list[int]]:

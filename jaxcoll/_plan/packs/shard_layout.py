@@ -19,14 +19,14 @@ USUAL = BytesPerPack(16 * _MiB, 2 * _MiB)
 program fits the one inside."""
 
 
-def padded(size: int, replicas: int) -> int:
-    """Elements of a whole pack of `size` with the zeros behind it.
+def padded(size: int, replicas: int, lanes: int = LANES) -> int:
+    """Elements of a whole pack of `size` with the zeros behind it, in rows of `lanes`.
 
     Examples:
-      >>> padded(1000, 4)
-      1024
+      >>> padded(1000, 4), padded(1000, 4, 1)
+      (1024, 1000)
     """
-    return -(-size // (replicas * LANES)) * replicas * LANES
+    return -(-size // (replicas * lanes)) * replicas * lanes
 
 
 class ShardedLeaf(Leaf):

@@ -11,6 +11,7 @@ from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs import overlap
 from jaxcoll._plan.packs.leaves import Leaf
+from jaxcoll._plan.packs.packing import Pack, Segment
 from jaxcoll._plan.packs.shard_layout import LANES, ShardLayout
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
@@ -42,6 +43,70 @@ def plan_half(
     Raises:
       ValueError: the options ask for what a half cannot do, or does not fit the axes.
     """
+    packs, reasons = _parts(half, layout.packs, leaves, options, world)
+    how = (
+        f"packs: {len(packs)}, laid out in rows of {LANES}, as many on each of "
+        f"{counted(layout.replicas, 'replica')}"
+    )
+    return _plan(half, reduce_op, leaves, packs, (how, *reasons), options, world, terms)
+
+
+def plan_rows(
+    half: Half,
+    reduce_op: ReduceOp,
+    leaves: Sequence[Leaf],
+    packs: Sequence[Pack],
+    options: CommunicationOptions,
+    world: World,
+    terms: Terms,
+    turns: int,
+    when: str,
+) -> Plan:
+    """What carries one layer's leaves, each cut along its first dimension.
+
+    Args:
+      half: which of the two.
+      reduce_op: SUM or MEAN.
+      leaves: whole, with the types that they travel in.
+      packs: which of them travel together; of one replica's rows.
+      options: what the user asks for.
+      world: where it runs.
+      terms: what that world costs.
+      turns: how often it is carried out.
+      when: in words.
+
+    Raises:
+      ValueError: as in `plan_half`.
+    """
+    whole = [
+        dataclasses.replace(
+            pack,
+            segments=tuple(
+                Segment(s.leaf, s.start * world.replicas, s.size * world.replicas)
+                for s in pack.segments
+            ),
+        )
+        for pack in packs
+    ]
+    parts, reasons = _parts(half, whole, leaves, options, world)
+    plan = dataclasses.replace(
+        _plan(half, reduce_op, leaves, parts, reasons, options, world, terms), lanes=1
+    )
+    times = (
+        f"layers: one at a time, {when}: {counted(turns, 'time')}, and so "
+        f"{counted(turns * plan.wire_bytes, 'wire byte')} a device in all"
+    )
+    return dataclasses.replace(plan, reasons=(times, *reasons))
+
+
+def _parts(
+    half: Half,
+    packs: Sequence[Pack],
+    leaves: Sequence[Leaf],
+    options: CommunicationOptions,
+    world: World,
+) -> tuple[tuple[Pack, ...], tuple[str, ...]]:
+    """The packs with what carries them, and why."""
     if options.shards:
         raise ValueError(
             f"`{half}` has one shard for each replica, and `shards={options.shards}` asks for "
@@ -52,9 +117,14 @@ def plan_half(
             f"`{half}` has no checksum, which is of a sum that every replica ends with: leave "
             "`checksum` unset here, or use `all_reduce`."
         )
+    if options.compression is not None:
+        raise ValueError(
+            f"`{half}` travels exactly, and `compression` {str(options.compression)!r} is for "
+            "`all_reduce`: leave `compression` unset here."
+        )
     choice = choose(options.replace(bytes_per_pack=UNSET), world)
     algorithm, reason = _carried(choice.algorithm, choice.reasons[0], world)
-    packs = tuple(
+    carried = tuple(
         dataclasses.replace(
             pack,
             dtype=leaves[pack.segments[0].leaf].wire,
@@ -62,16 +132,24 @@ def plan_half(
             kind=(),
             algorithm=algorithm,
         )
-        for pack in layout.packs
+        for pack in packs
     )
-    reasons = (
-        f"packs: {len(packs)}, laid out in rows of {LANES}, as many on each of "
-        f"{counted(layout.replicas, 'replica')}",
-        reason,
-        *choice.reasons[1:],
-    )
+    reasons = (reason, *choice.reasons[1:])
     if options.overlap:
         reasons += (overlap.by_options(world.platform, half.replace("_", "-")),)
+    return carried, reasons
+
+
+def _plan(
+    half: Half,
+    reduce_op: ReduceOp,
+    leaves: Sequence[Leaf],
+    packs: tuple[Pack, ...],
+    reasons: tuple[str, ...],
+    options: CommunicationOptions,
+    world: World,
+    terms: Terms,
+) -> Plan:
     shown = tuple(Leaf(x.path, x.shape, x.dtype, x.wire, world.sizes) for x in leaves)
     return Plan(
         reduce_op=reduce_op,

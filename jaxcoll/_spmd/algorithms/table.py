@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.algorithms import Stage
+from jaxcoll._plan.algorithms import Stage, aligned
 from jaxcoll._spmd.algorithms import halving_doubling, native, ring, shuffle
+from jaxcoll._spmd.wire_formats import two_phase
 
 
 class Algorithm(Protocol):
@@ -60,6 +64,58 @@ def all_reduce(array: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -
     return _compat.as_invariant(total, axes, summed=True)
 
 
+def coded_all_reduce(
+    array: jax.Array, stages: Sequence[Stage], axes: Sequence[str]
+) -> tuple[jax.Array, jax.Array]:
+    """The sum of a float32 `array`, and what this replica's share of it lost in a wire format.
+
+    Law: over the replicas, sum(array - lost) = sum, to rounding. Rounding counts as the identity
+    to derivatives, which are those of the exact sum: tangents and cotangents travel exactly.
+
+    Args:
+      array: as in `all_reduce`, and of whole blocks.
+      stages: as in `all_reduce`; the outermost may have a format.
+      axes: as in `all_reduce`.
+
+    Returns:
+      The sum, as from `all_reduce`; and an array like it, *varying*.
+    """
+    if not stages or not stages[-1].format:
+        return all_reduce(array, stages, axes), jnp.zeros_like(array)
+    size = aligned(stages, array.size)
+    flat = jnp.pad(array.reshape(-1), (0, size - array.size))
+    total, lost = _coded(flat, tuple(stages), tuple(axes))
+    total, lost = (x[: array.size].reshape(array.shape) for x in (total, lost))
+    return _compat.as_invariant(total, axes, summed=True), lost
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _coded(
+    flat: jax.Array, stages: tuple[Stage, ...], axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """As `_summed`, of a flat array that every stage cuts into shards of whole blocks."""
+    stage, *outer = stages
+    over = _names(stage, axes)
+    if stage.format:
+        return two_phase.all_reduce(flat, stage.format, over)
+    algorithm = ALGORITHMS[stage.algorithm]
+    shard = algorithm.reduce_scatter(flat.reshape(stage.shards, -1), over)
+    total, lost = _coded(shard, tuple(outer), axes)
+    gathered = algorithm.all_gather(total, stage.shards, over)
+    # The group's sum was coded by the replica that holds this shard of it, which has lost it.
+    losses = jnp.zeros_like(gathered)
+    rank = _compat.as_varying(lax.axis_index(over), over)
+    losses = lax.dynamic_update_index_in_dim(losses, lost, rank, axis=0)
+    return gathered.reshape(-1), losses.reshape(-1)
+
+
+@_coded.defjvp
+def _coded_jvp(stages: Any, axes: Any, primals: Any, tangents: Any) -> Any:
+    exact = [dataclasses.replace(stage, format="") for stage in stages]
+    total, lost = _coded(*primals, stages, axes)
+    return (total, lost), (_summed(tangents[0], exact, axes), jnp.zeros_like(lost))
+
+
 def _summed(flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
     """Reduce-scatter, the same for the shard along the outer axes, all-gather."""
     if not stages:
@@ -92,7 +148,7 @@ def reduce_scatter(blocks: jax.Array, stages: Sequence[Stage], axes: Sequence[st
 
 
 def all_gather(shard: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
-    """All replicas' blocks of shape (rows, lanes), stacked: the inverse of `reduce_scatter`."""
+    """All replicas' blocks of shape (rows, lanes), stacked; the same everywhere, but *varying*."""
     block = shard.shape
     blocks = shard[None]
     for stage in reversed(stages):
@@ -101,7 +157,7 @@ def all_gather(shard: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -
         sent = sent if stage.algorithm == "native" else sent.reshape(-1)
         gathered = ALGORITHMS[stage.algorithm].all_gather(sent, m, _names(stage, axes))
         blocks = gathered.reshape(m, rest, *block).swapaxes(0, 1).reshape(m * rest, *block)
-    return _compat.as_invariant(blocks, axes, summed=True)
+    return blocks
 
 
 def _names(stage: Stage, axes: Sequence[str]) -> tuple[str, ...]:

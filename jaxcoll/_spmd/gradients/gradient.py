@@ -20,7 +20,7 @@ from jaxcoll._spmd import metrics
 from jaxcoll._spmd.arithmetic import halved, halvings, quotient
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.gradients.accumulate import Beside, Differentiated, MicroBatches, accumulated
-from jaxcoll._spmd.gradients.local_grad import value_and_local_grad
+from jaxcoll._spmd.gradients.local_grad import check_differentiable, value_and_local_grad
 from jaxcoll._spmd.gradients.loss import loss_and_aux, value_and_weight
 from jaxcoll._spmd.gradients.per_replica import (
     check_scattered,
@@ -33,6 +33,7 @@ from jaxcoll._spmd.gradients.per_replica import (
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
+from jaxcoll._spmd.shards import axes_of_shards
 
 _LOSS_ALREADY_REDUCED = """\
 `{caller}` over {axes}: the loss is already the same on every replica, so its gradient would be \
@@ -70,12 +71,16 @@ class _Asked:
     with_value: bool
     micro_batches: MicroBatches | None
 
+    def places(self, args: tuple[Any, ...]) -> list[int]:
+        """Positions of the arguments that are differentiated."""
+        several = [self.argnums] if isinstance(self.argnums, int) else self.argnums
+        return [argnum % len(args) for argnum in several]
+
     def leaves(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """What is differentiated, by name, in the order of the gradients' leaves."""
-        several = [self.argnums] if isinstance(self.argnums, int) else self.argnums
         return {
             f"args[{i}]{jax.tree_util.keystr(path)}": leaf
-            for i in (argnum % len(args) for argnum in several)
+            for i in self.places(args)
             for path, leaf in jax.tree_util.tree_flatten_with_path(args[i])[0]
         }
 
@@ -128,6 +133,7 @@ def reduced_gradient(
         axes = bound_axes(axis_name, caller)
         around = differentiation()
         enclosing = frozenset() if around is None else around.retyped
+        check_differentiable(asked.leaves(args) if args else {}, caller)
         here = Differentiation(tuple(axes), options, enclosing=enclosing)
         program = traced(_of_share, asked, axes, here, args, kwargs)
         check_gradients(program.program, [a for a in axes if a not in enclosing])
@@ -187,11 +193,12 @@ def _reduced(
 ) -> Any:
     """What the caller gets, from the program of one replica's share."""
     leaves = asked.leaves(args)
-    own = own_axes(leaves, axes, enclosing)
+    in_shards = axes_of_shards([args[i] for i in asked.places(args)])
+    own = own_axes(leaves, axes, enclosing, in_shards)
     (value, beside), grads = program.evaluate()
     value = scope.reduced_once(value, axes, "the loss")
     untyped = (scope.marked | enclosing).intersection(axes)
-    grads = watched(grads, leaves, untyped, asked.caller)
+    grads = watched(grads, leaves, untyped, asked.caller, own)
     if scope.watched:
         grads = own_watched(grads, leaves, own, asked.caller)
     weighted = beside.weight is not None
@@ -200,7 +207,7 @@ def _reduced(
     if asked.scatter:
         check_scattered(leaves, own, asked.caller)
         shards = reduce_scatter(op, grads, tuple(axes), scope=scope)
-        local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope)
+        local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope.exactly)
         local = local._replace(grads=shards)
     else:
         local = _together(op, local, own, program, axes, scope)
@@ -237,12 +244,18 @@ def _together(
         if order is None
         else jax.tree.leaves(_gradients_last(common, shared(order, own))),
         same=same,
+        exact=_paths(common._replace(grads=None)),
         reasons=_not_again(list(same)),
     )
     if not any(own):
         return reduced
     grads = with_own(reduced.grads, op, local.grads, own, axes, scope=scope)
     return reduced._replace(grads=grads)
+
+
+def _paths(tree: Any) -> frozenset[str]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return frozenset(jax.tree_util.keystr(path) for path, _ in flat)
 
 
 def _halvings(asked: _Asked, axes: Mapping[str, int]) -> int:

@@ -8,7 +8,7 @@ parameters as varying first keeps each replica's gradient its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,6 +63,29 @@ def value_and_local_grad(
         if result is None:
             raise
         return result
+
+
+def check_differentiable(leaves: Mapping[str, Any], caller: str) -> None:
+    """Refuse what has no gradient, before JAX does without its name.
+
+    Args:
+      leaves: what is to be differentiated, by name.
+      caller: for the message.
+
+    Raises:
+      TypeError: one is not an array of floating point or complex numbers; it is named.
+    """
+    for name, leaf in leaves.items():
+        dtype = getattr(leaf, "dtype", None)
+        is_number = isinstance(leaf, float | complex)
+        if not is_number and (dtype is None or not jnp.issubdtype(dtype, jnp.inexact)):
+            got = type(leaf).__name__ if dtype is None else dtype
+            raise TypeError(
+                f"`{caller}` differentiates arrays of floating point or complex numbers; {name} is "
+                f"{got}. Pass apart what is trained, as `eqx.partition(module, "
+                "eqx.is_inexact_array)` or `nnx.split(module, nnx.Param, ...)` gives it, and put "
+                "the module together in the loss."
+            )
 
 
 def _differentiate_untyped(

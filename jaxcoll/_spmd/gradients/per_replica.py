@@ -19,7 +19,7 @@ from jaxcoll._spmd.scope import Scope, differentiation
 _NO_SHARD = """\
 `{caller}` with scatter=True: {leaf} differs between replicas along {axes}, so its gradient is not \
 summed over them and has no shards. Differentiate it as an argument of its own in a call without \
-`scatter`, and update it there."""
+`scatter`, and update it there. The gradients of `Shards` are Shards without `scatter`."""
 
 _NOT_COMMON = """\
 `{caller}`: {leaf} differs between replicas along {axes} by its type, and is taken here for \
@@ -28,7 +28,13 @@ was typed so (by `jax.lax.pcast`), or after `jc.broadcast`; if it is meant to di
 part of a sharded parameter), leave it out of this tree and update it by itself."""
 
 
-def watched(gradients: Any, leaves: Mapping[str, Any], along: Iterable[str], caller: str) -> Any:
+def watched(
+    gradients: Any,
+    leaves: Mapping[str, Any],
+    along: Iterable[str],
+    caller: str,
+    own: Sequence[tuple[str, ...]] | None = None,
+) -> Any:
     """Gradients that are going to be reduced, marked with what they are those of.
 
     Where types do not tell replicas apart, or not truly, only who reads the whole program can see
@@ -39,12 +45,14 @@ def watched(gradients: Any, leaves: Mapping[str, Any], along: Iterable[str], cal
       leaves: what was differentiated, by name, in the order of the tree's leaves.
       along: axes of the reduction on which types say nothing.
       caller: the function to name in a message.
+      own: for each the axes along which every replica has its own, so that nothing is reduced.
     """
     marked, treedef = jax.tree.flatten(gradients)
+    kept = own or [()] * len(marked)
     for axis in sorted(along):
         marked = [
-            marks.gradient_of(leaf, gradient, axis, caller, name)
-            for gradient, (name, leaf) in zip(marked, leaves.items(), strict=True)
+            gradient if axis in mine else marks.gradient_of(leaf, gradient, axis, caller, name)
+            for gradient, (name, leaf), mine in zip(marked, leaves.items(), kept, strict=True)
         ]
     return treedef.unflatten(marked)
 
@@ -65,17 +73,28 @@ def own_watched(
 
 
 def own_axes(
-    leaves: Mapping[str, Any], axes: Iterable[str], retyped: frozenset[str]
+    leaves: Mapping[str, Any],
+    axes: Iterable[str],
+    retyped: frozenset[str],
+    shards: Sequence[tuple[str, ...]] | None = None,
 ) -> list[tuple[str, ...]]:
-    """Of each leaf the axes along which its type says that every replica has its own.
+    """Of each leaf the axes along which every replica has its own.
+
+    Its type says so, or that it is a part of `Shards`: these need no types.
 
     Args:
       leaves: what was differentiated, as the caller passed it.
       axes: those of the reduction.
       retyped: axes on which everything is typed so.
+      shards: for each leaf the axes of the Shards that it is a part of.
     """
-    known = [a for a in axes if a not in retyped]
-    return [tuple(a for a in known if a in _compat.varying_axes(leaf)) for leaf in leaves.values()]
+    known = frozenset(axes) - retyped
+    of_shards = shards or [()] * len(leaves)
+    varying = [_compat.varying_axes(leaf) & known for leaf in leaves.values()]
+    return [
+        tuple(a for a in axes if a in by_type or a in parts)
+        for by_type, parts in zip(varying, of_shards, strict=True)
+    ]
 
 
 def shared(tree: Any, own: Sequence[tuple[str, ...]]) -> Any:

@@ -17,6 +17,7 @@ from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.gradients.per_replica import watched
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope, differentiation
+from jaxcoll._spmd.shards import check_no_shards
 
 _SUM_OF_A_MEAN = """\
 `sync_in_backward` over {axes} with reduce_op SUM, inside the loss of `jc.value_and_grad` or \
@@ -60,6 +61,7 @@ def sync_in_backward(
         if reduce_op is not ReduceOp.MEAN:
             raise ValueError(_SUM_OF_A_MEAN.format(axes=", ".join(map(repr, axes))))
         scope = scope.merged(outer.options)
+    check_no_shards(params, axis_name, "sync_in_backward")
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = [jax.tree_util.keystr(path) for path, _ in flat]
     arrays = [_floating(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]

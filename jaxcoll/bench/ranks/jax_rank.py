@@ -14,6 +14,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcoll as jc
+from jaxcoll._cluster.hosts import hosts_of_job
+from jaxcoll._cluster.initialize import initialize
 from jaxcoll._cluster.launch.local import join
 from jaxcoll._mesh.machine_costs import circumstances, preset_here, saved
 from jaxcoll._mesh.world import mesh_scope, mesh_world
@@ -23,7 +25,7 @@ from jaxcoll._plan.cost.terms import terms_of
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.scope import entered
-from jaxcoll.bench.naming import BASELINE, TWIN, options_of
+from jaxcoll.bench.naming import AGAIN, BASELINE, options_of
 from jaxcoll.bench.ranks.data import Exact, block, held, leaf
 from jaxcoll.bench.ranks.rank import Rank, serve
 
@@ -159,6 +161,16 @@ class JaxRank(Rank):
             self._compiled[name] = program.lower(self._arrays[first:stop]).compile()
         return plans[0].predicted.seconds if plans else None
 
+    def plan(self, name: str) -> str:
+        """What the plan of a contestant is called: equal plans share it."""
+        if name.removesuffix(AGAIN) == BASELINE:
+            return BASELINE
+        options = options_of(name.removesuffix(AGAIN))
+        mean, axes = self._reduce_op, self._axes
+        return jc.plan(
+            self._specs, mesh=self._mesh, axis_name=axes, options=options, reduce_op=mean
+        ).name
+
     def _world(self) -> World:
         return mesh_world(self._mesh, dict(self._mesh.shape))
 
@@ -173,11 +185,14 @@ class JaxRank(Rank):
 
 
 def _mesh(devices: Sequence[jax.Device]) -> Mesh:
-    """One axis over all devices, or two where several processes have several each."""
-    hosts = len({device.process_index for device in devices})
-    # Hierarchical algorithms need an axis within a process and one between them.
+    """One axis over all devices, or two where several hosts, or processes, have several each."""
+    hosts = len(set(hosts_of_job().of_processes))
+    processes = len({device.process_index for device in devices})
+    # Hierarchical algorithms need an axis within a host or process and one between them.
     if 1 < hosts < len(devices):
-        grid, axes = np.array(devices, dtype=object).reshape(hosts, -1), ("process", "device")
+        grid, axes = np.array(devices, dtype=object).reshape(hosts, -1), ("host", "device")
+    elif 1 < processes < len(devices):
+        grid, axes = np.array(devices, dtype=object).reshape(processes, -1), ("process", "device")
     else:
         grid, axes = np.array(devices, dtype=object), ("data",)
     return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
@@ -185,7 +200,8 @@ def _mesh(devices: Sequence[jax.Device]) -> Mesh:
 
 def _reduction(name: str, reduce_op: str, axes: tuple[str, ...]) -> Callable[[Any], Any]:
     """A new function that reduces a tree the way the name says."""
-    if name in (BASELINE, TWIN):
+    name = name.removesuffix(AGAIN)
+    if name == BASELINE:
         plain = lax.pmean if reduce_op == "mean" else lax.psum
         return lambda tree: jax.tree.map(lambda x: plain(x, axes), tree)
     options = options_of(name)
@@ -193,11 +209,12 @@ def _reduction(name: str, reduce_op: str, axes: tuple[str, ...]) -> Callable[[An
 
 
 def main() -> None:
-    """Serve, with as many devices as the argument says, in the world of `launch.world`."""
+    """Serve, with as many devices as the argument says, in the world that the environment names."""
 
     def enter() -> JaxRank:
         jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
-        join()
+        if not join():
+            initialize()
         return JaxRank(jax.devices())
 
     serve(enter)

@@ -1,0 +1,1 @@
+"""How launchers write which processes a cluster has: TF_CONFIG, and lists of Slurm."""

@@ -1,0 +1,1 @@
+"""Layers in a scan whose parameters are in shards."""

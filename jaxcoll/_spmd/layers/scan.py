@@ -1,0 +1,250 @@
+"""A scan over layers in shards as one differentiable function: checked, traced, put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import Partial
+
+from jaxcoll import _compat
+from jaxcoll._compat import marks
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._show.units import counted
+from jaxcoll._spmd.axes import bound_axes
+from jaxcoll._spmd.layers.asked import CALLER, Asked
+from jaxcoll._spmd.layers.exchange import Gather, Scatter, gather, scatter
+from jaxcoll._spmd.layers.layer_program import Arrays, Residuals, is_floating, residuals_of
+from jaxcoll._spmd.layers.schedule import Schedule
+from jaxcoll._spmd.layers.stack import Stack, stack_of
+from jaxcoll._spmd.layers.user_layer import UserLayer, carried
+from jaxcoll._spmd.reduce import all_reduce
+from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
+
+_SUM_OF_A_MEAN = """\
+`scan_layers` over {axes} with reduce_op SUM, inside the loss of `jc.value_and_grad` or its like: \
+what they differentiate is this replica's own loss, and they make a sum or a weighted mean of its \
+gradients themselves. Leave reduce_op at "mean" here, whatever theirs is."""
+
+_PARTLY = """\
+`scan_layers` over {axes}, inside the loss of `jc.value_and_grad` or its like over {outer}: the \
+gradients of one step are reduced over the same axes in both. Give both the same `axis_name`; what \
+is cut over some of the axes only is said by `sharded`."""
+
+
+def scan_layers(
+    layer: Callable[[Any, Any], Any],
+    carry: Any,
+    stacked: Any,
+    axis_name: str | tuple[str, ...],
+    *,
+    sharded: Any,
+    asked: Asked,
+    scope: Scope,
+    options: CommunicationOptions,
+) -> tuple[Any, Any]:
+    """`lax.scan` of `layer` over layers of which every replica holds rows; see `jc.scan_layers`."""
+    axes = bound_axes(axis_name, CALLER)
+    inside = _enclosing(axes, asked.reduce_op)
+    scope = scope.merged(inside.options if inside else None).merged(options)
+    stack = stack_of(stacked, sharded, axes, scope)
+    users = UserLayer(layer, *carried(carry), stack)
+    first, varying, program = users.program(axes, asked)
+    traffic = _Traffic(stack, axes, asked, bool(inside), scope)
+    schedule = Schedule(
+        stack.layers, asked.ahead, asked.unroll, program, traffic.gathers(), varying
+    )
+    run = _differentiable(schedule, traffic)
+    return users.result(*run(first, traffic.typed(varying), list(program.captured)))
+
+
+def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation | None:
+    """The differentiation that reduces what this call does not; None: there is none.
+
+    Raises:
+      ValueError: it is over other axes, or a SUM is asked for where a mean is taken.
+    """
+    inside = differentiation()
+    if inside is None or not set(inside.axes).intersection(axes):
+        return None
+    named = ", ".join(map(repr, axes))
+    if set(inside.axes) != set(axes):
+        raise ValueError(_PARTLY.format(axes=named, outer=", ".join(map(repr, inside.axes))))
+    if reduce_op is not ReduceOp.MEAN:
+        raise ValueError(_SUM_OF_A_MEAN.format(axes=named))
+    return inside
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traffic:
+    """What of a stack travels, and how gradients are handed on.
+
+    Attributes:
+      stack: the parameters.
+      axes: outer first.
+      asked: what the caller asked for.
+      inside: whether a `jc.value_and_grad` around this reduces what is whole, and divides sums.
+      scope: options and world.
+    """
+
+    stack: Stack
+    axes: Mapping[str, int]
+    asked: Asked
+    inside: bool
+    scope: Scope
+
+    @property
+    def _op(self) -> ReduceOp:
+        """A SUM is the derivative of a gather, and all that something around this asks for."""
+        return ReduceOp.SUM if self.inside else self.asked.reduce_op
+
+    def gathers(self) -> dict[tuple[int, ...], Gather]:
+        """By the leaves that travel together what gathers one layer's rows of them."""
+        layers = self.stack.layers
+        ahead = min(self.asked.ahead, layers)
+        when = (
+            f"gathered {counted(ahead, 'layer')} ahead of its use" if ahead else "where it is used"
+        )
+        # The last layers are still there when the backward pass begins with them.
+        when += f" in the forward pass ({layers}), and again in the backward pass"
+        found = {}
+        for leaves, axes in self._groups(range(len(self.stack.arrays))).items():
+            found[leaves] = gather(
+                self._rows(leaves),
+                axes,
+                self.asked.gather_dtype,
+                2 * layers - ahead,
+                when,
+                self.scope,
+            )
+            self.scope.record(found[leaves].plan)
+        return found
+
+    def scatters(self, moved: Sequence[int]) -> dict[tuple[int, ...], Callable[[Arrays], Arrays]]:
+        """By the leaves that travel together what reduces the gradients of one layer's rows.
+
+        Args:
+          moved: the leaves whose gradients are asked for.
+        """
+        when = "its gradients reduced while those of the layer before it are computed"
+        found = {}
+        for leaves, axes in self._groups(moved).items():
+            each = scatter(
+                self._rows(leaves),
+                axes,
+                self._op,
+                self.asked.gather_dtype,
+                self.stack.layers,
+                when,
+                self.scope,
+            )
+            self.scope.record(each.plan)
+            found[leaves] = functools.partial(self._reduced, each)
+        return found
+
+    def _groups(self, leaves: Sequence[int]) -> dict[tuple[int, ...], dict[str, int]]:
+        """Leaves that are cut over the same axes, with these."""
+        found: dict[tuple[str, ...], list[int]] = {}
+        for i in leaves:
+            if self.stack.over[i]:
+                found.setdefault(self.stack.over[i], []).append(i)
+        return {tuple(each): {a: self.axes[a] for a in over} for over, each in found.items()}
+
+    def _rows(self, leaves: Sequence[int]) -> dict[str, Any]:
+        """The types of one layer's rows, by name."""
+        arrays = {self.stack.names[i]: self.stack.arrays[i] for i in leaves}
+        return jax.eval_shape(lambda arrays: {name: x[0] for name, x in arrays.items()}, arrays)
+
+    def _reduced(self, each: Scatter, gradients: Arrays) -> Arrays:
+        rows, rest = each(gradients), self._settled(each.axes)
+        # Between copies of the rows, as between hosts, of an n-th of the bytes.
+        return all_reduce(self._op, rows, rest, scope=self.scope) if rest else rows
+
+    def _settled(self, over: Sequence[str]) -> tuple[str, ...]:
+        """The axes along which the gradient of a leaf is the same when it is handed on."""
+        return () if self.inside else tuple(a for a in self.axes if a not in over)
+
+    def typed(self, varying: Sequence[str]) -> Arrays:
+        """The stack, typed as its gradients are going to be."""
+        return [
+            _compat.as_varying(x, [a for a in varying if a not in self._settled(over)])
+            for x, over in zip(self.stack.arrays, self.stack.over, strict=True)
+        ]
+
+    def handed_on(self, gradients: dict[int, jax.Array]) -> list[jax.Array | None]:
+        """The gradients of the stack, those of whole leaves reduced unless something else does."""
+        names, over = self.stack.names, self.stack.over
+        whole = {names[i]: x for i, x in gradients.items() if not over[i]}
+        if whole and not self.inside:
+            reasons = ("when: after the backward pass of all layers, of leaves that are whole",)
+            whole = all_reduce(self._op, whole, tuple(self.axes), scope=self.scope, reasons=reasons)
+        found: dict[int, jax.Array] = {
+            i: marks.parts(_compat.as_invariant(x, self._settled(over[i])), over[i])
+            if over[i]
+            else whole[names[i]]
+            for i, x in gradients.items()
+        }
+        return [found.get(i) for i in range(len(names))]
+
+
+def _differentiable(
+    schedule: Schedule, traffic: _Traffic
+) -> Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]:
+    """The scan as a function of the carry, the stack, and what the layer captured, all lists."""
+
+    def primal(carry: Arrays, stack: Arrays, captured: Arrays) -> tuple[Arrays, Arrays]:
+        outs, results, *_ = schedule.forward(carry, stack, captured)
+        return outs, results
+
+    def forward(*given: Any) -> Any:
+        carry, stack, captured = ([x.value for x in each] for each in given)
+        _, *asked = ([x.perturbed and is_floating(x.value) for x in each] for each in given)
+        moved = tuple([i for i, wanted in enumerate(each) if wanted] for each in asked)
+        residuals = residuals_of(
+            schedule.layer,
+            (carry, schedule.example(stack), captured),
+            [*map(is_floating, carry), *asked[0], *asked[1]],
+        )
+        outs, results, saved, last = schedule.forward(carry, stack, captured, residuals)
+        # What is no array travels as the function of a tree.
+        pull = Partial(functools.partial(backward, residuals, moved))
+        return (outs, results), (pull, saved, last, carry, stack, captured)
+
+    def backward(
+        residuals: Residuals,
+        moved: Sequence[Sequence[int]],
+        kept: tuple[Any, ...],
+        cotangents: tuple[Arrays, Arrays],
+    ) -> Any:
+        saved, last, carry, stack, captured = kept
+        ct, gradients, sums = schedule.backward(
+            residuals,
+            saved,
+            last,
+            stack,
+            captured,
+            [[x for x in map(_floating, each) if x is not None] for each in cotangents],
+            moved,
+            traffic.scatters(moved[0]),
+        )
+        of_carry, of_captured = iter(ct), dict(zip(moved[1], sums, strict=True))
+        return (
+            [next(of_carry) if is_floating(x) else None for x in carry],
+            traffic.handed_on(gradients),
+            [of_captured.get(i) for i in range(len(captured))],
+        )
+
+    run = jax.custom_vjp(primal)
+    run.defvjp(forward, lambda kept, ct: kept[0](kept[1:], ct), symbolic_zeros=True)
+    return run
+
+
+def _floating(x: Any) -> jax.Array | None:
+    """A cotangent as an array; None of what has no gradient."""
+    if not is_floating(x):
+        return None
+    symbolic = isinstance(x, jax.custom_derivatives.SymbolicZero)
+    return _compat.zeros_like_aval(x.aval, x.dtype) if symbolic else x

@@ -1,0 +1,220 @@
+"""The two loops: each layer's parameters gathered ahead of it, each gradient scattered after it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcoll import _compat
+from jaxcoll._spmd.layers.exchange import Gather
+from jaxcoll._spmd.layers.layer_program import LayerProgram, Residuals
+
+Arrays = list[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What is gathered, computed and scattered when, for arrays of certain types.
+
+    Attributes:
+      layers: how many.
+      ahead: layers whose parameters are gathered, or under way, while another is computed.
+      unroll: turns of a loop that are one turn of the compiled loop.
+      layer: the program of one of them.
+      gathers: by the leaves of the stack that travel together; others every replica holds whole.
+      varying: axes that everything in the loops is typed as varying over.
+    """
+
+    layers: int
+    ahead: int
+    unroll: int
+    layer: LayerProgram
+    gathers: dict[tuple[int, ...], Gather]
+    varying: tuple[str, ...]
+
+    def _fetched(
+        self, stack: Arrays, index: Any, after: dict[int, jax.Array] | None = None
+    ) -> dict[int, jax.Array]:
+        """The leaves of one layer that have to be gathered."""
+        found: dict[int, jax.Array] = {}
+        for leaves, gather in self.gathers.items():
+            whole = gather(_after([at(stack[i], index) for i in leaves], after))
+            found.update(zip(leaves, self._vary(whole), strict=True))
+        return found
+
+    def _params(self, stack: Arrays, index: Any, gathered: dict[int, jax.Array]) -> Arrays:
+        """All parameters of one layer."""
+        return [
+            gathered[i] if i in gathered else self._vary([at(x, index)])[0]
+            for i, x in enumerate(stack)
+        ]
+
+    def example(self, stack: Arrays) -> Arrays:
+        """Arrays like one layer's parameters."""
+        shapes = jax.eval_shape(
+            lambda stack: self._params(stack, 0, self._fetched(stack, 0)), stack
+        )
+        return self._vary([jnp.zeros(x.shape, x.dtype) for x in shapes])
+
+    def _vary(self, arrays: Sequence[Any]) -> list[Any]:
+        return [_compat.as_varying(x, self.varying) for x in arrays]
+
+    def _stacked(self, avals: Sequence[Any]) -> Arrays:
+        """Room for as many arrays of each type as there are layers."""
+        return self._vary([jnp.zeros((self.layers, *a.shape), a.dtype) for a in avals])
+
+    def forward(
+        self, carry: Arrays, stack: Arrays, captured: Arrays, residuals: Residuals | None = None
+    ) -> tuple[Arrays, Arrays, Arrays, list[dict[int, jax.Array]]]:
+        """The last carry, every layer's results, what is saved, and what is gathered still.
+
+        Args:
+          carry: the first.
+          stack: this replica's.
+          captured: what the layer reads from around it.
+          residuals: what is saved for the backward pass; None: nothing.
+        """
+        ahead, carried = min(self.ahead, self.layers), self.layer.carried
+        program = self.layer.program.program if residuals is None else residuals.program.program
+        own = program.out_avals[carried : len(self.layer.program.program.out_avals)]
+        saved = () if residuals is None else residuals.saved_avals
+        room = self._stacked(own), self._stacked(saved)
+
+        def turn(state: Any, index: Any, fetch: bool) -> Any:
+            carry, (results, kept), queue = state
+            if fetch:
+                queue = [*queue, self._fetched(stack, index + ahead)]
+            params = self._params(stack, index, queue[0])
+            if residuals is None:
+                carry, found = self.layer.run(carry, params, captured)
+                more: Arrays = []
+            else:
+                outs, more = residuals.forward(carry, params, captured)
+                carry, found = outs[:carried], outs[carried:]
+            room = put(results, self._vary(found), index), put(kept, self._vary(more), index)
+            return self._vary(carry), room, queue[1:]
+
+        queue: list[dict[int, jax.Array]] = []
+        for index in range(ahead):
+            queue.append(self._fetched(stack, index, queue[-1] if queue else None))
+        state = carry, room, queue
+        until = self.layers - ahead
+        state = self._loop(lambda s, i: turn(s, i, True), state, 0, until, 1)
+        last = state[2]
+        for index in range(until, self.layers):
+            state = turn(state, index, False)
+        carry, (results, kept), _ = state
+        return carry, results, kept, last
+
+    def backward(
+        self,
+        residuals: Residuals,
+        saved: Arrays,
+        last: list[dict[int, jax.Array]],
+        stack: Arrays,
+        captured: Arrays,
+        cotangents: Sequence[Arrays],
+        moved: Sequence[Sequence[int]],
+        scatters: Mapping[tuple[int, ...], Callable[[Arrays], Arrays]],
+    ) -> tuple[Arrays, dict[int, jax.Array], Arrays]:
+        """Cotangents of the first carry's floating arrays, and of those asked for.
+
+        Those of rows are scattered, in the turn after their layer's; others are this replica's.
+
+        Args:
+          residuals: as in `forward`.
+          saved: what `forward` returned.
+          last: the last layers' parameters, gathered.
+          stack: this replica's.
+          captured: what the layer reads from around it.
+          cotangents: of the floating arrays of the last carry, and of the results.
+          moved: which arrays of the stack, and which captured ones, have their cotangents asked
+            for.
+          scatters: by leaves of the stack that travel together, from the gradients of one layer to
+            this replica's rows of their reduction.
+        """
+        of_carry, of_results = cotangents
+        ahead, top = len(last), self.layers - 1
+        cut = {i for leaves in scatters for i in leaves}
+
+        def scattered(
+            gradients: dict[int, jax.Array], after: dict[int, jax.Array] | None = None
+        ) -> dict[int, jax.Array]:
+            found: dict[int, jax.Array] = {}
+            for leaves, scatter in scatters.items():
+                rows = scatter(_after([gradients[i] for i in leaves], after))
+                found.update(zip(leaves, self._vary(rows), strict=True))
+            return found
+
+        def turn(state: Any, index: Any, fetch: bool, after: Any = None) -> Any:
+            ct, gradients, sums, waiting, queue = state
+            if fetch:
+                queue = [*queue, self._fetched(stack, index - ahead)]
+            done = scattered(waiting, after) if waiting else {}
+            gradients = self._with(gradients, done, index + 1)
+            params = self._params(stack, index, queue[0])
+            given = [*ct, *(at(x, index) for x in of_results)]
+            found = iter(residuals.backward([at(x, index) for x in saved], params, captured, given))
+            ct = self._vary([next(found) for _ in ct])
+            each = dict(zip(moved[0], self._vary([next(found) for _ in moved[0]]), strict=True))
+            sums = [total + x for total, x in zip(sums, found, strict=True)]
+            whole = {i: x for i, x in each.items() if i not in cut}
+            waiting = {i: x for i, x in each.items() if i in cut}
+            return (ct, self._with(gradients, whole, index), sums, waiting, queue[1:]), done
+
+        gradients = {i: self._vary([jnp.zeros_like(stack[i])])[0] for i in moved[0]}
+        sums = [jnp.zeros_like(captured[i]) for i in moved[1]]
+        state = of_carry, gradients, sums, {}, last[::-1]
+        state, done = turn(state, top, ahead <= top)
+        # Below `ahead` every layer is gathered, or under way.
+        state = self._loop(lambda s, i: turn(s, i, True)[0], state, top - 1, ahead - 1, -1)
+        for index in range(min(ahead, top) - 1, -1, -1):
+            state, done = turn(state, index, False, done)
+        ct, gradients, sums, waiting, _ = state
+        return ct, self._with(gradients, scattered(waiting, done), 0), sums
+
+    def _with(
+        self, stacks: dict[int, jax.Array], parts: dict[int, jax.Array], index: Any
+    ) -> dict[int, jax.Array]:
+        """Arrays that have the layers first, with one layer's parts in their places."""
+        found = put([stacks[i] for i in parts], list(parts.values()), index)
+        return {**stacks, **dict(zip(parts, found, strict=True))}
+
+    def _loop(
+        self, turn: Callable[[Any, Any], Any], state: Any, start: int, stop: int, step: int
+    ) -> Any:
+        indices = jnp.arange(start, stop, step, dtype=jnp.int32)
+        if not len(indices):
+            return state
+        return lax.scan(lambda s, i: (turn(s, i), None), state, indices, unroll=self.unroll)[0]
+
+
+def _after(arrays: Arrays, others: dict[int, jax.Array] | None) -> Arrays:
+    """`arrays`, once others are there.
+
+    Outside of loops a compiler would merge two layers' collectives, and then nothing hides either.
+    """
+    for other in (others or {}).values():
+        arrays = [_compat.ordered(x, after=other) for x in arrays]
+        break
+    return arrays
+
+
+def at(x: jax.Array, index: Any) -> jax.Array:
+    """One layer's part of an array that has the layers first."""
+    if isinstance(index, int):
+        return lax.index_in_dim(x, index, keepdims=False)
+    return lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False)
+
+
+def put(arrays: Sequence[Any], parts: Sequence[Any], index: Any) -> Arrays:
+    """Arrays that have the layers first, with one layer's parts in their places."""
+    return [
+        lax.dynamic_update_index_in_dim(x, part, index, 0, allow_negative_indices=False)
+        for x, part in zip(arrays, parts, strict=True)
+    ]

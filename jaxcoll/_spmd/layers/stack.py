@@ -1,0 +1,269 @@
+"""The parameters of all layers: which leaves are cut over which axes, as types confirm."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcoll import _compat
+from jaxcoll._compat import marks
+from jaxcoll._errors import AlreadyReducedError
+from jaxcoll._plan.packs.leaves import no_array, where
+from jaxcoll._show.units import counted
+from jaxcoll._spmd.axes import count
+from jaxcoll._spmd.gradients.per_replica import watched
+from jaxcoll._spmd.layers.asked import CALLER
+from jaxcoll._spmd.scope import Scope, differentiation
+from jaxcoll._spmd.shards import Shards, is_shards, leaves_of, whole_of
+
+_WHOLE = """\
+`scan_layers` over {axis!r}: {leaf} of `stacked` is the same on every replica, so gathering it \
+would repeat it {n} times. If every replica holds it whole (a bias, a norm), say so in `sharded`: \
+False in its place, as in sharded={{"w": True, "b": False}}; if it is cut over other axes only, \
+their names. If it should be cut, let it enter in rows: `in_specs=P(None, {axis!r})`, or as \
+`Shards`."""
+
+_DIFFERS = """\
+`scan_layers`: {leaf} of `stacked` differs between replicas along {axes} by its type, and \
+`sharded` says that every replica holds it whole. Say True there, or the axes of its rows."""
+
+_UNSAID = """\
+`scan_layers` over {axis!r}: types say nothing here (`pmap`, `vmap`, check_vma=False), so it \
+cannot be known whether {leaf} of `stacked` holds this replica's rows or is whole. Say it in \
+`sharded`: True, False, or a tree of them; or pass `Shards`."""
+
+_UNTYPED_GRADIENT = """\
+`scan_layers` over {axis!r}, inside the loss of `jc.value_and_grad` or its like: types say nothing \
+here (`pmap`, `vmap`, check_vma=False), so that would take {leaf} of `stacked` for one that all \
+replicas hold alike, and average the gradients of different rows. Pass the parameters as `Shards`, \
+or run it in a checked `jax.shard_map`; or take `jax.grad` of this replica's own loss."""
+
+_NOTHING = """\
+`scan_layers`: every leaf of `stacked` is held whole by every replica, so there is nothing to \
+gather: use `jax.lax.scan`; or pass the large leaves in rows (`in_specs=P(None, axis)`) or as \
+`Shards`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Parameters of all layers as flat arrays, `Shards` by their parts.
+
+    Attributes:
+      names: of the arrays, as in the tree.
+      arrays: with the layers first.
+      over: for each the axes that its rows are cut over, outer first; () if it is whole.
+      treedef: of the tree.
+    """
+
+    names: tuple[str, ...]
+    arrays: tuple[jax.Array, ...]
+    over: tuple[tuple[str, ...], ...]
+    treedef: Any
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return self.arrays[0].shape[0]
+
+    def tree(self, arrays: Sequence[Any]) -> Any:
+        """One layer's parameters, of which whole arrays are given, packs of `Shards` among them."""
+        found = jax.tree.unflatten(self.treedef, list(arrays))
+        return jax.tree.map(lambda x: _joined(x) if is_shards(x) else x, found, is_leaf=is_shards)
+
+
+def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int], scope: Scope) -> Stack:
+    """What `stacked` is, with marks for those who read the whole program.
+
+    Args:
+      stacked: a tree of arrays and `Shards`, the layers first.
+      sharded: True, False, an axis or a tuple of axes, or a tree of these of which `stacked` is an
+        extension; None: `Shards` are, and plain arrays beside them are not; without any, all are.
+      axes: of the call, outer first.
+      scope: who reads.
+
+    Raises:
+      ValueError: a leaf cannot be used so, by its shape, its type, or what is said of it.
+      AlreadyReducedError: a leaf that is to be gathered is the same everywhere.
+    """
+    nodes, _ = jax.tree_util.tree_flatten_with_path(stacked, is_leaf=is_shards)
+    words = _words(sharded, stacked, any(is_shards(x) for _, x in nodes))
+    names, arrays, over = [], [], []
+    for (path, node), word in zip(nodes, words, strict=True):
+        name = jax.tree_util.keystr(path)
+        for k, part in enumerate(node.parts if is_shards(node) else [node]):
+            names.append(f"{name}.parts[{k}]" if is_shards(node) else name)
+            arrays.append(_array(names[-1], part))
+            if is_shards(node):
+                over.append(_axes_of_shards(name, node, word, axes))
+            else:
+                over.append(_axes_of_rows(names[-1], arrays[-1], word, axes, scope))
+    _check_layers(names, arrays)
+    if not any(over):
+        raise ValueError(_NOTHING)
+    treedef = jax.tree.structure(stacked)
+    marked = map(_marked, names, arrays, over, [axes] * len(names), [scope] * len(names))
+    return Stack(tuple(names), tuple(marked), tuple(over), treedef)
+
+
+def _words(sharded: Any, stacked: Any, has_shards: bool) -> list[Any]:
+    """What is said of each leaf and each `Shards`, in order; None: nothing."""
+    if sharded is None:
+        return [
+            False if has_shards and not is_shards(x) else None
+            for x in jax.tree.leaves(stacked, is_leaf=is_shards)
+        ]
+    try:
+        spread = jax.tree.map(
+            lambda word, part: [(word,) for _ in jax.tree.leaves(part, is_leaf=is_shards)],
+            sharded,
+            stacked,
+            is_leaf=_is_names,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"`{CALLER}`: `sharded` is a tree that does not fit `stacked`: {error}"
+        ) from None
+    found = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, tuple))
+    odd = [word for (word,) in found if not (isinstance(word, bool | str) or _is_names(word))]
+    if odd:
+        raise ValueError(
+            f"`{CALLER}` expects `sharded` to be True, False, an axis or a tuple of axes, or a "
+            f"tree of these; got {odd[0]!r}."
+        )
+    return [word for (word,) in found]
+
+
+def _is_names(x: Any) -> bool:
+    return isinstance(x, tuple) and bool(x) and all(isinstance(a, str) for a in x)
+
+
+def _array(name: str, leaf: Any) -> jax.Array:
+    got = no_array(leaf)
+    if got is not None:
+        raise ValueError(
+            f"`{CALLER}`: {where(name)} of `stacked`: expected an array with the layers first, "
+            f"got {got}."
+        )
+    array = jnp.asarray(leaf)
+    if not array.ndim:
+        raise ValueError(
+            f"`{CALLER}`: {where(name)} of `stacked` is a scalar; expected the layers first."
+        )
+    return array
+
+
+def _check_layers(names: Sequence[str], arrays: Sequence[jax.Array]) -> None:
+    if not arrays:
+        raise ValueError(f"`{CALLER}`: `stacked` has no arrays.")
+    layers = arrays[0].shape[0]
+    for name, array in zip(names, arrays, strict=True):
+        if array.shape[0] != layers:
+            raise ValueError(
+                f"`{CALLER}`: {where(name)} of `stacked` has {array.shape[0]} layers, and "
+                f"{where(names[0])} has {layers}; all leaves have the layers first."
+            )
+    if not layers:
+        raise ValueError(f"`{CALLER}`: `stacked` has no layers ({where(names[0])} is empty).")
+
+
+def _axes_of_shards(
+    name: str, shards: Shards, word: Any, axes: Mapping[str, int]
+) -> tuple[str, ...]:
+    if word is False or (word not in (None, True) and _names_of(word) != shards.axes):
+        raise ValueError(
+            f"`{CALLER}`: {where(name)} of `stacked` holds Shards along {_listed(shards.axes)}, "
+            f"and `sharded` says {word!r}: leave it out there."
+        )
+    found = {a: axes[a] for a in shards.axes if a in axes}
+    if tuple(found) != shards.axes or count(found) != shards.layout.replicas:
+        raise ValueError(
+            f"`{CALLER}` over {_listed(axes)} got Shards of "
+            f"{counted(shards.layout.replicas, 'replica')} along {_listed(shards.axes)} at "
+            f"{where(name)}; name their axes in `axis_name`."
+        )
+    for k, part in enumerate(shards.parts):
+        rows = (shards.layout.rows(shards.layout.packs[k]), part.shape[-1])
+        if part.ndim != 3 or part.shape[1:] != rows:
+            raise ValueError(
+                f"`{CALLER}`: {where(name)} of `stacked` holds Shards whose parts have the shape "
+                f"{part.shape}; expected (layers, {rows[0]}, {rows[1]}), those of stacked layers."
+            )
+    return shards.axes
+
+
+def _axes_of_rows(
+    name: str, array: jax.Array, word: Any, axes: Mapping[str, int], scope: Scope
+) -> tuple[str, ...]:
+    """The axes that a plain leaf is cut over, as far as can be known.
+
+    Raises:
+      ValueError: types say otherwise, or nothing is said.
+      AlreadyReducedError: types say that it is the same everywhere.
+    """
+    inside = differentiation()
+    untyped = inside is not None and inside.untyped
+    retyped = frozenset() if inside is None else inside.retyped
+    known = [a for a in axes if _compat.tracks_variance(a) and a not in retyped and not untyped]
+    over = () if word is False else tuple(axes) if word in (None, True) else _names_of(word)
+    unknown = [a for a in over if a not in axes]
+    if unknown:
+        raise ValueError(
+            f"`{CALLER}` over {_listed(axes)}: `sharded` names {unknown[0]!r} for {where(name)}, "
+            "which is not among these axes."
+        )
+    if over and array.ndim < 2:
+        raise ValueError(
+            f"`{CALLER}`: {where(name)} of `stacked` has shape {array.shape}, one number a layer "
+            "and so no rows to gather: say False in its place in `sharded`."
+        )
+    if not array.size:
+        return ()
+    varying = _compat.varying_axes(array)
+    same = [a for a in over if a in known and a not in varying and axes[a] > 1]
+    if same:
+        raise AlreadyReducedError(
+            _WHOLE.format(axis=same[0], leaf=where(name), n=count({a: axes[a] for a in same}))
+        )
+    differ = [a for a in axes if a not in over and a in known and a in varying]
+    if differ:
+        raise ValueError(_DIFFERS.format(leaf=where(name), axes=_listed(differ)))
+    dark = [a for a in over if not _compat.tracks_variance(a)]
+    if dark and inside is not None and not untyped and set(dark) & set(inside.axes):
+        raise ValueError(_UNTYPED_GRADIENT.format(axis=dark[0], leaf=where(name)))
+    if word is None and set(dark) - scope.marked:
+        raise ValueError(_UNSAID.format(axis=dark[0], leaf=where(name)))
+    return over
+
+
+def _marked(
+    name: str, array: jax.Array, over: Sequence[str], axes: Mapping[str, int], scope: Scope
+) -> jax.Array:
+    """A leaf for readers of the program, wherever no type shows whether it varies."""
+    inside = differentiation()
+    along = scope.marked if inside is None else scope.marked | inside.retyped
+    for axis in along.intersection(over):
+        array = marks.rows(array, axis, name)
+    rest = along.intersection(axes).difference(over)
+    if jnp.issubdtype(array.dtype, jnp.inexact):
+        (array,) = watched([array], {name: array}, rest, CALLER)
+    return array
+
+
+def _joined(shards: Shards) -> Any:
+    """One layer's tree, from whole packs."""
+    layout = shards.layout
+    wholes = [whole_of(part, layout, k) for k, part in enumerate(shards.parts)]
+    arrays = leaves_of(wholes, layout)
+    return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
+
+
+def _names_of(word: Any) -> tuple[str, ...]:
+    return (word,) if isinstance(word, str) else tuple(word)
+
+
+def _listed(axes: Any) -> str:
+    return ", ".join(map(repr, axes))

@@ -1,0 +1,1 @@
+"""Wire formats: what turns the elements of a sum into codes, and back."""

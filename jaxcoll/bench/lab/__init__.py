@@ -1,0 +1,1 @@
+"""Hosts on a slow network, all of them on this machine."""

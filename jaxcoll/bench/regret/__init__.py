@@ -1,0 +1,1 @@
+"""How much slower the automatic choice is than the best one made by hand."""

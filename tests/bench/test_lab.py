@@ -1,0 +1,188 @@
+"""The hosts that `jaxcoll bench --rate` makes, where this machine allows them."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxcoll._cluster.launch.local import launch
+from jaxcoll._cluster.launch.subprocesses import surely_ended
+from jaxcoll.bench.lab import namespaces
+from jaxcoll.bench.lab.namespaces import LabUnavailableError, Network, bits_per_second, lab
+
+JOB = Path(__file__).parents[1] / "processes" / "two_levels.py"
+ARRAY = 4 << 20  # bytes that the job sums
+ONE_DEVICE = {"JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
+TWO_DEVICES = {"JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+
+SENDS = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], 5000)) as connection:
+    start = time.perf_counter()
+    connection.sendall(bytes(1 << 20))
+    connection.shutdown(socket.SHUT_WR)
+    connection.recv(1)
+    print(time.perf_counter() - start)
+"""
+RECEIVES = """
+import socket, sys
+with socket.create_server((sys.argv[1], 5000)) as server:
+    print("ready", flush=True)
+    connection, _ = server.accept()
+    while connection.recv(1 << 16):
+        pass
+"""
+HOLDS = """
+import sys, time
+from jaxcoll.bench.lab.namespaces import lab
+with lab(2, "1gbit") as made:
+    print(*made.on(0), flush=True)
+    {then}
+"""
+
+
+@contextlib.contextmanager
+def hosts(count, rate):
+    try:
+        with lab(count, rate) as made:
+            yield made
+    except LabUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def test_what_one_host_sends_another_is_counted_and_takes_as_long_as_the_rate_says():
+    with hosts(2, "16mbit") as made:
+        there = made.address(1)
+        receives = [*made.on(1), sys.executable, "-c", RECEIVES, there]
+        with subprocess.Popen(receives, stdout=subprocess.PIPE, text=True) as receiver:
+            assert receiver.stdout.readline() == "ready\n"
+            before = made.sent_bytes()
+            sends = [*made.on(0), sys.executable, "-c", SENDS, there]
+            done = subprocess.run(sends, capture_output=True, text=True, timeout=60, check=True)
+        # 64 KiB may pass at once; the rest of 1 MiB takes half a second at least.
+        assert float(done.stdout) > 0.9 * ((1 << 20) - (64 << 10)) * 8 / 16e6
+        assert 1 << 20 <= made.sent_bytes() - before < 1.2 * (1 << 20)
+        made.limit("none")
+        limits = [*made.on(0), "tc", "qdisc", "show", "dev", "eth0"]
+        shown = subprocess.run(limits, capture_output=True, text=True, check=True).stdout
+        assert "tbf" not in shown
+
+
+def test_a_host_reaches_nobody_but_the_other_hosts():
+    with socket.create_server(("127.0.0.1", 0)) as server, hosts(2, "none") as made:
+        port = server.getsockname()[1]
+        code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)"
+        done = subprocess.run([*made.on(0), sys.executable, "-c", code], capture_output=True)
+        assert b"ConnectionRefusedError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("then", "ends"),
+    [
+        ("pass", lambda process: None),
+        ("raise RuntimeError", lambda process: None),
+        ("time.sleep(60)", lambda process: process.send_signal(signal.SIGINT)),
+        ("time.sleep(60)", lambda process: process.kill()),
+    ],
+    ids=["success", "failure", "interrupt", "kill"],
+)
+def test_nothing_is_left_however_it_ends(then, ends):
+    with hosts(2, "none"):
+        pass
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS.format(then=then)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with process:
+        words = process.stdout.readline().split()
+        holder = Path("/proc") / words[words.index("--target") + 1]
+        ends(process)
+    until = time.monotonic() + 20
+    while holder.exists() and "cat" in (holder / "comm").read_text():
+        assert time.monotonic() < until, "the process that holds the namespace goes on"
+        time.sleep(0.05)
+
+
+def facts_in(text):
+    return json.loads(text.partition("FACTS ")[2].splitlines()[0])
+
+
+def check_two_levels(facts):
+    assert (facts["hosts"], facts["inner"]) == (2, 1)
+    assert facts["algorithm"] == "shuffle/native"
+    assert facts["compiled"] == ["all-reduce", "all-to-all"]
+    assert facts["error"] < 1e-6
+
+
+@pytest.mark.processes
+def test_processes_on_two_hosts_find_out_and_send_between_them_what_two_levels_send(tmp_path):
+    logs = [tmp_path / f"{rank}.log" for rank in range(4)]
+    with hosts(2, "none") as made, surely_ended() as running:
+        for rank, variables in enumerate(made.variables(2)):
+            command = [*made.on(rank // 2), sys.executable, str(JOB), "found"]
+            with logs[rank].open("wb") as log:
+                streams = {"stdout": log, "stderr": subprocess.STDOUT}
+                running.start(command, {**variables, **ONE_DEVICE}, **streams)
+        for process in running.processes:
+            assert process.wait(120) == 0, "".join(log.read_text() for log in logs)
+        # Between two hosts each sends the array once; round a ring it would be 1.5 times.
+        assert 2 * ARRAY < made.sent_bytes() < 2 * 1.2 * ARRAY
+    for log in logs:
+        check_two_levels(facts_in(log.read_text()))
+
+
+@pytest.mark.processes
+def test_hosts_can_be_named_by_hand():
+    for ended in launch([sys.executable, str(JOB), "named"], 2, timeout=120, env=TWO_DEVICES):
+        check_two_levels(facts_in(ended.log))
+
+
+@pytest.mark.parametrize("rate", ["", "fast", "0mbit", "100 mbit", "-1gbit", "1tbit"])
+def test_what_is_not_a_rate_is_refused(rate):
+    with pytest.raises(ValueError, match="expected a rate such as 200mbit or 1gbit, or 'none'"):
+        bits_per_second(rate)
+
+
+@pytest.mark.parametrize("count", [0, 1, 65])
+def test_so_many_hosts_are_refused(count):
+    with pytest.raises(ValueError, match=f"expected 2 to 64 hosts; got {count}"), lab(count):
+        pass
+
+
+def test_a_missing_tool_is_named(monkeypatch):
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    with pytest.raises(LabUnavailableError, match="needs `tc` .iproute2, util-linux., which is"):
+        with lab(2):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        ("unshare", "namespaces may not be made here: they need root .*the kernel refuses"),
+        ("tc", "the network could not be made: `tc qdisc replace .*`: the kernel refuses"),
+    ],
+)
+def test_what_the_kernel_refuses_is_said(monkeypatch, tmp_path, tool, words):
+    with hosts(2, "none"):
+        pass
+    refusing = tmp_path / tool
+    refusing.write_text("#!/bin/sh\necho the kernel refuses >&2\nexit 1\n")
+    refusing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(LabUnavailableError, match=words), lab(2):
+        pass
+
+
+def test_a_network_in_words():
+    assert str(Network(2, 2, "none")) == "2 hosts, no limit between them"
+    assert str(Network(4, 1, "100mbit")) == "4 hosts, 100mbit between them"

@@ -1,0 +1,267 @@
+"""Parameters in shards: gathered in the forward pass, their gradients reduce-scattered in the other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import OPTIONS, RUNNERS, mesh_of, per_replica
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxcoll as jc
+from jaxcoll import _compat
+
+RNG = np.random.default_rng(0)
+LAYERS, WIDTH = 3, 20
+
+
+def normal(*shape):
+    return (RNG.standard_normal(shape) * 0.3).astype("f")
+
+
+PARAMS = {
+    "embedding": {"w": normal(5, WIDTH), "scale": np.float32(2)},
+    "layers": {"w": normal(LAYERS, WIDTH, WIDTH), "b": normal(LAYERS, WIDTH)},
+}
+X = normal(24, 5)
+MASK = (RNG.random(24) < 0.6).astype("f")
+
+
+def errors(params, x, of_layer=lambda layer: layer):
+    """A number for each row: what all layers, run through by a scan, make of it."""
+    hidden = x @ params["embedding"]["w"] * params["embedding"]["scale"]
+
+    def layer(hidden, weights):
+        weights = of_layer(weights)
+        return jnp.tanh(hidden @ weights["w"] + weights["b"][None]), None
+
+    hidden, _ = lax.scan(jax.checkpoint(layer), hidden, params["layers"])
+    return jnp.sum(hidden**2, -1)
+
+
+def mean(params, x, mask, of_layer=lambda layer: layer):
+    return jnp.mean(errors(params, x, of_layer))
+
+
+def total(params, x, mask, of_layer=lambda layer: layer):
+    return jnp.sum(errors(params, x, of_layer))
+
+
+def weighted(params, x, mask, of_layer=lambda layer: layer):
+    return jc.WeightedLoss(jnp.sum(errors(params, x, of_layer) * mask), jnp.sum(mask))
+
+
+def in_shards(n, axis="data", mesh=None, params=PARAMS):
+    cut = functools.partial(jc.shard, axis_name=axis, mesh=mesh or mesh_of(n))
+    return {
+        "embedding": cut(params["embedding"]),
+        "layers": cut(params["layers"], stacked=True),
+    }
+
+
+def gathering(loss, axis="data", options=None):
+    """The same loss of parameters in shards: the embedding at once, each layer in its turn."""
+    gather = functools.partial(jc.all_gather, axis_name=axis, options=options)
+
+    def of_shards(shards, x, mask):
+        params = {**shards, "embedding": gather(shards["embedding"])}
+        return loss(params, x, mask, gather)
+
+    return of_shards
+
+
+def on_one_device(loss):
+    def number(params):
+        found = loss(params, X, MASK)
+        return found.total / found.weight if isinstance(found, jc.WeightedLoss) else found
+
+    return jax.value_and_grad(number)(PARAMS)
+
+
+def close(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.shape(g) == np.shape(w)
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-6)
+
+
+def in_rows(n, tree):
+    """Each replica's part of every Shards, one after another, as a runner takes them."""
+
+    def rows(part):
+        *stack, size, lanes = part.shape
+        return jnp.moveaxis(part.reshape(*stack, n, size // n, lanes), len(stack), 0)
+
+    return jax.tree.map(rows, tree)
+
+
+def out_of_rows(shards):
+    """The inverse."""
+
+    def whole(rows):
+        n, *stack, size, lanes = rows.shape
+        return np.moveaxis(np.asarray(rows), 0, -3).reshape(*stack, n * size, lanes)
+
+    return jax.tree.map(whole, shards)
+
+
+@pytest.mark.parametrize(
+    ("runner", "loss", "name"),
+    [
+        *((runner, loss, "auto") for runner in RUNNERS for loss in (mean, weighted)),
+        ("checked", total, "ring"),
+        ("unchecked", mean, "shuffle"),
+        ("pmap", total, "halving_doubling"),
+    ],
+)
+def test_gradients_come_in_the_same_shards_reduced(runner, loss, name):
+    n = 3
+    op = "sum" if loss is total else "mean"
+    step = jc.value_and_grad(
+        gathering(loss, options=OPTIONS[name]), "data", reduce_op=op, options=OPTIONS[name]
+    )
+    shares = [x.reshape(n, -1, *x.shape[1:]) for x in (X, MASK)]
+    shards = in_shards(n)
+    value, grads = per_replica(runner, step, n, in_rows(n, shards), *shares)
+    assert jax.tree.structure(grads) == jax.tree.structure(shards)
+    want, want_grads = on_one_device(loss)
+    np.testing.assert_allclose(value, np.full(n, want), rtol=1e-5)
+    close(jc.unshard(out_of_rows(grads)), want_grads)
+
+
+@pytest.mark.parametrize("checks", [None, True, False])
+def test_a_wrapped_step_sends_two_gathers_and_one_reduce_scatter(checks):
+    step = jc.data_parallel(
+        jc.value_and_grad(gathering(mean), "data"), checks=checks, batch_argnums=(1, 2)
+    )
+    shards = in_shards(8)
+    value, grads = step(shards, X, MASK)
+    want, want_grads = on_one_device(mean)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    close(jc.unshard(grads), want_grads)
+    assert grads["layers"].parts[0].sharding.spec == PartitionSpec(None, "data")
+    # Of an embedding the backward pass needs nothing again; of layers it does.
+    sizes = {name: x.layout.nbytes for name, x in shards.items()}
+    expected = 7 * (2 * sizes["embedding"] + LAYERS * 3 * sizes["layers"])
+    report = jc.inspect(step, shards, X, MASK)
+    loss_alone = 2 * 7 * 4  # of which all replicas have the mean; 7/8 of it rounds up
+    assert expected <= report.wire_bytes <= expected + loss_alone
+    kinds = [plan.collective for plan in step.plans(shards, X, MASK)]
+    assert kinds == ["all_gather", "all_gather", "reduce_scatter", "reduce_scatter", "all_reduce"]
+
+
+@pytest.mark.parametrize(("pieces", "loss"), [(3, mean), (3, weighted), (1, mean)])
+def test_micro_batches_are_added_up_in_shards(pieces, loss):
+    f = jc.accumulate(gathering(loss), "data", pieces, batch_argnums=(1, 2))
+    step = jc.data_parallel(f, mesh=mesh_of(4), batch_argnums=(1, 2))
+    value, grads = step(in_shards(4), X, MASK)
+    want, want_grads = on_one_device(loss)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    close(jc.unshard(grads), want_grads)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_shards_within_a_host_are_copied_between_hosts(checks):
+    """Hybrid sharding: the gradients of the copies are reduced, and nothing else is."""
+    mesh = jax.make_mesh((2, 4), ("node", "data"), axis_types=(AxisType.Auto,) * 2)
+    both = ("node", "data")
+    step = jc.data_parallel(
+        jc.value_and_grad(gathering(mean), both),
+        mesh=mesh,
+        axis_name=both,
+        batch_argnums=(1, 2),
+        checks=checks,
+    )
+    shards = in_shards(4, mesh=mesh)
+    value, grads = step(shards, X, MASK)
+    want, want_grads = on_one_device(mean)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    close(jc.unshard(grads), want_grads)
+
+
+def test_outside_of_value_and_grad_types_mean_what_they_mean_elsewhere():
+    """In a checked program the gathered tree is the same everywhere, and its derivative too."""
+    loss = gathering(mean)
+
+    def step(shards, x, mask):
+        assert not _compat.varying_axes(jc.all_gather(shards["embedding"], "data")["w"])
+        mine = jax.grad(lambda s: lax.pmean(loss(s, x, mask), "data"))(shards)
+        return mine, jax.grad(lambda s: loss(s, x, mask))(shards)
+
+    rows, of = PartitionSpec("data"), {"embedding": PartitionSpec("data")}
+    of["layers"] = PartitionSpec(None, "data")
+    mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(of, rows, rows), out_specs=(of, of))
+    of_mean, of_sum = jax.jit(mapped)(in_shards(4), X, MASK)
+    _, want = on_one_device(mean)
+    close(jc.unshard(of_mean), want)
+    close(jc.unshard(of_sum), jax.tree.map(lambda x: 4 * x, want))
+
+
+def test_a_cast_before_the_gather_is_what_travels_and_gradients_have_the_parameters_type():
+    def loss(shards, x, mask):
+        half = jax.tree.map(lambda part: part.astype(jnp.bfloat16), shards["embedding"])
+        tree = jc.all_gather(half, "data")
+        assert jax.tree.map(lambda leaf: leaf.dtype.name, tree) == {
+            "w": "bfloat16",
+            "scale": "bfloat16",
+        }
+        return jnp.mean((x.astype(jnp.bfloat16) @ tree["w"]).astype("f") ** 2)
+
+    step = jc.data_parallel(jc.value_and_grad(loss, "data"), batch_argnums=(1, 2))
+    shards = in_shards(8)
+    _, grads = step(shards, X, MASK)
+    assert {x.dtype.name for x in jax.tree.leaves(grads)} == {"float32"}
+    want = jax.grad(lambda w: jnp.mean((X @ w) ** 2))(PARAMS["embedding"]["w"])
+    got = jc.unshard(grads)["embedding"]["w"]
+    np.testing.assert_allclose(got, want, rtol=0.05, atol=0.02 * np.abs(want).max())
+    requested = step.lower(shards, X, MASK).as_text()
+    gathers = [line for line in requested.splitlines() if "stablehlo.all_gather" in line]
+    assert gathers
+    assert all("xbf16>" in line for line in gathers)
+    assert step.plans(shards, X, MASK)[0].packs[0].dtype.name == "bfloat16"
+
+
+REDUCTIONS = {
+    "all_reduce": lambda grads: jc.all_reduce("mean", grads, "data"),
+    "reduce_scatter": lambda grads: jc.reduce_scatter("mean", grads, "data"),
+    "broadcast": lambda grads: jc.broadcast(grads, "data"),
+    "sync_in_backward": lambda grads: jc.sync_in_backward(grads, "data"),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_gradients_in_shards_are_not_reduced_once_more(name):
+    def step(shards, x, mask):
+        _, grads = jc.value_and_grad(gathering(mean), "data")(shards, x, mask)
+        return REDUCTIONS[name](grads)
+
+    wrapped = jc.data_parallel(step, batch_argnums=(1, 2))
+    match = (
+        rf"`{name}`: leaf \['embedding'\] is `Shards` along 'data': each replica .* reduced already"
+    )
+    with pytest.raises(jc.AlreadyReducedError, match=match):
+        wrapped(in_shards(8), X, MASK)
+
+
+def test_what_cannot_be_gathered_or_differentiated_so_is_refused():
+    shards = in_shards(8)
+    step = functools.partial(jc.data_parallel, batch_argnums=1)
+    with pytest.raises(ValueError, match=r"Shards of 3 stacked layers, all of which no device has"):
+        step(lambda s, x: jc.all_gather(s, "data"))(shards, X)
+    with pytest.raises(
+        ValueError, match=r"`Shards` and with arrays beside them, which would become n"
+    ):
+        step(lambda s, x: jc.all_gather((s["embedding"], x), "data"))(shards, X)
+    f = jc.data_parallel(
+        jc.value_and_grad(gathering(mean), "data", scatter=True), batch_argnums=(1, 2)
+    )
+    with pytest.raises(
+        ValueError, match=r"scatter=True: .* gradients of `Shards` are Shards without"
+    ):
+        f(shards, X, MASK)
+    with pytest.raises(
+        ValueError, match=r"Shards of 8 replicas along 'data' do not fit the mesh \(data=4\)"
+    ):
+        jc.data_parallel(lambda s, x: x.sum(), mesh=mesh_of(4))(shards, X)

@@ -1,0 +1,313 @@
+"""Laws of sums in wire formats: one program for each format and way to map, asked about all."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import RUNNERS, mesh_of, per_replica, run
+
+import jaxcoll as jc
+from jaxcoll._observe.parse.hlo import read_hlo
+
+FORMATS = ("bf16", "int8", "int4")
+OPTIONS = {name: jc.CommunicationOptions(compression=name) for name in FORMATS}
+BLOCK = {"bf16": 1, "int8": 256, "int4": 64}
+TOP = {"bf16": 127, "int8": 127, "int4": 7}
+ERROR = {"bf16": 0.0026, "int8": 0.0100, "int4": 0.125}
+N = 4
+P = jax.sharding.PartitionSpec
+
+
+def gaussian(n, *shape, seed=0):
+    return np.random.default_rng([seed, n, *shape]).standard_normal((n, *shape)).astype("f")
+
+
+def error(got, want):
+    return np.linalg.norm(np.float64(got) - want) / np.linalg.norm(np.float64(want))
+
+
+def integers(n, size, top):
+    """One replica's blocks of multiples of 2^k, the largest of each top·2^k; zeros on the others."""
+    rng = np.random.default_rng(size)
+    x = rng.integers(-top, top + 1, size) * 2.0 ** rng.integers(-9, 9, size // 256).repeat(256)
+    x[::64] = top * 2.0 ** np.round(np.log2(np.abs(x.reshape(-1, 256)).max(1) / top)).repeat(4)
+    x = np.clip(x, -x[::64].repeat(64), x[::64].repeat(64))
+    found = np.zeros((n, size), "f")
+    found[-1] = x
+    return found
+
+
+def case(n, name):
+    """Leaves of all kinds, over n replicas."""
+    return {
+        "gaussian": gaussian(n, 40, 256),
+        "odd": gaussian(n, 1000, seed=1),
+        "half": gaussian(n, 700, seed=2).astype(np.float16),
+        "brain": jnp.asarray(gaussian(n, 512, seed=3), jnp.bfloat16),
+        "zeros": np.zeros((n, 600), "f"),
+        "integers": integers(n, 2048, TOP[name]),
+        "small": gaussian(n, 63, seed=4),
+        "scalar": gaussian(n, seed=5),
+        "counts": np.arange(n * 300, dtype=np.int32).reshape(n, 300),
+        "double": {"empty": np.zeros((n, 0), "f"), "none": None},
+    }
+
+
+@functools.cache
+def found(name, runner, n=N):
+    value = case(n, name)
+    reduce = functools.partial(jc.all_reduce, axis_name="data", options=OPTIONS[name])
+    f = lambda v: {"sum": reduce("sum", v), "mean": reduce("mean", v["odd"])}
+    return value, jax.tree.map(np.asarray, run(runner, f, n, value))
+
+
+EVERY = pytest.mark.parametrize(
+    ("name", "runner"), [(name, runner) for name in FORMATS for runner in RUNNERS]
+)
+
+
+@EVERY
+def test_every_replica_ends_with_the_same_bits(name, runner):
+    _, got = found(name, runner)
+    for leaf in jax.tree.leaves(got):
+        assert len({row.tobytes() for row in leaf}) == 1
+
+
+@EVERY
+def test_what_can_be_held_arrives_exactly(name, runner):
+    value, got = found(name, runner)
+    for leaf in ("zeros", "integers", "small", "scalar", "counts"):
+        want = np.asarray(value[leaf], np.float64).sum(0)
+        np.testing.assert_allclose(got["sum"][leaf][0], want, rtol=1e-6, atol=1e-6)
+        if leaf in ("zeros", "integers", "counts"):
+            np.testing.assert_array_equal(got["sum"][leaf][0], want)
+
+
+@EVERY
+def test_a_sum_is_rounded_twice_and_keeps_its_type(name, runner):
+    value, got = found(name, runner)
+    for leaf in ("gaussian", "odd", "half", "brain"):
+        assert got["sum"][leaf].dtype == value[leaf].dtype
+        want = np.asarray(value[leaf]).astype("f8").sum(0)
+        assert error(got["sum"][leaf][0], want) < 1.2 * ERROR[name]
+    np.testing.assert_allclose(got["mean"], got["sum"]["odd"] / N, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_error_does_not_grow_with_the_replicas(name):
+    f = lambda x: jc.all_reduce("sum", x, "data", options=OPTIONS[name])
+    errors = {}
+    for n in (2, 64):
+        x = gaussian(n, 1 << 17)
+        got = jax.jit(jax.vmap(f, axis_name="data"))(x)[0]
+        errors[n] = error(got, x.astype("f8").sum(0))
+        assert errors[n] < ERROR[name]
+    assert errors[64] / errors[2] <= 1.02
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_replica_rounds_and_sends_nothing(name):
+    value = case(1, name)
+    f = lambda v: jc.all_reduce("sum", v, "data", options=OPTIONS[name])
+    for got, x in zip(
+        jax.tree.leaves(run("checked", f, 1, value)), jax.tree.leaves(value), strict=True
+    ):
+        assert np.asarray(got).tobytes() == np.asarray(x).tobytes()
+    plan = jc.plan(jax.tree.map(lambda x: x[0], value), axis_size=1, options=OPTIONS[name])
+    assert plan.steps == plan.wire_bytes == 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_size_over_every_number_of_replicas(name, n):
+    sizes = (0, 1, 63, 64, 65, 255, 256, 257, 1000)
+    value = {str(size): gaussian(n, size) for size in sizes}
+    got = run("checked", lambda v: jc.all_reduce("sum", v, "data", options=OPTIONS[name]), n, value)
+    for size in sizes[1:]:
+        want = value[str(size)].astype("f8").sum(0)
+        exact = n == 1 or size < max(64, BLOCK[name])
+        assert error(got[str(size)][0], want) < (1e-6 if exact else 1.3 * ERROR[name])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_not_finite_stays_so_within_its_block_on_every_replica(name):
+    block = max(BLOCK[name], 64)
+    x = gaussian(N, 8 * block)
+    bad = {0: np.nan, 1: np.inf, 2: -np.inf, 3: -np.nan, 4: 3e38}
+    for k, number in bad.items():
+        x[k % N, k * block + 5] = number
+    x[:, 4 * block + 5] = 3e38  # whose sum is too large
+    got = np.asarray(
+        run("checked", lambda v: jc.all_reduce("sum", v, "data", options=OPTIONS[name]), N, x)
+    )
+    hit = np.arange(5) * block + 5
+    assert not np.isfinite(got[:, hit]).any()
+    assert np.isfinite(got[:, 5 * block :]).all()
+    assert len({row.tobytes() for row in got}) == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_very_large_and_very_small_numbers(name):
+    x = np.zeros((2, 4, 256), "f")
+    x[0, 0] = 2e38 * np.linspace(-1, 1, 256)
+    x[0, 1] = 1e-40
+    x[0, 2], x[1, 2, 7] = 1.0, 1e30
+    x[0, 3] = 1e-30 * np.linspace(-1, 1, 256)
+    got = np.asarray(
+        run("checked", lambda v: jc.all_reduce("sum", v, "data", options=OPTIONS[name]), 2, x)
+    )[0]
+    assert error(got[0] / 1e38, x[0, 0] / np.float64(1e38)) < 1.3 * ERROR[name]
+    assert abs(got[1]).max() <= 1e-38
+    assert abs(got[2, 7] / 1e30 - 1) < 0.1
+    assert error(got[3] * 1e30, x[0, 3] * np.float64(1e30)) < 1.3 * ERROR[name]
+
+
+@pytest.mark.parametrize("runner", ["checked", "pmap", "vmap"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_rounding_is_the_identity_to_derivatives(name, runner):
+    x, ct = gaussian(3, 300), gaussian(3, 300, seed=1)
+    reduce = lambda v: jc.all_reduce("sum", v, "data", options=OPTIONS[name])
+
+    def f(x, ct):
+        back = jax.grad(lambda v: jnp.vdot(reduce(v), ct))(x)
+        return back, jax.jvp(reduce, (x,), (ct,))[1] + 0 * x
+
+    back, forward = per_replica(runner, f, 3, x, ct)
+    want = np.broadcast_to(ct.astype("f8").sum(0), (3, 300))
+    np.testing.assert_allclose(back, want, atol=1e-5)
+    np.testing.assert_allclose(forward, want, atol=1e-5)
+
+
+def wire(value, shape=(N,), **asked):
+    """The compiled program's collectives, and the plan."""
+    names = ("data",) if len(shape) == 1 else ("node", "data")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), names)
+    options = jc.CommunicationOptions(**asked)
+    axes = names if len(names) > 1 else names[0]
+    f = jax.shard_map(
+        lambda t: jc.all_reduce("sum", jax.tree.map(lambda x: x[0], t), axes, options=options),
+        mesh=mesh, in_specs=P(names), out_specs=P(),
+    )  # fmt: skip
+    stacked = jax.tree.map(lambda x: jnp.zeros((mesh.size, *x.shape), x.dtype), value)
+    text = jax.jit(f).lower(stacked).compile().as_text()
+    return read_hlo(text), jc.plan(
+        value, mesh=mesh, axis_name=axes, options=options, reduce_op="sum"
+    )
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("bf16", 0.503), ("int8", 0.255), ("int4", 0.135)])
+def test_bytes_are_the_formulas_in_the_compiled_program(name, ratio):
+    value = {"w": np.zeros((3, 64, 256), "f"), "v": np.zeros(8192, "f"), "b": np.zeros(12, "f")}
+    collectives, plan = wire(value, compression=name)
+    sent = sum(c.wire_bytes for c in collectives)
+    assert sent == plan.wire_bytes
+    _, exact = wire(value)
+    assert sent <= ratio * exact.wire_bytes
+    coded = [c for c in collectives if c.kind != "all-reduce"]
+    assert {c.kind for c in coded} == {"all-to-all", "all-gather"}
+    assert {d for c in coded for d in c.dtypes} == {"u16" if name == "bf16" else "u8"}
+    assert len(collectives) == plan.steps
+
+
+def test_a_hierarchy_codes_between_hosts_only():
+    value = np.zeros((64, 256), "f")
+    collectives, plan = wire(value, (2, 4), algorithm="native/shuffle", compression="int8")
+    assert sum(c.wire_bytes for c in collectives) == plan.wire_bytes
+    coded = [c for c in collectives if "u8" in c.dtypes]
+    assert [c.group_size for c in coded] == [2, 2]
+    assert {d for c in collectives if c not in coded for d in c.dtypes} == {"f32"}
+    assert "between groups only" in str(plan)
+
+
+def test_a_hierarchy_rounds_twice():
+    x = gaussian(8, 5000)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
+    options = jc.CommunicationOptions(algorithm="shuffle/native", compression="int8")
+    f = lambda v: jc.all_reduce("sum", v[0], ("node", "data"), options=options)
+    got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(("node", "data")), out_specs=P()))(x)
+    assert error(got, x.astype("f8").sum(0)) < 1.05 * ERROR["int8"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_reproducible_bits_do_not_depend_on_packing_and_order(name):
+    value = {"a": gaussian(N, 700), "b": gaussian(N, 3000), "c": gaussian(N, 256)}
+    seen = set()
+    for nbytes, order in ((0, "abc"), (3000, "abc"), (1 << 20, "cba")):
+        options = OPTIONS[name].replace(reproducible=True, bytes_per_pack=nbytes)
+        f = lambda v, options=options: jc.all_reduce("mean", v, "data", options=options)
+        got = run("checked", f, N, [value[k] for k in order])
+        named = dict(zip(order, got, strict=True))
+        seen.add(b"".join(named[k][0].tobytes() for k in "abc"))
+    assert len(seen) == 1
+
+
+def test_metrics_and_the_loss_beside_gradients_are_not_rounded():
+    def loss(w, x):
+        scores = x @ w
+        return jnp.mean(scores), jc.Total(x[0, :64])
+
+    step = jc.value_and_grad(loss, "data", has_aux=True, options=OPTIONS["int4"])
+    w, x = np.ones((128,), "f"), gaussian(2, 5, 128)
+    (value, total), grads = jax.vmap(step, in_axes=(None, 0), axis_name="data")(w, x)
+    np.testing.assert_allclose(value[0], x.astype("f8").sum(-1).mean(), rtol=1e-5)
+    np.testing.assert_allclose(total[0], x[:, 0, :64].sum(), rtol=1e-5)
+    assert 0.001 < error(grads[0], x.astype("f8").mean((0, 1))) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"algorithm": "ring"}, "does not go with 'ring': a ring .* adds numbers on the way"),
+        ({"implementation": "RING"}, "does not go with 'ring'"),
+        ({"algorithm": "rechd"}, "does not go with 'halving_doubling'"),
+        ({"shards": 2}, "`shards=2` asks for another number"),
+        ({"checksum": True}, "`checksum` compares a sum with what was put in"),
+        ({"reproducible": True, "algorithm": "shuffle/shuffle"}, "codes sums of groups"),
+        ({"reproducible": True, "overlap": True, "bytes_per_pack": 100_000}, "packs end inside"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(asked, words):
+    value = {"a": np.zeros(100_001, "f"), "b": np.zeros(600_000, "f")}
+    size = (2, 2) if "/" in str(asked.get("algorithm")) else 4
+    options = jc.CommunicationOptions(compression="int8", **asked)
+    with pytest.raises(ValueError, match=words):
+        jc.plan(value, axis_size=size, options=options)
+
+
+def test_integers_under_an_explicit_format_alone_are_refused():
+    f = lambda x: jc.all_reduce("sum", x, "data", options=OPTIONS["int8"])
+    with pytest.raises(ValueError, match="reduces only int32, which travel exactly"):
+        jax.vmap(f, axis_name="data")(np.zeros((2, 600), np.int32))
+    with pytest.raises(ValueError, match="reduces only int32"):
+        jc.plan(np.zeros(600, np.int32), axis_size=2, options=OPTIONS["int8"])
+
+
+@pytest.mark.parametrize("call", ["all_gather", "broadcast", "global_norm"])
+def test_calls_that_send_exactly_refuse_a_format(call):
+    f = lambda x: getattr(jc, call)(x, "data", options=OPTIONS["int8"])
+    with pytest.raises(ValueError, match=f"`{call}` sends every value exactly"):
+        jax.vmap(f, axis_name="data")(np.zeros((2, 600), "f"))
+
+
+def test_a_half_of_a_sum_refuses_a_format():
+    f = lambda x: jc.reduce_scatter("sum", x, "data", options=OPTIONS["int8"])
+    with pytest.raises(ValueError, match="`reduce_scatter` travels exactly"):
+        jax.vmap(f, axis_name="data")(np.zeros((2, 600), "f"))
+
+
+def test_defaults_of_a_step_do_not_round_what_is_not_a_gradient():
+    """A broadcast inside `data_parallel` with a format is exact, and integers are no error."""
+
+    def step(w, x):
+        w = jc.broadcast(w, "data")
+        return w, jc.all_reduce(
+            "sum", jnp.ones((600,), jnp.int32) + x[0, 0].astype(jnp.int32) * 0, "data"
+        )
+
+    run_step = jc.data_parallel(step, mesh=mesh_of(2), options=OPTIONS["int4"])
+    w = gaussian(1, 600)[0]
+    got, total = run_step(w, np.zeros((2, 1), "f"))
+    np.testing.assert_array_equal(got, w)
+    assert int(total[0]) == 2

@@ -1,0 +1,139 @@
+"""Modules of flax and equinox as arguments, and flags that decide how a step computes."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxcoll as jc
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((16, 3)).astype("f")
+BATCH = X, X.sum(1)
+
+
+@pytest.fixture(autouse=True)
+def _types_may_mix():
+    """As they do where nobody has forbidden it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class Net(nnx.Module):
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(3, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(self.norm(x)))[:, 0]
+
+
+def loss(module, batch):
+    return jnp.mean((module(batch[0]) - batch[1]) ** 2)
+
+
+def update(module, optimizer, batch):
+    """One step of training as flax's own guide writes it, with one line for the replicas."""
+    value, grads = nnx.value_and_grad(loss)(module, batch)
+    value, grads = jc.all_reduce("mean", (value, grads), "data")
+    optimizer.update(module, grads)
+    return value
+
+
+def own_state():
+    module = Net()
+    return module, nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.Param)
+
+
+def test_an_update_in_place_that_is_not_returned_is_refused():
+    step = jc.data_parallel(lambda m, o, batch: update(m, o, batch))
+    with pytest.raises(ValueError, match=r"changes args\[0\]\.\S+ in place \(and .* = nnx.split"):
+        step(*own_state(), BATCH)
+
+
+@pytest.mark.parametrize("form", ["objects", "states"])
+def test_an_update_in_place_that_is_returned_is_kept(form):
+    @jc.data_parallel
+    def step(module, optimizer, batch):
+        value = update(module, optimizer, batch)
+        stats = jc.all_reduce("mean", nnx.state(module, nnx.BatchStat), "data")
+        if form == "states":
+            return (
+                value,
+                (nnx.state(module, nnx.Param), stats, nnx.state(module, nnx.RngState)),
+                (nnx.state(optimizer)),
+            )
+        nnx.update(module, stats)
+        return value, module, optimizer
+
+    module, optimizer = own_state()
+    before = float(module.out.bias[0])
+    for _ in range(2):
+        value, new, state = step(module, optimizer, BATCH)
+        if form == "states":
+            nnx.update(module, *new)
+            nnx.update(optimizer, state)
+        else:
+            module, optimizer = new, state
+    assert np.isfinite(value)
+    assert float(module.out.bias[0]) != before
+    assert int(optimizer.step[...]) == 2
+    assert int(module.dropout.rngs.count[...]) == 2
+
+
+def test_a_module_that_only_predicts_is_taken_whole():
+    module = Net()
+    module.eval()
+    predict = jc.data_parallel(lambda m, x: m(x), varying_outputs="concatenate")
+    np.testing.assert_allclose(predict(module, X), module(X), rtol=1e-5)
+
+
+def test_dicts_may_be_changed_in_place():
+    @jc.data_parallel
+    def step(state, batch):
+        state["seen"] = state["seen"] + 1
+        return jc.all_reduce("mean", (batch.pop("x") * state["w"]).mean(), "data")
+
+    assert step({"seen": 0, "w": 2.0}, {"x": np.ones(8, "f")}) == 2
+
+
+def test_modules_with_leaves_that_are_not_arrays_are_refused_by_their_name():
+    module = eqx.nn.MLP(3, "scalar", 4, 1, key=jax.random.key(0))
+    step = jc.data_parallel(lambda m, batch: jc.value_and_grad(loss, "data")(m, batch))
+    with pytest.raises(ValueError, match=r"args\[0\]\.activation is no array .* `eqx.partition"):
+        step(module, BATCH)
+    inside = jc.data_parallel(lambda batch: jc.value_and_grad(loss, "data")(module, batch))
+    with pytest.raises(TypeError, match=r"args\[0\]\.activation is .*custom_jvp.* `eqx.partition"):
+        inside(BATCH)
+    with pytest.raises(TypeError, match=r"args\[0\]\.dropout.* is uint32.* `nnx.split"):
+        step(Net(), BATCH)
+
+
+def test_a_flag_is_refused_by_its_name_and_may_be_bound():
+    def step(w, batch, train):
+        return jc.all_reduce("mean", (w * batch).sum() if train else w, "data")
+
+    wrapped = jc.data_parallel(step, batch_argnums=1)
+    for call in (lambda: wrapped(1.0, X, True), lambda: wrapped(1.0, X, train=True)):
+        with pytest.raises(jax.errors.TracerBoolConversionError, match="argument train") as found:
+            call()
+        assert any("functools.partial(step, train=True)" in n for n in found.value.__notes__)
+    bound = jc.data_parallel(functools.partial(step, train=True))
+    np.testing.assert_allclose(bound(1.0, X), X.sum() / 8, rtol=1e-5)
+
+
+def test_a_flag_of_the_loss_is_pythons_own():
+    def own(w, batch, train=False, mode="sum"):
+        return jnp.mean(batch @ w) * (2 if train else 1) * (3 if mode == "mean" else 1)
+
+    w = np.ones(3, "f")
+    for of in (jc.value_and_grad(own, "data"), jc.accumulate(own, "data", 2)):
+        step = jc.data_parallel(lambda w, batch, f=of: f(w, batch, train=True, mode="mean")[0])
+        np.testing.assert_allclose(step(w, X), 6 * X.sum(1).mean(), rtol=1e-5)

@@ -1,0 +1,82 @@
+"""Malloc keeps what is freed where it was asked to, and whether it does is found out."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxcoll import _malloc
+from jaxcoll._cluster import initialize
+
+ALONE = "import runpy; here = runpy.run_path({path!r}); keep, keeps = here['keep_freed_memory'], here['keeps_freed_memory']; "
+FAULTS = """
+import ctypes, resource
+libc = here['_glibc']()
+ctypes.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(48 << 20)
+    ctypes.memset(block, 1, 48 << 20)
+    libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults() > 1000, faults() > 1000, keep(), faults() > 1000, faults() > 1000)
+"""
+on_glibc = pytest.mark.skipif(_malloc._glibc() is None, reason="needs glibc")
+
+
+def printed(program, **variables):
+    """What a process of its own prints."""
+    program = ALONE.format(path=_malloc.__file__) + program
+    return subprocess.run(
+        [sys.executable, "-c", program], env=variables, check=True, capture_output=True, text=True
+    ).stdout.split()
+
+
+@on_glibc
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, ["False", "True", "True"]),
+        ({"MALLOC_MMAP_MAX_": "65536"}, ["False", "True", "False"]),
+        (dict.fromkeys(_malloc.SETTINGS, "0"), ["False", "False", "False"]),
+        ({"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}, ["True", "True", "True"]),
+        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"}, ["False", "True", "True"]),
+    ],
+)  # fmt: skip
+def test_what_is_in_force_is_found_out_and_the_users_variables_stay(variables, found):
+    assert printed("print(keeps(), keep(), keeps())", **variables) == found
+
+
+@on_glibc
+def test_a_block_that_is_freed_and_taken_again_has_no_fresh_pages():
+    assert printed(FAULTS) == ["True", "True", "True", "True", "False"]
+
+
+def test_another_c_library_is_left_alone(monkeypatch):
+    monkeypatch.setattr(_malloc, "_glibc", lambda: None)
+    assert not _malloc.keep_freed_memory()
+    assert not _malloc.keeps_freed_memory()
+
+
+@pytest.mark.parametrize(
+    ("platforms", "plugins", "collectives", "kept"),
+    [
+        ("cpu", ["cuda"], "gloo", True),
+        ("cpu,cuda", ["cuda"], "gloo", True),
+        ("cuda,cpu", [], "gloo", False),
+        (None, [], "gloo", True),
+        (None, ["cuda"], "gloo", False),
+        ("cpu", [], "mpi", False),
+    ],
+)
+def test_only_processes_that_meet_over_gloo_keep_memory(
+    monkeypatch, caplog, platforms, plugins, collectives, kept
+):
+    settings = {"platforms": platforms, "cpu_collectives_implementation": collectives}
+    monkeypatch.setattr(initialize._compat, "configured", settings.__getitem__)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: plugins)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(initialize, "keep_freed_memory", lambda: True)
+    with caplog.at_level("DEBUG", "jaxcoll"):
+        initialize._keep_memory()
+    assert ("malloc keeps what this process frees" in caplog.text) is kept

@@ -1,0 +1,126 @@
+"""The site as it is built: every link and anchor of every page leads somewhere, pages have names."""
+
+import html.parser
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+
+import jaxcoll
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
+
+
+class Page(html.parser.HTMLParser):
+    """What of a page can be linked to, what it links to, and its names."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.anchors, self.links, self.title, self.heads, self.code = set(), [], "", [], []
+        self._inside = []
+        self.feed(path.read_text("utf8"))
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.anchors |= {given[name] for name in ("id", "name") if given.get(name)}
+        for name in ("href", "src"):
+            if given.get(name):
+                self.links.append(given[name])
+        if tag in ("title", "h1", "h2"):
+            self._inside.append(tag)
+
+    def handle_endtag(self, tag):
+        if self._inside and self._inside[-1] == tag:
+            self._inside.pop()
+
+    def handle_data(self, data):
+        match self._inside[-1:]:
+            case ["title"]:
+                self.title += data
+            case ["h1" | "h2"]:
+                self.heads.append(data)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", folder],
+        cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, {
+        str(path.parent.relative_to(folder)): Page(path) for path in folder.rglob("index.html")
+    }
+
+
+def test_every_link_of_every_page_leads_somewhere(site):
+    folder, pages = site
+    broken = []
+    for name, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (
+                (folder / name / unquote(parts.path)).resolve() if parts.path else folder / name
+            )
+            there = target / "index.html" if target.is_dir() else target
+            if not there.exists():
+                broken.append((name, link))
+            elif parts.fragment and there.name == "index.html":
+                known = pages[str(there.parent.relative_to(folder))].anchors
+                if unquote(parts.fragment) not in known | {"__skip"}:
+                    broken.append((name, link))
+    assert broken == []
+
+
+def test_every_page_of_the_navigation_has_its_title_and_can_be_searched(site):
+    folder, pages = site
+    config = yaml.unsafe_load((ROOT / "mkdocs.yml").read_text("utf8").replace("!ENV", ""))
+    groups = [entry for entry in config["nav"] if isinstance(next(iter(entry.values())), list)]
+    named = ["Start", "Train", "Look", "Clusters", "Reference", "Inside"]
+    assert [next(iter(group)) for group in groups] == named
+    found = json.loads((folder / "search" / "search_index.json").read_text("utf8"))["docs"]
+    places = {entry["location"] for entry in found}
+    for group in groups:
+        for entry in next(iter(group.values())):
+            ((title, file),) = entry.items()
+            page = pages[file.removesuffix(".md")]
+            assert page.title == f"{title} - jaxcoll"
+            assert f"{file.removesuffix('.md')}/" in places
+
+
+def test_the_landing_page_is_the_first_screen_of_the_readme(site):
+    _, pages = site
+    first = (ROOT / "README.md").read_text("utf8").split("\n## ", 1)[0]
+    text = (site[0] / "index.html").read_text("utf8")
+    assert pages["."].heads[0] == "jaxcoll"
+    for link in re.findall(r"\]\(docs/(\w+)\.md\)", first):
+        assert f"{link}/" in pages["."].links
+    assert "Do I need it?" in text
+    assert "docs/landing.py" not in text
+
+
+def test_the_reference_has_every_public_name_with_its_signature(site):
+    reference = site[1]["face"]
+    public = {name for name in vars(jaxcoll) if not name.startswith("_")}
+    listed = {anchor.removeprefix("jaxcoll.") for anchor in reference.anchors}
+    callables = {name for name in public if callable(getattr(jaxcoll, name))}
+    assert callables <= listed
+    text = (site[0] / "face" / "index.html").read_text("utf8")
+    assert len(re.findall(r'class="[^"]*doc-signature', text)) > len(callables)
+
+
+def test_no_page_asks_another_host_for_anything(site):
+    asked = re.compile(r'<(?:script|link|img)[^>]*(?:src|href)="(https?:[^"]*)"')
+    for path in site[0].rglob("*.html"):
+        assert asked.findall(path.read_text("utf8")) == [], path

@@ -1,0 +1,246 @@
+"""Parameters in shards: made, trained, saved, and brought to another number of devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import mesh_of
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+import jaxcoll as jc
+
+
+@pytest.fixture(autouse=True)
+def _dtypes_may_mix():
+    """Optax counts in integers and multiplies them with floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def normal(seed, *shape):
+    return (np.random.default_rng(seed).standard_normal(shape) / np.sqrt(shape[-2])).astype("f")
+
+
+LAYERS, WIDTH = 3, 20
+REST = {"in": normal(0, 32, WIDTH), "out": normal(1, WIDTH, 5), "scale": np.float32(2)}
+STACK = {"w": normal(2, LAYERS, WIDTH, WIDTH), "b": np.zeros((LAYERS, WIDTH), "f")}
+PARAMS = {"rest": REST, "layers": STACK}
+BATCHES = [np.random.default_rng(k).standard_normal((24, 32)).astype("f") for k in (3, 4)]
+
+
+def loss(params, x, of_layer=lambda layer: layer):
+    rest = params["rest"]
+
+    def layer(hidden, weights):
+        weights = of_layer(weights)
+        return jnp.tanh(hidden @ weights["w"] + weights["b"][None]), None
+
+    hidden, _ = lax.scan(layer, x @ rest["in"] * rest["scale"], params["layers"])
+    return jnp.mean(jax.nn.logsumexp(hidden @ rest["out"], -1) - x[:, 0] ** 2)
+
+
+def of_shards(shards, x):
+    rest = jc.all_gather(shards["rest"], "data")
+    return loss({**shards, "rest": rest}, x, lambda layer: jc.all_gather(layer, "data"))
+
+
+def in_shards(n, params=PARAMS):
+    return {
+        "rest": jc.shard(params["rest"], "data", mesh=mesh_of(n)),
+        "layers": jc.shard(params["layers"], "data", stacked=True, mesh=mesh_of(n)),
+    }
+
+
+def train_step(optimizer, n, **more):
+    def step(shards, state, x):
+        value, grads = jc.value_and_grad(of_shards, "data")(shards, x)
+        updates, state = optimizer.update(grads, state, shards)
+        return optax.apply_updates(shards, updates), state, value
+
+    return jc.data_parallel(step, mesh=mesh_of(n), **more)
+
+
+def one_device(tx):
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return jax.jit(step)
+
+
+def close(got, want, tolerance=1e-5):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.asarray(a).dtype == np.asarray(b).dtype
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+
+
+def same_bits(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.asarray(a).dtype == np.asarray(b).dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("n", [3, 8])
+def test_what_is_cut_comes_back_to_the_bit_and_each_device_has_its_own_part(n):
+    value = {
+        "w": normal(0, LAYERS, 50, 7),
+        "half": np.ones((LAYERS, 11), jnp.bfloat16),
+        "int": [np.arange(LAYERS, dtype=np.int32), None],
+        "empty": np.zeros((LAYERS, 0), "f"),
+    }
+    for stacked in (False, True):
+        shards = jc.shard(value, "data", stacked=stacked, mesh=mesh_of(n))
+        same_bits(jc.unshard(shards), value)
+        for part in shards.parts:
+            assert part.sharding.spec == (
+                PartitionSpec(None, "data") if stacked else PartitionSpec("data")
+            )
+            assert {s.data.nbytes for s in part.addressable_shards} == {part.nbytes // n}
+    one = jax.tree.map(lambda x: x[1], shards)
+    same_bits(jc.unshard(one), jax.tree.map(lambda x: x[1], value))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_function_makes_what_it_would_make_and_shapes_make_shapes(stacked):
+    def init():
+        keys = jax.random.split(jax.random.key(0))
+        return {"w": jax.random.normal(keys[0], (4, 300, 9)), "b": jnp.zeros((4, 7)), "n": None}
+
+    shards = jc.shard(init, "data", stacked=stacked)
+    same_bits(jc.unshard(shards), init())
+    mesh = AbstractMesh((8,), ("data",), (AxisType.Auto,))
+    for given, over in ((jax.eval_shape(init), None), (init, mesh), (jax.eval_shape(init), mesh)):
+        shapes = jc.shard(given, "data", stacked=stacked, mesh=over)
+        assert jax.tree.structure(shapes) == jax.tree.structure(shards)
+        assert [(x.shape, x.dtype) for x in shapes.parts] == [
+            (x.shape, x.dtype) for x in shards.parts
+        ]
+        assert all(isinstance(x, jax.ShapeDtypeStruct) for x in shapes.parts)
+
+
+def test_training_in_shards_goes_from_eight_devices_to_three_and_back(tmp_path):
+    """AdamW, clipped by the norm of everything: fifty-four steps are those of one device."""
+    optimizer = jc.sharded_optimizer(optax.adamw(1e-2), "data", max_norm=0.05)
+    whole = optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2))
+    one, want, want_state = one_device(whole), PARAMS, whole.init(PARAMS)
+    shards = in_shards(8)
+    state = optimizer.init(shards)
+    for n in (8, 3, 8):
+        step = train_step(optimizer, n)
+        for i in range(18):
+            shards, state, value = step(shards, state, BATCHES[i % 2])
+            want, want_state, expected = one(want, want_state, BATCHES[i % 2])
+            np.testing.assert_allclose(value, expected, rtol=1e-4)
+        jc.save_checkpoint(tmp_path / "last.npz", (shards, state), step=n)
+        # Of other values and another number of devices, but the same tree.
+        like = in_shards(3 if n == 8 else 8, jax.tree.map(np.zeros_like, PARAMS))
+        (shards, state), at = jc.restore_checkpoint(
+            tmp_path / "last.npz", (like, optimizer.init(like))
+        )
+        assert at == n
+        assert jax.tree.map(lambda x: x.sharding, shards) == jax.tree.map(
+            lambda x: x.sharding, like
+        )
+    close(jc.unshard(shards), want, 1e-4)
+    close(optimizer.unshard(state)[0].nu, want_state[1][0].nu, 1e-4)
+    # The file is that of the whole tree: without shards it is read as such, and written as well.
+    (plain, _), _ = jc.restore_checkpoint(
+        tmp_path / "last.npz", (PARAMS, optax.adamw(1e-2).init(PARAMS))
+    )
+    same_bits(plain, jc.unshard(shards))
+    jc.save_checkpoint(tmp_path / "plain.npz", PARAMS)
+    back, _ = jc.restore_checkpoint(tmp_path / "plain.npz", in_shards(8))
+    same_bits(jc.unshard(back), PARAMS)
+    shapes, _ = jc.restore_checkpoint(tmp_path / "plain.npz", jax.eval_shape(lambda: in_shards(3)))
+    assert {type(x) for x in jax.tree.leaves(shapes)} == {np.ndarray}
+    same_bits(jc.unshard(shapes), PARAMS)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_plain_elementwise_optimizer_runs_on_shards_as_it_is(checks):
+    tx = optax.adam(1e-2, mu_dtype=jnp.bfloat16)
+    shards, want = in_shards(8), PARAMS
+    state, want_state = tx.init(shards), tx.init(PARAMS)
+    step, one = train_step(tx, 8, checks=checks, donate_argnums=(0, 1)), one_device(tx)
+    for i in range(6):
+        shards, state, _ = step(shards, state, BATCHES[i % 2])
+        want, want_state, _ = one(want, want_state, BATCHES[i % 2])
+    close(jc.unshard(shards), want, 1e-3)
+    assert state[0].mu["layers"].parts[0].sharding.spec == PartitionSpec(None, "data")
+
+
+def test_the_state_of_shards_is_made_where_they_lie_and_unsharded_state_is_cut_for_them():
+    shards = in_shards(4)
+    optimizer = jc.sharded_optimizer(optax.adam(1e-2), "data", mesh=mesh_of(4))
+    state = optimizer.init(shards)
+    assert state[0].mu["layers"].parts[0].sharding == shards["layers"].parts[0].sharding
+    shapes = optimizer.init(jax.eval_shape(lambda: shards))
+    assert jax.tree.structure(shapes) == jax.tree.structure(state)
+    traced = jax.jit(optimizer.init)(shards)
+    same_bits(optimizer.unshard(traced), optimizer.unshard(state))
+    whole = optax.adam(1e-2).init(PARAMS)
+    whole = jax.tree.map(lambda x: np.full(x.shape, 3, x.dtype), whole)
+    same_bits(optimizer.unshard(optimizer.shard(whole, shards)), whole)
+    inside = jc.data_parallel(lambda s, x: optimizer.init(s), mesh=mesh_of(4))
+    same_bits(optimizer.unshard(inside(shards, BATCHES[0])), optimizer.unshard(state))
+
+
+def test_what_belongs_to_other_parameters_or_is_not_elementwise_is_refused():
+    shards = in_shards(8)
+    optimizer = jc.sharded_optimizer(optax.adam(1e-2), "data")
+    state = optimizer.init(shards)
+
+    def refused(words, params, grads, state=state, by=optimizer):
+        step = jc.data_parallel(lambda p, g, s, x: by.update(g, s, p)[0], batch_argnums=3)
+        with pytest.raises(ValueError, match=words):
+            step(params, grads, state, BATCHES[0])
+
+    refused(
+        r"parameters in `Shards` and whole gradients, which belong to the tree that", shards, PARAMS
+    )
+    refused(r"are not in the shards of the parameters: .*", shards, shards["rest"])
+    mixed = {**shards, "rest": REST}
+    refused(r"leaf \['rest'\]\['in'\] of the parameters is an array beside `Shards`", mixed, mixed)
+    with pytest.raises(
+        ValueError, match=r"leaf \['rest'\]\['in'\] of the parameters is an array beside"
+    ):
+        optimizer.init(mixed)
+    refused(
+        r"`sharded_optimizer.update` expects a state with Shards in it, and",
+        shards,
+        shards,
+        optax.sgd(1.0).init(0),
+    )
+    by_rank = optax.masked(
+        optax.add_decayed_weights(0.1), lambda p: jax.tree.map(lambda x: np.ndim(x) > 1, p)
+    )
+    with pytest.raises(ValueError, match="Masks and labels by leaf"):
+        jc.sharded_optimizer(by_rank, "data").init(shards)
+    with pytest.raises(ValueError, match=r"a part of the state is not like the parameters"):
+        optimizer.shard(
+            optax.adam(1e-2).init({**PARAMS, "rest": {**REST, "in": np.zeros(3, "f")}}), shards
+        )
+
+
+def test_what_cannot_be_stacked_or_placed_is_refused_by_its_path():
+    with pytest.raises(
+        ValueError, match=r"leaf \['b'\] has shape \(4, 2\), and leaf \['a'\] \(3, 2\)\. Stack"
+    ):
+        jc.shard({"a": np.zeros((3, 2)), "b": np.zeros((4, 2))}, "data", stacked=True)
+    with pytest.raises(
+        ValueError, match=r"every leaf to have the layers first.* leaf \['a'\] has shape \(\)"
+    ):
+        jc.shard({"a": np.float32(1)}, "data", stacked=True)
+    with pytest.raises(ValueError, match=r"`shard` cannot cut leaf \['a'\] in shards: .* got str"):
+        jc.shard({"a": "w"}, "data")
+    with pytest.raises(ValueError, match=r"`shard` over axis 'model': the mesh has no such axis"):
+        jc.shard(REST, "model", mesh=mesh_of(4))
+    with pytest.raises(
+        ValueError, match=r"`Elastic`: state\['layers'\] is `Shards`\. .* holds a part that no"
+    ):
+        jc.Elastic(train_step(optax.sgd(1.0), 8), in_shards(8))
