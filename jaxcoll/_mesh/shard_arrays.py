@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._mesh.placement import place
-from jaxcoll._plan.packs.shard_layout import LANES, ShardLayout, padded
+from jaxcoll._plan.packs.shard_layout import LANES, ShardLayout, SummedLayout, padded
 from jaxcoll._spmd.shards import Shards, is_shards
 
 
@@ -56,7 +56,17 @@ def place_shards(shards: Shards, mesh: Mesh) -> Shards:
                 f"shape {expected}; got {np.shape(part)}. What `pmap` returns stays with `pmap`; "
                 "stacked layers come before that shape."
             )
-    return place(shards, NamedSharding(mesh, spec_of(shards.axes, shards.stack)))
+    sharding = NamedSharding(mesh, spec_of(shards.axes, shards.stack))
+    return shards.replace([_placed(part, sharding) for part in shards.parts])
+
+
+def _placed(part: Any, sharding: NamedSharding) -> Any:
+    """All replicas' parts of a pack, each on its device; never taken for one process's share."""
+    here = part.is_fully_addressable if isinstance(part, jax.Array) else True
+    if isinstance(part, jax.ShapeDtypeStruct) or sharding.is_fully_addressable or not here:
+        return place(part, sharding)
+    rows = np.asarray(part)
+    return jax.make_array_from_callback(rows.shape, sharding, lambda at: rows[at])
 
 
 def cut(
@@ -81,8 +91,12 @@ def cut(
     parts = []
     for pack in layout.packs:
         pieces = [np.asarray(leaves[s.leaf]).reshape(*stack, -1) for s in pack.segments]
-        whole = np.zeros((*stack, padded(pack.size, layout.replicas)), pieces[0].dtype)
+        summed = isinstance(layout, SummedLayout)
+        replicas = 1 if summed else layout.replicas
+        whole = np.zeros((*stack, padded(pack.size, replicas)), pieces[0].dtype)
         np.concatenate(pieces, axis=-1, out=whole[..., : pack.size])
+        if summed:  # each replica has an equal summand
+            whole = np.tile(whole / np.float32(layout.replicas), layout.replicas)
         rows = whole.reshape(*stack, -1, LANES)
         if mesh is not None:
             sharding = NamedSharding(mesh, spec_of(axes, stack))
@@ -131,8 +145,8 @@ def cut_like(leaves: Sequence[Any], shards: Shards) -> Shards:
       leaves: as for `cut`.
       shards: between programs; of shapes or numpy arrays, the result is numpy arrays.
     """
-    sharding = shards.parts[0].sharding if isinstance(shards.parts[0], jax.Array) else None
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    part = shards.parts[0]
+    mesh = getattr(part.sharding, "mesh", None) if isinstance(part, jax.Array) else None
     return cut(leaves, shards.layout, mesh, shards.axes, shards.stack)
 
 
@@ -146,6 +160,8 @@ def joined(shards: Shards) -> Any:
     found = [np.zeros((*stack, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
     for pack, part in zip(layout.packs, shards.parts, strict=True):
         flat, start = read(part).reshape(*stack, -1), 0
+        if isinstance(layout, SummedLayout):
+            flat = flat.reshape(layout.replicas, -1).sum(0, dtype=np.float64).astype(flat.dtype)
         for s in pack.segments:
             # A copy, so that no leaf keeps a whole pack alive.
             piece = flat[..., start : start + s.size].copy()

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
+from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, where, wire_dtype
-from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
+from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout, layout_of
 from jaxcoll._plan.packs.shard_plan import plan_half
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
@@ -119,6 +120,11 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
             f"{counted(layout.replicas, 'replica')} over {', '.join(map(repr, shards.axes))}; "
             "gather them over the axes they were made over."
         )
+    if isinstance(layout, SummedLayout):
+        raise ValueError(
+            "`all_gather` got a residual, which every replica has for all of the tree: there is "
+            "nothing to gather. `jc.unshard` makes its sum between programs."
+        )
     if shards.stack:
         raise ValueError(
             f"`all_gather` got Shards of {shards.stack[0]} stacked layers, all of which no device "
@@ -140,6 +146,13 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
         found = [_compat.as_invariant(x, tuple(axes), summed=True) for x in found]
     tree = jax.tree_util.tree_unflatten(layout.treedef, found)  # pyright: ignore[reportArgumentType]
     return scope.vouched(tree, axes)
+
+
+def _at_once(arrays: list[jax.Array], world: World) -> list[jax.Array]:
+    """Arrays, none of which can be used before all are there, where that matters; see `needing`."""
+    if not world.over_gloo:
+        return arrays
+    return [_compat.needing(x, [*arrays[:k], *arrays[k + 1 :]]) for k, x in enumerate(arrays)]
 
 
 def _held(shards: Shards) -> list[Leaf]:
@@ -172,7 +185,7 @@ def _gather_of(
                 sent = part.astype(carried_dtype(part.dtype))
                 blocks = algorithms.all_gather(sent, plan.stages(planned), tuple(axes))
                 wholes.append(whole_of(blocks.astype(part.dtype), layout, k))
-        return leaves_of(wholes, layout, hidden)
+        return leaves_of(_at_once(wholes, world), layout, hidden)
 
     def scattered(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
         recipes = [_recipe(leaf, ReduceOp.SUM, axes, world) for leaf in leaves]
@@ -182,7 +195,8 @@ def _gather_of(
         ]
         back = plan_half("reduce_scatter", ReduceOp.SUM, layout, wired, *asked)
         scope.record(back)
-        return (list(_scattered(cotangents, back, layout, recipes, axes)),)
+        own = _scattered(_at_once(cotangents, world), back, layout, recipes, axes)
+        return ([marks.parts(part, tuple(axes)) for part in own],)
 
     gather = jax.custom_vjp(gathered)
     gather.defvjp(lambda parts: (gathered(parts), None), scattered)

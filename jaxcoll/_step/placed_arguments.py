@@ -21,7 +21,7 @@ from jaxcoll._mesh.placement import (
     shape_of,
 )
 from jaxcoll._mesh.shard_arrays import place_shards
-from jaxcoll._spmd.shards import is_shards
+from jaxcoll._spmd.shards import is_shards, shards_in
 from jaxcoll._step.arguments import Call, Signature, missing_argument
 
 _BROADCAST = """\
@@ -30,6 +30,11 @@ other, but their shares on one replica, {share} and {another}, broadcast, and wo
 that no one device gives. Pass equally many rows of both. If one row for each replica is meant, \
 leave that argument out of `batch_argnums`, so that every replica gets all of it, and take its row \
 in the step with `[lax.axis_index(axis)]`."""
+
+
+_SHARDS_AS_BATCH = """\
+`data_parallel`: {name} holds `Shards` and is taken for the batch, whose rows are split over the \
+replicas; Shards are split already. Name the arguments that are the batch in `batch_argnums`."""
 
 
 class Arguments:
@@ -76,6 +81,8 @@ class Arguments:
         shares: dict[tuple[int, ...], Callable[[], str]] = {}
         for slot in call.batch:
             name = f"kwargs[{slot!r}]" if isinstance(slot, str) else f"args[{slot}]"
+            if shards_in(call.at(slot)):
+                raise ValueError(_SHARDS_AS_BATCH.format(name=name))
             shares |= check_rows(
                 call.at(slot), name, self._replicas, self._processes, self._axis_name
             )

@@ -7,8 +7,8 @@ from jaxcoll.cli import doctor
 from jaxcoll.cli.diagnosis import job_findings, machine_facts, machine_findings, pair_findings
 
 WELL = {
-    "system": "Linux", "host": "a", "address": "10.0.0.1", "pid": 1, "versions": {"jax": "1"}, "platform": "cpu",
-    "kind": "cpu", "devices": 1, "collectives": "gloo", "malloc": [],
+    "system": "Linux", "host": "a", "address": "10.0.0.1", "pid": 1, "versions": {"jax": "1"},
+    "platform": "cpu", "kind": "cpu", "devices": 1, "collectives": "gloo", "malloc": [],
     "processes": 2, "keeps_memory": True, "glibc": True, "files": 4096, "shared": 1 << 34, "cores": 2,
 }  # fmt: skip
 

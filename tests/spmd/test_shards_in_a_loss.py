@@ -154,7 +154,11 @@ def test_a_wrapped_step_sends_two_gathers_and_one_reduce_scatter(checks):
 
 @pytest.mark.parametrize(("pieces", "loss"), [(3, mean), (3, weighted), (1, mean)])
 def test_micro_batches_are_added_up_in_shards(pieces, loss):
-    f = jc.accumulate(gathering(loss), "data", pieces, batch_argnums=(1, 2))
+    """Each piece's gradients are reduce-scattered: whole ones would have no room."""
+    ring = OPTIONS["ring"]
+    f = jc.accumulate(
+        gathering(loss, options=ring), "data", pieces, batch_argnums=(1, 2), options=ring
+    )
     step = jc.data_parallel(f, mesh=mesh_of(4), batch_argnums=(1, 2))
     value, grads = step(in_shards(4), X, MASK)
     want, want_grads = on_one_device(loss)
@@ -228,6 +232,7 @@ REDUCTIONS = {
     "reduce_scatter": lambda grads: jc.reduce_scatter("mean", grads, "data"),
     "broadcast": lambda grads: jc.broadcast(grads, "data"),
     "sync_in_backward": lambda grads: jc.sync_in_backward(grads, "data"),
+    "lax": lambda grads: jax.tree.map(lambda g: lax.pmean(g, "data"), grads),
 }
 
 
@@ -239,7 +244,9 @@ def test_gradients_in_shards_are_not_reduced_once_more(name):
 
     wrapped = jc.data_parallel(step, batch_argnums=(1, 2))
     match = (
-        rf"`{name}`: leaf \['embedding'\] is `Shards` along 'data': each replica .* reduced already"
+        r"`lax.psum` over 'data' .*: these are gradients in shards, which the backward pass has"
+        if name == "lax"
+        else rf"`{name}`: leaf \['embedding'\] is `Shards` along 'data': each replica .* reduced already"
     )
     with pytest.raises(jc.AlreadyReducedError, match=match):
         wrapped(in_shards(8), X, MASK)
@@ -265,3 +272,7 @@ def test_what_cannot_be_gathered_or_differentiated_so_is_refused():
         ValueError, match=r"Shards of 8 replicas along 'data' do not fit the mesh \(data=4\)"
     ):
         jc.data_parallel(lambda s, x: x.sum(), mesh=mesh_of(4))(shards, X)
+    with pytest.raises(
+        ValueError, match=r"args\[1\] holds `Shards` and is taken for the batch, whose"
+    ):
+        jc.data_parallel(lambda x, s: x.sum(), batch_argnums=(0, 1))(X, shards)

@@ -210,8 +210,7 @@ def _gloo(key: Key, cores: int, network: str | None, keeps_memory: bool) -> Term
     pages = "that malloc keeps" if keeps_memory else "taken fresh"
     source = f"preset: CPU processes over Gloo, {cores} cores a host, memory {pages}"
     if key.hosts > 1:
-        # A faster network makes little difference between plans, and a slower one much.
-        network = network or "ethernet-1"
+        network = network or "ethernet-10"
         source += f"; between hosts {network}"
         far = NETWORKS[network].link(key.per_island)
         if key.replicas == key.processes:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Hashable, Sequence
 
+import numpy as np
+
 from jaxcoll._plan.packs.leaves import Leaf, where
-from jaxcoll._plan.packs.packing import BytesPerPack, Pack, plan_packs
+from jaxcoll._plan.packs.packing import BytesPerPack, Pack, Unpacked, plan_packs
 from jaxcoll._show.units import counted
 
 LANES = 128
@@ -88,6 +91,21 @@ class ShardLayout:
         )
 
 
+class SummedLayout(ShardLayout):
+    """Where a tree lies of which every replica holds a summand, in an array for each leaf."""
+
+    def rows(self, pack: Pack) -> int:
+        """Rows of 128 elements that one replica has of `pack`: those of all of it."""
+        return padded(pack.size, 1) // LANES
+
+
+def summed_layout(treedef: Hashable, leaves: Sequence[Leaf], replicas: int) -> SummedLayout:
+    """The layout of float32 summands of a tree, one on each of `replicas`."""
+    f32 = np.dtype(np.float32)
+    alike = tuple(dataclasses.replace(x, dtype=f32, wire=f32, kind=()) for x in leaves)
+    return SummedLayout(treedef, alike, plan_packs(alike, Unpacked()), replicas)
+
+
 @functools.lru_cache(maxsize=256)
 def layout_of(
     treedef: Hashable, leaves: tuple[Leaf, ...], replicas: int, bytes_per_pack: int = 0
@@ -103,6 +121,16 @@ def layout_of(
     """
     rule = BytesPerPack(bytes_per_pack) if bytes_per_pack else USUAL
     return ShardLayout(treedef, leaves, plan_packs(leaves, rule), replicas)
+
+
+def laid_over(layout: ShardLayout, sizes: tuple[int, ...]) -> ShardLayout:
+    """The same leaves in the same packs, over axes of other sizes."""
+    return ShardLayout(
+        layout.treedef,
+        tuple(dataclasses.replace(leaf, over=sizes) for leaf in layout.leaves),
+        tuple(dataclasses.replace(pack, over=sizes) for pack in layout.packs),
+        math.prod(sizes),
+    )
 
 
 def first_difference(found: Sequence[Leaf], expected: Sequence[Leaf]) -> str:
