@@ -234,6 +234,19 @@ def test_a_loader_is_placed_as_it_yields(kind):
         assert y.dtype == np.int32
 
 
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_a_loader_may_use_the_same_memory_again(size):
+    def loader():
+        memory = np.zeros((1024, 8), "f")
+        for k in range(6):
+            memory[:] = k
+            yield memory
+        memory[:] = -1
+
+    found = [np.asarray(batch) for batch in jc.prefetch(loader(), size)]
+    assert [set(batch.ravel().tolist()) for batch in found] == [{k} for k in range(6)]
+
+
 @pytest.mark.parametrize("uneven", ["drop", "pad"])
 def test_a_loaders_short_batches(uneven):
     loader = [SOURCE["x"][:16], SOURCE["x"][16:29], SOURCE["x"][29:45]]
