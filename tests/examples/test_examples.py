@@ -13,6 +13,7 @@ import gpt
 import jax
 import numpy as np
 import pytest
+import reading_ahead
 import stacks
 import transformer
 
@@ -120,3 +121,8 @@ def test_a_stack_and_its_plain_twin_have_the_same_arguments(name):
     assert callable(step)
     assert callable(plain)
     assert args == same
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_reading_ahead_is_timed_step_by_step(prefetch):
+    assert len(reading_ahead.seconds(reading_ahead.Slow.rows[:200], prefetch)) == 2
