@@ -13,6 +13,7 @@ import gpt
 import jax
 import numpy as np
 import pytest
+import reading_ahead
 import sharded
 import stacks
 import transformer
@@ -151,3 +152,8 @@ def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
     whole, texts = sharded.in_place()[1]
     assert sum(x.size for x in jax.tree.leaves(whole)) == parameters
     assert texts == args[1]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_reading_ahead_is_timed_step_by_step(prefetch):
+    assert len(reading_ahead.seconds(reading_ahead.Slow.rows[:200], prefetch)) == 2
