@@ -23,7 +23,7 @@ from jaxcoll.cli.main import main
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "docs" / "examples"))
 IMAGES = HERE.parent / "docs" / "images"
-STORED = ("01_first_all_reduce", "02_algorithms", "04_look_inside")
+STORED = ("01_first_all_reduce", "02_algorithms", "04_look_inside", "05_sharding_parameters")
 PICTURES = {
     "report.png": ["inspect", "transformer:example", "--topology", "h100:8"],
     "simulation.png": ["plan", "--simulate", "--topology", "h100:2x8"],

@@ -190,8 +190,8 @@ def train(mode: Mode | None, devices: list[jax.Device], steps: int, seed: int) -
             report = jc.inspect(step, params, state, tokens)
         params, state, value = step(params, state, tokens)
         losses.append(float(value))
-    held = (_bytes_on(devices[0], tree) for tree in (params, state))
-    return Trained(np.array(losses), *held, report)
+    params_bytes, state_bytes = (_bytes_on(devices[0], tree) for tree in (params, state))
+    return Trained(np.array(losses), params_bytes, state_bytes, report)
 
 
 def _step(value_and_grad: Callable[..., Any], tx: Any) -> Callable[..., Any]:

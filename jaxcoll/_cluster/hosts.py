@@ -78,10 +78,12 @@ def hosts_of_job() -> Hosts:
     global _known
     with _lock:
         keys = store()
-        if keys is None or keys.processes == 1:
+        if keys is not None and keys.processes > 1:
+            if _known is None or not _known[0].is_of(keys):
+                _known = keys, _hosts(_agreed(keys), keys.processes)
+        elif _known is None:
             return Hosts((0,), os.cpu_count() or 1, known=True)
-        if _known is None or not _known[0].is_of(keys):
-            _known = keys, _hosts(_agreed(keys), keys.processes)
+        # Without the coordinator, which may have died, what was agreed still holds.
         return _known[1]
 
 

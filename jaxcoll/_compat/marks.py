@@ -104,12 +104,19 @@ def rows(x: Any, axis: str, name: str) -> Any:
     return _rows_p.bind(x, axis=axis, path=name)
 
 
-_rows_p = Primitive(ROWS)
-_rows_p.def_impl(lambda x, **_: x)
-_rows_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(_rows_p, lambda ctx, x, **_: [x])
-batching.defvectorized(_rows_p)
-ad.deflinear(_rows_p, lambda cotangent, **_: [cotangent])
+_rows_p = _identity(ROWS)
+
+
+PARTS = "parts_of_sum"
+"""The name of the primitive of `parts`."""
+
+
+def parts(x: Any, axes: tuple[str, ...]) -> Any:
+    """`x` with a mark that it is this replica's part of what was reduced over `axes`."""
+    return _parts_p.bind(x, axes=axes)
+
+
+_parts_p = _identity(PARTS)
 
 
 def is_seed_of_gradient(eqn: Any) -> bool:

@@ -148,6 +148,47 @@ ad.primitive_jvps[_through_p] = _through_jvp
 ad.primitive_transposes[_through_p] = _through_transpose
 
 
+def needing(x: Any, after: Sequence[Any]) -> Any:
+    """`x` as it is, but computed from `after` as far as any compiler can see.
+
+    XLA's CPU compiler drops barriers, and its run time starts a collective while a loop with
+    collectives of its own still runs: over Gloo processes may then meet in different ones. Where
+    one needs the other's result, they cannot.
+
+    Args:
+      x: an array.
+      after: arrays, of which one element each is looked at.
+    """
+    some = [y for y in after if y.size]
+    return _needing_p.bind(x, *some) if some and x.size else x
+
+
+def at_once(arrays: Sequence[Any], after: Sequence[Any] = ()) -> list[Any]:
+    """`arrays`, each of which needs all of them and of `after`; see `needing`."""
+    first = next((k for k, x in enumerate(arrays) if x.size), None)
+    if first is None:
+        return list(arrays)
+    one = needing(arrays[first], [*arrays[:first], *arrays[first + 1 :], *after])
+    return [one if k == first else needing(x, [one]) for k, x in enumerate(arrays)]
+
+
+def _needed(x: jax.Array, *after: jax.Array) -> jax.Array:
+    never = jnp.zeros((), bool)
+    for y in after:
+        one = (lax.real(y) if jnp.iscomplexobj(y) else y)[(0,) * y.ndim]
+        bits = lax.bitcast_convert_type(lax.convert_element_type(one, "float32"), "uint32")
+        never |= _is_never(bits)
+    return lax.select(lax.broadcast(never, x.shape), lax.full_like(x, 0), x)
+
+
+_needing_p = Primitive("needing")
+_needing_p.def_impl(lambda x, *after: x)
+_needing_p.def_abstract_eval(lambda x, *after: x)
+mlir.register_lowering(_needing_p, mlir.lower_fun(_needed, multiple_results=False))
+batching.primitive_batchers[_needing_p] = lambda args, dims: (_needing_p.bind(*args), dims[0])
+ad.primitive_jvps[_needing_p] = lambda xs, dots: (_needing_p.bind(*xs), dots[0])
+
+
 def as_stored(x: Any, *, backward: bool = False) -> Any:
     """`x` with the bits that it has once it is stored, whatever it is computed from or goes into.
 
@@ -169,12 +210,16 @@ def _stored(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         return lax.complex(_stored(lax.real(x)), _stored(lax.imag(x)))
     bits = lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
-    seven = lax.full_like(bits[(0,) * bits.ndim], 7)
-    some = bits[(0,) * bits.ndim] % seven
-    # A cube leaves 0, 1 or 6 when it is divided by 7.
-    never = some * some * some % seven == lax.full_like(seven, 3)
+    never = _is_never(bits[(0,) * bits.ndim])
     mask = lax.broadcast(never.astype(bits.dtype), bits.shape)
     return lax.bitcast_convert_type(bits ^ mask, x.dtype)
+
+
+def _is_never(bits: jax.Array) -> jax.Array:
+    """False, as only number theory knows: a cube leaves 0, 1 or 6 when it is divided by 7."""
+    seven = lax.full_like(bits, 7)
+    some = bits % seven
+    return some * some * some % seven == lax.full_like(seven, 3)
 
 
 _as_stored_p = Primitive("as_stored")

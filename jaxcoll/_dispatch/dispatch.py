@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,16 +16,43 @@ from jaxcoll._dispatch.executable import Program, compiled_for
 from jaxcoll._dispatch.process_group import ProcessGroup
 from jaxcoll._dispatch.watchdog import group_of
 from jaxcoll._errors import DeadlineExceededError
-from jaxcoll._threads import Task, Worker, abandon
+from jaxcoll._threads import Task, Worker, abandon, at_exit, not_at_exit
 
 _workers: dict[str, Worker] = {}
 """One worker for each process group ("" for calls within this process). Groups have connections of
 their own, so that their calls may overlap; two programs of one group would mix their messages."""
 
+_started: list[tuple[Task, Callable[[], Any]]] = []
+"""Calls that may still run, and that nobody may ever wait for; and what waits for them."""
+
 
 def run(call: Call) -> Any:
     """Make one call: see `run_all`."""
     return run_all([call])[0]
+
+
+def start(call: Call) -> Callable[[], Any]:
+    """Begin one call: the function that is returned waits, returns and raises as `run` does.
+
+    Calls over the same processes run one after another, in the order in which they begin. The
+    deadline counts from here. A call with a checksum is waited for here.
+    """
+    if call.options.checksum:
+        result = run(call)
+        return lambda: result
+    task, finish = _begin([call], call.devices)
+    if task is not None:
+        _started[:] = [*(each for each in _started if not each[0].is_settled), (task, finish)]
+        not_at_exit(_await_started)  # so that it is registered last, and runs first
+        at_exit(_await_started)
+    return lambda: finish()[0]
+
+
+def _await_started() -> None:
+    """Wait, at exit, for programs that the other processes run too: Python must not end in one."""
+    for _, finish in _started:
+        with contextlib.suppress(Exception):
+            finish()
 
 
 def run_all(calls: Sequence[Call]) -> list[Any]:
@@ -55,12 +84,20 @@ def run_all(calls: Sequence[Call]) -> list[Any]:
 
 
 def _run(calls: Sequence[Call], devices: Sequence[jax.Device]) -> list[Any]:
+    return _begin(calls, devices)[1]()
+
+
+def _begin(
+    calls: Sequence[Call], devices: Sequence[jax.Device]
+) -> tuple[Task | None, Callable[[], list[Any]]]:
+    """Begin calls: the task of a worker that makes them, if one does; and what waits for them."""
     first, group = calls[0], group_of(devices)
     key = group.name if group else ""
     worker = _workers.get(key)
     is_busy = worker is not None and worker.is_alive()
     if group is None and not first.timeout_seconds and not is_busy:
-        return [call.program(*call.args, **call.kwargs) for call in calls]
+        results = [call.program(*call.args, **call.kwargs) for call in calls]
+        return None, lambda: results
     # Compiled in this thread: a trace belongs to the thread whose JAX configuration it is made
     # under. The deadline is read after that, because a trace may ask for a shorter one.
     groups = [group] if len(calls) == 1 else [group_of(call.devices) for call in calls]
@@ -76,18 +113,23 @@ def _run(calls: Sequence[Call], devices: Sequence[jax.Device]) -> list[Any]:
     involved = {each for each in (group, *groups) if each is not None}
     for each in involved:  # before the task starts, so that it misses no failure
         each.register(task)
-    try:
-        worker.start(task)
-        in_time = task.wait(seconds or None)
-    finally:
-        for each in involved:
-            each.unregister(task)
-    if in_time:
-        return task.result()
-    abandon(worker)
-    ranks, why = execution.late()
-    text = f"{first.name} did not finish within {seconds:g} s.{why}"
-    raise DeadlineExceededError(text, ranks=ranks)
+    until = time.monotonic() + seconds if seconds else None
+    worker.start(task)
+
+    def finish() -> list[Any]:
+        try:
+            in_time = task.wait(None if until is None else max(0.0, until - time.monotonic()))
+        finally:
+            for each in involved:
+                each.unregister(task)
+        if in_time:
+            return task.result()
+        abandon(worker)
+        ranks, why = execution.late()
+        text = f"{first.name} did not finish within {seconds:g} s.{why}"
+        raise DeadlineExceededError(text, ranks=ranks)
+
+    return task, finish
 
 
 class _Execution:

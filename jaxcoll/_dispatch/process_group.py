@@ -85,11 +85,14 @@ class ProcessGroup:
 
     def register(self, task: Task) -> None:
         """Have a task abandoned if the group fails, until `unregister`."""
+        for ended in [each for each in self._waiting if each.is_settled]:  # and nobody asked for
+            self.unregister(ended)
         self._waiting.append(task)
 
     def unregister(self, task: Task) -> None:
         """The inverse of `register`."""
-        self._waiting.remove(task)
+        if task in self._waiting:
+            self._waiting.remove(task)
 
     def _interrupt(self, error: Exception) -> None:
         """End all waits for calls of this group."""

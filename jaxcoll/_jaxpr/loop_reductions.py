@@ -200,7 +200,13 @@ def _grows(eqn: JaxprEqn) -> bool:
 
 
 def _sends(eqn: JaxprEqn) -> bool:
-    """Whether a reduction is over a mapped axis, not over an array's own dimensions alone."""
+    """Whether a reduction is over a mapped axis, not over an array's own dimensions alone.
+
+    A reduce-scatter of ours leaves each replica a part, which is why it stands in a loop: what is
+    added up there before it would be whole.
+    """
+    if "reduce_scatter_" in str(eqn.source_info.name_stack):
+        return False
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     named = axes if isinstance(axes, tuple | list | frozenset) else (axes,)
     return any(isinstance(a, str) for a in named)

@@ -17,9 +17,7 @@ def made_without(program: ClosedJaxpr, inputs: Sequence[int]) -> list[bool]:
     return [isinstance(x, Literal) or x not in tainted for x in jaxpr.outvars]
 
 
-def part_of(
-    program: ClosedJaxpr, inputs: Sequence[int], outputs: Sequence[int]
-) -> ClosedJaxpr:
+def part_of(program: ClosedJaxpr, inputs: Sequence[int], outputs: Sequence[int]) -> ClosedJaxpr:
     """The program of some outputs alone, which no inputs but these are needed for."""
     jaxpr = program.jaxpr
     wanted = [jaxpr.outvars[k] for k in outputs]

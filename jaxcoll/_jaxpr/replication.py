@@ -21,7 +21,7 @@ from jaxcoll._jaxpr.subjaxprs import equations, names_axis, programs
 from jaxcoll._plan.packs.leaves import where
 
 _EQUALIZING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
-_RETYPING = {"pvary", "pcast", _compat.THROUGH}
+_RETYPING = {"pvary", "pcast", _compat.THROUGH, marks.PARTS}
 _ZERO_STAYS = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "expand_dims"}
 _ZERO_STAYS |= {"transpose", "neg", marks.ONCE, marks.GRADIENT}
 _ASK_THE_HOST = ("callback", "infeed", "rng_uniform")
@@ -44,6 +44,11 @@ count it once for each of them. What probably happened: it was reduced before, o
 Reduce it no more; or say what it is: `invariant="replicated"` if every replica holds this value \
 (SUM multiplies it by their number, MEAN leaves it)."""
 
+_SAME_ROWS = """\
+`scan_layers` over {axis!r}: {leaf} of `stacked` is the same on every replica, so gathering it \
+would repeat it once for each of them. If every replica holds it whole (a bias, a norm), say so in \
+`sharded`: False in its place, as in sharded={{"w": True, "b": False}}."""
+
 
 def varying_outputs(jaxpr: ClosedJaxpr | Jaxpr, axis: str, varying: Sequence[bool]) -> list[bool]:
     """Whether each output of a traced program may differ between the replicas along `axis`.
@@ -60,7 +65,7 @@ def varying_outputs(jaxpr: ClosedJaxpr | Jaxpr, axis: str, varying: Sequence[boo
     Raises:
       ValueError: a gradient that is reduced over the axis is that of a leaf which may differ
         between replicas; the message names the caller and the leaf.
-      AlreadyReducedError: what is reduced over the axis is the same on all replicas already.
+      AlreadyReducedError: what is reduced, or gathered as rows, is the same everywhere already.
     """
     return _Varying(axis, refuses=True, once=True).outputs(jaxpr, list(varying))
 
@@ -75,8 +80,9 @@ def check_gradients(program: ClosedJaxpr, axes: Sequence[str]) -> None:
 
     Raises:
       ValueError: as in `varying_outputs`.
+      AlreadyReducedError: what is gathered as rows is the same everywhere.
     """
-    if has(program.jaxpr, marks.GRADIENT):
+    if has(program.jaxpr, marks.GRADIENT) or has(program.jaxpr, marks.ROWS):
         for axis in axes:
             captured = [axis in _compat.varying_axes(const) for const in program.consts]
             by_type = dict(zip(program.jaxpr.constvars, captured, strict=True))
@@ -104,7 +110,7 @@ def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
     return any(
         names_axis(eqn.params, axis)
         for eqn, _ in equations(program)
-        if eqn.primitive.name not in (marks.GRADIENT, marks.ONCE)
+        if eqn.primitive.name not in (marks.GRADIENT, marks.ONCE, marks.ROWS)
         for axis in axes
     )
 
@@ -151,6 +157,11 @@ class _Varying(Dataflow[bool]):
                 return ins[:1] if params["own"] else [self._gradient(eqn, *ins)]
             if name == marks.ONCE:
                 return [self._reduced(eqn, ins[0], jaxpr)]
+            if name == marks.ROWS:
+                if self._refuses and self.settled and not ins[0]:
+                    leaf = where(eqn.params["path"])
+                    raise AlreadyReducedError(_SAME_ROWS.format(leaf=leaf, axis=self._axis))
+                return ins
             if name in _RETYPING or (name == _compat.AS_INVARIANT and not params["vouched"]):
                 return ins
             same = name in (_compat.SAME, _compat.AS_INVARIANT) or (

@@ -13,6 +13,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxcoll import _compat
+from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.dataflow import Dataflow
 from jaxcoll._jaxpr.subjaxprs import like, opened, programs
@@ -24,6 +25,13 @@ _SUMMED_AGAIN = """\
 `lax.psum` over {axis!r}{at} of {like}: it is the same on every replica already, as {maker}, so \
 this sum is {n} times too large. Reduce it no more; or, if it is to be counted once for each \
 replica, multiply it by `lax.axis_size({axis!r})`."""
+
+_PARTS = "the parts of a sum, of which each replica has its own"
+
+_PARTS_SUMMED = """\
+`lax.psum` over {axis!r}{at} of {like}: these are gradients in shards, which the backward pass has \
+reduced over it already. Each replica holds another part of them, and a sum or mean adds up what \
+does not belong together. Reduce them no more."""
 
 _OURS = "the result of a reduction by jaxcoll"
 _AUTODIFF = "a gradient that autodiff has summed, which is what JAX's types mean"
@@ -75,6 +83,10 @@ class _Reduced(Dataflow[str]):
         name, along = eqn.primitive.name, eqn.params.get("axes", ())
         if name == _compat.SAME and self._axis in along:
             return [_OURS]
+        if name == marks.PARTS and self._axis in along:
+            return [_PARTS]
+        if name in (marks.GRADIENT, marks.ONCE):
+            return ins[:1]
         if name.startswith("psum"):
             if self._axis not in along:
                 return ins
@@ -86,17 +98,20 @@ class _Reduced(Dataflow[str]):
             return self.inside(eqn, ins)
         if self.backward and _AUTODIFF in ins:  # and so is every cotangent made of it
             return [self._unless_varying(out) for out in eqn.outvars]
-        return [self.join(ins) if name in _MOVES else ""] * len(eqn.outvars)
+        # A part stays one, whatever it is divided by.
+        moved = _PARTS if _PARTS in ins else self.join(ins)
+        return [moved if name in _MOVES else ""] * len(eqn.outvars)
 
     def _unless_varying(self, var: Any) -> str:
         return _AUTODIFF * (self._axis not in _compat.varying_axes_of_type(var.aval))
 
     def _check(self, eqn: JaxprEqn, ins: Sequence[str], jaxpr: Jaxpr) -> None:
         for maker, out in zip(ins, eqn.outvars, strict=True):
-            if maker and not _divided(out, jaxpr, self._n):
+            if maker == _PARTS or (maker and not _divided(out, jaxpr, self._n)):
                 line = _compat.users_line(eqn)
+                words = _PARTS_SUMMED if maker == _PARTS else _SUMMED_AGAIN
                 raise AlreadyReducedError(
-                    _SUMMED_AGAIN.format(
+                    words.format(
                         axis=self._axis,
                         at=f" ({line})" if line else "",
                         like=like(out),

@@ -49,13 +49,24 @@ def place_shards(shards: Shards, mesh: Mesh) -> Shards:
             "an optimizer's state with `unshard`, and then `shard` of an optimizer made for it."
         )
     for pack, part in zip(shards.layout.packs, shards.parts, strict=True):
-        expected = (*shards.stack, n * shards.layout.rows(pack), LANES)
-        if np.shape(part) != expected:
+        expected = (n * shards.layout.rows(pack), LANES)
+        if np.shape(part) != (*shards.stack, *expected):
             raise ValueError(
                 "`data_parallel`: the parts of Shards between programs are global arrays, here of "
-                f"shape {expected}; got {np.shape(part)}. What `pmap` returns stays with `pmap`."
+                f"shape {expected}; got {np.shape(part)}. What `pmap` returns stays with `pmap`; "
+                "stacked layers come before that shape."
             )
-    return place(shards, NamedSharding(mesh, spec_of(shards.axes, shards.stack)))
+    sharding = NamedSharding(mesh, spec_of(shards.axes, shards.stack))
+    return shards.replace([_placed(part, sharding) for part in shards.parts])
+
+
+def _placed(part: Any, sharding: NamedSharding) -> Any:
+    """All replicas' parts of a pack, each on its device; never taken for one process's share."""
+    here = part.is_fully_addressable if isinstance(part, jax.Array) else True
+    if isinstance(part, jax.ShapeDtypeStruct) or sharding.is_fully_addressable or not here:
+        return place(part, sharding)
+    rows = np.asarray(part)
+    return jax.make_array_from_callback(rows.shape, sharding, lambda at: rows[at])
 
 
 def cut(
@@ -134,8 +145,8 @@ def cut_like(leaves: Sequence[Any], shards: Shards) -> Shards:
       leaves: as for `cut`.
       shards: between programs; of shapes or numpy arrays, the result is numpy arrays.
     """
-    sharding = shards.parts[0].sharding if isinstance(shards.parts[0], jax.Array) else None
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    part = shards.parts[0]
+    mesh = getattr(part.sharding, "mesh", None) if isinstance(part, jax.Array) else None
     return cut(leaves, shards.layout, mesh, shards.axes, shards.stack)
 
 

@@ -176,7 +176,7 @@ def _worlds_of(mesh: jax.sharding.Mesh) -> _MeshWorlds:
 def _host(device: jax.Device, of_processes: tuple[int, ...]) -> int:
     """Which host (TPU: slice) a device is on, as far as JAX tells, and the job of CPU processes."""
     if device.platform == "cpu":
-        return of_processes[device.process_index]
+        return of_processes[device.process_index] if len(of_processes) > 1 else 0
     index = getattr(device, "slice_index", None)
     return device.process_index if index is None else index
 

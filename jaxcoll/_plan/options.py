@@ -249,7 +249,10 @@ class CommunicationOptions:
             raise ValueError(
                 f"`replace` got {', '.join(unknown)}; the options are {', '.join(_DEFAULTS)}."
             )
-        return CommunicationOptions(**{**dict(self._given), **changes})
+        given = dict(self._given)
+        if all(given.get(name, UNSET) is value for name, value in changes.items()):
+            return self
+        return CommunicationOptions(**{**given, **changes})
 
     __replace__ = replace  # `copy.replace` of Python 3.13; a dataclass's own would set all options
 
@@ -259,7 +262,7 @@ class CommunicationOptions:
         `implementation` and `algorithm` answer one question: an override that gives either
         takes the place of both.
         """
-        if override is None:
+        if override is None or not override._given:
             return self
         given = dict(override._given)
         replaced = _CARRIER if any(name in given for name in _CARRIER) else ()
@@ -295,6 +298,9 @@ class CommunicationOptions:
 del CommunicationOptions.__dataclass_fields__
 
 
+_NOTHING_GIVEN = CommunicationOptions()
+
+
 def checked(options: Any, exactly: str = "") -> CommunicationOptions:
     """`options`; for None, options of which none is given.
 
@@ -306,7 +312,7 @@ def checked(options: Any, exactly: str = "") -> CommunicationOptions:
       ValueError: `options` is something else, or asks for a wire format where there is none.
     """
     if options is None:
-        return CommunicationOptions()
+        return _NOTHING_GIVEN
     if isinstance(options, CommunicationOptions):
         if exactly and wire_formats.named(options.compression) is not None:
             raise ValueError(

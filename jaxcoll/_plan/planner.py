@@ -99,7 +99,12 @@ def make_plan(
     if not choice.packing:
         reasons.insert(0, _why(rule, cost, found, terms, world))
     exact = [pack for pack in packs if not pack.solid and not pack.format]
-    if any(pack.algorithm != choice.algorithm for pack in exact):
+    if any("/" in pack.algorithm for pack in packs if pack.algorithm != choice.algorithm):
+        reasons.append(
+            f"two levels: summed within each of the {world.hosts} hosts first, so that less "
+            "crosses between them, which is predicted to be faster"
+        )
+    elif any(pack.algorithm != choice.algorithm for pack in exact):
         reasons.append("small packs: by exchanges of our own, which are predicted to be faster")
     if apart:
         reasons += overlap.reasons(given, packs, rule, world, in_backward)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
+from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, where, wire_dtype
@@ -130,14 +131,7 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
             "has room for: gather each layer where it is used, in the body of a `lax.scan` over "
             "these Shards or by `jc.scan_layers`; between programs `jc.unshard` makes the tree."
         )
-    # Each leaf of the tree has the type of the pack that holds it.
-    held = {
-        s.leaf: x.dtype for p, x in zip(layout.packs, shards.parts, strict=True) for s in p.segments
-    }
-    leaves = [
-        dataclasses.replace(leaf, dtype=held.get(i, leaf.dtype), wire=held.get(i, leaf.dtype))
-        for i, leaf in enumerate(layout.leaves)
-    ]
+    leaves = _held(shards)
     parts = [_compat.as_varying(x, tuple(axes)) for x in shards.parts]
     found = _gather_of(layout, leaves, axes, scope)(parts)
     inside = differentiation()
@@ -177,6 +171,7 @@ def _gather_of(
                 sent = part.astype(carried_dtype(part.dtype))
                 blocks = algorithms.all_gather(sent, plan.stages(planned), tuple(axes))
                 wholes.append(whole_of(blocks.astype(part.dtype), layout, k))
+        wholes = _compat.at_once(wholes) if world.over_gloo else wholes
         return leaves_of(wholes, layout, hidden)
 
     def scattered(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
@@ -187,7 +182,9 @@ def _gather_of(
         ]
         back = plan_half("reduce_scatter", ReduceOp.SUM, layout, wired, *asked)
         scope.record(back)
-        return (list(_scattered(cotangents, back, layout, recipes, axes)),)
+        cotangents = _compat.at_once(cotangents) if world.over_gloo else cotangents
+        own = _scattered(cotangents, back, layout, recipes, axes)
+        return ([marks.parts(part, tuple(axes)) for part in own],)
 
     gather = jax.custom_vjp(gathered)
     gather.defvjp(lambda parts: (gathered(parts), None), scattered)

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxcoll._dispatch.call import Call as DispatchedCall
 from jaxcoll._dispatch.call import settings_of
 from jaxcoll._dispatch.compiler_options import known_options
-from jaxcoll._dispatch.dispatch import run
+from jaxcoll._dispatch.dispatch import run, start
 from jaxcoll._dispatch.executable import remember
 from jaxcoll._dispatch.inner_deadlines import InnerDeadlines
 from jaxcoll._mesh.mesh import (
@@ -229,22 +229,22 @@ class DataParallel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step's result on the whole batch; see `data_parallel`."""
+        with no_mesh():
+            return run(self._call(args, kwargs))
+
+    def start(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        """Begin a call, after those begun before; what is returned waits for what it returns."""
+        with no_mesh():
+            return start(self._call(args, kwargs))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DispatchedCall:
         self._calls += 1
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
-        with no_mesh():
-            args, kwargs, batch = self._arguments.placed(self._arguments.asked(args, kwargs))
-            program = self._compiled(batch, args, kwargs)
-            call = DispatchedCall(
-                program,
-                args,
-                self._devices,
-                name,
-                self._options,
-                kwargs,
-                rows=True,
-                inner=self._inner,
-            )
-            return run(call)
+        args, kwargs, batch = self._arguments.ready(args, kwargs)
+        program = self._compiled(batch, args, kwargs)
+        return DispatchedCall(
+            program, args, self._devices, name, self._options, kwargs, None, True, self._inner
+        )
 
     def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:
         """This step on a cluster that is not here: to be traced and lowered, not to be called.

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcoll._mesh.placement import (
+    InPlace,
     check_concrete,
     check_rows,
     is_in_place,
@@ -21,8 +22,8 @@ from jaxcoll._mesh.placement import (
     shape_of,
 )
 from jaxcoll._mesh.shard_arrays import place_shards
-from jaxcoll._spmd.shards import is_shards
-from jaxcoll._step.arguments import Call, Signature, missing_argument
+from jaxcoll._spmd.shards import is_shards, shards_in
+from jaxcoll._step.arguments import Call, Signature, Slot, missing_argument
 
 _BROADCAST = """\
 `data_parallel`: {one} has {rows} rows and {other} has {others}. As a whole they do not fit each \
@@ -30,6 +31,11 @@ other, but their shares on one replica, {share} and {another}, broadcast, and wo
 that no one device gives. Pass equally many rows of both. If one row for each replica is meant, \
 leave that argument out of `batch_argnums`, so that every replica gets all of it, and take its row \
 in the step with `[lax.axis_index(axis)]`."""
+
+
+_SHARDS_AS_BATCH = """\
+`data_parallel`: {name} holds `Shards` and is taken for the batch, whose rows are split over the \
+replicas; Shards are split already. Name the arguments that are the batch in `batch_argnums`."""
 
 
 class Arguments:
@@ -60,6 +66,25 @@ class Arguments:
         self._donated = donated
         self._rows = NamedSharding(mesh, PartitionSpec(axis_name))
         self._whole = NamedSharding(mesh, PartitionSpec())
+        self._last: tuple[InPlace | None, tuple[Slot, ...]] = None, ()
+
+    def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call as `asked` and `placed` make it; one like the last is looked at once.
+
+        Raises:
+          ValueError: as `asked`, or an array is deleted.
+          TypeError: as `asked`.
+        """
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        last, batch = self._last
+        is_shared = self._donated and len({id(x) for x in leaves}) < len(leaves)
+        if last is not None and not is_shared and last.is_like(leaves, tree):
+            return Call(args, kwargs, batch)
+        call = self.placed(self.asked(args, kwargs))
+        placed, same = jax.tree.flatten((call.args, call.kwargs))
+        if same == tree and all(a is b for a, b in zip(placed, leaves, strict=True)):
+            self._last = InPlace.of(leaves, tree), call.batch
+        return call
 
     def asked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The arguments in their places, and the batch among them, checked.
@@ -76,6 +101,8 @@ class Arguments:
         shares: dict[tuple[int, ...], Callable[[], str]] = {}
         for slot in call.batch:
             name = f"kwargs[{slot!r}]" if isinstance(slot, str) else f"args[{slot}]"
+            if shards_in(call.at(slot)):
+                raise ValueError(_SHARDS_AS_BATCH.format(name=name))
             shares |= check_rows(
                 call.at(slot), name, self._replicas, self._processes, self._axis_name
             )

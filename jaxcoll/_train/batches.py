@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._mesh.mesh import checked_mesh, no_mesh
 from jaxcoll._mesh.placement import place
+from jaxcoll._threads import ahead
 from jaxcoll._train.rows import Rows, on_host, order, repeated, rows_of
 
 Uneven = Literal["drop", "pad"]
@@ -47,8 +47,8 @@ def batches(
         (copies of the batch's last row), as `jc.WeightedLoss` and `jc.WeightedMean` take them.
       mesh: devices and axes; None: all devices on one axis, as for `jc.data_parallel`.
       axis_name: the mesh axis, or axes from outer to inner, that batches are split over.
-      prefetch: batches that are read and placed before they are asked for, so that they travel to
-        the devices while a step runs. Reading takes place in the caller's thread.
+      prefetch: batches that are read before they are asked for, in a thread of their own, and
+        placed at the next occasion, so that both take place while steps run. 0: no thread.
 
     Returns:
       `Batches`: each `for` over it is an epoch of global arrays, split over the replicas. Cost:
@@ -115,7 +115,8 @@ class Batches:
         """What is left of the present epoch, as global arrays."""
         epoch, row = self._next
         self._next = (epoch, 0)
-        for batch, seen in _ahead(self._placed(epoch, row), self._prefetch):
+        host = self._host(epoch, row)
+        for batch, seen in ahead(host, self._prefetch, self._placed):
             self._seen = seen
             yield batch
         self._next = self._seen = (epoch + 1, 0)
@@ -173,15 +174,17 @@ class Batches:
         places = np.arange(worker * rows, (worker + 1) * rows)
         return self._read(epoch, batch * self._size, places)
 
-    def _placed(self, epoch: int, row: int) -> Iterator[tuple[Any, tuple[int, int]]]:
-        """Every batch from a row on, and where the next one begins."""
-        rows = self._padded_size(self._replicas.count)
-        places = self._replicas.places(rows)
+    def _host(self, epoch: int, row: int) -> Iterator[tuple[Any, tuple[int, int]]]:
+        """This process's part of every batch from a row on, and where the next one begins."""
+        places = self._replicas.places(self._padded_size(self._replicas.count))
         last = len(self._rows) - (1 if self._pads else self._size)
         while row <= last:
-            batch = self._replicas.placed(self._read(epoch, row, places))
+            batch = self._read(epoch, row, places)
             row += self._size
             yield batch, (epoch, row) if row <= last else (epoch + 1, 0)
+
+    def _placed(self, read: tuple[Any, tuple[int, int]]) -> tuple[Any, tuple[int, int]]:
+        return self._replicas.placed(read[0]), read[1]
 
     def _read(self, epoch: int, row: int, places: np.ndarray) -> Any:
         """The rows at these places of the batch that begins with a row."""
@@ -221,8 +224,8 @@ def prefetch(
     Args:
       loader: anything that yields pytrees of host arrays with equally many rows: a PyTorch
         `DataLoader`, a grain data loader, a `tf.data.Dataset`, a generator.
-      size: batches that are read and placed ahead, so that they travel to the devices while a step
-        runs. Reading takes place in the caller's thread.
+      size: batches that are read before they are asked for, in a thread of their own, and placed
+        at the next occasion, so that both take place while steps run. 0: no thread.
       uneven: what becomes of a batch with fewer rows than the first one. "drop": it is left out.
         "pad": each item is a pair `(batch, weights)`, as for `batches`.
       mesh: devices and axes; None: all devices on one axis, as for `jc.data_parallel`.
@@ -248,10 +251,11 @@ def prefetch(
         )
     _check_ahead("prefetch", uneven, size)
     replicas = _Replicas(mesh, axis_name, "prefetch")
-    return _ahead(_loaded(loader, uneven == "pad", replicas), size)
+    return ahead(_loaded(loader, uneven == "pad", replicas), size, replicas.placed)
 
 
 def _loaded(loader: Iterable[Any], pads: bool, replicas: _Replicas) -> Iterator[Any]:
+    """The batches of a loader that have the size of the first one, on the host."""
     full = 0
     for number, batch in enumerate(on_host(loader)):
         rows, here = rows_of(batch, number), len(replicas.places(replicas.count))
@@ -269,19 +273,9 @@ def _loaded(loader: Iterable[Any], pads: bool, replicas: _Replicas) -> Iterator[
             )
         if pads:
             at, weights = repeated(np.arange(full), rows)
-            yield replicas.placed((jax.tree.map(lambda x, at=at: x[at], batch), weights))
+            yield jax.tree.map(lambda x, at=at: x[at], batch), weights
         elif rows == full:
-            yield replicas.placed(batch)
-
-
-def _ahead(items: Iterator[Any], size: int) -> Iterator[Any]:
-    """The same items, each one `size` items after it was made."""
-    made: collections.deque[Any] = collections.deque()
-    for item in items:
-        made.append(item)
-        if len(made) > size:
-            yield made.popleft()
-    yield from made
+            yield batch
 
 
 class _Replicas:

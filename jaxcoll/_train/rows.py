@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,12 +25,13 @@ class Rows:
     def __init__(self, source: Any) -> None:
         # An iterator would be a leaf, with a warning of JAX's.
         leaves = [source] if isinstance(source, Iterator) else jax.tree.leaves(source)
-        self._items: Sequence[Any] | None = None
+        self._items: Any = None
         if leaves and all(_is_column(leaf) for leaf in leaves):
             self._columns = jax.tree.map(lambda x: np.asarray(x) if _is_jax(x) else x, source)
             self._count = self._rows_of_columns()
         elif len(leaves) == 1 and leaves[0] is source and _has(source, "__len__", "__getitem__"):
-            self._items, self._count = source, len(source)
+            self._items = source
+            self._count = len(self._items)
         else:
             raise ValueError(_NO_ROWS.format(got=_shown(source, leaves)))
 
@@ -94,7 +95,9 @@ def rows_of(batch: Any, number: int) -> int:
 def on_host(batches: Any) -> Iterator[Any]:
     """The batches of a loader as numpy arrays; global `jax.Array`s stay what they are."""
     for batch in batches:
-        yield jax.tree.map(lambda x: x if _is_jax(x) else np.asarray(x), batch)
+        # Copies: the loader may write its next batch into the same memory, while this one waits or
+        # is the memory of an array on CPU devices.
+        yield jax.tree.map(lambda x: x if _is_jax(x) else np.array(x), batch)
 
 
 def _is_column(leaf: Any) -> bool:

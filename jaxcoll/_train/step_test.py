@@ -12,7 +12,10 @@ from jax.sharding import Mesh
 
 from jaxcoll._mesh.mesh import checked_mesh, given_mesh, takes_mesh
 from jaxcoll._mesh.placement import is_array
+from jaxcoll._mesh.shard_arrays import cut, joined
+from jaxcoll._plan.packs.shard_layout import laid_over
 from jaxcoll._show.units import counted
+from jaxcoll._spmd.shards import is_shards
 from jaxcoll._step.data_parallel import DataParallel
 from jaxcoll._train.row_orders import apart, is_rounding, spreads
 
@@ -36,7 +39,8 @@ def n_devices_equal_one(
     Args:
       step: a `jc.data_parallel` step; or a function that takes `mesh`, and maps itself over it.
       *args: what it is called with, the whole batch among them. They are copied first, so that
-        donated ones live on.
+        donated ones live on. `Shards` are cut anew for one device, and compared as the tree that
+        they are parts of.
       mesh: the devices and axes to compare one device with; None: the step's own, or all devices
         on an axis named "data".
       tolerance: how far a leaf may be off, relative to its largest change from the argument of
@@ -84,14 +88,16 @@ def n_devices_equal_one(
                  axis_types=mesh.axis_types)  # fmt: skip
     # On the host nothing is donated.
     args, kwargs = jax.tree.map(_on_host, (args, kwargs))
-    many, one = (jax.tree.map(_on_host, run(m)(*args, **kwargs)) for m in (mesh, alone))
+    many = _whole(jax.tree.map(_on_host, run(mesh)(*args, **kwargs)))
+    args, kwargs = _cut_for(alone, (args, kwargs))
+    one = _whole(jax.tree.map(_on_host, run(alone)(*args, **kwargs)))
     n = mesh.size
     if jax.tree.structure(one) != jax.tree.structure(many):
         raise AssertionError(
             f"on {n} devices the step returns {jax.tree.structure(many)}, on one "
             f"{jax.tree.structure(one)}"
         )
-    bases = _bases(args, kwargs)
+    bases = _bases(*_whole((args, kwargs)))
     outputs = [
         _output(path, np.asarray(a), np.asarray(b), bases, tolerance)
         for (path, a), (_, b) in zip(_leaves(one), _leaves(many), strict=True)
@@ -114,6 +120,23 @@ def _on_host(x: Any) -> Any:
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
+def _whole(tree: Any) -> Any:
+    """A tree without shards, in the places of which are the trees that they are parts of."""
+    return jax.tree.map(lambda x: joined(x) if is_shards(x) else x, tree, is_leaf=is_shards)
+
+
+def _cut_for(mesh: Mesh, tree: Any) -> Any:
+    """The same tree with its shards cut for another mesh."""
+
+    def cut_again(x: Any) -> Any:
+        if not is_shards(x):
+            return x
+        layout = laid_over(x.layout, tuple(mesh.shape[a] for a in x.axes))
+        return cut(jax.tree.leaves(joined(x)), layout, None, x.axes, x.stack)
+
+    return jax.tree.map(cut_again, tree, is_leaf=is_shards)
+
+
 def _not_by_rounding(
     outputs: list[_Output], wrong: list[_Output], alone: Callable[..., Any], args: Any, kwargs: Any
 ) -> list[_Output]:
@@ -123,7 +146,7 @@ def _not_by_rounding(
         args, kwargs, batch = alone.call_of(args, kwargs)
 
     def numbers(result: Any) -> list[np.ndarray]:
-        return [np.asarray(x) for _, x in _leaves(jax.tree.map(_on_host, result))]
+        return [np.asarray(x) for _, x in _leaves(_whole(jax.tree.map(_on_host, result)))]
 
     moved = spreads(alone, args, kwargs, batch, [each.one for each in outputs], numbers)
     if moved is None:

@@ -27,9 +27,9 @@ _COLUMNS = (
 _OF_TREES = ("build s", "÷")
 LEGEND = """\
 ms: one call, the slowest rank's · busbw: GB/s as in nccl-tests · CPU: all ranks · sent: from each
-device, as compiled · kernel: the same by the loopback counter, ~ with other traffic in it · arrays:
-handed to collectives · temp: beside arguments and results · build: trace and compile · error: over
-the sum of magnitudes"""
+device, as compiled · kernel: the same by the loopback counter, ~ with other traffic in it; between
+hosts only what leaves them · arrays: handed to collectives · temp: beside arguments and results ·
+build: trace and compile · error: over the sum of magnitudes"""
 _TERMS = (("call", 1e6, "µs"), ("array", 1e6, "µs"), ("slice", 1e6, "µs"),
           ("reduce", 1e9, "ns/B"), ("copy", 1e9, "ns/B"))  # fmt: skip
 

@@ -22,7 +22,6 @@ from jaxcoll.bench.rank_pool import Entry, Here, Launched, Places, Team, launche
 _SOURCES = Path(__file__).parents[2] / "docs" / "peers"
 # A folder of the user's that is called torch must not be taken for the library.
 _SAFE = {"PYTHONSAFEPATH": "1"}
-_PORT = 29400  # of the coordinator on the first of hosts that nobody else is on
 
 
 @contextlib.contextmanager
@@ -114,10 +113,7 @@ def on_hosts(
     if network.per_host < 1:
         raise ValueError(f"--per-host must be at least 1; got {network.per_host}.")
     with lab(network.hosts, network.rate) as made:
-        size = network.hosts * network.per_host
-        common = {"JAX_PLATFORMS": "cpu", "MASTER_ADDR": made.address(0)}
-        common |= {"MASTER_PORT": str(_PORT), "WORLD_SIZE": str(size)}
-        variables = [{**common, "RANK": str(rank)} for rank in range(size)]
+        variables = made.variables(network.per_host)
         places = Places(
             str(network), lambda rank: made.on(rank // network.per_host), made.sent_bytes
         )

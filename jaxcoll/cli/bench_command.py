@@ -8,9 +8,9 @@ import dataclasses
 import functools
 import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll._mesh.machine_costs import FILE, calibration
@@ -48,8 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="LIST",
         help="comma-separated: auto, native, ring, halving-doubling, shuffle, or inner/outer made "
-        "of two for several devices on each of several processes; @4MiB or @all behind one says "
-        f"how large its packs are (default: auto); {BASELINE} and its A/A twin always take part",
+        "of two for several devices on each of several processes; +bf16, +int8 or +int4 behind one "
+        "says what travels, @4MiB or @all how large its packs are (default: auto); "
+        f"{BASELINE} and its A/A twin always take part",
     )
     how.add_argument(
         "--overlap",
@@ -115,18 +116,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture of the results")
 
 
-_NOT_WITH_CALIBRATE = {
+_OF_OTHERS: dict[str, Any] = {
     "tree": [],
     "sizes": None,
     "algorithms": "auto",
     "dtype": "float32",
     "reduce_op": "mean",
-    "rounds": 20,
     "against": "",
     "plot": None,
     "overlap": None,
 }
 """Flags that say what else to measure, with their defaults."""
+
+_OF_WORLDS = ("devices", "processes", "platform", "rate", "hosts", "per_host")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -154,7 +156,8 @@ def run(args: argparse.Namespace) -> int:
         complain("bench", error)
         return 2
     except KeyboardInterrupt:
-        complain("bench", "interrupted; nothing was written.")
+        written = "cases that were measured are in --json" if args.regret else "nothing was written"
+        complain("bench", f"interrupted; {written}.")
         return 130
 
 
@@ -219,12 +222,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     from jaxcoll.bench.calibrate import STEPS, calibrate
     from jaxcoll.bench.table import show_calibration
 
-    for name, default in _NOT_WITH_CALIBRATE.items():
-        if getattr(args, name) != default:
-            raise ValueError(
-                f"--calibrate measures what the cost model needs: leave --{name.replace('_', '-')} "
-                "out."
-            )
+    _check_unset(args, "--calibrate measures what the cost model needs", {"rounds": 20})
     check_results(args.json)
 
     def writes(file: Path) -> None:
@@ -245,12 +243,20 @@ def _calibrate(args: argparse.Namespace) -> None:
     show_calibration(found, _kept(args.json, found.file, one_process), to_stderr=args.json == "-")
 
 
+def _check_unset(args: argparse.Namespace, because: str, more: Mapping[str, Any]) -> None:
+    """Refuse flags that would be ignored."""
+    for name, default in (_OF_OTHERS | more).items():
+        if getattr(args, name) != default:
+            raise ValueError(f"{because}: leave --{name.replace('_', '-')} out.")
+
+
 def _regret(args: argparse.Namespace) -> None:
     """The automatic choice beside hand-made ones; what an earlier run has written stays."""
     from jaxcoll.bench.regret.cases import cases
     from jaxcoll.bench.regret.measure import measure, regret_of
     from jaxcoll.bench.regret.table import show
 
+    _check_unset(args, "--regret chooses its own trees and worlds", dict.fromkeys(_OF_WORLDS))
     if args.cases < 1 or args.seed < 0 or args.rounds < 1:
         raise ValueError("--cases and --rounds must be at least 1, and --seed at least 0.")
     check_results(args.json)

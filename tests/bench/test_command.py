@@ -158,6 +158,15 @@ def children(parent, count):
         (["--processes", "2", "--devices", "2", "--against", "torch"], "leave --devices out"),
         (["--json", "/proc/no/such.json"], "--json: cannot write /proc/no/such.json"),
         (["--json", "/"], "--json: cannot write / (it is a folder)"),
+        (["--rate", "fast"], "expected a rate such as 200mbit or 1gbit, or 'none'; got 'fast'"),
+        (["--rate", "1gbit", "--hosts", "1"], "expected 2 to 64 hosts; got 1"),
+        (["--rate", "1gbit", "--per-host", "0"], "--per-host must be at least 1; got 0"),
+        (["--rate", "1gbit", "--processes", "2"], "leave --processes, --platform and --against out"),
+        (["--hosts", "2"], "--hosts and --per-host need --rate"),
+        (["--calibrate", "--rounds", "3"], "--calibrate measures what the cost model needs: leave --rounds"),
+        (["--regret", "--tree", "one-big"], "--regret chooses its own trees and worlds: leave --tree"),
+        (["--regret", "--rate", "1gbit"], "--regret chooses its own trees and worlds: leave --rate"),
+        (["--regret", "--cases", "0"], "--cases and --rounds must be at least 1"),
         (["--plot", "plot.pdf"], "--plot: expected a name that ends in .png; got plot.pdf"),
     ],
 )  # fmt: skip
@@ -169,6 +178,31 @@ def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
     assert printed.startswith("jaxcoll bench: ")
     assert words in printed
     assert len(printed.splitlines()) == 1
+
+
+def test_where_there_can_be_no_network_it_says_so(monkeypatch, capsys):
+    from jaxcoll.bench.lab import namespaces
+    from jaxcoll.cli.main import main
+
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None)
+    assert main(["bench", "--rate", "1gbit"]) == 2
+    needed = "a network with a rate needs `ip`, `tc`, `nsenter`, `unshare` (iproute2, util-linux)"
+    assert capsys.readouterr().err.startswith(f"jaxcoll bench: {needed}")
+
+
+def test_cases_whose_regret_is_written_are_not_measured_again(tmp_path, capsys):
+    from jaxcoll.bench.regret.cases import cases
+    from jaxcoll.bench.regret.measure import AUTO, TWIN, Regret
+    from jaxcoll.cli.main import main
+
+    seconds = {AUTO: (1.5, 1.5), TWIN: (1.5, 1.5), "native@all": (1.0, 1.0)}
+    known = [json.dumps(Regret(case, seconds).to_dict()) for case in cases(3, seed=7)]
+    file = tmp_path / "regret.jsonl"
+    file.write_text("".join(f"{line}\n" for line in known))
+    assert main(["bench", "--regret", "--cases", "2", "--seed", "7", "--json", str(file)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 cases: the automatic choice takes 1.500 times as long as the best by hand" in shown
+    assert file.read_text().splitlines() == known
 
 
 def test_the_others_take_one_dtype_only(tmp_path, capsys):

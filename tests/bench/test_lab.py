@@ -1,6 +1,7 @@
 """The hosts that `jaxcoll bench --rate` makes, where this machine allows them."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -11,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from jaxcoll._cluster.launch.local import launch
+from jaxcoll._cluster.launch.subprocesses import surely_ended
 from jaxcoll.bench.lab import namespaces
 from jaxcoll.bench.lab.namespaces import LabUnavailableError, Network, bits_per_second, lab
+
+JOB = Path(__file__).parents[1] / "processes" / "two_levels.py"
+ARRAY = 4 << 20  # bytes that the job sums
+ONE_DEVICE = {"JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
+TWO_DEVICES = {"JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 
 SENDS = """
 import socket, sys, time
@@ -102,6 +110,46 @@ def test_nothing_is_left_however_it_ends(then, ends):
     while holder.exists() and "cat" in (holder / "comm").read_text():
         assert time.monotonic() < until, "the process that holds the namespace goes on"
         time.sleep(0.05)
+
+
+def facts_in(text):
+    return json.loads(text.partition("FACTS ")[2].splitlines()[0])
+
+
+def check_two_levels(exact, coded):
+    for facts in (exact, coded):
+        assert (facts["hosts"], facts["inner"]) == (2, 1)
+    assert exact["algorithm"] == "shuffle/native"
+    assert exact["compiled"] == ["all-reduce", "all-to-all"]
+    assert exact["error"] < 1e-6
+    assert coded["algorithm"] == "shuffle/shuffle"
+    assert [bool(format) for format in coded["formats"]] == [False, True], "between hosts only"
+    assert coded["compiled"] == ["all-gather", "all-to-all"]
+    assert 1e-5 < coded["error"] < 1e-2
+
+
+@pytest.mark.processes
+def test_processes_on_two_hosts_find_out_and_send_between_them_what_two_levels_send(tmp_path):
+    logs = [tmp_path / f"{rank}.log" for rank in range(4)]
+    with hosts(2, "none") as made, surely_ended() as running:
+        for rank, variables in enumerate(made.variables(2)):
+            command = [*made.on(rank // 2), sys.executable, str(JOB), "found"]
+            with logs[rank].open("wb") as log:
+                streams = {"stdout": log, "stderr": subprocess.STDOUT}
+                running.start(command, {**variables, **ONE_DEVICE}, **streams)
+        for process in running.processes:
+            assert process.wait(120) == 0, "".join(log.read_text() for log in logs)
+        # Between two hosts each sends the array once, and once as codes of a quarter of its bytes;
+        # round a ring it would be 1.5 times each.
+        assert 1.25 < made.sent_bytes() / (2 * ARRAY) < 1.25 * 1.15
+    for log in logs:
+        check_two_levels(*facts_in(log.read_text()))
+
+
+@pytest.mark.processes
+def test_hosts_can_be_named_by_hand():
+    for ended in launch([sys.executable, str(JOB), "named"], 2, timeout=120, env=TWO_DEVICES):
+        check_two_levels(*facts_in(ended.log))
 
 
 @pytest.mark.parametrize("rate", ["", "fast", "0mbit", "100 mbit", "-1gbit", "1tbit"])

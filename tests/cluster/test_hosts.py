@@ -36,10 +36,20 @@ def job(monkeypatch):
 
 
 def test_a_process_alone_has_no_others(monkeypatch):
+    monkeypatch.setattr(hosts, "_known", None)
     alone = Hosts((0,), os.cpu_count(), known=True)
     assert hosts_of_job() == alone
     monkeypatch.setattr(hosts, "store", lambda: Keys(0, 1))
     assert hosts_of_job() == alone
+
+
+def test_what_was_agreed_outlives_the_coordinator(job, monkeypatch):
+    for process, name in enumerate("aabb"):
+        job(process, publish_host, name)
+    known = job(0, hosts_of_job)
+    monkeypatch.setattr(hosts, "store", lambda: None)
+    assert hosts_of_job() == known
+    assert known.of_processes == (0, 0, 2, 2)
 
 
 def test_processes_that_name_the_same_host_share_it(job):

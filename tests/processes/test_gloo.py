@@ -22,7 +22,7 @@ def in_world(what, processes, env=None):
 @pytest.fixture(scope="module")
 def pair():
     """One world of two processes for all tests that need no more."""
-    return in_world("train late first_values in_shards coded", 2)
+    return in_world("train late first_values in_shards local coded", 2)
 
 
 def test_training_equals_one_device_and_all_processes_agree_to_the_bit(pair):
@@ -91,6 +91,21 @@ def test_what_processes_bring_to_a_first_run_is_compared(pair):
             assert found[name]["result"] == found["own rows"]["result"]
     assert first["after"] == second["after"]  # both can go on
     assert first["after"]["result"] == pytest.approx(first["own rows"]["result"])
+
+
+def test_local_updates_are_their_simulation_with_sums_on_their_way(pair):
+    first, second = (found["local"] for found in pair)
+    assert first["bits"] == second["bits"]
+    for found in (first, second):
+        assert found["difference"] <= 1e-5
+        assert found["sent"] == [0, 0, 60], "the processes end with a sum on its way"
+        assert found["totals"] == [6.0] * 6
+        errors = found["errors"]
+        assert "hold different values in 1 of 5 leaves" in errors["differ"]
+        assert "args[1]['w'] first: processes 0 | 1. Nothing was run." in errors["differ"]
+        assert "that are split by rows over the mesh; got float32(4, 4)" in errors["batch"]
+        assert "the same on every device of the mesh; got float32(2, 2)" in errors["params"]
+        assert "no device of the mesh belongs to this process, number" in errors["absent"]
 
 
 def test_every_algorithm_over_three_processes_of_two_devices():

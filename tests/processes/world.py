@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 
 from jaxcoll._cluster.launch.local import join
 
@@ -92,6 +93,10 @@ def in_shards():
     with tempfile.TemporaryDirectory() as folder:
         jc.save_checkpoint(f"{folder}/last.npz", found)
         again, _ = jc.restore_checkpoint(f"{folder}/last.npz", shards)
+        shapes = jax.eval_shape(lambda: shards)
+        of_host, _ = jc.restore_checkpoint(f"{folder}/last.npz", shapes)
+    ahead = [jc.unshard(step(each, share)[0]) for each in (again, of_host)]
+    jax.tree.map(np.testing.assert_array_equal, *ahead)
     back = jc.unshard(again)
     jax.tree.map(np.testing.assert_array_equal, back, found)
     return {
@@ -348,9 +353,74 @@ def reproducible():
     return found
 
 
+def local():
+    """Sixty steps of local updates beside their simulation, with much in between."""
+    import optax
+    from local_simulation import PARAMS, PARTS, local_step, rows, simulated
+
+    rank, adam = jax.process_index(), optax.adam(1e-2)
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    arguments = {"every": 4, "fragments": 3, "delay": 2, "mixing": 0.5}
+    train = jc.local_updates(local_step(adam), outer=outer, **arguments)
+    total = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))
+    # Whatever a data-parallel step returned is on all processes, and so may a batch be.
+    params = jc.data_parallel(lambda p, x: p)(PARAMS, np.zeros((1, 1), "f"))
+    first = state = train.init(params, adam.init(PARAMS))
+    losses, totals = [], []
+    for t in range(1, 61):
+        batch = rows(t, 2)[4 * rank : 4 * rank + 4]
+        if t == 7:
+            over = jax.NamedSharding(train.mesh, jax.sharding.PartitionSpec("data"))
+            batch = jax.make_array_from_process_local_data(over, batch)
+        state, loss = train(state, batch)
+        losses.append(float(loss[0]))
+        if t % 10 == 9:  # with a sum on its way, after 9 steps and 49, and others
+            totals.append(float(total(np.ones((1, 3), "f")).addressable_data(0)))
+            with tempfile.TemporaryDirectory() as folder:
+                jc.save_checkpoint(f"{folder}/state.npz", state)
+                state, _ = jc.restore_checkpoint(f"{folder}/state.npz", first)
+    shared, own, values = simulated(
+        adam, 2, 60, outer=outer, parts=PARTS, delay=2, every=4, mixing=0.5
+    )
+    mine = jax.tree.map(lambda x: x[rank : rank + 1], own)
+    differences = jax.tree.map(
+        lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()),
+        (state.shared, state.replicas[0], losses),
+        (shared, mine, values[:, rank].tolist()),
+    )
+    other, differ = jc.local_updates(local_step(adam), every=1), PARAMS | {"w": np.float32(rank)}
+    spec = jax.sharding.PartitionSpec
+    over = {
+        k: jax.NamedSharding(train.mesh, s) for k, s in (("same", spec()), ("rows", spec("data")))
+    }
+    put = jax.make_array_from_process_local_data
+    away = [d for d in jax.devices() if d.process_index != rank]
+    absent = jc.local_updates(local_step(adam), mesh=jax.sharding.Mesh(away, ("data",)))
+    calls = {
+        "differ": lambda: other(other.init(differ, adam.init(differ)), rows(0, 1)),
+        "batch": lambda: train(first, put(over["same"], rows(0, 1))),
+        "params": lambda: other.init({"w": put(over["rows"], np.ones((1, 2), "f"))}, ()),
+        "absent": lambda: absent.init(PARAMS, ()),
+    }
+    errors = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (ValueError, jc.ReplicaDivergenceError) as found:
+            errors[name] = str(found)
+    return {
+        "errors": errors,
+        "difference": max(jax.tree.leaves(differences)),
+        "bits": _hash(np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.shared)])),
+        "sent": state.sent.tolist(),
+        "totals": totals,
+    }
+
+
 def _hash(array):
     return hashlib.sha256(np.asarray(array).tobytes()).hexdigest()
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
     print("RESULT " + json.dumps({name: globals()[name]() for name in sys.argv[1:]}))

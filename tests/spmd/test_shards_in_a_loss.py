@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxcoll as jc
+from jaxcoll import _compat
 
 RNG = np.random.default_rng(0)
 LAYERS, WIDTH = 3, 20
@@ -153,7 +154,11 @@ def test_a_wrapped_step_sends_two_gathers_and_one_reduce_scatter(checks):
 
 @pytest.mark.parametrize(("pieces", "loss"), [(3, mean), (3, weighted), (1, mean)])
 def test_micro_batches_are_added_up_in_shards(pieces, loss):
-    f = jc.accumulate(gathering(loss), "data", pieces, batch_argnums=(1, 2))
+    """Each piece's gradients are reduce-scattered: whole ones would have no room."""
+    ring = OPTIONS["ring"]
+    f = jc.accumulate(
+        gathering(loss, options=ring), "data", pieces, batch_argnums=(1, 2), options=ring
+    )
     step = jc.data_parallel(f, mesh=mesh_of(4), batch_argnums=(1, 2))
     value, grads = step(in_shards(4), X, MASK)
     want, want_grads = on_one_device(loss)
@@ -185,7 +190,7 @@ def test_outside_of_value_and_grad_types_mean_what_they_mean_elsewhere():
     loss = gathering(mean)
 
     def step(shards, x, mask):
-        assert not jax.typeof(jc.all_gather(shards["embedding"], "data")["w"]).vma
+        assert not _compat.varying_axes(jc.all_gather(shards["embedding"], "data")["w"])
         mine = jax.grad(lambda s: lax.pmean(loss(s, x, mask), "data"))(shards)
         return mine, jax.grad(lambda s: loss(s, x, mask))(shards)
 
@@ -227,6 +232,7 @@ REDUCTIONS = {
     "reduce_scatter": lambda grads: jc.reduce_scatter("mean", grads, "data"),
     "broadcast": lambda grads: jc.broadcast(grads, "data"),
     "sync_in_backward": lambda grads: jc.sync_in_backward(grads, "data"),
+    "lax": lambda grads: jax.tree.map(lambda g: lax.pmean(g, "data"), grads),
 }
 
 
@@ -238,7 +244,9 @@ def test_gradients_in_shards_are_not_reduced_once_more(name):
 
     wrapped = jc.data_parallel(step, batch_argnums=(1, 2))
     match = (
-        rf"`{name}`: leaf \['embedding'\] is `Shards` along 'data': each replica .* reduced already"
+        r"`lax.psum` over 'data' .*: these are gradients in shards, which the backward pass has"
+        if name == "lax"
+        else rf"`{name}`: leaf \['embedding'\] is `Shards` along 'data': each replica .* reduced already"
     )
     with pytest.raises(jc.AlreadyReducedError, match=match):
         wrapped(in_shards(8), X, MASK)
@@ -264,3 +272,23 @@ def test_what_cannot_be_gathered_or_differentiated_so_is_refused():
         ValueError, match=r"Shards of 8 replicas along 'data' do not fit the mesh \(data=4\)"
     ):
         jc.data_parallel(lambda s, x: x.sum(), mesh=mesh_of(4))(shards, X)
+    with pytest.raises(
+        ValueError, match=r"args\[1\] holds `Shards` and is taken for the batch, whose"
+    ):
+        jc.data_parallel(lambda x, s: x.sum(), batch_argnums=(0, 1))(X, shards)
+
+
+def test_what_needs_another_value_keeps_its_bits_and_no_compiler_sees_that_it_does_not():
+    x = jnp.array([[1.0, -0.0], [jnp.nan, jnp.inf]])
+    others = [jnp.full((3,), jnp.nan), jnp.array([7]), jnp.array(1j), jnp.zeros((0, 2))]
+    f = jax.jit(lambda x, others: _compat.needing(x, others))
+    for given in (x, x.astype(jnp.bfloat16), jnp.arange(3)):
+        assert np.asarray(f(given, others)).tobytes() == np.asarray(given).tobytes()
+    for other in others[:3]:
+        compiled = f.lower(x, [other]).compile()
+        assert "select" in compiled.as_text(), "XLA computes the choice"
+    np.testing.assert_array_equal(jax.grad(lambda x: f(3 * x, [x]).sum())(x), np.full((2, 2), 3))
+    np.testing.assert_array_equal(jax.vmap(lambda x: f(x, [x]))(x), x)
+    together = jax.jit(lambda *xs: _compat.at_once(xs, [x]))
+    for got, want in zip(together(jnp.zeros(0), *others), [jnp.zeros(0), *others], strict=True):
+        np.testing.assert_array_equal(got, want)

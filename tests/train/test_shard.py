@@ -244,3 +244,19 @@ def test_what_cannot_be_stacked_or_placed_is_refused_by_its_path():
         ValueError, match=r"`Elastic`: state\['layers'\] is `Shards`\. .* holds a part that no"
     ):
         jc.Elastic(train_step(optax.sgd(1.0), 8), in_shards(8))
+
+
+def test_a_step_in_shards_is_compared_with_one_device_and_a_sum_for_a_mean_is_found():
+    optimizer = jc.sharded_optimizer(optax.sgd(0.1), "data")
+    shards = in_shards(8)
+    jc.n_devices_equal_one(train_step(optimizer, 8), shards, optimizer.init(shards), BATCHES[0])
+
+    @jc.data_parallel
+    def sums(shards, x):
+        grads = jax.grad(of_shards)(shards, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, shards, grads)
+
+    with pytest.raises(
+        AssertionError, match=r"its change from args\[0\].* is 8\.0 times too large"
+    ):
+        jc.n_devices_equal_one(sums, shards, BATCHES[0])

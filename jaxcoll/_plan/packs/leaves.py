@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable
 from typing import Any
@@ -142,6 +143,11 @@ def check_reducible(path: str, dtype: np.dtype, caller: str = "all_reduce") -> N
         raise ValueError(f"`{caller}` cannot reduce {where(path)}: {reason}.")
 
 
+def is_reducible(dtype: np.dtype) -> bool:
+    """Whether `check_reducible` refuses nothing."""
+    return not _why_not_reducible(dtype)
+
+
 def no_array(value: Any) -> str | None:
     """What stands where an array or a number is expected, for a message; None for one of these."""
     if isinstance(value, bool | int | float | complex):
@@ -159,6 +165,7 @@ def where(path: str) -> str:
     return f"leaf {path}" if path else "the value"
 
 
+@functools.cache
 def _why_not_reducible(dtype: np.dtype) -> str | None:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return "a typed PRNG key has no sum; leave keys out of the tree (None in their place)"

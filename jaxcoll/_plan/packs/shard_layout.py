@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -120,6 +121,16 @@ def layout_of(
     """
     rule = BytesPerPack(bytes_per_pack) if bytes_per_pack else USUAL
     return ShardLayout(treedef, leaves, plan_packs(leaves, rule), replicas)
+
+
+def laid_over(layout: ShardLayout, sizes: tuple[int, ...]) -> ShardLayout:
+    """The same leaves in the same packs, over axes of other sizes."""
+    return ShardLayout(
+        layout.treedef,
+        tuple(dataclasses.replace(leaf, over=sizes) for leaf in layout.leaves),
+        tuple(dataclasses.replace(pack, over=sizes) for pack in layout.packs),
+        math.prod(sizes),
+    )
 
 
 def first_difference(found: Sequence[Leaf], expected: Sequence[Leaf]) -> str:

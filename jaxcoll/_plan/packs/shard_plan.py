@@ -60,7 +60,8 @@ def plan_rows(
     options: CommunicationOptions,
     world: World,
     terms: Terms,
-    times: str,
+    turns: int,
+    when: str,
 ) -> Plan:
     """What carries one layer's leaves, each cut along its first dimension.
 
@@ -72,7 +73,8 @@ def plan_rows(
       options: what the user asks for.
       world: where it runs.
       terms: what that world costs.
-      times: how often it is carried out and when, as a sentence for the plan.
+      turns: how often it is carried out.
+      when: in words.
 
     Raises:
       ValueError: as in `plan_half`.
@@ -87,10 +89,22 @@ def plan_rows(
         )
         for pack in packs
     ]
-    parts, reasons = _parts(half, whole, leaves, options, world)
-    return dataclasses.replace(
-        _plan(half, reduce_op, leaves, parts, (times, *reasons), options, world, terms), lanes=1
+    apart = world.platform == "gpu" if options.overlap is None else options.overlap
+    unasked = options.replace(overlap=UNSET)
+    parts, reasons = _parts(half, whole, leaves, unasked, world)
+    if apart:
+        reasons += (overlap.reason_in_loops(world.platform),)
+    plan = dataclasses.replace(
+        _plan(half, reduce_op, leaves, parts, reasons, unasked, world, terms),
+        lanes=1,
+        overlap=apart,
+        in_backward=True,
     )
+    times = (
+        f"layers: one at a time, {when}: {counted(turns, 'time')}, and so "
+        f"{counted(turns * plan.wire_bytes, 'wire byte')} a device in all"
+    )
+    return dataclasses.replace(plan, reasons=(times, *reasons))
 
 
 def _parts(

@@ -158,7 +158,8 @@ def reduced_gradient(
         check_differentiable(asked.leaves(args) if args else {}, caller)
         here = Differentiation(tuple(axes), options, enclosing=enclosing)
         program = traced(_of_share, asked, axes, here, args, kwargs)
-        check_gradients(program.program, [a for a in axes if a not in enclosing])
+        typed = [a for a in axes if a not in enclosing and _compat.tracks_variance(a)]
+        check_gradients(program.program, typed)
         here_scope = scope().merged(options)
         return _reduced(asked, program, args, axes, enclosing, here_scope, residual)
 
@@ -269,6 +270,10 @@ def _together(
     if wants_order(scope.options, scope.world(dict(axes))):
         (_, order) = program.result(places(program.program))
     common = local._replace(grads=shared(local.grads, own))
+    if any(own) and scope.world(dict(axes)).over_gloo:
+        parts = [x for x, mine in zip(jax.tree.leaves(local.grads), own, strict=True) if mine]
+        leaves, treedef = jax.tree.flatten(common)
+        common = treedef.unflatten(_compat.at_once(leaves, parts))
     reduced = all_reduce(
         op,
         common,

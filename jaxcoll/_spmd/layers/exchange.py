@@ -56,7 +56,8 @@ class Gather:
                 found.append(_compat.as_varying(blocks, self.axes))
         wholes = jax.vmap(lambda each: unpack(each, self.packs, self.leaves))(found)
         return [
-            lax.collapse(whole, 0, 2).astype(x.dtype) for whole, x in zip(wholes, given, strict=True)
+            lax.collapse(whole, 0, 2).astype(x.dtype)
+            for whole, x in zip(wholes, given, strict=True)
         ]
 
 
@@ -103,7 +104,8 @@ def gather(
     rows: Mapping[str, Any],
     axes: Mapping[str, int],
     gather_dtype: Any,
-    times: str,
+    turns: int,
+    when: str,
     scope: Scope,
 ) -> Gather:
     """How one layer's rows are gathered over `axes`.
@@ -112,14 +114,15 @@ def gather(
       rows: types of this replica's, by name; none is empty.
       axes: outer first.
       gather_dtype: what real floating leaves are cast to before; None: nothing.
-      times: how often it happens, for the plan.
+      turns: how often it happens, for the plan.
+      when: in words, likewise.
       scope: options and world.
 
     Raises:
       ValueError: the options ask for what a half cannot do, or does not fit the axes.
     """
     leaves = [_leaf(name, x, axes, gather_dtype) for name, x in rows.items()]
-    packs, plan = _planned("all_gather", ReduceOp.SUM, leaves, axes, times, scope)
+    packs, plan = _planned("all_gather", ReduceOp.SUM, leaves, axes, turns, when, scope)
     return Gather(tuple(axes), tuple(leaves), packs, plan)
 
 
@@ -128,7 +131,8 @@ def scatter(
     axes: Mapping[str, int],
     reduce_op: ReduceOp,
     gather_dtype: Any,
-    times: str,
+    turns: int,
+    when: str,
     scope: Scope,
 ) -> Scatter:
     """How the gradients of one layer's rows are reduced, in the types that they were gathered in.
@@ -138,7 +142,8 @@ def scatter(
       axes: likewise.
       reduce_op: SUM or MEAN.
       gather_dtype: as in `gather`.
-      times: likewise.
+      turns: likewise.
+      when: likewise.
       scope: likewise.
 
     Raises:
@@ -152,10 +157,8 @@ def scatter(
         leaf = _leaf(name, x, axes, gather_dtype)
         wire = wire_dtype(leaf.dtype, reduce_op, world)
         leaves.append(dataclasses.replace(leaf, wire=wire))
-        recipes.append(
-            Recipe(over, tuple(axes), frozenset(), np.dtype(x.dtype), wire, 1, divisor)
-        )
-    packs, plan = _planned("reduce_scatter", reduce_op, leaves, axes, times, scope)
+        recipes.append(Recipe(over, tuple(axes), frozenset(), np.dtype(x.dtype), wire, 1, divisor))
+    packs, plan = _planned("reduce_scatter", reduce_op, leaves, axes, turns, when, scope)
     return Scatter(tuple(axes), tuple(leaves), packs, tuple(recipes), plan)
 
 
@@ -164,7 +167,8 @@ def _planned(
     reduce_op: ReduceOp,
     leaves: Sequence[Leaf],
     axes: Mapping[str, int],
-    times: str,
+    turns: int,
+    when: str,
     scope: Scope,
 ) -> tuple[tuple[Pack, ...], Plan]:
     """The packs of this replica's rows, and the plan of what carries all replicas'."""
@@ -172,8 +176,10 @@ def _planned(
     packing = choose(scope.options.replace(shards=UNSET), world).packing or usual(world)
     packs = plan_packs(leaves, packing)
     whole = [dataclasses.replace(x, shape=(n * x.shape[0], *x.shape[1:])) for x in leaves]
-    terms = scope.terms(world)
-    return packs, plan_rows(half, reduce_op, whole, packs, scope.options, world, terms, times)
+    plan = plan_rows(
+        half, reduce_op, whole, packs, scope.options, world, scope.terms(world), turns, when
+    )
+    return packs, plan
 
 
 def _leaf(name: str, x: Any, axes: Mapping[str, int], gather_dtype: Any) -> ShardedLeaf:

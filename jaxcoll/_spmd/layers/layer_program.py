@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxcoll import _compat
 from jaxcoll._jaxpr.part import made_without, part_of
 from jaxcoll._jaxpr.retrace import Traced, traced
 
@@ -72,9 +71,7 @@ class Residuals:
         """The types of what is saved."""
         return [self.program.program.out_avals[self.results + k] for k in self.saved]
 
-    def forward(
-        self, carry: Arrays, params: Arrays, captured: Arrays
-    ) -> tuple[Arrays, Arrays]:
+    def forward(self, carry: Arrays, params: Arrays, captured: Arrays) -> tuple[Arrays, Arrays]:
         """The layer's carry and results, and what is to be saved."""
         outs = self.program.outputs(carry, params, captured)
         residuals = outs[self.results :]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._spmd.layers.exchange import Gather, Scatter
+from jaxcoll._spmd.layers.exchange import Gather
 from jaxcoll._spmd.layers.layer_program import LayerProgram, Residuals
 
 Arrays = list[jax.Array]
@@ -37,11 +37,13 @@ class Schedule:
     gathers: dict[tuple[int, ...], Gather]
     varying: tuple[str, ...]
 
-    def _fetched(self, stack: Arrays, index: Any) -> dict[int, jax.Array]:
+    def _fetched(
+        self, stack: Arrays, index: Any, after: dict[int, jax.Array] | None = None
+    ) -> dict[int, jax.Array]:
         """The leaves of one layer that have to be gathered."""
         found: dict[int, jax.Array] = {}
         for leaves, gather in self.gathers.items():
-            whole = gather([at(stack[i], index) for i in leaves])
+            whole = gather(_after([at(stack[i], index) for i in leaves], after))
             found.update(zip(leaves, self._vary(whole), strict=True))
         return found
 
@@ -54,7 +56,9 @@ class Schedule:
 
     def example(self, stack: Arrays) -> Arrays:
         """Arrays like one layer's parameters."""
-        shapes = jax.eval_shape(lambda stack: self._params(stack, 0, self._fetched(stack, 0)), stack)
+        shapes = jax.eval_shape(
+            lambda stack: self._params(stack, 0, self._fetched(stack, 0)), stack
+        )
         return self._vary([jnp.zeros(x.shape, x.dtype) for x in shapes])
 
     def _vary(self, arrays: Sequence[Any]) -> list[Any]:
@@ -92,10 +96,13 @@ class Schedule:
             else:
                 outs, more = residuals.forward(carry, params, captured)
                 carry, found = outs[:carried], outs[carried:]
-            room = put(results, self._vary(found), index), put(kept, self._vary(more), index)
-            return self._vary(carry), room, queue[1:]
+            room = put(results, found, index), put(kept, self._vary(more), index)
+            return carry, room, queue[1:]
 
-        state = carry, room, [self._fetched(stack, index) for index in range(ahead)]
+        queue: list[dict[int, jax.Array]] = []
+        for index in range(ahead):
+            queue.append(self._fetched(stack, index, queue[-1] if queue else None))
+        state = carry, room, queue
         until = self.layers - ahead
         state = self._loop(lambda s, i: turn(s, i, True), state, 0, until, 1)
         last = state[2]
@@ -111,8 +118,8 @@ class Schedule:
         last: list[dict[int, jax.Array]],
         stack: Arrays,
         captured: Arrays,
-        cotangents: tuple[Arrays, Arrays],
-        moved: tuple[Sequence[int], Sequence[int]],
+        cotangents: Sequence[Arrays],
+        moved: Sequence[Sequence[int]],
         scatters: Mapping[tuple[int, ...], Callable[[Arrays], Arrays]],
     ) -> tuple[Arrays, dict[int, jax.Array], Arrays]:
         """Cotangents of the first carry's floating arrays, and of those asked for.
@@ -135,41 +142,41 @@ class Schedule:
         ahead, top = len(last), self.layers - 1
         cut = {i for leaves in scatters for i in leaves}
 
-        def scattered(gradients: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        def scattered(
+            gradients: dict[int, jax.Array], after: dict[int, jax.Array] | None = None
+        ) -> dict[int, jax.Array]:
             found: dict[int, jax.Array] = {}
             for leaves, scatter in scatters.items():
-                rows = scatter([gradients[i] for i in leaves])
+                rows = scatter(_after([gradients[i] for i in leaves], after))
                 found.update(zip(leaves, self._vary(rows), strict=True))
             return found
 
-        def turn(state: Any, index: Any, fetch: bool, late: bool = True) -> Any:
+        def turn(state: Any, index: Any, fetch: bool, after: Any = None) -> Any:
             ct, gradients, sums, waiting, queue = state
             if fetch:
                 queue = [*queue, self._fetched(stack, index - ahead)]
-            if late:
-                gradients = self._with(gradients, scattered(waiting), index + 1)
+            done = scattered(waiting, after) if waiting else {}
+            gradients = self._with(gradients, done, index + 1)
             params = self._params(stack, index, queue[0])
             given = [*ct, *(at(x, index) for x in of_results)]
-            found = iter(
-                residuals.backward([at(x, index) for x in saved], params, captured, given)
-            )
+            found = iter(residuals.backward([at(x, index) for x in saved], params, captured, given))
             ct = self._vary([next(found) for _ in ct])
             each = dict(zip(moved[0], self._vary([next(found) for _ in moved[0]]), strict=True))
             sums = [total + x for total, x in zip(sums, found, strict=True)]
             whole = {i: x for i, x in each.items() if i not in cut}
             waiting = {i: x for i, x in each.items() if i in cut}
-            return ct, self._with(gradients, whole, index), sums, waiting, queue[1:]
+            return (ct, self._with(gradients, whole, index), sums, waiting, queue[1:]), done
 
         gradients = {i: self._vary([jnp.zeros_like(stack[i])])[0] for i in moved[0]}
         sums = [jnp.zeros_like(captured[i]) for i in moved[1]]
         state = of_carry, gradients, sums, {}, last[::-1]
-        state = turn(state, top, ahead <= top, late=False)
+        state, done = turn(state, top, ahead <= top)
         # Below `ahead` every layer is gathered, or under way.
-        state = self._loop(lambda s, i: turn(s, i, True), state, top - 1, ahead - 1, -1)
+        state = self._loop(lambda s, i: turn(s, i, True)[0], state, top - 1, ahead - 1, -1)
         for index in range(min(ahead, top) - 1, -1, -1):
-            state = turn(state, index, False)
+            state, done = turn(state, index, False, done)
         ct, gradients, sums, waiting, _ = state
-        return ct, self._with(gradients, scattered(waiting), 0), sums
+        return ct, self._with(gradients, scattered(waiting, done), 0), sums
 
     def _with(
         self, stacks: dict[int, jax.Array], parts: dict[int, jax.Array], index: Any
@@ -185,6 +192,16 @@ class Schedule:
         if not len(indices):
             return state
         return lax.scan(lambda s, i: (turn(s, i), None), state, indices, unroll=self.unroll)[0]
+
+
+def _after(arrays: Arrays, others: dict[int, jax.Array] | None) -> Arrays:
+    """`arrays`, once others are there.
+
+    Outside of loops a compiler would merge two layers' collectives, and then nothing hides either.
+    """
+    for other in (others or {}).values():
+        arrays = [_compat.ordered(x, after=other) for x in arrays]
+    return arrays
 
 
 def at(x: jax.Array, index: Any) -> jax.Array:

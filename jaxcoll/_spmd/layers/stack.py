@@ -1,4 +1,4 @@
-"""The parameters of all layers: which leaves are cut over which axes, by words, checked by types."""
+"""The parameters of all layers: which leaves are cut over which axes, as types confirm."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from jaxcoll._plan.packs.leaves import no_array, where
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import count
 from jaxcoll._spmd.gradients.per_replica import watched
-from jaxcoll._spmd.pack import unpack
+from jaxcoll._spmd.layers.asked import CALLER
 from jaxcoll._spmd.scope import Scope, differentiation
-from jaxcoll._spmd.shards import Shards, is_shards, whole_of
-
-CALLER = "scan_layers"
+from jaxcoll._spmd.shards import Shards, is_shards, leaves_of, whole_of
 
 _WHOLE = """\
 `scan_layers` over {axis!r}: {leaf} of `stacked` is the same on every replica, so gathering it \
 would repeat it {n} times. If every replica holds it whole (a bias, a norm), say so in `sharded`: \
 False in its place, as in sharded={{"w": True, "b": False}}; if it is cut over other axes only, \
-their names. If it should be cut, let it enter in rows: `in_specs=P(None, {axis!r})`, or `Shards`."""
+their names. If it should be cut, let it enter in rows: `in_specs=P(None, {axis!r})`, or as \
+`Shards`."""
 
 _DIFFERS = """\
-`scan_layers`: {leaf} of `stacked` differs between replicas along {axes} by its type, and `sharded` \
-says that every replica holds it whole. Say True there, or the axes that its rows are cut over."""
+`scan_layers`: {leaf} of `stacked` differs between replicas along {axes} by its type, and \
+`sharded` says that every replica holds it whole. Say True there, or the axes of its rows."""
 
 _UNSAID = """\
-`scan_layers` over {axis!r}: types say nothing here (`pmap`, `vmap`, check_vma=False), so it cannot \
-be known whether {leaf} of `stacked` holds this replica's rows or is whole. Say it in `sharded`: \
-True, False, or a tree of them; or pass `Shards`."""
+`scan_layers` over {axis!r}: types say nothing here (`pmap`, `vmap`, check_vma=False), so it \
+cannot be known whether {leaf} of `stacked` holds this replica's rows or is whole. Say it in \
+`sharded`: True, False, or a tree of them; or pass `Shards`."""
 
 _UNTYPED_GRADIENT = """\
 `scan_layers` over {axis!r}, inside the loss of `jc.value_and_grad` or its like: types say nothing \
@@ -96,7 +95,7 @@ def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int], scope: Scope) 
     for (path, node), word in zip(nodes, words, strict=True):
         name = jax.tree_util.keystr(path)
         for k, part in enumerate(node.parts if is_shards(node) else [node]):
-            names.append(f"{name}.parts[{k}]" if is_shards(node) else name)
+            names.append(name + _carried(node, k) if is_shards(node) else name)
             arrays.append(_array(names[-1], part))
             if is_shards(node):
                 over.append(_axes_of_shards(name, node, word, axes))
@@ -108,6 +107,13 @@ def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int], scope: Scope) 
     treedef = jax.tree.structure(stacked)
     marked = map(_marked, names, arrays, over, [axes] * len(names), [scope] * len(names))
     return Stack(tuple(names), tuple(marked), tuple(over), treedef)
+
+
+def _carried(shards: Shards, k: int) -> str:
+    """The first and the last leaf of a pack, by their paths."""
+    segments = shards.layout.packs[k].segments
+    ends = [shards.layout.leaves[s.leaf].path for s in (segments[0], segments[-1])]
+    return " … ".join(dict.fromkeys(ends))
 
 
 def _words(sharded: Any, stacked: Any, has_shards: bool) -> list[Any]:
@@ -221,6 +227,8 @@ def _axes_of_rows(
             f"`{CALLER}`: {where(name)} of `stacked` has shape {array.shape}, one number a layer "
             "and so no rows to gather: say False in its place in `sharded`."
         )
+    if not array.size:
+        return ()
     varying = _compat.varying_axes(array)
     same = [a for a in over if a in known and a not in varying and axes[a] > 1]
     if same:
@@ -256,11 +264,7 @@ def _joined(shards: Shards) -> Any:
     """One layer's tree, from whole packs."""
     layout = shards.layout
     wholes = [whole_of(part, layout, k) for k, part in enumerate(shards.parts)]
-    found = unpack(wholes, layout.packs, layout.leaves)
-    arrays = [
-        jnp.zeros(leaf.shape, leaf.dtype) if array is None else array
-        for array, leaf in zip(found, layout.leaves, strict=True)
-    ]
+    arrays = leaves_of(wholes, layout)
     return jax.tree_util.tree_unflatten(layout.treedef, arrays)  # pyright: ignore[reportArgumentType]
 
 

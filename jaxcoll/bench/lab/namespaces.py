@@ -18,7 +18,7 @@ from jaxcoll.bench.counters import transmitted_bytes
 TOOLS = ("ip", "tc", "nsenter", "unshare")
 MOST_HOSTS = 64
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-_SUBNET = "10.77.0"
+_SUBNET, _PORT = "10.77.0", "29400"
 _HOLD = "echo && exec cat"  # lives, and with it its namespace, for as long as its standard input
 
 
@@ -92,6 +92,12 @@ class Lab:
     def on(self, host: int) -> list[str]:
         """What to put before a command so that it runs on a host."""
         return self._entering(self._hosts[host])
+
+    def variables(self, per_host: int) -> list[dict[str, str]]:
+        """Each process's environment variables, by which `initialize` brings them together."""
+        size = len(self._hosts) * per_host
+        common = {"JAX_PLATFORMS": "cpu", "MASTER_ADDR": self.address(0), "MASTER_PORT": _PORT}
+        return [{**common, "WORLD_SIZE": str(size), "RANK": str(rank)} for rank in range(size)]
 
     def limit(self, rate: str) -> None:
         """Let each host send, and receive, no more than `rate` from now on.

@@ -35,14 +35,16 @@ class Regret:
     Attributes:
       case: it.
       seconds: for each contestant, those of each round.
+      alike: candidates with the plan of the automatic choice, which were not measured again.
     """
 
     case: Case
     seconds: Mapping[str, tuple[float, ...]]
+    alike: tuple[str, ...] = ()
 
     @property
     def best(self) -> str:
-        """The candidate with the least median."""
+        """The candidate with the least median; one with the automatic plan as "auto"."""
         return self._best(slice(None))
 
     @property
@@ -50,39 +52,41 @@ class Regret:
         """Seconds of the automatic choice over those of the best by hand.
 
         The best is picked in every other round and compared in the rounds between, in turn: the
-        least of several medians of the same rounds would be too small by chance.
+        least of several medians of the same rounds would be too small by chance. A candidate of the
+        same plan is the same program, and so is the twin.
         """
-        return self._over(AUTO)
+        halves = slice(0, None, 2), slice(1, None, 2)
+        found = [
+            self._median(AUTO, there) / self._median(self._best(here), there)
+            for here, there in (halves, halves[::-1])
+        ]
+        return statistics.geometric_mean(found)
 
     @property
     def twin(self) -> float:
         """Seconds of the automatic choice over its own, measured as another contestant."""
         return statistics.median(self.seconds[AUTO]) / statistics.median(self.seconds[TWIN])
 
-    def _over(self, name: str) -> float:
-        halves = slice(0, None, 2), slice(1, None, 2)
-        found = [
-            statistics.median(self.seconds[name][there])
-            / statistics.median(self.seconds[self._best(here)][there])
-            for here, there in (halves, halves[::-1])
-        ]
-        return statistics.geometric_mean(found)
-
     def _best(self, rounds: slice) -> str:
         by_hand = [name for name in self.seconds if name not in (AUTO, TWIN)]
-        return min(by_hand, key=lambda name: statistics.median(self.seconds[name][rounds]))
+        by_hand += [AUTO] * bool(self.alike)
+        return min(by_hand, key=lambda name: self._median(name, rounds))
+
+    def _median(self, name: str, rounds: slice) -> float:
+        found = self.seconds[name][rounds]
+        return statistics.median(found + self.seconds[TWIN][rounds] if name == AUTO else found)
 
     def to_dict(self) -> dict[str, Any]:
         """One JSON line."""
         figures = {"best": self.best, "ratio": self.ratio, "twin": self.twin}
-        case = {**dataclasses.asdict(self.case), "elements": list(self.case.elements)}
-        return {"case": case, **figures, "seconds": {k: list(v) for k, v in self.seconds.items()}}
+        return {**dataclasses.asdict(self), **figures}
 
 
 def regret_of(line: dict[str, Any]) -> Regret:
     """The value that `Regret.to_dict` gave."""
     case = Case(**{**line["case"], "elements": tuple(line["case"]["elements"])})
-    return Regret(case, {name: tuple(rounds) for name, rounds in line["seconds"].items()})
+    seconds = {name: tuple(rounds) for name, rounds in line["seconds"].items()}
+    return Regret(case, seconds, tuple(line["alike"]))
 
 
 def measure(
@@ -130,7 +134,10 @@ def _ranks(
 def _measured(case: Case, team: Team, rounds: int) -> Regret:
     leaves = [{"shape": (size,), "dtype": "float32"} for size in case.elements]
     team.do("prepare", leaves=leaves, reduce_op="mean")
-    contestants = [Contestant(name, team) for name in (AUTO, TWIN, *candidates(case))]
+    plans = {name: team.do("plan", name=name)[0] for name in (AUTO, *candidates(case))}
+    alike = tuple(name for name in plans if name != AUTO and plans[name] == plans[AUTO])
+    names = (AUTO, TWIN, *(name for name in plans if name != AUTO and name not in alike))
+    contestants = [Contestant(name, team) for name in names]
     for contestant in contestants:
         contestant.compile()
     for contestant in contestants * WARM:
@@ -146,7 +153,7 @@ def _measured(case: Case, team: Team, rounds: int) -> Regret:
     rounds = max(FEWEST, min(rounds, int(SECONDS / once)))
     calls = {name: lambda c=c: c.turn().seconds for name, c in turns.items()}
     found = list(interleaved(calls, rounds))
-    return Regret(case, {name: tuple(each[name] for each in found) for name in turns})
+    return Regret(case, {name: tuple(each[name] for each in found) for name in turns}, alike)
 
 
 def summary(found: Sequence[Regret]) -> dict[str, float]:

@@ -1,0 +1,105 @@
+"""Trees with a row for each replica, of which every process holds its own rows alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxcoll._mesh.mesh import line_of
+from jaxcoll._mesh.placement import is_in_place, place
+
+_ROW = "jaxcoll_replica"  # not the user's axis: a step of one device that reduces is refused
+
+
+class ReplicaRows:
+    """Where a process keeps what belongs to its replicas, and how all processes see it together.
+
+    Law: the two views share their memory, and nothing is sent.
+
+    Args:
+      mesh: devices and axes; each device is a replica.
+      axes: all axes of the mesh, outer first: replicas count in this order.
+      caller: for messages.
+
+    Attributes:
+      devices: those of this process, in the order of their replicas.
+      replicas: the numbers of these replicas.
+      mesh: of these devices alone, on one axis.
+      rows: the sharding of this process's rows, each on its device.
+      copies: the sharding of a value that each device of this process holds.
+
+    Raises:
+      ValueError: the mesh has other axes, or no device of this process.
+    """
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], caller: str) -> None:
+        others = {a: n for a, n in mesh.shape.items() if a not in axes and n > 1}
+        if others:
+            raise ValueError(
+                f"`{caller}`: each device is a replica, and the mesh has the axes {others} beside "
+                f"{axes}. Name all of them in `axis_name`, or pass a mesh without them."
+            )
+        order = [mesh.axis_names.index(a) for a in axes]
+        rest = [i for i in range(len(mesh.axis_names)) if i not in order]
+        every = list(mesh.devices.transpose(*order, *rest).flat)
+        self.replicas = [i for i, d in enumerate(every) if d.process_index == jax.process_index()]
+        if not self.replicas:
+            raise ValueError(
+                f"`{caller}`: no device of the mesh belongs to this process, number "
+                f"{jax.process_index()}. Only processes that have devices in a mesh train on it."
+            )
+        self.devices = tuple(every[i] for i in self.replicas)
+        self.mesh = line_of(self.devices, _ROW)
+        self.rows = NamedSharding(self.mesh, PartitionSpec(_ROW))
+        self.copies = NamedSharding(self.mesh, PartitionSpec())
+        self._all_rows = NamedSharding(mesh, PartitionSpec(axes))
+        self._all_copies = NamedSharding(mesh, PartitionSpec())
+        self._count = len(every)
+
+    def place_rows(self, tree: Any) -> Any:
+        """Rows of this process, or global arrays of which it has rows, where they belong."""
+        if is_in_place(tree, self.rows):
+            return tree
+        return place(jax.tree.map(self._own_rows, tree), self.rows)
+
+    def place_copies(self, tree: Any) -> Any:
+        """Values that are the same on all replicas, on each device of this process."""
+        return place(jax.tree.map(self._own_copies, tree), self.copies)
+
+    def all_rows(self, tree: Any) -> Any:
+        """Placed rows of this process as part of the global arrays of all replicas' rows."""
+        return jax.tree.map(lambda x: _seen(x, (self._count, *x.shape[1:]), self._all_rows), tree)
+
+    def all_copies(self, tree: Any) -> Any:
+        """Placed copies as global arrays, of which every device holds one."""
+        return jax.tree.map(lambda x: _seen(x, x.shape, self._all_copies), tree)
+
+    def _own_rows(self, x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            return x
+        if not x.sharding.is_equivalent_to(self._all_rows, x.ndim):
+            raise ValueError(_NOT_OURS.format(x, "split by rows over the mesh"))
+        return _seen(x, (x.shape[0] * len(self.devices) // self._count, *x.shape[1:]), self.rows)
+
+    def _own_copies(self, x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            return x
+        if not x.is_fully_replicated or not x.sharding.device_set.issuperset(self.devices):
+            raise ValueError(_NOT_OURS.format(x, "the same on every device of the mesh"))
+        return _seen(x, x.shape, self.copies)
+
+
+_NOT_OURS = (
+    "`local_updates` expects arrays of this process alone, or arrays over several processes that "
+    "are {1}; got {0.dtype}{0.shape} with the sharding {0.sharding}."
+)
+
+
+def _seen(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """The parts that `x` has on the devices of `sharding`, as an array of this `shape`."""
+    parts = {shard.device: shard.data for shard in x.addressable_shards}
+    here = [parts[d] for d in np.ravel(sharding.mesh.devices) if d in parts]
+    return jax.make_array_from_single_device_arrays(shape, sharding, here)

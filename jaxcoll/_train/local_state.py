@@ -1,0 +1,89 @@
+"""The state of local updates, and parts of trees by their leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcoll._mesh.placement import is_array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LocalState:
+    """The state of `LocalUpdates` in one process: a pytree that `jc.save_checkpoint` takes.
+
+    Attributes:
+      steps: that are finished; in host memory, as is `sent`.
+      replicas: parameters and optimizer state, with a row for each replica of this process.
+      shared: the parameters that all replicas share.
+      outer: the outer optimizer's state, of each fragment.
+      sums: the last mean of each fragment, which may be on its way; () without a delay. Whoever
+        reads the leaves of the state waits for it.
+      sent: the step after which each fragment was sent, until it is applied; else 0.
+    """
+
+    steps: Any
+    replicas: tuple[Any, Any]
+    shared: Any
+    outer: tuple[Any, ...]
+    sums: tuple[Any, ...]
+    sent: Any
+
+
+class Sum:
+    """A reduced tree that may be on its way; a pytree, to read whose leaves is to wait for it."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        self._wait = wait
+
+    @functools.cached_property
+    def tree(self) -> Any:
+        """The tree, waited for."""
+        return self._wait()
+
+
+def arrived(tree: Any) -> Sum:
+    """A `Sum` that nobody has to wait for."""
+    return Sum(lambda: tree)
+
+
+jax.tree_util.register_pytree_node(
+    Sum, lambda held: ((held.tree,), None), lambda _, held: arrived(*held)
+)
+
+
+def part(tree: Any, at: Collection[int]) -> Any:
+    """The tree with these leaves, and None in the place of all others."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([x if i in at else None for i, x in enumerate(leaves)])
+
+
+def joined(tree: Any, part: Any) -> Any:
+    """The tree with those leaves that `part` has."""
+    leaves, treedef = jax.tree.flatten(tree)
+    new = treedef.flatten_up_to(part)
+    return treedef.unflatten([x if y is None else y for x, y in zip(leaves, new, strict=True)])
+
+
+def check_leaf(name: str, leaf: Any, is_parameter: bool) -> None:
+    """Refuse a leaf that no replica can train.
+
+    Raises:
+      ValueError: it is not an array of numbers, or a parameter that has no mean of its type.
+    """
+    if not is_array(leaf):
+        raise ValueError(
+            f"`local_updates`: {name} is not an array of numbers; got {type(leaf).__name__}."
+        )
+    dtype = jnp.result_type(leaf)
+    if is_parameter and not jnp.issubdtype(dtype, jnp.inexact):
+        raise ValueError(
+            f"`local_updates`: {name} is of {dtype}, whose mean has another type. Counters and the "
+            "like belong to `opt_state`, which each replica keeps for itself."
+        )

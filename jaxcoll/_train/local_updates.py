@@ -1,0 +1,391 @@
+"""Local updates (DiLoCo): replicas train by themselves, and exchange what they learnt at times."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from jaxcoll._api.collectives import all_reduce
+from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.dispatch import run
+from jaxcoll._mesh.mesh import checked_mesh, no_mesh
+from jaxcoll._mesh.replica_rows import ReplicaRows
+from jaxcoll._plan.checks import is_integer, is_number, shown
+from jaxcoll._plan.options import CommunicationOptions, checked
+from jaxcoll._step.data_parallel import DataParallel, data_parallel
+from jaxcoll._train.fragments import Schedule, fragments_of
+from jaxcoll._train.local_programs import (
+    Average,
+    mix_program,
+    spread_program,
+    step_program,
+    update_program,
+)
+from jaxcoll._train.local_state import LocalState, Sum, arrived, check_leaf, joined, part
+
+_CALLER = "local_updates"
+
+
+def local_updates(
+    step: Callable[..., Any],
+    *,
+    every: int = 30,
+    outer: Any = None,
+    fragments: int = 1,
+    delay: int = 0,
+    mixing: float = 1.0,
+    mesh: Mesh | None = None,
+    axis_name: str | tuple[str, ...] = "data",
+    options: CommunicationOptions | None = None,
+) -> LocalUpdates:
+    """Train every replica by itself, and exchange what each has learnt once in `every` steps.
+
+    Law: n replicas compute what a simulation of them in one process computes, to rounding; a local
+    step sends nothing. After `every` steps, with x_i the parameters of replica i and y those that
+    all share, the mean of y - x_i is the gradient of which `outer` makes the update of y, and each
+    x_i becomes y. It is the algorithm, and not data-parallel training at a lower price: expect a
+    higher loss for the same number of steps (docs/local_updates.md has numbers).
+
+    Args:
+      step: of one device, `(params, opt_state, batch) -> (params, opt_state, metrics)`. It knows
+        nothing of other replicas and reduces nothing. Random keys belong in the batch, or all
+        replicas draw the same.
+      every: steps of a round, in which each parameter travels once.
+      outer: an optax transformation, or anything with its `init` and `update`, for the shared
+        parameters. None: they become the mean of the replicas', as by `optax.sgd(1.0)`, which has
+        no constant to tune and is data-parallel training if `every` is 1. DiLoCo's published
+        `optax.sgd(0.7, momentum=0.9, nesterov=True)` moves seven times as far while replicas agree
+        on a direction: from scratch, twice as far behind data-parallel training on a small GPT,
+        nearer to it on digits. It must be asked for.
+      fragments: parts of the parameters, in whole leaves, of nearly equal bytes. Each travels by
+        itself, at distances of `every / fragments` steps, and `outer` sees one at a time.
+      delay: steps, below `every`, for which a sum is on its way while replicas compute. What comes
+        of it is applied then.
+      mixing: the weight of the shared parameters where a replica takes them; the rest is its own.
+      mesh: devices, each a replica; None: all devices on one axis.
+      axis_name: the mesh axis, or all its axes from outer to inner.
+      options: as in `all_reduce`, of the sums; `timeout_seconds` bounds each from its beginning.
+
+    Returns:
+      A `LocalUpdates`: `state = train.init(params, opt_state)`, `state, metrics = train(state,
+      batch)`, `params = train.params(state)`. Cost: of each step, nothing; of each round, an
+      all-reduce of the parameters. Memory: the shared parameters and the state of `outer` on each
+      device beside its own, and with a `delay` the last sums.
+
+    Raises:
+      ValueError: an argument is impossible.
+
+    Source: Douillard et al., DiLoCo (arXiv 2311.08105); with fragments, delay and mixing Streaming
+    DiLoCo (arXiv 2501.18512), whose alpha is 1 - `mixing`.
+
+    Examples:
+      >>> import numpy as np
+      >>> def step(w, state, batch):
+      ...     return w - 0.25 * (w - batch.mean()), state, w
+      >>> train = local_updates(step, every=2)
+      >>> state = train.init(np.float32(0.0), ())
+      >>> for _ in range(2):
+      ...     state, before = train(state, np.arange(8, dtype="f"))
+      >>> float(train.params(state)), before.tolist()
+      (1.53125, [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75])
+    """
+    if not callable(step) or isinstance(step, DataParallel):
+        raise ValueError(
+            f"`{_CALLER}` expects a function, the step of one device; got {type(step).__name__}."
+        )
+    for name, value, least in (
+        ("every", every, 1),
+        ("fragments", fragments, 1),
+        ("delay", delay, 0),
+    ):
+        if not is_integer(value) or value < least:
+            raise ValueError(
+                f"`{name}` must be an integer of at least {least}; got {shown(value)}."
+            )
+    if delay >= every:
+        raise ValueError(
+            f"`delay` must be below `every`, so that a fragment arrives before it is sent again; "
+            f"got {delay} and {every}."
+        )
+    if not is_number(mixing) or not 0 < mixing <= 1:
+        raise ValueError(f"`mixing` must be above 0 and at most 1; got {shown(mixing)}.")
+    outer = Average() if outer is None else outer
+    if not callable(getattr(outer, "init", None)) or not callable(getattr(outer, "update", None)):
+        raise ValueError(
+            f"`outer` must be None or an optax transformation, something with `init` and `update`; "
+            f"got {type(outer).__name__}."
+        )
+    if mesh is not None:
+        checked_mesh(mesh, axis_name, _CALLER)
+    schedule = Schedule(int(every), int(fragments), int(delay))
+    return LocalUpdates(step, schedule, outer, float(mixing), mesh, axis_name, checked(options))
+
+
+class LocalUpdates:
+    """Replicas that train by themselves; made by `local_updates`.
+
+    Attributes:
+      step: the program of a local step, of `(state.replicas, batch)`; to be inspected.
+      sum: the program of an exchange, of `fragment(state, k)`; a `DataParallel` step.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        schedule: Schedule,
+        outer: Any,
+        mixing: float,
+        mesh: Mesh | None,
+        axis_name: str | tuple[str, ...],
+        options: CommunicationOptions,
+    ) -> None:
+        self._one, self._schedule, self._outer, self._mixing = step, schedule, outer, mixing
+        self._mesh, self._axis_name, self._options = mesh, axis_name, options
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The devices it trains on; without one given, all at the time of the first use."""
+        return checked_mesh(self._mesh, self._axis_name, _CALLER)
+
+    @functools.cached_property
+    def _places(self) -> ReplicaRows:
+        axes = self._axis_name if isinstance(self._axis_name, tuple) else (self._axis_name,)
+        return ReplicaRows(self.mesh, axes, _CALLER)
+
+    @functools.cached_property
+    def step(self) -> Any:
+        return step_program(self._one, self._places)
+
+    @functools.cached_property
+    def sum(self) -> DataParallel:
+        def mean_difference(params: Any, shared: Any, steps: Any) -> Any:
+            own = jax.tree.map(lambda x, y: y - x[0], params, shared)
+            return all_reduce("mean", own, self._axis_name)
+
+        return data_parallel(
+            mean_difference,
+            mesh=self.mesh,
+            axis_name=self._axis_name,
+            batch_argnums=0,
+            options=self._options,
+        )
+
+    @functools.cached_property
+    def _spread(self) -> Any:
+        return spread_program(self._places)
+
+    @functools.cached_property
+    def _update(self) -> Any:
+        return update_program(self._outer, self._places)
+
+    @functools.cached_property
+    def _mix(self) -> Any:
+        return mix_program(self._mixing, self._places)
+
+    def init(self, params: Any, opt_state: Any) -> LocalState:
+        """The state before the first step.
+
+        Args:
+          params: the same on every process, which the first sum verifies: arrays of floating-point
+            or complex numbers. What must not be averaged belongs to `opt_state`.
+          opt_state: any pytree of arrays; every replica begins with a copy and keeps its own.
+
+        Returns:
+          A `LocalState`, of which rows are *varying*, and all else *invariant*. Cost: nothing is
+          sent.
+
+        Raises:
+          ValueError: a leaf is none that can be trained; or there are fewer than `fragments`.
+        """
+        for name, tree in (("params", params), ("opt_state", opt_state)):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                check_leaf(f"{name}{jax.tree_util.keystr(path)}", leaf, name == "params")
+        leaves = jax.tree.leaves(params)
+        if len(leaves) < self._schedule.fragments:
+            raise ValueError(
+                f"`fragments` is {self._schedule.fragments}, and the parameters have "
+                f"{len(leaves)} leaves, which are not cut."
+            )
+        with no_mesh():
+            shared, own = self._places.place_copies((params, opt_state))
+            parts = [part(shared, at) for at in self._fragments(shared)]
+            begin = jax.jit(self._outer.init, out_shardings=self._places.copies)
+            sums = [arrived(jax.tree.map(jnp.zeros_like, each)) for each in parts]
+            return LocalState(
+                np.asarray(0),
+                self._spread((shared, own)),
+                shared,
+                tuple(map(begin, parts)),
+                tuple(sums if self._schedule.delay else ()),
+                np.zeros(len(parts), int),
+            )
+
+    def __call__(self, state: LocalState, batch: Any) -> tuple[LocalState, Any]:
+        """A local step of every replica, and what is due of exchanges.
+
+        Args:
+          state: what `init`, `restart` or the last call returned, or the same read from a file.
+          batch: of this process's replicas, or a global array split over all: an equal number of
+            rows for each, along the leading dimension of every leaf.
+
+        Returns:
+          `(state, metrics)`: metrics as each replica of this process has them, *varying*, with a
+          row for each. Nothing is sent to average them.
+
+        Raises:
+          ValueError: the state is none of this object's, or has rows for another number of
+            replicas; the batch does not divide; or the step does not return what it was given.
+          NameError: the step reduces over an axis.
+          ReplicaDivergenceError: of a first sum, processes hold different shared parameters.
+          PeerLostError: of a sum, as are the errors that `data_parallel` lists.
+        """
+        self._check_state(state)
+        with no_mesh():
+            own = self._places.place_rows(state.replicas)
+            rows = self._places.place_rows(self._checked_batch(batch))
+            call = Call(self.step, (own, rows), self._places.devices, f"A step of `{_CALLER}`")
+            replicas, metrics = run(call)
+            steps = int(state.steps) + 1
+            state = dataclasses.replace(state, replicas=replicas, steps=np.asarray(steps))
+            return self._exchanged(state, steps), metrics
+
+    def params(self, state: LocalState) -> Any:
+        """The shared parameters, *invariant*: what to evaluate and to keep.
+
+        They are those after the last exchange: what replicas did since then is not in them.
+        """
+        return state.shared
+
+    def fragment(self, state: LocalState, k: int) -> tuple[Any, Any, Any]:
+        """What `sum` exchanges of one fragment: `jc.inspect(train.sum, *train.fragment(state, 0))`.
+
+        Args:
+          state: with rows for this object's replicas.
+          k: the fragment, from 0.
+
+        Returns:
+          Every replica's parameters by rows, the shared ones and the number of steps.
+        """
+        at = self._fragments(state.shared)[k]
+        with no_mesh():
+            own = self._places.place_rows(part(state.replicas[0], at))
+            shared = self._places.place_copies(part(state.shared, at))
+            return self._places.all_rows(own), self._places.all_copies(shared), state.steps
+
+    def restart(self, state: LocalState) -> LocalState:
+        """The same training for other replicas: each begins its round at the shared parameters.
+
+        What was on its way is applied. What replicas did since they were last exchanged is lost.
+        Replica i takes the optimizer state of row i of `state`, from the first row again where
+        these end.
+
+        Args:
+          state: with rows for any number of replicas, or of another process.
+
+        Returns:
+          A `LocalState` for this object's replicas.
+        """
+        with no_mesh():
+            for k in np.flatnonzero(state.sent):
+                state = self._applied(state, int(k), own=False)
+            rows = len(jax.tree.leaves(state.replicas)[0])
+            taken = np.asarray([i % rows for i in self._places.replicas])
+            shared = self._places.place_copies(state.shared)
+            kept = jax.tree.map(lambda x: x[taken], state.replicas[1])
+            replicas = self._spread(shared), self._places.place_rows(kept)
+        return dataclasses.replace(state, shared=shared, replicas=replicas)
+
+    def _exchanged(self, state: LocalState, step: int) -> LocalState:
+        """Apply what has arrived, send what is due; without a delay, apply that, too."""
+        delay, due = self._schedule.delay, self._schedule.sent(step)
+        for k in np.flatnonzero(state.sent):
+            # Sent again only if `every` has changed: what is on its way must not be lost then.
+            if step >= state.sent[k] + delay or k in due:
+                state = self._applied(state, int(k))
+        if not due:
+            return state
+        sums = {k: self._sent(state, k) for k in due}
+        state = dataclasses.replace(
+            state,
+            sums=tuple(sums.get(k, held) for k, held in enumerate(state.sums)),
+            sent=np.where(np.isin(np.arange(len(state.sent)), due), step, state.sent),
+        )
+        for k in () if delay else due:
+            state = self._applied(state, k, sums[k])
+        return state
+
+    def _sent(self, state: LocalState, k: int) -> Sum:
+        wait = self.sum.start(*self.fragment(state, k))
+        return Sum(lambda: self._places.place_copies(wait()))
+
+    def _applied(
+        self, state: LocalState, k: int, found: Sum | None = None, own: bool = True
+    ) -> LocalState:
+        """The state with the update of fragment k; `own`: replicas take it."""
+        at = self._fragments(state.shared)[k]
+        mean = (found or state.sums[k]).tree
+        arguments = part(state.shared, at), state.outer[k], mean
+        shared, outer = self._update(*self._places.place_copies(arguments))
+        sent = np.where(np.arange(len(state.sent)) == k, 0, state.sent)
+        replicas = state.replicas
+        if own:
+            params, opt_state = replicas
+            replicas = joined(params, self._mix(part(params, at), shared)), opt_state
+        return dataclasses.replace(
+            state,
+            shared=joined(state.shared, shared),
+            replicas=replicas,
+            outer=(*state.outer[:k], outer, *state.outer[k + 1 :]),
+            sent=sent,
+        )
+
+    def _fragments(self, shared: Any) -> tuple[tuple[int, ...], ...]:
+        """The leaves of each fragment."""
+        sizes = tuple(x.size * x.dtype.itemsize for x in jax.tree.leaves(shared))
+        return fragments_of(sizes, self._schedule.fragments)
+
+    def _check_state(self, state: Any) -> None:
+        if not isinstance(state, LocalState):
+            raise ValueError(
+                f"`{_CALLER}` expects the state that `init` returned; got {type(state).__name__}."
+            )
+        if isinstance(state.steps, Tracer):
+            raise ValueError(
+                f"`{_CALLER}` trains between programs and cannot be traced as one. For "
+                "`jc.inspect` there are the attributes `step` and `sum`."
+            )
+        here = len(self._places.devices)
+        rows = {len(x) for x in jax.tree.leaves(state.replicas)}
+        if rows - {here}:
+            raise ValueError(
+                f"`{_CALLER}`: the state has rows for {max(rows - {here})} replicas, and this "
+                f"process has {here}. `restart(state)` makes one for these."
+            )
+        if len(state.sent) != self._schedule.fragments or bool(state.sums) != bool(
+            self._schedule.delay
+        ):
+            raise ValueError(
+                f"`{_CALLER}`: the state is of {len(state.sent)} fragments "
+                f"with{'' if state.sums else 'out'} a delay, and here are "
+                f"{self._schedule.fragments} and a delay of {self._schedule.delay}. Begin again: "
+                "`init(params(state), opt_state)`."
+            )
+
+    def _checked_batch(self, batch: Any) -> Any:
+        here = len(self._places.devices)
+        for path, x in jax.tree_util.tree_leaves_with_path(batch):
+            rows = np.shape(x)[:1]
+            if not rows or rows[0] % here:
+                raise ValueError(
+                    f"`{_CALLER}`: batch{jax.tree_util.keystr(path)} has the shape {np.shape(x)}, "
+                    f"and its rows are to be shared by {here} replicas of this process, equally."
+                )
+        return batch

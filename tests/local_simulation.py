@@ -1,0 +1,68 @@
+"""Local updates as one process computes them, by vmap; and a small training to compare with."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxcoll as jc
+
+PARTS = [["b"], ["a"], ["c"]]
+"""The fragments of PARAMS when there are three, the largest leaf first."""
+
+_RANDOM = np.random.default_rng(0)
+PARAMS = {
+    "a": _RANDOM.standard_normal((32, 2)).astype("f") / 2,
+    "b": _RANDOM.standard_normal((4, 32)).astype("f") / 2,
+    "c": _RANDOM.standard_normal((12,)).astype("f") / 2,
+}
+
+
+def rows(step, n, each=4):
+    """The batch of all replicas at one step."""
+    return np.random.default_rng(step + 1).standard_normal((n * each, 4)).astype("f")
+
+
+def loss(p, x):
+    hidden = jnp.tanh(x @ p["b"])
+    return jnp.mean((hidden @ p["a"] - x[:, :2] ** 2) ** 2) + jnp.mean(p["c"] ** 2) * x.mean()
+
+
+def local_step(tx):
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return jax.tree.map(jnp.add, params, updates), state, value
+
+    return step
+
+
+def simulated(tx, n, steps, every, outer, parts, delay=0, mixing=1.0, options=None):
+    """Shared parameters, every replica's parameters and losses after `steps`, by one process."""
+    step = jax.jit(jax.vmap(local_step(tx)))
+    own = jax.tree.map(lambda x: jnp.stack([x] * n), PARAMS)
+    state = jax.tree.map(lambda x: jnp.stack([x] * n), tx.init(PARAMS))
+    shared, on_its_way, losses = dict(PARAMS), {}, []
+    of = [outer.init({k: PARAMS[k] for k in names}) for names in parts]
+    for t in range(1, steps + 1):
+        own, state, value = step(own, state, rows(t, n).reshape(n, 4, 4))
+        losses.append(value)
+        for k, names in enumerate(parts):
+            if t % every == (k + 1) * every // len(parts) % every:
+                differences = {a: shared[a][None] - own[a] for a in names}
+                on_its_way[t, k] = _mean(differences, options)
+            if (mean := on_its_way.pop((t - delay, k), None)) is not None:
+                old = {a: shared[a] for a in names}
+                updates, of[k] = outer.update(mean, of[k], old)
+                for a in names:
+                    shared[a] = shared[a] + updates[a]
+                    own[a] = (1 - mixing) * own[a] + mixing * shared[a][None]
+    return shared, own, np.asarray(losses)
+
+
+def _mean(rows, options):
+    if options is None:
+        return jax.tree.map(lambda x: jnp.mean(x, 0), rows)
+    reduce = functools.partial(jc.all_reduce, "mean", axis_name="data", options=options)
+    return jax.tree.map(lambda x: x[0], jax.vmap(reduce, axis_name="data")(rows))

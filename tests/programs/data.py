@@ -1,0 +1,10 @@
+"""The data of the programs, and how many steps they take."""
+
+import numpy as np
+
+STEPS = 3
+_RNG = np.random.default_rng(0)
+X = _RNG.standard_normal((32, 6)).astype("f")
+Y = _RNG.integers(0, 3, 32)
+SEQUENCES = _RNG.standard_normal((32, 5, 2)).astype("f")
+BATCH = X, Y

@@ -1,0 +1,589 @@
+"""scan_layers: values and gradients are those of one device, and nothing travels in vain."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import close, mesh_of
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxcoll as jc
+from jaxcoll._observe.parse.narrow_sums import narrow_sums
+
+LAYERS, WIDTH, N = 4, 16, 8
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return (RNG.standard_normal(shape) / 4).astype("f")
+
+
+STACK = {
+    "w": normal(LAYERS, WIDTH, WIDTH),
+    "v": normal(LAYERS, N, WIDTH),
+    "b": normal(LAYERS, WIDTH),
+}
+SPECS = {"w": P(None, "data"), "v": P(None, "data"), "b": P()}
+SHARDED = {"w": True, "v": True, "b": False}
+X, MASK = normal(2 * N, WIDTH), normal(WIDTH)
+ROWS = P("data")
+
+
+def layer_of(mask, h, p):
+    """It reads a mask, which has a gradient, from around it."""
+    h = jnp.tanh(h @ p["w"] + p["b"][None]) * mask[None] + h @ p["v"].T @ p["v"]
+    return h, jnp.sum(h**2)
+
+
+def loss_of(scan, stack, x, mask):
+    """The mean over this share's rows, of the last carry and of what the layers return."""
+    h, ys = scan(functools.partial(layer_of, mask), x, stack)
+    return jnp.mean(h**2) + jnp.sum(ys) / len(x)
+
+
+def scan_of(**how):
+    how = {"sharded": SHARDED, **how}
+    return lambda layer, x, stack: jc.scan_layers(layer, x, stack, "data", **how)
+
+
+@functools.cache
+def one_device():
+    plain = functools.partial(loss_of, lax.scan)
+    return jax.jit(jax.value_and_grad(plain, argnums=(0, 1, 2)))(STACK, X, MASK)
+
+
+def on_rows(f, *args, specs, out_specs, checks=True, mesh=None):
+    mesh = mesh_of(N) if mesh is None else mesh
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=checks)
+    return jax.jit(mapped)(*args)
+
+
+SCHEDULES = [(1, True, "mean"), (1, False, "sum"), (2, "dots", "mean"), (0, True, "sum")]
+
+
+def settings(ahead, remat):
+    if remat == "dots":
+        remat = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return {"ahead": ahead, "remat": remat}
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_plain_grad_has_reduced_rows(checks):
+    """By the stack, by the carry's first value, and by what the layer reads from around it."""
+
+    def replica(stack, x, mask):
+        if checks:  # so that types do not sum the mask's gradient
+            mask = lax.pcast(mask, "data", to="varying")
+        found = []
+        for ahead, remat, op in SCHEDULES:
+            loss = functools.partial(loss_of, scan_of(reduce_op=op, **settings(ahead, remat)))
+            value, (of_stack, of_x, of_mask) = jax.value_and_grad(loss, (0, 1, 2))(stack, x, mask)
+            if op == "sum":
+                of_stack = jax.tree.map(lambda g: g / N, of_stack)
+            found.append(
+                (lax.pmean(value, "data"), (of_stack, of_x / N, lax.pmean(of_mask, "data")))
+            )
+        return found
+
+    specs = (SPECS, ROWS, P())
+    out = [(P(), specs)] * len(SCHEDULES)
+    got = on_rows(replica, STACK, X, MASK, specs=specs, out_specs=out, checks=checks)
+    for each in got:
+        close(each, one_device(), rtol=2e-5)
+
+
+def weighted(scan, stack, x, mask):
+    h, _ = scan(functools.partial(layer_of, mask), x, stack)
+    return jc.WeightedLoss(jnp.sum(x[:, 0] ** 2 * jnp.mean(h**2, -1)), jnp.sum(x[:, 0] ** 2))
+
+
+@pytest.mark.parametrize("call", ["value_and_grad", "accumulate", "sum", "weighted"])
+def test_what_is_reduced_here_is_not_sent_again(call):
+    """Inside the calls that reduce everything else; mean, sum and weighted mean."""
+
+    def replica(stack, x, mask):
+        found = []
+        for ahead, remat in ((1, True), (9, False)):
+            scan = scan_of(**settings(ahead, remat))
+            loss = functools.partial(weighted if call == "weighted" else loss_of, scan)
+            if call == "accumulate":
+                f = jc.accumulate(loss, "data", 2, batch_argnums=1, argnums=(0, 2))
+            else:
+                op = "sum" if call == "sum" else "mean"
+                f = jc.value_and_grad(loss, "data", argnums=(0, 2), reduce_op=op)
+            found.append(f(stack, x, mask))
+        return found
+
+    out = [(P(), (SPECS, P()))] * 2
+    got = on_rows(replica, STACK, X, MASK, specs=(SPECS, ROWS, P()), out_specs=out)
+    value, (of_stack, _, of_mask) = one_device()
+    want = value, (of_stack, of_mask)
+    if call == "weighted":
+
+        def whole(stack, mask):
+            found = weighted(lax.scan, stack, X, mask)
+            return found.total / found.weight
+
+        want = jax.value_and_grad(whole, argnums=(0, 1))(STACK, MASK)
+    if call == "sum":
+        want = jax.tree.map(lambda g: N * g, want)
+    for each in got:
+        close(each, want, rtol=2e-5)
+
+
+ODD = normal(LAYERS, 5, WIDTH)
+
+
+def tied(h, p):
+    w = p["large"]["u"]
+    return jnp.tanh(h @ w.T @ w + p["norm"][None])
+
+
+def tied_loss(scan, stack, x):
+    return jnp.mean(scan(tied, x, stack)[0] ** 2)
+
+
+@functools.cache
+def tied_alone():
+    plain = lambda layer, x, stack: lax.scan(lambda h, p: (layer(h, p), None), x, stack)
+    whole = {"large": {"u": ODD}, "norm": STACK["b"]}
+    return jax.value_and_grad(functools.partial(tied_loss, plain))(whole, X)
+
+
+@pytest.mark.parametrize("checks", [True, False, "step", "step unchecked"])
+def test_shards_of_layers(checks):
+    """Padded packs of leaves whose rows do not divide; a plain leaf beside them is whole."""
+    shards = jc.shard({"u": ODD}, "data", stacked=True)
+    stack = {"large": shards, "norm": STACK["b"]}
+    specs = {"large": shards.replace([P(None, "data")]), "norm": P()}
+    loss = functools.partial(tied_loss, scan_of(sharded=None))
+    if isinstance(checks, str):
+        step = jc.data_parallel(jc.value_and_grad(loss, "data"), checks="un" not in checks)
+        got_value, got = step(stack, X)
+        close(got_value, tied_alone()[0])
+        gather, scatter, rest = step.plans(stack, X)
+        assert [p.collective for p in (gather, scatter)] == ["all_gather", "reduce_scatter"]
+        assert [leaf.path for leaf in rest.leaves] == [".value", ".grads['norm']"]
+    else:
+        got = on_rows(jax.grad(loss), stack, X, specs=(specs, ROWS), out_specs=specs, checks=checks)
+    _, want = tied_alone()
+    close(got["norm"], want["norm"], rtol=2e-5)
+    close(jc.unshard(got["large"]), want["large"], rtol=2e-5)
+    assert not np.asarray(got["large"].parts[0]).reshape(LAYERS, -1)[:, ODD[0].size :].any()
+
+
+@pytest.mark.parametrize("again", [
+    lambda g: jc.all_reduce("mean", g, "data"),
+    lambda g: jax.tree.map(lambda x: lax.pmean(x, "data"), g),
+])  # fmt: skip
+@pytest.mark.parametrize("checks", [True, False])
+def test_gradients_in_shards_are_reduced_no_more(again, checks):
+    """A mean of different rows would be a number without meaning."""
+    shards = jc.shard({"u": ODD}, "data", stacked=True)
+
+    def step(stack, x):
+        loss = functools.partial(tied_loss, scan_of(sharded=None))
+        return again(jc.grad(loss, "data")(stack, x))
+
+    with pytest.raises(jc.AlreadyReducedError, match="part"):
+        jc.data_parallel(step, checks=checks).lower({"large": shards, "norm": STACK["b"]}, X)
+
+
+HYBRID = Mesh(
+    np.array(jax.devices()).reshape(2, 4), ("node", "data"), axis_types=(AxisType.Auto,) * 2
+)
+WORDS = {"w": "data", "v": "data", "b": False}
+
+
+@pytest.mark.parametrize("how", ["grad", "grad unchecked", "value_and_grad"])
+def test_shards_within_a_host_and_sums_between(how):
+    both = ("node", "data")
+
+    def scan(layer, x, stack):
+        return jc.scan_layers(layer, x, stack, both, sharded=WORDS)
+
+    loss = functools.partial(loss_of, scan)
+
+    def replica(stack, x, mask):
+        if how == "value_and_grad":
+            return jc.grad(loss, both)(stack, x, mask)
+        return jax.grad(loss)(stack, x, mask)
+
+    got = on_rows(
+        replica, STACK, X, MASK,
+        specs=(SPECS, P(both), P()), out_specs=SPECS, checks="un" not in how, mesh=HYBRID,
+    )  # fmt: skip
+    close(got, one_device()[1][0], rtol=2e-5)
+
+
+def test_pmap():
+    def replica(stack, x):
+        return jax.grad(functools.partial(loss_of, scan_of()))(stack, x, MASK)
+
+    cut_in = jax.tree.map(
+        lambda x, rows: (
+            np.moveaxis(x.reshape(LAYERS, N, -1, WIDTH), 1, 0) if rows else np.stack([x] * N)
+        ),
+        STACK,
+        SHARDED,
+    )
+    got = jax.pmap(replica, axis_name="data")(cut_in, X.reshape(N, 2, WIDTH))
+    want = one_device()[1][0]
+    close(np.moveaxis(got["w"], 0, 1).reshape(STACK["w"].shape), want["w"], rtol=2e-5)
+    close(got["b"][3], want["b"], rtol=2e-5)
+
+
+def test_keys_and_integers_travel_along():
+    """Dropout by a key in the carry and by keys in the stack; an integer in each."""
+    keys = jax.random.split(jax.random.key(1), LAYERS)
+
+    def layer(carry, p):
+        h, key, count = carry
+        key, one = jax.random.split(key)
+        kept = jax.random.bernoulli(one, 0.5, (WIDTH,)) ^ jax.random.bernoulli(p["key"], 0.5)
+        h = jnp.tanh(h @ p["w"]) * kept.astype("f")[None] * p["scale"].astype("f")
+        return (h, key, count + p["scale"]), (h[:, 0], count)
+
+    def loss(scan, w, x):
+        stack = {"w": w, "key": keys, "scale": np.arange(1, LAYERS + 1, dtype=np.int32)}
+        carry = x, jax.random.key(0), np.int32(3)
+        (h, _, count), (first, counts) = scan(layer, carry, stack)
+        return jnp.mean(h**2) + jnp.mean(first**2), (count, counts)
+
+    words = {"w": True, "key": False, "scale": False}
+
+    def replica(w, x):
+        found = []
+        for remat in (True, False):
+            scan = scan_of(sharded=words, remat=remat)
+            grads, aux = jax.grad(functools.partial(loss, scan), has_aux=True)(w, x)
+            found.append((grads, jax.tree.map(lambda c: lax.pmax(c, "data"), aux)))
+        return found
+
+    out = [(P(None, "data"), P())] * 2
+    got = on_rows(replica, STACK["w"], X, specs=(P(None, "data"), ROWS), out_specs=out)
+    want = jax.grad(functools.partial(loss, lax.scan), has_aux=True)(STACK["w"], X)
+    for each in got:
+        close(each, want, rtol=2e-5)
+
+
+def compiled(loss, *args, specs):
+    mapped = jax.shard_map(
+        jax.grad(loss), mesh=mesh_of(N), in_specs=specs, out_specs=specs[0], check_vma=False
+    )
+    return jc.inspect(jax.jit(mapped), *args)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_two_gathers_and_one_scatter_of_every_layer(ahead):
+    """Less the gathers of the last layers, which the backward pass finds still there."""
+    layers = 6  # of fewer, loops of one turn are none, and equal gathers become one
+    stack, specs = {"w": normal(layers, WIDTH, WIDTH)}, {"w": P(None, "data")}
+
+    def loss(stack, x):
+        layer = lambda h, p: jnp.tanh(h @ p["w"])
+        return jnp.mean(jc.scan_layers(layer, x, stack, "data", ahead=ahead, sharded=True)[0] ** 2)
+
+    report = compiled(loss, stack, X, specs=(specs, ROWS))
+    sent = {}  # in bytes, because the CPU's compiler merges what stands outside of loops
+    for c in report.collectives:
+        sent[c.kind] = sent.get(c.kind, 0) + c.turns * c.nbytes
+    whole = stack["w"][0].nbytes
+    assert sent == {
+        "all-gather": (2 * layers - ahead) * whole // N, "reduce-scatter": layers * whole,
+    }  # fmt: skip
+    layer_bytes = stack["w"][0].nbytes * (N - 1) // N
+    assert report.wire_bytes == (3 * layers - ahead) * layer_bytes
+    gather, scatter = report.plans
+    assert (gather.collective, scatter.collective) == ("all_gather", "reduce_scatter")
+    assert gather.wire_bytes == scatter.wire_bytes == layer_bytes
+    assert f"{2 * layers - ahead} times, and so" in gather.reasons[0]
+    assert f"{layers * layer_bytes:,} wire bytes a device in all" in scatter.reasons[0]
+    assert report.leaves_of(0) == ("['w']",)
+    assert gather.compiler_options("gpu") == {}  # of a plan for CPUs, unless it is asked to overlap
+    assert jc.Plan.from_json(gather.to_json()) == gather
+
+
+def test_what_has_no_gradient_is_gathered_and_not_scattered():
+    """A frozen leaf beside one that is trained."""
+    stack = {"w": STACK["w"], "v": STACK["v"]}
+    specs = {"v": P(None, "data")}, {"w": P(None, "data")}, ROWS
+
+    def loss(v, w, x):
+        layer = lambda h, p: jnp.tanh(h @ p["w"]) + h @ p["v"].T @ p["v"]
+        return jnp.mean(jc.scan_layers(layer, x, {**v, **w}, "data", sharded=True)[0] ** 2)
+
+    report = compiled(loss, {"v": stack["v"]}, {"w": stack["w"]}, X, specs=specs)
+    scattered = sum(c.turns * c.nbytes for c in report.collectives if c.kind == "reduce-scatter")
+    assert scattered == STACK["v"].nbytes
+
+
+def test_what_is_gathered_is_cast_before():
+    """Master weights in float32; their gradients travel as they were gathered, and end as they are."""
+
+    def replica(w, x):
+        layer = lambda h, p: (h @ p.astype("f"), p.dtype.itemsize * jnp.ones(()))
+        f = lambda w: jnp.mean(
+            jc.scan_layers(layer, x, w, "data", sharded=True, gather_dtype=jnp.bfloat16)[0]
+        )
+        return jax.grad(f)(w), jc.scan_layers(layer, x, w, "data", gather_dtype=jnp.bfloat16)[1]
+
+    specs = P(None, "data"), ROWS
+    text = (
+        jax.jit(jax.shard_map(replica, mesh=mesh_of(N), in_specs=specs, out_specs=(specs[0], ROWS)))
+        .lower(STACK["w"], X)
+        .as_text(debug_info=True)
+    )
+    moved = [line for line in text.splitlines() if "all_gather" in line or "reduce_scatter" in line]
+    assert moved
+    assert all("bf16" in line for line in moved if "->" in line)
+    assert narrow_sums(text) == []  # it is what was asked for
+    of_w, sizes = on_rows(replica, STACK["w"], X, specs=specs, out_specs=(specs[0], ROWS))
+    assert of_w.dtype == np.float32
+    assert set(np.asarray(sizes)) == {2.0}
+    plain = lambda w: jnp.mean(lax.scan(lambda h, p: (h @ p, None), X, w)[0])
+    close(of_w, jax.grad(plain)(STACK["w"]), rtol=0.05, atol=2e-3)
+
+
+@pytest.mark.parametrize("unroll", [2, 3])
+def test_unrolled_loops_and_results_of_one_layer(unroll):
+    def replica(stack, x):
+        one = jax.tree.map(lambda a: a[:1], stack)
+        scan = scan_of(unroll=unroll)
+        return (
+            jax.grad(functools.partial(loss_of, scan))(stack, x, MASK),
+            jax.grad(functools.partial(loss_of, scan))(one, x, MASK),
+        )
+
+    got = on_rows(replica, STACK, X, specs=(SPECS, ROWS), out_specs=(SPECS, SPECS))
+    plain = jax.grad(functools.partial(loss_of, lax.scan))
+    one = jax.tree.map(lambda a: a[:1], STACK)
+    close(got, (plain(STACK, X, MASK), plain(one, X, MASK)), rtol=2e-5)
+
+
+def test_algorithms_of_ours_and_reproducible_sums():
+    options = [
+        jc.CommunicationOptions(algorithm="halving_doubling", bytes_per_pack=1 << 20),
+        jc.CommunicationOptions(reproducible=True),
+    ]
+
+    def replica(stack, x):
+        scans = [scan_of(options=each, ahead=0) for each in options]
+        return [jax.grad(functools.partial(loss_of, scan))(stack, x, MASK) for scan in scans]
+
+    found = on_rows(replica, STACK, X, specs=(SPECS, ROWS), out_specs=[SPECS] * 2)
+    for each in found:
+        close(each, one_device()[1][0], rtol=2e-5)
+
+
+def call(layer=None, carry=None, stack=None, *, specs=SPECS, checks=True, outer=None, **how):
+    layer = layer or functools.partial(layer_of, MASK)
+    how = {"sharded": SHARDED, **how}
+
+    def replica(stack, x):
+        x = x if carry is None else carry(x)
+        run = lambda stack: jc.scan_layers(layer, x, stack, how.pop("axis", "data"), **how)
+        if outer is None:
+            return jax.tree.map(lambda y: jnp.sum(y)[None], run(stack)[1])
+        return outer(lambda stack: jnp.mean(run(stack)[0] ** 2))(stack)
+
+    stack = STACK if stack is None else stack
+    out = ROWS if outer is None else specs
+    mapped = jax.shard_map(
+        replica, mesh=mesh_of(N), in_specs=(specs, ROWS), out_specs=out, check_vma=checks
+    )
+    return jax.eval_shape(mapped, stack, X)
+
+
+def rows_of(*shape):
+    return {"w": np.ones(shape, "f")}
+
+
+ALONE = {"specs": {"w": P(None, "data")}, "sharded": True}
+GRAD = functools.partial(jc.grad, axis_name="data")
+
+BAD = {
+    "rows that are whole": (
+        jc.AlreadyReducedError, r"over 'data': leaf \['b'\] of `stacked` is the same .* 8 times",
+        {"sharded": None},
+    ),
+    "rows that are whole, in a loss": (
+        jc.AlreadyReducedError, r"over 'data': leaf \['b'\] of `stacked` is the same .* each of",
+        {"sharded": None, "outer": GRAD, "layer": lambda h, p: h * jnp.sum(p["b"])},
+    ),
+    "all is whole": (
+        ValueError, "every leaf of `stacked` is held whole",
+        {"stack": rows_of(2, 16, 16), "specs": {"w": P()}, "sharded": False},
+    ),
+    "whole ones that differ": (
+        ValueError, r"leaf \['v'\] of `stacked` differs between replicas along 'data'",
+        {"sharded": {**SHARDED, "v": False}},
+    ),
+    "whole ones that differ, in a loss": (
+        ValueError, r"`scan_layers` over 'data': leaf \['v'\] differs between replicas",
+        {"sharded": {**SHARDED, "v": False}, "outer": GRAD},
+    ),
+    "nothing said where types are silent": (
+        ValueError, r"types say nothing here .* whether leaf \['b'\]",
+        {"sharded": None, "checks": False},
+    ),
+    "a loss where types are silent": (
+        ValueError, "average the gradients of different rows", {"checks": False, "outer": GRAD},
+    ),
+    "a sum in a loss": (
+        ValueError, "Leave reduce_op at", {"reduce_op": "sum", "outer": GRAD},
+    ),
+    "no rows": (
+        ValueError, r"the value of `stacked` has shape \(8,\), one number a layer",
+        {"specs": ROWS, "sharded": True, "stack": np.ones(64, "f")},
+    ),
+    "a scalar": (
+        ValueError, r"leaf \['s'\] of `stacked` is a scalar",
+        {"stack": {"s": np.float32(1)}, "specs": P(), "sharded": False},
+    ),
+    "no array": (
+        ValueError, r"leaf \['w'\]\[0\] of `stacked`: expected an array with the layers first, got obj",
+        {"layer": lambda h, p: h, "wrap": True},
+    ),
+    "other numbers of layers": (
+        ValueError, r"\['w'\] of `stacked` has 3 layers, and leaf \['a'\] has 4",
+        {**ALONE, "stack": {"a": np.ones((4, 8), "f"), "w": np.ones((3, 8), "f")},
+         "specs": P(None, "data")},
+    ),
+    "no layers": (
+        ValueError, r"`stacked` has no layers", {**ALONE, "stack": rows_of(0, 8)},
+    ),
+    "nothing at all": (ValueError, "`stacked` has no arrays", {"stack": {}, "sharded": None, "specs": P()}),
+    "words of another structure": (
+        ValueError, "`sharded` is a tree that does not fit", {"sharded": {"w": True}},
+    ),
+    "other words": (ValueError, "expects `sharded` to be True, False, an axis", {"sharded": 3}),
+    "an axis of another call": (
+        ValueError, r"`sharded` names 'node' for leaf \['b'\]", {"sharded": "node"},
+    ),
+    "a carry of another type": (
+        TypeError, r"the value was float32\[2, 16\], and is bfloat16\[2, 16\]",
+        {**ALONE, "stack": rows_of(2, 16, 16), "layer": lambda h, p: h.astype(jnp.bfloat16)},
+    ),
+    "a carry of another structure": (
+        TypeError, r"its structure is PyTreeDef\(\[\*\]\), and was PyTreeDef\(\*\)",
+        {**ALONE, "stack": rows_of(2, 16, 16), "layer": lambda h, p: [h]},
+    ),
+    "a carry that is no array": (
+        ValueError, r"leaf \[1\] of `carry`: expected an array, got object",
+        {"carry": lambda x: (x, object())},
+    ),
+    "a layer's own mistake": (
+        TypeError, "dot_general", {"layer": lambda h, p: (h @ p["v"], None)},
+    ),
+    "how many ahead": (ValueError, "`ahead` must be a non-negative integer", {"ahead": -1}),
+    "unroll": (ValueError, "`unroll` must be at least 1", {"unroll": 0}),
+    "remat": (ValueError, "`remat` must be True, False or a policy", {"remat": "dots"}),
+    "gather_dtype": (ValueError, "`gather_dtype` must be None or a floating", {"gather_dtype": int}),
+    "gather_dtype that is none": (
+        ValueError, "`gather_dtype` must be None or a floating", {"gather_dtype": "wide"},
+    ),
+    "shards": (
+        ValueError, "`all_gather` has one shard for each replica",
+        {"options": jc.CommunicationOptions(shards=2)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    kind, words, given = BAD[name]
+    given = dict(given)
+    if given.pop("wrap", False):
+        layer, object_in = given.pop("layer"), lambda s: {"w": [object()]}
+        given["outer"] = lambda f: lambda stack: jc.scan_layers(layer, X, object_in(stack), "data")
+    with pytest.raises(kind, match=words) as caught:
+        call(**given)
+    if name == "a layer's own mistake":
+        note = next(n for n in caught.value.__notes__ if n.startswith("jaxcoll"))
+        assert "['v'] float32[8, 16] from 1 rows on each replica" in note
+        assert "`sharded` says what is whole" in note
+
+
+def test_a_layer_that_reads_the_gathered_stack():
+    def replica(w, x):
+        whole = lax.all_gather(w, "data", axis=1, tiled=True)
+        return jc.scan_layers(lambda h, p: h @ whole[0], x, w, "data", sharded=True)[0]
+
+    mapped = jax.shard_map(
+        replica, mesh=mesh_of(N), in_specs=(P(None, "data"), ROWS), out_specs=ROWS
+    )
+    with pytest.raises(
+        ValueError, match=r"reads an array of type float32\[4, 16, 16\] .* the value"
+    ):
+        jax.eval_shape(mapped, STACK["w"], X)
+
+
+def test_a_second_derivative_is_refused():
+    def replica(w, x):
+        scan = lambda x: jnp.sum(jc.scan_layers(lambda h, p: h @ p, x, w, "data")[0] ** 2)
+        return jnp.sum(jax.grad(scan)(x) ** 2)
+
+    mapped = jax.shard_map(
+        jax.grad(replica),
+        mesh=mesh_of(N),
+        in_specs=(P(None, "data"), ROWS),
+        out_specs=P(None, "data"),
+    )
+    with pytest.raises(NotImplementedError, match="`scan_layers` has first derivatives only"):
+        jax.eval_shape(mapped, STACK["w"], X)
+
+
+@pytest.mark.parametrize("within", ["scan", "checkpoint", "vmap"])
+def test_inside_other_transformations(within):
+    def loss(f, w, x):
+        if within == "scan":
+            return jnp.mean(lax.scan(lambda h, _: (f(h, w), None), x, length=2)[0] ** 2)
+        if within == "vmap":
+            return jnp.mean(jax.vmap(lambda row: f(row[None], w)[0])(x) ** 2)
+        return jnp.mean(jax.checkpoint(f)(x, w) ** 2)
+
+    layer = lambda h, p: (jnp.tanh(h @ p), None)
+    scan = lambda x, w: jc.scan_layers(layer, x, w, "data")[0]
+    specs = P(None, "data"), ROWS
+    grad = jax.grad(functools.partial(loss, scan))
+    got = on_rows(grad, STACK["w"], X, specs=specs, out_specs=specs[0])
+    want = jax.grad(functools.partial(loss, lambda x, w: lax.scan(layer, x, w)[0]))(STACK["w"], X)
+    close(got, want, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ({"sharded": False}, "holds Shards along 'data', and `sharded` says False"),
+    ({"axis": "other"}, "got Shards of 8 replicas along 'data'"),
+    ({"flat": True}, r"whose parts have the shape \(1, 128\); expected \(layers, 1, 128\)"),
+])  # fmt: skip
+def test_shards_of_something_else(words, message):
+    words = dict(words)
+    axis, flat = words.pop("axis", "data"), words.pop("flat", False)
+    shards = jc.shard({"u": ODD}, "data", stacked=True)
+
+    def replica(shards):
+        shards = shards.replace([shards.parts[0][0] if flat else shards.parts[0]])
+        return jc.scan_layers(lambda h, p: h, jnp.ones(()), shards, axis, **words)[0]
+
+    mesh = mesh_of(N, axis)
+    spec = shards.replace([P(None, axis)])
+    mapped = jax.shard_map(replica, mesh=mesh, in_specs=(spec,), out_specs=P())
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(mapped, shards)
+
+
+def test_a_loss_over_some_of_the_axes():
+    both = ("node", "data")
+
+    def replica(stack, x):
+        scan = lambda layer, x, stack: jc.scan_layers(layer, x, stack, both, sharded=WORDS)
+        return jc.grad(functools.partial(loss_of, scan), "data")(stack, x, MASK)
+
+    mapped = jax.shard_map(replica, mesh=HYBRID, in_specs=(SPECS, P(both)), out_specs=SPECS)
+    with pytest.raises(ValueError, match="Give both the same `axis_name`"):
+        jax.eval_shape(mapped, STACK, X)

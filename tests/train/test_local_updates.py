@@ -1,0 +1,263 @@
+"""local_updates: replicas train by themselves, and n of them are their simulation."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from cases import mesh_of
+from jax.sharding import Mesh
+from local_simulation import PARAMS, PARTS, local_step, loss, rows, simulated
+
+import jaxcoll as jc
+from jaxcoll._train.fragments import Schedule, fragments_of
+
+ADAM = optax.adam(1e-2)
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.fixture(autouse=True)
+def _dtypes_may_mix():
+    """Optax counts in integers and multiplies them with floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def close(got, want, tolerance=1e-5):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=tolerance)
+
+
+def trained(train, state, steps, n, begin=0):
+    losses = []
+    for t in range(begin + 1, begin + steps + 1):
+        state, value = train(state, rows(t, n))
+        losses.append(np.asarray(value))
+    return state, np.asarray(losses)
+
+
+@pytest.mark.parametrize(
+    ("every", "fragments", "delay", "mixing", "compression"),
+    [
+        (1, 3, 0, 1, None),
+        (5, 1, 2, 1, None),
+        (5, 3, 0, 0.5, None),
+        (5, 3, 2, 0.5, None),
+        (30, 1, 0, 1, "int4"),
+    ],
+)
+def test_sixty_steps_are_those_of_the_simulation(every, fragments, delay, mixing, compression):
+    parts = [[*PARAMS]] if fragments == 1 else PARTS
+    options = compression and jc.CommunicationOptions(compression=compression)
+    train = jc.local_updates(
+        local_step(ADAM), every=every, outer=NESTEROV, fragments=fragments, delay=delay,
+        mixing=mixing, mesh=mesh_of(4), options=options,
+    )  # fmt: skip
+    state, losses = trained(train, train.init(PARAMS, ADAM.init(PARAMS)), 60, 4)
+    want = simulated(ADAM, 4, 60, every, NESTEROV, parts, delay, mixing, options)
+    for got, simulation in zip((train.params(state), state.replicas[0], losses), want, strict=True):
+        close(got, simulation)
+    assert int(state.steps) == 60
+
+
+def test_an_exchange_after_every_step_of_sgd_is_data_parallel_training():
+    sgd = optax.sgd(0.1)
+
+    @jc.data_parallel(mesh=mesh_of(4))
+    def step(params, batch):
+        value, grads = jc.value_and_grad(loss, "data")(params, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    for outer in (optax.sgd(1.0), None):
+        train = jc.local_updates(local_step(sgd), every=1, outer=outer, mesh=mesh_of(4))
+        state, params = train.init(PARAMS, sgd.init(PARAMS)), PARAMS
+        for t in range(20):
+            state, losses = train(state, rows(t, 4))
+            params, value = step(params, rows(t, 4))
+            close(losses.mean(), value)
+        close(train.params(state), params)
+
+
+def test_a_local_step_sends_nothing_and_a_round_sends_each_leaf_once():
+    train = jc.local_updates(local_step(ADAM), every=6, fragments=3, delay=1, mesh=mesh_of(4))
+    state = train.init(PARAMS, ADAM.init(PARAMS))
+    report = jc.inspect(train.step, state.replicas, rows(0, 4))
+    assert (report.count, report.wire_bytes, report.uncounted) == (0, 0, ())
+    reports = [jc.inspect(train.sum, *train.fragment(state, k)) for k in range(3)]
+    whole = 4 * sum(x.size for x in PARAMS.values())
+    assert sum(r.wire_bytes for r in reports) == 2 * 3 * whole // 4
+    assert [list(r.leaves_of(0)) for r in reports] == [[f"['{a}']" for a in p] for p in PARTS]
+
+
+def test_fragments_partition_the_leaves_and_each_is_sent_once_a_round():
+    rng = np.random.default_rng(0)
+    for fragments, leaves in ((1, 1), (3, 3), (4, 50), (7, 161)):
+        sizes = tuple(int(x) for x in rng.integers(0, 1000, leaves))
+        found = fragments_of(sizes, fragments)
+        assert sorted(i for each in found for i in each) == list(range(leaves))
+        largest = max(sum(sizes[i] for i in each) for each in found)
+        assert largest <= sum(sizes) / fragments + max(sizes)
+        for every in (1, 2, 5, 30, 108):
+            sent = [Schedule(every, fragments, 0).sent(t) for t in range(1, 3 * every + 1)]
+            assert sorted(sum(sent, ())) == sorted(list(range(fragments)) * 3)
+            assert fragments - 1 in sent[every - 1], "the last ends the round"
+            assert max(map(len, sent)) <= -(-fragments // every)
+
+
+def test_a_checkpoint_in_a_round_changes_no_number(tmp_path):
+    def made(n):
+        return jc.local_updates(
+            local_step(ADAM), every=5, outer=NESTEROV, fragments=3, delay=3, mesh=mesh_of(n)
+        )
+
+    def begun(n):
+        return made(n).init(PARAMS, ADAM.init(PARAMS))
+
+    want, _ = trained(made(4), begun(4), 23, 4)
+    state, _ = trained(made(4), begun(4), 12, 4)
+    assert np.flatnonzero(state.sent).size, "nothing is on its way"
+    jc.save_checkpoint(tmp_path / "state.npz", state, step=12)
+    restored, step = jc.restore_checkpoint(tmp_path / "state.npz", begun(4))
+    assert step == restored.steps == 12
+    got, _ = trained(made(4), restored, 11, 4, begin=12)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+    applied = made(4).restart(restored)
+    assert not applied.sent.any()
+    for n in (2, 6):
+        other = made(n).restart(restored)
+        close(other.shared, applied.shared, 0)
+        for i in range(n):
+            mine, optimizer = jax.tree.map(lambda x, i=i: x[i], other.replicas)
+            close(mine, applied.shared, 0)
+            close(optimizer, jax.tree.map(lambda x, i=i: x[i % 4], restored.replicas[1]), 0)
+        with pytest.raises(ValueError, match=rf"rows for 4 replicas, and this process has {n}"):
+            made(n)(restored, rows(0, n))
+    trained(made(6), other, 1, 6, begin=12)
+
+
+def test_what_is_on_its_way_is_applied_when_the_round_becomes_shorter():
+    step, start = local_step(ADAM), ADAM.init(PARAMS)
+    before = jc.local_updates(step, every=8, delay=7, mesh=mesh_of(2))
+    after = jc.local_updates(step, every=3, delay=2, mesh=mesh_of(2))
+    state, _ = trained(before, before.init(PARAMS, start), 8, 2)
+    mean = state.sums[0].tree
+    state, _ = trained(after, state, 1, 2, begin=8)  # the round of three ends, before the delay
+    close(after.params(state), jax.tree.map(lambda y, m: y - m, PARAMS, mean))
+    assert state.sent.tolist() == [9]
+
+
+def test_replicas_lie_on_a_mesh_of_several_axes_and_another_order():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("inner", "outer"))
+    sgd = optax.sgd(0.1)
+    train = jc.local_updates(
+        local_step(sgd), every=2, mesh=mesh, axis_name=("outer", "inner"),
+        options=jc.CommunicationOptions(algorithm="native/native"),
+    )  # fmt: skip
+    state, losses = trained(train, train.init(PARAMS, sgd.init(PARAMS)), 4, 4)
+    parts = [[*PARAMS]]
+    shared, own, values = simulated(sgd, 4, 4, 2, optax.sgd(1.0), parts)
+    close(train.params(state), shared)
+    close(state.replicas[0], own)
+    close(losses, values)
+
+
+@pytest.mark.parametrize("options", [{}, {"timeout_seconds": 60}, {"checksum": True}])
+def test_calls_that_are_begun_return_in_any_order_what_calls_return(options):
+    total = jc.data_parallel(
+        lambda x: jc.all_reduce("sum", x.sum(), "data"),
+        mesh=mesh_of(2),
+        options=jc.CommunicationOptions(**options),
+    )
+    waits = [total.start(np.float32([k, 1])) for k in range(3)]
+    assert [float(wait()) for wait in (waits[2], waits[0], waits[1], waits[1])] == [3, 1, 2, 2]
+
+
+def test_a_replica_that_is_not_finite_makes_the_shared_parameters_so():
+    train = jc.local_updates(lambda w, s, x: (w + x.mean(), s, w), every=2, mesh=mesh_of(2))
+    state = train.init(np.ones(3, "f"), ())
+    state, _ = train(state, np.float32([1, np.nan]))
+    state, _ = train(state, np.float32([1, 1]))
+    assert np.isnan(train.params(state)).all()
+
+
+def descent(w, state, batch):
+    return w - 0.1 * (w - batch.mean()), state, w
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"every": 0}, "`every` must be an integer of at least 1; got 0"),
+        ({"every": 1.5}, "`every` must be an integer of at least 1; got 1.5"),
+        ({"fragments": 0}, "`fragments` must be an integer of at least 1; got 0"),
+        ({"delay": -1}, "`delay` must be an integer of at least 0; got -1"),
+        ({"delay": 30}, "`delay` must be below `every`, .* got 30 and 30"),
+        ({"mixing": 0}, "`mixing` must be above 0 and at most 1; got 0"),
+        ({"mixing": True}, "`mixing` must be above 0 and at most 1; got True"),
+        ({"outer": 0.7}, "`outer` must be None or an optax transformation.* got float"),
+        ({"axis_name": "rows"}, "`local_updates` over axis 'rows': the mesh has no such axis"),
+        ({"options": "int8"}, "CommunicationOptions"),
+        ({"step": 3}, "`local_updates` expects a function, the step of one device; got int"),
+        ({"step": jc.data_parallel(descent)}, "the step of one device; got DataParallel"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        jc.local_updates(**{"step": descent, "mesh": mesh_of(2), **arguments})
+
+
+def test_what_cannot_be_trained_is_refused_before_anything_runs():
+    train = jc.local_updates(descent, mesh=mesh_of(2))
+    state = train.init(np.ones(3, "f"), ())
+    batch = np.ones(4, "f")
+    two = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    refused = {
+        r"params\['n'\] is of int32, whose mean has another type": lambda: train.init(
+            {"n": np.arange(3), "w": np.ones(3)}, ()
+        ),
+        "params is not an array of numbers; got str": lambda: train.init("w", ()),
+        r"opt_state\[0\] is not an array of numbers; got str": lambda: train.init(
+            np.ones(3), ["s"]
+        ),
+        "`fragments` is 3, and the parameters have 2 leaves": lambda: jc.local_updates(
+            descent, fragments=3
+        ).init([np.ones(3), np.ones(2)], ()),
+        "expects the state that `init` returned; got ndarray": lambda: train(np.ones(3), batch),
+        r"batch\['x'\] has the shape \(3,\), .* shared by 2 replicas": lambda: train(
+            state, {"x": np.ones(3)}
+        ),
+        r"batch has the shape \(\)": lambda: train(state, np.float32(1)),
+        "cannot be traced as one.* `step` and `sum`": lambda: jax.jit(train)(state, batch),
+        "the state is of 1 fragments without a delay, and here are 1 and a delay of 2": lambda: (
+            jc.local_updates(descent, delay=2, mesh=mesh_of(2))(state, batch)
+        ),
+        "each device is a replica, and the mesh has the axes {'model': 2} beside": lambda: (
+            jc.local_updates(descent, mesh=two).init(np.ones(3), ())
+        ),
+        "`Elastic` expects a step made by `jc.data_parallel`; got LocalUpdates": lambda: jc.Elastic(
+            train, state
+        ),
+        r"returns \(params, opt_state, metrics\); this one returns 2 values": lambda: (
+            jc.local_updates(lambda w, s, x: (w, s), mesh=mesh_of(2))(state, batch)
+        ),
+        r"those that it was given; params was float32\[3\] and is float16\[3\]": lambda: (
+            jc.local_updates(lambda w, s, x: (w.astype("e"), s, x), mesh=mesh_of(2))(state, batch)
+        ),
+        r"given; opt_state\['n'\] was not there and is float32\[\]": lambda: jc.local_updates(
+            lambda w, s, x: (w, {"n": x[0]}, x), mesh=mesh_of(2)
+        )(state, batch),
+    }
+    for words, call in refused.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def test_a_step_that_reduces_is_refused():
+    def step(w, state, batch):
+        return w - jc.grad(lambda w, x: (w * x.mean()).sum(), "data")(w, batch), state, 0
+
+    train = jc.local_updates(step, mesh=mesh_of(2))
+    with pytest.raises(NameError, match="data") as found:
+        train(train.init(np.ones(3, "f"), ()), np.ones(4, "f"))
+    assert "is that of one device and reduces nothing" in found.value.__notes__[0]
