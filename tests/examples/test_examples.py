@@ -144,6 +144,7 @@ def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
         assert {pack.dtype.name for pack in plan.packs} == {"bfloat16"}
         assert plan.wire_bytes * 12 == 2 * parameters * 7 // 8
         assert f"{turns} times" in plan.reasons[0]
+        assert "widens to float32 on the wire" in plan.reasons[-1]
     assert value.leaves[0].path == ".value"
     there = step.over(topology_named("h100:8")).plans(*args)
     option = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}

@@ -92,6 +92,9 @@ def plan_rows(
     apart = world.platform == "gpu" if options.overlap is None else options.overlap
     unasked = options.replace(overlap=UNSET)
     parts, reasons = _parts(half, whole, leaves, unasked, world)
+    widened = [p for p in parts if p.algorithm == "native" and p.dtype.name == "bfloat16"]
+    if widened and world.platform == "cpu":
+        reasons += ("dtypes: bfloat16, which the compiler for CPUs widens to float32 on the wire",)
     if apart:
         reasons += (overlap.reason_in_loops(world.platform),)
     plan = dataclasses.replace(
