@@ -80,6 +80,7 @@ def main():
         ("data parallel f32", data_parallel(params, f32), 3),
         ("the same again", data_parallel(params, f32), 3),
         ("data parallel int4", data_parallel(params, int4), 3),
+        ("no exchange", local(params, f32, every=1 << 30), given.every),
         ("local f32", local(params, f32, **every), given.every),
         ("local int4", local(params, int4, **every), given.every),
         ("streaming f32", local(params, f32, **every, **late), 2 * given.every),

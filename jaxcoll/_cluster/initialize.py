@@ -22,7 +22,6 @@ from jaxcoll import _compat
 from jaxcoll._cluster.coordinator import LONGEST_SECONDS, Coordinator, start_coordinator
 from jaxcoll._cluster.coordinator_proxy import through_proxy
 from jaxcoll._cluster.hosts import publish_host
-from jaxcoll._cluster.launch.subprocesses import check_system
 from jaxcoll._cluster.launchers import (
     JAX_BIND,
     JAX_COORDINATOR,
@@ -125,8 +124,7 @@ def initialize(
     Raises:
       ValueError: an argument or a variable cannot be; the coordinator's host has no address; or
         processes contradict each other.
-      OSError: process 0 cannot listen at the address: the port is in use, or it is another host's;
-        or this is Windows.
+      OSError: process 0 cannot listen there (port in use, another host's), or this is Windows.
       DeadlineExceededError: processes are missing, which are named.
       PeerLostError: one that had arrived has died, or the coordinator.
       RuntimeError: JAX has devices already, or this process has entered another job.
@@ -157,7 +155,6 @@ def initialize(
     }
     if member is None or member.coordinator_address is None:
         return _by_jax(member, seconds, coordinator_bind_address, recoverable)
-    check_system()
     _check_unused()
     if keep_memory:
         _keep_memory()

@@ -16,6 +16,7 @@ from jaxcoll._compat.primitives import AS_INVARIANT as AS_INVARIANT
 from jaxcoll._compat.primitives import THROUGH as THROUGH
 from jaxcoll._compat.primitives import as_invariant as as_invariant
 from jaxcoll._compat.primitives import as_stored as as_stored
+from jaxcoll._compat.primitives import at_once as at_once
 from jaxcoll._compat.primitives import needing as needing
 from jaxcoll._compat.primitives import ordered as ordered
 from jaxcoll._compat.primitives import through_backward as through_backward

@@ -163,13 +163,22 @@ def needing(x: Any, after: Sequence[Any]) -> Any:
     return _needing_p.bind(x, *some) if some and x.size else x
 
 
+def at_once(arrays: Sequence[Any], after: Sequence[Any] = ()) -> list[Any]:
+    """`arrays`, each of which needs all of them and of `after`; see `needing`."""
+    first = next((k for k, x in enumerate(arrays) if x.size), None)
+    if first is None:
+        return list(arrays)
+    one = needing(arrays[first], [*arrays[:first], *arrays[first + 1 :], *after])
+    return [one if k == first else needing(x, [one]) for k, x in enumerate(arrays)]
+
+
 def _needed(x: jax.Array, *after: jax.Array) -> jax.Array:
+    never = jnp.zeros((), bool)
     for y in after:
-        first = (lax.real(y) if jnp.iscomplexobj(y) else y)[(0,) * y.ndim]
-        bits = lax.bitcast_convert_type(lax.convert_element_type(first, "float32"), "uint32")
-        never = lax.broadcast(_is_never(bits), x.shape)
-        x = lax.select(never, lax.full_like(x, 0), x)
-    return x
+        one = (lax.real(y) if jnp.iscomplexobj(y) else y)[(0,) * y.ndim]
+        bits = lax.bitcast_convert_type(lax.convert_element_type(one, "float32"), "uint32")
+        never |= _is_never(bits)
+    return lax.select(lax.broadcast(never, x.shape), lax.full_like(x, 0), x)
 
 
 _needing_p = Primitive("needing")

@@ -186,7 +186,7 @@ def _all_finite(plan: Plan, sums: Sequence[jax.Array]) -> jax.Array:
 def check_any_coded(value: Any, given: CommunicationOptions) -> None:
     """Refuse a wire format, asked for in this call, for leaves of which it codes none by type."""
     found = [getattr(x, "dtype", None) for x in jax.tree.leaves(value)]
-    if given.compression is not None and None not in found:
+    if None not in found:
         wire_formats.check_any_coded(given.compression, found)
 
 

@@ -131,14 +131,7 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
             "has room for: gather each layer where it is used, in the body of a `lax.scan` over "
             "these Shards or by `jc.scan_layers`; between programs `jc.unshard` makes the tree."
         )
-    # Each leaf of the tree has the type of the pack that holds it.
-    held = {
-        s.leaf: x.dtype for p, x in zip(layout.packs, shards.parts, strict=True) for s in p.segments
-    }
-    leaves = [
-        dataclasses.replace(leaf, dtype=held.get(i, leaf.dtype), wire=held.get(i, leaf.dtype))
-        for i, leaf in enumerate(layout.leaves)
-    ]
+    leaves = _held(shards)
     parts = [_compat.as_varying(x, tuple(axes)) for x in shards.parts]
     found = _gather_of(layout, leaves, axes, scope)(parts)
     inside = differentiation()
@@ -146,13 +139,6 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
         found = [_compat.as_invariant(x, tuple(axes), summed=True) for x in found]
     tree = jax.tree_util.tree_unflatten(layout.treedef, found)  # pyright: ignore[reportArgumentType]
     return scope.vouched(tree, axes)
-
-
-def _at_once(arrays: list[jax.Array], world: World) -> list[jax.Array]:
-    """Arrays, none of which can be used before all are there, where that matters; see `needing`."""
-    if not world.over_gloo:
-        return arrays
-    return [_compat.needing(x, [*arrays[:k], *arrays[k + 1 :]]) for k, x in enumerate(arrays)]
 
 
 def _held(shards: Shards) -> list[Leaf]:
@@ -185,7 +171,8 @@ def _gather_of(
                 sent = part.astype(carried_dtype(part.dtype))
                 blocks = algorithms.all_gather(sent, plan.stages(planned), tuple(axes))
                 wholes.append(whole_of(blocks.astype(part.dtype), layout, k))
-        return leaves_of(_at_once(wholes, world), layout, hidden)
+        wholes = _compat.at_once(wholes) if world.over_gloo else wholes
+        return leaves_of(wholes, layout, hidden)
 
     def scattered(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
         recipes = [_recipe(leaf, ReduceOp.SUM, axes, world) for leaf in leaves]
@@ -195,7 +182,8 @@ def _gather_of(
         ]
         back = plan_half("reduce_scatter", ReduceOp.SUM, layout, wired, *asked)
         scope.record(back)
-        own = _scattered(_at_once(cotangents, world), back, layout, recipes, axes)
+        cotangents = _compat.at_once(cotangents) if world.over_gloo else cotangents
+        own = _scattered(cotangents, back, layout, recipes, axes)
         return ([marks.parts(part, tuple(axes)) for part in own],)
 
     gather = jax.custom_vjp(gathered)

@@ -35,10 +35,12 @@ def options_of(name: str) -> CommunicationOptions:
     Examples:
       >>> options_of("halving-doubling@4MiB")
       CommunicationOptions(bytes_per_pack=4194304, algorithm='halving_doubling')
+      >>> options_of("auto+int8")
+      CommunicationOptions(compression=Int8(block=256))
     """
     algorithm, at, pack = name.partition("@")
-    algorithm, _, format = algorithm.partition("+")
-    given: dict[str, Any] = {"compression": format} if format else {}
+    algorithm, plus, format = algorithm.partition("+")
+    given: dict[str, Any] = {"compression": format} if plus else {}
     if at:
         given["bytes_per_pack"] = _EVERYTHING if pack == "all" else bytes_of(pack)
     if algorithm == "reproducible":

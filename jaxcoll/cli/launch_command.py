@@ -14,8 +14,9 @@ from pathlib import Path
 from jaxcoll._cluster.coordinator import Coordinator
 from jaxcoll._cluster.launch.local import coordinated, device_variables, world_variables
 from jaxcoll._cluster.launch.output import Output
-from jaxcoll._cluster.launch.subprocesses import check_system, signal_name
+from jaxcoll._cluster.launch.subprocesses import signal_name
 from jaxcoll._cluster.launch.supervisor import Job, Outcome, Owner
+from jaxcoll._cluster.launchers import check_system
 
 EPILOG = """\
 The program calls `jc.initialize()` first. Each process is on 127.0.0.1 and nothing of it can be

@@ -13,6 +13,7 @@ import gpt
 import jax
 import numpy as np
 import pytest
+import reading_ahead
 import sharded
 import stacks
 import transformer
@@ -124,6 +125,17 @@ def test_a_stack_and_its_plain_twin_have_the_same_arguments(name):
     assert args == same
 
 
+def test_local_updates_are_measured_in_one_process_too():
+    flags = "--compute 0.001 --every 4 --fragments 2 --size 2000 --only int4".split()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "local_updates", *flags],
+        cwd=EXAMPLES, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    assert rows == ["data parallel int4", "local int4", "streaming int4"]
+
+
 def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
     step, args = sharded.ahead()
     gather, scatter, value = step.plans(*args)
@@ -141,3 +153,8 @@ def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
     whole, texts = sharded.in_place()[1]
     assert sum(x.size for x in jax.tree.leaves(whole)) == parameters
     assert texts == args[1]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_reading_ahead_is_timed_step_by_step(prefetch):
+    assert len(reading_ahead.seconds(reading_ahead.Slow.rows[:200], prefetch)) == 2

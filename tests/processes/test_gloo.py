@@ -100,8 +100,12 @@ def test_local_updates_are_their_simulation_with_sums_on_their_way(pair):
         assert found["difference"] <= 1e-5
         assert found["sent"] == [0, 0, 60], "the processes end with a sum on its way"
         assert found["totals"] == [6.0] * 6
-        assert "hold different values in 1 of 5 leaves" in found["error"]
-        assert "args[1]['w'] first: processes 0 | 1. Nothing was run." in found["error"]
+        errors = found["errors"]
+        assert "hold different values in 1 of 5 leaves" in errors["differ"]
+        assert "args[1]['w'] first: processes 0 | 1. Nothing was run." in errors["differ"]
+        assert "that are split by rows over the mesh; got float32(4, 4)" in errors["batch"]
+        assert "the same on every device of the mesh; got float32(2, 2)" in errors["params"]
+        assert "no device of the mesh belongs to this process, number" in errors["absent"]
 
 
 def test_every_algorithm_over_three_processes_of_two_devices():

@@ -138,6 +138,36 @@ def test_the_first_failure_is_raised_with_its_rank_and_all_end(fn, settings, ran
     assert time.monotonic() < began + SECONDS
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the kernel's own
+def test_a_function_of_a_notebooks_cell(tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient").NotebookClient
+    cells = [
+        "import jax, jaxcoll as jc\nfactor = 3",
+        "def run():\n    print('from', jax.process_index())\n    return factor * jax.process_index()\n"
+        "jc.launch(run, 2, timeout=100)",
+        "def bad():\n    if jax.process_index() == 1:\n        raise ValueError('no such row')\n"
+        "jc.launch(bad, 2, timeout=100)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    path = {"metadata": {"path": tmp_path}}
+    client(
+        notebook, timeout=240, kernel_name="python3", resources=path, allow_errors=True
+    ).execute()
+    outputs = [out for cell in notebook.cells for out in cell.outputs]
+    printed = "".join(out.text for out in outputs if out.get("name") == "stdout")
+    assert {"[0] from 0", "[1] from 1"} <= set(printed.splitlines())
+    (result,) = (out.data["text/plain"] for out in outputs if out.output_type == "execute_result")
+    assert result == "[0, 3]"
+    (error,) = (out for out in outputs if out.output_type == "error")
+    assert (error.ename, error.evalue.splitlines()[0]) == (
+        "LaunchError",
+        "rank 1 of 2 raised ValueError: no such row",
+    )
+    assert "line 3, in bad\n    raise ValueError('no such row')" in error.evalue
+
+
 def test_an_interrupt_ends_all(tmp_path):
     here = str(tmp_path)
 

@@ -389,17 +389,31 @@ def local():
         (shared, mine, values[:, rank].tolist()),
     )
     other, differ = jc.local_updates(local_step(adam), every=1), PARAMS | {"w": np.float32(rank)}
-    try:
-        other(other.init(differ, adam.init(differ)), np.ones((4, 4), "f"))
-        error = ""
-    except jc.ReplicaDivergenceError as found:
-        error = str(found)
+    spec = jax.sharding.PartitionSpec
+    over = {
+        k: jax.NamedSharding(train.mesh, s) for k, s in (("same", spec()), ("rows", spec("data")))
+    }
+    put = jax.make_array_from_process_local_data
+    away = [d for d in jax.devices() if d.process_index != rank]
+    absent = jc.local_updates(local_step(adam), mesh=jax.sharding.Mesh(away, ("data",)))
+    calls = {
+        "differ": lambda: other(other.init(differ, adam.init(differ)), rows(0, 1)),
+        "batch": lambda: train(first, put(over["same"], rows(0, 1))),
+        "params": lambda: other.init({"w": put(over["rows"], np.ones((1, 2), "f"))}, ()),
+        "absent": lambda: absent.init(PARAMS, ()),
+    }
+    errors = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (ValueError, jc.ReplicaDivergenceError) as found:
+            errors[name] = str(found)
     return {
+        "errors": errors,
         "difference": max(jax.tree.leaves(differences)),
         "bits": _hash(np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.shared)])),
         "sent": state.sent.tolist(),
         "totals": totals,
-        "error": error,
     }
 
 

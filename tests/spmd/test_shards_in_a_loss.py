@@ -276,3 +276,19 @@ def test_what_cannot_be_gathered_or_differentiated_so_is_refused():
         ValueError, match=r"args\[1\] holds `Shards` and is taken for the batch, whose"
     ):
         jc.data_parallel(lambda x, s: x.sum(), batch_argnums=(0, 1))(X, shards)
+
+
+def test_what_needs_another_value_keeps_its_bits_and_no_compiler_sees_that_it_does_not():
+    x = jnp.array([[1.0, -0.0], [jnp.nan, jnp.inf]])
+    others = [jnp.full((3,), jnp.nan), jnp.array([7]), jnp.array(1j), jnp.zeros((0, 2))]
+    f = jax.jit(lambda x, others: _compat.needing(x, others))
+    for given in (x, x.astype(jnp.bfloat16), jnp.arange(3)):
+        assert np.asarray(f(given, others)).tobytes() == np.asarray(given).tobytes()
+    for other in others[:3]:
+        compiled = f.lower(x, [other]).compile()
+        assert "select" in compiled.as_text(), "XLA computes the choice"
+    np.testing.assert_array_equal(jax.grad(lambda x: f(3 * x, [x]).sum())(x), np.full((2, 2), 3))
+    np.testing.assert_array_equal(jax.vmap(lambda x: f(x, [x]))(x), x)
+    together = jax.jit(lambda *xs: _compat.at_once(xs, [x]))
+    for got, want in zip(together(jnp.zeros(0), *others), [jnp.zeros(0), *others], strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -162,6 +162,17 @@ def test_replicas_lie_on_a_mesh_of_several_axes_and_another_order():
     close(losses, values)
 
 
+@pytest.mark.parametrize("options", [{}, {"timeout_seconds": 60}, {"checksum": True}])
+def test_calls_that_are_begun_return_in_any_order_what_calls_return(options):
+    total = jc.data_parallel(
+        lambda x: jc.all_reduce("sum", x.sum(), "data"),
+        mesh=mesh_of(2),
+        options=jc.CommunicationOptions(**options),
+    )
+    waits = [total.start(np.float32([k, 1])) for k in range(3)]
+    assert [float(wait()) for wait in (waits[2], waits[0], waits[1], waits[1])] == [3, 1, 2, 2]
+
+
 def test_a_replica_that_is_not_finite_makes_the_shared_parameters_so():
     train = jc.local_updates(lambda w, s, x: (w + x.mean(), s, w), every=2, mesh=mesh_of(2))
     state = train.init(np.ones(3, "f"), ())

@@ -19,8 +19,9 @@ import numpy as np
 
 from jaxcoll._cluster.initialize import initialize
 from jaxcoll._cluster.launch.local import coordinated, device_variables, world_variables
-from jaxcoll._cluster.launch.subprocesses import check_system, signal_name
+from jaxcoll._cluster.launch.subprocesses import signal_name
 from jaxcoll._cluster.launch.supervisor import Job, Outcome, Owner
+from jaxcoll._cluster.launchers import check_system
 from jaxcoll._compat import configured
 from jaxcoll._errors import LaunchError
 

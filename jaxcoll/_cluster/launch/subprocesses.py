@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxcoll._cluster.launchers import OF_A_LAUNCH
+from jaxcoll._cluster.launchers import OF_A_LAUNCH, check_system
 
 # Reads process groups, one per line, until the writer is gone.
 _WATCH = 'while read -r group; do set -- "$@" "-$group"; done; kill -s KILL -- "$@" 2>/dev/null'
@@ -30,20 +29,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def check_system() -> None:
-    """Refuse to start processes on Windows.
-
-    Raises:
-      OSError: this is Windows.
-    """
-    if platform.system() == "Windows":
-        raise OSError(
-            "several processes need Linux or macOS: JAX has no collectives between CPU processes "
-            "on Windows. One process with simulated devices works there "
-            "(`jax.config.update('jax_num_cpu_devices', 8)`), and WSL 2 is Linux."
-        )
 
 
 class Running:

@@ -138,7 +138,7 @@ class Gloo:
             n = curve.replicas
             # A process that waits for a core holds up all others, so that few steps take longest.
             turns = max(1.0, key.per_island / cores) / max(1.0, n / self.cores)
-            for islands in {n, key.hosts}:
+            for islands in sorted({n, key.hosts}):
                 if islands <= n:
                     sharing = key.per_island if n > islands else 1
                     wire = 2 * (n - 1) / n * far.per_byte / sharing

@@ -64,7 +64,7 @@ _EXCHANGES = {
 """By whether there are levels, and whether the compiler's own sum is the last: the largest pack and
 the part of the compiler's own time."""
 
-FREE = 16 * MiB
+FREE = 4 * MiB
 """Bytes of packs that no program misses."""
 
 

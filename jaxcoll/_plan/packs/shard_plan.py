@@ -14,6 +14,7 @@ from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack, Segment
 from jaxcoll._plan.packs.shard_layout import LANES, ShardLayout
 from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.wire_formats import named
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 
@@ -127,7 +128,7 @@ def _parts(
             f"`{half}` has no checksum, which is of a sum that every replica ends with: leave "
             "`checksum` unset here, or use `all_reduce`."
         )
-    if options.compression is not None:
+    if named(options.compression) is not None:
         raise ValueError(
             f"`{half}` travels exactly, and `compression` {str(options.compression)!r} is for "
             "`all_reduce`: leave `compression` unset here."

@@ -271,8 +271,9 @@ def _together(
         (_, order) = program.result(places(program.program))
     common = local._replace(grads=shared(local.grads, own))
     if any(own) and scope.world(dict(axes)).over_gloo:
-        scattered = [x for x, mine in zip(jax.tree.leaves(local.grads), own, strict=True) if mine]
-        common = jax.tree.map(lambda x: _compat.needing(x, scattered), common)
+        parts = [x for x, mine in zip(jax.tree.leaves(local.grads), own, strict=True) if mine]
+        leaves, treedef = jax.tree.flatten(common)
+        common = treedef.unflatten(_compat.at_once(leaves, parts))
     reduced = all_reduce(
         op,
         common,
