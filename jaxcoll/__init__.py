@@ -83,6 +83,7 @@ from jaxcoll._train.local_state import LocalState as LocalState
 from jaxcoll._train.local_updates import LocalUpdates as LocalUpdates
 from jaxcoll._train.local_updates import local_updates as local_updates
 from jaxcoll._train.optax_link import all_reduce_updates as all_reduce_updates
+from jaxcoll._train.residual import residual as residual
 from jaxcoll._train.shard import shard as shard
 from jaxcoll._train.shard import unshard as unshard
 from jaxcoll._train.sharded_optimizer import ShardedOptimizer as ShardedOptimizer

@@ -1,16 +1,20 @@
 """Local updates as one process computes them, by vmap; and a small training to compare with."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-PARTS = [["b"], ["c"], ["a"]]
+import jaxcoll as jc
+
+PARTS = [["b"], ["a"], ["c"]]
 """The fragments of PARAMS when there are three, the largest leaf first."""
 
 _RANDOM = np.random.default_rng(0)
 PARAMS = {
-    "a": _RANDOM.standard_normal((4, 2)).astype("f") / 2,
-    "b": _RANDOM.standard_normal((4, 4)).astype("f") / 2,
+    "a": _RANDOM.standard_normal((32, 2)).astype("f") / 2,
+    "b": _RANDOM.standard_normal((4, 32)).astype("f") / 2,
     "c": _RANDOM.standard_normal((12,)).astype("f") / 2,
 }
 
@@ -34,7 +38,7 @@ def local_step(tx):
     return step
 
 
-def simulated(tx, n, steps, every, outer, parts, delay=0, mixing=1.0):
+def simulated(tx, n, steps, every, outer, parts, delay=0, mixing=1.0, options=None):
     """Shared parameters, every replica's parameters and losses after `steps`, by one process."""
     step = jax.jit(jax.vmap(local_step(tx)))
     own = jax.tree.map(lambda x: jnp.stack([x] * n), PARAMS)
@@ -46,7 +50,8 @@ def simulated(tx, n, steps, every, outer, parts, delay=0, mixing=1.0):
         losses.append(value)
         for k, names in enumerate(parts):
             if t % every == (k + 1) * every // len(parts) % every:
-                on_its_way[t, k] = {a: jnp.mean(shared[a][None] - own[a], 0) for a in names}
+                differences = {a: shared[a][None] - own[a] for a in names}
+                on_its_way[t, k] = _mean(differences, options)
             if (mean := on_its_way.pop((t - delay, k), None)) is not None:
                 old = {a: shared[a] for a in names}
                 updates, of[k] = outer.update(mean, of[k], old)
@@ -54,3 +59,10 @@ def simulated(tx, n, steps, every, outer, parts, delay=0, mixing=1.0):
                     shared[a] = shared[a] + updates[a]
                     own[a] = (1 - mixing) * own[a] + mixing * shared[a][None]
     return shared, own, np.asarray(losses)
+
+
+def _mean(rows, options):
+    if options is None:
+        return jax.tree.map(lambda x: jnp.mean(x, 0), rows)
+    reduce = functools.partial(jc.all_reduce, "mean", axis_name="data", options=options)
+    return jax.tree.map(lambda x: x[0], jax.vmap(reduce, axis_name="data")(rows))

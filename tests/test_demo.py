@@ -159,6 +159,7 @@ def test_no_image_is_trained_on_and_tested():
         ("--devices 0", "--devices must be at least 1; got 0"),
         ("--processes 0", "--processes must be at least 1; got 0"),
         ("--processes 2 --platform gpu", "--processes starts CPU processes; leave --platform out"),
+        ("--processes 20 --devices 90", "--processes 20 --devices 90: there are 1437 images"),
         ("--devices 5000", "--devices 5000: there are 1437 images to train on"),
         ("--steps 0", "--steps must be at least 1; got 0"),
         ("--seed -1", "--seed must be at least 0; got -1"),

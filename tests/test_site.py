@@ -85,7 +85,7 @@ def test_every_link_of_every_page_leads_somewhere(site):
 
 def test_every_page_of_the_navigation_has_its_title_and_can_be_searched(site):
     folder, pages = site
-    config = yaml.unsafe_load((ROOT / "mkdocs.yml").read_text("utf8").replace("!ENV", ""))
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf8").replace("!ENV", ""))
     groups = [entry for entry in config["nav"] if isinstance(next(iter(entry.values())), list)]
     named = ["Start", "Train", "Look", "Clusters", "Reference", "Inside"]
     assert [next(iter(group)) for group in groups] == named

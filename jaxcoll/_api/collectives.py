@@ -11,8 +11,10 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import broadcast as _broadcast
 from jaxcoll._spmd import gather, reduce
 from jaxcoll._spmd import reduce_scatter as _halves
+from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.scope import differentiation
 from jaxcoll._spmd.shards import Shards, axes_of_shards, check_no_shards, is_shards, shards_in
+from jaxcoll._spmd.wire_formats.residual import closed, opened
 
 
 def all_reduce(
@@ -22,6 +24,7 @@ def all_reduce(
     *,
     options: CommunicationOptions | None = None,
     invariant: reduce.Invariant = "error",
+    residual: Shards | None = None,
 ) -> Any:
     """Reduce every leaf of a pytree over the replicas along one or several mapped axes.
 
@@ -47,9 +50,12 @@ def all_reduce(
         replica. "error": refuse it. "summed": it is the sum over replicas already (as autodiff
         makes of a replicated parameter's gradient); SUM leaves it, MEAN divides. "replicated":
         every replica holds this value; SUM multiplies it, MEAN leaves it.
+      residual: of `jc.residual(value)`, or of the last call: what a wire format has rounded away,
+        and is added to this replica's values before they are sent.
 
     Returns:
-      A pytree like `value`, *invariant* over the axes, so that `out_specs=P()` type-checks.
+      A pytree like `value`, *invariant* over the axes, so that `out_specs=P()` type-checks. With
+      `residual`, a pair of it and of the next residual, *varying*.
       Cost: 2(n-1)/n of the bytes leave each device, one collective a pack before the
       compiler combines them; see `jc.plan` for steps and bytes.
 
@@ -72,7 +78,13 @@ def all_reduce(
     check_no_shards(value, axis_name, "all_reduce")
     if invariant != "replicated":
         value = reduce.reduced_once(value, axis_name, scope=scope)
-    return reduce.all_reduce(op, value, axis_name, scope=scope, invariant=invariant)
+    if residual is None:
+        return reduce.all_reduce(op, value, axis_name, scope=scope, invariant=invariant)
+    owed = opened(residual, value, bound_axes(axis_name, "all_reduce"), "all_reduce")
+    result, left = reduce.all_reduce(
+        op, value, axis_name, scope=scope, invariant=invariant, residual=owed
+    )
+    return result, closed(residual, left)
 
 
 def all_gather(

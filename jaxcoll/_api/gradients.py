@@ -19,6 +19,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     scatter: bool = False,
+    feedback: bool = False,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of the loss over all replicas, from the loss of each one's share.
@@ -43,6 +44,9 @@ def value_and_grad(
       has_aux: whether `fun` returns `(loss, aux)`.
       scatter: leave each replica an n-th of the gradients only, as `Shards`, for the `update` of a
         `sharded_optimizer`.
+      feedback: send with the next gradients what a wire format (`options.compression`) rounds away
+        of these: the function takes one more keyword argument, `residual`, at first
+        `jc.residual(params)`, and returns the next one as its last result.
       options: as in `all_reduce`.
 
     Returns:
@@ -69,7 +73,9 @@ def value_and_grad(
       >>> value.tolist(), grad.tolist()
       ([5.0, 5.0], [2.5, 2.5])
     """
-    return _gradient(fun, axis_name, reduce_op, argnums, has_aux, scatter, options, with_value=True)
+    return _gradient(
+        fun, axis_name, reduce_op, argnums, has_aux, scatter, feedback, options, with_value=True
+    )
 
 
 def grad(
@@ -80,6 +86,7 @@ def grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     scatter: bool = False,
+    feedback: bool = False,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
     """`value_and_grad` without the value, which is then not reduced either.
@@ -91,6 +98,7 @@ def grad(
       argnums: positions of the arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
       scatter: as in `value_and_grad`.
+      feedback: as in `value_and_grad`.
       options: as in `all_reduce`.
 
     Returns:
@@ -98,7 +106,7 @@ def grad(
       are *invariant* over the axes, but for leaves that are a replica's own, `aux` *varying*.
     """
     return _gradient(
-        fun, axis_name, reduce_op, argnums, has_aux, scatter, options, with_value=False
+        fun, axis_name, reduce_op, argnums, has_aux, scatter, feedback, options, with_value=False
     )
 
 
@@ -175,6 +183,7 @@ def accumulate(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     scatter: bool = False,
+    feedback: bool = False,
     options: CommunicationOptions | None = None,
 ) -> Callable[..., Any]:
     """`value_and_grad` of a batch that is taken in pieces: one reduction a step, not one a piece.
@@ -195,6 +204,7 @@ def accumulate(
       argnums: positions of the arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
       scatter: as in `value_and_grad`.
+      feedback: as in `value_and_grad`.
       options: as in `all_reduce`.
 
     Returns:
@@ -242,6 +252,7 @@ def accumulate(
         argnums=argnums,
         has_aux=has_aux,
         scatter=scatter,
+        feedback=feedback,
         with_value=True,
         scope=scope_here,
         options=checked(options),
@@ -256,6 +267,7 @@ def _gradient(
     argnums: int | Sequence[int],
     has_aux: bool,
     scatter: bool,
+    feedback: bool,
     options: CommunicationOptions | None,
     *,
     with_value: bool,
@@ -267,6 +279,7 @@ def _gradient(
         argnums=argnums,
         has_aux=has_aux,
         scatter=scatter,
+        feedback=feedback,
         with_value=with_value,
         scope=scope_here,
         options=checked(options),

@@ -75,6 +75,7 @@ def scan_layers(
         is invalid.
       AlreadyReducedError: a leaf that would be gathered is the same on every replica.
       TypeError: the layer returns another carry than it was given.
+      NotImplementedError: a derivative of the gradient is asked for.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -82,7 +83,7 @@ def scan_layers(
       ...     return scan_layers(lambda x, w: w @ x, x, rows, "data", sharded=True)[0]
       >>> rows = jnp.arange(2 * 3 * 1 * 2.0).reshape(2, 3, 1, 2)  # two replicas, three layers
       >>> jax.vmap(replica, axis_name="data")(rows, jnp.ones((2, 2)))[0].tolist()
-      [273.0, 621.0]
+      [789.0, 1785.0]
     """
     asked = Asked(ReduceOp.of(reduce_op), gather_dtype, ahead, remat, unroll)
     return scan.scan_layers(

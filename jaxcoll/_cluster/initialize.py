@@ -124,7 +124,7 @@ def initialize(
     Raises:
       ValueError: an argument or a variable cannot be; the coordinator's host has no address; or
         processes contradict each other.
-      OSError: process 0 cannot listen at the address: the port is in use, or it is another host's.
+      OSError: process 0 cannot listen there (port in use, another host's), or this is Windows.
       DeadlineExceededError: processes are missing, which are named.
       PeerLostError: one that had arrived has died, or the coordinator.
       RuntimeError: JAX has devices already, or this process has entered another job.
@@ -308,15 +308,12 @@ def _check_unused() -> None:
 
 def _keep_memory() -> None:
     """Have malloc keep what is freed, if the processes will meet over Gloo."""
-    platforms = _compat.configured("platforms")
-    if platforms:
-        on_cpus = platforms.split(",")[0] == "cpu"
-    else:  # JAX takes CPUs where no plugin for accelerators is installed
-        plugins = importlib.metadata.entry_points(group="jax_plugins")
-        packages = ("jax_plugins", "libtpu")
-        on_cpus = not plugins and not any(map(importlib.util.find_spec, packages))
+    # Without being asked, JAX takes CPUs where no plugin for accelerators is installed.
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    others = plugins or any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+    first = (_compat.configured("platforms") or ("" if others else "cpu")).split(",")[0]
     over_gloo = _compat.configured("cpu_collectives_implementation") == "gloo"
-    if on_cpus and over_gloo and keep_freed_memory():
+    if first == "cpu" and over_gloo and keep_freed_memory():
         _LOG.debug("malloc keeps what this process frees: it never shrinks; see `keep_memory`")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -59,6 +60,8 @@ class Member:
                 "`initialize` expects `process_id` to be one of 0 … num_processes − 1, as ints; "
                 f"{self.source} gave process {self.process_id!r} of {self.num_processes!r}."
             )
+        if self.num_processes > 1:
+            check_system()
         if self.coordinator_address is None:
             return
         try:
@@ -70,6 +73,20 @@ class Member:
                 "`initialize` needs a port that all processes know: 0, as in "
                 f"{self.coordinator_address!r} from {self.source}, stands for any that is free."
             )
+
+
+def check_system() -> None:
+    """Refuse to start processes on Windows.
+
+    Raises:
+      OSError: this is Windows.
+    """
+    if platform.system() == "Windows":
+        raise OSError(
+            "several processes need Linux or macOS: JAX has no collectives between CPU processes "
+            "on Windows. One process with simulated devices works there "
+            "(`jax.config.update('jax_num_cpu_devices', 8)`), and WSL 2 is Linux."
+        )
 
 
 def host_and_port(address: Any) -> tuple[str, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
+
+_is_deleted = operator.methodcaller("is_deleted")
 
 
 def place(tree: Any, sharding: NamedSharding) -> Any:
@@ -34,10 +38,46 @@ def place(tree: Any, sharding: NamedSharding) -> Any:
 
 def is_in_place(tree: Any, sharding: NamedSharding) -> bool:
     """Whether nothing of `tree` is to be moved; the usual case, which every call waits for."""
-    return all(
-        isinstance(x, jax.Array) and x.sharding == sharding and not x.is_deleted()
-        for x in jax.tree.leaves(tree)
+    leaves = jax.tree.leaves(tree)
+    return (
+        all(isinstance(x, jax.Array) for x in {type(x): x for x in leaves}.values())
+        and [x.sharding for x in leaves].count(sharding) == len(leaves)
+        and not any(map(_is_deleted, leaves))
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class InPlace:
+    """The arguments of a call whose arrays were all in place, as the next call's are compared.
+
+    Law: what depends on the structure of arguments, on the types of their arrays and on where these
+    lie holds for another call, too, if `is_like` it.
+    """
+
+    tree: Any
+    kinds: set[type]
+    avals: list[Any]
+    shardings: list[Any]
+
+    @classmethod
+    def of(cls, leaves: list[Any], tree: Any) -> InPlace | None:
+        """Of arguments, flattened; None: not all of them are arrays."""
+        kinds = {type(x): x for x in leaves}
+        if any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in kinds.values()):
+            return None
+        return cls(tree, {*kinds}, [x.aval for x in leaves], [x.sharding for x in leaves])
+
+    def is_like(self, leaves: list[Any], tree: Any) -> bool:
+        """Whether another call's arguments are of the same types, in the same places, and live."""
+        return (
+            tree == self.tree
+            and set(map(type, leaves)) == self.kinds
+            # A loop passes what the last call returned, whose types are the same objects: lists of
+            # them are compared by identity first.
+            and [x.aval for x in leaves] == self.avals
+            and [x.sharding for x in leaves] == self.shardings
+            and not any(map(_is_deleted, leaves))
+        )
 
 
 def is_array(value: Any) -> bool:

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._mesh.placement import place
-from jaxcoll._plan.packs.shard_layout import LANES, ShardLayout, padded
+from jaxcoll._plan.packs.shard_layout import LANES, ShardLayout, SummedLayout, padded
 from jaxcoll._spmd.shards import Shards, is_shards
 
 
@@ -91,8 +91,12 @@ def cut(
     parts = []
     for pack in layout.packs:
         pieces = [np.asarray(leaves[s.leaf]).reshape(*stack, -1) for s in pack.segments]
-        whole = np.zeros((*stack, padded(pack.size, layout.replicas)), pieces[0].dtype)
+        summed = isinstance(layout, SummedLayout)
+        replicas = 1 if summed else layout.replicas
+        whole = np.zeros((*stack, padded(pack.size, replicas)), pieces[0].dtype)
         np.concatenate(pieces, axis=-1, out=whole[..., : pack.size])
+        if summed:  # each replica has an equal summand
+            whole = np.tile(whole / np.float32(layout.replicas), layout.replicas)
         rows = whole.reshape(*stack, -1, LANES)
         if mesh is not None:
             sharding = NamedSharding(mesh, spec_of(axes, stack))
@@ -156,6 +160,8 @@ def joined(shards: Shards) -> Any:
     found = [np.zeros((*stack, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
     for pack, part in zip(layout.packs, shards.parts, strict=True):
         flat, start = read(part).reshape(*stack, -1), 0
+        if isinstance(layout, SummedLayout):
+            flat = flat.reshape(layout.replicas, -1).sum(0, dtype=np.float64).astype(flat.dtype)
         for s in pack.segments:
             # A copy, so that no leaf keeps a whole pack alive.
             piece = flat[..., start : start + s.size].copy()

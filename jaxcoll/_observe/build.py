@@ -74,7 +74,7 @@ def _packed(plans: Sequence[Plan]) -> list[PackedLeaves]:
         for k, pack in enumerate(plan.packs):
             name = f"{plan.name}/pack{k}"
             paths = tuple(dict.fromkeys(plan.leaves[s.leaf].path for s in pack.segments))
-            found[name] = PackedLeaves(name, pack.dtype.name, pack.nbytes, paths)
+            found[name] = PackedLeaves(name, pack.shown_type, pack.nbytes, paths)
         for k, leaf in enumerate(plan.leaves):
             if leaf.gathers:
                 name = f"{plan.name}/rows{k}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxcoll._files import replacing
-from jaxcoll._observe import compiler_changes, report_json, report_text
+from jaxcoll._observe import compiler_changes, report_json, report_text, timeline_trace
 from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._observe.report_data import ReportData
 
@@ -116,6 +116,19 @@ class Report(ReportData):
         """
         draw = _picture("timeline_picture", "timeline")
         return _saved(draw({name or self.name: self, **(beside or {})}), path)
+
+    def chrome_trace(self, path: str | Path) -> None:
+        """Write the timeline as a Chrome trace, which https://ui.perfetto.dev opens.
+
+        Args:
+          path: a JSON file to write.
+
+        Raises:
+          ValueError: as in `timeline`.
+        """
+        text = json.dumps(timeline_trace.trace(self))
+        with replacing(Path(path)) as partial:
+            partial.write_text(text, "utf8")
 
     def __str__(self) -> str:
         return report_text.text(self)

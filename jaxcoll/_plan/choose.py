@@ -13,6 +13,7 @@ from jaxcoll._plan.algorithms import (
 )
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions
 from jaxcoll._plan.packs.packing import BytesPerPack, PackingRule
+from jaxcoll._plan.wire_formats import named
 from jaxcoll._plan.world import World
 
 
@@ -62,7 +63,7 @@ def choose(
     else:
         why_packing = ""
     asked = options.algorithm or _implied(options, world)
-    if options.compression is not None:
+    if named(options.compression) is not None:
         _check_carries_codes(asked, options)
     algorithm, why_algorithm = _carried(asked, options, world)
     check_fits(algorithm, options.shards, world)
@@ -93,8 +94,8 @@ def _check_carries_codes(asked: str, options: CommunicationOptions) -> None:
       ValueError: it names the option beside `compression`.
     """
     format, outermost = str(options.compression), asked.split("/")[-1]
-    named = options.algorithm or options.implementation is CommunicationImplementation.RING
-    if named and outermost not in ("native", "shuffle"):
+    asked_for = options.algorithm or options.implementation is CommunicationImplementation.RING
+    if asked_for and outermost not in ("native", "shuffle"):
         raise ValueError(
             f"`compression` {format!r} does not go with {asked!r}: {DESCRIPTIONS[outermost]} adds "
             "numbers on the way, and each of its steps would round once more. Leave `algorithm` "

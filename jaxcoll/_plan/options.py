@@ -195,9 +195,10 @@ class CommunicationOptions:
         codes, these are added in float32, and the sum is coded once more: two roundings for any
         number of replicas. Coded are floats of 16 and 32 bits in leaves that fill a block (64 of
         bf16); other leaves travel exactly. Of "inner/outer" only the outer part is coded. Refused
-        with `checksum`, `shards`, and an outermost ring or halving_doubling. None: exact sums;
-        bfloat16 leaves travel as 16 bits over Gloo, too, which XLA would widen. See
-        docs/less-on-the-wire.md.
+        with `checksum`, `shards`, and an outermost ring or halving_doubling. "auto": bf16 for
+        float32 over Gloo, where that is predicted to be faster, and exact sums elsewhere and beside
+        these options. None: exact sums; bfloat16 leaves still travel as 16 bits over Gloo, where
+        XLA would widen them. See docs/less-on-the-wire.md.
 
     Raises:
       ValueError: an argument has an impossible value, which the message names with it; or
@@ -248,7 +249,10 @@ class CommunicationOptions:
             raise ValueError(
                 f"`replace` got {', '.join(unknown)}; the options are {', '.join(_DEFAULTS)}."
             )
-        return CommunicationOptions(**{**dict(self._given), **changes})
+        given = dict(self._given)
+        if all(given.get(name, UNSET) is value for name, value in changes.items()):
+            return self
+        return CommunicationOptions(**{**given, **changes})
 
     __replace__ = replace  # `copy.replace` of Python 3.13; a dataclass's own would set all options
 
@@ -258,7 +262,7 @@ class CommunicationOptions:
         `implementation` and `algorithm` answer one question: an override that gives either
         takes the place of both.
         """
-        if override is None:
+        if override is None or not override._given:
             return self
         given = dict(override._given)
         replaced = _CARRIER if any(name in given for name in _CARRIER) else ()
@@ -294,6 +298,9 @@ class CommunicationOptions:
 del CommunicationOptions.__dataclass_fields__
 
 
+_NOTHING_GIVEN = CommunicationOptions()
+
+
 def checked(options: Any, exactly: str = "") -> CommunicationOptions:
     """`options`; for None, options of which none is given.
 
@@ -305,9 +312,9 @@ def checked(options: Any, exactly: str = "") -> CommunicationOptions:
       ValueError: `options` is something else, or asks for a wire format where there is none.
     """
     if options is None:
-        return CommunicationOptions()
+        return _NOTHING_GIVEN
     if isinstance(options, CommunicationOptions):
-        if exactly and options.compression is not None:
+        if exactly and wire_formats.named(options.compression) is not None:
             raise ValueError(
                 f"`{exactly}` sends every value exactly, and `compression` "
                 f"{str(options.compression)!r} is for sums: leave `compression` unset here."

@@ -56,8 +56,8 @@ class Plan:
       reasons: one sentence for each decision, what was asked and not done included.
       reproducible: whether every element has the same bits in every other plan that is.
       overlap: whether packs travel one after another, in their order, and are not to be combined.
-      in_backward: whether it stands where gradients appear (`sync_in_backward`), perhaps in a loop,
-        so that the backward pass orders its packs and nothing else does.
+      in_backward: whether it stands where gradients appear (`sync_in_backward`, `scan_layers`),
+        perhaps in a loop, so that the program orders its packs and nothing else does.
       collective: "all_reduce", or one of its halves: "reduce_scatter" or "all_gather", whose packs
         are padded to as many rows of `lanes` elements on each replica.
       checksum: whether what comes back is compared with a checksum of what was put in.
@@ -189,6 +189,8 @@ class Plan:
         """
         platform = platform or self.world.platform
         kind = self.collective.replace("_", "-")
+        if self.in_backward and self.collective != "all_reduce":
+            return overlap.in_loops(platform) if self.overlap else {}
         chained = platform == "gpu" and kind == "all-reduce" and not self.in_backward
         return overlap.compiler_options(platform, kind) if self.overlap and not chained else {}
 

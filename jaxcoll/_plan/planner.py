@@ -27,6 +27,7 @@ from jaxcoll._plan.packs.automatic import (
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import Pack, PackingRule, cut
 from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.wire_formats import named
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 
@@ -81,6 +82,12 @@ def make_plan(
     rules = (choice.packing,) if choice.packing else rules_for(world, leaves)
     found = list(priced(leaves, rules, names, prices))
     rule, packs, cost = fastest(found, leaves)
+    if options.compression == "auto":
+        exact = [x if x.wire != x.dtype else dataclasses.replace(x, format="") for x in leaves]
+        others = list(priced(exact, rules, names, prices))
+        if fastest(others, exact).cost.seconds <= cost.seconds:
+            leaves, found = exact, others
+            rule, packs, cost = fastest(found, leaves)
     # After pricing: the number of parts was asked for, and is not searched.
     packs = cut(packs, choice.parts)
     if options.reproducible:
@@ -92,13 +99,12 @@ def make_plan(
     if not choice.packing:
         reasons.insert(0, _why(rule, cost, found, terms, world))
     exact = [pack for pack in packs if not pack.solid and not pack.format]
-    others = {pack.algorithm for pack in exact} - {choice.algorithm}
-    if any("/" in name for name in others):
+    if any("/" in pack.algorithm for pack in packs if pack.algorithm != choice.algorithm):
         reasons.append(
             f"two levels: summed within each of the {world.hosts} hosts first, so that less "
             "crosses between them, which is predicted to be faster"
         )
-    elif others:
+    elif any(pack.algorithm != choice.algorithm for pack in exact):
         reasons.append("small packs: by exchanges of our own, which are predicted to be faster")
     if apart:
         reasons += overlap.reasons(given, packs, rule, world, in_backward)
@@ -186,7 +192,8 @@ def _formats(
         of = sum(x.format == name for x in leaves)
         blocks = f" in blocks of {format.block}" if format.block > 1 else ""
         between = any("/" in pack.algorithm and pack.format == name for pack in packs)
-        why = "as asked" if options.compression else "because Gloo would get them as float32"
+        why = "as asked" if options.compression else "because XLA would widen them for Gloo"
+        why = "predicted to be faster over Gloo" if options.compression == "auto" else why
         yield (
             f"format: {name}{blocks} for {counted(of, 'leaf', 'leaves')}, {why}: codes go to the "
             "owner of each shard, who adds them in float32 and sends the sum as codes"
@@ -194,7 +201,7 @@ def _formats(
             * between
         )
     exact = [x for x in leaves if x.travels and not x.format]
-    if options.compression and exact:
+    if named(options.compression) and exact:
         yield (
             f"exactly: {counted(len(exact), 'leaf', 'leaves')}, under a block of "
             f"{options.compression} or not of 16- or 32-bit floats"

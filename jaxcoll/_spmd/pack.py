@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def _filled(piece: jax.Array, length: int) -> jax.Array:
 
 
 def unpack(
-    packed: Sequence[jax.Array],
+    packed: Iterable[jax.Array],
     packs: Sequence[Pack],
     leaves: Sequence[Leaf],
     *,

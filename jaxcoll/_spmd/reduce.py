@@ -38,6 +38,7 @@ from jaxcoll._spmd.indexed_slices import IndexedSlices
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import alike, gathered, is_sparse
+from jaxcoll._spmd.wire_formats.blocks import all_finite
 
 Invariant = Literal["error", "summed", "replicated"]
 
@@ -64,6 +65,7 @@ def all_reduce(
     reasons: tuple[str, ...] = (),
     in_backward: bool = False,
     exact: frozenset[str] = frozenset(),
+    residual: Mapping[str, jax.Array] | None = None,
 ) -> Any:
     """Reduce every leaf of `value` over the replicas along `axis_name`; see `jc.all_reduce`.
 
@@ -81,9 +83,11 @@ def all_reduce(
       reasons: what else the plan should say.
       in_backward: whether the backward pass itself comes by here, as soon as these gradients exist.
       exact: paths of leaves that travel exactly, whatever wire format is asked for.
+      residual: by the paths of leaves, what this replica has to send of them beside.
 
     Returns:
-      The reduced tree, *invariant* over the axes.
+      The reduced tree, *invariant* over the axes. With `residual`, a pair of it and of what is left
+      to send the next time, by path; *varying*.
 
     Raises:
       NameError: an axis is not bound here.
@@ -139,23 +143,50 @@ def all_reduce(
     plan = make_plan(reduce_op, leaves, scope.options, world, packing, terms, in_backward)
     plan = dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
     scope.record(plan)
-    reduced = unpack(
-        _carry_out(plan, pack(arrays, plan.packs, leaves), scope.heard),
-        plan.packs,
-        leaves,
-        one_kernel_a_shape=hiding_axis(axes) if world.platform == "cpu" else None,
-    )
+    owed = [] if residual is None else [x.path for x in leaves if x.path in residual and x.travels]
+    if residual is not None:
+        arrays = [
+            _with(array, residual[leaf.path], leaf) if leaf.path in owed else array
+            for array, leaf in zip(arrays, leaves, strict=True)
+        ]
+    sums, lost = _carry_out(plan, pack(arrays, plan.packs, leaves), scope.heard)
+    hidden = hiding_axis(axes) if world.platform == "cpu" else None
+    reduced = unpack(sums, plan.packs, leaves, one_kernel_a_shape=hidden)
     results = [
         _settled(leaf, recipe, packed, f"{plan.name}/rows{k}")
         for k, (leaf, recipe, packed) in enumerate(zip(taken, recipes, reduced, strict=True))
     ]
-    return scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
+    result = scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
+    if residual is None:
+        return result
+    left = unpack(lost.values(), [plan.packs[k] for k in lost], leaves, one_kernel_a_shape=hidden)
+    finite = _all_finite(plan, sums)
+    return result, {
+        leaf.path: jnp.where(finite, 0 * before if rest is None else rest, before)
+        for leaf, rest in zip(leaves, left, strict=True)
+        if leaf.path in owed
+        for before in [residual[leaf.path]]
+    }
+
+
+def _with(array: jax.Array, owed: jax.Array, leaf: Leaf) -> jax.Array:
+    """`array` and what is owed of it, in the type of the sum where that is wider."""
+    if not jnp.issubdtype(leaf.dtype, np.inexact):
+        return array
+    return array.astype(leaf.wire) + owed.astype(leaf.wire)
+
+
+def _all_finite(plan: Plan, sums: Sequence[jax.Array]) -> jax.Array:
+    """Whether the reduction's results are finite, on every replica alike."""
+    floats = [x for x in sums if jnp.issubdtype(x.dtype, np.floating) and x.size]
+    with jax.named_scope(f"{plan.name}/finite"):
+        return functools.reduce(jnp.logical_and, map(all_finite, floats), jnp.array(True))
 
 
 def check_any_coded(value: Any, given: CommunicationOptions) -> None:
     """Refuse a wire format, asked for in this call, for leaves of which it codes none by type."""
     found = [getattr(x, "dtype", None) for x in jax.tree.leaves(value)]
-    if given.compression is not None and None not in found:
+    if None not in found:
         wire_formats.check_any_coded(given.compression, found)
 
 
@@ -198,9 +229,14 @@ def _settled(
     return after(before(leaf, recipe), recipe) if packed is None else packed
 
 
-def _carry_out(plan: Plan, packs: Sequence[jax.Array], heard: Heard) -> list[jax.Array]:
-    """Each pack summed, by the stages that the plan has for it, and made the result."""
-    sent, totals = [], []
+def _carry_out(
+    plan: Plan, packs: Sequence[jax.Array], heard: Heard
+) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+    """Each pack summed, by the stages that the plan has for it, and made the result.
+
+    Also, by the numbers of packs in a wire format, what was rounded away.
+    """
+    sent, totals, lost = [], [], {}
     for k, (planned, array) in enumerate(zip(plan.packs, packs, strict=True)):
         recipe = cast(Recipe, planned.kind)
         with jax.named_scope(f"{plan.name}/pack{k}"):
@@ -210,7 +246,7 @@ def _carry_out(plan: Plan, packs: Sequence[jax.Array], heard: Heard) -> list[jax
             sent.append(array)
             stages = plan.stages(planned)
             if planned.format:
-                total, _ = algorithms.coded_all_reduce(array, stages, recipe.axes)
+                total, lost[k] = algorithms.coded_all_reduce(array, stages, recipe.axes)
             else:
                 total = algorithms.all_reduce(array, stages, recipe.axes)
             totals.append(total)
@@ -225,7 +261,7 @@ def _carry_out(plan: Plan, packs: Sequence[jax.Array], heard: Heard) -> list[jax
             # A quotient that goes into a sum next must not be rounded with it.
             divided = plan.reproducible and (recipe.divisor or recipe.times > 1)
             results.append(_compat.as_stored(result) if divided else result)
-    return results
+    return results, lost
 
 
 def _corrupted(

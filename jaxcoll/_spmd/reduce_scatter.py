@@ -15,7 +15,7 @@ from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, where, wire_dtype
-from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
+from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout, layout_of
 from jaxcoll._plan.packs.shard_plan import plan_half
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
@@ -119,6 +119,11 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
             f"`all_gather` over {_named(axes)} got Shards of "
             f"{counted(layout.replicas, 'replica')} over {', '.join(map(repr, shards.axes))}; "
             "gather them over the axes they were made over."
+        )
+    if isinstance(layout, SummedLayout):
+        raise ValueError(
+            "`all_gather` got a residual, which every replica has for all of the tree: there is "
+            "nothing to gather. `jc.unshard` makes its sum between programs."
         )
     if shards.stack:
         raise ValueError(

@@ -240,7 +240,7 @@ class DataParallel:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DispatchedCall:
         self._calls += 1
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
-        args, kwargs, batch = self._arguments.placed(self._arguments.asked(args, kwargs))
+        args, kwargs, batch = self._arguments.ready(args, kwargs)
         program = self._compiled(batch, args, kwargs)
         return DispatchedCall(
             program, args, self._devices, name, self._options, kwargs, None, True, self._inner

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcoll._mesh.placement import (
+    InPlace,
     check_concrete,
     check_rows,
     is_in_place,
@@ -22,7 +23,7 @@ from jaxcoll._mesh.placement import (
 )
 from jaxcoll._mesh.shard_arrays import place_shards
 from jaxcoll._spmd.shards import is_shards, shards_in
-from jaxcoll._step.arguments import Call, Signature, missing_argument
+from jaxcoll._step.arguments import Call, Signature, Slot, missing_argument
 
 _BROADCAST = """\
 `data_parallel`: {one} has {rows} rows and {other} has {others}. As a whole they do not fit each \
@@ -65,6 +66,25 @@ class Arguments:
         self._donated = donated
         self._rows = NamedSharding(mesh, PartitionSpec(axis_name))
         self._whole = NamedSharding(mesh, PartitionSpec())
+        self._last: tuple[InPlace | None, tuple[Slot, ...]] = None, ()
+
+    def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call as `asked` and `placed` make it; one like the last is looked at once.
+
+        Raises:
+          ValueError: as `asked`, or an array is deleted.
+          TypeError: as `asked`.
+        """
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        last, batch = self._last
+        is_shared = self._donated and len({id(x) for x in leaves}) < len(leaves)
+        if last is not None and not is_shared and last.is_like(leaves, tree):
+            return Call(args, kwargs, batch)
+        call = self.placed(self.asked(args, kwargs))
+        placed, same = jax.tree.flatten((call.args, call.kwargs))
+        if same == tree and all(a is b for a, b in zip(placed, leaves, strict=True)):
+            self._last = InPlace.of(leaves, tree), call.batch
+        return call
 
     def asked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The arguments in their places, and the batch among them, checked.

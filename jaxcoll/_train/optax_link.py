@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+from jax.sharding import Mesh
 
 from jaxcoll._api.collectives import all_reduce
 from jaxcoll._mesh.world import scope_here
@@ -10,6 +13,7 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.gradients.per_replica import common
 from jaxcoll._spmd.reduce import Invariant
+from jaxcoll._train.residual import residual
 
 _CALLER = "jc.all_reduce_updates"
 
@@ -20,6 +24,8 @@ def all_reduce_updates(
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
     options: CommunicationOptions | None = None,
     invariant: Invariant = "error",
+    feedback: bool = False,
+    mesh: Mesh | None = None,
 ) -> Any:
     """An optax transformation that reduces the gradients it is given, as `jc.all_reduce` does.
 
@@ -36,9 +42,12 @@ def all_reduce_updates(
       options: as in `all_reduce`.
       invariant: as in `all_reduce`: how to treat a gradient that is the same everywhere already,
         such as one that autodiff has summed under a checked `shard_map`. "error" refuses it.
+      feedback: keep what a wire format rounds away as the state, and send it with the next updates.
+      mesh: with `feedback`, as in `jc.residual`: where the state lies between programs.
 
     Returns:
-      An `optax.GradientTransformation` without state. Updates come out *invariant* over the axes.
+      An `optax.GradientTransformation` without state; with `feedback` its state is a
+      `jc.residual` of the parameters. Updates come out *invariant* over the axes.
 
     Raises:
       ImportError: optax is not installed.
@@ -62,10 +71,15 @@ def all_reduce_updates(
     op, options = ReduceOp.of(reduce_op), checked(options)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        reduced = all_reduce(op, updates, axis_name, options=options, invariant=invariant)
+        reduce = functools.partial(all_reduce, op, updates, axis_name, options=options)
+        reduced = reduce(invariant=invariant, residual=state if feedback else None)
+        reduced, state = reduced if feedback else (reduced, state)
         if params is not None:
             axes = bound_axes(axis_name, _CALLER)
             common(params, axes, _CALLER, scope=scope_here())
         return reduced, state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    def init(params: Any) -> Any:
+        return residual(params, axis_name, mesh=mesh) if feedback else optax.EmptyState()
+
+    return optax.GradientTransformation(init, update)

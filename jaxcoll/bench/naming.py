@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 from jaxcoll._plan.algorithms import DESCRIPTIONS, canonical
 from jaxcoll._plan.options import CommunicationOptions
@@ -25,18 +26,21 @@ def options_of(name: str) -> CommunicationOptions:
 
     Args:
       name: "auto", "reproducible", or an algorithm with - or _ in it ("halving-doubling"), or
-        "inner/outer" for two axes; then perhaps "@" and the largest pack ("ring@4MiB"), or
-        "@all" for one pack.
+        "inner/outer" for two axes; then perhaps "+" and a wire format ("auto+int8"), and "@" and
+        the largest pack ("ring@4MiB"), or "@all" for one pack.
 
     Raises:
-      ValueError: there is no such algorithm, or no such pack.
+      ValueError: there is no such algorithm, format or pack.
 
     Examples:
       >>> options_of("halving-doubling@4MiB")
       CommunicationOptions(bytes_per_pack=4194304, algorithm='halving_doubling')
+      >>> options_of("auto+int8")
+      CommunicationOptions(compression=Int8(block=256))
     """
     algorithm, at, pack = name.partition("@")
-    given = {}
+    algorithm, plus, format = algorithm.partition("+")
+    given: dict[str, Any] = {"compression": format} if plus else {}
     if at:
         given["bytes_per_pack"] = _EVERYTHING if pack == "all" else bytes_of(pack)
     if algorithm == "reproducible":
@@ -49,8 +53,8 @@ def options_of(name: str) -> CommunicationOptions:
                 [BASELINE, "auto", "reproducible", *(a.replace("_", "-") for a in DESCRIPTIONS)]
             )
             raise ValueError(
-                f"no algorithm {name!r}: choose {known}, or inner/outer made of two; @4MiB or "
-                "@all behind it says how large packs are."
+                f"no algorithm {name!r}: choose {known}, or inner/outer made of two; +bf16, "
+                "+int8 or +int4 behind it says what travels, @4MiB or @all how large packs are."
             ) from None
     return CommunicationOptions(**given)
 

@@ -48,8 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="LIST",
         help="comma-separated: auto, native, ring, halving-doubling, shuffle, or inner/outer made "
-        "of two for several devices on each of several processes; @4MiB or @all behind one says "
-        f"how large its packs are (default: auto); {BASELINE} and its A/A twin always take part",
+        "of two for several devices on each of several processes; +bf16, +int8 or +int4 behind one "
+        "says what travels, @4MiB or @all how large its packs are (default: auto); "
+        f"{BASELINE} and its A/A twin always take part",
     )
     how.add_argument(
         "--overlap",

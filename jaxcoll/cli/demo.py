@@ -96,9 +96,11 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--out", picture)
     check_results(args.json)
     if (args.devices or 1) * (args.processes or 1) > TRAINING_IMAGES:
+        flags = [f"--{name} {getattr(args, name)}" for name in ("processes", "devices")]
+        asked = " ".join(flag for flag in flags if not flag.endswith("None"))
         raise ValueError(
-            f"--devices {args.devices}: there are {TRAINING_IMAGES} images to train on, and each "
-            "device needs one in each step."
+            f"{asked}: there are {TRAINING_IMAGES} images to train on, and each device needs one "
+            "in each step."
         )
     options = jc.CommunicationOptions(bytes_per_pack=args.bytes_per_pack)
     if args.processes is None:

@@ -60,6 +60,7 @@ def machine_findings(facts: Mapping[str, Any], bandwidth: float | None) -> list[
             "devices",
             f"{facts['devices']} of {facts['platform']} ({facts['kind']}), {facts['cores']} cores",
         ),
+        _system(facts),
         _collectives(facts),
         _malloc(facts),
         _limit(
@@ -79,6 +80,16 @@ def machine_findings(facts: Mapping[str, Any], bandwidth: float | None) -> list[
         _name(facts),
         _loopback(bandwidth),
     ]
+
+
+def _system(facts: Mapping[str, Any]) -> Finding:
+    if facts["system"] == "Linux":
+        return Finding("ok", "system", "Linux")
+    if facts["system"] == "Windows":
+        fix = "Several processes need Linux or macOS, and WSL 2 is Linux."
+        return Finding("warn", "system", "Windows: one process, simulated devices", fix)
+    fix = "One process with simulated devices should work; several processes were not tried here."
+    return Finding("warn", "system", f"{facts['system']}: jaxcoll is tested on Linux", fix)
 
 
 def _collectives(facts: Mapping[str, Any]) -> Finding:
@@ -210,8 +221,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def machine_facts() -> dict[str, Any]:
     """What this process runs on, as JSON can carry it; JAX looks for its devices."""
-    import resource  # not on Windows, where the other commands run
+    try:
+        import resource
 
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    except ImportError:  # Windows
+        files = -1
     name = socket.gethostname()
     try:
         address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
@@ -226,6 +241,7 @@ def machine_facts() -> dict[str, Any]:
             "`pip install 'jax[cuda13]'` for NVIDIA's, or unset the variable."
         ) from None
     return {
+        "system": platform.system(),
         "host": name,
         "address": address,
         "pid": os.getpid(),
@@ -243,7 +259,7 @@ def machine_facts() -> dict[str, Any]:
         "keeps_memory": keeps_freed_memory(),
         "malloc": [name for name in SETTINGS if name in os.environ],
         "glibc": platform.libc_ver()[0] == "glibc",
-        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "files": files,
         "shared": shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None,
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")

@@ -16,6 +16,7 @@ from jaxcoll._cluster.launch.local import coordinated, device_variables, world_v
 from jaxcoll._cluster.launch.output import Output
 from jaxcoll._cluster.launch.subprocesses import signal_name
 from jaxcoll._cluster.launch.supervisor import Job, Outcome, Owner
+from jaxcoll._cluster.launchers import check_system
 
 EPILOG = """\
 The program calls `jc.initialize()` first. Each process is on 127.0.0.1 and nothing of it can be
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
       OSError: nothing can be started, or no log be written.
     """
     command = _command(args)
+    check_system()
     until = time.monotonic() + (args.timeout or float("inf"))
     with _logs(args.logs, args.processes) as logs, _noted() as signals:
         launch = _Launch(args, command, logs, signals, until)

@@ -127,7 +127,7 @@ def _sent(outcome: Outcome) -> str:
     text = (
         f"{kinds_in_words(outcome.requested)} requested, {made} compiled. "
         f"{outcome.wire_bytes_per_step:,} bytes leave each device: 2(n−1)/n of the "
-        f"{outcome.plan.nbytes:,} that it adds, for n = {outcome.devices}."
+        f"{outcome.plan.nbytes:,} that it adds, for n\u00a0=\u00a0{outcome.devices}."
     )
     return textwrap.fill(text, 62)
 

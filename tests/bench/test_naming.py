@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+import jaxcoll as jc
 from jaxcoll.bench.naming import bytes_of, options_of, sizes_of, spelled
 from jaxcoll.bench.timing import interleaved, ratio
 from jaxcoll.bench.workloads import TREES, array_of, tree_of
@@ -19,6 +20,11 @@ def test_algorithms():
     ]
     assert [o.bytes_per_pack for o in options.values()] == [0, 2048, 0, 1 << 60]
     assert options_of("halving-doubling") == options_of("halving_doubling")
+    coded = options_of("shuffle/shuffle+int8@4MiB")
+    assert (coded.algorithm, coded.bytes_per_pack) == ("shuffle/shuffle", 4 << 20)
+    assert coded.compression == jc.Int8()
+    with pytest.raises(ValueError, match="compression.*int9"):
+        options_of("auto+int9")
     with pytest.raises(
         ValueError,
         match=r"no algorithm 'magic': choose per-leaf, auto, reproducible, native, ring, ",

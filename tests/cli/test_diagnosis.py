@@ -7,8 +7,8 @@ from jaxcoll.cli import doctor
 from jaxcoll.cli.diagnosis import job_findings, machine_facts, machine_findings, pair_findings
 
 WELL = {
-    "host": "a", "address": "10.0.0.1", "pid": 1, "versions": {"jax": "1"}, "platform": "cpu",
-    "kind": "cpu", "devices": 1, "collectives": "gloo", "malloc": [],
+    "system": "Linux", "host": "a", "address": "10.0.0.1", "pid": 1, "versions": {"jax": "1"},
+    "platform": "cpu", "kind": "cpu", "devices": 1, "collectives": "gloo", "malloc": [],
     "processes": 2, "keeps_memory": True, "glibc": True, "files": 4096, "shared": 1 << 34, "cores": 2,
 }  # fmt: skip
 
@@ -30,6 +30,8 @@ def levels(findings):
         ({"files": 256}, 1e9, {"open files": "warn"}),
         ({"shared": 1 << 26}, 1e9, {"shared memory": "warn"}),
         ({"address": None}, 1e9, {"this host's name": "warn"}),
+        ({"system": "Windows", "files": -1}, 1e9, {"system": "warn"}),
+        ({"system": "Darwin"}, 1e9, {"system": "warn"}),
         ({}, 1e7, {"loopback": "warn"}),
         ({}, None, {"loopback": "bad"}),
     ],

@@ -13,10 +13,13 @@ import gpt
 import jax
 import numpy as np
 import pytest
+import reading_ahead
+import sharded
 import stacks
 import transformer
 
 import jaxcoll as jc
+from jaxcoll._plan.cost.clusters import topology_named
 
 EXAMPLES = Path(gpt.__file__).parent
 
@@ -120,3 +123,38 @@ def test_a_stack_and_its_plain_twin_have_the_same_arguments(name):
     assert callable(step)
     assert callable(plain)
     assert args == same
+
+
+def test_local_updates_are_measured_in_one_process_too():
+    flags = "--compute 0.001 --every 4 --fragments 2 --size 2000 --only int4".split()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "local_updates", *flags],
+        cwd=EXAMPLES, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    assert rows == ["data parallel int4", "local int4", "streaming int4"]
+
+
+def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
+    step, args = sharded.ahead()
+    gather, scatter, value = step.plans(*args)
+    parameters = 12 * (12 * 1024**2 + 2 * 1024)
+    for plan, turns in ((gather, 23), (scatter, 12)):
+        assert {pack.dtype.name for pack in plan.packs} == {"bfloat16"}
+        assert plan.wire_bytes * 12 == 2 * parameters * 7 // 8
+        assert f"{turns} times" in plan.reasons[0]
+        assert "widens to float32 on the wire" in plan.reasons[-1]
+    assert value.leaves[0].path == ".value"
+    there = step.over(topology_named("h100:8")).plans(*args)
+    option = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+    assert [plan.compiler_options() for plan in there] == [option, option, {}]
+    assert all("which `jc.data_parallel` sets" in plan.reasons[-1] for plan in there[:2])
+    whole, texts = sharded.in_place()[1]
+    assert sum(x.size for x in jax.tree.leaves(whole)) == parameters
+    assert texts == args[1]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_reading_ahead_is_timed_step_by_step(prefetch):
+    assert len(reading_ahead.seconds(reading_ahead.Slow.rows[:200], prefetch)) == 2

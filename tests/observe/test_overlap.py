@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from jaxcoll._observe.parse.calls import Matmul
 from jaxcoll._observe.parse.collective import Collective, Meanwhile, Operand
 from jaxcoll._observe.report import Report
 from jaxcoll._observe.timeline import timeline
+from jaxcoll._observe.timeline_trace import trace
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.world import World
 
@@ -122,3 +125,22 @@ def test_a_timeline_is_drawn_and_needs_terms(report, tmp_path):
     assert (tmp_path / "a.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match=r"of this report are not known: compile for an acc"):
         report_of((GOLDEN / "gpu-0.12.0.1-packs.hlo").read_text()).timeline()
+
+
+def test_a_chrome_trace_has_the_spans_of_the_timeline(report, tmp_path):
+    report.chrome_trace(tmp_path / "a.json")
+    found = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in found if e["ph"] == "M"}
+    spans = [(lanes[e["tid"]], e) for e in found if e["ph"] == "X"]
+    played = timeline(report)
+    assert max(e["ts"] + e["dur"] for _, e in spans) == pytest.approx(played.seconds * 1e6)
+    waited = sum(e["dur"] for lane, e in spans if lane == "waits")
+    assert waited == pytest.approx(played.waited * 1e6)
+    carried = [e for lane, e in spans if lane == "carries"]
+    assert [e["args"]["instruction"] for e in carried] == [
+        report.collectives[sent.k].name for sent in played.sent
+    ]
+    assert len([1 for lane, _ in spans if lane == "multiplies"]) == len(played.products)
+    packs = report_of((GOLDEN / "gpu-0.12.0.1-packs.hlo").read_text(), terms=H100)
+    names = [e["name"] for e in trace(packs)["traceEvents"] if e["ph"] == "X"]
+    assert any(re.search(r"all_reduce_[0-9a-f]{6}/pack\d", name) for name in names), names

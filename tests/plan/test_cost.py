@@ -279,3 +279,27 @@ def test_presets_know_devices_networks_and_cores():
         for c in (2, 8)
     )
     assert crowded.seconds > 2 * idle.seconds
+
+
+@pytest.mark.parametrize("algorithm", ["native", "shuffle/native", "shuffle/halving_doubling"])
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4, 2)])
+def test_between_cpu_hosts_nothing_is_faster_than_their_links(algorithm, sizes):
+    hosts, per_host = sizes
+    n, nbytes = hosts * per_host, 1 << 26
+    world = World("cpu", sizes, processes=n, hosts=hosts, inner=1)
+    # What leaves a host: of a ring one neighbour's part, of levels each process's.
+    crossing = 2 * (n - 1) / n if algorithm == "native" else 2 * (hosts - 1) / hosts
+    before = 0.0
+    for network in ("ethernet-100", "ethernet-10", "ethernet-1"):
+        wire = crossing * nbytes / (NETWORKS[network].gb_per_s * 1e9)
+        prices = Prices(preset(world, network=network), sizes)
+        seconds = prices.of(stages(algorithm, 0, sizes), nbytes).seconds
+        assert seconds >= max(wire, before)
+        before = seconds
+    assert seconds < 2 * wire, "a slow network takes nearly all of it"
+
+
+def test_cpu_processes_are_islands_on_one_host_and_hosts_are_on_several():
+    one, several = (Key.of(World("cpu", (8,), processes=8, hosts=hosts)) for hosts in (1, 2))
+    assert (one.islands, one.per_island) == (8, 1)
+    assert (several.islands, several.per_island) == (2, 4)

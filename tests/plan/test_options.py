@@ -201,7 +201,7 @@ def test_a_compression_is_named_or_given_as_a_value():
 @pytest.mark.parametrize("bad", ["int2", 8, True, jc.Int8, "fp8"])
 def test_an_unknown_compression_is_named(bad):
     with pytest.raises(
-        ValueError, match="`compression` must be None, one of 'bf16', 'int8', 'int4'"
+        ValueError, match="`compression` must be None, 'auto', one of 'bf16', 'int8', 'int4'"
     ):
         Options(compression=bad)
 

@@ -22,7 +22,7 @@ def in_world(what, processes, env=None):
 @pytest.fixture(scope="module")
 def pair():
     """One world of two processes for all tests that need no more."""
-    return in_world("train late first_values in_shards local", 2)
+    return in_world("train late first_values in_shards local coded", 2)
 
 
 def test_training_equals_one_device_and_all_processes_agree_to_the_bit(pair):
@@ -50,6 +50,18 @@ def test_a_bare_call_packs_for_gloo_too():
         result = found["bare"]
         assert result["auto"] == {"all_reduce": 0, "permute": 0}  # one shuffle, by all-to-alls
         assert result["ring"] == {"all_reduce": 0, "permute": 4}
+
+
+def test_codes_travel_as_integers_and_bfloat16_is_not_widened(pair):
+    first, second = (found["coded"] for found in pair)
+    assert first == second
+    blocks = {"default": 3000 * 2, "bf16": 3000 * 2, "int8": 12 * 258, "int4": 48 * 34}
+    bars = {"default": 0.002, "bf16": 0.0026, "int8": 0.0105, "int4": 0.13}
+    for name, result in first.items():
+        kind = "u8" if name.startswith("int") else "u16"
+        assert result["wire"] == [["all-gather", kind], ["all-to-all", kind]]
+        assert result["bytes"] == blocks[name]
+        assert 0 < result["error"] < bars[name]
 
 
 def test_a_late_peer_is_noticed_within_the_deadline_and_the_next_step_works(pair):
@@ -88,8 +100,12 @@ def test_local_updates_are_their_simulation_with_sums_on_their_way(pair):
         assert found["difference"] <= 1e-5
         assert found["sent"] == [0, 0, 60], "the processes end with a sum on its way"
         assert found["totals"] == [6.0] * 6
-        assert "hold different values in 1 of 5 leaves" in found["error"]
-        assert "args[1]['w'] first: processes 0 | 1. Nothing was run." in found["error"]
+        errors = found["errors"]
+        assert "hold different values in 1 of 5 leaves" in errors["differ"]
+        assert "args[1]['w'] first: processes 0 | 1. Nothing was run." in errors["differ"]
+        assert "that are split by rows over the mesh; got float32(4, 4)" in errors["batch"]
+        assert "the same on every device of the mesh; got float32(2, 2)" in errors["params"]
+        assert "no device of the mesh belongs to this process, number" in errors["absent"]
 
 
 def test_every_algorithm_over_three_processes_of_two_devices():

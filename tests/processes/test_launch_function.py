@@ -12,6 +12,7 @@ import pytest
 
 import jaxcoll as jc
 from jaxcoll._train.rows import order
+from jaxcoll.cli.main import main
 
 pytestmark = pytest.mark.processes
 
@@ -137,6 +138,36 @@ def test_the_first_failure_is_raised_with_its_rank_and_all_end(fn, settings, ran
     assert time.monotonic() < began + SECONDS
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the kernel's own
+def test_a_function_of_a_notebooks_cell(tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient").NotebookClient
+    cells = [
+        "import jax, jaxcoll as jc\nfactor = 3",
+        "def run():\n    print('from', jax.process_index())\n    return factor * jax.process_index()\n"
+        "jc.launch(run, 2, timeout=100)",
+        "def bad():\n    if jax.process_index() == 1:\n        raise ValueError('no such row')\n"
+        "jc.launch(bad, 2, timeout=100)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    path = {"metadata": {"path": tmp_path}}
+    client(
+        notebook, timeout=240, kernel_name="python3", resources=path, allow_errors=True
+    ).execute()
+    outputs = [out for cell in notebook.cells for out in cell.outputs]
+    printed = "".join(out.text for out in outputs if out.get("name") == "stdout")
+    assert {"[0] from 0", "[1] from 1"} <= set(printed.splitlines())
+    (result,) = (out.data["text/plain"] for out in outputs if out.output_type == "execute_result")
+    assert result == "[0, 3]"
+    (error,) = (out for out in outputs if out.output_type == "error")
+    assert (error.ename, error.evalue.splitlines()[0]) == (
+        "LaunchError",
+        "rank 1 of 2 raised ValueError: no such row",
+    )
+    assert "line 3, in bad\n    raise ValueError('no such row')" in error.evalue
+
+
 def test_an_interrupt_ends_all(tmp_path):
     here = str(tmp_path)
 
@@ -186,3 +217,15 @@ def test_without_cloudpickle_functions_of_modules_go_and_others_are_refused(monk
 def test_what_cannot_be_launched_is_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         jc.launch(**{"fn": os.getpid, **settings})
+
+
+def test_windows_is_refused_in_words_before_anything_is_started(monkeypatch, capsys):
+    monkeypatch.setattr("platform.system", lambda: "Windows")
+    words = "several processes need Linux or macOS: JAX has no collectives"
+    with pytest.raises(OSError, match=words):
+        jc.launch(os.getpid)
+    with pytest.raises(OSError, match=words):
+        jc.initialize("127.0.0.1:1", 2, 0)
+    jc.initialize()
+    assert main(["launch", "-m", "jaxcoll"]) == 2
+    assert words in capsys.readouterr().err

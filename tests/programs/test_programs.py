@@ -21,7 +21,7 @@ PROGRAMS = {  # module and name: lines of the plain program that change or go, a
     (with_haiku_and_optax, "averaged"): (2, 2),
     (with_haiku_and_optax, "clipped"): (2, 2),
     (with_haiku_and_optax, "accumulated"): (9, 6),
-    (with_haiku_and_optax, "scaled"): (2, 2),
+    (with_haiku_and_optax, "lookahead"): (2, 2),
 }
 
 

@@ -1,9 +1,8 @@
-"""Training with haiku, optax and jmp as their guides write it, and the same over replicas."""
+"""Training with haiku and optax as their guides write it, and the same over replicas."""
 
+import chex
 import haiku as hk
 import jax
-import jax.numpy as jnp
-import jmp
 import optax
 from programs.data import BATCH, STEPS, X
 
@@ -124,49 +123,47 @@ def accumulated_parallel():
     return losses
 
 
-def scaled_plain():
-    tx = optax.sgd(0.1)
+def lookahead_plain():
+    @chex.dataclass
+    class State:
+        params: optax.LookaheadParams
+        opt: optax.OptState
+
+    tx = optax.lookahead(optax.adam(1e-2), sync_period=2, slow_step_size=0.5)
 
     @jax.jit
-    def step(params, state, scale, batch):
-        def scaled(params, batch):
-            return scale.scale(loss(params, batch))
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss)(state.params.fast, batch)
+        updates, opt = tx.update(grads, state.opt, state.params)
+        return State(params=optax.apply_updates(state.params, updates), opt=opt), value
 
-        value, grads = jax.value_and_grad(scaled)(params, batch)
-        grads = scale.unscale(grads)
-        finite = jmp.all_finite(grads)
-        updates, new = tx.update(grads, state)
-        kept = jmp.select_tree(finite, optax.apply_updates(params, updates), params)
-        return kept, jmp.select_tree(finite, new, state), scale.adjust(finite), scale.unscale(value)
-
-    params = NET.init(jax.random.key(0), X)
-    state, scale = tx.init(params), jmp.DynamicLossScale(jnp.float32(2.0**10), period=2)
+    params = optax.LookaheadParams.init_synced(NET.init(jax.random.key(0), X))
+    state = State(params=params, opt=tx.init(params))
     losses = []
     for _ in range(STEPS):
-        params, state, scale, value = step(params, state, scale, BATCH)
+        state, value = step(state, BATCH)
         losses.append(value)
     return losses
 
 
-def scaled_parallel():
-    tx = optax.sgd(0.1)
+def lookahead_parallel():
+    @chex.dataclass
+    class State:
+        params: optax.LookaheadParams
+        opt: optax.OptState
+
+    tx = optax.lookahead(optax.adam(1e-2), sync_period=2, slow_step_size=0.5)
 
     @jc.data_parallel
-    def step(params, state, scale, batch):
-        def scaled(params, batch):
-            return scale.scale(loss(params, batch))
+    def step(state, batch):
+        value, grads = jc.value_and_grad(loss, "data")(state.params.fast, batch)
+        updates, opt = tx.update(grads, state.opt, state.params)
+        return State(params=optax.apply_updates(state.params, updates), opt=opt), value
 
-        value, grads = jc.value_and_grad(scaled, "data")(params, batch)
-        grads = scale.unscale(grads)
-        finite = jmp.all_finite(grads)
-        updates, new = tx.update(grads, state)
-        kept = jmp.select_tree(finite, optax.apply_updates(params, updates), params)
-        return kept, jmp.select_tree(finite, new, state), scale.adjust(finite), scale.unscale(value)
-
-    params = NET.init(jax.random.key(0), X)
-    state, scale = tx.init(params), jmp.DynamicLossScale(jnp.float32(2.0**10), period=2)
+    params = optax.LookaheadParams.init_synced(NET.init(jax.random.key(0), X))
+    state = State(params=params, opt=tx.init(params))
     losses = []
     for _ in range(STEPS):
-        params, state, scale, value = step(params, state, scale, BATCH)
+        state, value = step(state, BATCH)
         losses.append(value)
     return losses

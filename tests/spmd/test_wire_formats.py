@@ -9,7 +9,10 @@ import pytest
 from cases import RUNNERS, mesh_of, per_replica, run
 
 import jaxcoll as jc
+from jaxcoll._mesh.plan import plan_in
 from jaxcoll._observe.parse.hlo import read_hlo
+from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.world import World
 
 FORMATS = ("bf16", "int8", "int4")
 OPTIONS = {name: jc.CommunicationOptions(compression=name) for name in FORMATS}
@@ -269,11 +272,50 @@ def test_metrics_and_the_loss_beside_gradients_are_not_rounded():
     ],
 )
 def test_what_cannot_be_is_refused_by_name(asked, words):
-    value = {"a": np.zeros(100_001, "f"), "b": np.zeros(600_000, "f")}
+    value = {"a": np.zeros(50_001, "f"), "b": np.zeros(600_000, "f")}
     size = (2, 2) if "/" in str(asked.get("algorithm")) else 4
     options = jc.CommunicationOptions(compression="int8", **asked)
     with pytest.raises(ValueError, match=words):
         jc.plan(value, axis_size=size, options=options)
+
+
+GLOO = World("cpu", (4,), 4)
+
+
+def planned(value, world=GLOO, **asked):
+    plan = plan_in(value, world, preset(world), jc.CommunicationOptions(**asked))
+    assert jc.Plan.from_json(plan.to_json()) == plan
+    return plan
+
+
+def test_left_to_jaxcoll_numbers_travel_as_bf16_over_gloo_alone():
+    value = {"w": np.zeros((1000, 3000), "f"), "b": np.zeros(3, "f"), "i": np.zeros(9, np.int32)}
+    exact = planned(value)
+    assert {pack.format for pack in exact.packs} == {""}
+    auto = planned(value, compression="auto")
+    assert [p.shown_type for p in auto.packs if p.format] == ["float32 as bf16"]
+    assert "format: bf16 for 1 leaf, predicted to be faster over Gloo" in str(auto)
+    assert auto.predicted.seconds < exact.predicted.seconds
+    for more in ({"algorithm": "ring"}, {"checksum": True}, {"reproducible": True}, {"shards": 2}):
+        assert {p.format for p in planned(value, compression="auto", **more).packs} == {""}
+    for world in (World("gpu", (8,), 2), World("cpu", (8,))):
+        assert {p.format for p in planned(value, world, compression="auto").packs} == {""}
+    assert planned(np.zeros(9, np.int32), compression="auto").packs
+    hosts = planned(value, World("cpu", (2, 2), 4, hosts=2, inner=1), compression="int8")
+    assert [p.algorithm for p in hosts.packs if p.format] == ["shuffle/shuffle"]
+    assert "between groups only" in str(hosts)
+    few = {**value, "w": np.zeros((100, 300), "f")}
+    assert {p.format for p in planned(few, compression="auto").packs} == {""}, "more arrays"
+
+
+def test_bfloat16_leaves_travel_as_16_bits_over_gloo_unless_something_else_is_asked():
+    value = {"w": jnp.zeros((100, 300), jnp.bfloat16), "b": jnp.zeros(3, jnp.bfloat16)}
+    plan = planned(value)
+    assert [p.shown_type for p in plan.packs] == ["bfloat16", "float32 as bf16"]
+    assert plan.wire_bytes < 0.51 * planned(jax.tree.map(lambda x: x.astype("f"), value)).wire_bytes
+    assert "because XLA would widen them for Gloo" in str(plan)
+    for more in ({"algorithm": "ring"}, {"checksum": True}, {"reproducible": True}):
+        assert {p.format for p in planned(value, **more).packs} == {""}
 
 
 def test_integers_under_an_explicit_format_alone_are_refused():

@@ -73,6 +73,13 @@ def test_an_epoch_is_in_an_order_of_its_own_and_no_numpy_changes_it():
     assert order(10, 7, 1).tolist() == [3, 9, 1, 6, 2, 5, 4, 8, 0, 7]
 
 
+def test_a_memory_mapped_array_is_read_by_rows(tmp_path):
+    np.save(tmp_path / "x.npy", SOURCE["x"])
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    for batch in jc.batches({"x": mapped, "id": SOURCE["id"]}, 16, seed=0):
+        np.testing.assert_array_equal(batch["x"], SOURCE["x"][np.asarray(batch["id"])])
+
+
 def test_padding_is_a_copy_of_a_real_row_and_counts_for_nothing():
     def loss(w, batch):
         rows, real = batch
@@ -225,6 +232,19 @@ def test_a_loader_is_placed_as_it_yields(kind):
         np.testing.assert_array_equal(x, SOURCE["x"][k : k + 16])
         assert len(x.sharding.device_set) == 8
         assert y.dtype == np.int32
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_a_loader_may_use_the_same_memory_again(size):
+    def loader():
+        memory = np.zeros((1024, 8), "f")
+        for k in range(6):
+            memory[:] = k
+            yield memory
+        memory[:] = -1
+
+    found = [np.asarray(batch) for batch in jc.prefetch(loader(), size)]
+    assert [set(batch.ravel().tolist()) for batch in found] == [{k} for k in range(6)]
 
 
 @pytest.mark.parametrize("uneven", ["drop", "pad"])

@@ -36,20 +36,26 @@ def trained(train, state, steps, n, begin=0):
 
 
 @pytest.mark.parametrize(
-    ("every", "fragments", "delay", "mixing"),
-    [(1, 1, 0, 1), (1, 3, 0, 1), (5, 1, 0, 0.5), (5, 3, 0, 1), (5, 1, 2, 1), (5, 3, 2, 0.5)],
+    ("every", "fragments", "delay", "mixing", "compression"),
+    [
+        (1, 3, 0, 1, None),
+        (5, 1, 2, 1, None),
+        (5, 3, 0, 0.5, None),
+        (5, 3, 2, 0.5, None),
+        (30, 1, 0, 1, "int4"),
+    ],
 )
-def test_sixty_steps_are_those_of_the_simulation(every, fragments, delay, mixing):
+def test_sixty_steps_are_those_of_the_simulation(every, fragments, delay, mixing, compression):
     parts = [[*PARAMS]] if fragments == 1 else PARTS
+    options = compression and jc.CommunicationOptions(compression=compression)
     train = jc.local_updates(
         local_step(ADAM), every=every, outer=NESTEROV, fragments=fragments, delay=delay,
-        mixing=mixing, mesh=mesh_of(4),
+        mixing=mixing, mesh=mesh_of(4), options=options,
     )  # fmt: skip
     state, losses = trained(train, train.init(PARAMS, ADAM.init(PARAMS)), 60, 4)
-    shared, own, values = simulated(ADAM, 4, 60, every, NESTEROV, parts, delay, mixing)
-    close(train.params(state), shared)
-    close(state.replicas[0], own)
-    close(losses, values)
+    want = simulated(ADAM, 4, 60, every, NESTEROV, parts, delay, mixing, options)
+    for got, simulation in zip((train.params(state), state.replicas[0], losses), want, strict=True):
+        close(got, simulation)
     assert int(state.steps) == 60
 
 
@@ -154,6 +160,17 @@ def test_replicas_lie_on_a_mesh_of_several_axes_and_another_order():
     close(train.params(state), shared)
     close(state.replicas[0], own)
     close(losses, values)
+
+
+@pytest.mark.parametrize("options", [{}, {"timeout_seconds": 60}, {"checksum": True}])
+def test_calls_that_are_begun_return_in_any_order_what_calls_return(options):
+    total = jc.data_parallel(
+        lambda x: jc.all_reduce("sum", x.sum(), "data"),
+        mesh=mesh_of(2),
+        options=jc.CommunicationOptions(**options),
+    )
+    waits = [total.start(np.float32([k, 1])) for k in range(3)]
+    assert [float(wait()) for wait in (waits[2], waits[0], waits[1], waits[1])] == [3, 1, 2, 2]
 
 
 def test_a_replica_that_is_not_finite_makes_the_shared_parameters_so():

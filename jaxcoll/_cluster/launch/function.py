@@ -21,6 +21,7 @@ from jaxcoll._cluster.initialize import initialize
 from jaxcoll._cluster.launch.local import coordinated, device_variables, world_variables
 from jaxcoll._cluster.launch.subprocesses import signal_name
 from jaxcoll._cluster.launch.supervisor import Job, Outcome, Owner
+from jaxcoll._cluster.launchers import check_system
 from jaxcoll._compat import configured
 from jaxcoll._errors import LaunchError
 
@@ -66,6 +67,7 @@ def launch(
 
     Raises:
       ValueError: an argument is invalid.
+      OSError: this is Windows.
       ImportError: the function needs cloudpickle, and it is not installed.
       LaunchError: a process raised an exception, which is shown with its rank and traceback (of
         several, the earliest), or died, or the time was up.
@@ -82,6 +84,7 @@ def launch(
         raise ValueError(f"`launch` expects `platform` to be 'cpu' or 'gpu'; got {platform!r}.")
     if timeout is not None and not 0 < timeout < float("inf"):
         raise ValueError(f"`launch` expects `timeout` to be seconds above 0; got {timeout!r}.")
+    check_system()
     settings = {f"jax_{name}": configured(name) for name in _NUMERICS}
     call = pickle.dumps((list(sys.path), settings)) + _pickled(fn)
     with tempfile.TemporaryDirectory(prefix="jaxcoll-") as folder:

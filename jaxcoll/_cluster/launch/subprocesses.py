@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxcoll._cluster.launchers import OF_A_LAUNCH
+from jaxcoll._cluster.launchers import OF_A_LAUNCH, check_system
 
 # Reads process groups, one per line, until the writer is gone.
 _WATCH = 'while read -r group; do set -- "$@" "-$group"; done; kill -s KILL -- "$@" 2>/dev/null'
@@ -22,8 +22,9 @@ def signal_name(number: int) -> str:
       >>> signal_name(9), signal_name(signal.SIGRTMIN + 3)
       ('SIGKILL', 'SIGRTMIN+3')
     """
-    if signal.SIGRTMIN < number < signal.SIGRTMAX:
-        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+    first = getattr(signal, "SIGRTMIN", None)  # macOS has no real-time signals
+    if first is not None and first < number < signal.SIGRTMAX:
+        return f"SIGRTMIN+{number - first}"
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -65,6 +66,7 @@ def surely_ended() -> Iterator[Running]:
     """Start processes in here: at the end all are killed, with those that they started."""
     # If this process is killed first, a shell of a few hundred kilobytes does it: it holds the
     # other end of a pipe, which the system closes. Processes that left their session escape.
+    check_system()
     watch = subprocess.Popen(
         ["/bin/sh", "-c", _WATCH, "jaxcoll-watch"], stdin=subprocess.PIPE, start_new_session=True
     )

@@ -106,6 +106,8 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             (self._all_reduce(reduce_op, [reductions[i] for i in members], options, name), members)
             for members in together.values()
         ]
+        if not alone:
+            return calls
         rest = self._otherwise._prepare(reduce_op, [reductions[i] for i in alone], options, name)
         return calls + [(call, [alone[i] for i in positions]) for call, positions in rest]
 

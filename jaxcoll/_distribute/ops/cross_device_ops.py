@@ -24,7 +24,7 @@ from jaxcoll._distribute.values.replicate import copied, copy_near, delivered
 from jaxcoll._mesh.mesh import no_mesh, span_processes
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.leaves import check_reducible
+from jaxcoll._plan.packs.leaves import check_reducible, is_reducible
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.sparse import is_sparse
 
@@ -314,11 +314,10 @@ class CrossDeviceOps(abc.ABC):
         devices = destination_devices(destinations, caller)
         with no_mesh():
             wrapped = self._of_all(caller, value, devices[0])
-        first: dict[Any, Any] = {}  # of each dtype: it decides whether there is a sum
-        for path, leaf in jax.tree_util.tree_leaves_with_path(wrapped.tree):
-            first.setdefault(leaf.dtype, path)
-        for dtype, path in first.items():
-            check_reducible(name + jax.tree_util.keystr(path), dtype)
+        dtypes = dict.fromkeys([leaf.dtype for leaf in jax.tree.leaves(wrapped.tree)])
+        if not all(map(is_reducible, dtypes)):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(wrapped.tree):
+                check_reducible(name + jax.tree_util.keystr(path), leaf.dtype)
         return Reduction(wrapped, devices)
 
     def _of_all(self, caller: str, value: Any, device: jax.Device) -> PerReplica | Mirrored:
@@ -344,7 +343,7 @@ def _taken_to(reduction: Reduction, result: Any) -> Any:
 def _check_between_programs(caller: str, tree: Any) -> None:
     """Refuse a call from inside a program, where a value is one replica's, or has none yet."""
     check_cross_replica(caller, "`jc.get_replica_context()` reduces and gathers")
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+    if any(issubclass(kind, Tracer) for kind in set(map(type, jax.tree.leaves(tree)))):
         raise ValueError(
             f"`{caller}` got a value that is being traced, so it lies on no device. Call it "
             "between programs; inside one, `jc.all_reduce` and its like deal with the value that "

@@ -9,11 +9,12 @@ from typing import Any, ClassVar, NoReturn, Self, final
 
 import jax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxcoll._distribute.values.assemble import assembled, own_devices, part_on, viewed
 from jaxcoll._distribute.values.replica_axis import AXIS, copies_over, rows_over, without_row
 from jaxcoll._mesh.mesh import checked_devices, no_mesh
+from jaxcoll._mesh.placement import is_in_place
 from jaxcoll._show.units import counted
 
 
@@ -24,7 +25,8 @@ class DistributedValues:
     several processes every process holds its own replicas' parts.
     """
 
-    __slots__ = ("_tree",)
+    __slots__ = ("_devices", "_tree")
+    _devices: tuple[jax.Device, ...] | None
     _tree: Any
     replicated: ClassVar[bool]
     """Whether every device holds the same; else each a row of its own."""
@@ -35,6 +37,7 @@ class DistributedValues:
             cls,
             lambda value: (((jax.tree_util.GetAttrKey("tree"), value.tree),), None),
             lambda _, children: cls.of(*children),
+            lambda value: ((value.tree,), None),
         )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -66,6 +69,7 @@ class DistributedValues:
                 f"{counted(len(values), 'value')} and {counted(len(found), 'device')}."
             )
         self._tree = assembled(name, found, values.__getitem__, rows=not self.replicated)
+        self._devices = None
 
     @final
     @classmethod
@@ -110,7 +114,7 @@ class DistributedValues:
     def of(cls, tree: Any) -> Self:
         """`tree` wrapped without a check, as JAX's transformations need it."""
         self = object.__new__(cls)
-        self._tree = tree
+        self._tree, self._devices = tree, None
         return self
 
     @final
@@ -123,9 +127,16 @@ class DistributedValues:
     @property
     def devices(self) -> tuple[jax.Device, ...]:
         """The device of each replica, in the order of their ids."""
-        for path, leaf in jax.tree_util.tree_leaves_with_path(self._tree):
-            return self._devices_of(path, leaf)
-        raise ValueError(f"`{type(self).__name__}` got a tree without leaves; it needs an array.")
+        if self._devices is None:
+            leaves = jax.tree.leaves(self._tree)
+            if not leaves:
+                name = type(self).__name__
+                raise ValueError(f"`{name}` got a tree without leaves; it needs an array.")
+            self._devices = self._usual_devices_of(leaves[0])
+        if self._devices is None:
+            path, leaf = jax.tree_util.tree_leaves_with_path(self._tree)[0]
+            self._devices = self._devices_of(path, leaf)
+        return self._devices
 
     @final
     @property
@@ -217,6 +228,8 @@ class DistributedValues:
         """
         devices = self.devices
         sharding = (copies_over if self.replicated else rows_over)(devices)
+        if is_in_place(self._tree, sharding):
+            return self
 
         def settle(path: Any, leaf: Any) -> jax.Array:
             if getattr(leaf, "sharding", None) == sharding:
@@ -239,6 +252,17 @@ class DistributedValues:
             return self
         sharding = (copies_over if self.replicated else rows_over)(devices)
         return self.of(jax.tree.map(lambda leaf: viewed(leaf, sharding), self._tree))
+
+    def _usual_devices_of(self, leaf: Any) -> tuple[jax.Device, ...] | None:
+        """The devices of an array that lies as `settled` has it; None: it does not."""
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if isinstance(leaf, Tracer) or not isinstance(mesh, Mesh):
+            return None
+        devices = tuple(mesh.devices.flat)
+        if self.replicated:
+            return devices if leaf.sharding == copies_over(devices) else None
+        fits = leaf.shape[:1] == (len(devices),) and leaf.sharding == rows_over(devices)
+        return devices if fits else None
 
     @final
     def _devices_of(self, path: Any, leaf: Any) -> tuple[jax.Device, ...]:

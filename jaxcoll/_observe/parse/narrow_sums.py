@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
+from jaxcoll._observe.parse.names import pack_of
 from jaxcoll._observe.parse.source import Locations
 from jaxcoll._show.units import counted, some
 
@@ -49,7 +50,10 @@ def narrow_sums(text: str) -> list[str]:
     found: dict[tuple[str, str], list[str]] = {}
     for function in _functions(lines):
         for narrow, wide, line in _widened(function):
-            found.setdefault((narrow, wide), []).append(locations.of(line)[1])
+            name, source = locations.of(line)
+            # What jaxcoll scatters travels as its plan shows, in the type it was gathered in.
+            if not pack_of(name).startswith("reduce_scatter"):
+                found.setdefault((narrow, wide), []).append(source)
     return [
         _note(narrow, wide, len(where), dict.fromkeys(filter(None, where)))
         for (narrow, wide), where in found.items()

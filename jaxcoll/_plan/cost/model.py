@@ -157,6 +157,7 @@ class Prices:
             latency += load.times * (cost.latency + terms.array * _is_native(load.stages))
             bandwidth += load.times * cost.bandwidth
             reduction += load.times * cost.reduction
+            copy += load.times * cost.copy
         total = Cost(latency, bandwidth, reduction, copy)
         for stages, together in combined.items():
             count = sum(load.times for load in together)

@@ -138,7 +138,7 @@ class Gloo:
             n = curve.replicas
             # A process that waits for a core holds up all others, so that few steps take longest.
             turns = max(1.0, key.per_island / cores) / max(1.0, n / self.cores)
-            for islands in {n, key.hosts}:
+            for islands in sorted({n, key.hosts}):
                 if islands <= n:
                     sharing = key.per_island if n > islands else 1
                     wire = 2 * (n - 1) / n * far.per_byte / sharing
@@ -210,8 +210,7 @@ def _gloo(key: Key, cores: int, network: str | None, keeps_memory: bool) -> Term
     pages = "that malloc keeps" if keeps_memory else "taken fresh"
     source = f"preset: CPU processes over Gloo, {cores} cores a host, memory {pages}"
     if key.hosts > 1:
-        # A faster network makes little difference between plans, and a slower one much.
-        network = network or "ethernet-1"
+        network = network or "ethernet-10"
         source += f"; between hosts {network}"
         far = NETWORKS[network].link(key.per_island)
         if key.replicas == key.processes:

@@ -39,8 +39,15 @@ PACKED = BytesPerPack(16 * MiB, 2 * MiB)
 WORTH = 0.75
 """Of the compiler's own time, what an exchange may take, which compiles to a dozen kernels."""
 
-WORTH_BETWEEN_HOSTS = 0.95
-"""The same for two levels that end with the compiler's own all-reduce, of a few kernels."""
+WORTH_OF_LEVELS = 1.1
+"""The same for two levels that end with the compiler's own sum: which network joins the hosts is
+not known, and on a slower one they gain more than they lose on a faster one."""
+
+WORTH_OF_PAIRS = 0.9
+"""The same where hosts exchange; on a slow network that takes longer than predicted."""
+
+PAIRED = 512 * KiB
+"""Bytes of the largest pack that hosts exchange, each with its partner at once."""
 
 
 MODESTY = 1.25
@@ -48,6 +55,17 @@ MODESTY = 1.25
 
 EXCHANGED = 16 * MiB
 """Bytes of the largest pack that is exchanged: in larger ones both ways only move bytes."""
+
+_EXCHANGES = {
+    (False, False): (EXCHANGED, WORTH),
+    (True, False): (PAIRED, WORTH_OF_PAIRS),
+    (True, True): (1 << 62, WORTH_OF_LEVELS),
+}
+"""By whether there are levels, and whether the compiler's own sum is the last: the largest pack and
+the part of the compiler's own time."""
+
+FREE = 4 * MiB
+"""Bytes of packs that no program misses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +95,8 @@ def fastest(ways: Sequence[Way], leaves: Sequence[Leaf]) -> Way:
     """The way to take: not the very fastest where a little time saves much memory."""
     # Packs are copies: with all leaves packed, they take twice the memory of the tree.
     best = min(ways, key=lambda way: way.cost.seconds)
+    if temporary_bytes(best.packs, leaves) <= FREE:
+        return best
     tree = sum(pack.nbytes for pack in best.packs)
     modest = [
         way
@@ -143,9 +163,8 @@ def priced(
             own, *others = names
             seconds = {own: _seconds(own, pack, prices)}
             for name in others:
-                by_compiler = name.endswith("/native")
-                if by_compiler or pack.nbytes <= EXCHANGED:
-                    worth = WORTH_BETWEEN_HOSTS if by_compiler else WORTH
+                largest, worth = _EXCHANGES["/" in name, name.endswith("native")]
+                if pack.nbytes <= largest:
                     seconds[name] = _seconds(name, pack, prices) / worth
             suited[key] = min(seconds, key=lambda name: seconds[name])
         return suited[key]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions, ReduceOp
-from jaxcoll._plan.wire_formats import Bf16, WireFormat, codes
+from jaxcoll._plan.wire_formats import Bf16, codes, named
 from jaxcoll._plan.world import World
 from jaxcoll._show.codec import OPTIONAL
 
@@ -104,16 +105,17 @@ def travels_as(
       world: where it runs.
       options: what the user asks for.
     """
-    format = cast(WireFormat | None, options.compression)
-    if format is None and dtype.name == "bfloat16" and _widened_on_the_wire(world, options):
+    format = named(options.compression)
+    auto = options.compression == "auto" and dtype.name == "float32"
+    if format is None and (auto or dtype.name == "bfloat16") and _is_free(world, options):
         format = Bf16()
     if codes(format, shape, dtype):
         return np.dtype(np.float32), str(format)
     return wire_dtype(dtype, reduce_op, world), ""
 
 
-def _widened_on_the_wire(world: World, options: CommunicationOptions) -> bool:
-    """Whether XLA would send bfloat16 as float32, and nothing else was asked."""
+def _is_free(world: World, options: CommunicationOptions) -> bool:
+    """Whether Gloo carries the sum, and nothing was asked that 16 bits do not go with."""
     asked = options.algorithm or options.shards or options.reproducible or options.checksum
     automatic = options.implementation is CommunicationImplementation.AUTO
     return world.over_gloo and not world.partly_mapped and automatic and not asked
@@ -141,6 +143,11 @@ def check_reducible(path: str, dtype: np.dtype, caller: str = "all_reduce") -> N
         raise ValueError(f"`{caller}` cannot reduce {where(path)}: {reason}.")
 
 
+def is_reducible(dtype: np.dtype) -> bool:
+    """Whether `check_reducible` refuses nothing."""
+    return not _why_not_reducible(dtype)
+
+
 def no_array(value: Any) -> str | None:
     """What stands where an array or a number is expected, for a message; None for one of these."""
     if isinstance(value, bool | int | float | complex):
@@ -158,6 +165,7 @@ def where(path: str) -> str:
     return f"leaf {path}" if path else "the value"
 
 
+@functools.cache
 def _why_not_reducible(dtype: np.dtype) -> str | None:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return "a typed PRNG key has no sum; leave keys out of the tree (None in their place)"

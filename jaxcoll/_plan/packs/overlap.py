@@ -172,6 +172,24 @@ def compiler_options(platform: str, kind: str = "all-reduce") -> dict[str, Any]:
     return dict(_OPTIONS.get((platform, kind), {}))
 
 
+def in_loops(platform: str) -> dict[str, Any]:
+    """What lets a gather and a scatter of other layers be under way in one turn of a loop."""
+    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    return {limit: AT_ONCE} if platform == "gpu" else {}
+
+
+def reason_in_loops(platform: str) -> str:
+    """The same in a sentence."""
+    found = in_loops(platform)
+    if not found:
+        return f"overlap: as the compiler for {platform} places it; `jc.inspect` shows what it does"
+    ((name, value),) = found.items()
+    return (
+        f"overlap: by the compiler option {name}={value}, which `jc.data_parallel` sets for its "
+        "own program; give it to a `jax.jit` of your own (`Plan.compiler_options`)"
+    )
+
+
 def by_options(platform: str, kind: str = "all-reduce") -> str:
     """How packs stay apart where only the compiler can be asked, in a sentence."""
     found = compiler_options(platform, kind)

@@ -7,8 +7,10 @@ import functools
 import math
 from collections.abc import Hashable, Sequence
 
+import numpy as np
+
 from jaxcoll._plan.packs.leaves import Leaf, where
-from jaxcoll._plan.packs.packing import BytesPerPack, Pack, plan_packs
+from jaxcoll._plan.packs.packing import BytesPerPack, Pack, Unpacked, plan_packs
 from jaxcoll._show.units import counted
 
 LANES = 128
@@ -87,6 +89,21 @@ class ShardLayout:
             f"ShardLayout({counted(len(self.leaves), 'leaf', 'leaves')} in "
             f"{counted(len(self.packs), 'pack')}, {counted(self.replicas, 'shard')} each)"
         )
+
+
+class SummedLayout(ShardLayout):
+    """Where a tree lies of which every replica holds a summand, in an array for each leaf."""
+
+    def rows(self, pack: Pack) -> int:
+        """Rows of 128 elements that one replica has of `pack`: those of all of it."""
+        return padded(pack.size, 1) // LANES
+
+
+def summed_layout(treedef: Hashable, leaves: Sequence[Leaf], replicas: int) -> SummedLayout:
+    """The layout of float32 summands of a tree, one on each of `replicas`."""
+    f32 = np.dtype(np.float32)
+    alike = tuple(dataclasses.replace(x, dtype=f32, wire=f32, kind=()) for x in leaves)
+    return SummedLayout(treedef, alike, plan_packs(alike, Unpacked()), replicas)
 
 
 @functools.lru_cache(maxsize=256)

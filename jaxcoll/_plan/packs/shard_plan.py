@@ -14,6 +14,7 @@ from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack, Segment
 from jaxcoll._plan.packs.shard_layout import LANES, ShardLayout
 from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.wire_formats import named
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 
@@ -88,9 +89,19 @@ def plan_rows(
         )
         for pack in packs
     ]
-    parts, reasons = _parts(half, whole, leaves, options, world)
+    apart = world.platform == "gpu" if options.overlap is None else options.overlap
+    unasked = options.replace(overlap=UNSET)
+    parts, reasons = _parts(half, whole, leaves, unasked, world)
+    widened = [p for p in parts if p.algorithm == "native" and p.dtype.name == "bfloat16"]
+    if widened and world.platform == "cpu":
+        reasons += ("dtypes: bfloat16, which the compiler for CPUs widens to float32 on the wire",)
+    if apart:
+        reasons += (overlap.reason_in_loops(world.platform),)
     plan = dataclasses.replace(
-        _plan(half, reduce_op, leaves, parts, reasons, options, world, terms), lanes=1
+        _plan(half, reduce_op, leaves, parts, reasons, unasked, world, terms),
+        lanes=1,
+        overlap=apart,
+        in_backward=True,
     )
     times = (
         f"layers: one at a time, {when}: {counted(turns, 'time')}, and so "
@@ -117,7 +128,7 @@ def _parts(
             f"`{half}` has no checksum, which is of a sum that every replica ends with: leave "
             "`checksum` unset here, or use `all_reduce`."
         )
-    if options.compression is not None:
+    if named(options.compression) is not None:
         raise ValueError(
             f"`{half}` travels exactly, and `compression` {str(options.compression)!r} is for "
             "`all_reduce`: leave `compression` unset here."

@@ -14,6 +14,7 @@ from jaxcoll._jaxpr.ready_order import places
 from jaxcoll._jaxpr.replication import check_gradients, has, same_outputs
 from jaxcoll._jaxpr.retrace import Traced, traced
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.packs.leaves import where
 from jaxcoll._plan.packs.overlap import wants_order
 from jaxcoll._show.units import counted
 from jaxcoll._spmd import metrics
@@ -33,7 +34,8 @@ from jaxcoll._spmd.gradients.per_replica import (
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
-from jaxcoll._spmd.shards import axes_of_shards
+from jaxcoll._spmd.shards import Shards, axes_of_shards
+from jaxcoll._spmd.wire_formats.residual import closed, opened
 
 _LOSS_ALREADY_REDUCED = """\
 `{caller}` over {axes}: the loss is already the same on every replica, so its gradient would be \
@@ -43,6 +45,10 @@ Return the loss of this replica's share of the batch; `{caller}` reduces it."""
 
 _SYNCED = """\
 not sent again: {what} that `sync_in_backward` has made the same on every replica: {paths}"""
+
+_SYNCED_ALREADY = """\
+`{caller}` with feedback=True: {leaf} was reduced by `jc.sync_in_backward`, where no residual can \
+be kept: it takes wire formats without feedback. Leave one of the two out."""
 
 _WEIGHT_IN_SUM = """\
 `{caller}` got a WeightedLoss with reduce_op SUM, which has no use for the weight. For the \
@@ -70,6 +76,7 @@ class _Asked:
     scatter: bool
     with_value: bool
     micro_batches: MicroBatches | None
+    feedback: bool
 
     def places(self, args: tuple[Any, ...]) -> list[int]:
         """Positions of the arguments that are differentiated."""
@@ -97,6 +104,7 @@ def reduced_gradient(
     scope: Callable[[], Scope],
     options: CommunicationOptions,
     micro_batches: MicroBatches | None = None,
+    feedback: bool = False,
 ) -> Callable[..., Any]:
     """The body of `jc.value_and_grad`, `jc.grad` and `jc.accumulate`, which say what it does.
 
@@ -111,6 +119,7 @@ def reduced_gradient(
       scope: asked at each trace for world and defaults.
       options: of the reduction, and of what `sync_in_backward` reduces before.
       micro_batches: how each share is cut; None: not at all.
+      feedback: whether the function takes a residual, and returns the next one.
 
     Returns:
       A function with `fun`'s arguments.
@@ -127,17 +136,32 @@ def reduced_gradient(
         raise ValueError(
             f"`{caller}` expects `argnums` to be a position or several; got {argnums!r}."
         )
-    asked = _Asked(caller, fun, reduce_op, argnums, has_aux, scatter, with_value, micro_batches)
+    if scatter and feedback:
+        raise ValueError(
+            f"`{caller}`: with scatter=True gradients travel exactly, so that there is nothing "
+            "to feed back: leave one of the two out."
+        )
+    asked = _Asked(
+        caller, fun, reduce_op, argnums, has_aux, scatter, with_value, micro_batches, feedback
+    )
 
     def reduced(*args: Any, **kwargs: Any) -> Any:
         axes = bound_axes(axis_name, caller)
+        residual = kwargs.pop("residual", None) if feedback else None
+        if feedback and residual is None:
+            raise ValueError(
+                f"`{caller}` with feedback=True expects the keyword argument `residual` beside the "
+                "loss's own: what `jc.residual(params)` returns, then what the last call returned."
+            )
         around = differentiation()
         enclosing = frozenset() if around is None else around.retyped
         check_differentiable(asked.leaves(args) if args else {}, caller)
         here = Differentiation(tuple(axes), options, enclosing=enclosing)
         program = traced(_of_share, asked, axes, here, args, kwargs)
-        check_gradients(program.program, [a for a in axes if a not in enclosing])
-        return _reduced(asked, program, args, axes, enclosing, scope().merged(options))
+        typed = [a for a in axes if a not in enclosing and _compat.tracks_variance(a)]
+        check_gradients(program.program, typed)
+        here_scope = scope().merged(options)
+        return _reduced(asked, program, args, axes, enclosing, here_scope, residual)
 
     return reduced
 
@@ -190,6 +214,7 @@ def _reduced(
     axes: dict[str, int],
     enclosing: frozenset[str],
     scope: Scope,
+    residual: Shards | None,
 ) -> Any:
     """What the caller gets, from the program of one replica's share."""
     leaves = asked.leaves(args)
@@ -210,7 +235,7 @@ def _reduced(
         local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope.exactly)
         local = local._replace(grads=shards)
     else:
-        local = _together(op, local, own, program, axes, scope)
+        local, residual = _together(op, local, own, program, axes, scope, asked, residual)
     value, grads = local.value, local.grads
     if weighted:
         taken_off = _halvings(asked, axes)
@@ -218,7 +243,11 @@ def _reduced(
     numbers = metrics.settled(local.metrics, count(axes) if op is ReduceOp.MEAN else 1)
     aux = metrics.put_together(beside.aux, numbers)
     outputs = ((value, aux) if asked.has_aux else value, grads)
-    return outputs if asked.with_value else ((grads, aux) if asked.has_aux else grads)
+    if not asked.with_value:
+        outputs = (grads, aux) if asked.has_aux else (grads,)
+    if asked.feedback:
+        return (*outputs, residual)
+    return outputs if len(outputs) > 1 else grads
 
 
 def _together(
@@ -228,9 +257,16 @@ def _together(
     program: Traced,
     axes: Mapping[str, int],
     scope: Scope,
-) -> _Local:
-    """One reduction for everything that replicas have in common."""
+    asked: _Asked,
+    residual: Shards | None,
+) -> tuple[_Local, Shards | None]:
+    """One reduction for everything that replicas have in common, and the next residual."""
     same, order = _synced(program, tuple(axes)), None
+    owed = None
+    if residual is not None:
+        if same:
+            raise ValueError(_SYNCED_ALREADY.format(caller=asked.caller, leaf=where(min(same))))
+        owed = opened(residual, local.grads, axes, asked.caller, ".grads")
     if wants_order(scope.options, scope.world(dict(axes))):
         (_, order) = program.result(places(program.program))
     common = local._replace(grads=shared(local.grads, own))
@@ -249,12 +285,16 @@ def _together(
         else jax.tree.leaves(_gradients_last(common, shared(order, own))),
         same=same,
         exact=_paths(common._replace(grads=None)),
+        residual=owed,
         reasons=_not_again(list(same)),
     )
-    if not any(own):
-        return reduced
-    grads = with_own(reduced.grads, op, local.grads, own, axes, scope=scope)
-    return reduced._replace(grads=grads)
+    if residual is not None:
+        reduced, left = reduced
+        residual = closed(residual, left, ".grads")
+    if any(own):
+        grads = with_own(reduced.grads, op, local.grads, own, axes, scope=scope)
+        reduced = reduced._replace(grads=grads)
+    return reduced, residual
 
 
 def _paths(tree: Any) -> frozenset[str]:

@@ -219,7 +219,7 @@ def _differentiable(
         kept: tuple[Any, ...],
         cotangents: tuple[Arrays, Arrays],
     ) -> Any:
-        saved, last, carry, stack, captured = kept
+        (saved, last, carry, stack, captured), cotangents = _differentiated_once((kept, cotangents))
         ct, gradients, sums = schedule.backward(
             residuals,
             saved,
@@ -240,6 +240,20 @@ def _differentiable(
     run = jax.custom_vjp(primal)
     run.defvjp(forward, lambda kept, ct: kept[0](kept[1:], ct), symbolic_zeros=True)
     return run
+
+
+@jax.custom_jvp
+def _differentiated_once(tree: Any) -> Any:
+    """`tree`, which has no derivative: a second one would not reduce as the first does."""
+    return tree
+
+
+@_differentiated_once.defjvp
+def _twice(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "`scan_layers` has first derivatives only: a gradient penalty, a Hessian or meta-learning "
+        "needs `jax.lax.scan` over layers that are gathered in its body."
+    )
 
 
 def _floating(x: Any) -> jax.Array | None:

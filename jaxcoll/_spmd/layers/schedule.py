@@ -96,8 +96,8 @@ class Schedule:
             else:
                 outs, more = residuals.forward(carry, params, captured)
                 carry, found = outs[:carried], outs[carried:]
-            room = put(results, self._vary(found), index), put(kept, self._vary(more), index)
-            return self._vary(carry), room, queue[1:]
+            room = put(results, found, index), put(kept, self._vary(more), index)
+            return carry, room, queue[1:]
 
         queue: list[dict[int, jax.Array]] = []
         for index in range(ahead):
@@ -201,7 +201,6 @@ def _after(arrays: Arrays, others: dict[int, jax.Array] | None) -> Arrays:
     """
     for other in (others or {}).values():
         arrays = [_compat.ordered(x, after=other) for x in arrays]
-        break
     return arrays
 
 

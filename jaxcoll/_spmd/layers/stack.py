@@ -95,7 +95,7 @@ def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int], scope: Scope) 
     for (path, node), word in zip(nodes, words, strict=True):
         name = jax.tree_util.keystr(path)
         for k, part in enumerate(node.parts if is_shards(node) else [node]):
-            names.append(f"{name}.parts[{k}]" if is_shards(node) else name)
+            names.append(name + _carried(node, k) if is_shards(node) else name)
             arrays.append(_array(names[-1], part))
             if is_shards(node):
                 over.append(_axes_of_shards(name, node, word, axes))
@@ -107,6 +107,13 @@ def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int], scope: Scope) 
     treedef = jax.tree.structure(stacked)
     marked = map(_marked, names, arrays, over, [axes] * len(names), [scope] * len(names))
     return Stack(tuple(names), tuple(marked), tuple(over), treedef)
+
+
+def _carried(shards: Shards, k: int) -> str:
+    """The first and the last leaf of a pack, by their paths."""
+    segments = shards.layout.packs[k].segments
+    ends = [shards.layout.leaves[s.leaf].path for s in (segments[0], segments[-1])]
+    return " … ".join(dict.fromkeys(ends))
 
 
 def _words(sharded: Any, stacked: Any, has_shards: bool) -> list[Any]:

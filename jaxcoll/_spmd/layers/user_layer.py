@@ -63,6 +63,7 @@ class UserLayer:
         self._carry = treedef
         self._stack = stack
         self._own: Any = None
+        self._along: tuple[str, ...] = ()
 
     def program(
         self, axes: Mapping[str, int], asked: Asked
@@ -77,7 +78,7 @@ class UserLayer:
         known = [_compat.varying_axes(x) for x in (*self._arrays, *stack.arrays)]
         varying = frozenset(a for a in axes if _compat.tracks_variance(a)).union(*known)
         while True:
-            along = tuple(sorted(varying))
+            along = self._along = tuple(sorted(varying))
             typed = [_compat.as_varying(x, along) for x in self._arrays]
             params = [
                 _compat.as_varying(_one_layer(x, over, axes, asked.gather_dtype), along)
@@ -101,7 +102,8 @@ class UserLayer:
             raise
         nxt, own = self._apart(found)
         flat, self._own = jax.tree.flatten(own)
-        return [_strong(jnp.asarray(x)) for x in (*jax.tree.leaves(nxt), *flat)]
+        outs = [_strong(jnp.asarray(x)) for x in (*jax.tree.leaves(nxt), *flat)]
+        return [_compat.as_varying(x, self._along) for x in outs]
 
     def _apart(self, found: Any) -> tuple[Any, Any]:
         """The next carry, and the layer's own result."""

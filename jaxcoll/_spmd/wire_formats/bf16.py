@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def encode(values: jax.Array, block: int) -> jax.Array:
-    """Rows of float32 as rows of uint16, each rounded to nearest even."""
-    return lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
+def encode(blocks: jax.Array) -> jax.Array:
+    """float32 as uint16, each rounded to nearest even."""
+    return lax.bitcast_convert_type(blocks.astype(jnp.bfloat16), jnp.uint16)
 
 
-def decode(codes: jax.Array, block: int) -> jax.Array:
-    """Rows of float32 from what `encode` gave."""
+def decode(codes: jax.Array) -> jax.Array:
+    """float32 from what `encode` gave."""
     return lax.bitcast_convert_type(codes, jnp.bfloat16).astype(jnp.float32)

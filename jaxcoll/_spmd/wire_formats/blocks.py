@@ -29,6 +29,13 @@ def largest(blocks: jax.Array) -> jax.Array:
     return bits.max(-1)
 
 
+def all_finite(array: jax.Array) -> jax.Array:
+    """Whether an array of floats holds nothing but finite numbers."""
+    flat = array.astype(jnp.float32).reshape(-1)
+    rows = jnp.pad(flat, (0, -flat.size % 256)).reshape(-1, 256)
+    return (largest(rows) < INFINITE).all()
+
+
 def scale(bits: jax.Array, top: jax.Array | np.float32) -> jax.Array:
     """For each block the bits of a bfloat16 that its largest magnitude is at most `top` times.
 
@@ -45,10 +52,14 @@ def widened(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits << 16, jnp.float32)
 
 
-def reciprocal(bits: jax.Array) -> jax.Array:
-    """1 / scale; 0 where the scale is 0 or NaN."""
+def quotient(one: jax.Array | np.float32, bits: jax.Array) -> jax.Array:
+    """`one` / scale; 0 where the scale is 0 or NaN.
+
+    The division comes last, so that compilers keep its result: they would compute anything cheaper
+    again for each element of the block.
+    """
     scales = widened(bits)
-    return jnp.where(scales > 0, np.float32(1) / scales, np.float32(0))
+    return one / jnp.where(scales > 0, scales, np.float32(np.inf))
 
 
 def rounded(values: jax.Array, mask: int) -> jax.Array:
@@ -57,16 +68,13 @@ def rounded(values: jax.Array, mask: int) -> jax.Array:
 
 
 def joined(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Codes of one byte, and behind those of each row the two bytes of its blocks' scales."""
-    both = jnp.stack([scales & np.uint32(0xFF), scales >> 8], axis=-1).astype(jnp.uint8)
-    return jnp.concatenate([codes, both.reshape(*scales.shape[:-1], -1)], axis=-1)
+    """The bytes of each block's codes, and behind them the two of its scale."""
+    both = jnp.stack([scales & np.uint32(0xFF), scales >> 8], axis=-1)
+    return jnp.concatenate([codes, both.astype(jnp.uint8)], axis=-1)
 
 
-def parted(codes: jax.Array, block_bytes: int) -> tuple[jax.Array, jax.Array]:
-    """What `joined` joined: codes by blocks, and the bits of the scales."""
-    blocks = codes.shape[-1] // (block_bytes + 2)
-    size = blocks * block_bytes
-    low, high = jnp.moveaxis(
-        codes[..., size:].reshape(*codes.shape[:-1], blocks, 2).astype(jnp.uint32), -1, 0
-    )
-    return codes[..., :size].reshape(*codes.shape[:-1], blocks, block_bytes), low | high << 8
+def parted(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `joined` joined: the blocks' codes, and the bits of their scales."""
+    places = jnp.array([0, 8], jnp.uint32).reshape(*(1 for _ in codes.shape[:-1]), 2)
+    both = codes[..., -2:].astype(jnp.uint32) << places
+    return codes[..., :-2], both.sum(-1, dtype=jnp.uint32)  # compilers keep the result of a sum

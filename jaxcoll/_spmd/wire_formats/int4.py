@@ -17,7 +17,7 @@ from jaxcoll._spmd.wire_formats.blocks import (
     joined,
     largest,
     parted,
-    reciprocal,
+    quotient,
     rounded,
     scale,
     widened,
@@ -36,28 +36,31 @@ _SEVEN = np.uint32(0x600000)
 """What the mantissa of 7·2^k is."""
 
 
-def encode(values: jax.Array, block: int) -> jax.Array:
-    """Rows of float32, of shape (..., k) with k a multiple of `block`, as rows of bytes."""
-    blocks = values.reshape(*values.shape[:-1], -1, block)
+def encode(blocks: jax.Array) -> jax.Array:
+    """Blocks of float32, of shape (..., m, block), as bytes of shape (..., m, block / 2 + 2)."""
     bits = largest(blocks)
     integers = (bits & np.uint32(0x7FFFFF)) == _SEVEN
     scales = scale(bits, jnp.where(integers, np.float32(7), np.float32(256)))
-    codes = blocks * reciprocal(scales)[..., None]
-    codes = rounded(jnp.where(integers[..., None], codes, _curved(codes)) + np.float32(7), 0xF)
+    steps = quotient(jnp.where(integers, np.float32(-1), np.float32(1)), scales)[..., None]
+    codes = blocks * abs(steps)
+    codes = rounded(jnp.where(steps < 0, codes, _curved(codes)) + np.float32(7), 0xF)
     first, second = jnp.split(codes, 2, axis=-1)
-    packed = (first | second << 4).astype(jnp.uint8)
-    sign = integers.astype(jnp.uint32) << 15
-    return joined(packed.reshape(*values.shape[:-1], -1), scales | sign)
+    return joined(
+        (first | second << 4).astype(jnp.uint8), scales | integers.astype(jnp.uint32) << 15
+    )
 
 
-def decode(codes: jax.Array, block: int) -> jax.Array:
-    """Rows of float32 from what `encode` gave."""
-    packed, scales = parted(codes, block // 2)
-    halves = [packed & np.uint8(0xF), packed >> np.uint8(4)]
+def decode(codes: jax.Array) -> jax.Array:
+    """Blocks of float32 from what `encode` gave."""
+    packed, scales = parted(codes)
     integers = (scales >> 15 << 4).astype(jnp.uint8)[..., None]
-    place = jnp.concatenate(halves, axis=-1) | integers
-    levels = jnp.asarray(_LEVELS).at[place].get(mode="promise_in_bounds")
-    return (levels * widened(scales & np.uint32(0x7FFF))[..., None]).reshape(*codes.shape[:-1], -1)
+    factors = widened(scales & np.uint32(0x7FFF))[..., None]
+    levels = jnp.asarray(_LEVELS)
+    halves = [
+        levels.at[half | integers].get(mode="promise_in_bounds") * factors
+        for half in (packed & np.uint8(0xF), packed >> np.uint8(4))
+    ]
+    return jnp.concatenate(halves, axis=-1)
 
 
 def _curved(values: jax.Array) -> jax.Array:

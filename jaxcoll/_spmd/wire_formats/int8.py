@@ -15,23 +15,23 @@ from jaxcoll._spmd.wire_formats.blocks import (
     joined,
     largest,
     parted,
-    reciprocal,
+    quotient,
     rounded,
     scale,
     widened,
 )
 
 
-def encode(values: jax.Array, block: int) -> jax.Array:
-    """Rows of float32, of shape (..., k) with k a multiple of `block`, as rows of bytes."""
-    blocks = values.reshape(*values.shape[:-1], -1, block)
+def encode(blocks: jax.Array) -> jax.Array:
+    """Blocks of float32, of shape (..., m, block), as bytes of shape (..., m, block + 2)."""
     scales = scale(largest(blocks), np.float32(127))
-    codes = rounded(blocks * reciprocal(scales)[..., None], 0xFF).astype(jnp.uint8)
-    return joined(codes.reshape(values.shape), scales)
+    steps = quotient(np.float32(1), scales)[..., None]
+    return joined(rounded(blocks * steps, 0xFF).astype(jnp.uint8), scales)
 
 
-def decode(codes: jax.Array, block: int) -> jax.Array:
-    """Rows of float32 from what `encode` gave."""
-    blocks, scales = parted(codes, block)
-    numbers = lax.bitcast_convert_type(blocks, jnp.int8).astype(jnp.float32)
-    return (numbers * widened(scales)[..., None]).reshape(*codes.shape[:-1], -1)
+def decode(codes: jax.Array) -> jax.Array:
+    """Blocks of float32 from what `encode` gave."""
+    numbers, scales = parted(codes)
+    return (
+        lax.bitcast_convert_type(numbers, jnp.int8).astype(jnp.float32) * widened(scales)[..., None]
+    )

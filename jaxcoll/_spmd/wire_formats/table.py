@@ -12,12 +12,12 @@ from jaxcoll._spmd.wire_formats import bf16, int4, int8
 class Codec(Protocol):
     """What every format's file defines."""
 
-    def encode(self, values: jax.Array, block: int, /) -> jax.Array:
-        """Rows of float32, of whole blocks, as rows of uint8 or uint16."""
+    def encode(self, blocks: jax.Array, /) -> jax.Array:
+        """Blocks of float32, of shape (..., m, block), as uint8 or uint16 of shape (..., m, w)."""
         ...
 
-    def decode(self, codes: jax.Array, block: int, /) -> jax.Array:
-        """Rows of float32; what was not finite makes its block so."""
+    def decode(self, codes: jax.Array, /) -> jax.Array:
+        """Blocks of float32; one with anything that was not finite is not finite anywhere there."""
         ...
 
 

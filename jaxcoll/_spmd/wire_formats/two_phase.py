@@ -31,15 +31,15 @@ def all_reduce(flat: jax.Array, format: str, axes: tuple[str, ...]) -> tuple[jax
       Cost: an all-to-all and an all-gather of codes; 2(n-1) coded shards leave a device.
     """
     known = wire_formats.of(format)
-    codec, block = CODECS[known.name], known.block
-    rows = flat.reshape(lax.axis_size(axes), -1)
-    sent = codec.encode(rows, block)
+    codec = CODECS[known.name]
+    rows = flat.reshape(lax.axis_size(axes), -1, known.block)
+    sent = codec.encode(rows)
     received = lax.all_to_all(sent, axes, split_axis=0, concat_axis=0)
-    own = tree_sum(codec.decode(received, block))
-    again = codec.encode(own, block)
-    total = codec.decode(lax.all_gather(again, axes), block)
-    lost = rows - codec.decode(sent, block)
+    own = tree_sum(codec.decode(received))
+    again = codec.encode(own)
+    total = codec.decode(lax.all_gather(again, axes))
+    lost = rows - codec.decode(sent)
     rank = _compat.as_varying(lax.axis_index(axes), axes)
-    mine = lax.dynamic_index_in_dim(lost, rank, keepdims=False) + (own - codec.decode(again, block))
+    mine = lax.dynamic_index_in_dim(lost, rank, keepdims=False) + (own - codec.decode(again))
     lost = lax.dynamic_update_index_in_dim(lost, mine, rank, axis=0)
     return total.reshape(-1), lost.reshape(-1)

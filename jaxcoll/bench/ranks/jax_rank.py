@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -186,15 +187,16 @@ class JaxRank(Rank):
 
 def _mesh(devices: Sequence[jax.Device]) -> Mesh:
     """One axis over all devices, or two where several hosts, or processes, have several each."""
-    hosts = len(set(hosts_of_job().of_processes))
-    processes = len({device.process_index for device in devices})
+    grid, axes = np.array(devices, dtype=object), ("data",)
+    owners = [device.process_index for device in devices]
+    hosts = [hosts_of_job().of_processes[owner] for owner in owners] if len(set(owners)) > 1 else []
     # Hierarchical algorithms need an axis within a host or process and one between them.
-    if 1 < hosts < len(devices):
-        grid, axes = np.array(devices, dtype=object).reshape(hosts, -1), ("host", "device")
-    elif 1 < processes < len(devices):
-        grid, axes = np.array(devices, dtype=object).reshape(processes, -1), ("process", "device")
-    else:
-        grid, axes = np.array(devices, dtype=object), ("data",)
+    for name, of_devices in (("host", hosts), ("process", owners)):
+        groups = len(set(of_devices))
+        alike = of_devices == sorted(of_devices) and len(set(Counter(of_devices).values())) == 1
+        if 1 < groups < len(devices) and alike:
+            grid, axes = grid.reshape(groups, -1), (name, "device")
+            break
     return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 

@@ -52,13 +52,12 @@ class Regret:
         """Seconds of the automatic choice over those of the best by hand.
 
         The best is picked in every other round and compared in the rounds between, in turn: the
-        least of several medians of the same rounds would be too small by chance. One of the same
-        plan is the same program.
+        least of several medians of the same rounds would be too small by chance. A candidate of the
+        same plan is the same program, and so is the twin.
         """
         halves = slice(0, None, 2), slice(1, None, 2)
         found = [
-            statistics.median(self.seconds[AUTO][there])
-            / statistics.median(self.seconds[self._best(here)][there])
+            self._median(AUTO, there) / self._median(self._best(here), there)
             for here, there in (halves, halves[::-1])
         ]
         return statistics.geometric_mean(found)
@@ -71,7 +70,11 @@ class Regret:
     def _best(self, rounds: slice) -> str:
         by_hand = [name for name in self.seconds if name not in (AUTO, TWIN)]
         by_hand += [AUTO] * bool(self.alike)
-        return min(by_hand, key=lambda name: statistics.median(self.seconds[name][rounds]))
+        return min(by_hand, key=lambda name: self._median(name, rounds))
+
+    def _median(self, name: str, rounds: slice) -> float:
+        found = self.seconds[name][rounds]
+        return statistics.median(found + self.seconds[TWIN][rounds] if name == AUTO else found)
 
     def to_dict(self) -> dict[str, Any]:
         """One JSON line."""

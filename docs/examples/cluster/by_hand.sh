@@ -1,0 +1,11 @@
+#!/bin/bash
+# No scheduler: torchrun's four variables, by ssh to each host. HOSTS: one process on each.
+set -euo pipefail
+read -ra hosts <<< "${HOSTS:-host0 host1}"
+pids=()
+for rank in "${!hosts[@]}"; do
+  ssh "${hosts[$rank]}" env MASTER_ADDR="${hosts[0]}" MASTER_PORT="${PORT:-29500}" \
+    WORLD_SIZE="${#hosts[@]}" RANK="$rank" python train.py &
+  pids+=("$!")
+done
+for pid in "${pids[@]}"; do wait "$pid"; done

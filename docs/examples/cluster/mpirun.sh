@@ -1,0 +1,8 @@
+#!/bin/bash
+# Start this on the first host of the host file: process 0 is there, and all meet there.
+# Open MPI 4 would say where by itself; Open MPI 5, MPICH and Intel MPI do not.
+# MPICH and Intel MPI: mpiexec -f hosts -n 16 -ppn 8 -genv NAME VALUE
+set -euo pipefail
+JAX_COORDINATOR_ADDRESS="${FIRST_HOST:-$(hostname -f)}:29500"
+export JAX_COORDINATOR_ADDRESS
+mpirun --hostfile "${HOST_FILE:-hosts}" -n "${PROCESSES:-16}" -x JAX_COORDINATOR_ADDRESS python train.py

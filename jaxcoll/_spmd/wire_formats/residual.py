@@ -1,0 +1,96 @@
+"""What replicas still owe to a sum: kept by each as a tree of its own, and sent with the next."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoll import _compat
+from jaxcoll._plan.packs.shard_layout import LANES, SummedLayout, first_difference, summed_layout
+from jaxcoll._show.units import counted
+from jaxcoll._spmd.axes import bound_axes
+from jaxcoll._spmd.shards import Shards, is_shards, sharded_leaves
+
+_NO_RESIDUAL = """\
+`{caller}` expects what `jc.residual(params)` returns as its residual, or what this call returned \
+the last time; got {got}."""
+
+_OTHER_WORLD = """\
+`{caller}` over {axes} got a residual of {was} over {over}. Restore its sum for the replicas that \
+there are: `jc.save_checkpoint` writes it, and `jc.restore_checkpoint` with a new `jc.residual` \
+deals it out."""
+
+_OTHER_TREE = """\
+`{caller}`: the residual is of another tree: {difference}. It belongs to the gradients of the \
+parameters that `jc.residual` was given: make a new one, or bring the leaf back."""
+
+
+def is_residual(x: Any) -> bool:
+    """Whether `x` is the residual of a tree."""
+    return is_shards(x) and isinstance(x.layout, SummedLayout)
+
+
+def layout_like(tree: Any, axes: Mapping[str, int], caller: str) -> SummedLayout:
+    """The layout of a residual of a tree: float32 of the shape of every leaf, on every replica."""
+    treedef, leaves = sharded_leaves(tree, axes, caller)
+    return summed_layout(treedef, leaves, int(np.prod(list(axes.values()))))
+
+
+def zeros(tree: Any, axis_name: str | tuple[str, ...], caller: str) -> Shards:
+    """This replica's residual at the beginning, inside a program that maps the axis; *varying*."""
+    axes = bound_axes(axis_name, caller)
+    layout = layout_like(tree, axes, caller)
+    names = tuple(axes)
+    parts = [
+        _compat.as_varying(jnp.zeros((layout.rows(pack), LANES), jnp.float32), names)
+        for pack in layout.packs
+    ]
+    return Shards(tuple(parts), layout, names)
+
+
+def opened(
+    residual: Any, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = ""
+) -> dict[str, jax.Array]:
+    """This replica's residual of each leaf, by the leaf's path in `tree` behind `prefix`.
+
+    Raises:
+      ValueError: it is no residual, or one of another tree or world.
+    """
+    if not is_residual(residual):
+        raise ValueError(_NO_RESIDUAL.format(caller=caller, got=type(residual).__name__))
+    layout = residual.layout
+    if residual.axes != tuple(axes) or layout.replicas != np.prod(list(axes.values())):
+        raise ValueError(
+            _OTHER_WORLD.format(
+                caller=caller,
+                axes=" × ".join(f"{name!r} (size {n})" for name, n in axes.items()),
+                was=counted(layout.replicas, "replica"),
+                over=", ".join(map(repr, residual.axes)),
+            )
+        )
+    found = layout_like(tree, axes, caller)
+    difference = first_difference(found.leaves, layout.leaves)
+    if difference:
+        raise ValueError(_OTHER_TREE.format(caller=caller, difference=difference))
+    return {
+        prefix + leaf.path: part.reshape(-1)[: leaf.size].reshape(leaf.shape)
+        for pack, part in zip(layout.packs, residual.parts, strict=True)
+        for leaf in [layout.leaves[pack.segments[0].leaf]]
+    }
+
+
+def closed(residual: Shards, found: Mapping[str, jax.Array], prefix: str = "") -> Shards:
+    """The residual with the leaves that `found` has, by their paths, in their places."""
+    parts = []
+    for pack, part in zip(residual.layout.packs, residual.parts, strict=True):
+        leaf = residual.layout.leaves[pack.segments[0].leaf]
+        new = found.get(prefix + leaf.path)
+        if new is not None:
+            part = jnp.pad(new.reshape(-1), (0, part.size - leaf.size)).reshape(part.shape)
+        parts.append(part)
+    return dataclasses.replace(residual, parts=tuple(parts))

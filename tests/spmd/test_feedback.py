@@ -1,0 +1,240 @@
+"""What a wire format rounds away is sent the next time: nothing is lost."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import RUNNERS, mesh_of, per_replica
+
+import jaxcoll as jc
+
+FORMATS = ("bf16", "int8", "int4")
+OPTIONS = {name: jc.CommunicationOptions(compression=name) for name in FORMATS}
+N, STEPS = 4, 3
+P = jax.sharding.PartitionSpec
+
+
+def gaussian(n, *shape, seed=0):
+    return np.random.default_rng([seed, n, *shape]).standard_normal((n, *shape)).astype("f")
+
+
+def tree(n, seed=0):
+    return {
+        "w": gaussian(n, 9, 100, seed=seed),
+        "v": gaussian(n, 300, seed=seed),
+        "b": gaussian(n, 5),
+    }
+
+
+def flat(residual):
+    """Of each leaf what every replica owes, stacked: an array of shape (n, size)."""
+    n = residual.layout.replicas
+    parts = [np.asarray(x, "f8").reshape(n, -1) for x in residual.parts]
+    leaves = [residual.layout.leaves[p.segments[0].leaf] for p in residual.layout.packs]
+    return {
+        x.path: part[:, : x.size].reshape(n, *x.shape)
+        for x, part in zip(leaves, parts, strict=True)
+    }
+
+
+@functools.cache
+def after_steps(name, runner, op="mean"):
+    """The gradients of each step, what arrived, and the residuals at the end, of every replica."""
+    grads = [tree(N, seed) for seed in range(STEPS)]
+
+    def f(*grads):
+        residual, arrived = jc.residual(grads[0], "data"), []
+        for g in grads:
+            total, residual = jc.all_reduce(op, g, "data", residual=residual, options=OPTIONS[name])
+            arrived.append(total)
+        varied = jax.tree.map(lambda x: x + 0 * jax.lax.axis_index("data").astype(x.dtype), arrived)
+        return varied, residual
+
+    return grads, *jax.tree.map(np.asarray, per_replica(runner, f, N, *grads))
+
+
+@pytest.mark.parametrize(("name", "runner"), [(f, r) for f in FORMATS for r in RUNNERS])
+def test_nothing_is_lost(name, runner):
+    grads, arrived, residual = after_steps(name, runner)
+    owed = flat(residual)
+    for leaf in ("w", "v", "b"):
+        sent = sum(N * np.float64(a[leaf][0]) for a in arrived)
+        given = sum(g[leaf].astype("f8").sum(0) for g in grads)
+        left = owed[f"[{leaf!r}]"].sum(0)
+        assert np.linalg.norm(sent + left - given) <= 1e-6 * np.linalg.norm(given)
+        assert (np.abs(left).max() == 0) == (leaf == "b")
+
+
+@pytest.mark.parametrize(("name", "bar"), [("int8", 1e-4), ("int4", 1e-3)])
+def test_the_mean_of_many_sums_is_the_sum(name, bar):
+    g = gaussian(8, 1 << 12)
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="data")
+    def f(g):
+        def turn(carry, _):
+            residual, total = carry
+            s, residual = jc.all_reduce("sum", g, "data", residual=residual, options=OPTIONS[name])
+            return (residual, total + s), None
+
+        return jax.lax.scan(turn, (jc.residual(g, "data"), 0 * g), None, length=200)[0][1] / 200
+
+    want = g.astype("f8").sum(0)
+    assert np.linalg.norm(np.float64(f(g)[0]) - want) <= bar * np.linalg.norm(want)
+
+
+def test_a_hierarchy_loses_nothing_either():
+    g = gaussian(8, 3000)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
+    axes = ("node", "data")
+    options = jc.CommunicationOptions(algorithm="native/shuffle", compression="int4")
+
+    def f(g, residual):
+        return jc.all_reduce("sum", g[0], axes, residual=residual, options=options)
+
+    residual = jc.residual(g[0], axes, mesh=mesh)
+    spec = P(axes)
+    run = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(spec, spec), out_specs=(P(), spec)))
+    total, residual = run(g, residual)
+    want = g.astype("f8").sum(0)
+    left = jc.unshard(residual)
+    assert 0.01 < np.linalg.norm(total - want) / np.linalg.norm(want)
+    assert np.linalg.norm(total + left - want) <= 1e-6 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_a_step_that_is_not_finite_leaves_the_residual_as_it_was(bad):
+    def f(g, h):
+        start = jc.residual(g, "data")
+        _, before = jc.all_reduce("sum", g, "data", residual=start, options=OPTIONS["int8"])
+        _, after = jc.all_reduce("sum", h, "data", residual=before, options=OPTIONS["int8"])
+        return before, after
+
+    g, h = gaussian(2, 600), gaussian(2, 600, seed=1)
+    h[:, 7] = bad
+    before, after = jax.jit(jax.vmap(f, axis_name="data"))(g, h)
+    assert before.parts[0].any()
+    assert np.isfinite(before.parts[0]).all()
+    np.testing.assert_array_equal(before.parts[0], after.parts[0])
+
+
+def loss(w, x):
+    return jnp.mean((x @ w["w"]) ** 2) + 0 * w["b"].sum()
+
+
+def parameters():
+    return {"w": gaussian(1, 400)[0], "b": np.zeros(3, "f")}
+
+
+@pytest.mark.parametrize("call", ["value_and_grad", "grad", "accumulate"])
+def test_gradients_take_and_return_a_residual_through_data_parallel(call):
+    mesh, w, x = mesh_of(N), parameters(), gaussian(1, 8 * N, 400)[0]
+    more = (2,) if call == "accumulate" else ()
+    take = lambda options, **on: getattr(jc, call)(loss, "data", *more, options=options, **on)
+
+    def step(w, residual, x):
+        found = take(OPTIONS["int4"], feedback=True)(w, x, residual=residual)
+        exact = take(None)(w, x)
+        return *found, exact if call == "grad" else exact[1]
+
+    residual = jc.residual(w, mesh=mesh)
+    assert residual.parts[0].sharding.spec == P(("data",))
+    *_, grads, residual, exact = jc.data_parallel(step, mesh=mesh)(w, residual, x)
+    left = jc.unshard(residual)
+    for leaf in w:
+        np.testing.assert_allclose(grads[leaf] + left[leaf] / N, exact[leaf], rtol=1e-4, atol=1e-5)
+    assert np.abs(left["w"]).max() > 0
+
+
+def test_an_optax_chain_keeps_it_as_its_state():
+    mesh, w, x = mesh_of(N), parameters(), gaussian(1, 8 * N, 400)[0]
+    link = jc.all_reduce_updates("data", options=OPTIONS["int4"], feedback=True, mesh=mesh)
+    tx = optax.chain(link, optax.sgd(1.0))
+    state = tx.init(w)
+
+    def step(w, state, x):
+        own = jax.tree.map(lambda v: jax.lax.pcast(v, ("data",), to="varying"), w)
+        return tx.update(jax.grad(loss)(own, x), state)
+
+    updates, state = jc.data_parallel(step, mesh=mesh)(w, state, x)
+    exact = jax.grad(loss)(w, x)
+    left = jc.unshard(state[0])
+    np.testing.assert_allclose(-updates["w"] + left["w"] / N, exact["w"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_holds_the_sum_and_deals_it_out_to_any_number(tmp_path):
+    mesh, g = mesh_of(N), tree(N)
+    f = jax.shard_map(
+        lambda g, r: jc.all_reduce("sum", jax.tree.map(lambda x: x[0], g), "data", residual=r, options=OPTIONS["int4"])[1],
+        mesh=mesh, in_specs=P("data"), out_specs=P("data"),
+    )  # fmt: skip
+    like = jax.tree.map(lambda x: x[0], g)
+    residual = jax.jit(f)(g, jc.residual(like, mesh=mesh))
+    jc.save_checkpoint(tmp_path / "r.npz", {"r": residual})
+    total = jc.unshard(residual)
+    assert np.abs(total["w"]).max() > 0
+    for n in (1, 2, 3):
+        restored, _ = jc.restore_checkpoint(
+            tmp_path / "r.npz", {"r": jc.residual(like, mesh=mesh_of(n))}
+        )
+        assert restored["r"].layout.replicas == n
+        again = jc.unshard(restored["r"])
+        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(total), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def refused(words, f, *args):
+    with pytest.raises(ValueError, match=words):
+        jax.vmap(f, axis_name="data")(*args)
+
+
+def test_a_residual_of_another_tree_or_world_is_refused():
+    g = gaussian(2, 600)
+    reduce = lambda g, r: jc.all_reduce("sum", g, "data", residual=r, options=OPTIONS["int8"])
+    refused(
+        r"leaf \['w'\] \(float32\[7\]\) is gone",
+        lambda g: reduce(g, jc.residual({"w": g[:7]}, "data")),
+        g,
+    )
+    refused(
+        r"float32\[600\], and was float32\[599\]",
+        lambda g: reduce({"w": g}, jc.residual({"w": g[1:]}, "data")),
+        g,
+    )
+    other = jc.residual(g[0], mesh=mesh_of(3))
+    refused(
+        r"'data' \(size 2\) got a residual of 3 replicas over 'data'", lambda g: reduce(g, other), g
+    )
+    refused("got ndarray", lambda g: reduce(g, np.zeros(3)), g)
+
+
+def test_feedback_without_a_state_and_where_there_is_none():
+    w, x = parameters(), gaussian(2, 4, 400)
+    step = jc.value_and_grad(loss, "data", options=OPTIONS["int8"], feedback=True)
+    refused("expects the keyword argument `residual`", functools.partial(step, w), x)
+    with pytest.raises(ValueError, match="scatter=True gradients travel exactly"):
+        jc.value_and_grad(loss, "data", scatter=True, feedback=True)
+
+    def synced(w, x):
+        return loss(jc.sync_in_backward(w, "data"), x)
+
+    step = jc.value_and_grad(synced, "data", options=OPTIONS["int8"], feedback=True)
+    refused(
+        "was reduced by `jc.sync_in_backward`",
+        lambda x: step(w, x, residual=jc.residual(w, "data")),
+        x,
+    )
+    refused("nothing to gather", lambda x: jc.all_gather(jc.residual(x, "data"), "data"), x)
+    with pytest.raises(ValueError, match="the mesh has no such axis"):
+        jc.residual(w, "model", mesh=mesh_of(2))
+
+
+def test_shapes_alone_are_enough_for_a_residual():
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parameters())
+    mesh = mesh_of(2)
+    assert [x.shape for x in jc.residual(shapes, mesh=mesh).parts] == [(2, 128), (8, 128)]
+    abstract = jax.sharding.AbstractMesh((2,), ("data",))
+    assert isinstance(jc.residual(shapes, mesh=abstract).parts[0], jax.ShapeDtypeStruct)
