@@ -20,7 +20,7 @@ import numpy as np
 import jaxcoll as jc
 from jaxcoll.bench.counters import loopback_bytes
 
-LAYERS, WIDTH, TEXTS, ROUNDS = 8, 512, 256, 11
+LAYERS, WIDTH, TEXTS, ROUNDS = 4, 512, 32, 5
 
 
 def initial() -> Any:

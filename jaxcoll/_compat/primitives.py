@@ -151,9 +151,9 @@ ad.primitive_transposes[_through_p] = _through_transpose
 def needing(x: Any, after: Sequence[Any]) -> Any:
     """`x` as it is, but computed from `after` as far as any compiler can see.
 
-    XLA's CPU compiler drops barriers, and its run time starts a collective while a loop with
-    collectives of its own still runs: over Gloo processes may then meet in different ones. Where
-    one needs the other's result, they cannot.
+    Nothing else orders a collective against those inside a loop: XLA's CPU compiler drops barriers.
+    Over Gloo a process then may meet another's gather where it expects the sum of a loss, which was
+    seen once (a message of 1048576 bytes for one of 4), and could not be made to happen again.
 
     Args:
       x: an array.
