@@ -199,10 +199,12 @@ def test_what_crosses_hosts_is_summed_within_them_first():
 
 
 @pytest.mark.parametrize("compression", ["bf16", "int8", "int4"])
-def test_codes_travel_between_hosts_only(compression):
+@pytest.mark.parametrize("cores", [1, 8])
+def test_codes_travel_between_hosts_only(compression, cores):
     options = jc.CommunicationOptions(compression=compression)
     leaf = Leaf("", (1 << 20,), F32, F32, TWO_HOSTS.sizes, format=str(options.compression))
-    plan = make_plan(jc.ReduceOp.SUM, [leaf], options, TWO_HOSTS)
+    terms = preset(TWO_HOSTS, cores=cores)
+    plan = make_plan(jc.ReduceOp.SUM, [leaf], options, TWO_HOSTS, terms=terms)
     assert plan.algorithm == "shuffle/shuffle"
     assert [stage.format for stage in plan.stages(plan.packs[0])] == ["", leaf.format]
 

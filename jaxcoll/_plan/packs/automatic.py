@@ -150,6 +150,8 @@ def priced(
     """
     suited: dict[tuple[tuple[int, ...], int, str], str] = {}
     coded = tuple(dict.fromkeys(map(coded_by, names)))
+    # Codes are for slow networks, on which two levels gain most; within a host nothing is rounded.
+    coded = tuple(name for name in coded if "/" in name) or coded
     tried: set[tuple[Pack, ...]] = set()
 
     def algorithm(pack: Pack) -> str:
