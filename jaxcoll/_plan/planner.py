@@ -80,14 +80,10 @@ def make_plan(
         choice = dataclasses.replace(choice, packing=rule)
     names = (choice.algorithm,) if choice.fixed else algorithms_for(world)
     rules = (choice.packing,) if choice.packing else rules_for(world, leaves)
+    if options.compression == "auto":
+        leaves = _coded_if_faster(leaves, rules, names, prices)
     found = list(priced(leaves, rules, names, prices))
     rule, packs, cost = fastest(found, leaves)
-    if options.compression == "auto":
-        exact = [x if x.wire != x.dtype else dataclasses.replace(x, format="") for x in leaves]
-        others = list(priced(exact, rules, names, prices))
-        if fastest(others, exact).cost.seconds <= cost.seconds:
-            leaves, found = exact, others
-            rule, packs, cost = fastest(found, leaves)
     # After pricing: the number of parts was asked for, and is not searched.
     packs = cut(packs, choice.parts)
     if options.reproducible:
@@ -181,6 +177,21 @@ def _why(
         f"packs: {in_words(rule)}, predicted to take {cost.seconds * 1e3:.3g} ms, against "
         f"{alone * 1e3:.3g} ms for every leaf alone ({terms.source})"
     )
+
+
+def _coded_if_faster(
+    leaves: Sequence[Leaf], rules: Sequence[PackingRule], names: Sequence[str], prices: Prices
+) -> Sequence[Leaf]:
+    """Leaves with their formats, or, where exact sums are predicted to be as fast, without.
+
+    Those that have another type than their sum keep theirs.
+    """
+    exact = [x if x.wire != x.dtype else dataclasses.replace(x, format="") for x in leaves]
+    coded, plain = (
+        fastest(list(priced(each, rules, names, prices)), each).cost.seconds
+        for each in (leaves, exact)
+    )
+    return leaves if coded < plain else exact
 
 
 def _formats(

@@ -111,44 +111,30 @@ def all_reduce(
         for path, x in zip(paths, taken, strict=True)
     ]
     arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
-    solid = [_compat.is_partially_sharded(array) for array in arrays]
     wires = [
         (wire_dtype(np.dtype(array.dtype), reduce_op, world), "")
-        if held or path in exact or isinstance(whole, IndexedSlices)
+        if path in exact or isinstance(whole, IndexedSlices) or _compat.is_partially_sharded(array)
         else travels_as(np.dtype(array.dtype), array.shape, reduce_op, world, scope.options)
-        for path, whole, array, held in zip(paths, taken, arrays, solid, strict=True)
+        for path, whole, array in zip(paths, taken, arrays, strict=True)
     ]
     recipes = [
         _recipe(reduce_op, path, array, axes, wire, invariant, same.get(path, frozenset()))
         for path, array, (wire, _) in zip(paths, arrays, wires, strict=True)
     ]
     leaves = [
-        Leaf(
-            path=path,
-            shape=array.shape,
-            dtype=recipe.dtype,
-            wire=recipe.dtype if isinstance(whole, IndexedSlices) else recipe.wire,
-            kind=recipe,
-            over=tuple(n if a in recipe.over else 1 for a, n in axes.items()),
-            solid=solid[i],
-            indices=np.dtype(whole.indices.dtype) if isinstance(whole, IndexedSlices) else None,
-            ready=None if ready is None else ready[i],
-            format=wires[i][1],
-        )
-        for i, (path, whole, array, recipe) in enumerate(
-            zip(paths, taken, arrays, recipes, strict=True)
+        dataclasses.replace(_leaf(path, whole, array, recipe, axes), format=format)
+        for path, whole, array, recipe, (_, format) in zip(
+            paths, taken, arrays, recipes, wires, strict=True
         )
     ]
+    if ready is not None:
+        leaves = [dataclasses.replace(x, ready=k) for x, k in zip(leaves, ready, strict=True)]
     terms = scope.terms(world)
     plan = make_plan(reduce_op, leaves, scope.options, world, packing, terms, in_backward)
     plan = dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
     scope.record(plan)
-    owed = [] if residual is None else [x.path for x in leaves if x.path in residual and x.travels]
     if residual is not None:
-        arrays = [
-            _with(array, residual[leaf.path], leaf) if leaf.path in owed else array
-            for array, leaf in zip(arrays, leaves, strict=True)
-        ]
+        arrays = [_with(array, residual, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
     sums, lost = _carry_out(plan, pack(arrays, plan.packs, leaves), scope.heard)
     hidden = hiding_axis(axes) if world.platform == "cpu" else None
     reduced = unpack(sums, plan.packs, leaves, one_kernel_a_shape=hidden)
@@ -162,16 +148,38 @@ def all_reduce(
     left = unpack(lost.values(), [plan.packs[k] for k in lost], leaves, one_kernel_a_shape=hidden)
     finite = _all_finite(plan, sums)
     return result, {
-        leaf.path: jnp.where(finite, 0 * before if rest is None else rest, before)
+        leaf.path: jnp.where(finite, jnp.zeros_like(before) if rest is None else rest, before)
         for leaf, rest in zip(leaves, left, strict=True)
-        if leaf.path in owed
-        for before in [residual[leaf.path]]
+        for before in [residual.get(leaf.path)]
+        if before is not None and leaf.travels
     }
 
 
-def _with(array: jax.Array, owed: jax.Array, leaf: Leaf) -> jax.Array:
-    """`array` and what is owed of it, in the type of the sum where that is wider."""
-    if not jnp.issubdtype(leaf.dtype, np.inexact):
+def _leaf(
+    path: str,
+    whole: jax.Array | IndexedSlices,
+    array: jax.Array,
+    recipe: Recipe,
+    axes: Mapping[str, int],
+) -> Leaf:
+    """What the plan knows of a leaf, but for how it travels and when it is ready."""
+    sparse = isinstance(whole, IndexedSlices)
+    return Leaf(
+        path=path,
+        shape=array.shape,
+        dtype=recipe.dtype,
+        wire=recipe.dtype if sparse else recipe.wire,
+        kind=recipe,
+        over=tuple(n if a in recipe.over else 1 for a, n in axes.items()),
+        solid=_compat.is_partially_sharded(array),
+        indices=np.dtype(whole.indices.dtype) if sparse else None,
+    )
+
+
+def _with(array: jax.Array, residual: Mapping[str, jax.Array], leaf: Leaf) -> jax.Array:
+    """`array` and what is owed of it, in the type of the sum."""
+    owed = residual.get(leaf.path)
+    if owed is None or not leaf.travels or not jnp.issubdtype(leaf.dtype, np.inexact):
         return array
     return array.astype(leaf.wire) + owed.astype(leaf.wire)
 

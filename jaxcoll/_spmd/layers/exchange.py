@@ -54,7 +54,7 @@ class Gather:
             with jax.named_scope(f"{self.plan.name}/pack{k}"):
                 blocks = algorithms.all_gather(packed, self.plan.stages(planned), self.axes)
                 found.append(_compat.as_varying(blocks, self.axes))
-        wholes = jax.vmap(lambda each: unpack(each, self.packs, self.leaves))(found)
+        wholes = jax.vmap(lambda each: _unpacked(each, self.packs, self.leaves))(found)
         return [
             lax.collapse(whole, 0, 2).astype(x.dtype)
             for whole, x in zip(wholes, given, strict=True)
@@ -91,13 +91,18 @@ class Scatter:
             with jax.named_scope(f"{self.plan.name}/pack{k}"):
                 stages = self.plan.stages(planned)
                 totals.append(algorithms.reduce_scatter(each, stages, self.axes))
-        rows = cast(Arrays, unpack(totals, self.packs, self.leaves))
+        rows = _unpacked(totals, self.packs, self.leaves)
         # Divided in the leaf's own type, which may be wider than what travelled.
         means = [
             divided(total.astype(recipe.dtype), recipe)
             for total, recipe in zip(rows, self.recipes, strict=True)
         ]
         return [_compat.as_stored(x) for x in means] if self.plan.reproducible else means
+
+
+def _unpacked(packed: Sequence[jax.Array], packs: Sequence[Pack], leaves: Sequence[Leaf]) -> Arrays:
+    """The leaves, every one of which a pack carries."""
+    return cast(Arrays, unpack(packed, packs, leaves))
 
 
 def gather(

@@ -219,14 +219,15 @@ def _differentiable(
         kept: tuple[Any, ...],
         cotangents: tuple[Arrays, Arrays],
     ) -> Any:
-        (saved, last, carry, stack, captured), cotangents = _differentiated_once((kept, cotangents))
+        given = [[x for x in map(_floating, each) if x is not None] for each in cotangents]
+        (saved, last, carry, stack, captured), given = _differentiated_once((kept, given))
         ct, gradients, sums = schedule.backward(
             residuals,
             saved,
             last,
             stack,
             captured,
-            [[x for x in map(_floating, each) if x is not None] for each in cotangents],
+            given,
             moved,
             traffic.scatters(moved[0]),
         )
