@@ -3,10 +3,11 @@
     python -m tests.dispatch.call_cost [ROUNDS [DEVICES [LEAVES ...]]]
 
 `data_parallel`, `strategy.run` and `NcclAllReduce.batch_reduce` with all arrays in place, for trees
-of so many LEAVES (10, 100, 1000) of 4 floats over so many DEVICES (2), in ROUNDS (200) of one call
-each. Prints the microseconds until the call returns, its results not awaited in between, of the bare
-call, its twin and ours (medians), what ours adds, the ratio with its interval, and the bytes that
-Python allocates at most beyond the bare call.
+of so many LEAVES (10, 100, 1000) of 4 floats over so many DEVICES (2; two or more), in ROUNDS (200)
+of one call each. Prints the microseconds until the bare call and ours return, without waiting for
+results (the fastest of each, which other work on the machine disturbs least), what ours adds, the
+ratio of the rounds with its interval, that of the bare call's twin, and how much more Python
+allocates.
 """
 
 import gc
@@ -87,7 +88,7 @@ def row(name, make, leaves, rounds):
     found = list(interleaved(turns, rounds))
     gc.enable()
     taken = {name: [each[name] for each in found] for name in turns}
-    us = {name: 1e6 * np.median(times) for name, times in taken.items()}
+    us = {name: 1e6 * min(times) for name, times in taken.items()}
     more = peak(call) - peak(bare)
     return (
         f"| `{name}` | {leaves:,} | {us['bare']:.0f} | {us['ours']:.0f} | "
