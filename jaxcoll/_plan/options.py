@@ -198,7 +198,7 @@ class CommunicationOptions:
         with `checksum`, `shards`, and an outermost ring or halving_doubling. "auto": bf16 for
         float32 over Gloo, where that is predicted to be faster, and exact sums elsewhere and beside
         these options. None: exact sums; bfloat16 leaves still travel as 16 bits over Gloo, where
-        XLA would widen them. See docs/less-on-the-wire.md.
+        XLA would widen them. See docs/less_on_the_wire.md.
 
     Raises:
       ValueError: an argument has an impossible value, which the message names with it; or

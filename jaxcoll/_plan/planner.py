@@ -215,7 +215,7 @@ def _formats(
     if named(options.compression) and exact:
         yield (
             f"exactly: {counted(len(exact), 'leaf', 'leaves')}, under a block of "
-            f"{options.compression} or not of 16- or 32-bit floats"
+            f"{options.compression} or of types that it does not code"
         )
 
 

@@ -25,6 +25,8 @@ class WireFormat:
     bits: ClassVar[int] = 16
     scale_bytes: ClassVar[int] = 2
     usual: ClassVar[int] = 1
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
+    """Types that are coded; others travel exactly. float64 may exceed what a scale holds."""
     passes: ClassVar[float] = 0.75
     """Copies of an array that coding it both ways takes as long as."""
 
@@ -67,6 +69,8 @@ class Bf16(WireFormat):
 
     name: ClassVar[str] = "bf16"
     scale_bytes: ClassVar[int] = 0
+    # float16 has more bits of mantissa, and is no longer.
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
     passes: ClassVar[float] = 0.5
 
     def __post_init__(self) -> None:
@@ -128,9 +132,6 @@ class Int4(WireFormat):
 
 _FORMATS: dict[str, type[Any]] = {kind.name: kind for kind in (Bf16, Int8, Int4)}
 
-CODED = ("float32", "float16", "bfloat16")
-"""Types whose elements are coded; others travel exactly. float64 may exceed what a scale holds."""
-
 
 @functools.cache
 def of(text: str) -> WireFormat:
@@ -175,15 +176,16 @@ def check_any_coded(compression: Any, dtypes: list[Any]) -> None:
     """
     format = named(compression)
     names = list(dict.fromkeys(str(dtype) for dtype in dtypes))
-    if format is not None and names and not set(names) & set(CODED):
+    if format is not None and names and not set(names) & set(format.dtypes):
+        coded = ", ".join(format.dtypes)
         raise ValueError(
-            f"`compression` {str(format)!r} codes {', '.join(CODED)}, and this call reduces only "
+            f"`compression` {str(format)!r} codes {coded}, and this call reduces only "
             f"{', '.join(names)}, which travel exactly: leave `compression` out here."
         )
 
 
 def codes(format: WireFormat | None, shape: tuple[int, ...], dtype: np.dtype) -> bool:
-    """Whether a leaf is coded: an array of floats of 16 or 32 bits that fills a block."""
-    if format is None or dtype.name not in CODED or not shape:
+    """Whether a leaf is coded: an array of a type that the format codes, which fills a block."""
+    if format is None or dtype.name not in format.dtypes or not shape:
         return False
     return int(np.prod(shape)) >= format.least

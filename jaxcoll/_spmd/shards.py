@@ -94,9 +94,10 @@ def check_no_shards(value: Any, axis_name: str | tuple[str, ...], caller: str) -
     Raises:
       AlreadyReducedError: a tree holds Shards along an axis of the reduction.
     """
-    names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
     for path, x in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_shards):
-        if is_shards(x) and names.intersection(x.axes) and jax.tree.leaves(x):
+        if not is_shards(x) or not jax.tree.leaves(x):
+            continue
+        if set(bound_axes(axis_name, caller)).intersection(x.axes):
             leaf = where(jax.tree_util.keystr(path))
             raise AlreadyReducedError(
                 _PARTS.format(caller=caller, leaf=leaf, axes=", ".join(map(repr, x.axes)))

@@ -309,6 +309,12 @@ def test_left_to_jaxcoll_numbers_travel_as_bf16_over_gloo_alone():
     assert {p.format for p in planned(few, compression="auto").packs} == {""}, "more arrays"
 
 
+def test_bf16_leaves_float16_as_it_is_which_is_no_longer_and_has_more_bits():
+    value = {"half": jnp.zeros(700, jnp.float16), "w": jnp.zeros(700)}
+    plan = planned(value, compression="bf16")
+    assert sorted(p.shown_type for p in plan.packs) == ["float16", "float32 as bf16"]
+
+
 def test_bfloat16_leaves_travel_as_16_bits_over_gloo_unless_something_else_is_asked():
     value = {"w": jnp.zeros((100, 300), jnp.bfloat16), "b": jnp.zeros(3, jnp.bfloat16)}
     plan = planned(value)
