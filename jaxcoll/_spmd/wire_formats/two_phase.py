@@ -38,6 +38,8 @@ def all_reduce(flat: jax.Array, format: str, axes: tuple[str, ...]) -> tuple[jax
     own = tree_sum(codec.decode(received))
     again = codec.encode(own)
     total = codec.decode(lax.all_gather(again, axes))
+    # Or compilers would decode what is not yet stored, and so encode again for every element.
+    sent, again = lax.optimization_barrier((sent, again))
     lost = rows - codec.decode(sent)
     rank = _compat.as_varying(lax.axis_index(axes), axes)
     mine = lax.dynamic_index_in_dim(lost, rank, keepdims=False) + (own - codec.decode(again))
