@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._mesh.mesh import line_of
@@ -101,5 +100,5 @@ _NOT_OURS = (
 def _seen(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
     """The parts that `x` has on the devices of `sharding`, as an array of this `shape`."""
     parts = {shard.device: shard.data for shard in x.addressable_shards}
-    here = [parts[d] for d in np.ravel(sharding.mesh.devices) if d in parts]
+    here = [parts[d] for d in cast(Mesh, sharding.mesh).devices.flat if d in parts]
     return jax.make_array_from_single_device_arrays(shape, sharding, here)

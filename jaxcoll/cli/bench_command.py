@@ -245,7 +245,7 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 def _check_unset(args: argparse.Namespace, because: str, more: Mapping[str, Any]) -> None:
     """Refuse flags that would be ignored."""
-    for name, default in (_OF_OTHERS | more).items():
+    for name, default in {**_OF_OTHERS, **more}.items():
         if getattr(args, name) != default:
             raise ValueError(f"{because}: leave --{name.replace('_', '-')} out.")
 
