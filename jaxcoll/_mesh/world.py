@@ -10,7 +10,7 @@ import math
 import jax
 import numpy as np
 
-from jaxcoll._cluster.hosts import hosts_of_job
+from jaxcoll._cluster.hosts import Hosts, hosts_of_job
 from jaxcoll._dispatch.corruption_log import Reports
 from jaxcoll._dispatch.executable import remember
 from jaxcoll._mesh.machine_costs import MachineCosts, costs_here
@@ -23,13 +23,18 @@ _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 def scope_here() -> Scope:
     """The scope that a jaxcoll program set, or one read from JAX where there is none."""
-    return current() or Scope(world=ambient_world, terms=_costs_of_bare_calls(), heard=Reports())
+    return current() or Scope(
+        world=ambient_world, terms=_costs_of_bare_calls(hosts_of_job()), heard=Reports()
+    )
 
 
 @functools.cache
-def _costs_of_bare_calls() -> MachineCosts:
-    """Read at the first trace of a call in a user's own program, above which nobody stands."""
-    return costs_here()
+def _costs_of_bare_calls(hosts: Hosts) -> MachineCosts:
+    """Read at the first trace of a call in a user's own program, above which nobody stands.
+
+    Once for each job: a process that stays in an elastic one must plan as those that join it.
+    """
+    return dataclasses.replace(costs_here(), hosts=hosts)
 
 
 def ambient_world(axes: dict[str, int]) -> World:
@@ -92,7 +97,7 @@ class _TracedWorlds:
         if not set(axes) <= set(mesh.axis_names):
             return World(self.platform, tuple(axes.values()), device_kind=self.kind)
         processes = min(len(self.host_of), mesh.size)
-        owners = np.arange(mesh.size) // (mesh.size // processes)
+        owners = np.arange(mesh.size) * processes // mesh.size
         hosts = np.take(self.host_of, owners)
         here = _MeshWorlds(
             self.platform,

@@ -38,7 +38,7 @@ from jaxcoll._spmd.indexed_slices import IndexedSlices
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import alike, gathered, is_sparse
-from jaxcoll._spmd.wire_formats.blocks import all_finite
+from jaxcoll._spmd.wire_formats.feedback import left, with_owed
 
 Invariant = Literal["error", "summed", "replicated"]
 
@@ -134,25 +134,21 @@ def all_reduce(
     plan = dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
     scope.record(plan)
     if residual is not None:
-        arrays = [_with(array, residual, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
+        arrays = with_owed(arrays, leaves, residual, count(axes))
     sums, lost = _carry_out(plan, pack(arrays, plan.packs, leaves), scope.heard)
     hidden = hiding_axis(axes) if world.platform == "cpu" else None
     reduced = unpack(sums, plan.packs, leaves, one_kernel_a_shape=hidden)
     results = [
-        _settled(leaf, recipe, packed, f"{plan.name}/rows{k}")
-        for k, (leaf, recipe, packed) in enumerate(zip(taken, recipes, reduced, strict=True))
+        _settled(x if is_sparse(x) else array, recipe, packed, f"{plan.name}/rows{k}")
+        for k, (x, array, recipe, packed) in enumerate(
+            zip(taken, arrays, recipes, reduced, strict=True)
+        )
     ]
     result = scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
     if residual is None:
         return result
-    left = unpack(lost.values(), [plan.packs[k] for k in lost], leaves, one_kernel_a_shape=hidden)
-    finite = _all_finite(plan, sums)
-    return result, {
-        leaf.path: jnp.where(finite, jnp.zeros_like(before) if rest is None else rest, before)
-        for leaf, rest in zip(leaves, left, strict=True)
-        for before in [residual.get(leaf.path)]
-        if before is not None and leaf.travels
-    }
+    lost = unpack(lost.values(), [plan.packs[k] for k in lost], leaves, one_kernel_a_shape=hidden)
+    return result, left(residual, plan, sums, results, lost)
 
 
 def _leaf(
@@ -174,21 +170,6 @@ def _leaf(
         solid=_compat.is_partially_sharded(array),
         indices=np.dtype(whole.indices.dtype) if sparse else None,
     )
-
-
-def _with(array: jax.Array, residual: Mapping[str, jax.Array], leaf: Leaf) -> jax.Array:
-    """`array` and what is owed of it, in the type of the sum."""
-    owed = residual.get(leaf.path)
-    if owed is None or not leaf.travels or not jnp.issubdtype(leaf.dtype, np.inexact):
-        return array
-    return array.astype(leaf.wire) + owed.astype(leaf.wire)
-
-
-def _all_finite(plan: Plan, sums: Sequence[jax.Array]) -> jax.Array:
-    """Whether the reduction's results are finite, on every replica alike."""
-    floats = [x for x in sums if jnp.issubdtype(x.dtype, np.floating) and x.size]
-    with jax.named_scope(f"{plan.name}/finite"):
-        return functools.reduce(jnp.logical_and, map(all_finite, floats), jnp.array(True))
 
 
 def check_any_coded(value: Any, given: CommunicationOptions) -> None:
@@ -264,6 +245,11 @@ def _carry_out(
         recipe = cast(Recipe, planned.kind)
         with jax.named_scope(f"{plan.name}/pack{k}"):
             result = after(total, recipe)
+            if k in lost and recipe.dtype != recipe.wire:
+                # What the leaf's own type cannot hold is owed, too: by all replicas alike.
+                replicas = count({a: lax.axis_size(a) for a in recipe.over})
+                held = result.astype(recipe.wire) * (recipe.divisor or 1)
+                lost[k] += (total - held) / replicas
             if k in bad:
                 result = checksum.marked(result, _compat.as_invariant(bad[k], recipe.axes))
             # A quotient that goes into a sum next must not be rounded with it.

@@ -27,8 +27,10 @@ def residual(
 
     Law: with a residual, sum over replicas of (residual after - residual before) + the sum of what
     arrived = the sum of the gradients, to rounding in float32, at every step and for every format.
-    What one step rounds away the next ones send. A step whose result is not finite leaves it as it
-    was; for a step that is skipped for another reason, keep the residual that it was given.
+    What one step rounds away the next ones send. A step whose reduced gradients are not finite
+    leaves it as it was; for a step that is skipped for another reason (a loss or a metric that is
+    not finite, say), keep the residual that it was given. Leaves that a replica has as its own
+    travel exactly, and owe nothing.
 
     Only the sum over the replicas has a meaning. `jc.unshard` makes that tree, and
     `jc.save_checkpoint` writes it; `jc.restore_checkpoint` with a residual of any number of

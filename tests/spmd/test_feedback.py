@@ -68,6 +68,24 @@ def test_nothing_is_lost(name, runner):
         assert (np.abs(left).max() == 0) == (leaf == "b")
 
 
+@pytest.mark.parametrize(("dtype", "op"), [("bfloat16", "mean"), ("float16", "sum")])
+def test_what_a_narrow_type_cannot_hold_is_owed_too(dtype, op):
+    g = jnp.asarray(gaussian(3, 600)).astype(dtype)
+
+    def f(g):
+        first, residual = jc.all_reduce(
+            op, g, "data", residual=jc.residual(g, "data"), options=OPTIONS["int8"]
+        )
+        second, residual = jc.all_reduce(op, g, "data", residual=residual, options=OPTIONS["int8"])
+        return first, second, residual.parts[0]
+
+    *arrived, left = jax.jit(jax.vmap(f, axis_name="data"))(g)
+    sent = sum(np.asarray(x[0], "f8") for x in arrived) * (3 if op == "mean" else 1)
+    left = np.asarray(left, "f8").reshape(3, -1)[:, :600].sum(0)
+    want = 2 * np.asarray(g, "f8").sum(0)
+    assert np.linalg.norm(sent + left - want) <= 1e-6 * np.linalg.norm(want)
+
+
 @pytest.mark.parametrize(("name", "bar"), [("int8", 1e-4), ("int4", 1e-3)])
 def test_the_mean_of_many_sums_is_the_sum(name, bar):
     g = gaussian(8, 1 << 12)
@@ -123,6 +141,64 @@ def test_a_step_that_is_not_finite_leaves_the_residual_as_it_was(bad):
 
 def loss(w, x):
     return jnp.mean((x @ w["w"]) ** 2) + 0 * w["b"].sum()
+
+
+def owing(g):
+    """A residual in which every replica owes something, and what it is."""
+    each = jax.lax.axis_index("data").astype("f") + 1.0
+    return jax.tree.map(lambda x: x + each, jc.residual(g, "data"))
+
+
+def test_a_metric_that_is_not_finite_keeps_no_gradient_back():
+    def f(g):
+        w = {"w": g, "b": g[:5]}  # the bias travels exactly, and shares a pack with the metric
+        loss = lambda w: (jnp.sum(w["w"] * g) + jnp.sum(w["b"]), jc.Total(jnp.nan * g[0]))
+        step = jc.grad(
+            loss, "data", reduce_op="sum", has_aux=True, feedback=True, options=OPTIONS["int8"]
+        )
+        grads, aux, after = step(w, residual=owing(w))
+        return grads, aux, after
+
+    g = gaussian(2, 600)
+    grads, aux, after = jax.jit(jax.vmap(f, axis_name="data"))(g)
+    assert np.isnan(aux).all()
+    owed, want = 1 + 2, g.astype("f8").sum(0)
+    np.testing.assert_array_equal(grads["b"][0], 2 + owed)
+    left = np.asarray(after.parts[1], "f8").reshape(2, -1)[:, :600].sum(0)
+    np.testing.assert_allclose(grads["w"][0] + left, want + owed, rtol=1e-5, atol=1e-5)
+    assert not np.asarray(after.parts[0]).reshape(2, -1)[:, :5].any()
+
+
+@pytest.mark.parametrize("weight", [0.0, np.nan])
+def test_a_weighted_mean_of_nothing_leaves_the_residual_as_it_was(weight):
+    def f(g):
+        start = owing(g)
+        step = jc.grad(
+            lambda w: jc.WeightedLoss(weight * jnp.sum(w * g), weight),
+            "data",
+            feedback=True,
+            options=OPTIONS["int8"],
+        )
+        grads, after = step(g, residual=start)
+        return grads, start.parts[0], after.parts[0]
+
+    grads, before, after = jax.jit(jax.vmap(f, axis_name="data"))(gaussian(2, 600))
+    assert not np.isfinite(grads).any()
+    np.testing.assert_array_equal(before, after)
+
+
+def test_a_single_replica_sends_what_it_was_left_owing():
+    def f(g):
+        start = owing(g)
+        total, after = jc.all_reduce("mean", g, "data", residual=start, options=OPTIONS["int8"])
+        again, _ = jc.all_reduce("mean", g, "data", residual=after, options=OPTIONS["int8"])
+        return total, again, after.parts[0]
+
+    g = gaussian(1, 600)
+    total, again, after = jax.vmap(f, axis_name="data")(g)
+    np.testing.assert_array_equal(total, g + 1)
+    np.testing.assert_array_equal(again, g)
+    assert not after.any()
 
 
 def parameters():
@@ -209,6 +285,38 @@ def test_a_residual_of_another_tree_or_world_is_refused():
         r"'data' \(size 2\) got a residual of 3 replicas over 'data'", lambda g: reduce(g, other), g
     )
     refused("got ndarray", lambda g: reduce(g, np.zeros(3)), g)
+    of_all = jc.residual(g[0], mesh=mesh_of(2))
+    refused(r"of shape \(5, 128\) on each .* got \(10, 128\)", lambda g: reduce(g, of_all), g)
+
+
+def test_a_leaf_that_some_replicas_hold_alike_has_no_residual():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("node", "data"))
+    g, axes = gaussian(2, 600), ("node", "data")
+
+    def f(g, r):
+        return jc.all_reduce("sum", g, axes, residual=r, invariant="replicated")
+
+    run = jax.shard_map(f, mesh=mesh, in_specs=(P("node"), P(axes)), out_specs=(P(), P(axes)))
+    with pytest.raises(ValueError, match="already the same on every replica along one of the axes"):
+        jax.eval_shape(run, g, jc.residual(g[:1], axes, mesh=mesh))
+
+
+def test_gradients_of_what_is_a_replicas_own_travel_exactly_beside_a_residual():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("node", "data"))
+    axes, g = ("node", "data"), gaussian(4, 600)
+    w = {"common": np.zeros((1, 600), "f"), "own": np.zeros((2, 600), "f")}
+    residual = jc.residual({"common": w["common"], "own": w["own"][:1]}, axes, mesh=mesh)
+
+    def f(w, residual, g):
+        loss = lambda w: jnp.sum((w["common"] + w["own"]) * g)
+        step = jc.grad(loss, axes, reduce_op="sum", feedback=True, options=OPTIONS["int4"])
+        return step(w, residual=residual)
+
+    own = {"common": P(), "own": P("data")}
+    run = jax.shard_map(f, mesh=mesh, in_specs=(own, P(axes), P(axes)), out_specs=(own, P(axes)))
+    grads, _ = jax.jit(run)(w, residual, g)
+    np.testing.assert_allclose(grads["own"], g[:2] + g[2:], rtol=1e-6)
+    assert not np.allclose(grads["common"][0], g.sum(0), rtol=1e-6)
 
 
 def test_feedback_without_a_state_and_where_there_is_none():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
@@ -214,7 +216,7 @@ def _reduced(
     axes: dict[str, int],
     enclosing: frozenset[str],
     scope: Scope,
-    residual: Shards | None,
+    owed: Shards | None,
 ) -> Any:
     """What the caller gets, from the program of one replica's share."""
     leaves = asked.leaves(args)
@@ -229,17 +231,21 @@ def _reduced(
     weighted = beside.weight is not None
     op = ReduceOp.SUM if weighted else asked.reduce_op
     local = _Local(value if asked.with_value else None, beside.weight, beside.metrics, grads)
+    residual = None
     if asked.scatter:
         check_scattered(leaves, own, asked.caller)
         shards = reduce_scatter(op, grads, tuple(axes), scope=scope)
         local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope.exactly)
         local = local._replace(grads=shards)
     else:
-        local, residual = _together(op, local, own, program, axes, scope, asked, residual)
+        local, residual = _together(op, local, own, program, axes, scope, asked, owed)
     value, grads = local.value, local.grads
     if weighted:
         taken_off = _halvings(asked, axes)
         value, grads = jax.tree.map(lambda x: quotient(x, local.weight, taken_off), (value, grads))
+        if residual is not None:  # the mean of nothing is not finite, and will not be applied
+            some = jnp.isfinite(1 / local.weight)
+            residual = jax.tree.map(functools.partial(jnp.where, some), residual, owed)
     numbers = metrics.settled(local.metrics, count(axes) if op is ReduceOp.MEAN else 1)
     aux = metrics.put_together(beside.aux, numbers)
     outputs = ((value, aux) if asked.has_aux else value, grads)
@@ -292,7 +298,9 @@ def _together(
         reduced, left = reduced
         residual = closed(residual, left, ".grads")
     if any(own):
-        grads = with_own(reduced.grads, op, local.grads, own, axes, scope=scope)
+        # Of these no residual is kept.
+        exactly = scope if residual is None else scope.exactly
+        grads = with_own(reduced.grads, op, local.grads, own, axes, scope=exactly)
         reduced = reduced._replace(grads=grads)
     return reduced, residual
 

@@ -25,6 +25,11 @@ _OTHER_WORLD = """\
 there are: `jc.save_checkpoint` writes it, and `jc.restore_checkpoint` with a new `jc.residual` \
 deals it out."""
 
+_NOT_OWN = """\
+`{caller}`: a residual has an array of shape {expected} on each replica here, and got {got}. Each \
+replica has its own: `jc.data_parallel` passes it so; give `jax.shard_map` \
+PartitionSpec({axes!r}) for it in `in_specs`."""
+
 _OTHER_TREE = """\
 `{caller}`: the residual is of another tree: {difference}. It belongs to the gradients of the \
 parameters that `jc.residual` was given: make a new one, or bring the leaf back."""
@@ -77,6 +82,14 @@ def opened(
     difference = first_difference(found.leaves, layout.leaves)
     if difference:
         raise ValueError(_OTHER_TREE.format(caller=caller, difference=difference))
+    for pack, part in zip(layout.packs, residual.parts, strict=True):
+        expected = (layout.rows(pack), LANES)
+        if np.shape(part) != expected:
+            raise ValueError(
+                _NOT_OWN.format(
+                    caller=caller, expected=expected, got=np.shape(part), axes=residual.axes
+                )
+            )
     return {
         prefix + leaf.path: part.reshape(-1)[: leaf.size].reshape(leaf.shape)
         for pack, part in zip(layout.packs, residual.parts, strict=True)
