@@ -70,7 +70,8 @@ def global_norm(
       tree: a pytree of arrays of numbers.
       axis_name: None where every replica holds the whole, as after a reduction: nothing is sent.
         The axes over which leaves are in shards otherwise: a leaf that a checked `shard_map` knows
-        to be the same everywhere is counted once; where types say nothing, each is a shard.
+        to be the same everywhere is counted once; where types say nothing, each is a shard, or,
+        with `Shards` in the tree, these are, and every replica holds all else.
       options: as in `all_reduce`, for the one scalar that travels.
 
     Returns:
@@ -79,7 +80,8 @@ def global_norm(
 
     Raises:
       NameError: an axis is not mapped here.
-      ValueError: a leaf holds no numbers, or is an `IndexedSlices`.
+      ValueError: a leaf holds no numbers, or is an `IndexedSlices`; or `Shards` are along an axis
+        that is mapped here and not named.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -117,7 +119,8 @@ def all_finite(
 
     Raises:
       NameError: an axis is not mapped here.
-      ValueError: a leaf holds no numbers, or is an `IndexedSlices`.
+      ValueError: a leaf holds no numbers, or is an `IndexedSlices`; or `Shards` are along an axis
+        that is mapped here and not named.
 
     Examples:
       >>> import jax, jax.numpy as jnp

@@ -15,19 +15,25 @@ from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.axes import bound_axes
+from jaxcoll._spmd.gradients.per_replica import watched
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope
+from jaxcoll._spmd.shards import axes_of_shards, is_shards
 from jaxcoll._spmd.sparse import is_sparse
+
+_PART = """\
+`{caller}`: {leaf} is `Shards` along {axes}, and only this replica's part would count, so that \
+replicas would go different ways. Name these axes: `{caller}(tree, axis_name)`."""
 
 
 def global_norm(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
     """The norm of all elements; leaves may be in shards over the axes; see `jc.global_norm`."""
     caller = "jc.global_norm"
     axes = {} if axis_name is None else bound_axes(axis_name, caller)
-    leaves = _arrays(tree, caller)
-    if not any(_in_shards(x, axes) for x in leaves):
-        return jnp.sqrt(_added([_squared(x) for x in leaves]))
-    squares = [_counted_once(_squared(x), x, axes) for x in leaves]
+    leaves = _with_axes(tree, _arrays(tree, caller), axes, caller, scope)
+    if not any(over for _, over in leaves):
+        return jnp.sqrt(_added([_squared(x) for x, _ in leaves]))
+    squares = [_counted_once(_squared(x), axes, over) for x, over in leaves]
     return jnp.sqrt(_summed(_added(squares), axis_name, axes, scope))
 
 
@@ -35,7 +41,10 @@ def all_finite(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
     """Whether no element on any replica along the axes is infinite or NaN; see `jc.all_finite`."""
     caller = "jc.all_finite"
     axes = {} if axis_name is None else bound_axes(axis_name, caller)
-    leaves = [x for x in _arrays(tree, caller) if jnp.issubdtype(x.dtype, np.inexact)]
+    _check_axes_of_shards(tree, axes, caller)
+    leaves = [
+        x for x in (x for _, x in _arrays(tree, caller)) if jnp.issubdtype(x.dtype, np.inexact)
+    ]
     bad = _added([jnp.any(~jnp.isfinite(x)).astype(np.float32) for x in leaves])
     if any(_in_shards(x, axes) for x in leaves):
         bad = _summed(bad, axis_name, axes, scope)
@@ -52,10 +61,43 @@ def _summed(total: jax.Array, axis_name: Any, axes: dict[str, int], scope: Scope
     return all_reduce(ReduceOp.SUM, total, axis_name, scope=scope.exactly)
 
 
-def _counted_once(square: jax.Array, x: jax.Array, axes: dict[str, int]) -> jax.Array:
-    """Zero on all replicas but the first of those that are known to hold the same."""
-    known = _compat.varying_axes(x)
-    same = tuple(a for a in axes if a not in known and _compat.tracks_variance(a))
+def _with_axes(
+    tree: Any, leaves: list[tuple[str, jax.Array]], axes: dict[str, int], caller: str, scope: Scope
+) -> list[tuple[jax.Array, tuple[str, ...]]]:
+    """Each leaf with the axes along which replicas hold different parts of it, or might.
+
+    Types tell; where they say nothing, each leaf is a shard, unless `Shards` are in the tree: then
+    these are, and what stands beside them is the same on every replica.
+    """
+    _check_axes_of_shards(tree, axes, caller)
+    in_shards = axes_of_shards(tree)
+    dark = [a for a in axes if not _compat.tracks_variance(a)]
+    found = []
+    for (name, x), own in zip(leaves, in_shards, strict=True):
+        unknown = own if any(in_shards) else dark
+        varying = _compat.varying_axes(x)
+        over = tuple(a for a in axes if a in varying or a in unknown)
+        if any(in_shards):  # a reader of the program refuses it, if it differs
+            (x,) = watched([x], {name: x}, scope.marked.intersection(axes).difference(own), caller)
+        found.append((x, over))
+    return found
+
+
+def _check_axes_of_shards(tree: Any, axes: dict[str, int], caller: str) -> None:
+    """Refuse Shards of which only this replica's part would count.
+
+    Raises:
+      ValueError: an axis of theirs is mapped here, and is not among `axes`.
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_shards):
+        if is_shards(x) and x.parts and set(x.axes) & set(_compat.axes_in_scope()) - set(axes):
+            leaf, named = where(jax.tree_util.keystr(path)), ", ".join(map(repr, x.axes))
+            raise ValueError(_PART.format(caller=caller, leaf=leaf, axes=named))
+
+
+def _counted_once(square: jax.Array, axes: dict[str, int], over: Sequence[str]) -> jax.Array:
+    """Zero on all replicas but the first of those that hold the same."""
+    same = tuple(a for a in axes if a not in over)
     return jnp.where(lax.axis_index(same) == 0, square, 0) if same else square
 
 
@@ -68,9 +110,11 @@ def _added(numbers: Sequence[jax.Array]) -> jax.Array:
     return sum((x.astype(widest) for x in numbers), jnp.zeros((), widest))
 
 
-def _arrays(tree: Any, caller: str) -> list[jax.Array]:
+def _arrays(tree: Any, caller: str) -> list[tuple[str, jax.Array]]:
+    """The leaves with their paths."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
-    return [_array(jax.tree_util.keystr(path), leaf, caller) for path, leaf in flat]
+    named = [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
+    return [(name, _array(name, leaf, caller)) for name, leaf in named]
 
 
 def _array(path: str, leaf: Any, caller: str) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxcoll._jaxpr.unused import unused_outputs
+from jaxcoll._mesh.placement import is_array
 
 _LOST = """\
 `data_parallel`: the step changes {name} in place{others} and neither returns nor uses what it \
@@ -68,4 +69,5 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         for name, tree in given
         if _has_mutable(jax.tree.structure(tree))
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if is_array(leaf)
     }

@@ -151,7 +151,13 @@ class Batches:
                 f"seed {found['seed']}, and these are of {about['rows']} rows and seed "
                 f"{about['seed']} (−1: none)."
             )
-        self._next = self._seen = (found["epoch"], found["row"])
+        epoch, row = found["epoch"], found["row"]
+        if epoch < 0 or not 0 <= row < len(self._rows):
+            raise ValueError(
+                f"`state` must be what `batches(...).state` was, an epoch from 0 and a row from 0 "
+                f"to {len(self._rows) - 1}; got {epoch} and {row}."
+            )
+        self._next = self._seen = (epoch, row)
 
     def share(self, step: int, worker: int, workers: int) -> Any:
         """One worker's rows of the batch of a step: what `jc.Elastic.run` takes.

@@ -58,6 +58,30 @@ def test_what_every_replica_holds_counts_once_beside_shards():
     assert not mapped(tree)[1]
 
 
+@pytest.mark.parametrize("checks", [True, False])
+def test_shards_and_what_stands_beside_them_count_once_whatever_types_say(checks):
+    """Shards over one axis and over both, and an array that all replicas hold."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
+    both, arrays = ("node", "data"), [RNG.standard_normal(300).astype("f") for _ in range(3)]
+    tree = [jc.shard(arrays[0], "data", mesh=mesh), jc.shard(arrays[1], both, mesh=mesh), arrays[2]]
+
+    def step_of(f):
+        return jc.data_parallel(f, mesh=mesh, axis_name=both, checks=checks)
+
+    found = step_of(lambda t, x: (jc.global_norm(t, both), jc.all_finite(t, both)))(
+        tree, np.ones(8)
+    )
+    np.testing.assert_allclose(found[0], of_all(arrays), rtol=1e-6)
+    assert found[1]
+    for function in (jc.global_norm, jc.all_finite):
+        for axes in (None, "data"):
+            with pytest.raises(ValueError, match="is `Shards` along .*only this replica's part"):
+                step_of(lambda t, x, f=function, a=axes: f(t, a)).lower(tree, np.ones(8))
+    if not checks:  # by types it would be one replica's own part of a whole
+        with pytest.raises(ValueError, match=r"leaf \[1\].*differs between replicas"):
+            step_of(lambda t, x: jc.global_norm([t[0], x], both)).lower(tree, np.ones(8))
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_one_bad_element_anywhere_is_known_everywhere(runner):
     def tree(bad):

@@ -1,5 +1,6 @@
 """Modules of flax and equinox as arguments, and flags that decide how a step computes."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -102,6 +103,22 @@ def test_dicts_may_be_changed_in_place():
         return jc.all_reduce("mean", (batch.pop("x") * state["w"]).mean(), "data")
 
     assert step({"seen": 0, "w": 2.0}, {"x": np.ones(8, "f")}) == 2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Notes:
+    w: object
+    last: object
+
+
+def test_what_becomes_no_array_needs_no_return():
+    @jc.data_parallel
+    def step(notes, batch):
+        notes.last = "seen"
+        return notes.w * jc.all_reduce("mean", batch.mean(), "data")
+
+    assert step(Notes(2.0, 1.0), np.ones(8, "f")) == 2
 
 
 def test_modules_with_leaves_that_are_not_arrays_are_refused_by_their_name():

@@ -295,6 +295,8 @@ def test_a_loader_is_read_ahead_and_no_further():
         (lambda: setattr(jc.batches(SOURCE, 8), "state", {"epoch": 0}), r"must be what `batches\(...\).state` was"),
         (lambda: setattr(jc.batches(SOURCE, 8), "state", jc.batches(SOURCE, 8, seed=4).state),
          "it is of 53 rows in the order of seed 4, and these are of 53 rows and seed -1"),
+        (lambda: setattr(b := jc.batches(SOURCE, 8), "state", {**b.state, "row": -8}),
+         "an epoch from 0 and a row from 0 to 52; got 0 and -8"),
         (lambda: jc.prefetch(3), "expects an iterable of batches; got int"),
         (lambda: list(jc.prefetch([np.ones(9)])), "batch 0 of the loader has 9 rows, which do not divide over this process's 8"),
         (lambda: list(jc.prefetch([np.ones(8), np.ones(16)])), "batch 1 of the loader has 16 rows, more than the first"),
