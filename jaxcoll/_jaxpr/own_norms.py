@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._jaxpr.dataflow import Dataflow
-from jaxcoll._jaxpr.subjaxprs import equations, names_axis, opened, programs
+from jaxcoll._jaxpr.subjaxprs import equations, names_axis, opened, programs, shape_of
 
 _NOTHING, _PART, _NUMBER = range(3)
 _MARKS = {marks.GRADIENT, marks.ONCE}
@@ -82,4 +82,4 @@ class _OwnNorms(Dataflow[int]):
             at = f" ({line})" if line else ""
             raise ValueError(_OWN_NORM.format(axis=self._axis, at=at))
         fact = self.join(ins)
-        return [_NUMBER if fact == _PART and not x.aval.shape else fact for x in eqn.outvars]
+        return [_NUMBER if fact == _PART and not shape_of(x) else fact for x in eqn.outvars]
