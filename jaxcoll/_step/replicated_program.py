@@ -23,6 +23,7 @@ from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.gathered import check_own_gradients
 from jaxcoll._jaxpr.own_choices import chosen_outputs
+from jaxcoll._jaxpr.own_norms import check_own_norms
 from jaxcoll._jaxpr.replication import varying_outputs
 from jaxcoll._jaxpr.subjaxprs import opened
 from jaxcoll._jaxpr.summed_again import check_sums
@@ -100,7 +101,8 @@ class StepProgram:
           kwargs: likewise.
 
         Raises:
-          ValueError: an output is refused (a `_NotProvenError`), or cannot be right without types.
+          ValueError: an output is refused (a `_NotProvenError`), or cannot be right without types;
+            or a gradient in shards is scaled by a number of one replica's part.
           AlreadyReducedError: what is reduced already would be reduced again.
           _NotProvenError: see ValueError.
           TypeError: the step's own, or JAX's of types that do not fit.
@@ -119,6 +121,7 @@ class StepProgram:
             if run.summed and self.checks is None:
                 run = self._as_pmap(None, run.summed, lying, args, kwargs)
         check_sums(run.program, self.mesh.shape, run.typed)
+        check_own_norms(run.program, self.mesh.shape)
         for plan in run.plans:
             record(plan)
         with entered(run.scope):

@@ -1,5 +1,7 @@
 """Parameters in shards: made, trained, saved, and brought to another number of devices."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,6 +174,34 @@ def test_a_plain_elementwise_optimizer_runs_on_shards_as_it_is(checks):
         want, want_state, _ = one(want, want_state, BATCHES[i % 2])
     close(jc.unshard(shards), want, 1e-3)
     assert state[0].mu["layers"].parts[0].sharding.spec == PartitionSpec(None, "data")
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("tx", [
+    optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0)),
+    optax.lamb(0.1),
+    optax.apply_if_finite(optax.sgd(1.0), 3),
+], ids=["clip", "lamb", "finite"])  # fmt: skip
+def test_no_part_is_scaled_or_skipped_by_a_number_of_its_own(tx, checks):
+    """Each replica would take another number; those of all parts are taken."""
+    shards = jc.shard(np.ones((4, 300), "f"), "data")
+
+    def loss(shards, x):
+        return jnp.mean((x @ jc.all_gather(shards, "data")) ** 2)
+
+    def step(shards, state, x, clips):
+        grads = jc.grad(loss, "data")(shards, x)
+        if clips:
+            less = jnp.minimum(1, 0.1 / jc.global_norm(grads, "data"))
+            good = jc.all_finite(grads, "data")
+            return jax.tree.map(lambda g: jnp.where(good, g * less, 0), grads)
+        return tx.update(grads, state, shards)[0]
+
+    given = shards, tx.init(shards), np.ones((8, 4), "f")
+    wrapped = [jc.data_parallel(functools.partial(step, clips=c), checks=checks) for c in (0, 1)]
+    with pytest.raises(ValueError, match="scaled, or chosen, by a number of this replica's part"):
+        wrapped[0].lower(*given)
+    wrapped[1].lower(*given)
 
 
 def test_the_state_of_shards_is_made_where_they_lie_and_unsharded_state_is_cut_for_them():
