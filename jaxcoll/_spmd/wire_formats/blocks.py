@@ -71,16 +71,12 @@ def rounded(values: jax.Array, mask: int) -> jax.Array:
 
 def joined(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """The bytes of each block's codes, and behind them the two of its scale."""
-    both = (scales[..., None] >> _places(codes)) & np.uint32(0xFF)
+    both = jnp.stack([scales & np.uint32(0xFF), scales >> 8], axis=-1)
     return jnp.concatenate([codes, both.astype(jnp.uint8)], axis=-1)
 
 
 def parted(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What `joined` joined: the blocks' codes, and the bits of their scales."""
-    both = codes[..., -2:].astype(jnp.uint32) << _places(codes)
+    places = jnp.array([0, 8], jnp.uint32).reshape(*(1 for _ in codes.shape[:-1]), 2)
+    both = codes[..., -2:].astype(jnp.uint32) << places
     return codes[..., :-2], both.sum(-1, dtype=jnp.uint32)  # compilers keep the result of a sum
-
-
-def _places(codes: jax.Array) -> jax.Array:
-    """By how many bits the two bytes of a scale are shifted, along the last of as many axes."""
-    return jnp.array([0, 8], jnp.uint32).reshape((1,) * (codes.ndim - 1) + (2,))

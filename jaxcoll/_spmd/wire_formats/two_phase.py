@@ -32,18 +32,16 @@ def all_reduce(flat: jax.Array, format: str, axes: tuple[str, ...]) -> tuple[jax
     """
     known = wire_formats.of(format)
     codec = CODECS[known.name]
-    # Packs of one shape are traced once.
-    encode, decode = jax.jit(codec.encode), jax.jit(codec.decode)
     rows = flat.reshape(lax.axis_size(axes), -1, known.block)
-    sent = encode(rows)
+    sent = codec.encode(rows)
     received = lax.all_to_all(sent, axes, split_axis=0, concat_axis=0)
-    own = tree_sum(decode(received))
-    again = encode(own)
-    total = decode(lax.all_gather(again, axes))
+    own = tree_sum(codec.decode(received))
+    again = codec.encode(own)
+    total = codec.decode(lax.all_gather(again, axes))
     # Or compilers would decode what is not yet stored, and so encode again for every element.
     sent, again = lax.optimization_barrier((sent, again))
-    lost = rows - decode(sent)
+    lost = rows - codec.decode(sent)
     rank = _compat.as_varying(lax.axis_index(axes), axes)
-    mine = lax.dynamic_index_in_dim(lost, rank, keepdims=False) + (own - decode(again))
+    mine = lax.dynamic_index_in_dim(lost, rank, keepdims=False) + (own - codec.decode(again))
     lost = lax.dynamic_update_index_in_dim(lost, mine, rank, axis=0)
     return total.reshape(-1), lost.reshape(-1)
