@@ -152,7 +152,9 @@ def _report(fun: Any, args: Any, kwargs: Any, topology: Any, caller: str) -> Rep
     notes = [_REPEATED.format(found=described(texts.repeated))] if texts.repeated else []
     for note in notes:
         warnings.warn(f"`{caller}`: {note}", ReductionInLoopWarning, stacklevel=3)
-    return report_of(texts.compiled, texts.requested, texts.plans, texts.where, texts.terms, notes)
+    return report_of(
+        texts.compiled, texts.requested, texts.plans, texts.where, texts.terms, notes, texts.memory
+    )
 
 
 def _texts(fun: Any, args: Any, kwargs: Any, topology: Any, caller: str) -> Texts:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -79,17 +78,9 @@ def steps() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 def peak(step: Any, args: tuple[Any, ...], topology: str | None) -> int:
     """Bytes on one device."""
-    if topology is None:
-        return _peak(step.lower(*args).compile().memory_analysis())
-    from jaxcoll._step.aot import compile_for
-
-    return _peak(compile_for(step, args, {}, topology).memory)
-
-
-def _peak(memory: Any) -> int:
-    found = memory if isinstance(memory, Mapping) else None
-    of = found.get if found else lambda name: getattr(memory, f"{name}_size_in_bytes")
-    return of("argument") + of("output") - of("alias") + of("temp")
+    found = jc.inspect(step, *args, topology=topology).memory_bytes
+    assert found is not None
+    return found
 
 
 def main() -> None:

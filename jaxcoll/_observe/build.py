@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxcoll._observe.match import join
 from jaxcoll._observe.parse.collective import Collective
@@ -14,6 +14,8 @@ from jaxcoll._observe.report_data import PackedLeaves
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.plan import Plan
 
+_HELD = ("argument", "output", "temp")
+
 
 def report_of(
     compiled: str,
@@ -22,6 +24,7 @@ def report_of(
     where: str = "",
     terms: Terms | None = None,
     notes: Sequence[str] = (),
+    memory: Mapping[str, int] | None = None,
 ) -> Report:
     """A report from texts alone.
 
@@ -32,6 +35,8 @@ def report_of(
       where: what it was compiled for.
       terms: what that costs.
       notes: what else is known of it.
+      memory: bytes on one device of arguments, results, results that take an argument's place, and
+        all that is temporary, by XLA's names; None if that is not known.
 
     Returns:
       The report.
@@ -56,6 +61,7 @@ def report_of(
         uncounted=program.uncounted,
         notes=(*program.notes, *more, *notes),
         terms=terms,
+        memory_bytes=sum(memory[x] for x in _HELD) - memory["alias"] if memory else None,
         plans=tuple(plans),
     )
 

@@ -37,6 +37,8 @@ class Report(ReportData):
       uncounted: what may send and is not counted, and why; empty if nothing is left out.
       notes: what else is not known, and why; and what should not be so.
       terms: what the devices it was compiled for cost; None if that is not known.
+      memory_bytes: what the program takes of one device at most: arguments, results that take no
+        argument's place, and all temporary memory; None if that is not known.
       plans: the plans of the reductions by jaxcoll, in order; lost on the way through JSON.
     """
 

@@ -50,6 +50,7 @@ class ReportData:
     uncounted: tuple[str, ...]
     notes: tuple[str, ...]
     terms: Terms | None = None
+    memory_bytes: int | None = None
     plans: tuple[Plan, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property

@@ -67,6 +67,7 @@ def to_dict(report: ReportData) -> dict[str, Any]:
         "uncounted": list(report.uncounted),
         "notes": list(report.notes),
         "terms": None if report.terms is None else report.terms.to_dict(),
+        "memory_bytes_per_device": report.memory_bytes,
     }
 
 
@@ -99,6 +100,7 @@ def fields(data: Mapping[str, Any]) -> dict[str, Any]:
                 for p in data["packs"]
             ),
             "terms": None if data["terms"] is None else terms_of(data["terms"]),
+            "memory_bytes": data.get("memory_bytes_per_device"),
         }
     )
 

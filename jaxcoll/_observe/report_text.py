@@ -23,7 +23,7 @@ COLUMNS = ("#", "kind", "from", "dtype", "bytes", "runs", "wire bytes", "meanwhi
 
 def text(report: ReportData, width: int = WIDTH) -> str:
     """The headline, a row for each compiled collective, what was dropped, and the notes."""
-    lines = [headline(report), compare.summary(report)]
+    lines = [headline(report), compare.summary(report), memory(report)]
     parts = [fold(line, width) for line in lines if line]
     if report.count:
         parts.append(_table(report).text(width))
@@ -34,8 +34,8 @@ def text(report: ReportData, width: int = WIDTH) -> str:
 
 def html(report: ReportData) -> str:
     """The same as HTML, in the colours of the page that it stands in."""
-    hidden = compare.summary(report)
-    beneath = f"<p>{_html.escape(hidden)}</p>" if hidden else ""
+    lines = [compare.summary(report), memory(report)]
+    beneath = "".join(f"<p>{_html.escape(line)}</p>" for line in lines if line)
     table = _table(report).html() if report.count else ""
     rest = lines_html([*_dropped(report), *_notes(report)], "white-space:pre")
     return f"<div><p><b>{_html.escape(headline(report))}</b></p>{beneath}{table}{rest}</div>"
@@ -66,6 +66,12 @@ def headline(report: ReportData) -> str:
     least = "at least " if report.uncounted else ""
     sent = f"{least}{size(report.wire_bytes)} wire bytes a device" if report.count else ""
     return f"{report.name}, {over}: {asked}{made}{typed}" + (f"; {sent}" if sent else "")
+
+
+def memory(report: ReportData) -> str:
+    """What the program takes of one device's memory; "" if that is not known."""
+    found = report.memory_bytes
+    return "" if found is None else f"memory: {size(found)} of a device at most"
 
 
 def totals(collectives: Sequence[Collective], trips: Sequence[int | None]) -> str:

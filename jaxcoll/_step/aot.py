@@ -47,7 +47,6 @@ class ClusterTexts(Texts):
       hosts: processes, as the compiler counts them.
       order: how replicas were laid on devices: as `jax.make_mesh` would, or as JAX lists them.
       seconds: what the compiler took.
-      memory: bytes on one device by name, such as "argument" and "temp".
       versions: of the wheels that took part.
     """
 
@@ -56,7 +55,6 @@ class ClusterTexts(Texts):
     hosts: int
     order: str
     seconds: float
-    memory: Mapping[str, int]
     versions: Mapping[str, str]
 
 

@@ -31,6 +31,7 @@ class Texts:
       terms: what those devices cost; None if that is not known.
       repeated: reductions that stand in a loop which only adds up what they return; of a program
         that was lowered or compiled already, and of `jax.pmap`'s, nobody has looked.
+      memory: bytes on one device by name, such as "argument" and "temp"; None if that is not known.
     """
 
     compiled: str
@@ -39,6 +40,7 @@ class Texts:
     where: str = ""
     terms: Terms | None = None
     repeated: tuple[Repeated, ...] = ()
+    memory: Mapping[str, int] | None = None
 
 
 def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str) -> Texts:
@@ -75,16 +77,25 @@ def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], calle
 def _texts_of(stage: Stage, plans: Sequence[Plan] = ()) -> Texts:
     """The texts of what is traced, lowered or compiled already."""
     if isinstance(stage, jax.stages.Compiled):
-        return Texts(stage.as_text() or "", terms=_terms())
+        return Texts(stage.as_text() or "", terms=_terms(), memory=_memory(stage))
     is_traced = isinstance(stage, jax.stages.Traced)
     lowered = stage.lower() if is_traced else stage
+    compiled = lowered.compile()
     return Texts(
-        lowered.compile().as_text() or "",
+        compiled.as_text() or "",
         lowered.as_text(debug_info=True),
         tuple(plans),
         terms=_terms(),
         repeated=repeated_reductions(stage.jaxpr) if is_traced else (),
+        memory=_memory(compiled),
     )
+
+
+def _memory(compiled: jax.stages.Compiled) -> dict[str, int] | None:
+    """What the program takes of one device's memory, if its compiler says so."""
+    found = compiled.memory_analysis()
+    names = ("argument", "output", "alias", "temp")
+    return found and {name: getattr(found, f"{name}_size_in_bytes") for name in names}
 
 
 def _terms() -> Terms:

@@ -362,3 +362,13 @@ def test_a_function_that_takes_a_mesh_is_given_all_devices():
         )(x)
 
     assert jc.inspect(step, np.ones(8, np.float32)).devices == 8
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_memory_is_arguments_results_that_reuse_none_and_what_is_temporary(donated):
+    program = jax.jit(lambda x: x * 2, donate_argnums=donated)
+    report = jc.inspect(program, S(1000))
+    assert report.memory_bytes == 4000 * (2 - len(donated))
+    assert f"memory: {4 * (2 - len(donated))}.00 kB of a device at most" in str(report)
+    assert jc.Report.from_json(report.to_json()).memory_bytes == report.memory_bytes
+    assert jc.inspect(program.lower(S(1000)).compile().as_text()).memory_bytes is None
