@@ -44,6 +44,7 @@ class Membership:
       startup: seconds for which a live worker is waited for at the beginning of a generation.
       generation: the present one; None: none yet.
       status: the step that this worker is in, which its heartbeat tells the others.
+      corrupted: whether the present generation is over because of a corrupted sum.
       reconnects: whether JAX's own connections may be broken here.
       broken: pairs of workers of this generation that cannot connect to each other.
       woken: set whenever something has happened that a waiting worker should look at.
@@ -59,7 +60,7 @@ class Membership:
         self._root = root
         self._patience, self.startup = patience, startup
         self._most = most or store.processes
-        self._asked = self._ended = self.reconnects = False
+        self._asked = self.corrupted = self._ended = self.reconnects = False
         self.broken: set[frozenset[str]] = set()
         self._lock = threading.Lock()
         self._keys = CoordinatorClient(store, patience, self.woken.set)
@@ -108,15 +109,16 @@ class Membership:
         """Have every wait fail: the coordinator does not answer any more."""
         self._keys.lose()
 
-    def ask(self, why: str, late: bool = False) -> bool:
+    def ask(self, why: str, late: bool = False, corrupted: bool = False) -> bool:
         """End this generation on all its members, because (`late`) a deadline passed or otherwise.
 
-        After a deadline, members that do not answer at once are dropped.
+        After a deadline, members that do not answer at once are dropped. After a corrupted sum,
+        `corrupted` is set on all of them.
 
         Returns:
           Whether a deadline passed first, here or elsewhere: failures after that follow from it.
         """
-        request = json.dumps({"why": why, "late": late, "by": self.name})
+        request = json.dumps({"why": why, "late": late, "corrupted": corrupted, "by": self.name})
         first = self._keys.agree(self._key(self.number + 1, "asked"), request)
         self._asked = True
         return json.loads(first)["late"]
@@ -345,7 +347,7 @@ class Membership:
     def _begin(self, generation: Generation) -> Generation:
         with self._lock:  # the listener must not end this generation for a request of the last
             self.generation = generation
-            self._asked, self.broken = False, set()
+            self._asked, self.corrupted, self.broken = False, False, set()
             self.status = StepStatus(generation.number, -1)
             folder = self._key(generation.number, "step")
             self._steps = StepKeys(self._keys, folder, generation.step)
@@ -367,8 +369,8 @@ class Membership:
                 number = self.number
                 try:
                     # Not through the client: this waits in the store, and would hold others up.
-                    self.store.get(self._key(number + 1, "asked"), HEARTBEAT_SECONDS)
-                    self._end_generation(number)
+                    asked = self.store.get(self._key(number + 1, "asked"), HEARTBEAT_SECONDS)
+                    self._end_generation(number, json.loads(asked)["corrupted"])
                     time.sleep(HEARTBEAT_SECONDS)
                 except TimeoutError:
                     pass
@@ -378,8 +380,8 @@ class Membership:
                     self._write_heartbeat(count)
         self.lose_coordinator()
 
-    def _end_generation(self, number: int) -> None:
+    def _end_generation(self, number: int, corrupted: bool) -> None:
         with self._lock:
             if number == self.number >= 0:
-                self._asked = True
+                self._asked, self.corrupted = True, corrupted
                 self.woken.set()

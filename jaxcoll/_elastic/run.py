@@ -24,7 +24,7 @@ from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.step_call import outcome_of
 from jaxcoll._elastic.step_programs import StepPrograms, mismatch, show
-from jaxcoll._errors import DeadlineExceededError, PeerLostError
+from jaxcoll._errors import DeadlineExceededError, PeerLostError, ReductionCorruptedError
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._step.data_parallel import DataParallel
 
@@ -211,7 +211,9 @@ class Run:
         except (RuntimeError, ValueError) as error:  # JAX raises these for a broken connection
             reason = str(error).splitlines()[0][:200]
             name = rank_of(self._membership.name)
-            if not self._membership.ask(f"{what} failed on worker {name}: {reason}"):
+            corrupted = isinstance(error, ReductionCorruptedError)
+            why = f"{what} failed on worker {name}: {reason}"
+            if not self._membership.ask(why, corrupted=corrupted):
                 # If nobody turns out to be lost, and it fails again, the others did not cause it.
                 self._attempts.fail(error)
             raise RegroupError from error

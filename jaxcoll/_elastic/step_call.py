@@ -52,7 +52,11 @@ def outcome_of(
             if left < SILENT_WORKER_SECONDS + HEARTBEAT_SECONDS:
                 membership.observe()
             membership.woken.wait(min(left, HEARTBEAT_SECONDS))
-    except BaseException:  # Ctrl-C, too
+    except BaseException as error:  # Ctrl-C, too
+        # One worker's corrupted sum ends the generation; the others have it too, and must count it.
+        over = isinstance(error, RegroupError) and membership.corrupted
+        if over and task.wait(SILENT_WORKER_SECONDS):
+            return task.result()
         _worker = None  # the next call must not wait behind this one
         worker.close()
         abandon(worker)
