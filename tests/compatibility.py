@@ -22,6 +22,8 @@ HEAD = """\
 | JAX | jaxlib | NumPy | Python | system | files of tests | passed | skipped | failed |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
+FILE = re.compile(r".*?\btest_\w+")
+"""A file of tests, of what may name a class in it as well."""
 TABLE = re.compile(re.escape(HEAD) + r"((?:\|.*\|\n)*)")
 
 
@@ -32,7 +34,8 @@ def row(report: Path) -> str:
         "failed" if {"failure", "error"} & kinds else "skipped" if "skipped" in kinds else "passed"
         for kinds in ({each.tag for each in case} for case in cases)
     ]
-    files = {case.get("file") or case.get("classname", "") for case in cases}
+    modules = (FILE.match(case.get("file") or case.get("classname", "")) for case in cases)
+    files = {module[0] for module in modules if module}
     every = sum(1 for _ in Path(__file__).parent.rglob("test_*.py"))
     cells = [
         *(jax.__version__, jaxlib.__version__, np.__version__, platform.python_version()),

@@ -73,14 +73,16 @@ def compile_text(program: str, devices: Sequence[Any], options: dict[str, Any]) 
         build.allow_spmd_sharding_propagation_to_parameters = _unsharded(main, "arg_attrs")
         build.allow_spmd_sharding_propagation_to_output = _unsharded(main, "res_attrs")
         compiled = run(module, DeviceList(tuple(devices)), asked)
-    stats = compiled.get_compiled_memory_stats()
     return {
         "text": compiled.hlo_modules()[0].to_string(),
-        "memory": {
-            name: getattr(stats, f"{name}_size_in_bytes")
-            for name in ("argument", "output", "alias", "temp", "generated_code")
-        },
+        "memory": memory_by_name(compiled.get_compiled_memory_stats()),
     }
+
+
+def memory_by_name(stats: Any) -> dict[str, int]:
+    """Bytes on one device, as a compiled program's statistics have them."""
+    names = ("argument", "output", "alias", "temp", "generated_code")
+    return {name: getattr(stats, f"{name}_size_in_bytes") for name in names}
 
 
 def _unsharded(function: Any, which: str) -> list[bool]:

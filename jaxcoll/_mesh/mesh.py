@@ -80,13 +80,31 @@ def no_mesh() -> contextlib.AbstractContextManager[Any]:
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
+def axis_names(axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
+    """One name, or a tuple of them, as a tuple."""
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def checked_any_mesh(
+    mesh: Mesh | AbstractMesh | None, axis_name: str | tuple[str, ...], caller: str
+) -> Mesh | AbstractMesh:
+    """`mesh` if it is abstract, else as `checked_mesh` has it.
+
+    Raises:
+      ValueError: as `checked_mesh`.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return has_axes(mesh, axis_names(axis_name), caller)
+    return checked_mesh(mesh, axis_name, caller)
+
+
 def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: str) -> Mesh:
     """`mesh`, or a line of all devices for None.
 
     Raises:
       ValueError: it is no mesh, has no devices, lists one twice, or lacks an axis.
     """
-    axes: tuple[str, ...] = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    axes = axis_names(axis_name)
     if not axes or not all(isinstance(a, str) for a in axes):
         raise ValueError(
             f"`{caller}` expects `axis_name` to be a string or a non-empty tuple of strings; "

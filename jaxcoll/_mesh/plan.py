@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxcoll._mesh.machine_costs import terms_here
-from jaxcoll._mesh.mesh import checked_mesh
+from jaxcoll._mesh.mesh import axis_names, checked_mesh
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.world import mesh_world, topology_world
 from jaxcoll._plan import wire_formats
@@ -143,8 +143,7 @@ def _world(
 ) -> World:
     if axis_size is None:
         mesh = checked_mesh(mesh, axis_name, "plan")
-        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-        return mesh_world(mesh, {name: mesh.shape[name] for name in names})
+        return mesh_world(mesh, {name: mesh.shape[name] for name in axis_names(axis_name)})
     if mesh is not None:
         raise ValueError("`plan` takes `axis_size` or `mesh`, not both.")
     kind = jax.devices()[0].device_kind if jax.default_backend() != "cpu" else ""
@@ -160,7 +159,7 @@ def _world_of(
     if mesh is not None:
         raise ValueError("`plan` takes `topology` or `mesh`, not both.")
     if axis_size is None:
-        sizes = topology.sizes(len(axis_name) if isinstance(axis_name, tuple) else 1)
+        sizes = topology.sizes(len(axis_names(axis_name)))
     else:
         sizes = _sizes(axis_size)
     if math.prod(sizes) != topology.size:

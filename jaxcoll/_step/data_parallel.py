@@ -12,14 +12,14 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxcoll._dispatch.call import Call as DispatchedCall
-from jaxcoll._dispatch.call import settings_of
+from jaxcoll._dispatch import call as dispatched
 from jaxcoll._dispatch.compiler_options import known_options
 from jaxcoll._dispatch.dispatch import run, start
 from jaxcoll._dispatch.executable import remember
 from jaxcoll._dispatch.inner_deadlines import InnerDeadlines
 from jaxcoll._mesh.mesh import (
     abstract_mesh,
+    axis_names,
     checked_mesh,
     equal_shares,
     fitted_mesh,
@@ -153,7 +153,7 @@ class DataParallel:
         self._step = step
         self._mesh = mesh
         self._axis_name = axis_name
-        self._axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        self._axes = axis_names(axis_name)
         self._batch_argnums = batch_argnums
         self._donate_argnums = donate_argnums
         self._options = options
@@ -220,7 +220,7 @@ class DataParallel:
     @property
     def settings_text(self) -> str:
         """The options that processes have to have in common, in words."""
-        return settings_of(self._options)
+        return dispatched.settings_of(self._options)
 
     @property
     def num_replicas(self) -> int:
@@ -237,13 +237,13 @@ class DataParallel:
         with no_mesh():
             return start(self._call(args, kwargs))
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DispatchedCall:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dispatched.Call:
         self._calls += 1
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
         args, kwargs, batch = self._arguments.ready(args, kwargs)
         program = self._compiled(batch, args, kwargs)
-        return DispatchedCall(
-            program, args, self._devices, name, self._options, kwargs, None, True, self._inner
+        return dispatched.Call(
+            program, args, self._devices, name, self._options, kwargs, rows=True, inner=self._inner
         )
 
     def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:

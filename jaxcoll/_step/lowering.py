@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxcoll._compat.compiler import memory_by_name
 from jaxcoll._jaxpr.loop_reductions import Repeated, repeated_reductions
 from jaxcoll._mesh.machine_costs import terms_here
 from jaxcoll._mesh.mesh import given_mesh, line_of, takes_mesh
@@ -94,8 +95,7 @@ def _texts_of(stage: Stage, plans: Sequence[Plan] = ()) -> Texts:
 def _memory(compiled: jax.stages.Compiled) -> dict[str, int] | None:
     """What the program takes of one device's memory, if its compiler says so."""
     found = compiled.memory_analysis()
-    names = ("argument", "output", "alias", "temp")
-    return found and {name: getattr(found, f"{name}_size_in_bytes") for name in names}
+    return found and memory_by_name(found)
 
 
 def _terms() -> Terms:

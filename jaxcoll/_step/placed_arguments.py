@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxcoll._mesh.mesh import axis_names
 from jaxcoll._mesh.placement import (
     InPlace,
     check_concrete,
@@ -57,11 +58,10 @@ class Arguments:
         processes: int,
         donated: tuple[int, ...],
     ) -> None:
-        axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
         self._signature = signature
         self._mesh = mesh
         self._axis_name = axis_name
-        self._replicas = math.prod(mesh.shape[a] for a in axes)
+        self._replicas = math.prod(mesh.shape[a] for a in axis_names(axis_name))
         self._processes = processes
         self._donated = donated
         self._rows = NamedSharding(mesh, PartitionSpec(axis_name))

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._mesh.mesh import checked_mesh, no_mesh
+from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
 from jaxcoll._mesh.placement import place
+from jaxcoll._plan.checks import is_integer
 from jaxcoll._threads import ahead
 from jaxcoll._train.rows import Rows, on_host, order, repeated, rows_of
 
@@ -299,8 +300,7 @@ class _Replicas:
 
     @property
     def count(self) -> int:
-        axes = self._axis_name if isinstance(self._axis_name, tuple) else (self._axis_name,)
-        return math.prod(self._sharding.mesh.shape[a] for a in axes)
+        return math.prod(self._sharding.mesh.shape[a] for a in axis_names(self._axis_name))
 
     def places(self, rows: int) -> np.ndarray:
         """The places in a batch of the rows that this process's replicas have, in order."""
@@ -324,5 +324,4 @@ def _check_ahead(caller: str, uneven: Any, ahead: Any) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return whole and int(value) >= 0
+    return is_integer(value) and value >= 0

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxcoll import _compat
-from jaxcoll._mesh.mesh import checked_mesh, has_axes
+from jaxcoll._mesh.mesh import axis_names, checked_any_mesh
 from jaxcoll._mesh.shard_arrays import abstract, spec_of
 from jaxcoll._spmd.shards import Shards
 from jaxcoll._spmd.wire_formats.residual import layout_like, zeros
@@ -50,7 +50,7 @@ def residual(
       returns. Cost: the memory of a gradient in float32 on each replica; nothing is sent.
 
     Raises:
-      ValueError: a leaf is no array of numbers, or the mesh lacks the axis.
+      ValueError: a leaf is not an array of numbers, or the mesh lacks the axis.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -67,13 +67,10 @@ def residual(
     Source: error feedback of both roundings, the second in its owner's residual: Seide et al.,
     "1-bit stochastic gradient descent" (2014); Tang et al., "DoubleSqueeze" (2019).
     """
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    axes = axis_names(axis_name)
     if set(axes) <= set(_compat.axes_in_scope()):
         return zeros(params, axis_name, _CALLER)
-    if isinstance(mesh, AbstractMesh):
-        over: Any = has_axes(mesh, axes, _CALLER)
-    else:
-        over = checked_mesh(mesh, axis_name, _CALLER)
+    over = checked_any_mesh(mesh, axis_name, _CALLER)
     layout = layout_like(params, {a: over.shape[a] for a in axes}, _CALLER)
     shapes = abstract(layout, axes)
     if isinstance(over, AbstractMesh):

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxcoll._jaxpr.retrace import traced
-from jaxcoll._mesh.mesh import checked_mesh, has_axes, no_mesh
+from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.shard_arrays import abstract, cut, joined, read, spec_of
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.packs.leaves import where
@@ -58,7 +58,7 @@ def shard(
       between devices for arrays of the host.
 
     Raises:
-      ValueError: a leaf is no array of numbers, or stacked leaves have different numbers of
+      ValueError: a leaf is not an array of numbers, or stacked leaves have different numbers of
         layers (the paths are named); or the mesh lacks the axis.
 
     Examples:
@@ -70,8 +70,7 @@ def shard(
       >>> unshard(shards)["w"].tolist()
       [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     """
-    over = _mesh(mesh, axis_name)
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    over, axes = checked_any_mesh(mesh, axis_name, _CALLER), axis_names(axis_name)
     init = traced(params) if _makes_params(params) else None
     tree = params if init is None else jax.eval_shape(init.evaluate)
     sizes = {a: over.shape[a] for a in axes}
@@ -103,12 +102,6 @@ def unshard(tree: Any) -> Any:
       all of them must call, and every device holds a copy of one pack at a time on the way.
     """
     return jax.tree.map(lambda x: joined(x) if is_shards(x) else read(x), tree, is_leaf=is_shards)
-
-
-def _mesh(mesh: Mesh | AbstractMesh | None, axis_name: str | tuple[str, ...]) -> Any:
-    if isinstance(mesh, AbstractMesh):
-        return has_axes(mesh, axis_name if isinstance(axis_name, tuple) else (axis_name,), _CALLER)
-    return checked_mesh(mesh, axis_name, _CALLER)
 
 
 def _makes_params(params: Any) -> bool:

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll import _compat
-from jaxcoll._mesh.mesh import checked_mesh, has_axes, no_mesh
+from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, checked_mesh, no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import abstract, cut, own_shapes, specs_of, whole_shapes
 from jaxcoll._mesh.world import scope_here
@@ -96,10 +96,8 @@ def sharded_optimizer(
             "`sharded_optimizer` expects an optax transformation, something with `init` and "
             f"`update`; got {type(tx).__name__}."
         )
-    if isinstance(mesh, AbstractMesh):
-        has_axes(mesh, axis_name if isinstance(axis_name, tuple) else (axis_name,), _CALLER)
-    elif mesh is not None:
-        checked_mesh(mesh, axis_name, _CALLER)
+    if mesh is not None:
+        checked_any_mesh(mesh, axis_name, _CALLER)
     if max_norm is not None and not (is_number(max_norm) and max_norm > 0):
         raise ValueError(f"`max_norm` must be None or a positive number; got {max_norm!r}.")
     if not assume_elementwise:
@@ -130,7 +128,7 @@ class ShardedOptimizer:
     ) -> None:
         self._tx = tx
         self._axis_name = axis_name
-        self._axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        self._axes = axis_names(axis_name)
         self._mesh = mesh
         self._reduce_op = reduce_op
         self._max_norm = max_norm

@@ -209,7 +209,7 @@ def _differentiable(
             [*map(is_floating, carry), *asked[0], *asked[1]],
         )
         outs, results, saved, last = schedule.forward(carry, stack, captured, residuals)
-        # What is no array travels as the function of a tree.
+        # What is not an array travels as the function of a tree.
         pull = Partial(functools.partial(backward, residuals, moved))
         return (outs, results), (pull, saved, last, carry, stack, captured)
 
