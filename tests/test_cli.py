@@ -73,7 +73,7 @@ def test_an_interruption_is_one_line(name, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(importlib.import_module(COMMANDS[name][0]), "run", interrupted)
-    assert main([name] if name != "inspect" else [name, "x"]) == 130
+    assert main([name, *{"inspect": ["x"], "completion": ["bash"]}.get(name, [])]) == 130
     assert capsys.readouterr().err == f"jaxcoll {name}: interrupted.\n"
 
 

@@ -131,7 +131,8 @@ def test_every_size_over_every_number_of_replicas(name, n):
     for size in sizes[1:]:
         want = value[str(size)].astype("f8").sum(0)
         exact = n == 1 or size < max(64, BLOCK[name])
-        assert error(got[str(size)][0], want) < (1e-6 if exact else 1.3 * ERROR[name])
+        few = 1 + 5 / size**0.5  # the error of so few elements differs from the mean of all samples
+        assert error(got[str(size)][0], want) < (1e-6 if exact else few * ERROR[name])
 
 
 @pytest.mark.parametrize("name", FORMATS)
