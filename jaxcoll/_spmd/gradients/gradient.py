@@ -19,7 +19,7 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._plan.packs.overlap import wants_order
 from jaxcoll._show.units import counted
-from jaxcoll._spmd import metrics
+from jaxcoll._spmd import feedback, metrics
 from jaxcoll._spmd.arithmetic import halved, halvings, quotient
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.gradients.accumulate import Beside, Differentiated, MicroBatches, accumulated
@@ -37,7 +37,6 @@ from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
 from jaxcoll._spmd.shards import Shards, axes_of_shards
-from jaxcoll._spmd.wire_formats.residual import closed, opened
 
 _LOSS_ALREADY_REDUCED = """\
 `{caller}` over {axes}: the loss is already the same on every replica, so its gradient would be \
@@ -268,11 +267,8 @@ def _together(
 ) -> tuple[_Local, Shards | None]:
     """One reduction for everything that replicas have in common, and the next residual."""
     same, order = _synced(program, tuple(axes)), None
-    owed = None
-    if residual is not None:
-        if same:
-            raise ValueError(_SYNCED_ALREADY.format(caller=asked.caller, leaf=where(min(same))))
-        owed = opened(residual, local.grads, axes, asked.caller, ".grads")
+    if residual is not None and same:
+        raise ValueError(_SYNCED_ALREADY.format(caller=asked.caller, leaf=where(min(same))))
     if wants_order(scope.options, scope.world(dict(axes))):
         (_, order) = program.result(places(program.program))
     common = local._replace(grads=shared(local.grads, own))
@@ -280,7 +276,16 @@ def _together(
         parts = [x for x, mine in zip(jax.tree.leaves(local.grads), own, strict=True) if mine]
         leaves, treedef = jax.tree.flatten(common)
         common = treedef.unflatten(_compat.at_once(leaves, parts))
-    reduced = all_reduce(
+    reduce: Any = all_reduce
+    if residual is not None:
+        reduce = functools.partial(
+            feedback.all_reduce,
+            residual=residual,
+            of=local.grads,
+            prefix=".grads",
+            caller=asked.caller,
+        )
+    reduced = reduce(
         op,
         common,
         tuple(axes),
@@ -291,12 +296,10 @@ def _together(
         else jax.tree.leaves(_gradients_last(common, shared(order, own))),
         same=same,
         exact=_paths(common._replace(grads=None)),
-        residual=owed,
         reasons=_not_again(list(same)),
     )
     if residual is not None:
-        reduced, left = reduced
-        residual = closed(residual, left, ".grads")
+        reduced, residual = reduced
     if any(own):
         # Of these no residual is kept.
         exactly = scope if residual is None else scope.exactly
