@@ -76,11 +76,7 @@ class Member:
 
 
 def check_system() -> None:
-    """Refuse to start processes on Windows.
-
-    Raises:
-      OSError: this is Windows.
-    """
+    """Refuse to start processes on Windows."""
     if platform.system() == "Windows":
         raise OSError(
             "several processes need Linux or macOS: JAX has no collectives between CPU processes "
@@ -128,9 +124,6 @@ def member_of(environment: Mapping[str, str]) -> Member | None:
     Returns:
       The process; None: there is no launcher's mark, it has started one process alone, or the task
       takes no part (an evaluator).
-
-    Raises:
-      ValueError: a launcher's variables contradict themselves or one is missing.
     """
     found = next((found for read in _READERS if (found := read(environment))), None)
     if found is None:

@@ -40,11 +40,7 @@ class Store:
         self._ask("key_value_set", key, value, allow_overwrite=True)
 
     def get(self, key: str, timeout_seconds: float) -> str:
-        """The value, waited for.
-
-        Raises:
-          TimeoutError: nobody wrote it in time.
-        """
+        """The value, waited for; TimeoutError: nobody wrote it in time."""
         return self._ask("blocking_key_value_get", key, _milliseconds(timeout_seconds))
 
     def agree(self, key: str, value: str) -> str:

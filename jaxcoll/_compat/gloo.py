@@ -188,11 +188,7 @@ def _made_over(client: Any, process: int, processes: int, collectives: Any) -> A
 
 
 def _check_count() -> None:
-    """Refuse to come back with another number of devices, for which XLA would end the process.
-
-    Raises:
-      RuntimeError: the number differs.
-    """
+    """Refuse to come back with another number of devices, for which XLA would end the process."""
     state, count = _state(), _made_over(None, 0, 1, None).local_device_count()
     before = state.client.blocking_key_value_get(f"{_COUNTS}/{state.process_id}", 1000)
     if before != str(count):

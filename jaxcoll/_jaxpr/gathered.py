@@ -25,11 +25,7 @@ _RETYPING = ("pvary", "pcast")
 
 
 def check_own_gradients(program: Any, axes: Sequence[str]) -> None:
-    """Refuse a typed program that keeps the gradient of a gathered leaf on each replica.
-
-    Raises:
-      ValueError: it names the leaf.
-    """
+    """Refuse a typed program that keeps the gradient of a gathered leaf on each replica."""
     if has(opened(program), marks.GRADIENT):
         for axis in axes:
             flow = _Gathered(axis)

@@ -25,15 +25,7 @@ parts, by `jc.global_norm(gradients, {axis!r})` or `jc.all_finite(gradients, {ax
 
 
 def check_own_norms(program: Any, axes: Mapping[str, int]) -> None:
-    """Refuse a traced step in which a number of a part of a gradient decides about that part.
-
-    Args:
-      program: of one replica; gradients in shards are marked in it.
-      axes: mapped axes and their sizes.
-
-    Raises:
-      ValueError: it does.
-    """
+    """Refuse a traced step in which a number of a part of a gradient decides about that part."""
     marked = {
         axis
         for eqn, _ in equations(program)

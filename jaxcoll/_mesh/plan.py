@@ -103,11 +103,7 @@ def plan_in(
     options: CommunicationOptions | None = None,
     reduce_op: ReduceOp = ReduceOp.MEAN,
 ) -> Plan:
-    """The plan of `plan` in a world that is known.
-
-    Raises:
-      ValueError: as `plan`.
-    """
+    """The plan of `plan` in a world that is known."""
     asked = checked(options)
     leaves = [
         _leaf(jax.tree_util.keystr(path), leaf, reduce_op, world, asked)

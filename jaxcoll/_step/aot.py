@@ -74,16 +74,6 @@ def compile_for(
     given is its text, and what comes back is the text that JAX would get from that compiler
     on that cluster. This process loads no other backend and keeps its own as it is.
 
-    Args:
-      fun: what `traced_over` takes: a `jc.data_parallel` step, a function that takes a `mesh`, or
-        any function, jitted or not.
-      args: arrays or `jax.ShapeDtypeStruct`s; nothing of them but their types is used.
-      kwargs: likewise.
-      topology: as in `topology_named`.
-      mesh: names and sizes of its axes, where `fun` does not say them.
-      compiler_options: as in `jax.jit`, over those that `fun` was jitted with.
-      timeout_seconds: for the other process; None and 0: no limit.
-
     Returns:
       The program's texts, and the plans of its reductions. Cost: about 3 s and the compiler's
       own time.

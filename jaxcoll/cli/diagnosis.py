@@ -47,12 +47,7 @@ class Finding:
 
 
 def machine_findings(facts: Mapping[str, Any], bandwidth: float | None) -> list[Finding]:
-    """About one process and the machine it is on.
-
-    Args:
-      facts: of `machine_facts`.
-      bandwidth: bytes per second over its loopback interface; None: there is none.
-    """
+    """About one process and the machine it is on; `bandwidth` None: there is no loopback."""
     return [
         Finding("ok", "versions", ", ".join(f"{k} {v}" for k, v in facts["versions"].items())),
         Finding(
@@ -150,12 +145,7 @@ def _limit(well: bool, what: tuple[str, str], fix: str) -> Finding:
 def job_findings(
     processes: Sequence[Mapping[str, Any] | None], interface: Sequence[str]
 ) -> list[Finding]:
-    """About the processes of a job.
-
-    Args:
-      processes: the facts of each rank; None: it did not report them.
-      interface: of each rank the address at which the others reach it.
-    """
+    """About the processes of a job, by what each rank reported (None: nothing) and its address."""
     silent = [rank for rank, facts in enumerate(processes) if facts is None]
     if silent:
         return [
@@ -268,11 +258,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def loopback_bandwidth() -> float:
-    """Bytes per second from one thread of this process to another through the loopback interface.
-
-    Raises:
-      OSError: there is none.
-    """
+    """Bytes per second from a thread of this process to another through the loopback interface."""
     with socket.socket() as server, contextlib.ExitStack() as stack:
         server.bind(("127.0.0.1", 0))
         server.listen()

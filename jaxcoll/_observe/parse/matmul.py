@@ -35,10 +35,6 @@ def flops(instruction: Instruction, defined: Mapping[str, str]) -> int | None:
     neither padding nor what dilation puts between elements; a library's convolution, whose text
     says less, has those, too.
 
-    Args:
-      instruction: any.
-      defined: the computation's `definitions`.
-
     Returns:
       The number; 0 if it multiplies no matrices; None if it does, and its text does not say
       how large they are.
