@@ -20,6 +20,7 @@ import jaxlib
 import jaxcoll
 from jaxcoll._compat import configured
 from jaxcoll._malloc import SETTINGS, keeps_freed_memory
+from jaxcoll._mesh.machine_costs import cores
 
 FEW_FILES = 1024
 LITTLE_SHARED = 1 << 30
@@ -251,9 +252,7 @@ def machine_facts() -> dict[str, Any]:
         "glibc": platform.libc_ver()[0] == "glibc",
         "files": files,
         "shared": shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None,
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": cores(),
     }
 
 
