@@ -111,9 +111,15 @@ def parse_instruction(line: str) -> Instruction:
     )
 
 
+def defined_name(line: str) -> str:
+    """The name that a line of a computation defines; "" if none."""
+    found = _DEFINES.match(line)
+    return found[1] if found else ""
+
+
 def definitions(lines: Sequence[str]) -> dict[str, str]:
     """The lines of a computation by the name that each defines."""
-    return {found[1]: line for line in lines if (found := _DEFINES.match(line))}
+    return {name: line for line in lines if (name := defined_name(line))}
 
 
 def operands_of(instruction: Instruction, defined: Mapping[str, str]) -> tuple[Operand, ...]:
