@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 
+from jaxcoll._feedback import all_reduce as _with_feedback
 from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import broadcast as _broadcast
-from jaxcoll._spmd import feedback, gather, reduce
+from jaxcoll._spmd import gather, reduce
 from jaxcoll._spmd import reduce_scatter as _halves
 from jaxcoll._spmd.scope import differentiation
 from jaxcoll._spmd.shards import Shards, axes_of_shards, check_no_shards, is_shards, shards_in
@@ -78,7 +79,7 @@ def all_reduce(
         value = reduce.reduced_once(value, axis_name, scope=scope)
     if residual is None:
         return reduce.all_reduce(op, value, axis_name, scope=scope, invariant=invariant)
-    return feedback.all_reduce(
+    return _with_feedback.all_reduce(
         op, value, axis_name,
         residual=residual, of=value, caller="all_reduce", scope=scope, invariant=invariant,
     )  # fmt: skip

@@ -9,18 +9,18 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll import _compat
+from jaxcoll._feedback.residual import (
+    LowRankResidual,
+    first_factors,
+    layout_like,
+    zeros,
+)
 from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import abstract, spec_of
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.power_sgd import PowerSGD
 from jaxcoll._spmd.shards import Shards
-from jaxcoll._spmd.wire_formats.residual import (
-    LowRankResidual,
-    first_factors,
-    layout_like,
-    zeros,
-)
 
 _CALLER = "residual"
 

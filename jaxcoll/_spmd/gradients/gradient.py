@@ -19,7 +19,7 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._plan.packs.overlap import wants_order
 from jaxcoll._show.units import counted
-from jaxcoll._spmd import feedback, metrics
+from jaxcoll._spmd import metrics
 from jaxcoll._spmd.arithmetic import halved, halvings, quotient
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.gradients.accumulate import Beside, Differentiated, MicroBatches, accumulated
@@ -77,7 +77,7 @@ class _Asked:
     scatter: bool
     with_value: bool
     micro_batches: MicroBatches | None
-    feedback: bool
+    feedback: Callable[..., Any] | None
 
     def places(self, args: tuple[Any, ...]) -> list[int]:
         """Positions of the arguments that are differentiated."""
@@ -105,7 +105,7 @@ def reduced_gradient(
     scope: Callable[[], Scope],
     options: CommunicationOptions,
     micro_batches: MicroBatches | None = None,
-    feedback: bool = False,
+    feedback: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """The body of `jc.value_and_grad`, `jc.grad` and `jc.accumulate`, which say what it does."""
     caller = "jc.value_and_grad" if with_value else "jc.grad"
@@ -257,9 +257,9 @@ def _together(
         leaves, treedef = jax.tree.flatten(common)
         common = treedef.unflatten(_compat.at_once(leaves, parts))
     reduce: Any = all_reduce
-    if residual is not None:
+    if asked.feedback is not None:
         reduce = functools.partial(
-            feedback.all_reduce,
+            asked.feedback,
             residual=residual,
             of=local.grads,
             prefix=".grads",

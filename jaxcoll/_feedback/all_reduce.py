@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcoll._feedback.low_rank import orthonormal, product, refreshed
+from jaxcoll._feedback.residual import closed, opened, right_factor
 from jaxcoll._plan.algorithms import stages
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.power_sgd import PowerSGD
@@ -20,8 +22,6 @@ from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import is_sparse
 from jaxcoll._spmd.wire_formats.feedback import finite
-from jaxcoll._spmd.wire_formats.low_rank import orthonormal, product, refreshed
-from jaxcoll._spmd.wire_formats.residual import closed, opened, right_factor
 
 
 class _Left(NamedTuple):
