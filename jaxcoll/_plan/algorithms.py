@@ -212,19 +212,16 @@ def steps(stages: Sequence[Stage]) -> int:
       >>> [steps(stages(name, 0, (6,))) for name in DESCRIPTIONS]
       [1, 10, 6, 2]
     """
-    total = 0
-    for stage in stages:
-        n = stage.replicas
-        match stage.algorithm:
-            case "native":
-                total += 1 if stage is stages[-1] else 2
-            case "halving_doubling":
-                total += 2 * (n - 1).bit_length()
-            case "shuffle":
-                total += 2 if stage.shards == n else 2 * (n - 1)
-            case "ring":
-                total += 2 * (n - 1)
-    return total
+    return sum(_STEPS[stage.algorithm](stage, stage is stages[-1]) for stage in stages)
+
+
+_STEPS: dict[str, Callable[[Stage, bool], int]] = {
+    "native": lambda stage, is_last: 1 if is_last else 2,
+    "ring": lambda stage, is_last: 2 * (stage.replicas - 1),
+    "halving_doubling": lambda stage, is_last: 2 * (stage.replicas - 1).bit_length(),
+    "shuffle": lambda s, is_last: 2 if s.shards == s.replicas else 2 * (s.replicas - 1),
+}
+"""Of one stage of a composition; the last one all-reduces."""
 
 
 def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
