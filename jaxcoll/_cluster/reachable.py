@@ -18,7 +18,7 @@ _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EH
 
 
 def open_port(host: str) -> socket.socket:
-    """A socket to which others connect to see whether they can: the system alone answers."""
+    """A socket to which others connect to see whether they can: the system alone replies."""
     return socket.create_server((host, 0), family=_family(host), backlog=socket.SOMAXCONN)
 
 
