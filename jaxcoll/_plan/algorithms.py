@@ -143,12 +143,7 @@ def owns_shards(algorithm: str) -> bool:
 
 
 def check_fits(algorithm: str, shards: int, world: World) -> None:
-    """Refuse what cannot be done over the axes of `world`.
-
-    Raises:
-      ValueError: the name has more parts than there are axes, or there are more shards than
-        replicas that could own them.
-    """
+    """Refuse more parts of a name than `world` has axes, or more shards than replicas own them."""
     names, axes = algorithm.split("/"), len(world.sizes)
     if len(names) > axes:
         raise ValueError(
@@ -184,11 +179,7 @@ def in_tree_order(stages: Sequence[Stage]) -> bool:
 
 
 def check_in_tree_order(algorithm: str, shards: int, world: World) -> None:
-    """Refuse an algorithm whose sums depend on where an element stands.
-
-    Raises:
-      ValueError: it is such an algorithm over the axes of `world`; the message lists others.
-    """
+    """Refuse an algorithm whose sums depend on where an element stands, and list others."""
     if in_tree_order(stages(algorithm, shards, world.sizes)):
         return
     n = world.replicas
