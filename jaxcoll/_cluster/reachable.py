@@ -32,6 +32,7 @@ def unreachable(addresses: Mapping[str, Address], seconds: float) -> list[str]:
         for name, address in addresses.items():
             connection = opened.enter_context(socket.socket(_family(address[0])))
             connection.setblocking(False)
+            # As a rule it is under way: the selector tells when it is through.
             if connection.connect_ex(address) in _UNREACHABLE:
                 missing.append(name)
             else:
