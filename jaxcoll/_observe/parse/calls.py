@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxcoll._observe.parse.collective import Collective, Meanwhile
+from jaxcoll._observe.parse.collective import Collective, Kernels, Meanwhile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Call:
       at: the line of `site` in its computation.
       until: the line where it ends, when it is asynchronous.
       meanwhile: what is scheduled between the two.
+      kernels: those around it, when it is asynchronous.
     """
 
     site: str
@@ -37,6 +38,7 @@ class Call:
     at: int = 0
     until: int = 0
     meanwhile: Meanwhile | None = None
+    kernels: Kernels | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -201,4 +203,5 @@ def _called(collective: Collective, path: Sequence[Call], at: int, until: int) -
         at=pair.at if pair else at,
         until=pair.until if pair else max(at, until),
         meanwhile=pair.meanwhile if pair else collective.meanwhile,
+        kernels=pair.kernels if pair else collective.kernels,
     )

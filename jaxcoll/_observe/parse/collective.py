@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Iterable
 
+from jaxcoll._show.codec import OPTIONAL
+
 Groups = tuple[tuple[int, ...], ...]
 
 KINDS = (
@@ -74,6 +76,19 @@ class Meanwhile:
     flops: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels that make what a collective sends, or take what it brings.
+
+    Attributes:
+      count: how many.
+      nbytes: bytes of memory that they read and write.
+    """
+
+    count: int
+    nbytes: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """One collective of a program, as its text has it. An asynchronous pair is one.
@@ -98,6 +113,8 @@ class Collective:
       at: its place in the schedule: instructions before it, each loop's body once.
       until: the place where it ends.
       meanwhile: what is scheduled while it is under way; None if it is not asynchronous.
+      kernels: those that make what it sends, or take what it brings: the cost of packing, where
+        it is not fused with what computes; None if that is not known.
     """
 
     kind: str
@@ -115,6 +132,7 @@ class Collective:
     at: int = 0
     until: int = 0
     meanwhile: Meanwhile | None = None
+    kernels: Kernels | None = dataclasses.field(default=None, metadata=OPTIONAL)
 
     @property
     def turns(self) -> int:

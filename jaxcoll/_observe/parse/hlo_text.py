@@ -140,6 +140,17 @@ def operands_of(instruction: Instruction, defined: Mapping[str, str]) -> tuple[O
     return tuple(found)
 
 
+def operand_names(instruction: Instruction) -> tuple[str, ...]:
+    """The names of what an instruction is given.
+
+    Examples:
+      >>> operand_names(parse_instruction("  %x = s8[] add(s8[] %a, /*index=1*/b)"))
+      ('a', 'b')
+    """
+    pieces = _pieces(_COMMENT.sub("", instruction.operands))
+    return tuple(piece.rpartition(" ")[2].lstrip("%") for piece in pieces)
+
+
 def pair_ends(lines: Sequence[str]) -> Iterator[tuple[int, str, str, str]]:
     """The ends of asynchronous instructions: line number, name, opcode, and the start's name.
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jaxcoll._observe.parse.calls import Bodies, Call, Matmul, busy_among
-from jaxcoll._observe.parse.collective import Collective, Meanwhile
+from jaxcoll._observe.parse.collective import Collective, Kernels, Meanwhile
 from jaxcoll._observe.parse.hlo_text import (
     Module,
     defined_name,
@@ -18,6 +18,7 @@ from jaxcoll._observe.parse.hlo_text import (
     pair_ends,
     parse_instruction,
 )
+from jaxcoll._observe.parse.kernels import KernelReader
 from jaxcoll._observe.parse.matmul import TARGET, flops, is_matmul
 
 _IDLE = re.compile(
@@ -62,6 +63,7 @@ class Schedule:
         self._direct: dict[str, dict[int, Work]] = {}
         self._totals: dict[str, Work] = {}
         self._called_at: dict[str, dict[int, list[Call]]] = {}
+        self._kernels = KernelReader(module)
 
     def bodies(self) -> Bodies:
         """The bodies with matrix products in their places, and with what runs meanwhile.
@@ -80,8 +82,10 @@ class Schedule:
         for item in self._bodies[name]:
             if isinstance(item, Matmul) or (isinstance(item, Call) and self._is_dropped(item)):
                 continue
+            own = item.site if isinstance(item, Call) else item.name
+            if isinstance(item, Collective) or (item.is_async and item.callee in self._busy):
+                item = dataclasses.replace(item, kernels=self._kernels_around(name, own))
             if item.is_async and not (isinstance(item, Call) and item.callee not in self._busy):
-                own = item.site if isinstance(item, Call) else item.name
                 at, until = ends.get(own, (item.at, item.at))
                 meanwhile = self._meanwhile(name, at, until)
                 items.append(dataclasses.replace(item, at=at, until=until, meanwhile=meanwhile))
@@ -90,6 +94,13 @@ class Schedule:
             if isinstance(item, Call) and item.is_loop and item.trips is None:
                 self._note_loop(item)
         yield from sorted(items, key=lambda item: item.at)
+
+    def _kernels_around(self, computation: str, name: str) -> Kernels | None:
+        try:
+            return self._kernels.around(computation, name)
+        except (ValueError, KeyError, IndexError) as error:
+            self._notes.append(f"the kernels around {name!r} could not be read: {error}")
+            return None
 
     def _is_dropped(self, call: Call) -> bool:
         return call.is_part and call.callee not in self._busy
