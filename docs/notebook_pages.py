@@ -1,6 +1,7 @@
 """Makes a page of the site from each notebook, with the outputs that are stored in it."""
 
 import html
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,14 @@ def on_files(files: Any, config: Any) -> Any:
         notebook = nbformat.read(path, as_version=4)
         outputs = _outputs[place] = []
         text = "\n\n".join(_markdown(cell, outputs) for cell in notebook.cells)
-        files.append(File.generated(config, place, content=text.replace("](../docs/", "](../")))
+        files.append(File.generated(config, place, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """A page with its links to notebooks, and theirs to pages, as the site has them."""
+    markdown = re.sub(r"\]\(\.\./notebooks/(\w+)\.ipynb\)", r"](notebooks/\1.md)", markdown)
+    return markdown.replace("](../docs/", "](../")
 
 
 def on_page_content(page_html: str, page: Any, **_: Any) -> str:
