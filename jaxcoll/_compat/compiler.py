@@ -19,12 +19,7 @@ def compiler_options(traced: Any) -> dict[str, Any]:
 
 
 def cluster_devices(request: dict[str, Any], mesh_sizes: Sequence[int]) -> tuple[list[Any], str]:
-    """Devices of a cluster that is not here, to compile for, and how they are ordered.
-
-    Args:
-      request: the arguments of `jax.experimental.topologies.get_topology_desc`.
-      mesh_sizes: the sizes of the mesh they are for.
-    """
+    """Devices of a cluster that is not here, to compile for, and how they are ordered."""
     from jax.experimental import topologies
 
     cluster = topologies.get_topology_desc(**request)
@@ -41,11 +36,6 @@ def compile_text(program: str, devices: Sequence[Any], options: dict[str, Any]) 
 
     JAX compiles ahead of time for what it has traced itself; a text of another process goes to
     the client, by the same call that JAX makes.
-
-    Args:
-      program: with one partition for each device, in their order.
-      devices: of a cluster that is not here, or of this process.
-      options: compiler options.
 
     Returns:
       "text", the compiled program, and "memory", bytes by name.

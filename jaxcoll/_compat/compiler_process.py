@@ -3,8 +3,7 @@
     python -m jaxcoll._compat.compiler_process FOLDER
 
 It reads `request.json` and `program.mlir` in the folder, and writes `answer.json` and
-`compiled.txt` there. It ends when its standard input does, so that nothing
-outlives the process that asked.
+`compiled.txt` there. Whoever starts it ends it, so that it never outlives that process.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -78,14 +75,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _end_with_standard_input() -> None:
-    sys.stdin.buffer.read()
-    os._exit(1)
-
-
 def main(folder: Path) -> None:
     """Answer, or say what went wrong, in a file that is there only when it is whole."""
-    threading.Thread(target=_end_with_standard_input, daemon=True).start()
     try:
         found = answer(folder)
     except Exception as error:

@@ -14,6 +14,7 @@ from jaxcoll._mesh.mesh import axis_names, checked_mesh
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.world import mesh_world, topology_world
 from jaxcoll._plan import wire_formats
+from jaxcoll._plan.checks import is_integer
 from jaxcoll._plan.cost.clusters import Topology, topology_named
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
@@ -103,11 +104,7 @@ def plan_in(
     options: CommunicationOptions | None = None,
     reduce_op: ReduceOp = ReduceOp.MEAN,
 ) -> Plan:
-    """The plan of `plan` in a world that is known.
-
-    Raises:
-      ValueError: as `plan`.
-    """
+    """The plan of `plan` in a world that is known."""
     asked = checked(options)
     leaves = [
         _leaf(jax.tree_util.keystr(path), leaf, reduce_op, world, asked)
@@ -172,12 +169,8 @@ def _world_of(
 
 def _sizes(axis_size: int | tuple[int, ...]) -> tuple[int, ...]:
     sizes = axis_size if isinstance(axis_size, tuple) else (axis_size,)
-    if not sizes or not all(_is_positive(size) for size in sizes):
+    if not sizes or not all(is_integer(size) and size > 0 for size in sizes):
         raise ValueError(
             f"`axis_size` must be a positive integer, or a tuple of them; got {axis_size!r}."
         )
-    return sizes
-
-
-def _is_positive(size: object) -> bool:
-    return isinstance(size, int) and not isinstance(size, bool) and size > 0
+    return tuple(map(int, sizes))

@@ -44,13 +44,6 @@ def join(requested: Sequence[Collective], compiled: Sequence[Collective]) -> tup
 
     Law: nothing requested is spent on more elements than it has, except by copies that bear its
     own name; in a text without names, sizes decide, and then order, and the result says so.
-
-    Args:
-      requested: what `read_stablehlo` returned.
-      compiled: what `read_hlo` returned.
-
-    Returns:
-      An origin for each compiled one.
     """
     joiner = _Joiner(requested, compiled)
     for alike in (_same_kind, _becomes):

@@ -52,7 +52,7 @@ def _table(report: ReportData) -> Table:
         COLUMNS,
         "><><>>><<",
         [row(report, each) for each in alike[:MOST]],
-        [shortened(carried(report, each[0]), 2 * WIDTH) for each in alike[:MOST]],
+        [shortened(beneath(report, each), 2 * WIDTH) for each in alike[:MOST]],
         f"… and {rest} more, in `report.collectives`" if rest else "",
     )
 
@@ -132,6 +132,14 @@ def carried(report: ReportData, k: int) -> str:
     lines = report.sources_of(k)
     where = ", ".join(some([_short(line) for line in lines], 2))
     return "  ".join(part for part in (where, packs, loop) if part)
+
+
+def beneath(report: ReportData, alike: Sequence[int]) -> str:
+    """What stands below a row: what it carries, and the kernels around it."""
+    found = [kernels for k in alike if (kernels := report.collectives[k].kernels)]
+    count, nbytes = sum(x.count for x in found), sum(x.nbytes for x in found)
+    around = f"{counted(count, 'kernel')} around, {size(nbytes)} of memory" if count else ""
+    return "  ".join(filter(None, (carried(report, alike[0]), around)))
 
 
 def packs_in_words(packs: Sequence[str]) -> str:

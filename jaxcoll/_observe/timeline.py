@@ -63,9 +63,6 @@ def timeline(report: ReportData) -> Timeline:
       report: whose `terms` are known, with rates if it multiplies matrices. Each loop is played as
         often as it turns, at most 200 times; one that does not say so once.
 
-    Returns:
-      The timeline.
-
     Raises:
       ValueError: the terms are not known.
     """

@@ -180,13 +180,7 @@ def check_any_coded(value: Any, given: CommunicationOptions) -> None:
 
 
 def reduced_once(value: Any, axis_name: Any, *, scope: Scope) -> Any:
-    """`value`, marked for those who look for reductions of what is the same on every replica.
-
-    Args:
-      value: a pytree of arrays, numbers and IndexedSlices.
-      axis_name: of the reduction, not yet checked.
-      scope: who looks.
-    """
+    """`value`, marked for those who look for reductions of what is the same on every replica."""
     if not scope.once:
         return value
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxcoll._cluster.launch.subprocesses import surely_ended
 from jaxcoll._compat import compiler
 from jaxcoll._compat.compiler_process import has_compiler
 from jaxcoll._errors import DeadlineExceededError
@@ -74,16 +73,6 @@ def compile_for(
     given is its text, and what comes back is the text that JAX would get from that compiler
     on that cluster. This process loads no other backend and keeps its own as it is.
 
-    Args:
-      fun: what `traced_over` takes: a `jc.data_parallel` step, a function that takes a `mesh`, or
-        any function, jitted or not.
-      args: arrays or `jax.ShapeDtypeStruct`s; nothing of them but their types is used.
-      kwargs: likewise.
-      topology: as in `topology_named`.
-      mesh: names and sizes of its axes, where `fun` does not say them.
-      compiler_options: as in `jax.jit`, over those that `fun` was jitted with.
-      timeout_seconds: for the other process; None and 0: no limit.
-
     Returns:
       The program's texts, and the plans of its reductions. Cost: about 3 s and the compiler's
       own time.
@@ -136,7 +125,6 @@ def _mesh_sizes(requested: str, size: int) -> list[int]:
 def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -> dict[str, Any]:
     """Let another process answer, whatever becomes of it."""
     environment = {
-        **os.environ,
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",  # or it asks the network where it is
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # or two at a time refuse each other
@@ -146,9 +134,10 @@ def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -
     if python == sys.executable:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [python, "-m", "jaxcoll._compat.compiler_process", str(folder)]
-    with (folder / "log").open("wb") as log, _started(command, environment, log) as process:
+    with (folder / "log").open("wb") as log, surely_ended() as running:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         try:
-            status = process.wait(timeout or None)
+            status = running.start(command, environment, **streams).wait(timeout or None)
         except subprocess.TimeoutExpired:
             raise DeadlineExceededError(
                 f"Compiling for {topology} did not finish within {timeout:g} s; it was ended. "
@@ -168,25 +157,6 @@ def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -
             f"Compiling for {topology}: {found['error']}: {found['message']}"
         )
     return found
-
-
-@contextlib.contextmanager
-def _started(
-    command: list[str], environment: dict[str, str], log: Any
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, all of which is ended on the way out."""
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if process.stdin:
-            process.stdin.close()
 
 
 def _how_to_install(topology: Topology, python: str) -> str:

@@ -30,14 +30,6 @@ def spreads(
 ) -> list[np.ndarray] | None:
     """How far each element of each output moves when the rows of the batch are in other orders.
 
-    Args:
-      run: the step on one device.
-      args: positional arguments, on the host.
-      kwargs: likewise.
-      batch: positions and names of the arguments whose rows are reordered.
-      one: the outputs with the rows as they are, as `numbers` finds them.
-      numbers: the arrays of a result of `run`.
-
     Returns:
       An array for each of `one`; None without rows. Outputs with one row for each of the batch's
       are put back into its order first, where that brings them nearer.

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxcoll._cluster.launch.local import LaunchError
 from jaxcoll._cluster.launch.subprocesses import signal_name, surely_ended
+from jaxcoll._errors import LaunchError
 from jaxcoll.bench.counters import loopback_bytes
 from jaxcoll.bench.ranks.rank import Rank
 

@@ -74,14 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, show, and write the picture.
-
-    Returns:
-      The exit status; see `EPILOG`.
-
-    Raises:
-      ValueError: the flags cannot be met, or a result cannot be written.
-    """
+    """Train, show, and write the picture; the exit status, as `EPILOG` has it."""
     picture = args.out / "demo.png"
     check_installed("cli,train", "rich", "matplotlib", "optax", "sklearn")
     from jaxcoll.demos.digits import TRAINING_IMAGES

@@ -24,15 +24,7 @@ def add_devices(parser: Any, help: str) -> None:
 
 
 def add_tree(parser: argparse.ArgumentParser, *, several: bool = False) -> Any:
-    """What is reduced: `--tree`, `--dtype` and `--reduce-op`, in a group of their own.
-
-    Args:
-      parser: of the command.
-      several: whether `--tree` may be given more than once, and be left out.
-
-    Returns:
-      The group.
-    """
+    """`--tree`, `--dtype` and `--reduce-op` in a group; `several`: any number of trees, or none."""
     group = parser.add_argument_group("what is reduced")
     each = f"{', '.join(TREES)}, or a FILE.json of [{{shape, dtype, name}}, ...]"
     if several:

@@ -75,15 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start, pass on, and end.
-
-    Returns:
-      The exit status; see `EPILOG`.
-
-    Raises:
-      ValueError: a flag cannot be.
-      OSError: nothing can be started, or no log be written.
-    """
+    """Start, pass on, and end; the exit status, as `EPILOG` has it."""
     command = _command(args)
     check_system()
     until = time.monotonic() + (args.timeout or float("inf"))

@@ -59,14 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan or simulate, and show.
-
-    Returns:
-      The exit status.
-
-    Raises:
-      ValueError: the flags cannot be met, or a result cannot be written.
-    """
+    """Plan or simulate, and show; the exit status."""
     workload = _checked(args)
     with patience("simulating" if args.simulate else "planning"):
         found = _simulation(args, workload) if args.simulate else _plan(args, workload)

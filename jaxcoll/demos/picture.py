@@ -22,12 +22,7 @@ LEFT, MIDDLE, WIDTH = 0.06, 0.56, 0.385
 
 
 def draw(outcome: Outcome, path: Path) -> None:
-    """Write the picture as a PNG of 1,920 × 1,080 pixels.
-
-    Args:
-      outcome: what to show.
-      path: where to.
-    """
+    """Write the picture as a PNG of 1,920 × 1,080 pixels."""
     title = "One device" if outcome.devices == 1 else f"{outcome.devices} devices"
     title += f" in {outcome.processes} processes" * (outcome.processes > 1)
     figure = page(

@@ -66,14 +66,7 @@ class Owner:
 
 
 class Job:
-    """One process for each set of environment variables, which are added to this process's.
-
-    Args:
-      command: what to run.
-      variables: of each rank.
-      owner: called while it runs.
-      keep_going: let the others run when one fails.
-    """
+    """One process for each set of environment variables, which are added to this process's."""
 
     def __init__(
         self,

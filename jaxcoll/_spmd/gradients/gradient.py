@@ -108,27 +108,7 @@ def reduced_gradient(
     micro_batches: MicroBatches | None = None,
     feedback: bool = False,
 ) -> Callable[..., Any]:
-    """The body of `jc.value_and_grad`, `jc.grad` and `jc.accumulate`, which say what it does.
-
-    Args:
-      fun: the loss of one replica's share.
-      axis_name: one axis, or several, outer first.
-      reduce_op: SUM or MEAN.
-      argnums: as in `jax.value_and_grad`.
-      has_aux: whether `fun` returns a pair of loss and auxiliary output.
-      scatter: whether each replica gets its part of the gradients only.
-      with_value: whether the loss is reduced and returned too.
-      scope: asked at each trace for world and defaults.
-      options: of the reduction, and of what `sync_in_backward` reduces before.
-      micro_batches: how each share is cut; None: not at all.
-      feedback: whether the function takes a residual, and returns the next one.
-
-    Returns:
-      A function with `fun`'s arguments.
-
-    Raises:
-      ValueError: `fun` is not a function, or `argnums` names no position.
-    """
+    """The body of `jc.value_and_grad`, `jc.grad` and `jc.accumulate`, which say what it does."""
     caller = "jc.value_and_grad" if with_value else "jc.grad"
     caller = caller if micro_batches is None else "jc.accumulate"
     if not callable(fun):
