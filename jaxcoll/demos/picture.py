@@ -153,3 +153,11 @@ def _size(nbytes: int) -> str:
     if nbytes < 1000:
         return f"{nbytes} B"
     return f"{nbytes / 1e3:.1f} kB" if nbytes < 1e6 else f"{nbytes / 1e6:.1f} MB"
+
+
+def _power(value: float) -> str:
+    """A number as a power of ten, for matplotlib."""
+    if not value:
+        return "nothing"
+    mantissa, exponent = f"{value:.0e}".split("e")
+    return f"${mantissa}\\cdot 10^{{{int(exponent)}}}$"
