@@ -84,7 +84,7 @@ def make_plan(
     if options.compression == "auto":
         leaves = _coded_if_faster(leaves, rules, names, prices)
     found = list(priced(leaves, rules, names, prices))
-    rule, packs, cost = fastest(found, leaves)
+    rule, packs, cost, _ = fastest(found, leaves)
     # After pricing: the number of parts was asked for, and is not searched.
     packs = cut(packs, choice.parts)
     if options.reproducible:
