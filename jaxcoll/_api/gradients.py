@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxcoll._feedback.all_reduce import all_reduce as with_feedback
 from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.checks import positive
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
@@ -265,7 +266,7 @@ def _gradient(
         argnums=argnums,
         has_aux=has_aux,
         scatter=scatter,
-        feedback=feedback,
+        feedback=with_feedback if feedback else None,  # this room alone knows both
         with_value=with_value,
         scope=scope_here,
         options=checked(options),

@@ -171,6 +171,7 @@ def _slurm(environment: Mapping[str, str]) -> Member | None:
     with_step = {"SLURM_STEP_ID": "0", **environment}
     job, step = _numbers(with_step, ("SLURM_JOB_ID", "SLURM_STEP_ID"), "Slurm")
     host = hosts_of(environment["SLURM_STEP_NODELIST"])[0]
+    # As in "1(x4)": one task on each node, which then has all of its accelerators.
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     alone = re.fullmatch(r"1(\(x\d+\))?(,1(\(x\d+\))?)*", per_node) is not None
     address = f"{host}:{_port(job + _STEPS * step)}"

@@ -1,4 +1,4 @@
-"""The watchdog: one thread per process that answers the other processes, and notices their ends.
+"""The watchdog: one thread per process that replies to the other processes, and notices their ends.
 
 It sleeps in a blocking read of its inbox, which costs nothing.
 """

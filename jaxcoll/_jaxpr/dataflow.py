@@ -129,6 +129,7 @@ class Dataflow(Generic[Fact]):
                 if carry == ins[first:end]:
                     break
                 ins = [*ins[:first], *carry, *ins[end:]]
+        # Once more, now that the carry has settled: only this reading may report.
         return [*carry, *self.outputs(body, ins)[carried:]]
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, get_args
 
@@ -18,12 +19,13 @@ from jaxcoll._plan.checks import is_integer
 from jaxcoll._plan.cost.clusters import Topology, topology_named
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import Leaf, check_reducible, travels_as, where
 from jaxcoll._plan.packs.shard_layout import layout_of
 from jaxcoll._plan.packs.shard_plan import Half, plan_half
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.planner import make_plan
+from jaxcoll._plan.planner import in_factors, make_plan
+from jaxcoll._plan.power_sgd import PowerSGD
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.reduce_scatter import plan_scatter
 from jaxcoll._spmd.scope import Scope
@@ -44,7 +46,8 @@ def plan(
 ) -> Plan:
     """What `all_reduce`, or a half of it, will send for a tree of these shapes, and why.
 
-    Law: it is the plan that `all_reduce` carries out with the same options on the same world.
+    Law: it is the plan that `all_reduce` carries out with the same options on the same world; of
+    `jc.PowerSGD`, which is carried out as two plans, both together.
 
     Args:
       value: a pytree of arrays, `jax.ShapeDtypeStruct`s and IndexedSlices of either, as on one
@@ -111,7 +114,13 @@ def plan_in(
         for path, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)[0]
     ]
     wire_formats.check_any_coded(asked.compression, [leaf.dtype for leaf in leaves])
-    return make_plan(reduce_op, leaves, asked, world, terms=terms)
+    format = asked.compression
+    if not isinstance(format, PowerSGD):
+        return make_plan(reduce_op, leaves, asked, world, terms=terms)
+    exactly = asked.replace(compression=UNSET)
+    leaves, matrices = in_factors(leaves, format)
+    found = make_plan(reduce_op, leaves, exactly, world, terms=terms)
+    return dataclasses.replace(found, reasons=(*found.reasons, format.reason(matrices)))
 
 
 def _leaf(

@@ -111,6 +111,7 @@ def _meetings(
     collectives: Sequence[Collective], matmuls: Sequence[Matmul]
 ) -> Iterator[tuple[Matmul, list[int]]]:
     """Each product, in order, with the collectives under way, those that end first in front."""
+    # The earliest start is last, where `pop` takes it.
     starts = sorted(
         (k for k, c in enumerate(collectives) if c.is_async and c.group_size > 1),
         key=lambda k: collectives[k].at,

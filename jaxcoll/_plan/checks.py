@@ -21,16 +21,7 @@ def is_number(value: Any) -> bool:
 
 
 def count(argument: str, meaning: str, value: Any) -> int:
-    """`value` as an `int`, if it is a non-negative integer.
-
-    Args:
-      argument: its name, for the message.
-      meaning: what stands behind "non-negative integer" there.
-      value: what was passed.
-
-    Raises:
-      ValueError: it is something else.
-    """
+    """`value` as an `int`, if it is a non-negative integer, with this `meaning` in the message."""
     if is_integer(value) and value >= 0:
         return int(value)
     raise ValueError(f"`{argument}` must be a non-negative integer{meaning}; got {shown(value)}.")

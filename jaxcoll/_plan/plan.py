@@ -105,9 +105,7 @@ class Plan:
             return ()
         prices = Prices(self.terms, self.world.sizes)
         found = priced(self.leaves, RULES, algorithms_for(self.world), prices)
-        ways = [
-            Alternative(in_words(rule), len(packs), cost.seconds) for rule, packs, cost in found
-        ]
+        ways = [Alternative(in_words(way.rule), len(way.packs), way.cost.seconds) for way in found]
         return tuple(sorted(ways, key=lambda way: way.seconds))
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -36,27 +35,6 @@ _MESH = re.compile(r"sdy\.mesh @\w+ = <\[(.*?)\]")
 _FORCED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClusterTexts(Texts):
-    """One program as it was requested, and as the compiler for a topology left it.
-
-    Attributes:
-      topology: what it was compiled for.
-      device_kind: as the compiler calls its devices.
-      hosts: processes, as the compiler counts them.
-      order: how replicas were laid on devices: as `jax.make_mesh` would, or as JAX lists them.
-      seconds: what the compiler took.
-      versions: of the wheels that took part.
-    """
-
-    topology: Topology
-    device_kind: str
-    hosts: int
-    order: str
-    seconds: float
-    versions: Mapping[str, str]
-
-
 def compile_for(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
@@ -66,7 +44,7 @@ def compile_for(
     mesh: Mesh | AbstractMesh | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     timeout_seconds: float | None = 600,
-) -> ClusterTexts:
+) -> Texts:
     """Compile a call of `fun` for a cluster that is not here.
 
     Law: the program is traced and lowered here, where its Python is; what another process is
@@ -104,13 +82,11 @@ def compile_for(
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request))
         (folder / "program.mlir").write_text(requested)
-        found = _ask(folder, python, where, timeout_seconds)
+        memory = _ask(folder, python, where, timeout_seconds)
         compiled = (folder / "compiled.txt").read_text()
     terms = preset(topology_world(where))
     repeated = repeated_reductions(traced.jaxpr)
-    return ClusterTexts(
-        compiled, requested, tuple(plans), str(where), terms, repeated, topology=where, **found
-    )
+    return Texts(compiled, requested, tuple(plans), str(where), terms, repeated, memory)
 
 
 def _mesh_sizes(requested: str, size: int) -> list[int]:
@@ -122,8 +98,8 @@ def _mesh_sizes(requested: str, size: int) -> list[int]:
     return [size]
 
 
-def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -> dict[str, Any]:
-    """Let another process answer, whatever becomes of it."""
+def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -> dict[str, int]:
+    """Let another process compile, whatever becomes of it: the memory that the program takes."""
     environment = {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",  # or it asks the network where it is
@@ -156,7 +132,7 @@ def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -
         raise jax.errors.JaxRuntimeError(
             f"Compiling for {topology}: {found['error']}: {found['message']}"
         )
-    return found
+    return found["memory"]
 
 
 def _how_to_install(topology: Topology, python: str) -> str:

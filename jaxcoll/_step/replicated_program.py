@@ -239,7 +239,7 @@ class _Run:
       plans: that were recorded.
       summed: gradients that types have summed, of losses that are each replica's own.
       program: its equations.
-      typed: whether types told replicas apart.
+      typed: whether types tell replicas apart.
     """
 
     call: Callable[[Any, Any], Any]

@@ -97,6 +97,7 @@ def _moved(one: np.ndarray, other: np.ndarray, orders: dict[int, np.ndarray]) ->
     as_it_is = apart(one, other)
     if not one.ndim or one.shape[0] not in orders:
         return as_it_is
+    # An output by rows came out in the new order, any other did not: which it is, no type says.
     back = apart(one, other[np.argsort(orders[one.shape[0]])])
     return min(as_it_is, back, key=np.max) if one.size else as_it_is
 

@@ -23,6 +23,15 @@ def add_devices(parser: Any, help: str) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help=help)
 
 
+def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Refuse flags that were given a number below `least`."""
+    for name in names:
+        number = getattr(args, name)
+        if number is not None and number < least:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} must be at least {least}; got {number}.")
+
+
 def add_tree(parser: argparse.ArgumentParser, *, several: bool = False) -> Any:
     """`--tree`, `--dtype` and `--reduce-op` in a group; `several`: any number of trees, or none."""
     group = parser.add_argument_group("what is reduced")

@@ -129,6 +129,7 @@ class Job:
     def _restart(self, running: Running) -> None:
         """Restart failed processes that may be, if others run whom they can rejoin."""
         statuses = self._outcome.statuses
+        # Once one has finished, the others are about to: there would be nobody to rejoin.
         if None not in statuses or 0 in statuses:
             return
         for rank, at in list(self._failed_at.items()):
