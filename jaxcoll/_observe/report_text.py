@@ -12,7 +12,7 @@ from jaxcoll._observe import compare
 from jaxcoll._observe.compiler_changes import changes
 from jaxcoll._observe.parse.collective import Collective, Meanwhile
 from jaxcoll._observe.report_data import ReportData
-from jaxcoll._show.table import Table, lines_html
+from jaxcoll._show.table import Table, folding_html, lines_html
 from jaxcoll._show.units import WIDTH, counted, fold, scaled, shortened, size, some
 
 MOST = 40
@@ -36,9 +36,13 @@ def html(report: ReportData) -> str:
     """The same as HTML, in the colours of the page that it stands in."""
     lines = [compare.summary(report), memory(report)]
     beneath = "".join(f"<p>{_html.escape(line)}</p>" for line in lines if line)
-    table = _table(report).html() if report.count else ""
-    rest = lines_html([*_dropped(report), *_notes(report)], "white-space:pre")
-    return f"<div><p><b>{_html.escape(headline(report))}</b></p>{beneath}{table}{rest}</div>"
+    parts = []
+    if report.count:
+        compiled = counted(report.count, "compiled collective")
+        parts.append(folding_html(compiled, _table(report).html()))
+    if rest := [*_dropped(report), *_notes(report)]:
+        parts.append(folding_html("notes", lines_html(rest, "white-space:pre-wrap")))
+    return f"<div><p><b>{_html.escape(headline(report))}</b></p>{beneath}{''.join(parts)}</div>"
 
 
 def _table(report: ReportData) -> Table:

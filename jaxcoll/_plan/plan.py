@@ -29,7 +29,7 @@ from jaxcoll._plan.packs.packing import Pack, Segment
 from jaxcoll._plan.packs.shard_layout import LANES, padded
 from jaxcoll._plan.world import World
 from jaxcoll._show import codec
-from jaxcoll._show.table import Table, lines_html
+from jaxcoll._show.table import Table, folding_html, lines_html
 from jaxcoll._show.units import counted, fold
 
 COLUMNS = ("pack", "dtype", "algorithm", "leaves", "bytes", "carries")
@@ -315,10 +315,11 @@ class Plan:
         rows = self.rows()
         left = len(rows) - MOST_ROWS_HTML
         more = f"… and {left:,} more" if left > 0 else ""
-        table = Table(COLUMNS, "><<>><", rows[:MOST_ROWS_HTML], more=more).html() if rows else ""
+        table = Table(COLUMNS, "><<>><", rows[:MOST_ROWS_HTML], more=more)
+        folding = folding_html("arrays", table.html()) if rows else ""
         return (
             f"<div><p><b>{html.escape(self.headline)}</b></p>{lines_html(self.reasons)}"
-            f"{lines_html([self.prediction], 'opacity:.65')}{table}</div>"
+            f"{lines_html([self.prediction], 'opacity:.65')}{folding}</div>"
         )
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

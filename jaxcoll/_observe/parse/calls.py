@@ -96,11 +96,6 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
     Law: a computation that is called from two places is listed twice, because both send; a
     collective that no call reaches is an error rather than silence.
 
-    Args:
-      bodies: every computation of the program.
-      entry: the one that runs.
-      lengths: instructions of each computation.
-
     Returns:
       The events, in program order. Their places count through the program as if each call
       were written out.
@@ -159,11 +154,7 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
 
 
 def busy_among(bodies: Bodies, kinds: tuple[type, ...]) -> set[str]:
-    """The computations that hold one of `kinds`, or call one that does, however far down.
-
-    Raises:
-      ValueError: a call leads nowhere.
-    """
+    """The computations that hold one of `kinds`, or call one that does, however far down."""
     callers: dict[str, list[str]] = {}
     for name, body in bodies.items():
         for item in body:

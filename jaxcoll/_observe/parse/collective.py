@@ -49,11 +49,7 @@ class Operand:
 
 
 def bytes_of(dtype: str, size: int) -> int:
-    """Bytes of `size` elements of an HLO type, rounded up to whole bytes.
-
-    Raises:
-      ValueError: the type is not known here.
-    """
+    """Bytes of `size` elements of an HLO type, rounded up to whole bytes."""
     if dtype == "pred":
         return size
     found = _BITS.fullmatch(dtype)
@@ -214,19 +210,12 @@ def runs(collectives: Iterable[Collective], *, unknown_trips: int | None = None)
     """How many collectives one run of the program carries out.
 
     Law: as in `wire_bytes`: loops count each turn, and a conditional its longest branch.
-
-    Raises:
-      ValueError: as in `wire_bytes`.
     """
     return _dearest([(c.branches, times(c, unknown_trips, "its turns")) for c in collectives])
 
 
 def times(c: Collective, unknown_trips: int | None, what: str) -> int:
-    """How often one run carries `c` out, or an error that says `what` cannot be counted.
-
-    Raises:
-      ValueError: a loop does not say how often it turns, and `unknown_trips` is None.
-    """
+    """How often one run carries `c` out, or an error that says `what` cannot be counted."""
     trips = unknown_trips if c.trips is None else c.trips
     if trips is None:
         raise ValueError(

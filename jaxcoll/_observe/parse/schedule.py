@@ -12,15 +12,15 @@ from jaxcoll._observe.parse.calls import Bodies, Call, Matmul, busy_among
 from jaxcoll._observe.parse.collective import Collective, Kernels, Meanwhile
 from jaxcoll._observe.parse.hlo_text import (
     Module,
+    defined_name,
     definitions,
     operands_of,
     pair_ends,
     parse_instruction,
 )
 from jaxcoll._observe.parse.kernels import KernelReader
-from jaxcoll._observe.parse.matmul import flops, is_matmul
+from jaxcoll._observe.parse.matmul import TARGET, flops, is_matmul
 
-_NAME = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
 _IDLE = re.compile(
     r" (?:parameter|constant|get-tuple-element|tuple|bitcast|after-all|iota|partition-id|"
     r"[a-z][\w\-]*-(?:start|update|done))\("
@@ -30,7 +30,6 @@ _MAY_SEND = re.compile(
     r"has_communication\\?\":\s*true",
     re.IGNORECASE,
 )
-_TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 
 
 class Work(NamedTuple):
@@ -77,7 +76,7 @@ class Schedule:
         lines, direct = self._module.computations[name], self._direct_work(name)
         ends = self._ends(name)
         items: list[Collective | Call | Matmul] = [
-            Matmul(_defined_name(lines[at]), work.flops, at=at, dtype=work.dtype)
+            Matmul(defined_name(lines[at]), work.flops, at=at, dtype=work.dtype)
             for at, work in direct.items()
         ]
         for item in self._bodies[name]:
@@ -182,12 +181,12 @@ class Schedule:
         for at, line in enumerate(lines):
             if not is_matmul(line):
                 continue
-            if " custom-call(" in line and (target := _TARGET.search(line)):
+            if " custom-call(" in line and (target := TARGET.search(line)):
                 # A backend_config may be long: it is searched only where it has that field.
                 config = line.partition("backend_config=")[2] if "has_comm" in line else ""
                 if _MAY_SEND.search(target[1]) or _MAY_SEND.search(config):
                     self._uncounted.append(
-                        f"custom call {_defined_name(line)!r} ({target[1]}) may send by itself, "
+                        f"custom call {defined_name(line)!r} ({target[1]}) may send by itself, "
                         "which is not counted."
                     )
             defined = definitions(lines) if defined is None else defined
@@ -195,7 +194,7 @@ class Schedule:
             operations = flops(instruction, defined)
             if operations is None:
                 self._notes.append(
-                    f"{_defined_name(line)!r} multiplies matrices of sizes that its text does not "
+                    f"{defined_name(line)!r} multiplies matrices of sizes that its text does not "
                     "say: its floating-point operations are not counted."
                 )
             if operations != 0:
@@ -211,7 +210,7 @@ class Schedule:
         if not any(i.is_async for i in self._bodies[name] if not isinstance(i, Matmul)):
             return {}
         lines = self._module.computations[name]
-        places = {_defined_name(line): at for at, line in enumerate(lines) if "-start(" in line}
+        places = {defined_name(line): at for at, line in enumerate(lines) if "-start(" in line}
         found: dict[str, tuple[int, int]] = {}
         for at, _, opcode, start in pair_ends(lines):
             begins, _ = found.get(start, (places.get(start, at), at))
@@ -219,8 +218,3 @@ class Schedule:
                 begins = at
             found[start] = (begins, at)
         return found
-
-
-def _defined_name(line: str) -> str:
-    found = _NAME.match(line)
-    return found[1] if found else ""
