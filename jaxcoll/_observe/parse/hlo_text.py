@@ -155,6 +155,12 @@ def operands_of(instruction: Instruction, defined: Mapping[str, str]) -> tuple[O
     return tuple(found)
 
 
+def operand_names(instruction: Instruction) -> list[str]:
+    """The names of what an instruction is given."""
+    pieces = _pieces(_COMMENT.sub("", instruction.operands))
+    return [piece.rpartition(" ")[2].lstrip("%") for piece in pieces]
+
+
 def pair_ends(lines: Sequence[str]) -> Iterator[tuple[int, str, str, str]]:
     """The ends of asynchronous instructions: line number, name, opcode, and the start's name.
 
@@ -166,8 +172,7 @@ def pair_ends(lines: Sequence[str]) -> Iterator[tuple[int, str, str, str]]:
         if "-done(" in line or "-update(" in line:
             instruction = parse_instruction(line)
             if instruction.opcode.endswith(("-done", "-update")):
-                given = next(_pieces(_COMMENT.sub("", instruction.operands)), "")
-                start = given.rpartition(" ")[2].lstrip("%")
+                start = next(iter(operand_names(instruction)), "")
                 first[instruction.name] = first.get(start, start)
                 yield at, instruction.name, instruction.opcode, first[instruction.name]
 
