@@ -64,8 +64,7 @@ def in_place(mesh: AnyMesh) -> Example:
         return jax.lax.scan(jax.checkpoint(gathered), x, layers)[0]
 
     rows = P(None, "data")
-    specs = {"in_specs": (rows, P("data")), "out_specs": (rows, P())}
-    step = jax.shard_map(_step(stack), mesh=mesh, **specs)
+    step = jax.shard_map(_step(stack), mesh=mesh, in_specs=(rows, P("data")), out_specs=(rows, P()))
     return step, (layer(WIDTH, jnp.float32, LAYERS), _texts(mesh, LENGTH))
 
 

@@ -335,30 +335,6 @@ def test_two_gathers_and_one_scatter_of_every_layer(ahead):
     assert jc.Plan.from_json(gather.to_json()) == gather
 
 
-def test_gradients_of_the_first_layer_leave_as_they_are_ready():
-    """Nothing else hides what is scattered last; compilers would merge it."""
-    layers, options = 6, jc.CommunicationOptions(bytes_per_pack=40)
-    stack = {"a": normal(layers, WIDTH, WIDTH), "b": normal(layers, WIDTH, WIDTH)}
-
-    def loss(stack, x):
-        def layer(h, p):
-            a, b = 2.0 * p["a"], 2.0 * p["b"]  # made of parameters alone: no use yet
-            return jnp.tanh(jnp.tanh(h @ b) @ a)
-
-        return jnp.mean(
-            jc.scan_layers(layer, x, stack, "data", sharded=True, options=options)[0] ** 2
-        )
-
-    specs = dict.fromkeys(stack, P(None, "data"))
-    report = compiled(loss, stack, X, specs=(specs, ROWS))
-    scatters = [
-        report.leaves_of(i)
-        for i, c in enumerate(report.collectives)
-        if c.kind == "reduce-scatter" and c.turns == 1
-    ]
-    assert scatters[-2:] == [("['a']",), ("['b']",)]
-
-
 def test_what_has_no_gradient_is_gathered_and_not_scattered():
     """A frozen leaf beside one that is trained."""
     stack = {"w": STACK["w"], "v": STACK["v"]}

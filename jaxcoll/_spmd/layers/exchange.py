@@ -79,22 +79,15 @@ class Scatter:
     recipes: tuple[Recipe, ...]
     plan: Plan
 
-    def __call__(self, gradients: Sequence[jax.Array], in_turn: bool = False) -> Arrays:
-        """This replica's rows of the reduced gradients, in the leaves' own types; *varying*.
-
-        Args:
-          gradients: of all rows of each leaf.
-          in_turn: keep compilers from merging the packs, so that each leaves once it is there.
-        """
+    def __call__(self, gradients: Sequence[jax.Array]) -> Arrays:
+        """This replica's rows of the reduced gradients, in the leaves' own types; *varying*."""
         blocks = [
             before(x, recipe).reshape(self.plan.world.replicas, *leaf.shape)
             for x, leaf, recipe in zip(gradients, self.leaves, self.recipes, strict=True)
         ]
         packed = jax.vmap(lambda each: pack(each, self.packs, self.leaves))(blocks)
-        totals: Arrays = []
+        totals = []
         for k, (planned, each) in enumerate(zip(self.plan.packs, packed, strict=True)):
-            if in_turn and totals:
-                each = _compat.ordered(each, after=totals[-1])
             with jax.named_scope(f"{self.plan.name}/pack{k}"):
                 stages = self.plan.stages(planned)
                 totals.append(algorithms.reduce_scatter(each, stages, self.axes))

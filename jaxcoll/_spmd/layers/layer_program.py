@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxcoll._jaxpr.part import made_without, part_of
 from jaxcoll._jaxpr.retrace import Traced, traced
@@ -39,21 +39,6 @@ class LayerProgram:
         """The next carry, and the layer's own results."""
         outs = self._call(captured)(*carry, *params)
         return outs[: self.carried], outs[self.carried :]
-
-    def last_used_first(self, which: Sequence[int]) -> list[int]:
-        """Parameters in the order in which a backward pass has their gradients."""
-        jaxpr = self.program.program.jaxpr
-        made_of = {v: {i} for i, v in enumerate(jaxpr.invars[self.carried :])}
-        first: dict[int, int] = {}
-        for k, equation in enumerate(jaxpr.eqns):
-            read = [v for v in equation.invars if isinstance(v, Var)]
-            params = set().union(*(made_of.get(v, ()) for v in read))
-            # A cast of all parameters at the top is not a use yet.
-            if all(v in made_of for v in read):
-                made_of.update((v, params) for v in equation.outvars)
-            else:
-                first = dict.fromkeys(params, k) | first
-        return sorted(which, key=lambda i: -first.get(i, 0))
 
     def _call(self, captured: Arrays) -> Callable[..., Arrays]:
         given = iter(captured)

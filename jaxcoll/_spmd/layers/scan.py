@@ -18,7 +18,7 @@ from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.layers.asked import CALLER, Asked
 from jaxcoll._spmd.layers.exchange import Gather, Scatter, gather, scatter
 from jaxcoll._spmd.layers.layer_program import Arrays, Residuals, is_floating, residuals_of
-from jaxcoll._spmd.layers.schedule import Scatters, Schedule
+from jaxcoll._spmd.layers.schedule import Schedule
 from jaxcoll._spmd.layers.stack import Stack, stack_of
 from jaxcoll._spmd.layers.user_layer import UserLayer, carried
 from jaxcoll._spmd.reduce import all_reduce
@@ -123,11 +123,11 @@ class _Traffic:
             self.scope.record(found[leaves].plan)
         return found
 
-    def scatters(self, moved: Sequence[int]) -> Scatters:
+    def scatters(self, moved: Sequence[int]) -> dict[tuple[int, ...], Callable[[Arrays], Arrays]]:
         """By the leaves that travel together what reduces the gradients of one layer's rows.
 
         Args:
-          moved: the leaves whose gradients are asked for, in the order in which they are ready.
+          moved: the leaves whose gradients are asked for.
         """
         when = "its gradients reduced while those of the layer before it are computed"
         found = {}
@@ -160,8 +160,8 @@ class _Traffic:
         # Not a dict through JAX, which would sort it: "[10]" comes before "[2]".
         return {self.stack.names[i]: x for i, x in zip(leaves, rows, strict=True)}
 
-    def _reduced(self, each: Scatter, gradients: Arrays, in_turn: bool) -> Arrays:
-        rows, rest = each(gradients, in_turn), self._settled(each.axes)
+    def _reduced(self, each: Scatter, gradients: Arrays) -> Arrays:
+        rows, rest = each(gradients), self._settled(each.axes)
         # Between copies of the rows, as between hosts, of an n-th of the bytes.
         return all_reduce(self._op, rows, rest, scope=self.scope) if rest else rows
 
@@ -231,7 +231,7 @@ def _differentiable(
             captured,
             given,
             moved,
-            traffic.scatters(schedule.layer.last_used_first(moved[0])),
+            traffic.scatters(moved[0]),
         )
         of_carry, of_captured = iter(ct), dict(zip(moved[1], sums, strict=True))
         return (

@@ -15,7 +15,6 @@ from jaxcoll._spmd.layers.exchange import Gather
 from jaxcoll._spmd.layers.layer_program import LayerProgram, Residuals
 
 Arrays = list[jax.Array]
-Scatters = Mapping[tuple[int, ...], Callable[[Arrays, bool], Arrays]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +120,7 @@ class Schedule:
         captured: Arrays,
         cotangents: Sequence[Arrays],
         moved: Sequence[Sequence[int]],
-        scatters: Scatters,
+        scatters: Mapping[tuple[int, ...], Callable[[Arrays], Arrays]],
     ) -> tuple[Arrays, dict[int, jax.Array], Arrays]:
         """Cotangents of the first carry's floating arrays, and of those asked for.
 
@@ -144,13 +143,11 @@ class Schedule:
         cut = {i for leaves in scatters for i in leaves}
 
         def scattered(
-            gradients: dict[int, jax.Array],
-            after: dict[int, jax.Array] | None = None,
-            in_turn: bool = False,
+            gradients: dict[int, jax.Array], after: dict[int, jax.Array] | None = None
         ) -> dict[int, jax.Array]:
             found: dict[int, jax.Array] = {}
             for leaves, scatter in scatters.items():
-                rows = scatter(_after([gradients[i] for i in leaves], after), in_turn)
+                rows = scatter(_after([gradients[i] for i in leaves], after))
                 found.update(zip(leaves, self._vary(rows), strict=True))
             return found
 
@@ -179,8 +176,7 @@ class Schedule:
         for index in range(min(ahead, top) - 1, -1, -1):
             state, done = turn(state, index, False, done)
         ct, gradients, sums, waiting, _ = state
-        # Nothing follows the first layer: what is ready early leaves while the rest is computed.
-        return ct, self._with(gradients, scattered(waiting, done, in_turn=True), 0), sums
+        return ct, self._with(gradients, scattered(waiting, done), 0), sums
 
     def _with(
         self, stacks: dict[int, jax.Array], parts: dict[int, jax.Array], index: Any
