@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from jaxcoll._compat.coordination import UNBOUNDED_SECONDS
+from jaxcoll._compat.coordination import UNBOUNDED_SECONDS, joined_state
 
 _LOCAL, _GLOBAL, _ADDRESSES = "cpu:local_topology", "cpu:global_topology", "cpu:gloo"
 _COUNTS = "jaxcoll/device_count"
@@ -50,7 +50,7 @@ def let_gloo_listen_at(
 
     if not meets_over_gloo():
         return False
-    state, make_client = _state(), _bridge().make_cpu_client
+    state, make_client = joined_state(), _bridge().make_cpu_client
 
     def make() -> Any:
         devices = _devices_of_all() if again else None
@@ -76,7 +76,7 @@ def let_gloo_listen_at(
 def meets_over_gloo() -> bool:
     """Whether processes are joined, their CPU devices meet over Gloo, and this JAX is known."""
     return (
-        getattr(_state(), "client", None) is not None
+        getattr(joined_state(), "client", None) is not None
         and isinstance(getattr(_bridge(), "make_cpu_client", None), types.FunctionType)
         and getattr(jax.config, "jax_cpu_collectives_implementation", None) == "gloo"
     )
@@ -149,7 +149,7 @@ class _OwnKeys:
 
     def make_client(self, host: str | None) -> Any:
         """As JAX makes its own, by the same options."""
-        state = _state()
+        state = joined_state()
         collectives = _gloo_over(self._client, host)
         return _made_over(self._client, state.process_id, state.num_processes, collectives)
 
@@ -188,12 +188,8 @@ def _made_over(client: Any, process: int, processes: int, collectives: Any) -> A
 
 
 def _check_count() -> None:
-    """Refuse to come back with another number of devices, for which XLA would end the process.
-
-    Raises:
-      RuntimeError: the number differs.
-    """
-    state, count = _state(), _made_over(None, 0, 1, None).local_device_count()
+    """Refuse to come back with another number of devices, for which XLA would end the process."""
+    state, count = joined_state(), _made_over(None, 0, 1, None).local_device_count()
     before = state.client.blocking_key_value_get(f"{_COUNTS}/{state.process_id}", 1000)
     if before != str(count):
         raise RuntimeError(
@@ -208,7 +204,7 @@ def _devices_of_all() -> dict[str, bytes] | None:
 
     Process 0 reads those of each process and writes them all, and the others read that.
     """
-    state = _state()
+    state = joined_state()
     whole = dict(state.client.key_value_dir_get_bytes(_GLOBAL))
     each = dict(state.client.key_value_dir_get_bytes(_LOCAL))
     if not whole:
@@ -229,7 +225,3 @@ def _jaxlib() -> Any:
 
 def _bridge() -> Any:
     return getattr(multihost_utils, "xla_bridge", None)
-
-
-def _state() -> Any:
-    return getattr(getattr(multihost_utils, "distributed", None), "global_state", None)

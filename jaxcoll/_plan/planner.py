@@ -27,6 +27,7 @@ from jaxcoll._plan.packs.automatic import (
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import Pack, PackingRule, cut
 from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.power_sgd import PowerSGD
 from jaxcoll._plan.wire_formats import named
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
@@ -83,7 +84,7 @@ def make_plan(
     if options.compression == "auto":
         leaves = _coded_if_faster(leaves, rules, names, prices)
     found = list(priced(leaves, rules, names, prices))
-    rule, packs, cost = fastest(found, leaves)
+    rule, packs, cost, _ = fastest(found, leaves)
     # After pricing: the number of parts was asked for, and is not searched.
     packs = cut(packs, choice.parts)
     if options.reproducible:
@@ -145,6 +146,29 @@ def make_plan(
         in_backward,
         checksum=options.checksum,
     )
+
+
+def in_factors(leaves: Sequence[Leaf], format: PowerSGD) -> tuple[list[Leaf], int]:
+    """Leaves as they travel: left factors in place of matrices, and right ones behind; how many.
+
+    Right factors share no pack with others: they are computed of the left ones' sums.
+    """
+    f32 = np.dtype(np.float32)
+    first, second = [], []
+    for leaf in leaves:
+        matrix = format.matrix(leaf.shape, leaf.dtype) if leaf.travels else None
+        if matrix is None:
+            first.append(leaf)
+            continue
+        left, right = (
+            dataclasses.replace(
+                leaf, path=f"{leaf.path}.{side}", shape=(size, format.rank), dtype=f32, wire=f32
+            )
+            for side, size in zip(("left", "right"), matrix, strict=True)
+        )
+        first.append(left)
+        second.append(dataclasses.replace(right, kind="right"))
+    return [*first, *second], len(second)
 
 
 def stages_of_checksum(plan: Plan, pack: Pack, size: int, dtype: np.dtype) -> tuple[Stage, ...]:

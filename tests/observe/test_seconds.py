@@ -1,5 +1,7 @@
 """What the cost model expects of a compiled collective."""
 
+import dataclasses
+
 import pytest
 
 from jaxcoll._observe.parse.collective import KINDS, Collective, Operand
@@ -17,9 +19,9 @@ ALL, INNER, OUTER = (
 )
 
 
-def seconds(kind, groups, size=1 << 24):
+def seconds(kind, groups, size=1 << 24, terms=TWO_HOSTS):
     c = Collective(kind, "c", (Operand("f32", (size,)),), max(map(len, groups)), groups, "main")
-    return predicted(c, TWO_HOSTS)
+    return predicted(c, terms)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,15 @@ def test_a_reduce_scatter_and_an_all_gather_of_its_shard_cost_the_same_bytes():
     parts = seconds("reduce-scatter", ALL, whole), seconds("all-gather", ALL, shard)
     added = 15 / 16 * 4 * whole * TWO_HOSTS.reduce  # a gather adds nothing up
     assert parts[0] == pytest.approx(parts[1] + added)
+
+
+@pytest.mark.parametrize("size", [256, 1 << 26])
+def test_the_halves_of_an_all_reduce_cost_as_much_and_one_call_more(size):
+    terms = dataclasses.replace(TWO_HOSTS, native=())  # what was measured is of all-reduces alone
+    halves = (("reduce-scatter", size), ("all-gather", size // 16))
+    found = sum(seconds(kind, ALL, each, terms) for kind, each in halves)
+    want = seconds("all-reduce", ALL, size, terms) + terms.call + terms.array
+    assert found == pytest.approx(want, rel=1e-9)
 
 
 def test_a_group_of_one_costs_nothing():

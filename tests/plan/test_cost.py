@@ -281,6 +281,38 @@ def test_presets_know_devices_networks_and_cores():
     assert crowded.seconds > 2 * idle.seconds
 
 
+PREDICTED = [
+    (WORLDS[0], {}, (15225, 2013.4, 120920)),
+    (WORLDS[1], {}, (98656, 14658, 780420)),
+    (WORLDS[2], {}, (97963, 17419, 720360)),
+    (WORLDS[2], {"cores": 8, "keeps_memory": True}, (20527, 6948.1, 247440)),
+    (WORLDS[3], {}, (43178, 9871.5, 337760)),
+    (WORLDS[4], {}, (286400, 54344, 3305700)),
+    (WORLDS[4], {"network": "ethernet-10", "keeps_memory": True}, (230030, 47297, 2854700)),
+    (WORLDS[5], {}, (221.4, 245.67, 1399.9)),
+    (World("gpu", (4,), device_kind="NVIDIA H100"), {}, (239.68, 182.02, 1237)),
+    (WORLDS[6], {}, (341.77, 770.7, 2430.9)),
+    (WORLDS[6], {"network": "ethernet-100"}, (6496.3, 2248.6, 28328)),
+    (WORLDS[7], {}, (481.63, 717.89, 3626.8)),
+    (WORLDS[8], {}, (570.08, 1007.7, 7249.1)),
+    (WORLDS[9], {}, (525.02, 172.56, 3838.2)),
+    (WORLDS[10], {}, (213.39, 169.11, 1313.1)),
+    (WORLDS[11], {}, (425.48, 2881.6, 2482.8)),
+]
+
+
+@pytest.mark.parametrize(("world", "more", "want"), PREDICTED)
+def test_figures_of_presets_change_on_purpose_only(world, more, want):
+    """Microseconds of three packs of seven pieces each, of 8, 1 and 64 MiB."""
+    prices = Prices(preset(world, **more), world.sizes)
+    last = "shuffle" if len(world.sizes) == 1 else "native/shuffle"
+    for name, nbytes, us in zip(
+        ("native", "halving_doubling", last), (1 << 23, 1 << 20, 1 << 26), want, strict=True
+    ):
+        load = Load(stages(name, 0, world.sizes), nbytes, pieces=7, times=3)
+        assert prices.predict([load]).seconds * 1e6 == pytest.approx(us, rel=1e-4)
+
+
 @pytest.mark.parametrize("algorithm", ["native", "shuffle/native", "shuffle/halving_doubling"])
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4, 2)])
 def test_between_cpu_hosts_nothing_is_faster_than_their_links(algorithm, sizes):

@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes.ranks import launch
 
-from jaxcoll._cluster.launch.local import LaunchError, launch
+from jaxcoll._errors import LaunchError
 
 pytestmark = pytest.mark.processes
 WORLD = Path(__file__).with_name("world.py")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import OPTIONS, RUNNERS, lowered, mesh_of, run
+from cases import OPTIONS, RUNNERS, close, lowered, mesh_of, run
 
 import jaxcoll as jc
 
@@ -71,26 +71,28 @@ def on_replicas(runner, f, n, *batch):
     return jax.tree.map(lambda x: x[0], run(runner, functools.partial(f), n, *shards(n, batch)))
 
 
-def close(got, want, **tolerance):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    tolerance = {"rtol": 1e-5, "atol": 1e-6, **tolerance}
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(np.asarray(g), np.asarray(w), **tolerance)
+@functools.cache
+def on_one_device(loss):
+    return jax.jit(jax.value_and_grad(loss))(PARAMS, X, Y)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
 @pytest.mark.parametrize("n", [1, 8])
-def test_mean(runner, loss, n):
-    got = on_replicas(runner, lambda x, y: jc.value_and_grad(loss, "data")(PARAMS, x, y), n, X, Y)
-    close(got, jax.value_and_grad(mean_loss)(PARAMS, X, Y))
+def test_mean(runner, n):
+    """Every loss in one program."""
+
+    def f(x, y):
+        return {k: jc.value_and_grad(loss, "data")(PARAMS, x, y) for k, loss in MEANS.items()}
+
+    for name, got in on_replicas(runner, f, n, X, Y).items():
+        close(got, on_one_device(mean_loss), err_msg=name)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_sum(runner):
     f = jc.value_and_grad(sum_loss, "data", reduce_op="SUM")
     got = on_replicas(runner, lambda x, y: f(PARAMS, x, y), 4, X, Y)
-    close(got, jax.value_and_grad(sum_loss)(PARAMS, X, Y), rtol=1e-4, atol=1e-4)
+    close(got, on_one_device(sum_loss), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("runner", ["unchecked", "checked", "pmap"])
@@ -99,7 +101,7 @@ def test_a_while_loop_in_the_value(runner):
     got = on_replicas(
         runner, lambda x, y: jc.value_and_grad(while_loss, "data")(PARAMS, x, y), 8, X, Y
     )
-    close(got, jax.value_and_grad(mean_loss)(PARAMS, X, Y))
+    close(got, on_one_device(mean_loss))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -134,7 +136,7 @@ def test_parameters_captured_or_data_captured(runner):
     def f(x, y):
         return jc.value_and_grad(lambda p: mean_loss(p, x, y), "data")(PARAMS)
 
-    close(on_replicas(runner, f, 8, X, Y), jax.value_and_grad(mean_loss)(PARAMS, X, Y))
+    close(on_replicas(runner, f, 8, X, Y), on_one_device(mean_loss))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -149,7 +151,7 @@ def test_has_aux_comes_back_as_each_replicas_own(runner):
             grads, grads2)  # fmt: skip
 
     value, zero, firsts, (grads, grads2) = on_replicas(runner, both, 4, X, Y)
-    close((value, grads), jax.value_and_grad(mean_loss)(PARAMS, X, Y))
+    close((value, grads), on_one_device(mean_loss))
     close(grads2, grads)
     assert zero == 0
     np.testing.assert_allclose(firsts, X[::4, 0].sum(), rtol=1e-6)

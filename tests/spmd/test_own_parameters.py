@@ -1,10 +1,13 @@
 """What every replica has its own of keeps its own gradient: d(loss over all) / d(that copy)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import close as nearly
 from cases import mesh_of
 from jax import lax
 from jax.sharding import AxisType
@@ -18,6 +21,7 @@ MESH = jax.sharding.Mesh(
     np.array(jax.devices()).reshape(2, 4), ("node", "data"), axis_types=(AxisType.Auto,) * 2
 )
 BOTH = ("node", "data")
+close = functools.partial(nearly, rtol=1e-4, atol=1e-5)
 ROWS = 4
 X = RNG.standard_normal((2, 4, ROWS, 3)).astype("f")
 WEIGHT = RNG.integers(0, 3, (2, 4, ROWS)).astype("f")
@@ -58,6 +62,7 @@ def scanned(params, x, weight):
     return lax.scan(row, 0.0, x)[0] / len(x)
 
 
+@functools.cache
 def on_one_device(loss):
     """The loss over all replicas, of every replica's own parameters."""
 
@@ -73,7 +78,7 @@ def on_one_device(loss):
             return found.total.sum() / found.weight.sum().astype("f")
         return found.sum() if loss is total else found.mean()
 
-    return jax.value_and_grad(whole)(PARAMS)
+    return jax.jit(jax.value_and_grad(whole))(PARAMS)
 
 
 def on_replicas(f, specs=SPECS, mesh=MESH):
@@ -92,13 +97,6 @@ def on_replicas(f, specs=SPECS, mesh=MESH):
     return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=ins, out_specs=(P(), specs)))(
         PARAMS, X, WEIGHT
     )
-
-
-def close(got, want, **tolerance):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert np.shape(g) == np.shape(w)
-        np.testing.assert_allclose(g, w, **{"rtol": 1e-4, "atol": 1e-5, **tolerance})
 
 
 @pytest.mark.parametrize("pieces", [None, 2])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import OPTIONS, RUNNERS, mesh_of, per_replica
+from cases import close as nearly
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
@@ -15,6 +16,7 @@ from jaxcoll import _compat
 
 RNG = np.random.default_rng(0)
 LAYERS, WIDTH = 3, 20
+close = functools.partial(nearly, rtol=1e-4)
 
 
 def normal(*shape):
@@ -72,19 +74,13 @@ def gathering(loss, axis="data", options=None):
     return of_shards
 
 
+@functools.cache
 def on_one_device(loss):
     def number(params):
         found = loss(params, X, MASK)
         return found.total / found.weight if isinstance(found, jc.WeightedLoss) else found
 
-    return jax.value_and_grad(number)(PARAMS)
-
-
-def close(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert np.shape(g) == np.shape(w)
-        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-6)
+    return jax.jit(jax.value_and_grad(number))(PARAMS)
 
 
 def in_rows(n, tree):

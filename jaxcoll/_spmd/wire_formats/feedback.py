@@ -65,15 +65,20 @@ def left(
         for leaf, result in zip(plan.leaves, results, strict=True)
         if leaf.path in residual and not leaf.travels
     ]
-    floats = [x for x in (*_sent(residual, plan, sums), *alone) if _is_float(x)]
     with jax.named_scope(f"{plan.name}/finite"):
-        finite = functools.reduce(jnp.logical_and, map(all_finite, floats), jnp.array(True))
+        fine = finite([*_sent(residual, plan, sums), *alone])
     return {
-        leaf.path: jnp.where(finite, jnp.zeros_like(owed) if rest is None else rest, owed)
+        leaf.path: jnp.where(fine, jnp.zeros_like(owed) if rest is None else rest, owed)
         for leaf, rest in zip(plan.leaves, lost, strict=True)
         for owed in [residual.get(leaf.path)]
         if owed is not None
     }
+
+
+def finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Whether all floats among these arrays are finite."""
+    floats = [x for x in arrays if _is_float(x)]
+    return functools.reduce(jnp.logical_and, map(all_finite, floats), jnp.array(True))
 
 
 def _is_float(array: jax.Array) -> bool:
