@@ -14,46 +14,46 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from transformer import LAYERS, WIDTH, layer, through
 
 import jaxcoll as jc
 
-DEVICES, TEXTS, LENGTH, LONG = 8, 8, 512, 2048
+TEXTS, LENGTH, LONG = 8, 512, 2048
 
+AnyMesh = Mesh | AbstractMesh
 Example = tuple[Callable[..., Any], tuple[Any, ...]]
 """A step, and its arguments by their shapes."""
 
 
-def ahead(count: int = 1, length: int = LENGTH) -> Example:
+def ahead(mesh: AnyMesh, count: int = 1, length: int = LENGTH) -> Example:
     """Each layer's parameters gathered while the layer before it is computed, both ways."""
 
     def stack(layers: Any, x: jax.Array) -> jax.Array:
         x, _ = jc.scan_layers(_layer, x, layers, "data", ahead=count, gather_dtype=jnp.bfloat16)
         return x
 
-    mesh = AbstractMesh((DEVICES,), ("data",))
     shards = jc.shard(layer(WIDTH, jnp.float32, LAYERS), "data", stacked=True, mesh=mesh)
-    return jc.data_parallel(_step(stack)), (shards, _texts(length))
+    return jc.data_parallel(_step(stack)), (shards, _texts(mesh, length))
 
 
-def long() -> Example:
+def long(mesh: AnyMesh) -> Example:
     """The same with longer texts."""
-    return ahead(length=LONG)
+    return ahead(mesh, length=LONG)
 
 
-def two_ahead() -> Example:
+def two_ahead(mesh: AnyMesh) -> Example:
     """Two layers in flight."""
-    return ahead(2)
+    return ahead(mesh, 2)
 
 
-def none_ahead() -> Example:
+def none_ahead(mesh: AnyMesh) -> Example:
     """Each layer gathered where it is used."""
-    return ahead(0)
+    return ahead(mesh, 0)
 
 
-def in_place() -> Example:
+def in_place(mesh: AnyMesh) -> Example:
     """The same layers by JAX alone, gathered inside the scanned body."""
 
     def gathered(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
@@ -63,20 +63,17 @@ def in_place() -> Example:
     def stack(layers: Any, x: jax.Array) -> jax.Array:
         return jax.lax.scan(jax.checkpoint(gathered), x, layers)[0]
 
-    def step(layers: Any, x: jax.Array, *, mesh: Any) -> Any:
-        rows = P(None, "data")
-        specs = {"in_specs": (rows, P("data")), "out_specs": (rows, P())}
-        return jax.shard_map(_step(stack), mesh=mesh, **specs)(layers, x)
-
-    return step, (layer(WIDTH, jnp.float32, LAYERS), _texts(LENGTH))
+    rows = P(None, "data")
+    step = jax.shard_map(_step(stack), mesh=mesh, in_specs=(rows, P("data")), out_specs=(rows, P()))
+    return step, (layer(WIDTH, jnp.float32, LAYERS), _texts(mesh, LENGTH))
 
 
 def _layer(x: jax.Array, each: Any) -> jax.Array:
     return through(each, x)
 
 
-def _texts(length: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((DEVICES * TEXTS, length, WIDTH), jnp.bfloat16)
+def _texts(mesh: AnyMesh, length: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((mesh.size * TEXTS, length, WIDTH), jnp.bfloat16)
 
 
 def _step(stack: Callable[..., jax.Array]) -> Callable[..., Any]:

@@ -9,11 +9,15 @@ import sys
 from pathlib import Path, PurePath
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
 from jaxcoll._files import check_writable, write_result
+from jaxcoll._mesh.mesh import abstract_mesh, checked_mesh, takes_mesh
 from jaxcoll._observe.build import report_of
 from jaxcoll._observe.compare import against
 from jaxcoll._observe.report import Report
 from jaxcoll._observe.report_text import text as text_of
+from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._show.units import WIDTH
 from jaxcoll.bench.devices import SIMULATED
 from jaxcoll.cli.flags import add_devices, add_platform
@@ -24,9 +28,10 @@ from jaxcoll.cli.streams import terminal_width
 EPILOG = """\
 TARGET is a file of HLO text, as `compiled.as_text()` returns it; or module:name. The name is a
 function that has its arguments in an attribute `example_args`, a tuple of arrays or
-jax.ShapeDtypeStructs; or one that takes none and returns (fun, args), (fun, args, kwargs), or
-what `.lower` returned. Nothing of it is run on a device. With --against there is a table of both
-instead of the report of one. The exit status is 0, or 2 with one line on standard error.
+jax.ShapeDtypeStructs; or one that returns (fun, args), (fun, args, kwargs), or what `.lower`
+returned, and takes nothing, or a `mesh`: then it gets one with the axis "data". Nothing of it is
+run on a device. With --against there is a table of both instead of the report of one. The exit
+status is 0, or 2 with one line on standard error.
 """
 
 
@@ -112,7 +117,7 @@ def _report(target: str, args: argparse.Namespace) -> Report:
         jax.config.update("jax_num_cpu_devices", args.devices or SIMULATED)
     elif args.platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(args.platform, args.platform))
-    fun, given, named = _asked_for(module, name)
+    fun, given, named = _asked_for(module, name, args.topology)
     try:
         return inspect(fun, *given, topology=args.topology, **named)
     except Exception as error:
@@ -120,7 +125,9 @@ def _report(target: str, args: argparse.Namespace) -> Report:
         raise ValueError(f"{target} cannot be compiled: {_one_line(error)}") from error
 
 
-def _asked_for(module: str, name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _asked_for(
+    module: str, name: str, topology: str | None
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The program that module:name stands for, and its arguments."""
     sys.path.insert(0, "")
     try:
@@ -133,7 +140,7 @@ def _asked_for(module: str, name: str) -> tuple[Any, tuple[Any, ...], dict[str, 
     if not callable(found):
         raise ValueError(f"{module}:{name} is not a function; it is {type(found).__name__}.")
     try:
-        made = found()
+        made = found(mesh=_mesh(topology)) if takes_mesh(found, {}) else found()
     except Exception as error:
         raise ValueError(
             f"{module}:{name} has no `example_args`, and cannot be called without arguments: "
@@ -144,6 +151,12 @@ def _asked_for(module: str, name: str) -> tuple[Any, tuple[Any, ...], dict[str, 
     if len(made) not in (2, 3) or not isinstance(made[1], tuple | list):
         raise ValueError(f"{module}:{name} should return (fun, args) or (fun, args, kwargs).")
     return made[0], tuple(made[1]), dict(made[2]) if len(made) == 3 else {}
+
+
+def _mesh(topology: str | None) -> Mesh | AbstractMesh:
+    if topology is None:
+        return checked_mesh(None, "data", "jaxcoll inspect")
+    return abstract_mesh(topology_named(topology), ("data",))
 
 
 def _one_line(error: BaseException) -> str:

@@ -141,7 +141,8 @@ def test_local_updates_are_measured_in_one_process_too():
 
 
 def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
-    step, args = sharded.ahead()
+    mesh = jax.make_mesh((8,), ("data",))
+    step, args = sharded.ahead(mesh)
     gather, scatter, value = step.plans(*args)
     parameters = 12 * (12 * 1024**2 + 2 * 1024)
     for plan, turns in ((gather, 23), (scatter, 12)):
@@ -154,7 +155,7 @@ def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
     option = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
     assert [plan.compiler_options() for plan in there] == [option, option, {}]
     assert all("which `jc.data_parallel` sets" in plan.reasons[-1] for plan in there[:2])
-    whole, texts = sharded.in_place()[1]
+    whole, texts = sharded.in_place(mesh)[1]
     assert sum(x.size for x in jax.tree.leaves(whole)) == parameters
     assert texts == args[1]
 

@@ -95,6 +95,9 @@ def clustered(x):
     return jc.all_reduce("mean", x, "data")
 
 clustered.example_args = (jax.ShapeDtypeStruct((16, 5), jnp.float32),)
+
+def sized(mesh):
+    return clustered, (jax.ShapeDtypeStruct((2 * mesh.size, 5), jnp.float32),)
 """
 
 
@@ -105,6 +108,10 @@ def test_the_command_compiles_for_a_cluster(tmp_path, monkeypatch, capsys):
     stand_in(tmp_path, monkeypatch, answering(PACKS))
     assert main(["inspect", "of_a_cluster:clustered", "--topology", "h100:2x8"]) == 0
     assert "h100:2x8 (16 × NVIDIA" in capsys.readouterr().out.replace("\n  ", " ")
+    assert main(["inspect", "of_a_cluster:sized", "--topology", "h100:2x8"]) == 0
+    assert "h100:2x8 (16 × NVIDIA" in capsys.readouterr().out.replace("\n  ", " ")
+    assert main(["inspect", "of_a_cluster:sized"]) == 0
+    assert "8 devices: requested 1 all-reduce, 40 B" in capsys.readouterr().out
     stand_in(tmp_path, monkeypatch, '(folder / "answer.json").write_text(\'{"missing": {}}\')')
     assert main(["inspect", "of_a_cluster:clustered", "--topology", "v5e:2x4"]) == 2
     error = capsys.readouterr().err

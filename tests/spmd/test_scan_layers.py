@@ -271,6 +271,33 @@ def test_keys_and_integers_travel_along():
         close(each, want, rtol=2e-5)
 
 
+@pytest.mark.parametrize("checks", [True, False])
+def test_many_leaves_keep_their_types(checks):
+    """As a list, of which the eleventh and the twelfth come before the third by name."""
+    shapes = [(N, 2) if k == 2 else (2 * N, 1) if k == 10 else (N,) for k in range(12)]
+    stack = [normal(LAYERS, *shape) for shape in shapes]
+    whole_numbers = np.arange(LAYERS * N, dtype=np.int32).reshape(LAYERS, N)
+
+    def layer(h, p):
+        for k, each in enumerate(p):
+            h = h + jnp.sin((k + 1) * h) * jnp.ravel(each)[None, :N].astype(h.dtype) / 100
+        return h + p[2][1, 1] - p[11][5, 0], None
+
+    def loss(scan, stack, numbers, x):
+        h, _ = scan(layer, x, [*stack[:3], numbers, *stack[3:]])
+        return jnp.mean(h**2)
+
+    f = functools.partial(loss, scan_of(sharded=True))
+    rows = P(None, "data")
+    got = on_rows(
+        jax.grad(f), stack, whole_numbers, X[:, :N],
+        specs=([rows] * 12, rows, ROWS), out_specs=[rows] * 12, checks=checks,
+    )  # fmt: skip
+    close(
+        got, jax.grad(functools.partial(loss, lax.scan))(stack, whole_numbers, X[:, :N]), rtol=2e-5
+    )
+
+
 def compiled(loss, *args, specs):
     mapped = jax.shard_map(
         jax.grad(loss), mesh=mesh_of(N), in_specs=specs, out_specs=specs[0], check_vma=False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from jaxcoll._observe.parse.calls import Call, Event, Loop, Matmul, carried_out
@@ -17,6 +17,7 @@ from jaxcoll._observe.parse.hlo_text import (
     parse_instruction,
     parse_module,
 )
+from jaxcoll._observe.parse.loops import turns
 from jaxcoll._observe.parse.names import names
 from jaxcoll._observe.parse.replica_groups import device_groups, group_size, read_groups
 from jaxcoll._observe.parse.schedule import Schedule
@@ -156,8 +157,12 @@ class _Reader:
                         raise
                     self._uncounted.append(str(error))
             if _MAY_CALL.search(line):
-                found += _calls(line, at)
+                found += _calls(line, at, lambda loop: self._turns(computation, loop))
         return found
+
+    def _turns(self, computation: str, loop: Instruction) -> int | None:
+        known = _TRIPS.search(loop.attributes)
+        return int(known[1]) if known else turns(self._module, loop, self._defined(computation))
 
     def _collective(self, computation: str, instruction: Instruction, at: int) -> Collective:
         kind, attributes = instruction.opcode.removesuffix("-start"), instruction.attributes
@@ -246,19 +251,19 @@ def _groups(module: Module, kind: str, attributes: str) -> Groups:
     )
 
 
-def _calls(line: str, at: int) -> Iterator[Call]:
+def _calls(line: str, at: int, turns_of: Callable[[Instruction], int | None]) -> Iterator[Call]:
     """What an instruction calls; the rest of an asynchronous pair only repeats its start."""
     instruction = parse_instruction(line)
     opcode, attributes = instruction.opcode, instruction.attributes
     if opcode.endswith(("-done", "-update")):
         return
-    known = _TRIPS.search(attributes) if opcode == "while" else None
+    known = turns_of(instruction) if opcode == "while" else None
     for attribute, called in _CALLS.findall(attributes.partition(", metadata=")[0]):
         for k, name in enumerate(n.strip().lstrip("%") for n in called.strip("{}").split(",")):
             trips: int | None = 1
             if opcode == "while":
                 # The condition is asked once more than the body is carried out.
-                trips = int(known[1]) + (attribute == "condition") if known else None
+                trips = None if known is None else known + (attribute == "condition")
             branch = _BRANCHES.get(attribute)
             if name:
                 yield Call(

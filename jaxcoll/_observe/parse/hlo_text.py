@@ -162,8 +162,7 @@ def pair_ends(lines: Sequence[str]) -> Iterator[tuple[int, str, str, str]]:
         if "-done(" in line or "-update(" in line:
             instruction = parse_instruction(line)
             if instruction.opcode.endswith(("-done", "-update")):
-                given = next(_pieces(_COMMENT.sub("", instruction.operands)), "")
-                start = given.rpartition(" ")[2].lstrip("%")
+                start = next(iter(operand_names(instruction)), "")
                 first[instruction.name] = first.get(start, start)
                 yield at, instruction.name, instruction.opcode, first[instruction.name]
 

@@ -155,8 +155,10 @@ class _Traffic:
 
     def _rows(self, leaves: Sequence[int]) -> dict[str, Any]:
         """The types of one layer's rows, by name."""
-        arrays = {self.stack.names[i]: self.stack.arrays[i] for i in leaves}
-        return jax.eval_shape(lambda arrays: {name: x[0] for name, x in arrays.items()}, arrays)
+        arrays = [self.stack.arrays[i] for i in leaves]
+        rows = jax.eval_shape(lambda arrays: [x[0] for x in arrays], arrays)
+        # Not a dict through JAX, which would sort it: "[10]" comes before "[2]".
+        return {self.stack.names[i]: x for i, x in zip(leaves, rows, strict=True)}
 
     def _reduced(self, each: Scatter, gradients: Arrays) -> Arrays:
         rows, rest = each(gradients), self._settled(each.axes)
