@@ -52,7 +52,7 @@ def test_the_table_has_the_lines_of_each_task():
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_a_task_is_done(task, library, everyday):
     problem, module = everyday["problem"], everyday[library]
-    with jax.numpy_rank_promotion("allow"):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         if task == "what_is_sent":
             of_all = jax.shard_map(
                 lambda x: jax.lax.pmean(x.sum(), "data"),

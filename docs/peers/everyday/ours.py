@@ -23,7 +23,7 @@ def train_step(w, x, y):
 def accumulate(w, x, y):
     @jc.data_parallel(batch_argnums=(1, 2))
     def step(w, x, y):
-        value, grads = jc.accumulate(loss, "data", 4)(w, x, y)
+        value, grads = jc.accumulate(loss, "data", 4, batch_argnums=(1, 2))(w, x, y)
         return w - RATE * grads, value
 
     return step(w, x, y)[0]

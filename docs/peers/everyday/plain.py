@@ -74,7 +74,7 @@ def sharded_optimizer(w, x, y):
     layout = jax.tree.map(lambda a: ROWS if a.ndim else COPIES, jax.eval_shape(adam.init, w))
     state = jax.jit(adam.init, out_shardings=layout)(w)
 
-    @partial(jax.jit, out_shardings=(COPIES, layout))
+    @partial(jax.jit, out_shardings=(COPIES, layout, COPIES))
     def step(w, state, x, y):
         value, grads = jax.value_and_grad(loss)(w, x, y)
         updates, state = adam.update(grads, state, w)
