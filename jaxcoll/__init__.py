@@ -65,6 +65,7 @@ from jaxcoll._plan.options import CommunicationImplementation as CommunicationIm
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
 from jaxcoll._plan.options import ReduceOp as ReduceOp
 from jaxcoll._plan.plan import Plan as Plan
+from jaxcoll._plan.power_sgd import PowerSGD as PowerSGD
 from jaxcoll._plan.wire_formats import Bf16 as Bf16
 from jaxcoll._plan.wire_formats import Int4 as Int4
 from jaxcoll._plan.wire_formats import Int8 as Int8

@@ -74,11 +74,7 @@ def replacing(path: Path, rename: Callable[[Path, Path], None] | None = None) ->
 
 
 def check_writable(flag: str, file: Path) -> None:
-    """Find out before the work whether its result can be written.
-
-    Raises:
-      ValueError: it cannot; the message names the flag.
-    """
+    """Find out before the work whether its result can be written; the error names the flag."""
     with _refused_by_flag(flag, file):
         # To open a pipe would wait for its reader, and to close it would end what is read.
         if _replaced(file) is not None:
@@ -87,34 +83,19 @@ def check_writable(flag: str, file: Path) -> None:
 
 
 def write_result(flag: str, file: Path, write: Callable[[Path], Any]) -> None:
-    """Write a result by `write`, which is given the file to write.
-
-    Raises:
-      ValueError: it cannot be written; the message names the flag.
-    """
+    """Write a result by `write`, which is given the file to write; an error names the flag."""
     with _refused_by_flag(flag, file), replacing(file) as partial:
         write(partial)
 
 
 def write_text(flag: str, file: Path, text: str) -> None:
-    """Write a result that is text.
-
-    Raises:
-      ValueError: it cannot be written; the message names the flag.
-    """
+    """Write a result that is text; an error names the flag."""
     write_result(flag, file, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 @contextlib.contextmanager
 def _refused_by_flag(flag: str, file: Path) -> Iterator[None]:
-    """What the system refuses, as an error that names the flag.
-
-    Yields:
-      Nothing.
-
-    Raises:
-      ValueError: that error.
-    """
+    """Raise what the system refuses as a ValueError that names the flag."""
     try:
         yield
     except OSError as error:
@@ -126,12 +107,7 @@ def _refused_by_flag(flag: str, file: Path) -> Iterator[None]:
 
 
 def _replaced(path: Path) -> Path | None:
-    """The regular file, there or not, that is replaced; None: what stands there is written to.
-
-    Raises:
-      PermissionError: it may not be written.
-      OSError: it can be neither.
-    """
+    """The regular file, there or not, that is replaced; None: what stands there is written to."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

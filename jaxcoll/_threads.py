@@ -130,11 +130,7 @@ _at_exit: list[Callable[[], Any]] = []
 
 
 def within(seconds: float, call: Callable[[], Any], look: Callable[[], None] | None = None) -> Any:
-    """`call()`, in a thread that is abandoned if it takes longer, or if `look` raises meanwhile.
-
-    Raises:
-      TimeoutError: it took longer.
-    """
+    """`call()`, in a thread that is abandoned after so long (TimeoutError), or if `look` raises."""
     worker = Worker("jaxcoll-within")
     task = worker.submit(call)
     worker.close()

@@ -1,10 +1,9 @@
 """Runs the notebooks anew and stores what they show; draws the pictures of the pages anew.
 
-    python notebooks/make.py [01 02 04 05 06 report.png simulation.png ...]
+    python notebooks/make.py [01 02 03 04 05 06 report.png simulation.png ...]
 
 Of 04 and of report.png it needs the compiler for GPUs (docs/clusters.md) and no GPU, and stops
-without it rather than store what a reader would not see. Notebook 03 stores no outputs: its pictures
-come from schedules/make.py.
+without it rather than store what a reader would not see. What 03 draws comes from schedules/make.py.
 """
 
 from __future__ import annotations
@@ -23,13 +22,7 @@ from jaxcoll.cli.main import main
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "docs" / "examples"))
 IMAGES = HERE.parent / "docs" / "images"
-STORED = (
-    "01_first_all_reduce",
-    "02_algorithms",
-    "04_look_inside",
-    "05_sharding_parameters",
-    "06_less_on_the_wire",
-)
+STORED = sorted(path.stem for path in HERE.glob("*.ipynb"))
 PICTURES = {
     "report.png": ["inspect", "transformer:example", "--topology", "h100:8"],
     "simulation.png": ["plan", "--simulate", "--topology", "h100:2x8"],

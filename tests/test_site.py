@@ -1,4 +1,4 @@
-"""The site as it is built: every link and anchor of every page leads somewhere, pages have names."""
+"""The site as it is built: links lead somewhere, pages have names and are legible in a browser."""
 
 import html.parser
 import json
@@ -11,11 +11,14 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import yaml
+from browser import CHROMIUM, ILLEGIBLE, Browser, served
 
 import jaxcoll
+from jaxcoll._show.table import Table, folding_html
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed here")
 
 
 class Page(html.parser.HTMLParser):
@@ -87,7 +90,7 @@ def test_every_page_of_the_navigation_has_its_title_and_can_be_searched(site):
     folder, pages = site
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf8").replace("!ENV", ""))
     groups = [entry for entry in config["nav"] if isinstance(next(iter(entry.values())), list)]
-    named = ["Start", "Train", "Look", "Clusters", "Reference", "Inside"]
+    named = ["Start", "Train", "Look", "Notebooks", "Clusters", "Reference", "Inside"]
     assert [next(iter(group)) for group in groups] == named
     found = json.loads((folder / "search" / "search_index.json").read_text("utf8"))["docs"]
     places = {entry["location"] for entry in found}
@@ -124,3 +127,42 @@ def test_no_page_asks_another_host_for_anything(site):
     asked = re.compile(r'<(?:script|link|img)[^>]*(?:src|href)="(https?:[^"]*)"')
     for path in site[0].rglob("*.html"):
         assert asked.findall(path.read_text("utf8")) == [], path
+
+
+@in_a_browser
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)], ids=["phone", "desk"])
+def test_every_page_is_legible_in_a_browser_and_runs_without_an_error(site, width, dark):
+    folder, pages = site
+    found = {}
+    with served(folder) as address, Browser() as browser:
+        for name in pages:
+            browser.open(f"{address}{name}/", width, dark=dark)
+            scheme = browser.value("document.body.dataset.mdColorScheme")
+            assert scheme == ("slate" if dark else "default")
+            found[name] = browser.value(ILLEGIBLE) + browser.errors
+            browser.errors.clear()
+    assert len(found) > 30
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+@in_a_browser
+def test_a_table_sorts_by_a_click_on_a_column_and_folds(tmp_path):
+    rows = [("1", "9.30 MB"), ("2", "16.8 MB"), ("10", "637.1 kB"), ("11", "–")]
+    table = Table(("pack", "bytes"), ">>", rows, [f"leaf {k}" for k, _ in rows], "… and 3 more")
+    page = '<meta charset="utf-8"><link rel="icon" href="data:,">' + folding_html(
+        "packs", table.html()
+    )
+    (tmp_path / "index.html").write_text(page, "utf8")
+    order = "[...document.querySelectorAll('tr')].map(row => row.cells[row.cells.length > 1 ? %d : 0].innerText)"
+    with served(tmp_path) as address, Browser() as browser:
+        browser.open(address, 800)
+        browser.value("document.querySelectorAll('th')[1].click()")
+        packs = browser.value(order % 0)
+        assert packs == ["pack", "11", "", "10", "", "1", "", "2", "", "… and 3 more"]
+        browser.value("document.querySelectorAll('th')[1].click()")
+        assert browser.value(order % 1)[1:5] == ["16.8 MB", "leaf 2", "9.30 MB", "leaf 1"]
+        visible = "document.querySelector('td').checkVisibility()"
+        assert browser.value(visible)
+        browser.value("document.querySelector('summary').click()")
+        assert not browser.value(visible)
+        assert browser.errors == []

@@ -6,15 +6,14 @@ from typing import Any
 
 import jax
 
+from jaxcoll._feedback import all_reduce as _with_feedback
 from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import broadcast as _broadcast
 from jaxcoll._spmd import gather, reduce
 from jaxcoll._spmd import reduce_scatter as _halves
-from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.scope import differentiation
 from jaxcoll._spmd.shards import Shards, axes_of_shards, check_no_shards, is_shards, shards_in
-from jaxcoll._spmd.wire_formats.residual import closed, opened
 
 
 def all_reduce(
@@ -24,7 +23,7 @@ def all_reduce(
     *,
     options: CommunicationOptions | None = None,
     invariant: reduce.Invariant = "error",
-    residual: Shards | None = None,
+    residual: Any = None,
 ) -> Any:
     """Reduce every leaf of a pytree over the replicas along one or several mapped axes.
 
@@ -80,11 +79,10 @@ def all_reduce(
         value = reduce.reduced_once(value, axis_name, scope=scope)
     if residual is None:
         return reduce.all_reduce(op, value, axis_name, scope=scope, invariant=invariant)
-    owed = opened(residual, value, bound_axes(axis_name, "all_reduce"), "all_reduce")
-    result, left = reduce.all_reduce(
-        op, value, axis_name, scope=scope, invariant=invariant, residual=owed
-    )
-    return result, closed(residual, left)
+    return _with_feedback.all_reduce(
+        op, value, axis_name,
+        residual=residual, of=value, caller="all_reduce", scope=scope, invariant=invariant,
+    )  # fmt: skip
 
 
 def all_gather(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxcoll._feedback.all_reduce import all_reduce as with_feedback
 from jaxcoll._mesh.world import scope_here
+from jaxcoll._plan.checks import positive
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd.gradients import gradient, sync
 from jaxcoll._spmd.gradients.accumulate import MicroBatches
@@ -73,9 +75,7 @@ def value_and_grad(
       >>> value.tolist(), grad.tolist()
       ([5.0, 5.0], [2.5, 2.5])
     """
-    return _gradient(
-        fun, axis_name, reduce_op, argnums, has_aux, scatter, feedback, options, with_value=True
-    )
+    return _gradient(fun, axis_name, reduce_op, argnums, has_aux, scatter, feedback, options)
 
 
 def grad(
@@ -232,12 +232,7 @@ def accumulate(
       >>> value.tolist(), grad.tolist()
       ([9.0, 9.0], [4.5, 4.5])
     """
-    count = num_micro_batches
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(
-            f"`jc.accumulate` expects `num_micro_batches` to be an integer of at least 1; "
-            f"got {count!r}."
-        )
+    count = positive("jc.accumulate", "num_micro_batches", num_micro_batches)
     several = isinstance(batch_argnums, Sequence)
     positions = tuple(batch_argnums) if several else (batch_argnums,)
     if not positions or not all(isinstance(p, int) for p in positions):
@@ -245,18 +240,9 @@ def accumulate(
             "`jc.accumulate` expects `batch_argnums` to be a position or several; "
             f"got {batch_argnums!r}."
         )
-    return gradient.reduced_gradient(
-        fun,
-        axis_name,
-        reduce_op=ReduceOp.of(reduce_op),
-        argnums=argnums,
-        has_aux=has_aux,
-        scatter=scatter,
-        feedback=feedback,
-        with_value=True,
-        scope=scope_here,
-        options=checked(options),
-        micro_batches=MicroBatches(count, positions),
+    pieces = MicroBatches(count, positions)
+    return _gradient(
+        fun, axis_name, reduce_op, argnums, has_aux, scatter, feedback, options, pieces=pieces
     )
 
 
@@ -270,7 +256,8 @@ def _gradient(
     feedback: bool,
     options: CommunicationOptions | None,
     *,
-    with_value: bool,
+    with_value: bool = True,
+    pieces: MicroBatches | None = None,
 ) -> Callable[..., Any]:
     return gradient.reduced_gradient(
         fun,
@@ -279,8 +266,9 @@ def _gradient(
         argnums=argnums,
         has_aux=has_aux,
         scatter=scatter,
-        feedback=feedback,
+        feedback=with_feedback if feedback else None,  # this room alone knows both
         with_value=with_value,
         scope=scope_here,
         options=checked(options),
+        micro_batches=pieces,
     )

@@ -48,7 +48,7 @@ _LONGEST_IDLE = 32767  # seconds: what Linux takes for TCP_KEEPIDLE
 def break_when_silent(connection: socket.socket, seconds: float) -> None:
     """Have a TCP connection break after so much silence, if its other end is cut off.
 
-    It does not break while the other end's system answers, whatever its process does. Outside Linux
+    It does not break while the other end's system replies, whatever its process does. Outside Linux
     the system chooses the time.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

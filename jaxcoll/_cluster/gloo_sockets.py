@@ -82,11 +82,7 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def _socket(fd: int) -> socket.socket:
-    """A descriptor's socket, by a descriptor of its own.
-
-    Raises:
-      OSError: it is closed, or is not a socket.
-    """
+    """A descriptor's socket, by a descriptor of its own; OSError: it is closed, or no socket."""
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         raise OSError(f"{fd} is not a socket")
     return socket.socket(fileno=os.dup(fd))

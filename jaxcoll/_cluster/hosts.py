@@ -39,7 +39,7 @@ class Hosts:
     Attributes:
       of_processes: for each process the number of the first process on its host.
       cores: that the processes of a host share, on the host with the fewest.
-      known: whether all processes have said where they are. If not, one host is assumed.
+      known: whether all processes have published where they are. If not, one host is assumed.
     """
 
     of_processes: tuple[int, ...] = (0,)

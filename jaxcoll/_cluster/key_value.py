@@ -54,11 +54,7 @@ class LocalKeys:
             return value
 
     def get(self, key: str, timeout_seconds: float) -> str:
-        """The value, waited for.
-
-        Raises:
-          TimeoutError: nobody wrote it in time.
-        """
+        """The value, waited for; TimeoutError: nobody wrote it in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._held, timeout_seconds):
                 raise TimeoutError(key)

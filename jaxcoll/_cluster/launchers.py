@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from jaxcoll._cluster.specs.slurm import hosts_of
 from jaxcoll._cluster.specs.tf_config import TFConfig
+from jaxcoll._plan.checks import is_number
 
 COORDINATOR, PROCESSES, RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"
 """Set by `jaxcoll launch`, which already runs a coordinator, for the processes that it starts."""
@@ -76,11 +76,7 @@ class Member:
 
 
 def check_system() -> None:
-    """Refuse to start processes on Windows.
-
-    Raises:
-      OSError: this is Windows.
-    """
+    """Refuse to start processes on Windows."""
     if platform.system() == "Windows":
         raise OSError(
             "several processes need Linux or macOS: JAX has no collectives between CPU processes "
@@ -128,9 +124,6 @@ def member_of(environment: Mapping[str, str]) -> Member | None:
     Returns:
       The process; None: there is no launcher's mark, it has started one process alone, or the task
       takes no part (an evaluator).
-
-    Raises:
-      ValueError: a launcher's variables contradict themselves or one is missing.
     """
     found = next((found for read in _READERS if (found := read(environment))), None)
     if found is None:
@@ -178,6 +171,7 @@ def _slurm(environment: Mapping[str, str]) -> Member | None:
     with_step = {"SLURM_STEP_ID": "0", **environment}
     job, step = _numbers(with_step, ("SLURM_JOB_ID", "SLURM_STEP_ID"), "Slurm")
     host = hosts_of(environment["SLURM_STEP_NODELIST"])[0]
+    # As in "1(x4)": one task on each node, which then has all of its accelerators.
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     alone = re.fullmatch(r"1(\(x\d+\))?(,1(\(x\d+\))?)*", per_node) is not None
     address = f"{host}:{_port(job + _STEPS * step)}"
@@ -311,8 +305,7 @@ def _numbers(environment: Mapping[str, str], names: Sequence[str], source: str) 
 
 def checked_seconds(name: str, value: Any) -> float:
     """A time limit, which must be a positive, finite number of seconds."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
+    if not is_number(value) or value <= 0:
         raise ValueError(
             f"`initialize` expects `{name}` to be a finite number of seconds above 0: processes "
             f"that do not come are not waited for without end; got {value!r}."

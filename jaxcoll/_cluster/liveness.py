@@ -62,7 +62,7 @@ class CoordinatorConnection:
         try:
             while chunk := os.read(self.fd, 1 << 16):
                 received += chunk
-            self.is_broken = True
+            self.is_broken = True  # an empty read: the other end has closed
         except BlockingIOError:
             pass
         except OSError:

@@ -18,7 +18,7 @@ _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EH
 
 
 def open_port(host: str) -> socket.socket:
-    """A socket to which others connect to see whether they can: the system alone answers."""
+    """A socket to which others connect to see whether they can: the system alone replies."""
     return socket.create_server((host, 0), family=_family(host), backlog=socket.SOMAXCONN)
 
 
@@ -32,6 +32,7 @@ def unreachable(addresses: Mapping[str, Address], seconds: float) -> list[str]:
         for name, address in addresses.items():
             connection = opened.enter_context(socket.socket(_family(address[0])))
             connection.setblocking(False)
+            # As a rule it is under way: the selector tells when it is through.
             if connection.connect_ex(address) in _UNREACHABLE:
                 missing.append(name)
             else:

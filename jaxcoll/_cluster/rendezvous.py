@@ -115,7 +115,7 @@ def here(member: Member) -> str:
 
 
 def reach(member: Member, timeout: float) -> socket.socket:
-    """A connection to the coordinator of a job that has begun, on which nothing is said."""
+    """A connection to the coordinator of a job that has begun, on which nothing is sent."""
     try:
         address = host_and_port(member.coordinator_address)
         connection = socket.create_connection(address, min(timeout, LONGEST_SECONDS))

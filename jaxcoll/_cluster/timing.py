@@ -39,5 +39,5 @@ JAX_STARTUP_SECONDS = 24 * 3600
 shorter, and raises."""
 
 HOSTS_SECONDS = 10.0
-"""How long the first use of a world waits for processes that have not said on which host they are,
+"""How long the first use of a world waits for processes that have not published their host,
 where `jax.distributed.initialize` was called in place of `jc.initialize`."""

@@ -18,13 +18,8 @@ def compiler_options(traced: Any) -> dict[str, Any]:
     return dict(getattr(traced, "_params", {}).get("compiler_options_kvs", ()))
 
 
-def cluster_devices(request: dict[str, Any], mesh_sizes: Sequence[int]) -> tuple[list[Any], str]:
-    """Devices of a cluster that is not here, to compile for, and how they are ordered.
-
-    Args:
-      request: the arguments of `jax.experimental.topologies.get_topology_desc`.
-      mesh_sizes: the sizes of the mesh they are for.
-    """
+def cluster_devices(request: dict[str, Any], mesh_sizes: Sequence[int]) -> list[Any]:
+    """Devices of a cluster that is not here, in the order of `jax.make_mesh` if it has one."""
     from jax.experimental import topologies
 
     cluster = topologies.get_topology_desc(**request)
@@ -32,8 +27,8 @@ def cluster_devices(request: dict[str, Any], mesh_sizes: Sequence[int]) -> tuple
     try:
         mesh = topologies.make_mesh(cluster, tuple(mesh_sizes), names)
     except (NotImplementedError, AssertionError, ValueError):  # it knows no order of this shape
-        return list(cluster.devices), "as JAX lists them"
-    return list(mesh.devices.flat), "as `jax.make_mesh` puts them"
+        return list(cluster.devices)
+    return list(mesh.devices.flat)
 
 
 def compile_text(program: str, devices: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -41,11 +36,6 @@ def compile_text(program: str, devices: Sequence[Any], options: dict[str, Any]) 
 
     JAX compiles ahead of time for what it has traced itself; a text of another process goes to
     the client, by the same call that JAX makes.
-
-    Args:
-      program: with one partition for each device, in their order.
-      devices: of a cluster that is not here, or of this process.
-      options: compiler options.
 
     Returns:
       "text", the compiled program, and "memory", bytes by name.

@@ -3,19 +3,14 @@
     python -m jaxcoll._compat.compiler_process FOLDER
 
 It reads `request.json` and `program.mlir` in the folder, and writes `answer.json` and
-`compiled.txt` there. It ends when its standard input does, so that nothing
-outlives the process that asked.
+`compiled.txt` there. Whoever starts it ends it, so that it never outlives that process.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
-import os
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +20,6 @@ COMPILERS = {
     "tpu": ("libtpu",),
 }
 """For each platform the modules any of which brings its compiler."""
-
-_WHEELS = ("jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda12-pjrt", "libtpu")
 
 
 def has_compiler(platform: str) -> bool:
@@ -44,9 +37,8 @@ def _is_there(module: str) -> bool:
 def answer(folder: Path) -> dict[str, Any]:
     """Compile what lies in `folder`; the text of it is written there, the rest returned."""
     request = json.loads((folder / "request.json").read_text())
-    versions = {name: version for name in _WHEELS if (version := _version(name))}
     if not has_compiler(request["platform"]):
-        return {"missing": versions}
+        return {"missing": request["platform"]}
     import jax
 
     from jaxcoll._compat import compiler
@@ -54,38 +46,17 @@ def answer(folder: Path) -> dict[str, Any]:
     jax.config.update("jax_platforms", "cpu")
     if request["platform"] == "cpu":
         jax.config.update("jax_num_cpu_devices", request["size"])
-        devices, order = list(jax.devices("cpu")), "as JAX lists them"
+        devices = list(jax.devices("cpu"))
     else:
-        devices, order = compiler.cluster_devices(request["cluster"], request["mesh_sizes"])
+        devices = compiler.cluster_devices(request["cluster"], request["mesh_sizes"])
     program = (folder / "program.mlir").read_text()
-    start = time.monotonic()
     compiled = compiler.compile_text(program, devices, request["compiler_options"])
     (folder / "compiled.txt").write_text(compiled.pop("text"))
-    return {
-        "seconds": time.monotonic() - start,
-        "versions": versions,
-        "device_kind": devices[0].device_kind,
-        "hosts": len({device.process_index for device in devices}),
-        "order": order,
-        **compiled,
-    }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _end_with_standard_input() -> None:
-    sys.stdin.buffer.read()
-    os._exit(1)
+    return compiled
 
 
 def main(folder: Path) -> None:
     """Answer, or say what went wrong, in a file that is there only when it is whole."""
-    threading.Thread(target=_end_with_standard_input, daemon=True).start()
     try:
         found = answer(folder)
     except Exception as error:

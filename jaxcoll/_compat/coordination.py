@@ -40,11 +40,7 @@ class Store:
         self._ask("key_value_set", key, value, allow_overwrite=True)
 
     def get(self, key: str, timeout_seconds: float) -> str:
-        """The value, waited for.
-
-        Raises:
-          TimeoutError: nobody wrote it in time.
-        """
+        """The value, waited for; TimeoutError: nobody wrote it in time."""
         return self._ask("blocking_key_value_get", key, _milliseconds(timeout_seconds))
 
     def agree(self, key: str, value: str) -> str:
@@ -91,9 +87,14 @@ class Store:
             raise
 
 
+def joined_state() -> Any:
+    """What JAX knows of the world that this process has joined, as far as this JAX has it."""
+    return getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
+
+
 def store() -> Store | None:
     """The store of the world that this process has joined; None: it is alone."""
-    state: Any = getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
+    state = joined_state()
     client = getattr(state, "client", None)
     if client is None:
         return None
@@ -106,7 +107,7 @@ def leave_coordinator(*, to_parent: bool = False) -> None:
     Args:
       to_parent: it lives, but belongs to the parent that forked this process, as the service may.
     """
-    state: Any = getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
+    state = joined_state()
     for name in ("client", "preemption_sync_manager", *["service"] * to_parent):
         left = getattr(state, name, None)
         if left is not None:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from jaxcoll._compat.coordination import UNBOUNDED_SECONDS
+from jaxcoll._compat.coordination import UNBOUNDED_SECONDS, joined_state
 
 _LOCAL, _GLOBAL, _ADDRESSES = "cpu:local_topology", "cpu:global_topology", "cpu:gloo"
 _COUNTS = "jaxcoll/device_count"
@@ -29,10 +29,11 @@ def let_gloo_listen_at(
     make_folder: Callable[[str], str],
     *,
     again: bool,
-) -> bool:
+) -> None:
     """Have Gloo listen at one address of this host, and not where the host's own name points.
 
-    To be called when the processes are joined, and before there are devices.
+    To be called when the processes are joined, and before there are devices. Nothing happens with a
+    JAX that is not known.
 
     Args:
       host: the address.
@@ -42,15 +43,12 @@ def let_gloo_listen_at(
       again: this process was restarted after all had met. It reads the devices that the others
         published then, and nobody waits for it: its devices connect by `ClientAnew` only. With
         another number of devices than before it is refused by JAX's RuntimeError.
-
-    Returns:
-      Whether this JAX is known.
     """
     from jax.extend.backend import register_backend_factory
 
     if not meets_over_gloo():
-        return False
-    state, make_client = _state(), _bridge().make_cpu_client
+        return
+    state, make_client = joined_state(), _bridge().make_cpu_client
 
     def make() -> Any:
         devices = _devices_of_all() if again else None
@@ -70,13 +68,12 @@ def let_gloo_listen_at(
         return make_client() if state.client is None else exchange(make)
 
     register_backend_factory("cpu", client, priority=0, fail_quietly=False)
-    return True
 
 
 def meets_over_gloo() -> bool:
     """Whether processes are joined, their CPU devices meet over Gloo, and this JAX is known."""
     return (
-        getattr(_state(), "client", None) is not None
+        getattr(joined_state(), "client", None) is not None
         and isinstance(getattr(_bridge(), "make_cpu_client", None), types.FunctionType)
         and getattr(jax.config, "jax_cpu_collectives_implementation", None) == "gloo"
     )
@@ -149,7 +146,7 @@ class _OwnKeys:
 
     def make_client(self, host: str | None) -> Any:
         """As JAX makes its own, by the same options."""
-        state = _state()
+        state = joined_state()
         collectives = _gloo_over(self._client, host)
         return _made_over(self._client, state.process_id, state.num_processes, collectives)
 
@@ -188,12 +185,8 @@ def _made_over(client: Any, process: int, processes: int, collectives: Any) -> A
 
 
 def _check_count() -> None:
-    """Refuse to come back with another number of devices, for which XLA would end the process.
-
-    Raises:
-      RuntimeError: the number differs.
-    """
-    state, count = _state(), _made_over(None, 0, 1, None).local_device_count()
+    """Refuse to come back with another number of devices, for which XLA would end the process."""
+    state, count = joined_state(), _made_over(None, 0, 1, None).local_device_count()
     before = state.client.blocking_key_value_get(f"{_COUNTS}/{state.process_id}", 1000)
     if before != str(count):
         raise RuntimeError(
@@ -208,7 +201,7 @@ def _devices_of_all() -> dict[str, bytes] | None:
 
     Process 0 reads those of each process and writes them all, and the others read that.
     """
-    state = _state()
+    state = joined_state()
     whole = dict(state.client.key_value_dir_get_bytes(_GLOBAL))
     each = dict(state.client.key_value_dir_get_bytes(_LOCAL))
     if not whole:
@@ -229,7 +222,3 @@ def _jaxlib() -> Any:
 
 def _bridge() -> Any:
     return getattr(multihost_utils, "xla_bridge", None)
-
-
-def _state() -> Any:
-    return getattr(getattr(multihost_utils, "distributed", None), "global_state", None)

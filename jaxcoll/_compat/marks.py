@@ -30,15 +30,8 @@ def gradient_of(
     """`gradient` with a mark that it is going to be reduced along `axis`, and is that of `leaf`.
 
     The mark holds the leaf itself, on which the gradient need not depend, so that whoever drops
-    equations without results drops it with the gradient only.
-
-    Args:
-      leaf: what was differentiated.
-      gradient: one replica's.
-      axis: a mapped axis.
-      caller: the function that reduces, for a message.
-      name: the leaf's, for a message.
-      own: it is not going to be reduced there, because types say that each replica has its own.
+    equations without results drops it with the gradient only. If it is a replica's `own`, as types
+    say, it is not going to be reduced.
     """
     return _gradient_p.bind(gradient, leaf, axis=axis, caller=caller, path=name, own=own)
 
@@ -76,13 +69,7 @@ ONCE = "reduced_once"
 
 
 def reduced_once(x: Any, axis: str, name: str) -> Any:
-    """`x` with a mark that it is going to be reduced along `axis`, where it must differ.
-
-    Args:
-      x: one replica's array.
-      axis: a mapped axis.
-      name: its place, for a message.
-    """
+    """`x` with a mark that it is going to be reduced along `axis`, where it must differ."""
     return _once_p.bind(x, axis=axis, path=name)
 
 
@@ -94,13 +81,7 @@ ROWS = "own_rows"
 
 
 def rows(x: Any, axis: str, name: str) -> Any:
-    """`x` with a mark that it is going to be gathered along `axis`, where it must differ.
-
-    Args:
-      x: one replica's array.
-      axis: a mapped axis.
-      name: its place, for a message.
-    """
+    """`x` with a mark that it is going to be gathered along `axis`, where it must differ."""
     return _rows_p.bind(x, axis=axis, path=name)
 
 

@@ -154,10 +154,6 @@ def needing(x: Any, after: Sequence[Any]) -> Any:
     Nothing else orders a collective against those inside a loop: XLA's CPU compiler drops barriers.
     Over Gloo a process then may meet another's gather where it expects the sum of a loss, which was
     seen once (a message of 1048576 bytes for one of 4), and could not be made to happen again.
-
-    Args:
-      x: an array.
-      after: arrays, of which one element each is looked at.
     """
     some = [y for y in after if y.size]
     return _needing_p.bind(x, *some) if some and x.size else x

@@ -11,17 +11,5 @@ from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def start_service(address: str, num_processes: int, **settings: Any) -> Any:
-    """Start the service on `address`.
-
-    Args:
-      address: host and port it listens on.
-      num_processes: how many processes join.
-      settings: of its time limits and of its end, as `jaxlib` names them.
-
-    Returns:
-      The service, which has `shutdown()`.
-
-    Raises:
-      RuntimeError: the service did not start.
-    """
+    """Start the service on `address`, with the time limits and the end that `settings` name."""
     return _jax.get_distributed_runtime_service(address, num_processes, **settings)

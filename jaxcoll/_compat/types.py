@@ -23,12 +23,7 @@ def varying_axes_of_type(aval: Any) -> frozenset[str]:
 
 
 def zeros_like_aval(aval: Any, dtype: Any) -> jax.Array:
-    """Zeros of the shape of a traced program's result, varying as it does, to begin a loop with.
-
-    Args:
-      aval: the result's type.
-      dtype: the zeros' own.
-    """
+    """Zeros of the shape of a traced program's result, varying as it does, to begin a loop with."""
     manual = getattr(aval, "manual_axis_type", None)
     varying = () if manual is None else tuple(sorted(manual.varying))
     return as_varying(jnp.zeros(aval.shape, dtype), varying)

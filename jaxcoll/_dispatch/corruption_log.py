@@ -49,13 +49,7 @@ class Reports:
     devices: frozenset[jax.Device] = frozenset()
 
     def __call__(self, found: tuple[Corruption, ...], group: Hashable, member: int) -> None:
-        """Take note of what one device reports.
-
-        Args:
-          found: what is wrong.
-          group: for the replicas that reduce together.
-          member: the replica among them.
-        """
+        """Take note of what one device reports."""
         with _lock:
             listeners = [
                 each for each in _listeners if self.devices and self.devices <= each.devices
@@ -74,11 +68,7 @@ class Reports:
 
 
 def listening(call: Callable[[], Any], what: str, across: Sequence[jax.Device]) -> Any:
-    """`call()`, waited for, unless a reduction over some of `across` was corrupted meanwhile.
-
-    Raises:
-      ReductionCorruptedError: one was.
-    """
+    """`call()`, waited for, unless a reduction over some of `across` was corrupted meanwhile."""
     listener = _Listener(across)
     with _lock:
         _listeners.append(listener)

@@ -122,11 +122,7 @@ class Peers:
 
 
 def bounded(call: Callable[[], Any], seconds: float) -> Any:
-    """`call()`, which asks the coordinator: one that is stopped never replies.
-
-    Raises:
-      StoreUnreachableError: it has not answered for so long.
-    """
+    """`call()`, which asks the coordinator; StoreUnreachableError: that did not answer in time."""
     try:
         return within(seconds, call)
     except TimeoutError as error:

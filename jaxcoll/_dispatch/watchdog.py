@@ -1,4 +1,4 @@
-"""The watchdog: one thread per process that answers the other processes, and notices their ends.
+"""The watchdog: one thread per process that replies to the other processes, and notices their ends.
 
 It sleeps in a blocking read of its inbox, which costs nothing.
 """
@@ -153,11 +153,7 @@ def group_of(devices: Sequence[jax.Device]) -> ProcessGroup | None:
 
 
 def confirm() -> None:
-    """Ask the processes that answer whether they ran the same programs as this one.
-
-    Raises:
-      ProgramMismatchError: they did not, so that results are wrong.
-    """
+    """Ask the processes that answer whether they ran the same programs as this one."""
     if _watchdog is not None:
         with contextlib.suppress(StoreUnreachableError):
             for group in list(_watchdog.groups.values()):

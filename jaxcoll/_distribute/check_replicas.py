@@ -97,11 +97,7 @@ class _Leaf:
 
 
 def _leaf(path: str, array: jax.Array, given: Any, stacked: bool) -> _Leaf:
-    """The copies of a leaf, as its type has them.
-
-    Raises:
-      ValueError: it is being traced.
-    """
+    """The copies of a leaf, as its type has them."""
     if isinstance(array, Tracer):
         raise ValueError(
             f"`check_replicas`: {where(path)} is being traced, so there are no copies to read. "
@@ -135,11 +131,7 @@ def _whose(given: Any) -> str:
 
 
 def _check_copies(leaves: Sequence[_Leaf]) -> None:
-    """Refuse leaves of which there is one copy only.
-
-    Raises:
-      ValueError: there are some; they are named.
-    """
+    """Refuse leaves of which there is one copy only."""
     alone = [leaf for leaf in leaves if leaf.alone]
     if not alone:
         return

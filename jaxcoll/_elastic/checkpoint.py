@@ -77,12 +77,6 @@ def save_newest(path: Path, tree: Any, stamp: Stamp, patience: float) -> Stamp:
 
     Law: of two writers the one with the later stamp prevails, whenever each of them writes: a
     process that was stopped and wakes hours later compares before it replaces, under a lock.
-
-    Args:
-      path: the file.
-      tree: as for `save_checkpoint`.
-      stamp: when the tree was a state.
-      patience: seconds for which another process may be about to replace the file.
     """
     found = stamp
 
@@ -177,11 +171,7 @@ def _restored(node: Any, found: Iterator[Any]) -> Any:
 
 
 def stamp_of_checkpoint(path: Path) -> Stamp:
-    """The stamp of the state in a file; step -1: there is no file, or no complete checkpoint.
-
-    Raises:
-      OSError: it cannot be read, so that nobody knows how new it is.
-    """
+    """The stamp of the state in a file; step -1: there is none, or no complete checkpoint."""
     try:
         with zipfile.ZipFile(path) as archive:
             about = json.loads(archive.read(_ABOUT))
@@ -224,11 +214,7 @@ def _named(tree: Any, whole: Callable[[Shards], Any]) -> dict[str, Any]:
 
 
 def _whole(shards: Shards) -> Any:
-    """The tree of shards that this process holds all of.
-
-    Raises:
-      ValueError: other processes hold some.
-    """
+    """The tree of shards that this process holds all of; others are refused."""
     for part in shards.parts:
         if isinstance(part, jax.Array) and not part.is_fully_addressable:
             raise ValueError(

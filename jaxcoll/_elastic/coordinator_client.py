@@ -53,11 +53,7 @@ class CoordinatorClient:
         self._ask(self._store.delete, key)
 
     def check(self) -> None:
-        """Refuse to wait for values of others, who cannot write any.
-
-        Raises:
-          CoordinatorLostError: the coordinator counts as dead.
-        """
+        """Refuse to wait for values of others, who cannot write any."""
         if self.lost:
             raise CoordinatorLostError
 
@@ -92,13 +88,7 @@ class CoordinatorClient:
 
 
 class StepKeys:
-    """Keys for the steps of one generation, whose number is bounded however long it lasts.
-
-    Args:
-      store: where they are.
-      folder: below which.
-      step: the first of the generation.
-    """
+    """Keys for the steps of one generation, whose number is bounded however long it lasts."""
 
     def __init__(self, store: Keys | CoordinatorClient, folder: str, step: int) -> None:
         self._store, self._folder = store, folder

@@ -108,11 +108,6 @@ class Heartbeats:
 
         A worker that was just taken in ends if it contradicts the others. Where those contradict
         each other nobody knows who is right, and all end.
-
-        Args:
-          members: of the generation.
-          joined: those of them that were just taken in.
-          known: what is known of their steps; for others their heartbeats tell.
         """
         staying = [m for m in members if m not in joined]
         if pair := self.contradicting(staying or members, known):

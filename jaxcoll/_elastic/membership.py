@@ -141,15 +141,8 @@ class Membership:
     def enter(self, step: int, term: int = 0) -> Generation | None:
         """Take part in the first generation, or wait to be taken into a later one.
 
-        Args:
-          step: finished steps of the state that this worker brings.
-          term: in which its checkpoint was written.
-
         Returns:
           The generation that this worker is in; None: the work ended without it.
-
-        Raises:
-          PeerLostError: nobody is left who could take it in.
         """
         if (first := self._keys.try_get(self._key(0, "generation"))) is None:
             found = self._agreed(step, (step,), term)
@@ -162,12 +155,7 @@ class Membership:
         return self._begin(found)
 
     def regroup(self, finished: int, held: Sequence[int]) -> Generation:
-        """Agree on the next generation, which may lack this worker: others took it for lost.
-
-        Args:
-          finished: steps that this worker has finished.
-          held: the steps after which it has the state.
-        """
+        """Agree on the next generation, which may lack this worker: others took it for lost."""
         return self._begin(self._agreed(finished, held))
 
     def joins_at(self, step: int) -> bool:

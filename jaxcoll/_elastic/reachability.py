@@ -9,11 +9,7 @@ from jaxcoll._elastic.generation import rank_of
 
 
 def broken(cut_from: Mapping[str, Iterable[str]]) -> set[frozenset[str]]:
-    """The links that at least one end cannot use.
-
-    Args:
-      cut_from: for each worker, those that it cannot reach.
-    """
+    """The links that at least one end cannot use, by the workers that each one cannot reach."""
     return {frozenset((name, other)) for name, others in cut_from.items() for other in others}
 
 

@@ -109,11 +109,7 @@ class ReplicatedState:
 
 
 def _check_whole(state: Any) -> None:
-    """Refuse a state with `Shards`, of which a worker's part is lost with it.
-
-    Raises:
-      ValueError: it names the first.
-    """
+    """Refuse a state with `Shards`, of which a worker's part is lost with it."""
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_shards):
         if is_shards(x):
             raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.run import Job, Run
 from jaxcoll._errors import DeadlineExceededError, PeerLostError
+from jaxcoll._plan.checks import positive, seconds
 from jaxcoll._step.data_parallel import DataParallel
 
 _runs = itertools.count()
@@ -93,16 +93,21 @@ class Elastic:
         report: Callable[[int, Any], None] | None = None,
     ) -> None:
         _check_step(step)
-        _check_numbers(min_workers, max_workers, timeout_seconds, startup_seconds, every)
+        fewest = positive("Elastic", "min_workers", min_workers)
+        most = None if max_workers is None else positive("Elastic", "max_workers", max_workers)
+        if most is not None and most < fewest:
+            raise ValueError(f"`max_workers` ({most}) is below `min_workers` ({fewest}).")
+        if timeout_seconds is not None:
+            timeout_seconds = seconds("Elastic", "timeout_seconds", timeout_seconds)
         self._job = Job(
             step,
             ReplicatedState(state),
-            fewest=min_workers,
-            most=max_workers,
+            fewest=fewest,
+            most=most,
             timeout=timeout_seconds,
-            startup=startup_seconds,
+            startup=seconds("Elastic", "startup_seconds", startup_seconds),
             file=None if checkpoint is None else CheckpointFile(Path(checkpoint)),
-            every=every,
+            every=positive("Elastic", "every", every),
             report=report or (lambda step, metrics: None),
         )
 
@@ -213,21 +218,3 @@ def _check_step(step: Any) -> None:
             "`Elastic` goes back to the state before a step that others did not finish, so the "
             f"step must not donate it; got donate_argnums={step.donate_argnums}."
         )
-
-
-def _check_numbers(fewest: Any, most: Any, timeout: Any, startup: Any, every: Any) -> None:
-    def is_number(value: Any, kind: Any) -> bool:
-        return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
-
-    counts = {"min_workers": fewest, "every": every, "max_workers": most}
-    for name, value in counts.items():
-        if not is_number(value, int) and not (name == "max_workers" and value is None):
-            raise ValueError(f"`Elastic` expects `{name}` to be an integer above 0; got {value!r}.")
-    if most is not None and most < fewest:
-        raise ValueError(f"`max_workers` ({most}) is below `min_workers` ({fewest}).")
-    seconds = {"startup_seconds": startup, "timeout_seconds": timeout}
-    for name, value in seconds.items():
-        if not is_number(value, int | float) and not (name == "timeout_seconds" and value is None):
-            raise ValueError(
-                f"`Elastic` expects `{name}` to be a number of seconds above 0; got {value!r}."
-            )

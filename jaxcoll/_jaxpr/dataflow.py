@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from jaxcoll import _compat
 from jaxcoll._jaxpr.subjaxprs import called, carry_of, in_backward, opened, programs
 
 Fact = TypeVar("Fact")
@@ -128,6 +129,7 @@ class Dataflow(Generic[Fact]):
                 if carry == ins[first:end]:
                     break
                 ins = [*ins[:first], *carry, *ins[end:]]
+        # Once more, now that the carry has settled: only this reading may report.
         return [*carry, *self.outputs(body, ins)[carried:]]
 
     @contextlib.contextmanager
@@ -138,6 +140,23 @@ class Dataflow(Generic[Fact]):
             yield
         finally:
             self.settled = before
+
+
+class AlongAxis(Dataflow[int]):
+    """Facts along one mapped axis, as numbers: of several the greatest holds, of constants 0."""
+
+    constant = 0
+
+    def __init__(self, axis: str) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def join(self, facts: Sequence[int]) -> int:
+        return max(facts, default=0)
+
+    def varies(self, var: Any) -> bool:
+        """Whether a value differs along the axis by its type."""
+        return self.axis in _compat.varying_axes_of_type(var.aval)
 
 
 def _hands_on(branches: Sequence[Jaxpr], k: int) -> bool:

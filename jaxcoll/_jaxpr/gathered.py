@@ -7,11 +7,10 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxcoll import _compat
 from jaxcoll._compat import marks
-from jaxcoll._jaxpr.dataflow import Dataflow
+from jaxcoll._jaxpr.dataflow import AlongAxis
 from jaxcoll._jaxpr.replication import has
-from jaxcoll._jaxpr.subjaxprs import names_axis, opened, programs
+from jaxcoll._jaxpr.subjaxprs import RETYPING, names_axis, opened, programs
 from jaxcoll._plan.packs.leaves import where
 
 _GATHERED = """\
@@ -21,35 +20,21 @@ but JAX types it as each replica's own, so its gradient would not be reduced. Pu
 the parts."""
 
 _SAME, _GATHER, _OWN = range(3)
-_RETYPING = ("pvary", "pcast")
 
 
 def check_own_gradients(program: Any, axes: Sequence[str]) -> None:
-    """Refuse a typed program that keeps the gradient of a gathered leaf on each replica.
-
-    Raises:
-      ValueError: it names the leaf.
-    """
+    """Refuse a typed program that keeps the gradient of a gathered leaf on each replica."""
     if has(opened(program), marks.GRADIENT):
         for axis in axes:
             flow = _Gathered(axis)
             flow.outputs(program, [flow.by_type(var) for var in opened(program).invars])
 
 
-class _Gathered(Dataflow[int]):
+class _Gathered(AlongAxis):
     """Whether a value is the same by its type, made of gathered ones, or a replica's own."""
 
-    constant = _SAME
-
-    def __init__(self, axis: str) -> None:
-        super().__init__()
-        self._axis = axis
-
     def by_type(self, var: Any) -> int:
-        return _OWN if self._axis in _compat.varying_axes_of_type(var.aval) else _SAME
-
-    def join(self, facts: Sequence[int]) -> int:
-        return max(facts, default=_SAME)
+        return _OWN if self.varies(var) else _SAME
 
     def chosen(self, by: int, fact: int) -> int:
         return max(by, fact)
@@ -59,7 +44,7 @@ class _Gathered(Dataflow[int]):
 
     def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
         name, params = eqn.primitive.name, eqn.params
-        if names_axis(params, self._axis) and name not in _RETYPING:
+        if names_axis(params, self.axis) and name not in RETYPING:
             if name == "all_gather":
                 return [_GATHER] * len(eqn.outvars)
             if name == marks.GRADIENT:

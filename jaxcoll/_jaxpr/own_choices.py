@@ -7,13 +7,11 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jaxcoll import _compat
-from jaxcoll._jaxpr.dataflow import Dataflow
+from jaxcoll._jaxpr.dataflow import AlongAxis
 from jaxcoll._jaxpr.replication import has
-from jaxcoll._jaxpr.subjaxprs import names_axis, opened, programs
+from jaxcoll._jaxpr.subjaxprs import RETYPING, names_axis, opened, programs
 
 _SAME, _OWN, _CHOSEN = range(3)
-_RETYPING = ("pvary", "pcast")
 
 
 def chosen_outputs(program: Any, axes: Sequence[str]) -> list[frozenset[str]]:
@@ -32,14 +30,8 @@ def chosen_outputs(program: Any, axes: Sequence[str]) -> list[frozenset[str]]:
     ]
 
 
-class _OwnChoices(Dataflow[int]):
+class _OwnChoices(AlongAxis):
     """Whether a value is the same by its type, a replica's own by its type, or by a choice."""
-
-    constant = _SAME
-
-    def __init__(self, axis: str) -> None:
-        super().__init__()
-        self._axis = axis
 
     def of_types(self, program: Any) -> list[int]:
         """The fact of each output, from the types of the inputs."""
@@ -48,24 +40,18 @@ class _OwnChoices(Dataflow[int]):
     def captured(self, var: Any) -> int:
         return self._by_type(var)
 
-    def join(self, facts: Sequence[int]) -> int:
-        return max(facts, default=_SAME)
-
     def chosen(self, by: int, fact: int) -> int:
         return _CHOSEN if by and fact == _SAME else fact
 
-    def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
-        return self._computed(eqn, ins)
-
     def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Any) -> list[int]:
-        if names_axis(eqn.params, self._axis) and eqn.primitive.name not in _RETYPING:
+        if names_axis(eqn.params, self.axis) and eqn.primitive.name not in RETYPING:
             return [*map(self._by_type, eqn.outvars)]
-        return self.inside(eqn, ins) if programs(eqn) else self._computed(eqn, ins)
+        return self.inside(eqn, ins) if programs(eqn) else self.opaque(eqn, ins)
 
-    def _computed(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
+    def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
         if eqn.primitive.name == "optimization_barrier":
             return ins
         return [_CHOSEN if _CHOSEN in ins else self._by_type(out) for out in eqn.outvars]
 
     def _by_type(self, var: Any) -> int:
-        return _OWN if self._axis in _compat.varying_axes_of_type(var.aval) else _SAME
+        return _OWN if self.varies(var) else _SAME

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
-from jaxcoll._jaxpr.dataflow import Dataflow
-from jaxcoll._jaxpr.subjaxprs import equations, names_axis, opened, programs, shape_of
+from jaxcoll._jaxpr.dataflow import AlongAxis
+from jaxcoll._jaxpr.subjaxprs import RETYPING, equations, names_axis, opened, programs, shape_of
 
 _NOTHING, _PART, _NUMBER = range(3)
 _MARKS = {marks.GRADIENT, marks.ONCE}
-_RETYPING = {"pvary", "pcast", _compat.THROUGH}
+_UNCHANGED = {*RETYPING, _compat.THROUGH}
 
 _OWN_NORM = """\
 `data_parallel`: gradients in shards over {axis!r} are scaled, or chosen, by a number of this \
@@ -25,15 +25,7 @@ parts, by `jc.global_norm(gradients, {axis!r})` or `jc.all_finite(gradients, {ax
 
 
 def check_own_norms(program: Any, axes: Mapping[str, int]) -> None:
-    """Refuse a traced step in which a number of a part of a gradient decides about that part.
-
-    Args:
-      program: of one replica; gradients in shards are marked in it.
-      axes: mapped axes and their sizes.
-
-    Raises:
-      ValueError: it does.
-    """
+    """Refuse a traced step in which a number of a part of a gradient decides about that part."""
     marked = {
         axis
         for eqn, _ in equations(program)
@@ -45,21 +37,12 @@ def check_own_norms(program: Any, axes: Mapping[str, int]) -> None:
             _OwnNorms(axis).outputs(program, [_NOTHING] * len(opened(program).invars))
 
 
-class _OwnNorms(Dataflow[int]):
+class _OwnNorms(AlongAxis):
     """Whether each value is a part of a gradient along an axis, or one number of such a part."""
-
-    constant = _NOTHING
-
-    def __init__(self, axis: str) -> None:
-        super().__init__()
-        self._axis = axis
-
-    def join(self, facts: Sequence[int]) -> int:
-        return max(facts, default=_NOTHING)
 
     def chosen(self, by: int, fact: int) -> int:
         if self.settled and (by, fact) == (_NUMBER, _PART):
-            raise ValueError(_OWN_NORM.format(axis=self._axis, at=""))
+            raise ValueError(_OWN_NORM.format(axis=self.axis, at=""))
         return fact
 
     def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
@@ -68,18 +51,18 @@ class _OwnNorms(Dataflow[int]):
     def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
         name = eqn.primitive.name
         if name == marks.PARTS:
-            return [_PART] if self._axis in eqn.params["axes"] else ins
-        if name == _compat.SAME and self._axis in eqn.params["axes"]:
+            return [_PART] if self.axis in eqn.params["axes"] else ins
+        if name == _compat.SAME and self.axis in eqn.params["axes"]:
             return [_NOTHING]
         if programs(eqn):
             return self.inside(eqn, ins)
         if name in _MARKS:
             return ins[:1]
-        if name not in _RETYPING and names_axis(eqn.params, self._axis):
+        if name not in _UNCHANGED and names_axis(eqn.params, self.axis):
             return [_NOTHING] * len(eqn.outvars)
         if self.settled and _PART in ins and _NUMBER in ins:
             line = _compat.users_line(eqn)
             at = f" ({line})" if line else ""
-            raise ValueError(_OWN_NORM.format(axis=self._axis, at=at))
+            raise ValueError(_OWN_NORM.format(axis=self.axis, at=at))
         fact = self.join(ins)
         return [_NUMBER if fact == _PART and not shape_of(x) else fact for x in eqn.outvars]

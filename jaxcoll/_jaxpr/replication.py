@@ -57,11 +57,6 @@ def varying_outputs(jaxpr: ClosedJaxpr | Jaxpr, axis: str, varying: Sequence[boo
     reductions and gathers over the axis, by operations that give equal results for equal
     operands. True proves nothing.
 
-    Args:
-      jaxpr: the program of one replica.
-      axis: the mapped axis.
-      varying: whether each input differs between replicas.
-
     Raises:
       ValueError: a gradient that is reduced over the axis is that of a leaf which may differ
         between replicas; the message names the caller and the leaf.
@@ -73,14 +68,7 @@ def varying_outputs(jaxpr: ClosedJaxpr | Jaxpr, axis: str, varying: Sequence[boo
 def check_gradients(program: ClosedJaxpr, axes: Sequence[str]) -> None:
     """Refuse a program that reduces the gradient of something that differs between replicas.
 
-    Args:
-      program: without inputs, made from captured values whose own types say along which axes they
-        vary.
-      axes: axes that types tell replicas apart on.
-
-    Raises:
-      ValueError: as in `varying_outputs`.
-      AlreadyReducedError: what is gathered as rows is the same everywhere.
+    It has no inputs: the types of what it captures say along which of `axes` that varies.
     """
     if has(program.jaxpr, marks.GRADIENT) or has(program.jaxpr, marks.ROWS):
         for axis in axes:
@@ -201,11 +189,7 @@ class _Varying(Dataflow[bool]):
         )
 
     def _gradient(self, eqn: JaxprEqn, gradient: bool, leaf: bool) -> bool:
-        """A gradient that is going to be reduced; the leaf it belongs to must not vary.
-
-        Raises:
-          ValueError: the leaf varies.
-        """
+        """A gradient that is going to be reduced; the leaf it belongs to must not vary."""
         if leaf and self._refuses:
             place = where(eqn.params["path"])
             raise ValueError(_GRADIENT_OF_DIFFERENT.format(leaf=place, **eqn.params))

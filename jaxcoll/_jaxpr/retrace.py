@@ -46,13 +46,8 @@ def traced(
     """Trace `fun(*inputs, *args, **kwargs)` without putting its equations into the program at hand.
 
     Law: `traced(fun, ...).evaluate()` is `fun(...)`, in value, types and source lines; `fun` is
-    called once. Leaves of the result that are no `jax.Array` are those of that call.
-
-    Args:
-      fun: of anything; what it captures may belong to the program at hand.
-      *args: likewise.
-      inputs: arguments that come first and are variables of the program.
-      **kwargs: likewise.
+    called once. Leaves of the result that are not a `jax.Array` are those of that call. `inputs`
+    are variables of the program; all else, and what `fun` captures, may belong to that at hand.
     """
     found: list[tuple[Any, tuple[tuple[Any] | None, ...]]] = []
 

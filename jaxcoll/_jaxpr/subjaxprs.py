@@ -12,6 +12,10 @@ _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr"}
 """Primitives that run one program, once, with the equation's own operands."""
 
 
+RETYPING = ("pvary", "pcast")
+"""Primitives that change a type, and no value."""
+
+
 def opened(program: Any) -> Any:
     """A program without the values of its constants."""
     return getattr(program, "jaxpr", program)

@@ -67,13 +67,6 @@ def summed_gradients(program: Any, axis: str) -> tuple[Summed, ...]:
 
     Law: it finds those that anything outside of a backward pass uses or returns. What only travels
     within one, as the cotangent of statistics that all replicas share, is none.
-
-    Args:
-      program: of one replica, with types that tell replicas apart along `axis`.
-      axis: a mapped axis.
-
-    Returns:
-      Each once.
     """
     reader = _Sums(axis)
     reader.take(reader.outputs(program, [_Known()] * len(opened(program).invars)))

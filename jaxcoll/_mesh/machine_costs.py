@@ -40,11 +40,7 @@ class MachineCosts:
     hosts: Hosts = dataclasses.field(default_factory=Hosts)
 
     def __call__(self, world: World) -> Terms:
-        """What `world` costs.
-
-        Raises:
-          ValueError: its calibration is damaged, or is of another machine or version.
-        """
+        """What `world` costs."""
         return _terms(self, world)
 
     def preset(self, world: World) -> Terms:
@@ -67,9 +63,6 @@ def costs_here() -> MachineCosts:
     this user has saved for this machine and world is used, if all processes are known to be on this
     host: processes that read different files would compile programs that do not meet. Else the
     preset stands. A file is read once: nothing changes during a run.
-
-    Raises:
-      ValueError: the file that is named cannot be read.
     """
     hosts, kept = hosts_of_job(), keeps_freed_memory()
     if name := os.environ.get(FILE):
@@ -79,11 +72,7 @@ def costs_here() -> MachineCosts:
 
 
 def terms_here(world: World) -> Terms:
-    """What `world` costs on this machine; see `costs_here`.
-
-    Raises:
-      ValueError: the calibration cannot be read, or is of another machine or version.
-    """
+    """What `world` costs on this machine; see `costs_here`."""
     return costs_here()(world)
 
 

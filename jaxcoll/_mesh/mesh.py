@@ -19,11 +19,7 @@ AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
 
 def checked_devices(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
-    """`devices` as a tuple.
-
-    Raises:
-      ValueError: there is none, one is no device, or one is listed twice.
-    """
+    """`devices` as a tuple: at least one, all of them devices, none twice."""
     found = tuple(devices)
     if not found:
         raise ValueError(f"`{caller}` got no devices; it needs at least one.")
@@ -88,22 +84,14 @@ def axis_names(axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
 def checked_any_mesh(
     mesh: Mesh | AbstractMesh | None, axis_name: str | tuple[str, ...], caller: str
 ) -> Mesh | AbstractMesh:
-    """`mesh` if it is abstract, else as `checked_mesh` has it.
-
-    Raises:
-      ValueError: as `checked_mesh`.
-    """
+    """`mesh` if it is abstract, else as `checked_mesh` has it."""
     if isinstance(mesh, AbstractMesh):
         return has_axes(mesh, axis_names(axis_name), caller)
     return checked_mesh(mesh, axis_name, caller)
 
 
 def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: str) -> Mesh:
-    """`mesh`, or a line of all devices for None.
-
-    Raises:
-      ValueError: it is no mesh, has no devices, lists one twice, or lacks an axis.
-    """
+    """`mesh`, which must have devices, each once, and these axes; None: a line of all devices."""
     axes = axis_names(axis_name)
     if not axes or not all(isinstance(a, str) for a in axes):
         raise ValueError(
@@ -127,11 +115,7 @@ def checked_mesh(mesh: Mesh | None, axis_name: str | tuple[str, ...], caller: st
 
 
 def has_axes(mesh: AnyMesh, axes: Sequence[str], caller: str) -> AnyMesh:
-    """`mesh` itself.
-
-    Raises:
-      ValueError: it lacks one of `axes`.
-    """
+    """`mesh` itself, which must have all of `axes`."""
     missing = [a for a in axes if a not in mesh.axis_names]
     if missing:
         raise ValueError(
@@ -147,11 +131,7 @@ def abstract_mesh(topology: Topology, axes: tuple[str, ...]) -> AbstractMesh:
 
 
 def fitted_mesh(mesh: Any, topology: Topology) -> AbstractMesh:
-    """`mesh` without its devices, and as large as the topology.
-
-    Raises:
-      ValueError: it is no mesh, or has another size and more than one axis.
-    """
+    """`mesh` without its devices, and as large as the topology."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(
             "`mesh` must be a jax.sharding.Mesh or AbstractMesh for a program that is compiled "

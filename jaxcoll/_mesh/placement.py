@@ -17,17 +17,10 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 
 def place(tree: Any, sharding: NamedSharding) -> Any:
-    """Every leaf of `tree` as a global array with `sharding`.
+    """Every leaf of `tree` as a global array with `sharding`; the tree itself, if all is in place.
 
     With several processes, a host array is this process's share: its rows of a batch where the
-    sharding splits rows, the whole value where it replicates.
-
-    Args:
-      tree: a pytree of numpy arrays, numbers, `jax.Array`s, or `jax.ShapeDtypeStruct`s.
-      sharding: where they belong.
-
-    Returns:
-      The same tree of `jax.Array`s (or `ShapeDtypeStruct`s); itself, if all is in place.
+    sharding splits rows, the whole value where it replicates. A `jax.ShapeDtypeStruct` stays one.
     """
     return (
         tree
@@ -94,13 +87,7 @@ def shape_of(x: Any) -> Any:
 
 
 def placed_shape(x: Any, sharding: NamedSharding, processes: int) -> Any:
-    """What `place_leaf` would make of one leaf, as a type: nothing is read or placed.
-
-    Args:
-      x: a leaf; deleted arrays are fine.
-      sharding: where it would belong.
-      processes: whose rows make up a batch.
-    """
+    """What `place_leaf` would make of one leaf, as a type: nothing is read or placed."""
     if isinstance(x, jax.Array) and _is_placed(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
     known = shape_of(x if is_array(x) or isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x))
@@ -168,13 +155,6 @@ def check_rows(
 ) -> dict[tuple[int, ...], Callable[[], str]]:
     """Refuse a batch whose rows do not divide over the replicas.
 
-    Args:
-      tree: the batch.
-      argument: its name.
-      replicas: along `axis`.
-      processes: whose rows make up a batch; 0: not all have as many devices.
-      axis: the name of the axis, or axes.
-
     Returns:
       The shapes of the leaves' shares on one replica, and what makes the name of the first leaf
       of each: naming it is slow, and every call comes this way.
@@ -214,11 +194,7 @@ def check_rows(
 
 
 def check_concrete(args: Any, kwargs: Any) -> None:
-    """Refuse arguments of a step that are being traced, or are no arrays.
-
-    Raises:
-      ValueError: one is; the message names it.
-    """
+    """Refuse arguments of a step that are being traced, or are not arrays; name the first."""
     leaves = jax.tree.leaves((args, kwargs))
     kinds = {type(x): x for x in leaves}
     odd = {kind for kind, leaf in kinds.items() if not _may_be_placed(leaf)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, get_args
 
@@ -14,15 +15,17 @@ from jaxcoll._mesh.mesh import axis_names, checked_mesh
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.world import mesh_world, topology_world
 from jaxcoll._plan import wire_formats
+from jaxcoll._plan.checks import is_integer
 from jaxcoll._plan.cost.clusters import Topology, topology_named
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import Leaf, check_reducible, travels_as, where
 from jaxcoll._plan.packs.shard_layout import layout_of
 from jaxcoll._plan.packs.shard_plan import Half, plan_half
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.planner import make_plan
+from jaxcoll._plan.planner import in_factors, make_plan
+from jaxcoll._plan.power_sgd import PowerSGD
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.reduce_scatter import plan_scatter
 from jaxcoll._spmd.scope import Scope
@@ -43,7 +46,8 @@ def plan(
 ) -> Plan:
     """What `all_reduce`, or a half of it, will send for a tree of these shapes, and why.
 
-    Law: it is the plan that `all_reduce` carries out with the same options on the same world.
+    Law: it is the plan that `all_reduce` carries out with the same options on the same world; of
+    `jc.PowerSGD`, which is carried out as two plans, both together.
 
     Args:
       value: a pytree of arrays, `jax.ShapeDtypeStruct`s and IndexedSlices of either, as on one
@@ -103,18 +107,20 @@ def plan_in(
     options: CommunicationOptions | None = None,
     reduce_op: ReduceOp = ReduceOp.MEAN,
 ) -> Plan:
-    """The plan of `plan` in a world that is known.
-
-    Raises:
-      ValueError: as `plan`.
-    """
+    """The plan of `plan` in a world that is known."""
     asked = checked(options)
     leaves = [
         _leaf(jax.tree_util.keystr(path), leaf, reduce_op, world, asked)
         for path, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)[0]
     ]
     wire_formats.check_any_coded(asked.compression, [leaf.dtype for leaf in leaves])
-    return make_plan(reduce_op, leaves, asked, world, terms=terms)
+    format = asked.compression
+    if not isinstance(format, PowerSGD):
+        return make_plan(reduce_op, leaves, asked, world, terms=terms)
+    exactly = asked.replace(compression=UNSET)
+    leaves, matrices = in_factors(leaves, format)
+    found = make_plan(reduce_op, leaves, exactly, world, terms=terms)
+    return dataclasses.replace(found, reasons=(*found.reasons, format.reason(matrices)))
 
 
 def _leaf(
@@ -172,12 +178,8 @@ def _world_of(
 
 def _sizes(axis_size: int | tuple[int, ...]) -> tuple[int, ...]:
     sizes = axis_size if isinstance(axis_size, tuple) else (axis_size,)
-    if not sizes or not all(_is_positive(size) for size in sizes):
+    if not sizes or not all(is_integer(size) and size > 0 for size in sizes):
         raise ValueError(
             f"`axis_size` must be a positive integer, or a tuple of them; got {axis_size!r}."
         )
-    return sizes
-
-
-def _is_positive(size: object) -> bool:
-    return isinstance(size, int) and not isinstance(size, bool) and size > 0
+    return tuple(map(int, sizes))

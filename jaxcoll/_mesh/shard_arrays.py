@@ -33,11 +33,7 @@ def spec_of(axes: tuple[str, ...], stack: tuple[int, ...]) -> PartitionSpec:
 
 
 def place_shards(shards: Shards, mesh: Mesh) -> Shards:
-    """The parts where they belong on `mesh`, without a copy if they are there.
-
-    Raises:
-      ValueError: the mesh lacks an axis of theirs, or has another number of replicas along them.
-    """
+    """The parts where they belong on `mesh`, without a copy if they are there."""
     missing = [a for a in shards.axes if a not in mesh.axis_names]
     n = 0 if missing else int(np.prod([mesh.shape[a] for a in shards.axes]))
     if n != shards.layout.replicas:
@@ -139,12 +135,7 @@ def whole_shapes(shards: Shards) -> Any:
 
 
 def cut_like(leaves: Sequence[Any], shards: Shards) -> Shards:
-    """The parts of whole leaves, laid out and placed as those of `shards` are.
-
-    Args:
-      leaves: as for `cut`.
-      shards: between programs; of shapes or numpy arrays, the result is numpy arrays.
-    """
+    """The parts of whole leaves, laid out and placed as those of `shards` are; or numpy arrays."""
     part = shards.parts[0]
     mesh = getattr(part.sharding, "mesh", None) if isinstance(part, jax.Array) else None
     return cut(leaves, shards.layout, mesh, shards.axes, shards.stack)

@@ -144,6 +144,7 @@ class _MeshWorlds:
         """Most owners met by any one group of devices that differ only along `axes`."""
         names = [name for name, _ in self.shape]
         within = [names.index(a) for a in axes if a in names]
+        # The axes of the reduction last: each row of the matrix is then one of its groups.
         order = [i for i in range(len(names)) if i not in within] + within
         sizes = [size for _, size in self.shape]
         grid = np.reshape(owners, sizes).transpose(order)

@@ -26,23 +26,10 @@ def report_of(
     notes: Sequence[str] = (),
     memory: Mapping[str, int] | None = None,
 ) -> Report:
-    """A report from texts alone.
+    """A report from texts alone: HLO, and the StableHLO that it came from, if that is known.
 
-    Args:
-      compiled: HLO, what `compiled.as_text()` returns.
-      requested: StableHLO, what `lowered.as_text(debug_info=True)` returns.
-      plans: those that were recorded when it was traced.
-      where: what it was compiled for.
-      terms: what that costs.
-      notes: what else is known of it.
-      memory: bytes on one device of arguments, results, results that take an argument's place, and
-        all that is temporary, by XLA's names; None if that is not known.
-
-    Returns:
-      The report.
-
-    Raises:
-      ValueError: a text is not what it should be, or is cut off.
+    `memory` is bytes on one device of arguments, results, results that take an argument's place,
+    and all that is temporary, by XLA's names.
     """
     program = read_program(compiled)
     asked, more = (None, []) if requested is None else _requested(requested)

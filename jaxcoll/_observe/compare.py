@@ -39,14 +39,7 @@ def _left(report: ReportData) -> str:
 
 
 def against(report: ReportData, other: ReportData, name: str, other_name: str) -> str:
-    """A table of two programs: a row for each figure, and the first's over the second's.
-
-    Args:
-      report: what is looked at.
-      other: what it is compared with.
-      name: of the first.
-      other_name: of the second.
-    """
+    """A table of two programs: a row for each figure, and the first's over the second's."""
     columns = ("", shortened(name, 30), shortened(other_name, 30), "ratio")
     rows = []
     for figure, mine, its in zip(_FIGURES, _figures(report), _figures(other), strict=True):

@@ -44,13 +44,6 @@ def join(requested: Sequence[Collective], compiled: Sequence[Collective]) -> tup
 
     Law: nothing requested is spent on more elements than it has, except by copies that bear its
     own name; in a text without names, sizes decide, and then order, and the result says so.
-
-    Args:
-      requested: what `read_stablehlo` returned.
-      compiled: what `read_hlo` returned.
-
-    Returns:
-      An origin for each compiled one.
     """
     joiner = _Joiner(requested, compiled)
     for alike in (_same_kind, _becomes):
@@ -101,6 +94,7 @@ class _Joiner:
     def spend(self, fits: Callable[[Collective, Collective], bool]) -> None:
         """Join what fits: by name first, and what then remains by size."""
         waiting = [k for k, origin in enumerate(self.origins) if not origin.requested]
+        # All names before any size: a guess must not take what another bears the name of.
         for k in waiting:
             free = [i for i in self._named(k) if self._left[i]]
             self._join(k, [i for i in free if fits(self._requested[i], self._compiled[k])], "name")
@@ -169,6 +163,7 @@ class _Joiner:
 
     def _run(self, free: Sequence[int], total: int) -> list[int]:
         """Neighbours that have `total` elements together; [] if none have."""
+        # All sizes are above 0, so that a window which grows and shrinks meets every run.
         start = spent = 0
         for end, i in enumerate(free):
             spent += self._left[i]

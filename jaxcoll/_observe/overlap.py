@@ -51,13 +51,6 @@ def overlap(collectives: Sequence[Collective], matmuls: Sequence[Matmul]) -> Ove
     Law: a loop that does not say how often it turns counts one turn; of a conditional every
     branch counts; a collective among one device sends nothing and does not count.
 
-    Args:
-      collectives: of a compiled program.
-      matmuls: of the same.
-
-    Returns:
-      Bytes and operations; no time.
-
     Examples:
       >>> from jaxcoll._observe.parse.collective import Meanwhile, Operand
       >>> pair = tuple(range(2))
@@ -96,12 +89,6 @@ def exposed(
     bipartite graph, Naval Research Logistics Quarterly 14, 1967). Only matrix products hide:
     what else runs meanwhile is not priced.
 
-    Args:
-      collectives: of a compiled program.
-      seconds: of each of them, each time.
-      matmuls: of the same program.
-      terms: what its devices do in a second.
-
     Returns:
       Seconds, never below 0; None if products stand beside collectives, and how fast any type is
       multiplied is not known. A product of a type of unknown rate hides nothing.
@@ -124,6 +111,7 @@ def _meetings(
     collectives: Sequence[Collective], matmuls: Sequence[Matmul]
 ) -> Iterator[tuple[Matmul, list[int]]]:
     """Each product, in order, with the collectives under way, those that end first in front."""
+    # The earliest start is last, where `pop` takes it.
     starts = sorted(
         (k for k, c in enumerate(collectives) if c.is_async and c.group_size > 1),
         key=lambda k: collectives[k].at,

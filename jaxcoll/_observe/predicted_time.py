@@ -11,14 +11,9 @@ from jaxcoll._plan.cost.terms import Terms
 
 
 def predicted(c: Collective, terms: Terms) -> float:
-    """Seconds of `c` each time it is carried out, alone.
+    """Seconds of `c` each time it is carried out, alone; 0.0 for a group of one.
 
-    Args:
-      c: of a compiled program, whose devices are numbered island by island.
-      terms: what those devices cost.
-
-    Returns:
-      The prediction; 0.0 for a group of one, which sends nothing.
+    Its devices are numbered island by island.
 
     Examples:
       >>> from jaxcoll._observe.parse.collective import Operand

@@ -143,11 +143,7 @@ class Report(ReportData):
 
 
 def _picture(module: str, method: str) -> Callable[..., Any]:
-    """The function that draws.
-
-    Raises:
-      ImportError: matplotlib is not installed.
-    """
+    """The function that draws."""
     try:
         return importlib.import_module(f"jaxcoll._observe.{module}").draw
     except ImportError as error:

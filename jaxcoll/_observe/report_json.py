@@ -119,10 +119,10 @@ def _collective(c: Collective, groups: dict[Groups, int]) -> dict[str, Any]:
 _IN_ORDER = (
     *("kind", "name", "operands", "bytes", "wire_bytes", "trips", "group_size", "groups"),
     *("computation", "loops", "branches", "is_async", "meanwhile", "at", "until", "op_name"),
-    "source",
+    *("source", "kernels"),
 )
 
 
 def _read(data: Mapping[str, Any], groups: tuple[Groups, ...]) -> Collective:
-    known = {f.name: data[f.name] for f in dataclasses.fields(Collective)}
+    known = {f.name: data[f.name] for f in dataclasses.fields(Collective) if f.name in data}
     return codec.read(Collective, {**known, "groups": groups[data["groups"]]})

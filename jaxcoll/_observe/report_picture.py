@@ -25,15 +25,9 @@ MOST_LANES = 14
 
 
 def draw(report: ReportData, seconds: Callable[[Collective], float] | None = None) -> Figure:
-    """A figure of 1,920 × 1,080 pixels.
+    """A figure of 1,920 × 1,080 pixels, of matplotlib's own kind: apart from pyplot's state.
 
-    Args:
-      report: what to show.
-      seconds: a prediction for one collective; None: as `report.terms` have it, and wire bytes
-        where there are none.
-
-    Returns:
-      The figure. It is matplotlib's own kind, apart from pyplot's state, and needs no screen.
+    `seconds` predicts one collective; None: as `report.terms` do, or in wire bytes without them.
     """
     title = f"{report.name} on {report.where or counted(report.devices, 'device')}"
     figure = page(title, _subtitle(report))

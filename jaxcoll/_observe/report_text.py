@@ -12,7 +12,7 @@ from jaxcoll._observe import compare
 from jaxcoll._observe.compiler_changes import changes
 from jaxcoll._observe.parse.collective import Collective, Meanwhile
 from jaxcoll._observe.report_data import ReportData
-from jaxcoll._show.table import Table, lines_html
+from jaxcoll._show.table import Table, folding_html, lines_html
 from jaxcoll._show.units import WIDTH, counted, fold, scaled, shortened, size, some
 
 MOST = 40
@@ -36,9 +36,13 @@ def html(report: ReportData) -> str:
     """The same as HTML, in the colours of the page that it stands in."""
     lines = [compare.summary(report), memory(report)]
     beneath = "".join(f"<p>{_html.escape(line)}</p>" for line in lines if line)
-    table = _table(report).html() if report.count else ""
-    rest = lines_html([*_dropped(report), *_notes(report)], "white-space:pre")
-    return f"<div><p><b>{_html.escape(headline(report))}</b></p>{beneath}{table}{rest}</div>"
+    parts = []
+    if report.count:
+        compiled = counted(report.count, "compiled collective")
+        parts.append(folding_html(compiled, _table(report).html()))
+    if rest := [*_dropped(report), *_notes(report)]:
+        parts.append(folding_html("notes", lines_html(rest, "white-space:pre-wrap")))
+    return f"<div><p><b>{_html.escape(headline(report))}</b></p>{beneath}{''.join(parts)}</div>"
 
 
 def _table(report: ReportData) -> Table:
@@ -48,7 +52,7 @@ def _table(report: ReportData) -> Table:
         COLUMNS,
         "><><>>><<",
         [row(report, each) for each in alike[:MOST]],
-        [shortened(carried(report, each[0]), 2 * WIDTH) for each in alike[:MOST]],
+        [shortened(beneath(report, each), 2 * WIDTH) for each in alike[:MOST]],
         f"… and {rest} more, in `report.collectives`" if rest else "",
     )
 
@@ -128,6 +132,14 @@ def carried(report: ReportData, k: int) -> str:
     lines = report.sources_of(k)
     where = ", ".join(some([_short(line) for line in lines], 2))
     return "  ".join(part for part in (where, packs, loop) if part)
+
+
+def beneath(report: ReportData, alike: Sequence[int]) -> str:
+    """What stands below a row: what it carries, and the kernels around it."""
+    found = [kernels for k in alike if (kernels := report.collectives[k].kernels)]
+    count, nbytes = sum(x.count for x in found), sum(x.nbytes for x in found)
+    around = f"{counted(count, 'kernel')} around, {size(nbytes)} of memory" if count else ""
+    return "  ".join(filter(None, (carried(report, alike[0]), around)))
 
 
 def packs_in_words(packs: Sequence[str]) -> str:

@@ -63,9 +63,6 @@ def timeline(report: ReportData) -> Timeline:
       report: whose `terms` are known, with rates if it multiplies matrices. Each loop is played as
         often as it turns, at most 200 times; one that does not say so once.
 
-    Returns:
-      The timeline.
-
     Raises:
       ValueError: the terms are not known.
     """
@@ -107,6 +104,7 @@ def _played(report: ReportData) -> Iterator[tuple[Matmul | str, int]]:
             marks.append((c.at, 0, "start", k))
             until = max(c.until, c.at) if c.is_async else c.at
             marks.append((until, 2, "end", k))
+    # In one place a start comes before a product, and an end after it.
     marks.sort(key=lambda mark: mark[:2])
     places = [mark[0] for mark in marks]
 

@@ -21,17 +21,7 @@ TOP, BOTTOM = 0.95, 0.75
 
 
 def draw(reports: Mapping[str, ReportData]) -> Figure:
-    """A figure with a panel for each report, over one axis of time.
-
-    Args:
-      reports: by the name that stands above the panel.
-
-    Returns:
-      The figure. It is matplotlib's own kind, apart from pyplot's state, and needs no screen.
-
-    Raises:
-      ValueError: as in `timeline`.
-    """
+    """A figure with a panel for each report, under its name, over one axis of time."""
     played = {name: timeline(report) for name, report in reports.items()}
     high = TOP + BOTTOM + HIGH * len(played)
     figure = page(high=high)

@@ -13,11 +13,7 @@ _LANES = ("multiplies", "waits", "carries")
 
 
 def trace(report: ReportData) -> dict[str, Any]:
-    """One lane of matrix products, one of waiting, one of collectives, named by their packs.
-
-    Raises:
-      ValueError: as in `timeline`.
-    """
+    """One lane of matrix products, one of waiting, one of collectives, named by their packs."""
     played = timeline(report)
     events = [_event("matrix product", 0, start, end) for start, end in played.products]
     for sent in played.sent:

@@ -143,12 +143,7 @@ def owns_shards(algorithm: str) -> bool:
 
 
 def check_fits(algorithm: str, shards: int, world: World) -> None:
-    """Refuse what cannot be done over the axes of `world`.
-
-    Raises:
-      ValueError: the name has more parts than there are axes, or there are more shards than
-        replicas that could own them.
-    """
+    """Refuse more parts of a name than `world` has axes, or more shards than replicas own them."""
     names, axes = algorithm.split("/"), len(world.sizes)
     if len(names) > axes:
         raise ValueError(
@@ -184,11 +179,7 @@ def in_tree_order(stages: Sequence[Stage]) -> bool:
 
 
 def check_in_tree_order(algorithm: str, shards: int, world: World) -> None:
-    """Refuse an algorithm whose sums depend on where an element stands.
-
-    Raises:
-      ValueError: it is such an algorithm over the axes of `world`; the message lists others.
-    """
+    """Refuse an algorithm whose sums depend on where an element stands, and list others."""
     if in_tree_order(stages(algorithm, shards, world.sizes)):
         return
     n = world.replicas
@@ -212,19 +203,16 @@ def steps(stages: Sequence[Stage]) -> int:
       >>> [steps(stages(name, 0, (6,))) for name in DESCRIPTIONS]
       [1, 10, 6, 2]
     """
-    total = 0
-    for stage in stages:
-        n = stage.replicas
-        match stage.algorithm:
-            case "native":
-                total += 1 if stage is stages[-1] else 2
-            case "halving_doubling":
-                total += 2 * (n - 1).bit_length()
-            case "shuffle":
-                total += 2 if stage.shards == n else 2 * (n - 1)
-            case "ring":
-                total += 2 * (n - 1)
-    return total
+    return sum(_STEPS[stage.algorithm](stage, stage is stages[-1]) for stage in stages)
+
+
+_STEPS: dict[str, Callable[[Stage, bool], int]] = {
+    "native": lambda stage, is_last: 1 if is_last else 2,
+    "ring": lambda stage, is_last: 2 * (stage.replicas - 1),
+    "halving_doubling": lambda stage, is_last: 2 * (stage.replicas - 1).bit_length(),
+    "shuffle": lambda s, is_last: 2 if s.shards == s.replicas else 2 * (s.replicas - 1),
+}
+"""Of one stage of a composition; the last one all-reduces."""
 
 
 def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:

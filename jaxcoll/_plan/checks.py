@@ -21,19 +21,28 @@ def is_number(value: Any) -> bool:
 
 
 def count(argument: str, meaning: str, value: Any) -> int:
-    """`value` as an `int`, if it is a non-negative integer.
-
-    Args:
-      argument: its name, for the message.
-      meaning: what stands behind "non-negative integer" there.
-      value: what was passed.
-
-    Raises:
-      ValueError: it is something else.
-    """
+    """`value` as an `int`, if it is a non-negative integer, with this `meaning` in the message."""
     if is_integer(value) and value >= 0:
         return int(value)
     raise ValueError(f"`{argument}` must be a non-negative integer{meaning}; got {shown(value)}.")
+
+
+def positive(caller: str, argument: str, value: Any) -> int:
+    """`value` as an `int`, if it is an integer above 0; `caller` expects it."""
+    if is_integer(value) and value > 0:
+        return int(value)
+    raise ValueError(
+        f"`{caller}` expects `{argument}` to be an integer above 0; got {shown(value)}."
+    )
+
+
+def seconds(caller: str, argument: str, value: Any) -> float:
+    """`value` as a `float`, if it is a finite number above 0; `caller` expects it."""
+    if is_number(value) and value > 0:
+        return float(value)
+    raise ValueError(
+        f"`{caller}` expects `{argument}` to be a number of seconds above 0; got {shown(value)}."
+    )
 
 
 def shown(value: Any) -> str:

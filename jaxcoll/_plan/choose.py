@@ -48,9 +48,6 @@ def choose(
       world: where it runs.
       packing: a rule that was asked for by other means (`num_packs`), which then stands.
 
-    Returns:
-      The choice.
-
     Raises:
       ValueError: the algorithm, or the number of shards, does not fit the axes of this world, or
         what was asked to be reproducible.
@@ -88,11 +85,7 @@ def choose(
 
 
 def _check_carries_codes(asked: str, options: CommunicationOptions) -> None:
-    """Refuse what codes cannot be summed by, or what cannot hold of them.
-
-    Raises:
-      ValueError: it names the option beside `compression`.
-    """
+    """Refuse what codes cannot be summed by, or what cannot hold of them."""
     format, outermost = str(options.compression), asked.split("/")[-1]
     asked_for = options.algorithm or options.implementation is CommunicationImplementation.RING
     if asked_for and outermost not in ("native", "shuffle"):

@@ -29,7 +29,7 @@ from jaxcoll._plan.packs.packing import Pack, Segment
 from jaxcoll._plan.packs.shard_layout import LANES, padded
 from jaxcoll._plan.world import World
 from jaxcoll._show import codec
-from jaxcoll._show.table import Table, lines_html
+from jaxcoll._show.table import Table, folding_html, lines_html
 from jaxcoll._show.units import counted, fold
 
 COLUMNS = ("pack", "dtype", "algorithm", "leaves", "bytes", "carries")
@@ -105,9 +105,7 @@ class Plan:
             return ()
         prices = Prices(self.terms, self.world.sizes)
         found = priced(self.leaves, RULES, algorithms_for(self.world), prices)
-        ways = [
-            Alternative(in_words(rule), len(packs), cost.seconds) for rule, packs, cost in found
-        ]
+        ways = [Alternative(in_words(way.rule), len(way.packs), way.cost.seconds) for way in found]
         return tuple(sorted(ways, key=lambda way: way.seconds))
 
     @property
@@ -317,10 +315,11 @@ class Plan:
         rows = self.rows()
         left = len(rows) - MOST_ROWS_HTML
         more = f"… and {left:,} more" if left > 0 else ""
-        table = Table(COLUMNS, "><<>><", rows[:MOST_ROWS_HTML], more=more).html() if rows else ""
+        table = Table(COLUMNS, "><<>><", rows[:MOST_ROWS_HTML], more=more)
+        folding = folding_html("arrays", table.html()) if rows else ""
         return (
             f"<div><p><b>{html.escape(self.headline)}</b></p>{lines_html(self.reasons)}"
-            f"{lines_html([self.prediction], 'opacity:.65')}{table}</div>"
+            f"{lines_html([self.prediction], 'opacity:.65')}{folding}</div>"
         )
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

@@ -16,6 +16,7 @@ from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs import overlap
 from jaxcoll._plan.packs.automatic import (
+    FEW,
     PACKED,
     Way,
     algorithms_for,
@@ -27,6 +28,7 @@ from jaxcoll._plan.packs.automatic import (
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import Pack, PackingRule, cut
 from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.power_sgd import PowerSGD
 from jaxcoll._plan.wire_formats import named
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
@@ -83,7 +85,7 @@ def make_plan(
     if options.compression == "auto":
         leaves = _coded_if_faster(leaves, rules, names, prices)
     found = list(priced(leaves, rules, names, prices))
-    rule, packs, cost = fastest(found, leaves)
+    rule, packs, cost, _ = fastest(found, leaves)
     # After pricing: the number of parts was asked for, and is not searched.
     packs = cut(packs, choice.parts)
     if options.reproducible:
@@ -147,6 +149,29 @@ def make_plan(
     )
 
 
+def in_factors(leaves: Sequence[Leaf], format: PowerSGD) -> tuple[list[Leaf], int]:
+    """Leaves as they travel: left factors in place of matrices, and right ones behind; how many.
+
+    Right factors share no pack with others: they are computed of the left ones' sums.
+    """
+    f32 = np.dtype(np.float32)
+    first, second = [], []
+    for leaf in leaves:
+        matrix = format.matrix(leaf.shape, leaf.dtype) if leaf.travels else None
+        if matrix is None:
+            first.append(leaf)
+            continue
+        left, right = (
+            dataclasses.replace(
+                leaf, path=f"{leaf.path}.{side}", shape=(size, format.rank), dtype=f32, wire=f32
+            )
+            for side, size in zip(("left", "right"), matrix, strict=True)
+        )
+        first.append(left)
+        second.append(dataclasses.replace(right, kind="right"))
+    return [*first, *second], len(second)
+
+
 def stages_of_checksum(plan: Plan, pack: Pack, size: int, dtype: np.dtype) -> tuple[Stage, ...]:
     """What sums few numbers where `pack` is summed: the automatic choice, whatever sums packs.
 
@@ -165,7 +190,7 @@ def _why(
     world: World,
 ) -> str:
     """Why an automatic packing is the one it is."""
-    if not world.over_gloo and rule == PACKED:
+    if not world.over_gloo and rule in (FEW, PACKED):
         return f"packs: {in_words(rule)}, because no compiler combines exchanges of codes"
     if not world.over_gloo:
         return (

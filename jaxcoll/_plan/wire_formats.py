@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from jaxcoll._plan.checks import is_integer, shown
+from jaxcoll._plan.power_sgd import PowerSGD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,13 +146,15 @@ def of(text: str) -> WireFormat:
     return _FORMATS[name](int(block)) if block else _FORMATS[name]()
 
 
-def checked(value: Any) -> WireFormat | Literal["auto"] | None:
+def checked(value: Any) -> WireFormat | PowerSGD | Literal["auto"] | None:
     """The option `compression` as a format, "auto", or None for exact sums.
 
     Raises:
       ValueError: it names no format.
     """
-    if value is None or (isinstance(value, WireFormat) and value.name):
+    if value is None or isinstance(value, PowerSGD):
+        return value
+    if isinstance(value, WireFormat) and value.name:
         return value
     if isinstance(value, str) and value.lower() in _FORMATS:
         return _FORMATS[value.lower()]()
@@ -159,11 +162,11 @@ def checked(value: Any) -> WireFormat | Literal["auto"] | None:
         return "auto"
     raise ValueError(
         f"`compression` must be None, 'auto', one of {', '.join(map(repr, _FORMATS))}, or a value "
-        f"such as jc.Int8(block=128); got {shown(value)}."
+        f"such as jc.Int8(block=128) or jc.PowerSGD(rank=4); got {shown(value)}."
     )
 
 
-def named(compression: Any) -> WireFormat | None:
+def named(compression: Any) -> WireFormat | PowerSGD | None:
     """The format that was asked for; None where none was, or the choice is left to jaxcoll."""
     return None if compression == "auto" else compression
 
@@ -184,8 +187,8 @@ def check_any_coded(compression: Any, dtypes: list[Any]) -> None:
         )
 
 
-def codes(format: WireFormat | None, shape: tuple[int, ...], dtype: np.dtype) -> bool:
+def codes(format: WireFormat | PowerSGD | None, shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Whether a leaf is coded: an array of a type that the format codes, which fills a block."""
-    if format is None or dtype.name not in format.dtypes or not shape:
+    if not isinstance(format, WireFormat) or dtype.name not in format.dtypes or not shape:
         return False
     return int(np.prod(shape)) >= format.least

@@ -8,6 +8,23 @@ from html import escape
 
 from jaxcoll._show.units import shortened
 
+# The table's own script: right-aligned columns hold numbers with decimal prefixes, a second click
+# turns the order round. Where a page allows no script, the table stays as it is.
+_SORT = """
+const head = event.target.closest("th"), table = this.parentNode, column = head.cellIndex;
+const turned = table.dataset.by == column ? -1 : 1;
+table.dataset.by = turned > 0 ? column : "";
+const text = body => body.rows[0].cells[column].textContent;
+const number = body => {
+  const [, digits, prefix] = text(body).match(/^([0-9.,]+) ?([kMGTPE]?)/) ?? [, "-1", ""];
+  return digits.replaceAll(",", "") * 1000 ** (1 + "kMGTPE".indexOf(prefix || "none"));
+};
+const order = head.style.textAlign == "right"
+  ? (a, b) => number(a) - number(b)
+  : (a, b) => text(a).localeCompare(text(b), "en", {numeric: true});
+this.after(...[...table.tBodies].sort((a, b) => turned * order(a, b)));
+""".replace("\n", " ").strip()
+
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -51,17 +68,18 @@ class Table:
         return "\n".join([*lines, self.more] if self.more else lines)
 
     def html(self) -> str:
-        """The table as HTML, in the colours of the page that it stands in."""
+        """The table as HTML, in the colours of the page that it stands in.
+
+        A click on a column's name sorts by it; a row and the line beneath it are one `tbody`.
+        """
         body = []
         for cells, beneath in zip(self.rows, self._below, strict=True):
-            body.append(self._row("td", cells))
-            if beneath:
-                style = "text-align:left;opacity:.65"
-                body.append(f"<tr><td></td>{_spanning(len(self.align) - 1, beneath, style)}</tr>")
-        if self.more:
-            body.append(f"<tr>{_spanning(len(self.align), self.more)}</tr>")
-        head = self._row("th", self.columns)
-        return f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
+            spanned = _spanning(len(self.align) - 1, beneath, "text-align:left;opacity:.65")
+            below = f"<tr><td></td>{spanned}</tr>" if beneath else ""
+            body.append(f"<tbody>{self._row('td', cells)}{below}</tbody>")
+        foot = f"<tfoot><tr>{_spanning(len(self.align), self.more)}</tr></tfoot>" * bool(self.more)
+        head = f"<thead style='cursor:pointer' title='sort' onclick='{_SORT}'>"
+        return f"<table>{head}{self._row('th', self.columns)}</thead>{''.join(body)}{foot}</table>"
 
     @property
     def _below(self) -> Sequence[str]:
@@ -82,6 +100,11 @@ class Table:
 def _spanning(columns: int, cell: str, style: str = "") -> str:
     styled = f" style='{style}'" if style else ""
     return f"<td colspan='{columns}'{styled}>{escape(cell)}</td>"
+
+
+def folding_html(title: str, inside: str) -> str:
+    """Markup under a title that a click folds away."""
+    return f"<details open><summary>{escape(title)}</summary>{inside}</details>"
 
 
 def lines_html(lines: Iterable[str], style: str = "") -> str:

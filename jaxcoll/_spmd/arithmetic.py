@@ -56,11 +56,6 @@ def quotient(total: jax.Array, by: jax.Array | int, times: int = 0) -> jax.Array
     """`total / by` in the type of `total`, computed in float32 or wider.
 
     Neither does a count have to fit into float16, nor is it rounded to eight bits for bfloat16.
-
-    Args:
-      total: an array of floats.
-      by: a scalar of any real type.
-      times: what `halved` was given before the total was summed.
     """
     exact = total.astype(wide(total.dtype))
     if total.dtype == np.float16:

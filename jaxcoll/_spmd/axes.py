@@ -13,16 +13,7 @@ from jaxcoll import _compat
 
 
 def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:
-    """The named axes and their sizes, outer first.
-
-    Args:
-      axis_name: one name, or a non-empty tuple of different ones.
-      caller: the function to name in a message.
-
-    Raises:
-      ValueError: `axis_name` is neither, or names an axis that JAX cannot reach here.
-      NameError: no enclosing `shard_map`, `pmap` or `vmap` binds a name.
-    """
+    """The named axes and their sizes, outer first; all of them must be mapped here."""
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if any(isinstance(name, Tracer) for name in names):
         raise ValueError(

@@ -19,12 +19,6 @@ def clipped(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: Scope
     Law: as `optax.clip_by_global_norm` of the whole tree, to rounding; squares are summed, and
     shards scaled, in float32, or wider where a leaf is: the norm need not fit into float16.
 
-    Args:
-      shards: this replica's, or a tree of them; the zeros behind them add nothing.
-      axes: that they are split over.
-      max_norm: a positive number.
-      scope: options and world of the sum over replicas.
-
     Returns:
       Shards, *varying*. Cost: one all-reduce of a number.
     """

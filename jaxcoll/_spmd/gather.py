@@ -48,16 +48,7 @@ def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope
 
 
 def dimension(axis: Any, shape: Sequence[int], who: str) -> int:
-    """`axis` counted from the front, if an array of `shape` has it.
-
-    Args:
-      axis: an integer; negative ones count from the last dimension.
-      shape: of the array.
-      who: what is named in a message: the call and the leaf.
-
-    Raises:
-      ValueError: it is not an integer, or there is no such dimension.
-    """
+    """`axis` counted from the front, which an array of `shape` must have; `who` is named if not."""
     try:
         index = operator.index(axis)
     except TypeError:

@@ -114,11 +114,7 @@ def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
 
 
 def taken_apart(tree: Any, caller: str) -> tuple[dict[str, Part], Any]:
-    """What of a tree's metrics travels, by path, and the tree with a place for each.
-
-    Raises:
-      ValueError: total and weight of a metric differ in shape, or one holds no numbers.
-    """
+    """What of a tree's metrics travels, by path, and the tree with a place for each."""
     parts: dict[str, Part] = {}
 
     def leave(path: Any, leaf: Any) -> Any:
@@ -142,11 +138,7 @@ def put_together(tree: Any, numbers: Mapping[str, Any]) -> Any:
 
 
 def varied(parts: dict[str, Part], axes: dict[str, int], caller: str) -> dict[str, Part]:
-    """The parts typed as varying over the axes, which is what each replica's own numbers are.
-
-    Raises:
-      AlreadyReducedError: a total that the program computed is the same everywhere.
-    """
+    """The parts typed as varying over the axes, which is what each replica's own numbers are."""
     for path, part in parts.items():
         varying = _compat.varying_axes(part.total)
         missing = {a: n for a, n in axes.items() if a not in varying and _compat.tracks_variance(a)}

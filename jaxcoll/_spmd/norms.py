@@ -84,11 +84,7 @@ def _with_axes(
 
 
 def _check_axes_of_shards(tree: Any, axes: dict[str, int], caller: str) -> None:
-    """Refuse Shards of which only this replica's part would count.
-
-    Raises:
-      ValueError: an axis of theirs is mapped here, and is not among `axes`.
-    """
+    """Refuse Shards of which only this replica's part would count."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_shards):
         if is_shards(x) and x.parts and set(x.axes) & set(_compat.axes_in_scope()) - set(axes):
             leaf, named = where(jax.tree_util.keystr(path)), ", ".join(map(repr, x.axes))

@@ -23,14 +23,6 @@ def pack(
     A pack of one whole leaf is that leaf, in its own shape and without a copy; any other is
     flat. Law: `unpack(pack(arrays, packs, leaves), packs, leaves)` is `arrays`, to the bit (but for
     the sign and payload of a bfloat16 or 8-bit NaN, which XLA's CPU compiler does not keep).
-
-    Args:
-      arrays: the leaves' values.
-      packs: the plan.
-      leaves: what the packs are made of.
-
-    Returns:
-      The packs' arrays, in the plan's order.
     """
     flat: dict[int, jax.Array] = {}
 

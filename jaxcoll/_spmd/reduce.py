@@ -28,6 +28,7 @@ from jaxcoll._plan.packs.leaves import (
 from jaxcoll._plan.packs.packing import Pack, PackingRule
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import make_plan, stages_of_checksum
+from jaxcoll._plan.power_sgd import PowerSGD
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.table import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
@@ -50,6 +51,12 @@ gradient with `jc.value_and_grad` or `jc.grad`, which keep it per replica; or sa
 is: `invariant="summed"` if it is the sum over the replicas (SUM leaves it, MEAN divides it by \
 {n}), `invariant="replicated"` if every replica holds this value (SUM multiplies it by {n}, MEAN \
 leaves it)."""
+
+_NO_FEEDBACK = """\
+`compression` {format!r} loses most of a gradient but for its residual, and {leaf} is reduced \
+without one{where}. Give `jc.all_reduce` a `residual`, or `jc.value_and_grad`, `jc.grad`, \
+`jc.accumulate` or `jc.all_reduce_updates` feedback=True, with \
+`jc.residual(params, options=options)`."""
 
 
 def all_reduce(
@@ -111,6 +118,7 @@ def all_reduce(
         for path, x in zip(paths, taken, strict=True)
     ]
     arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
+    _check_feedback(scope, paths, taken, exact, in_backward)
     wires = [
         (wire_dtype(np.dtype(array.dtype), reduce_op, world), "")
         if path in exact or isinstance(whole, IndexedSlices) or _compat.is_partially_sharded(array)
@@ -151,6 +159,25 @@ def all_reduce(
     return result, left(residual, plan, sums, results, lost)
 
 
+def _check_feedback(
+    scope: Scope,
+    paths: Sequence[str],
+    taken: Sequence[jax.Array | IndexedSlices],
+    exact: frozenset[str],
+    in_backward: bool,
+) -> None:
+    """Refuse a matrix under PowerSGD, which comes here only where no residual is given."""
+    format = scope.options.compression
+    if not isinstance(format, PowerSGD):
+        return
+    for path, leaf in zip(paths, taken, strict=True):
+        if path in exact or isinstance(leaf, IndexedSlices):
+            continue
+        if format.matrix(leaf.shape, np.dtype(leaf.dtype)):
+            by = " by `jc.sync_in_backward`, which can keep none" if in_backward else ""
+            raise ValueError(_NO_FEEDBACK.format(format=str(format), leaf=where(path), where=by))
+
+
 def _leaf(
     path: str,
     whole: jax.Array | IndexedSlices,
@@ -180,13 +207,7 @@ def check_any_coded(value: Any, given: CommunicationOptions) -> None:
 
 
 def reduced_once(value: Any, axis_name: Any, *, scope: Scope) -> Any:
-    """`value`, marked for those who look for reductions of what is the same on every replica.
-
-    Args:
-      value: a pytree of arrays, numbers and IndexedSlices.
-      axis_name: of the reduction, not yet checked.
-      scope: who looks.
-    """
+    """`value`, marked for those who look for reductions of what is the same on every replica."""
     if not scope.once:
         return value
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)

@@ -56,11 +56,7 @@ class Scope:
     watched: frozenset[str] = frozenset()
 
     def merged(self, options: CommunicationOptions | None) -> Scope:
-        """This scope with a call's own options over its defaults.
-
-        Raises:
-          ValueError: they have a deadline, and nobody keeps one here.
-        """
+        """This scope with a call's own options over its defaults."""
         seconds = options.timeout_seconds if options else None
         if seconds and self.deadline is None:
             raise ValueError(
@@ -93,13 +89,7 @@ class Scope:
         return jax.tree.map(marked, result) if axes or self.watched else result
 
     def reduced_once(self, value: Any, axes: Iterable[str], name: str = "") -> Any:
-        """What is going to be reduced over `axes`, marked where somebody will look for it.
-
-        Args:
-          value: a pytree of arrays.
-          axes: of the reduction.
-          name: of the tree, before the paths of its leaves.
-        """
+        """What is going to be reduced over `axes`, marked where somebody will look for it."""
 
         def marked(path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, jax.Array):

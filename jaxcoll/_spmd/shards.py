@@ -89,11 +89,7 @@ def axes_of_shards(tree: Any) -> list[tuple[str, ...]]:
 
 
 def check_no_shards(value: Any, axis_name: str | tuple[str, ...], caller: str) -> None:
-    """Refuse to reduce parts of `Shards`, which are of different elements on every replica.
-
-    Raises:
-      AlreadyReducedError: a tree holds Shards along an axis of the reduction.
-    """
+    """Refuse to reduce parts of `Shards`, which are of different elements on every replica."""
     for path, x in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_shards):
         if not is_shards(x) or not jax.tree.leaves(x):
             continue
@@ -179,14 +175,7 @@ def own_part(
 def all_parts(
     value: Any, layout: ShardLayout, axes: tuple[str, ...], stack: tuple[int, ...] = ()
 ) -> Shards:
-    """All replicas' parts together of a whole tree, in a program that maps no axis.
-
-    Args:
-      value: a pytree of arrays, those of the layout.
-      layout: where the elements go.
-      axes: the axes that the parts are meant to be split over, outer first.
-      stack: (number of layers,) if every leaf has the layers first, and the layout is one layer's.
-    """
+    """All replicas' parts together of a whole tree, in a program that maps no axis."""
 
     def rows(*arrays: jax.Array) -> list[jax.Array]:
         packed = pack(arrays, layout.packs, layout.leaves)
@@ -199,11 +188,7 @@ def all_parts(
 def check_fits(
     layout: ShardLayout, treedef: Any, found: Sequence[Leaf], replicas: int, caller: str
 ) -> None:
-    """Refuse a tree, or a number of replicas, that `layout` was not made for.
-
-    Raises:
-      ValueError: it names the first difference.
-    """
+    """Refuse a tree, or a number of replicas, that `layout` was not made for."""
     if layout.replicas != replicas:
         raise ValueError(
             f"`{caller}`: these shards are one of {layout.replicas} each, and here are {replicas} "

@@ -36,10 +36,6 @@ def alike(slices: IndexedSlices) -> IndexedSlices:
 def gathered(slices: IndexedSlices, recipe: Recipe) -> IndexedSlices:
     """The rows of every replica one after another: the sum, or the mean, of what they stand for.
 
-    Args:
-      slices: this replica's; values and indices *varying* alike over `recipe.over`.
-      recipe: the axes, and what makes a mean of the values.
-
     Returns:
       All replicas' rows in replica order, duplicates kept, *invariant*. Cost: two all-gathers,
       for which a device sends its rows and indices to n-1 others.

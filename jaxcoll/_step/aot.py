@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxcoll._cluster.launch.subprocesses import surely_ended
 from jaxcoll._compat import compiler
 from jaxcoll._compat.compiler_process import has_compiler
 from jaxcoll._errors import DeadlineExceededError
@@ -37,27 +35,6 @@ _MESH = re.compile(r"sdy\.mesh @\w+ = <\[(.*?)\]")
 _FORCED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClusterTexts(Texts):
-    """One program as it was requested, and as the compiler for a topology left it.
-
-    Attributes:
-      topology: what it was compiled for.
-      device_kind: as the compiler calls its devices.
-      hosts: processes, as the compiler counts them.
-      order: how replicas were laid on devices: as `jax.make_mesh` would, or as JAX lists them.
-      seconds: what the compiler took.
-      versions: of the wheels that took part.
-    """
-
-    topology: Topology
-    device_kind: str
-    hosts: int
-    order: str
-    seconds: float
-    versions: Mapping[str, str]
-
-
 def compile_for(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
@@ -67,22 +44,12 @@ def compile_for(
     mesh: Mesh | AbstractMesh | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     timeout_seconds: float | None = 600,
-) -> ClusterTexts:
+) -> Texts:
     """Compile a call of `fun` for a cluster that is not here.
 
     Law: the program is traced and lowered here, where its Python is; what another process is
     given is its text, and what comes back is the text that JAX would get from that compiler
     on that cluster. This process loads no other backend and keeps its own as it is.
-
-    Args:
-      fun: what `traced_over` takes: a `jc.data_parallel` step, a function that takes a `mesh`, or
-        any function, jitted or not.
-      args: arrays or `jax.ShapeDtypeStruct`s; nothing of them but their types is used.
-      kwargs: likewise.
-      topology: as in `topology_named`.
-      mesh: names and sizes of its axes, where `fun` does not say them.
-      compiler_options: as in `jax.jit`, over those that `fun` was jitted with.
-      timeout_seconds: for the other process; None and 0: no limit.
 
     Returns:
       The program's texts, and the plans of its reductions. Cost: about 3 s and the compiler's
@@ -115,13 +82,11 @@ def compile_for(
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request))
         (folder / "program.mlir").write_text(requested)
-        found = _ask(folder, python, where, timeout_seconds)
+        memory = _ask(folder, python, where, timeout_seconds)
         compiled = (folder / "compiled.txt").read_text()
     terms = preset(topology_world(where))
     repeated = repeated_reductions(traced.jaxpr)
-    return ClusterTexts(
-        compiled, requested, tuple(plans), str(where), terms, repeated, topology=where, **found
-    )
+    return Texts(compiled, requested, tuple(plans), str(where), terms, repeated, memory)
 
 
 def _mesh_sizes(requested: str, size: int) -> list[int]:
@@ -133,10 +98,9 @@ def _mesh_sizes(requested: str, size: int) -> list[int]:
     return [size]
 
 
-def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -> dict[str, Any]:
-    """Let another process answer, whatever becomes of it."""
+def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -> dict[str, int]:
+    """Let another process compile, whatever becomes of it: the memory that the program takes."""
     environment = {
-        **os.environ,
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",  # or it asks the network where it is
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # or two at a time refuse each other
@@ -146,9 +110,10 @@ def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -
     if python == sys.executable:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [python, "-m", "jaxcoll._compat.compiler_process", str(folder)]
-    with (folder / "log").open("wb") as log, _started(command, environment, log) as process:
+    with (folder / "log").open("wb") as log, surely_ended() as running:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         try:
-            status = process.wait(timeout or None)
+            status = running.start(command, environment, **streams).wait(timeout or None)
         except subprocess.TimeoutExpired:
             raise DeadlineExceededError(
                 f"Compiling for {topology} did not finish within {timeout:g} s; it was ended. "
@@ -167,26 +132,7 @@ def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -
         raise jax.errors.JaxRuntimeError(
             f"Compiling for {topology}: {found['error']}: {found['message']}"
         )
-    return found
-
-
-@contextlib.contextmanager
-def _started(
-    command: list[str], environment: dict[str, str], log: Any
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, all of which is ended on the way out."""
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if process.stdin:
-            process.stdin.close()
+    return found["memory"]
 
 
 def _how_to_install(topology: Topology, python: str) -> str:

@@ -52,11 +52,7 @@ class Call(NamedTuple):
 
 
 def positions(argument: str, value: Any, *, names: bool = False) -> tuple[Slot, ...]:
-    """The positions, or names, that `batch_argnums` or `donate_argnums` gives.
-
-    Raises:
-      ValueError: one is neither.
-    """
+    """The positions, or names, that `batch_argnums` or `donate_argnums` gives."""
     several = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     kinds = (int, str) if names else (int,)
     if not all(isinstance(p, kinds) and not isinstance(p, bool) for p in several):
@@ -66,13 +62,7 @@ def positions(argument: str, value: Any, *, names: bool = False) -> tuple[Slot, 
 
 
 class Signature:
-    """What of a call is the batch.
-
-    Args:
-      step: the function.
-      batch: positions and names; None: the last positional argument, where nothing else could be
-        meant.
-    """
+    """What of a call is the batch: what `batch` names, or the last positional argument."""
 
     def __init__(self, step: Callable[..., Any], batch: tuple[Slot, ...] | None) -> None:
         self._step = step
@@ -93,12 +83,7 @@ class Signature:
         return tuple(p.name for p in parameters if p.kind in _POSITIONAL)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The arguments in their places.
-
-        Raises:
-          TypeError: they do not fit the step's signature.
-          ValueError: one that is to be split is not there, or it is not clear which.
-        """
+        """The arguments in their places."""
         usual = None if kwargs else self._usual.get(len(args))
         if usual is not None:
             return Call(args, kwargs, usual)
@@ -134,11 +119,7 @@ class Signature:
         raise ValueError(missing_argument(place, args, kwargs))
 
     def _check_clear(self, chosen: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a call without `batch_argnums` in which another argument looks like the batch.
-
-        Raises:
-          ValueError: one does.
-        """
+        """Refuse a call without `batch_argnums` in which another argument looks like the batch."""
         others: list[Slot] = [k for k in (*range(len(args)), *kwargs) if k != chosen]
         rows = _rows(_at(chosen, args, kwargs))
         for other in others:
@@ -178,11 +159,6 @@ def bound_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
 
     An instance that is a pytree of arrays is the step's first argument, replicated, as with
     `jax.jit`. Any other is a constant of the program.
-
-    Args:
-      step: what the class has.
-      instance: of the class, or a class.
-      bind: makes the step of an instance that is a constant; called once for each.
     """
     if not jax.tree_util.all_leaves([instance]):
         return functools.partial(step, instance)

@@ -55,9 +55,6 @@ def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], calle
       kwargs: likewise.
       caller: who is named in a message.
 
-    Returns:
-      The texts.
-
     Raises:
       ValueError: it is none of these, or arguments came with what has them already.
     """

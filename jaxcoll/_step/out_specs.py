@@ -15,11 +15,7 @@ VaryingOutputs = Literal["error", "concatenate"]
 
 
 def checked_rule(rule: Any) -> Any:
-    """`varying_outputs` as it was given.
-
-    Raises:
-      ValueError: it, or a leaf of it, is neither of the words.
-    """
+    """`varying_outputs` as it was given."""
     words = get_args(VaryingOutputs)
     odd = [leaf for leaf in jax.tree.leaves(rule) if leaf not in words]
     if odd or not jax.tree.leaves(rule):
@@ -48,9 +44,6 @@ def output_specs(
       axes: those that the batch is split over, outer first: rows count in this order.
       rule: "error" or "concatenate", or a tree of them, of which `results` is an extension.
       shown: what else there is to say of an output that differs.
-
-    Returns:
-      The tree with a spec in place of each array and each `Shards`.
 
     Raises:
       ValueError: an array varies and is refused, or cannot be put together; or the rule has

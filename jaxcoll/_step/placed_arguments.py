@@ -69,12 +69,7 @@ class Arguments:
         self._last: tuple[InPlace | None, tuple[Slot, ...]] = None, ()
 
     def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The call as `asked` and `placed` make it; one like the last is looked at once.
-
-        Raises:
-          ValueError: as `asked`, or an array is deleted.
-          TypeError: as `asked`.
-        """
+        """The call as `asked` and `placed` make it; one like the last is looked at once."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         last, batch = self._last
         is_shared = self._donated and len({id(x) for x in leaves}) < len(leaves)
@@ -87,12 +82,7 @@ class Arguments:
         return call
 
     def asked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The arguments in their places, and the batch among them, checked.
-
-        Raises:
-          ValueError: an argument is not an array, or the batch does not divide.
-          TypeError: the arguments do not fit the step's signature.
-        """
+        """The arguments in their places, and the batch among them, checked."""
         check_concrete(args, kwargs)
         call = self._signature.call(args, kwargs)
         for i in self._donated:
@@ -161,11 +151,7 @@ class Arguments:
 
 
 def _check_apart(shares: dict[tuple[int, ...], Callable[[], str]], replicas: int) -> None:
-    """Refuse leaves of a batch whose shares broadcast against each other, while they do not.
-
-    Raises:
-      ValueError: it names two of them.
-    """
+    """Refuse leaves of a batch whose shares broadcast against each other, while they do not."""
     for (a, one), (b, other) in itertools.combinations(shares.items(), 2):
         whole, others = ((share[0] * replicas, *share[1:]) for share in (a, b))
         if a[0] != b[0] and _broadcast(a, b) and not _broadcast(whole, others):

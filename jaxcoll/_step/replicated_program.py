@@ -92,22 +92,7 @@ class StepProgram:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The step's result, in a program that is being traced.
-
-        Args:
-          record: called with each plan of the meaning that was chosen.
-          lying: a spec for each argument.
-          args: global arrays.
-          kwargs: likewise.
-
-        Raises:
-          ValueError: an output is refused (a `_NotProvenError`), or cannot be right without types;
-            or a gradient in shards is scaled by a number of one replica's part.
-          AlreadyReducedError: what is reduced already would be reduced again.
-          _NotProvenError: see ValueError.
-          TypeError: the step's own, or JAX's of types that do not fit.
-          ConcretizationTypeError: the step decides by the value of an argument.
-        """
+        """The step's result, in a program that is being traced; `record` is given its plans."""
         try:
             run = self._asked(self.checks is not False, lying, args, kwargs)
         except jax.errors.ConcretizationTypeError as error:
@@ -135,12 +120,7 @@ class StepProgram:
         args: Any,
         kwargs: Any,
     ) -> _Run:
-        """The other meaning, once types have refused the step or do not mean what it says.
-
-        Raises:
-          ValueError: nothing shows that an output is the same everywhere.
-          AlreadyReducedError: what is reduced already would be reduced again.
-        """
+        """The other meaning, once types have refused the step or do not mean what it says."""
         try:
             return self._asked(False, lying, args, kwargs, summed, error)
         except AlreadyReducedError:
@@ -215,11 +195,7 @@ class StepProgram:
             return output_specs(results, varying, self.axes, self.rule, shown)
 
     def _summed(self, program: Any) -> tuple[Summed, ...]:
-        """Gradients of local losses that types have summed.
-
-        Raises:
-          AlreadyReducedError: one is reduced once more, and types are to be kept.
-        """
+        """Gradients of local losses that types have summed."""
         found = {axis: summed_gradients(program, axis) for axis in self.axes}
         for axis, each in found.items():
             twice = next((one for one in each if one.again is not None), None)
@@ -263,7 +239,7 @@ class _Run:
       plans: that were recorded.
       summed: gradients that types have summed, of losses that are each replica's own.
       program: its equations.
-      typed: whether types told replicas apart.
+      typed: whether types tell replicas apart.
     """
 
     call: Callable[[Any, Any], Any]

@@ -45,9 +45,6 @@ def traced_over(
       mesh: how its replicas are arranged, as names and sizes; None: as the mesh that `fun` has,
         if that fits or has one axis only.
       record: called with the plan of each reduction, in order.
-
-    Raises:
-      ValueError: the mesh does not fit the topology.
     """
     fun, args, kwargs = called(fun, args, kwargs)
     if isinstance(fun, DataParallel):
@@ -83,11 +80,7 @@ def _meshed(mesh: AbstractMesh | None) -> Iterator[None]:
 
 
 def lowered_over(traced: jax.stages.Traced, topology: Topology) -> str:
-    """The text of the requested program, with source lines.
-
-    Raises:
-      ValueError: it runs on another number of devices than `topology` has.
-    """
+    """The text of the requested program, with source lines."""
     try:
         with no_mesh():
             lowered = traced.lower(lowering_platforms=(topology.lowers_as,))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
 from jaxcoll._mesh.placement import place
-from jaxcoll._plan.checks import is_integer
+from jaxcoll._plan.checks import is_integer, positive
 from jaxcoll._threads import ahead
 from jaxcoll._train.rows import Rows, on_host, order, repeated, rows_of
 
@@ -68,10 +68,7 @@ def batches(
       >>> [weights.tolist() for batch, weights in padded][1]
       [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
-    if not _is_count(batch_size) or not batch_size:
-        raise ValueError(
-            f"`batches` expects `batch_size` to be an integer above 0; got {batch_size!r}."
-        )
+    batch_size = positive("batches", "batch_size", batch_size)
     if seed is not None and not (_is_count(seed) and seed < 1 << 63):
         raise ValueError(
             f"`batches` expects `seed` to be an integer from 0, or None; got {seed!r}."
@@ -102,7 +99,7 @@ class Batches:
         replicas: _Replicas,
         prefetch: int,
     ) -> None:
-        self._rows, self._size = rows, int(batch_size)
+        self._rows, self._size = rows, batch_size
         self._seed = None if seed is None else int(seed)
         self._pads, self._replicas, self._prefetch = uneven == "pad", replicas, prefetch
         self._next = self._seen = (0, 0)

@@ -34,10 +34,6 @@ def check_elementwise(tx: Any) -> None:
 
     Running it shows a dependence on the shapes or the order of leaves. The program shows every
     dependence on several elements: on a norm, or on a NaN elsewhere, however rare or late it is.
-
-    Raises:
-      ValueError: updates or states differ, or depend on several elements, or `tx` does not run on
-        one of the trees; the message says where.
     """
     rng = np.random.default_rng(0)
     # Large enough for moments to be factored, were they to be.
@@ -53,13 +49,7 @@ def check_elementwise(tx: Any) -> None:
 
 
 def check_on_structure(tx: Any, whole: Any, parts: Any) -> None:
-    """`check_elementwise` with the names, ranks and shapes of a user's parameters.
-
-    Args:
-      tx: the optimizer.
-      whole: the parameters, or their shapes.
-      parts: the shapes of one replica's: the same tree in `Shards`, of which there may be several.
-    """
+    """`check_elementwise` with the names, ranks and shapes of a user's parameters."""
     rng = np.random.default_rng(1)
 
     def small(leaf: Any) -> Any:
@@ -175,18 +165,7 @@ def _check_program(
 
 
 def _compare(tx: Any, params: Any, grads: list[Any], compiled: bool, nodes: Any) -> None:
-    """Refuse `tx` where its updates differ at any element that is finite in all steps.
-
-    Args:
-      tx: the optimizer.
-      params: a small tree.
-      grads: of each step.
-      compiled: whether its update is.
-      nodes: the tree's structure down to what is in one `Shards`.
-
-    Raises:
-      ValueError: they differ, or `tx` does not run.
-    """
+    """Refuse `tx` where its updates differ at any element that is finite in all steps."""
     # Whether dtypes may mix is for the program to find out, not for this one.
     with jax.ensure_compile_time_eval(), _by_itself():
         try:

@@ -72,11 +72,7 @@ def joined(tree: Any, part: Any) -> Any:
 
 
 def check_leaf(name: str, leaf: Any, is_parameter: bool) -> None:
-    """Refuse a leaf that no replica can train.
-
-    Raises:
-      ValueError: it is not an array of numbers, or a parameter that has no mean of its type.
-    """
+    """Refuse a leaf that no replica can train."""
     if not is_array(leaf):
         raise ValueError(
             f"`local_updates`: {name} is not an array of numbers; got {type(leaf).__name__}."

@@ -80,6 +80,8 @@ def all_reduce_updates(
         return reduced, state
 
     def init(params: Any) -> Any:
-        return residual(params, axis_name, mesh=mesh) if feedback else optax.EmptyState()
+        if not feedback:
+            return optax.EmptyState()
+        return residual(params, axis_name, mesh=mesh, options=options)
 
     return optax.GradientTransformation(init, update)

@@ -30,14 +30,6 @@ def spreads(
 ) -> list[np.ndarray] | None:
     """How far each element of each output moves when the rows of the batch are in other orders.
 
-    Args:
-      run: the step on one device.
-      args: positional arguments, on the host.
-      kwargs: likewise.
-      batch: positions and names of the arguments whose rows are reordered.
-      one: the outputs with the rows as they are, as `numbers` finds them.
-      numbers: the arrays of a result of `run`.
-
     Returns:
       An array for each of `one`; None without rows. Outputs with one row for each of the batch's
       are put back into its order first, where that brings them nearer.
@@ -105,6 +97,7 @@ def _moved(one: np.ndarray, other: np.ndarray, orders: dict[int, np.ndarray]) ->
     as_it_is = apart(one, other)
     if not one.ndim or one.shape[0] not in orders:
         return as_it_is
+    # An output by rows came out in the new order, any other did not: which it is, no type says.
     back = apart(one, other[np.argsort(orders[one.shape[0]])])
     return min(as_it_is, back, key=np.max) if one.size else as_it_is
 

@@ -77,11 +77,7 @@ def repeated(places: np.ndarray, real: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rows_of(batch: Any, number: int) -> int:
-    """How many rows a loader's batch has.
-
-    Raises:
-      ValueError: it has none, or its arrays do not have equally many.
-    """
+    """How many rows a loader's batch has: at least one, equally many in all of its arrays."""
     found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if len(found) != 1 or found in ({()}, {(0,)}):
         shapes = ", ".join(sorted(str(np.shape(leaf)) for leaf in jax.tree.leaves(batch)))

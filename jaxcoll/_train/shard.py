@@ -110,11 +110,7 @@ def _makes_params(params: Any) -> bool:
 
 
 def _layers(leaves: list[tuple[str, tuple[int, ...]]]) -> tuple[int, ...]:
-    """The number of layers that all leaves have first.
-
-    Raises:
-      ValueError: two leaves have different numbers, or one is a scalar.
-    """
+    """The number of layers that all leaves have first."""
     for path, shape in leaves:
         first, expected = leaves[0][0], leaves[0][1][:1]
         if shape[:1] != expected or not shape:

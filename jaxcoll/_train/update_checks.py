@@ -15,11 +15,7 @@ _CALLER = "sharded_optimizer"
 
 
 def check_like(grads: Shards, layout: ShardLayout | None, replicas: int) -> None:
-    """Refuse shards that are laid out otherwise than the state's.
-
-    Raises:
-      ValueError: it names what is wrong.
-    """
+    """Refuse shards that are laid out otherwise than the state's."""
     if layout is None or grads.layout == layout:
         return
     check_fits(layout, grads.layout.treedef, grads.layout.leaves, replicas, f"{_CALLER}.update")
@@ -31,11 +27,7 @@ def check_like(grads: Shards, layout: ShardLayout | None, replicas: int) -> None
 
 
 def check_all_in_shards(params: Any) -> None:
-    """Refuse a tree with arrays beside `Shards`, of which it would not be known who holds what.
-
-    Raises:
-      ValueError: it names what is wrong.
-    """
+    """Refuse a tree with arrays beside `Shards`, of which it would not be known who holds what."""
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_shards):
         if not is_shards(x):
             raise ValueError(
@@ -46,11 +38,7 @@ def check_all_in_shards(params: Any) -> None:
 
 
 def check_gradients_in_shards(grads: Any, params: Any) -> None:
-    """Refuse gradients that are not in the shards of the parameters.
-
-    Raises:
-      ValueError: it names what is wrong.
-    """
+    """Refuse gradients that are not in the shards of the parameters."""
     check_all_in_shards(params)
     if jax.tree.structure(grads) == jax.tree.structure(params):
         return
@@ -67,11 +55,7 @@ def check_gradients_in_shards(grads: Any, params: Any) -> None:
 
 
 def check_same(extra: dict[str, Any], axes: tuple[str, ...]) -> None:
-    """Refuse arguments that differ between replicas, whose parts would be updated differently.
-
-    Raises:
-      ValueError: it names what is wrong.
-    """
+    """Refuse arguments that differ between replicas, whose parts would be updated differently."""
     for path, x in jax.tree_util.tree_leaves_with_path(extra, is_leaf=is_shards):
         if isinstance(x, jax.Array) and _compat.varying_axes(x) & set(axes):
             raise ValueError(

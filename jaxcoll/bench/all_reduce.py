@@ -103,16 +103,8 @@ def measure(
 ) -> list[Result]:
     """Measure all entries of all teams on one workload; only one team works at a time.
 
-    Args:
-      workload: what is reduced.
-      teams: the first one has the baseline among its entries.
-      reduce_op: "mean" or "sum".
-      rounds: timed rounds, after `WARM` that are not.
-      progress: gets words for what is being done, `steps` times.
-
-    Raises:
-      ValueError: an algorithm cannot run in this world.
-      LaunchError: a rank failed.
+    The first team has the baseline. After `WARM` rounds `rounds` are timed; `progress` gets words
+    for what is being done, `steps` times.
     """
     # Plain values: another library's interpreter may have no JAX.
     leaves = [{"shape": x.shape, "dtype": x.dtype.name} for x in workload.leaves]

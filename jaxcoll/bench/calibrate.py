@@ -54,11 +54,6 @@ def calibrate(
 ) -> Calibrated:
     """Measure the terms of a team's world.
 
-    Args:
-      team: of JAX.
-      progress: gets words for what is being done, at most `STEPS` times.
-      writes: called with the file, before anything is measured; raises where it cannot be written.
-
     Raises:
       ValueError: a single replica, or hosts that are not alike.
       LaunchError: a rank failed.

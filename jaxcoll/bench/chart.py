@@ -23,12 +23,7 @@ HEAD, FOOT, GAP, ROW, CURVES = 1.45, 0.55, 1.15, 0.42, 5.0
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Write the picture of a benchmark as a PNG, 1,920 pixels wide and as high as it needs.
-
-    Args:
-      results: all of one run.
-      path: where to.
-    """
+    """Write the picture of a benchmark as a PNG, 1,920 pixels wide and as high as it needs."""
     sizes = [r for r in results if r.is_size]
     trees = [list(g) for _, g in groupby((r for r in results if not r.is_size), _workload)]
     heights = [CURVES] * bool(sizes) + [ROW * (len(rows) - 1) for rows in trees]
@@ -49,12 +44,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
 
 def draw_simulation(simulation: Simulation, path: Path) -> None:
-    """Write predicted time against the size of the world as a PNG of 1,920 × 1,080 pixels.
-
-    Args:
-      simulation: what to show.
-      path: where to.
-    """
+    """Write predicted time against the size of the world as a PNG of 1,920 × 1,080 pixels."""
     island = "slice" if simulation.terms.within.torus else "host"
     below = f"{simulation.what} on {simulation.where}."
     if any("/" in name for name in simulation.lines):

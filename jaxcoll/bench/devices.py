@@ -16,9 +16,6 @@ def devices_of(platform: str, count: int | None) -> list[jax.Device]:
         "auto": those that JAX prefers here.
       count: how many; None: eight on a simulated CPU, otherwise all there are.
 
-    Returns:
-      The devices, in JAX's order.
-
     Raises:
       ValueError: there are fewer, or none of that platform; the message says what there is.
     """

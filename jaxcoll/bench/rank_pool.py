@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxcoll._cluster.launch.local import LaunchError
 from jaxcoll._cluster.launch.subprocesses import signal_name, surely_ended
+from jaxcoll._errors import LaunchError
 from jaxcoll.bench.counters import loopback_bytes
 from jaxcoll.bench.ranks.rank import Rank
 
@@ -136,11 +136,7 @@ class Launched(Team):
         return self._places.sent_bytes()
 
     def do(self, method: str, **arguments: Any) -> list[Any]:
-        """See `Team`.
-
-        Raises:
-          LaunchError: a rank raised an exception, ended, or took longer than the time limit.
-        """
+        """See `Team`."""
         for requests, _ in self._pipes:
             # That a rank has ended is found out when its reply is read.
             with contextlib.suppress(BrokenPipeError):
@@ -202,14 +198,6 @@ def launched(
     places: Places | None = None,
 ) -> Iterator[Launched]:
     """Start a team of processes that run `command`, one for each of `worlds`; none outlives it.
-
-    Args:
-      label: see `Launched`, as `entries` and `timeout`.
-      entries: the contestants.
-      command: what each process runs: something that calls `serve`.
-      worlds: each rank's own environment variables.
-      timeout: seconds that one request may take.
-      places: where they run; None: here.
 
     Yields:
       The team, whose ranks have met.

@@ -44,12 +44,7 @@ def wide_console(*, to_stderr: bool) -> Console:
 
 
 def show(results: Sequence[Result], *, to_stderr: bool) -> None:
-    """Print a table for each tree, and one for all sizes.
-
-    Args:
-      results: in the order in which they were measured.
-      to_stderr: where standard output carries the lines.
-    """
+    """Print a table for each tree, and one for all sizes."""
     console = wide_console(to_stderr=to_stderr)
     for (is_size, _), found in groupby(
         results, lambda r: (r.is_size, not r.is_size and r.workload)
@@ -92,13 +87,7 @@ def show_overlap(found: Sequence[Overlapped], *, to_stderr: bool) -> None:
 
 
 def show_calibration(found: Calibrated, where: str, *, to_stderr: bool) -> None:
-    """Print the terms beside the preset's, and the held-out tree.
-
-    Args:
-      found: what was measured.
-      where: a sentence that says where it is kept.
-      to_stderr: where standard output carries the file.
-    """
+    """Print the terms beside the preset's, and the held-out tree."""
     console = new_console(stderr=to_stderr, highlight=False, soft_wrap=True)
     title = f"{found.terms.source}: medians of {found.rounds} rounds"
     table = new_table(("term", "measured", "preset", ""), "<>><", title, no_wrap=True)

@@ -100,16 +100,7 @@ def _command(devices: int) -> list[str]:
 def on_hosts(
     network: Network, entries: Sequence[Entry], devices: int, timeout: float
 ) -> Iterator[tuple[Team, Lab]]:
-    """A team of JAX whose ranks are on hosts of their own, and these hosts.
-
-    Yields:
-      The team and the hosts.
-
-    Raises:
-      ValueError: the network cannot be.
-      LabUnavailableError: there can be none here.
-      LaunchError: the ranks did not meet.
-    """
+    """A team of JAX whose ranks are on hosts of their own, and these hosts."""
     if network.per_host < 1:
         raise ValueError(f"--per-host must be at least 1; got {network.per_host}.")
     with lab(network.hosts, network.rate) as made:
@@ -148,12 +139,6 @@ def is_first(teams: Sequence[Team]) -> bool:
 @contextlib.contextmanager
 def peer(name: str, python: str | None, processes: int, timeout: float) -> Iterator[Launched]:
     """Start a team of another library, whose ranks idle while others are measured.
-
-    Args:
-      name: one of `naming.PEERS`.
-      python: an interpreter that has it; None: this one.
-      processes: how many ranks, of one CPU device each.
-      timeout: seconds that one request may take.
 
     Yields:
       The team.

@@ -39,11 +39,7 @@ def new_table(columns: Sequence[str], align: str, title: str = "", **each: Any) 
 def progress_bars(
     console: Console, names: Sequence[str], steps: int, *, transient: bool = False
 ) -> Iterator[Callable[[str, str], None]]:
-    """A bar of `steps` for each name.
-
-    Yields:
-      What to call at each step, with the name and words to show behind its bar.
-    """
+    """A bar of `steps` for each name; yields what to call with the name and words at each step."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (

@@ -92,11 +92,7 @@ class Workload:
 
 
 def array_of(nbytes: int, dtype: str) -> Workload:
-    """One array of so many bytes.
-
-    Raises:
-      ValueError: the dtype is not known, or `nbytes` are not a whole number of its elements.
-    """
+    """One array of so many bytes."""
     size, rest = divmod(nbytes, _dtype(dtype).itemsize)
     if rest:
         raise ValueError(f"--sizes: {nbytes} bytes are not a whole number of elements of {dtype}.")

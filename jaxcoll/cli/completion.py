@@ -36,11 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script.
-
-    Returns:
-      The exit status.
-    """
+    """Print the script; the exit status."""
     # Not by an import statement: `main` knows all commands, and this is one of them.
     parser = importlib.import_module("jaxcoll.cli.main").parser()
     commands = next(a.choices for a in parser._actions if isinstance(a.choices, dict))

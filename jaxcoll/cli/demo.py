@@ -15,7 +15,7 @@ from jaxcoll._cluster.launch.local import join, world
 from jaxcoll._cluster.launch.supervisor import Job, Owner
 from jaxcoll._files import check_writable, write_result
 from jaxcoll.bench.devices import devices_of
-from jaxcoll.cli.flags import add_devices, add_platform
+from jaxcoll.cli.flags import add_devices, add_platform, check_least
 from jaxcoll.cli.results import check_installed, check_results, write_lines
 from jaxcoll.cli.streams import complain
 
@@ -74,25 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, show, and write the picture.
-
-    Returns:
-      The exit status; see `EPILOG`.
-
-    Raises:
-      ValueError: the flags cannot be met, or a result cannot be written.
-    """
+    """Train, show, and write the picture; the exit status, as `EPILOG` has it."""
     picture = args.out / "demo.png"
     check_installed("cli,train", "rich", "matplotlib", "optax", "sklearn")
     from jaxcoll.demos.digits import TRAINING_IMAGES
 
-    for flag, value, least in (("--steps", args.steps, 1), ("--seed", args.seed, 0)):
-        if value < least:
-            raise ValueError(f"{flag} must be at least {least}; got {value}.")
-    for flag in ("devices", "processes"):
-        number = getattr(args, flag)
-        if number is not None and number < 1:
-            raise ValueError(f"--{flag} must be at least 1; got {number}.")
+    check_least(args, 1, "steps", "devices", "processes")
+    check_least(args, 0, "seed")
     check_writable("--out", picture)
     check_results(args.json)
     if (args.devices or 1) * (args.processes or 1) > TRAINING_IMAGES:

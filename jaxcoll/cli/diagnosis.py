@@ -20,6 +20,7 @@ import jaxlib
 import jaxcoll
 from jaxcoll._compat import configured
 from jaxcoll._malloc import SETTINGS, keeps_freed_memory
+from jaxcoll._mesh.machine_costs import cores
 
 FEW_FILES = 1024
 LITTLE_SHARED = 1 << 30
@@ -47,12 +48,7 @@ class Finding:
 
 
 def machine_findings(facts: Mapping[str, Any], bandwidth: float | None) -> list[Finding]:
-    """About one process and the machine it is on.
-
-    Args:
-      facts: of `machine_facts`.
-      bandwidth: bytes per second over its loopback interface; None: there is none.
-    """
+    """About one process and the machine it is on; `bandwidth` None: there is no loopback."""
     return [
         Finding("ok", "versions", ", ".join(f"{k} {v}" for k, v in facts["versions"].items())),
         Finding(
@@ -150,12 +146,7 @@ def _limit(well: bool, what: tuple[str, str], fix: str) -> Finding:
 def job_findings(
     processes: Sequence[Mapping[str, Any] | None], interface: Sequence[str]
 ) -> list[Finding]:
-    """About the processes of a job.
-
-    Args:
-      processes: the facts of each rank; None: it did not report them.
-      interface: of each rank the address at which the others reach it.
-    """
+    """About the processes of a job, by what each rank reported (None: nothing) and its address."""
     silent = [rank for rank, facts in enumerate(processes) if facts is None]
     if silent:
         return [
@@ -261,18 +252,12 @@ def machine_facts() -> dict[str, Any]:
         "glibc": platform.libc_ver()[0] == "glibc",
         "files": files,
         "shared": shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None,
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": cores(),
     }
 
 
 def loopback_bandwidth() -> float:
-    """Bytes per second from one thread of this process to another through the loopback interface.
-
-    Raises:
-      OSError: there is none.
-    """
+    """Bytes per second from a thread of this process to another through the loopback interface."""
     with socket.socket() as server, contextlib.ExitStack() as stack:
         server.bind(("127.0.0.1", 0))
         server.listen()

@@ -44,14 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, compare, and say what to do.
-
-    Returns:
-      The exit status; see `EPILOG`.
-
-    Raises:
-      ValueError: the flags cannot be met.
-    """
+    """Look, compare, and say what to do; the exit status, as `EPILOG` has it."""
     check_results(args.json)
     if not args.json and not importlib.util.find_spec("rich"):
         raise ValueError("needs rich: pip install 'jaxcoll[cli]', or --json")

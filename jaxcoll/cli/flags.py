@@ -23,16 +23,17 @@ def add_devices(parser: Any, help: str) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help=help)
 
 
+def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Refuse flags that were given a number below `least`."""
+    for name in names:
+        number = getattr(args, name)
+        if number is not None and number < least:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} must be at least {least}; got {number}.")
+
+
 def add_tree(parser: argparse.ArgumentParser, *, several: bool = False) -> Any:
-    """What is reduced: `--tree`, `--dtype` and `--reduce-op`, in a group of their own.
-
-    Args:
-      parser: of the command.
-      several: whether `--tree` may be given more than once, and be left out.
-
-    Returns:
-      The group.
-    """
+    """`--tree`, `--dtype` and `--reduce-op` in a group; `several`: any number of trees, or none."""
     group = parser.add_argument_group("what is reduced")
     each = f"{', '.join(TREES)}, or a FILE.json of [{{shape, dtype, name}}, ...]"
     if several:

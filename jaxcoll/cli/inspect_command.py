@@ -50,14 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read or compile, and show.
-
-    Returns:
-      The exit status.
-
-    Raises:
-      ValueError: there is no such target, it cannot be compiled, or a result cannot be written.
-    """
+    """Read or compile, and show; the exit status."""
     try:
         check_results(args.json)
         if args.plot:

@@ -17,6 +17,7 @@ from jaxcoll._cluster.launch.output import Output
 from jaxcoll._cluster.launch.subprocesses import signal_name
 from jaxcoll._cluster.launch.supervisor import Job, Outcome, Owner
 from jaxcoll._cluster.launchers import check_system
+from jaxcoll.cli.flags import check_least
 
 EPILOG = """\
 The program calls `jc.initialize()` first. Each process is on 127.0.0.1 and nothing of it can be
@@ -75,15 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start, pass on, and end.
-
-    Returns:
-      The exit status; see `EPILOG`.
-
-    Raises:
-      ValueError: a flag cannot be.
-      OSError: nothing can be started, or no log be written.
-    """
+    """Start, pass on, and end; the exit status, as `EPILOG` has it."""
     command = _command(args)
     check_system()
     until = time.monotonic() + (args.timeout or float("inf"))
@@ -205,13 +198,10 @@ def _command(args: argparse.Namespace) -> list[str]:
     """What each process runs. Every flag is checked here, before anything is started."""
     if args.processes < 1:
         raise ValueError(f"-n must be at least 1; got {args.processes}.")
-    if args.devices_per_process is not None and args.devices_per_process < 1:
-        k = args.devices_per_process
-        raise ValueError(f"--devices-per-process must be at least 1; got {k}.")
+    check_least(args, 1, "devices_per_process")
+    check_least(args, 0, "restarts")
     if args.timeout is not None and not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout must be a number of seconds above 0; got {args.timeout}.")
-    if args.restarts < 0:
-        raise ValueError(f"--restarts must be at least 0; got {args.restarts}.")
     if args.module:
         return [sys.executable, "-m", *args.module]
     program = args.program[1:] if args.program[:1] == ["--"] else args.program

@@ -19,7 +19,7 @@ from jaxcoll._plan.world import World
 from jaxcoll.bench.naming import options_of
 from jaxcoll.bench.simulation import ALGORITHMS, Simulation, simulate
 from jaxcoll.bench.workloads import Workload, tree_of
-from jaxcoll.cli.flags import add_devices, add_tree
+from jaxcoll.cli.flags import add_devices, add_tree, check_least
 from jaxcoll.cli.patience import patience
 from jaxcoll.cli.results import check_installed, check_results, write_lines
 from jaxcoll.cli.streams import terminal_width
@@ -59,14 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan or simulate, and show.
-
-    Returns:
-      The exit status.
-
-    Raises:
-      ValueError: the flags cannot be met, or a result cannot be written.
-    """
+    """Plan or simulate, and show; the exit status."""
     workload = _checked(args)
     with patience("simulating" if args.simulate else "planning"):
         found = _simulation(args, workload) if args.simulate else _plan(args, workload)
@@ -84,10 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _checked(args: argparse.Namespace) -> Workload:
     """The tree; everything that can be refused is refused before the work."""
-    for flag in ("devices", "processes"):
-        number = getattr(args, flag)
-        if number is not None and number < 1:
-            raise ValueError(f"--{flag} must be at least 1; got {number}.")
+    check_least(args, 1, "devices", "processes")
     if not args.simulate and (args.plot or args.algorithms):
         flag = "--plot draws" if args.plot else "--algorithms is for"
         raise ValueError(f"{flag} what --simulate predicts; add --simulate.")

@@ -12,11 +12,7 @@ _PACKAGES = {"sklearn": "scikit-learn"}
 
 
 def check_installed(extra: str, *modules: str, flag: str = "") -> None:
-    """Refuse what needs a package that is not installed.
-
-    Raises:
-      ValueError: one of `modules` is missing; the message names the extra that brings it.
-    """
+    """Refuse what needs a package that is not installed, and name the extra that brings it."""
     missing = [_PACKAGES.get(m, m) for m in modules if not importlib.util.find_spec(m)]
     if missing:
         raise ValueError(
@@ -26,11 +22,7 @@ def check_installed(extra: str, *modules: str, flag: str = "") -> None:
 
 
 def check_results(json: str | None, plot: Path | None = None) -> None:
-    """Find out before the work whether the files of --json and --plot can be written.
-
-    Raises:
-      ValueError: one cannot be.
-    """
+    """Find out before the work whether the files of --json and --plot can be written."""
     if plot is not None:
         if plot.suffix != ".png":
             raise ValueError(f"--plot: expected a name that ends in .png; got {plot}.")
@@ -40,11 +32,7 @@ def check_results(json: str | None, plot: Path | None = None) -> None:
 
 
 def write_lines(json: str | None, text: str) -> None:
-    """Write all of `text` or nothing to the file of --json; "-" is standard output.
-
-    Raises:
-      ValueError: it cannot be written.
-    """
+    """Write all of `text` or nothing to the file of --json; "-" is standard output."""
     if json == "-":
         sys.stdout.write(text)
     elif json is not None:

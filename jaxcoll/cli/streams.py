@@ -46,11 +46,7 @@ def complain(command: str, words: object) -> None:
 
 
 def broken_output(error: BaseException | None = None) -> OSError | None:
-    """Why standard output cannot be written, which is then discarded; None: it can be.
-
-    Args:
-      error: what was raised, perhaps for this reason.
-    """
+    """Why standard output cannot be written, which is then discarded; None: it can be."""
     try:
         sys.stdout.flush()
     except OSError as found:

@@ -22,12 +22,7 @@ LEFT, MIDDLE, WIDTH = 0.06, 0.56, 0.385
 
 
 def draw(outcome: Outcome, path: Path) -> None:
-    """Write the picture as a PNG of 1,920 × 1,080 pixels.
-
-    Args:
-      outcome: what to show.
-      path: where to.
-    """
+    """Write the picture as a PNG of 1,920 × 1,080 pixels."""
     title = "One device" if outcome.devices == 1 else f"{outcome.devices} devices"
     title += f" in {outcome.processes} processes" * (outcome.processes > 1)
     figure = page(
@@ -36,7 +31,7 @@ def draw(outcome: Outcome, path: Path) -> None:
         f"{outcome.test_accuracy:.1%} of the test images are read correctly; the parameters differ "
         f"from one device's by {_power(outcome.largest_relative_difference)}.",
     )
-    for x, title in ((LEFT, "Loss, step by step"), (MIDDLE, "What a device sends in each step")):
+    for x, title in ((LEFT, "Loss, step by step"), (MIDDLE, "What a device reduces in each step")):
         figure.text(x, 0.775, title, size=13, weight="bold", color=INK)
     _losses(figure.add_axes((LEFT, 0.135, WIDTH, 0.56)), outcome)
     _packs(figure.add_axes((MIDDLE, 0.135, WIDTH, 0.60)), outcome)
@@ -149,15 +144,15 @@ def _name(path: str) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """Bytes in the unit that suits them.
+    """Bytes in decimal units, as in plans and reports.
 
     Examples:
-      >>> _size(40), _size(18432), _size(3 << 20)
-      ('40 B', '18.0 KiB', '3.0 MiB')
+      >>> _size(40), _size(18432), _size(3_000_000)
+      ('40 B', '18.4 kB', '3.0 MB')
     """
-    if nbytes < 1024:
+    if nbytes < 1000:
         return f"{nbytes} B"
-    return f"{nbytes / 1024:.1f} KiB" if nbytes < 1 << 20 else f"{nbytes / (1 << 20):.1f} MiB"
+    return f"{nbytes / 1e3:.1f} kB" if nbytes < 1e6 else f"{nbytes / 1e6:.1f} MB"
 
 
 def _power(value: float) -> str:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes.ranks import launch
 
-from jaxcoll._cluster.launch.local import launch
 from jaxcoll._mesh import machine_costs
 from jaxcoll._mesh.machine_costs import saved, terms_here
 from jaxcoll._plan.cost.fit import Probes

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from processes.ranks import launch
 
-from jaxcoll._cluster.launch.local import launch
 from jaxcoll.bench.naming import BASELINE, TWIN
 
 OURS = ["auto", "native@all", "ring", "halving-doubling", "shuffle"]

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+from processes.ranks import launch
 
-from jaxcoll._cluster.launch.local import launch
 from jaxcoll._cluster.launch.subprocesses import surely_ended
 from jaxcoll.bench.lab import namespaces
 from jaxcoll.bench.lab.namespaces import LabUnavailableError, Network, bits_per_second, lab

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxcoll._cluster.launch.local import LaunchError
+from jaxcoll._errors import LaunchError
 from jaxcoll.bench import targets
 from jaxcoll.bench.all_reduce import measure, steps
 from jaxcoll.bench.naming import BASELINE, TWIN

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxcoll._observe.parse.collective import Operand, wire_bytes
+from jaxcoll._observe.parse.collective import Kernels, Operand, wire_bytes
 from jaxcoll._observe.parse.hlo import read_hlo, read_program
 from jaxcoll._observe.parse.names import names, pack_of
 from jaxcoll._observe.parse.stablehlo import read_stablehlo
@@ -92,6 +92,23 @@ def test_the_names_of_packs_survive_merging(name):
     found = [pack_of(each).partition("/")[2] for each in names(merged.op_name)]
     assert sorted(found) == ["pack0", "pack1", "pack2"]
     assert merged.nbytes == (600 + 7) * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # One fusion joins two leaves, and one for each takes it out of the pack.
+        ("cpu-0.10.2-packs", Kernels(3, 2 * 4 * (207 + 207))),
+        ("cpu-0.12.0.1-packs", Kernels(3, 2 * 4 * (207 + 207))),
+        # XLA's GPU compiler joins the packs once more, and takes the leaves out of that.
+        ("gpu-0.12.0.1-packs", Kernels(6, 2 * 4 * (207 + 607 + 607))),
+        # A TPU's copies between kinds of memory count: three leaves before, one pack after.
+        ("v6e-0.12.0.1-packs", Kernels(5, 2 * 4 * (400 + 207 + 207 + 7))),
+    ],
+)
+def test_what_packing_moves_in_memory(name, expected):
+    (merged,) = read_program(text(name)).collectives
+    assert merged.kernels == expected
 
 
 def test_arithmetic_between_start_and_end():

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from jaxcoll._observe.parse.collective import Operand, wire_bytes
+from jaxcoll._observe.parse.collective import Kernels, Operand, wire_bytes
 from jaxcoll._observe.parse.hlo import read_hlo, read_program
 
 ADD = """\
@@ -115,6 +115,58 @@ def test_nested_loops_calls_and_fusions():
         ("all-reduce", "inner", 30),
         ("all-reduce", "inner", 1),
     ]
+
+
+def test_kernels_around_a_collective_and_the_bytes_that_they_move():
+    update = (
+        "%update (a: f32[16,4], b: f32[64], i: s32[]) -> f32[16,4] {\n"
+        "  %a = f32[16,4]{1,0} parameter(0)\n  %b = f32[64]{0} parameter(1)\n"
+        "  %i = s32[] parameter(2)\n  %h = f32[] constant(0.5)\n"
+        "  %all = f32[64]{0} broadcast(%h), dimensions={}\n"
+        "  %twice = f32[64]{0} multiply(%b, %all)\n"
+        "  %part = f32[4]{0} dynamic-slice(%twice, %i), dynamic_slice_sizes={4}\n"
+        "  %row = f32[1,4]{1,0} bitcast(%part)\n"
+        "  ROOT %into = f32[16,4]{1,0} dynamic-update-slice(%a, %row, %i, %i)\n}"
+    )
+    text = module(
+        ADD,
+        update,
+        entry(
+            "%i = s32[] constant(3)",
+            "%negated = f32[16,4]{1,0} negate(%x)",  # computes: what it is given is not looked at
+            "%tanh = f32[16,4]{1,0} tanh(%negated)",
+            "%turned = f32[4,16]{0,1} transpose(%tanh), dimensions={1,0}",  # copies: tanh counts
+            "%flat = f32[64]{0} bitcast(%turned)",
+            "%start = f32[64]{0} all-reduce-start(%flat), replica_groups={}, to_apply=%add",
+            "%done = f32[64]{0} all-reduce-done(%start)",
+            "%in = f32[16,4]{1,0} fusion(%x, %done, %i), kind=kLoop, calls=%update",
+            "ROOT %y = f32[16,4]{1,0} dot(%in, %in), lhs_contracting_dims={1}",
+        ),
+    )
+    (found,) = read_program(text).collectives
+    tanh, transposed, updated = 2 * 256, 2 * 256, 16 + 4 + 16  # reads 4 floats and an index
+    assert found.kernels == Kernels(3, tanh + transposed + updated)
+
+
+def test_kernels_that_cannot_be_read_are_a_note():
+    text = module(
+        ADD,
+        entry(
+            "%odd = q7[16,4]{1,0} copy(%x)",
+            "%back = f32[16,4]{1,0} convert(%odd)",
+            "%gone = f32[16,4]{1,0} copy(%nowhere)",
+            "%both = f32[16,4]{1,0} add(%gone, %back)",
+            "ROOT %sum = f32[16,4]{1,0} all-reduce(%both), replica_groups={}, to_apply=%add",
+        ),
+    )
+    found = read_program(text)
+    assert found.collectives[0].kernels == Kernels(1, 3 * 256)
+    found = read_program(text.replace("add(%gone, %back)", "copy(%gone)"))
+    assert found.collectives[0].kernels is None
+    assert "the kernels around 'sum' could not be read" in found.notes[0]
+    assert "does not define" in found.notes[0]
+    cut = text.replace("add(%gone, %back)", "fusion(%x), kind=kLoop, calls=%add")
+    assert read_program(cut.replace("ROOT %sum = f32[] add", "%sum = f32[] add")).notes
 
 
 def test_host_callbacks_are_no_collectives():

@@ -50,6 +50,16 @@ def test_nothing_that_was_compared_is_predicted_to_be_much_faster(tree, replicas
         assert plan.predicted.seconds == pytest.approx(best.seconds)
 
 
+def test_two_exchanges_do_not_win_against_one_pack_that_is_too_large_to_be_worth_one():
+    terms = preset(GLOO, keeps_memory=True)
+    leaves = [(367_593,), (260_523,), (251_694,), (564,)]
+    plan = plan_of(leaves, terms=terms)
+    assert [(pack.algorithm, len(pack.segments)) for pack in plan.packs] == [("native", 4)]
+    # Either half of it alone is worth an exchange.
+    for half in (leaves[:1], leaves[1:]):
+        assert plan_of(half, terms=terms).packs[0].algorithm == "halving_doubling"
+
+
 def test_every_element_of_every_leaf_is_in_one_pack():
     plan = plan_of(TREES["resnet50"]().values())
     assert sum(p.size for p in plan.packs) == sum(leaf.size for leaf in plan.leaves)
@@ -83,12 +93,14 @@ def test_a_pack_is_exchanged_only_where_that_is_worth_its_kernels():
     prices = Prices(preset(world), (4,))
     for nbytes in (1 << 10, 1 << 20, 64 << 20):
         leaf = Leaf("x", (nbytes // 4,), F32, F32, (4,))
-        ((_, (pack,), cost),) = priced([leaf], [Unpacked()], algorithms_for(world), prices)
-        ((_, _, own),) = priced([leaf], [Unpacked()], ["native"], prices)
+        ((_, (pack,), cost, price),) = priced([leaf], [Unpacked()], algorithms_for(world), prices)
+        ((_, _, own, _),) = priced([leaf], [Unpacked()], ["native"], prices)
         if pack.algorithm == "native":
             assert cost == own
+            assert price == own.seconds
         else:
             assert cost.seconds < WORTH * own.seconds
+            assert price == pytest.approx(cost.seconds / WORTH)
     assert pack.algorithm == "native"
 
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import jaxcoll as jc
-from jaxcoll._cluster.launch.local import RANK, join, launch
+from jaxcoll._cluster.launch.local import RANK, join
 
 PROCESSES, SIZE = 4, 64
 
@@ -94,5 +94,7 @@ if __name__ == "__main__":
         assert join()
         main(wanted)
     else:
+        from tests.processes.ranks import launch
+
         ended = launch([sys.executable, __file__, str(wanted)], PROCESSES, timeout=1800)
         print("".join(each.log.splitlines(keepends=True)[-1] for each in ended[-1:]), end="")

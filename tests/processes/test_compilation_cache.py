@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from jaxcoll._cluster.launch.local import launch
+from processes.ranks import launch
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).with_name("compilation_cache.py")

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import jaxcoll as jc
-from jaxcoll._cluster.launch.local import RANK, join, launch
+from jaxcoll._cluster.launch.local import RANK, join
 from jaxcoll._dispatch import dispatch
 from jaxcoll.bench.timing import interleaved, ratio
 
@@ -78,5 +78,7 @@ if __name__ == "__main__":
             "\n".join(f"COST {measured(kib, rounds)}" for kib in given[2:] or (4, 64, 1024, 4096))
         )
     else:
+        from tests.processes.ranks import launch
+
         ended = launch([sys.executable, __file__, *sys.argv[1:]], processes, timeout=600)
         print("\n".join(line[5:] for line in ended[0].log.splitlines() if line[:5] == "COST "))

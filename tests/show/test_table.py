@@ -1,6 +1,6 @@
 """A table aligns its cells, and escapes them where it is HTML."""
 
-from jaxcoll._show.table import Table, lines_html
+from jaxcoll._show.table import Table, folding_html, lines_html
 
 TABLE = Table(("#", "what"), "><", [("1", "a"), ("22", "<b>")], ["", "beneath"], "… and 3 more")
 
@@ -14,5 +14,7 @@ def test_as_html():
     html = TABLE.html()
     assert "<td style='text-align:right'>22</td><td style='text-align:left'>&lt;b&gt;</td>" in html
     assert "<tr><td></td><td colspan='1' style='text-align:left;opacity:.65'>beneath</td>" in html
-    assert "<tr><td colspan='2'>… and 3 more</td></tr></tbody></table>" in html
+    assert html.count("<tbody>") == len(TABLE.rows), "a row is sorted with the line beneath it"
+    assert html.endswith("<tfoot><tr><td colspan='2'>… and 3 more</td></tr></tfoot></table>")
+    assert folding_html("a<b", html) == f"<details open><summary>a&lt;b</summary>{html}</details>"
     assert lines_html(["a<b", "c"]) == "<div>a&lt;b</div><div>c</div>"

@@ -244,7 +244,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(asked, args, message):
 
 @pytest.mark.parametrize("count", [0, -1, True, 2.0])
 def test_a_number_of_micro_batches_that_is_none_is_refused(count):
-    with pytest.raises(ValueError, match="`num_micro_batches` to be an integer of at least 1; got"):
+    with pytest.raises(ValueError, match="`num_micro_batches` to be an integer above 0; got"):
         jc.accumulate(mean_loss, "data", count)
 
 

@@ -1,5 +1,6 @@
 """Programs compiled for clusters that are not here, by a process of its own."""
 
+import json
 import os
 import re
 import time
@@ -188,7 +189,9 @@ def here(topology, fun):
     """The text that JAX gets in this process for the same cluster."""
     devices = [*jax.devices()]
     if topology.platform != "cpu":
-        devices, _ = compiler.cluster_devices(topology.request(), [topology.size])
+        devices = compiler.cluster_devices(topology.request(), [topology.size])
+    found = len({d.process_index for d in devices}), devices[0].device_kind
+    assert found == (topology.hosts, topology.kind)
     mesh = Mesh(np.array(devices, dtype=object), ("data",), axis_types=(AxisType.Auto,))
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (W, X)]
     return fun(mesh).lower(*types).compile().as_text()
@@ -211,10 +214,7 @@ def test_the_text_is_the_one_that_jax_gets_from_that_compiler(name):
     assert "input_output_alias" in found.compiled
     assert "test_aot.py" in found.requested
     assert "all-reduce" in found.compiled
-    assert (found.hosts, found.device_kind) == (topology.hosts, topology.kind)
     assert found.memory["argument"] > 0
-    assert found.versions["jax"] == jax.__version__
-    assert found.seconds > 0
 
 
 def test_options_reach_the_compiler_and_its_refusal_comes_back():
@@ -226,11 +226,14 @@ def test_options_reach_the_compiler_and_its_refusal_comes_back():
 
 
 def test_another_environments_compiler_is_asked_with_everything_it_needs(tmp_path, monkeypatch):
-    stand_in(tmp_path, monkeypatch, ANSWER)
+    kept = tmp_path / "asked.json"
+    copy = f'    pathlib.Path("{kept}").write_text((folder / "request.json").read_text())\n'
+    stand_in(tmp_path, monkeypatch, ANSWER + copy)
     beside = jc.data_parallel(step, mesh=GRID)
     found = compile_for(beside, (W, X), {}, "h100:8", compiler_options={"a": 1})
-    assert (found.compiled, found.hosts, found.order) == ("HloModule stand_in", 8, "[4, 2]")
-    assert found.device_kind == "{'a': 1}"
+    asked = json.loads(kept.read_text())
+    assert (found.compiled, asked["size"], asked["mesh_sizes"]) == ("HloModule stand_in", 8, [4, 2])
+    assert asked["compiler_options"] == {"a": 1}
 
 
 def test_what_is_not_installed_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):

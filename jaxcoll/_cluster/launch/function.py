@@ -24,6 +24,7 @@ from jaxcoll._cluster.launch.supervisor import Job, Outcome, Owner
 from jaxcoll._cluster.launchers import check_system
 from jaxcoll._compat import configured
 from jaxcoll._errors import LaunchError
+from jaxcoll._plan import checks
 
 _CHILD = "from jaxcoll._cluster.launch.function import work; work()"
 _CALL = "call"
@@ -77,13 +78,12 @@ def launch(
       >>> len({*launch(os.getpid, 2)})
       2
     """
-    for name, value in {"processes": processes, "devices_per_process": devices_per_process}.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"`launch` expects `{name}` to be an integer above 0; got {value!r}.")
+    processes = checks.positive("launch", "processes", processes)
+    count = checks.positive("launch", "devices_per_process", devices_per_process)
     if platform not in ("cpu", "gpu"):
         raise ValueError(f"`launch` expects `platform` to be 'cpu' or 'gpu'; got {platform!r}.")
-    if timeout is not None and not 0 < timeout < float("inf"):
-        raise ValueError(f"`launch` expects `timeout` to be seconds above 0; got {timeout!r}.")
+    if timeout is not None:
+        timeout = checks.seconds("launch", "timeout", timeout)
     check_system()
     settings = {f"jax_{name}": configured(name) for name in _NUMERICS}
     call = pickle.dumps((list(sys.path), settings)) + _pickled(fn)
@@ -92,7 +92,7 @@ def launch(
         shown = _Shown(processes)
         with coordinated(processes) as coordinator:
             variables = [
-                {**own, **device_variables(platform, devices_per_process, rank)}
+                {**own, **device_variables(platform, count, rank)}
                 for rank, own in enumerate(world_variables(coordinator.address, processes))
             ]
             outcome = Job([sys.executable, "-c", _CHILD, folder], variables, shown).run(timeout)

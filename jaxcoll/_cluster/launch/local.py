@@ -1,84 +1,23 @@
-"""Launch several processes on this host that form one JAX world over Gloo."""
+"""The world of several processes on this host: its coordinator, and what each process is given."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from jaxcoll._cluster.coordinator import Coordinator, start_coordinator
 from jaxcoll._cluster.initialize import initialize
-from jaxcoll._cluster.launch.supervisor import Job, Owner
 from jaxcoll._cluster.launchers import COORDINATOR, PROCESSES, RANK
-from jaxcoll._errors import LaunchError
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """How one process ended.
-
-    Attributes:
-      rank: its number in the world.
-      status: its exit status; negative: the signal that ended it.
-      log: what it printed, both streams together.
-    """
-
-    rank: int
-    status: int
-    log: str
-
-
-class _Logs(Owner):
-    """Keeps what each rank prints, both streams together."""
-
-    def __init__(self, processes: int) -> None:
-        self._logs = [bytearray() for _ in range(processes)]
-
-    def show(self, rank: int, stream: str, piece: bytes) -> None:
-        self._logs[rank] += piece
-
-    def texts(self) -> list[str]:
-        return [log.decode(errors="replace") for log in self._logs]
-
-
-def launch(
-    command: Sequence[str],
-    processes: int,
-    *,
-    timeout: float,
-    env: Mapping[str, str] | None = None,
-) -> list[Ended]:
-    """Run copies of `command` to their end, each of which calls `join`; the output of each."""
-    # No process outlives this call, also where it raises LaunchError because one failed or the time
-    # was up. Each process has one CPU device unless `env` says otherwise.
-    logs = _Logs(processes)
-    with world(processes) as variables:
-        job = Job(command, [{**(env or {}), **each} for each in variables], logs)
-        outcome = job.run(timeout, grace=0)
-    texts = logs.texts()
-    if outcome.failed:
-        first = outcome.failed[0]
-        raise LaunchError(
-            f"process {first} of {processes} ended with status {outcome.statuses[first]}:\n"
-            + _tail(texts[first])
-        )
-    if outcome.late:
-        late = [rank for rank, status in enumerate(outcome.statuses) if status is None]
-        raise LaunchError(
-            f"processes {late} of {processes} did not end within {timeout:g} s:\n"
-            + _tail(texts[late[0]])
-        )
-    return [Ended(rank, 0, text) for rank, text in enumerate(texts)]
 
 
 def join() -> bool:
-    """Enter the world of `launch`, before any JAX work; whether it started this process."""
+    """Enter the `world` that started this process, before any JAX work; whether one did."""
     if RANK not in os.environ:
         return False
     jax.config.update("jax_platforms", "cpu")
@@ -128,7 +67,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _tail(log: str, lines: int = 30) -> str:
-    return "\n".join(log.splitlines()[-lines:])

@@ -66,14 +66,7 @@ class Owner:
 
 
 class Job:
-    """One process for each set of environment variables, which are added to this process's.
-
-    Args:
-      command: what to run.
-      variables: of each rank.
-      owner: called while it runs.
-      keep_going: let the others run when one fails.
-    """
+    """One process for each set of environment variables, which are added to this process's."""
 
     def __init__(
         self,
@@ -136,6 +129,7 @@ class Job:
     def _restart(self, running: Running) -> None:
         """Restart failed processes that may be, if others run whom they can rejoin."""
         statuses = self._outcome.statuses
+        # Once one has finished, the others are about to: there would be nobody to rejoin.
         if None not in statuses or 0 in statuses:
             return
         for rank, at in list(self._failed_at.items()):

@@ -9,10 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 
 def hosts_of(listed: str) -> list[str]:
-    """All hosts of a list.
-
-    Args:
-      listed: as Slurm writes it, with ranges in brackets.
+    """All hosts of a list as Slurm writes it, with ranges in brackets.
 
     Raises:
       ValueError: it is not such a list.

@@ -273,11 +273,7 @@ def _packing(num_packs: int, max_bytes: int, max_group: int) -> PackingRule:
 
 
 def _of_all_workers(devices: tuple[jax.Device, ...], group_size: int) -> tuple[jax.Device, ...]:
-    """The devices of all processes, where those of this one are given.
-
-    Raises:
-      ValueError: other devices are given, or `group_size` is not the number of all.
-    """
+    """The devices of all processes, where those of this one are given."""
     every = jax.devices()
     if set(devices) != set(jax.local_devices()) or group_size != len(every):
         raise ValueError(

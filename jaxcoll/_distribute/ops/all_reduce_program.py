@@ -40,13 +40,8 @@ def all_reduce_program(
 ) -> Callable[[list[PerReplica | Mirrored]], list[Mirrored]]:
     """The all-reduce of a list of values over the same devices, compiled once for each shape.
 
-    Law: every array takes the first route whose limit it does not exceed; those of one route
-    are packed together; all come back in the order and structure they had.
-
-    Args:
-      mesh: the devices in the order of the values' replicas, along axes from outer to inner.
-      reduce_op: SUM or MEAN.
-      routes: by rising limits, the last one without.
+    Law: every array takes the first route whose limit it does not exceed (the last one has none);
+    those of one route are packed together; all come back in the order and structure they had.
     """
     axes = tuple(mesh.axis_names)
     scope = mesh_scope(mesh)

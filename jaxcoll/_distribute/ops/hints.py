@@ -11,11 +11,7 @@ from jaxcoll._plan.options import CommunicationOptions, checked
 
 
 def given(options: Any, experimental_hints: Any) -> CommunicationOptions:
-    """The options of a call that also takes them under their older name.
-
-    Raises:
-      ValueError: both are given, or one is not a CommunicationOptions.
-    """
+    """The options of a call that also takes them under their older name."""
     if experimental_hints is None:
         return checked(options)
     if options is not None:

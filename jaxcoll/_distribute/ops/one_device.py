@@ -125,16 +125,7 @@ def one_device_program(
     rows: bool,
     options: CommunicationOptions = CommunicationOptions(),
 ) -> Callable[[list[Any]], list[Any]]:
-    """The reduction of a list of components on one device, compiled once for each shape.
-
-    Args:
-      device: where it runs.
-      reduce_op: SUM or MEAN.
-      accumulate: makes one array of a list of them; None: the sum.
-      rows: whether components are rows, with a leading dimension of one.
-      options: whether a sum is bit-equal to the one between devices, and whether a checksum
-        guards it.
-    """
+    """The reduction of a list of components on one device, compiled once for each shape."""
     scope = mesh_scope(line_of((device,), "device")).merged(options)
 
     def summed(components: list[Any]) -> Any:

@@ -49,9 +49,6 @@ def reduce_along(
 
     Returns:
       The plain value, on this process's first device.
-
-    Raises:
-      ValueError: there is no such dimension, or the parts do not fit together.
     """
     here = of_this_process(devices)
     first = devices[here[0]]
@@ -135,11 +132,7 @@ def _elements(array: Any, axes: Sequence[int]) -> int:
 
 
 def dimensions_of(axis: Any, shape: Sequence[int], path: str) -> tuple[int, ...]:
-    """The dimensions that `axis` names, counted from the first.
-
-    Raises:
-      ValueError: there is no such dimension, none is named, or one twice.
-    """
+    """The dimensions that `axis` names, counted from the first."""
     who = f"`reduce`: {where(path)}"
     axes = axis if isinstance(axis, tuple | list) else [axis]
     found = tuple(dimension(k, shape, who) for k in axes)

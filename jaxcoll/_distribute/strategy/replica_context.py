@@ -143,11 +143,7 @@ def replicas_of(context: ReplicaContext | None) -> Iterator[None]:
 
 
 def check_own(caller: str, value: Any) -> None:
-    """Refuse a value of all replicas where a replica's own is meant.
-
-    Raises:
-      ValueError: there is one in the tree.
-    """
+    """Refuse a value of all replicas where a replica's own is meant."""
     for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, DistributedValues)):
         if isinstance(leaf, DistributedValues):
             raise ValueError(
@@ -158,11 +154,7 @@ def check_own(caller: str, value: Any) -> None:
 
 
 def check_cross_replica(caller: str, instead: str) -> None:
-    """Refuse a call of a strategy from inside a replica function.
-
-    Raises:
-      RuntimeError: it is one; the message says what to call there.
-    """
+    """Refuse a call of a strategy from inside a replica function; say what to call `instead`."""
     if get_replica_context() is not None:
         raise RuntimeError(
             f"`{caller}` was called inside a function that `strategy.run` runs on every replica; "

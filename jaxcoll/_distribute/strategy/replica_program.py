@@ -42,18 +42,7 @@ def run_on_replicas(
     options: CommunicationOptions,
     context: ReplicaContext | None,
 ) -> Any:
-    """Call `function` once on every device, and wait for it if there is a deadline.
-
-    Args:
-      caller: for messages about arguments.
-      what: the call, for messages about it.
-      function: as in `replica_program`.
-      arguments: positional and keyword arguments, not yet placed.
-      devices: one for each replica.
-      options: defaults for the reductions inside; `timeout_seconds` bounds the call, and so does
-        the shortest one that a reduction inside was given.
-      context: as in `replica_program`.
-    """
+    """Call `function` once on every device, and wait for it if there is a deadline."""
     carried = options.replace(timeout_seconds=UNSET)
     program, inner = replica_program(devices, function, carried, context)
     with no_mesh():
@@ -99,12 +88,6 @@ def replica_program(
     Law: replica i computes with row i of each `PerReplica` and with its copy of everything else;
     it sees other replicas' values only by reductions and gathers. An output is a `Mirrored`
     exactly where `varying_outputs` proves it the same everywhere.
-
-    Args:
-      devices: one for each replica.
-      function: of one replica; it is traced once for each shape.
-      options: defaults for the reductions inside.
-      context: what `get_replica_context` returns inside.
 
     Returns:
       A jitted function of positional and keyword arguments that are placed, to the function's
@@ -168,12 +151,6 @@ def is_distributed(value: Any) -> bool:
 
 def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) -> Any:
     """The arguments of a replica function where its program wants them.
-
-    Args:
-      caller: for messages.
-      tree: positional and keyword arguments: `PerReplica`s over `devices`; and `Mirrored`s, arrays
-        and numbers, of which every replica gets a copy.
-      devices: one for each replica.
 
     Returns:
       The same tree with global arrays in place of all but the `PerReplica`s, so that shared values

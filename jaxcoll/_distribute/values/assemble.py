@@ -32,9 +32,6 @@ def assembled(
 
     Returns:
       The replicas' tree, each leaf global; rows of IndexedSlices are padded to the longest.
-
-    Raises:
-      ValueError: the replicas disagree, or a leaf is not an array; both are named.
     """
     here = of_this_process(devices)
     values = {i: value_of(i) for i in here}
@@ -104,11 +101,7 @@ def _agreed(name: str, values: Mapping[int, Any]) -> tuple[list[str], Any]:
 
 
 def check_structures(name: str, structures: Mapping[int, Any]) -> None:
-    """Refuse replicas whose trees have different structures.
-
-    Raises:
-      ValueError: there are two; both are shown.
-    """
+    """Refuse replicas whose trees have different structures."""
     first = next(iter(structures))
     for i, structure in structures.items():
         if structure != structures[first]:

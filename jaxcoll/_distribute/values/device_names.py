@@ -21,11 +21,7 @@ _SPELLING = re.compile(
 
 
 def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...]:
-    """The devices that a result is wanted on, in the order of the replicas where there are any.
-
-    Raises:
-      ValueError: `destinations` is something else, or there is no such device.
-    """
+    """The devices that a result is wanted on, in the order of the replicas where there are any."""
     if isinstance(destinations, DistributedValues):
         return destinations.devices
     if isinstance(destinations, jax.Array) and not isinstance(destinations, Tracer):
@@ -43,11 +39,7 @@ def destination_devices(destinations: Any, caller: str) -> tuple[jax.Device, ...
 
 
 def devices_named(devices: Sequence[Any], caller: str) -> tuple[jax.Device, ...]:
-    """Devices, or device strings in their place, as different devices.
-
-    Raises:
-      ValueError: there is none, one is neither, or is listed twice.
-    """
+    """Devices, or device strings in their place, as different devices."""
     found = [device_named(d, caller) if isinstance(d, str) else d for d in devices]
     return checked_devices(found, caller)
 

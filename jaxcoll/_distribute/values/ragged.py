@@ -34,11 +34,7 @@ def has_parts(value: Any) -> bool:
 
 
 def check_no_list(caller: str, path: str, value: Any) -> None:
-    """Refuse a list or tuple of plain values where they could be parts, or a tree of values.
-
-    Raises:
-      ValueError: it is one.
-    """
+    """Refuse a list or tuple of plain values where they could be parts, or a tree of values."""
     if _is_list(value):
         raise ValueError(
             f"`{caller}` with axis None got {where(path)} as a {type(value).__name__} of "
@@ -55,11 +51,7 @@ def _is_list(value: Any) -> bool:
 
 
 def parts_of(caller: str, value: Sequence[Any], replicas: int | None = None) -> list[Any]:
-    """The arrays of a list or tuple that has one for each replica; `replicas` None: any number.
-
-    Raises:
-      ValueError: there are more or fewer, or one is not an array.
-    """
+    """The arrays of a list or tuple that has one for each replica; `replicas` None: any number."""
     who = f"`{caller}` interprets a list or tuple as one array per replica"
     if not value or (replicas is not None and len(value) != replicas):
         raise ValueError(f"{who}; expected {replicas or 'one or more'}, got {len(value)}.")
@@ -73,11 +65,7 @@ def parts_of(caller: str, value: Sequence[Any], replicas: int | None = None) -> 
 
 
 def check_parts(caller: str, parts: Sequence[Any], axes: Sequence[int]) -> None:
-    """Refuse parts that differ in dtype, rank, or along any dimension but `axes`.
-
-    Raises:
-      ValueError: they do; both shapes are named.
-    """
+    """Refuse parts that differ in dtype, rank, or along any dimension but `axes`."""
     first = parts[0]
     kept = [k for k in range(first.ndim) if k not in axes]
     along = f"axis {axes[0]}" if len(axes) == 1 else f"axes {', '.join(map(str, axes))}"
@@ -95,15 +83,7 @@ def check_parts(caller: str, parts: Sequence[Any], axes: Sequence[int]) -> None:
 
 
 def distributed(values: Mapping[int, Any], devices: tuple[jax.Device, ...]) -> Any:
-    """A tree with a `PerReplica` in the place of each leaf, or an `Uneven` where shapes differ.
-
-    Args:
-      values: pytrees of numbers and arrays, for each replica of this process by its number.
-      devices: one for each replica.
-
-    Raises:
-      ValueError: they disagree in structure or dtype, or hold something else.
-    """
+    """A tree with a `PerReplica` in the place of each leaf, or an `Uneven` where shapes differ."""
     first, *_ = values
     structures = {i: jax.tree.structure(v, is_leaf=is_sparse) for i, v in values.items()}
     check_structures("experimental_distribute_values_from_function", structures)

@@ -49,11 +49,7 @@ def replicating(
 ) -> Callable[[Any], Any]:
     """A jitted program from one row on each device to the same result on all of them.
 
-    Args:
-      name: of the program, in messages and profiles.
-      devices: one for each replica.
-      body: from the tree of one replica, and a scope, to an *invariant* tree.
-      options: defaults of the scope.
+    `body` goes from the tree of one replica, and a scope, to an *invariant* tree.
     """
     mesh = line_of(devices, AXIS)
     scope = dataclasses.replace(mesh_scope(mesh), options=options)

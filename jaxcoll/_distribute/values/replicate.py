@@ -24,9 +24,6 @@ def copied(tree: Any, devices: tuple[jax.Device, ...], timeout_seconds: float | 
 
     Over several processes all of them call it, and what the first device's process holds is
     copied; `timeout_seconds` bounds that.
-
-    Raises:
-      ValueError: the only device belongs to another process.
     """
     if len(devices) == 1:
         check_here(devices[0])
@@ -68,11 +65,7 @@ def delivered(value: Mirrored, devices: tuple[jax.Device, ...]) -> Any:
 
 
 def check_here(device: jax.Device) -> None:
-    """Refuse a device on which this process can put nothing.
-
-    Raises:
-      ValueError: it belongs to another process.
-    """
+    """Refuse a device on which this process can put nothing."""
     if device.process_index != jax.process_index():
         raise ValueError(
             f"{device} belongs to process {device.process_index}, and this is process "

@@ -17,17 +17,9 @@ def padded_alike(
 ) -> Mapping[int, Any]:
     """`values` with every IndexedSlices padded to the longest one in its place.
 
-    Args:
-      name: the kind of distributed value, for messages.
-      values: of this process's replicas.
-      devices: one for each replica, of all processes.
-
     Returns:
       The same values where none is sparse; structures that disagree are left for others to
       refuse. Cost: where other processes have replicas, an exchange of lengths.
-
-    Raises:
-      ValueError: a leaf is sparse on some replicas only, or of different dense shapes.
     """
     first = next(iter(values.values()), None)
     flat, treedef = jax.tree_util.tree_flatten_with_path(first, is_leaf=is_sparse)

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxcoll._observe.parse.collective import Collective, Meanwhile
+from jaxcoll._observe.parse.collective import Collective, Kernels, Meanwhile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Call:
       at: the line of `site` in its computation.
       until: the line where it ends, when it is asynchronous.
       meanwhile: what is scheduled between the two.
+      kernels: those around it, when it is asynchronous.
     """
 
     site: str
@@ -37,6 +38,7 @@ class Call:
     at: int = 0
     until: int = 0
     meanwhile: Meanwhile | None = None
+    kernels: Kernels | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,11 +95,6 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
 
     Law: a computation that is called from two places is listed twice, because both send; a
     collective that no call reaches is an error rather than silence.
-
-    Args:
-      bodies: every computation of the program.
-      entry: the one that runs.
-      lengths: instructions of each computation.
 
     Returns:
       The events, in program order. Their places count through the program as if each call
@@ -157,11 +154,7 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
 
 
 def busy_among(bodies: Bodies, kinds: tuple[type, ...]) -> set[str]:
-    """The computations that hold one of `kinds`, or call one that does, however far down.
-
-    Raises:
-      ValueError: a call leads nowhere.
-    """
+    """The computations that hold one of `kinds`, or call one that does, however far down."""
     callers: dict[str, list[str]] = {}
     for name, body in bodies.items():
         for item in body:
@@ -210,4 +203,5 @@ def _called(collective: Collective, path: Sequence[Call], at: int, until: int) -
         at=pair.at if pair else at,
         until=pair.until if pair else max(at, until),
         meanwhile=pair.meanwhile if pair else collective.meanwhile,
+        kernels=pair.kernels if pair else collective.kernels,
     )

@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Iterable
 
+from jaxcoll._show.codec import OPTIONAL
+
 Groups = tuple[tuple[int, ...], ...]
 
 KINDS = (
@@ -47,11 +49,7 @@ class Operand:
 
 
 def bytes_of(dtype: str, size: int) -> int:
-    """Bytes of `size` elements of an HLO type, rounded up to whole bytes.
-
-    Raises:
-      ValueError: the type is not known here.
-    """
+    """Bytes of `size` elements of an HLO type, rounded up to whole bytes."""
     if dtype == "pred":
         return size
     found = _BITS.fullmatch(dtype)
@@ -78,6 +76,19 @@ class Meanwhile:
     flops: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels that make what a collective sends, or take what it brings.
+
+    Attributes:
+      count: how many.
+      nbytes: bytes of memory that they read and write.
+    """
+
+    count: int
+    nbytes: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """One collective of a program, as its text has it. An asynchronous pair is one.
@@ -102,6 +113,8 @@ class Collective:
       at: its place in the schedule: instructions before it, each loop's body once.
       until: the place where it ends.
       meanwhile: what is scheduled while it is under way; None if it is not asynchronous.
+      kernels: those that make what it sends, or take what it brings: the cost of packing, where
+        it is not fused with what computes; None if that is not known.
     """
 
     kind: str
@@ -119,6 +132,7 @@ class Collective:
     at: int = 0
     until: int = 0
     meanwhile: Meanwhile | None = None
+    kernels: Kernels | None = dataclasses.field(default=None, metadata=OPTIONAL)
 
     @property
     def turns(self) -> int:
@@ -196,19 +210,12 @@ def runs(collectives: Iterable[Collective], *, unknown_trips: int | None = None)
     """How many collectives one run of the program carries out.
 
     Law: as in `wire_bytes`: loops count each turn, and a conditional its longest branch.
-
-    Raises:
-      ValueError: as in `wire_bytes`.
     """
     return _dearest([(c.branches, times(c, unknown_trips, "its turns")) for c in collectives])
 
 
 def times(c: Collective, unknown_trips: int | None, what: str) -> int:
-    """How often one run carries `c` out, or an error that says `what` cannot be counted.
-
-    Raises:
-      ValueError: a loop does not say how often it turns, and `unknown_trips` is None.
-    """
+    """How often one run carries `c` out, or an error that says `what` cannot be counted."""
     trips = unknown_trips if c.trips is None else c.trips
     if trips is None:
         raise ValueError(

@@ -99,17 +99,8 @@ class Program(NamedTuple):
 def read_program(text: str, *, strict: bool = False) -> Program:
     """A compiled program: its collectives, and the arithmetic that is scheduled around them.
 
-    Law: as `read_hlo`; but what is not understood is listed in `uncounted`, unless `strict`.
-
-    Args:
-      text: what `compiled.as_text()` returns, of any backend.
-      strict: raise on what is not understood, and leave out the arithmetic.
-
-    Returns:
-      The program.
-
-    Raises:
-      ValueError: the text is not HLO or is cut off; or something else, if `strict`.
+    Law: as `read_hlo`; but what is not understood is listed in `uncounted`. If `strict`, it is an
+    error, and the arithmetic is left out.
     """
     module = parse_module(text)
     uncounted: list[str] = []

@@ -52,17 +52,7 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Cut HLO text into computations.
-
-    Args:
-      text: what `compiled.as_text()` returns.
-
-    Returns:
-      The computations by name, each as its lines, in the text's order.
-
-    Raises:
-      ValueError: it is not HLO, or its end is missing.
-    """
+    """Cut HLO text into computations, each as its lines, in the text's order."""
     lines = iter(text.splitlines())
     header = next((line for line in lines if line.strip()), "")
     if not header.startswith("HloModule"):
@@ -121,24 +111,19 @@ def parse_instruction(line: str) -> Instruction:
     )
 
 
+def defined_name(line: str) -> str:
+    """The name that a line of a computation defines; "" if none."""
+    found = _DEFINES.match(line)
+    return found[1] if found else ""
+
+
 def definitions(lines: Sequence[str]) -> dict[str, str]:
     """The lines of a computation by the name that each defines."""
-    return {found[1]: line for line in lines if (found := _DEFINES.match(line))}
+    return {name: line for line in lines if (name := defined_name(line))}
 
 
 def operands_of(instruction: Instruction, defined: Mapping[str, str]) -> tuple[Operand, ...]:
-    """The arrays that an instruction is given, typed in place or where they are defined.
-
-    Args:
-      instruction: one of the computation's.
-      defined: the computation's `definitions`.
-
-    Returns:
-      One operand for each array; a tuple counts as its arrays.
-
-    Raises:
-      ValueError: an operand is not defined in the computation.
-    """
+    """The arrays that an instruction is given, typed in place or where they are `defined`."""
     found: list[Operand] = []
     for piece in _pieces(_COMMENT.sub("", instruction.operands)):
         # Some compilers print the type of each operand in place, others its name alone.
@@ -153,6 +138,17 @@ def operands_of(instruction: Instruction, defined: Mapping[str, str]) -> tuple[O
             type_text = parse_instruction(definition).type
         found += arrays(type_text)
     return tuple(found)
+
+
+def operand_names(instruction: Instruction) -> tuple[str, ...]:
+    """The names of what an instruction is given.
+
+    Examples:
+      >>> operand_names(parse_instruction("  %x = s8[] add(s8[] %a, /*index=1*/b)"))
+      ('a', 'b')
+    """
+    pieces = _pieces(_COMMENT.sub("", instruction.operands))
+    return tuple(piece.rpartition(" ")[2].lstrip("%") for piece in pieces)
 
 
 def pair_ends(lines: Sequence[str]) -> Iterator[tuple[int, str, str, str]]:

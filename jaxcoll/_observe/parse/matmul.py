@@ -17,7 +17,7 @@ _ALL_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 _FIELD = re.compile(r"(\w+)=([\w\-]+)")
 _LABELS = re.compile(r"\bdim_labels=\w+_(\w+)->")
-_TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
+TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 _PRODUCT = re.compile(r"gemm|matmul", re.IGNORECASE)
 _CONVOLVES = re.compile(r"cudnn\$conv", re.IGNORECASE)
 
@@ -35,10 +35,6 @@ def flops(instruction: Instruction, defined: Mapping[str, str]) -> int | None:
     neither padding nor what dilation puts between elements; a library's convolution, whose text
     says less, has those, too.
 
-    Args:
-      instruction: any.
-      defined: the computation's `definitions`.
-
     Returns:
       The number; 0 if it multiplies no matrices; None if it does, and its text does not say
       how large they are.
@@ -50,7 +46,7 @@ def flops(instruction: Instruction, defined: Mapping[str, str]) -> int | None:
       240
     """
     opcode, attributes = instruction.opcode, instruction.attributes
-    target = _TARGET.search(attributes) if opcode == "custom-call" else None
+    target = TARGET.search(attributes) if opcode == "custom-call" else None
     convolves = opcode == "convolution" or (target and _CONVOLVES.search(target[1]))
     if not (opcode == "dot" or convolves or (target and _PRODUCT.search(target[1]))):
         return 0

@@ -32,12 +32,6 @@ def narrow_sums(text: str) -> list[str]:
     itself (under a checked `shard_map`): it sums the gradient of the bfloat16 copy, and casts the
     sum to float32 after that. A cast to the narrow type right before says that it was asked for.
 
-    Args:
-      text: StableHLO, as in `read_stablehlo`.
-
-    Returns:
-      A sentence; none if there is no such sum.
-
     Examples:
       >>> narrow_sums('''
       ...   %3 = "stablehlo.all_reduce"(%2) <{}> ({

@@ -81,9 +81,6 @@ def mesh_groups(
       devices: the device numbers, in the mesh's order; None: 0, 1, 2, ...
       axes: the axes, or parts of them, in the order in which a group counts through them.
 
-    Returns:
-      The groups, in the mesh's order.
-
     Raises:
       ValueError: an axis is not one of the mesh's, or a part does not fit it.
 
@@ -135,9 +132,6 @@ def device_groups(
       has_global_ids: it counts through all devices, replica by replica.
       replicas: of the program.
       partitions: of each replica.
-
-    Returns:
-      The groups in numbers of devices.
 
     Examples:
       >>> marks = dict(has_channel=True, has_global_ids=False)

@@ -9,17 +9,18 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jaxcoll._observe.parse.calls import Bodies, Call, Matmul, busy_among
-from jaxcoll._observe.parse.collective import Collective, Meanwhile
+from jaxcoll._observe.parse.collective import Collective, Kernels, Meanwhile
 from jaxcoll._observe.parse.hlo_text import (
     Module,
+    defined_name,
     definitions,
     operands_of,
     pair_ends,
     parse_instruction,
 )
-from jaxcoll._observe.parse.matmul import flops, is_matmul
+from jaxcoll._observe.parse.kernels import KernelReader
+from jaxcoll._observe.parse.matmul import TARGET, flops, is_matmul
 
-_NAME = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
 _IDLE = re.compile(
     r" (?:parameter|constant|get-tuple-element|tuple|bitcast|after-all|iota|partition-id|"
     r"[a-z][\w\-]*-(?:start|update|done))\("
@@ -29,7 +30,6 @@ _MAY_SEND = re.compile(
     r"has_communication\\?\":\s*true",
     re.IGNORECASE,
 )
-_TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 
 
 class Work(NamedTuple):
@@ -63,6 +63,7 @@ class Schedule:
         self._direct: dict[str, dict[int, Work]] = {}
         self._totals: dict[str, Work] = {}
         self._called_at: dict[str, dict[int, list[Call]]] = {}
+        self._kernels = KernelReader(module)
 
     def bodies(self) -> Bodies:
         """The bodies with matrix products in their places, and with what runs meanwhile.
@@ -75,14 +76,16 @@ class Schedule:
         lines, direct = self._module.computations[name], self._direct_work(name)
         ends = self._ends(name)
         items: list[Collective | Call | Matmul] = [
-            Matmul(_defined_name(lines[at]), work.flops, at=at, dtype=work.dtype)
+            Matmul(defined_name(lines[at]), work.flops, at=at, dtype=work.dtype)
             for at, work in direct.items()
         ]
         for item in self._bodies[name]:
             if isinstance(item, Matmul) or (isinstance(item, Call) and self._is_dropped(item)):
                 continue
+            own = item.site if isinstance(item, Call) else item.name
+            if isinstance(item, Collective) or (item.is_async and item.callee in self._busy):
+                item = dataclasses.replace(item, kernels=self._kernels_around(name, own))
             if item.is_async and not (isinstance(item, Call) and item.callee not in self._busy):
-                own = item.site if isinstance(item, Call) else item.name
                 at, until = ends.get(own, (item.at, item.at))
                 meanwhile = self._meanwhile(name, at, until)
                 items.append(dataclasses.replace(item, at=at, until=until, meanwhile=meanwhile))
@@ -91,6 +94,13 @@ class Schedule:
             if isinstance(item, Call) and item.is_loop and item.trips is None:
                 self._note_loop(item)
         yield from sorted(items, key=lambda item: item.at)
+
+    def _kernels_around(self, computation: str, name: str) -> Kernels | None:
+        try:
+            return self._kernels.around(computation, name)
+        except (ValueError, KeyError, IndexError) as error:
+            self._notes.append(f"the kernels around {name!r} could not be read: {error}")
+            return None
 
     def _is_dropped(self, call: Call) -> bool:
         return call.is_part and call.callee not in self._busy
@@ -171,12 +181,12 @@ class Schedule:
         for at, line in enumerate(lines):
             if not is_matmul(line):
                 continue
-            if " custom-call(" in line and (target := _TARGET.search(line)):
+            if " custom-call(" in line and (target := TARGET.search(line)):
                 # A backend_config may be long: it is searched only where it has that field.
                 config = line.partition("backend_config=")[2] if "has_comm" in line else ""
                 if _MAY_SEND.search(target[1]) or _MAY_SEND.search(config):
                     self._uncounted.append(
-                        f"custom call {_defined_name(line)!r} ({target[1]}) may send by itself, "
+                        f"custom call {defined_name(line)!r} ({target[1]}) may send by itself, "
                         "which is not counted."
                     )
             defined = definitions(lines) if defined is None else defined
@@ -184,7 +194,7 @@ class Schedule:
             operations = flops(instruction, defined)
             if operations is None:
                 self._notes.append(
-                    f"{_defined_name(line)!r} multiplies matrices of sizes that its text does not "
+                    f"{defined_name(line)!r} multiplies matrices of sizes that its text does not "
                     "say: its floating-point operations are not counted."
                 )
             if operations != 0:
@@ -200,7 +210,7 @@ class Schedule:
         if not any(i.is_async for i in self._bodies[name] if not isinstance(i, Matmul)):
             return {}
         lines = self._module.computations[name]
-        places = {_defined_name(line): at for at, line in enumerate(lines) if "-start(" in line}
+        places = {defined_name(line): at for at, line in enumerate(lines) if "-start(" in line}
         found: dict[str, tuple[int, int]] = {}
         for at, _, opcode, start in pair_ends(lines):
             begins, _ = found.get(start, (places.get(start, at), at))
@@ -208,8 +218,3 @@ class Schedule:
                 begins = at
             found[start] = (begins, at)
         return found
-
-
-def _defined_name(line: str) -> str:
-    found = _NAME.match(line)
-    return found[1] if found else ""

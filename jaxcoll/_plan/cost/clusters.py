@@ -115,11 +115,7 @@ class Topology:
         return "cuda" if self.platform == "gpu" else self.platform
 
     def sizes(self, axes: int) -> tuple[int, ...]:
-        """Sizes of a mesh of so many axes, outer first, that it has by itself.
-
-        Raises:
-          ValueError: more axes than hosts and what a host has.
-        """
+        """Sizes of a mesh of so many axes, outer first, that it has by itself."""
         if axes > 2:
             raise ValueError(
                 f"The topology {self.name!r} does not say how its {self.size} replicas lie along "

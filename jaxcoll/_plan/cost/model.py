@@ -93,13 +93,7 @@ class Load(NamedTuple):
 def loads(
     packs: Iterable[Pack], leaves: Sequence[Leaf], composed: Callable[[Pack], tuple[Stage, ...]]
 ) -> tuple[Load, ...]:
-    """The packs of a plan, those that cost the same counted together.
-
-    Args:
-      packs: what travels.
-      leaves: the leaves that the packs are made of.
-      composed: the stages that sum a pack, such as `Plan.stages`.
-    """
+    """The packs of a plan, those that cost the same counted together."""
     found: Counter[tuple[tuple[Stage, ...], int, int]] = Counter()
     for pack in packs:
         pieces = 0 if pack.is_leaf(leaves) else len(pack.segments)

@@ -170,11 +170,7 @@ _AGAIN = "calibrate again, or delete the file to use the preset"
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """What `Terms.to_dict` gave, and whatever was written beside it, from JSON text.
-
-    Raises:
-      ValueError: it cannot be read, is not ours, or is of a newer version.
-    """
+    """What `Terms.to_dict` gave, and whatever was written beside it, from JSON text."""
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -187,12 +183,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def terms_of(data: dict[str, Any]) -> Terms:
-    """The terms whose `to_dict()` is `data`.
-
-    Raises:
-      ValueError: it is not ours, of a newer version, or something is missing, too much, or no
-        number.
-    """
+    """The terms whose `to_dict()` is `data`."""
     _check_ours(data)
     given = {name: value for name, value in data.items() if name not in ("format", "version")}
     try:

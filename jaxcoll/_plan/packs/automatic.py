@@ -35,6 +35,10 @@ RULES: tuple[PackingRule, ...] = (
 PACKED = BytesPerPack(16 * MiB, 2 * MiB)
 """Packs where no cost model is asked."""
 
+FEW = BytesPerPack(64 * MiB)
+"""Packs of codes between simulated devices, which are there to try things out: each pack of another
+size compiles a dozen kernels of its own, and what a copy costs does not count."""
+
 
 WORTH = 0.75
 """Of the compiler's own time, what an exchange may take, which compiles to a dozen kernels."""
@@ -64,7 +68,7 @@ _EXCHANGES = {
 """By whether there are levels, and whether the compiler's own sum is the last: the largest pack and
 the part of the compiler's own time."""
 
-FREE = 4 * MiB
+FREE = 8 * MiB
 """Bytes of packs that no program misses."""
 
 
@@ -84,17 +88,27 @@ class Alternative:
 
 
 class Way(NamedTuple):
-    """A rule, the packs that it makes, and what they are predicted to cost."""
+    """A rule, the packs that it makes, and what they are predicted to cost.
+
+    Attributes:
+      rule: it.
+      packs: what it makes.
+      cost: the prediction.
+      price: seconds by which ways are compared: an exchange of ours counts for more than it takes,
+        by as much as where the sum of a pack is chosen. Otherwise two packs of exchanges would win
+        against one that is too large to be worth it, although that one is faster either way.
+    """
 
     rule: PackingRule
     packs: tuple[Pack, ...]
     cost: Cost
+    price: float
 
 
 def fastest(ways: Sequence[Way], leaves: Sequence[Leaf]) -> Way:
-    """The way to take: not the very fastest where a little time saves much memory."""
+    """The way to take: not the very cheapest where a little time saves much memory."""
     # Packs are copies: with all leaves packed, they take twice the memory of the tree.
-    best = min(ways, key=lambda way: way.cost.seconds)
+    best = min(ways, key=lambda way: way.price)
     if temporary_bytes(best.packs, leaves) <= FREE:
         return best
     tree = sum(pack.nbytes for pack in best.packs)
@@ -104,7 +118,7 @@ def fastest(ways: Sequence[Way], leaves: Sequence[Leaf]) -> Way:
         if temporary_bytes(way.packs, leaves) <= tree
         and way.cost.seconds <= MODESTY * best.cost.seconds
     ]
-    return min(modest, key=lambda way: way.cost.seconds, default=best)
+    return min(modest, key=lambda way: way.price, default=best)
 
 
 def temporary_bytes(packs: Sequence[Pack], leaves: Sequence[Leaf]) -> int:
@@ -162,14 +176,19 @@ def priced(
         if key not in suited and pack.format:
             suited[key] = min(coded, key=lambda name: _seconds(name, pack, prices))
         elif key not in suited:
-            own, *others = names
-            seconds = {own: _seconds(own, pack, prices)}
-            for name in others:
-                largest, worth = _EXCHANGES["/" in name, name.endswith("native")]
-                if pack.nbytes <= largest:
-                    seconds[name] = _seconds(name, pack, prices) / worth
-            suited[key] = min(seconds, key=lambda name: seconds[name])
+            found = {
+                name: _seconds(name, pack, prices) / _worth(name)
+                for name in names
+                if name == names[0] or pack.nbytes <= _EXCHANGES[_kind(name)][0]
+            }
+            suited[key] = min(found, key=lambda name: found[name])
         return suited[key]
+
+    def more(pack: Pack) -> float:
+        """What a pack's price is beyond its seconds."""
+        if len(names) == 1 or pack.format or pack.algorithm == names[0]:
+            return 0.0
+        return _seconds(pack.algorithm, pack, prices) * (1 / _worth(pack.algorithm) - 1)
 
     for rule in rules:
         packs = tuple(
@@ -181,7 +200,7 @@ def priced(
         if packs not in tried:
             tried.add(packs)
             cost = prices.predict(loads(packs, leaves, _stages_of))
-            yield Way(rule, packs, cost)
+            yield Way(rule, packs, cost, cost.seconds + sum(map(more, packs)))
 
 
 def algorithms_for(world: World) -> tuple[str, ...]:
@@ -217,12 +236,23 @@ def rules_for(world: World, leaves: Sequence[Leaf] = ()) -> tuple[PackingRule, .
     """
     if world.over_gloo:
         return RULES
-    return (PACKED,) if any(leaf.format for leaf in leaves) else (Unpacked(),)
+    if not any(leaf.format for leaf in leaves):
+        return (Unpacked(),)
+    return (FEW,) if world.platform == "cpu" else (PACKED,)
 
 
 def usual(world: World) -> PackingRule:
     """How to pack what no cost model speaks of."""
     return PACKED if world.over_gloo else Unpacked()
+
+
+def _kind(name: str) -> tuple[bool, bool]:
+    return "/" in name, name.endswith("native")
+
+
+def _worth(name: str) -> float:
+    """The part of the compiler's own time that an algorithm may take to stand in for it."""
+    return 1.0 if name == "native" else _EXCHANGES[_kind(name)][1]
 
 
 def _seconds(name: str, pack: Pack, prices: Prices) -> float:

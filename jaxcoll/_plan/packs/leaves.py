@@ -96,15 +96,7 @@ def travels_as(
     world: World,
     options: CommunicationOptions,
 ) -> tuple[np.dtype, str]:
-    """The type in which a dense leaf is summed, and the name of the format it travels in.
-
-    Args:
-      dtype: the leaf's own.
-      shape: its shape on one replica.
-      reduce_op: SUM or MEAN.
-      world: where it runs.
-      options: what the user asks for.
-    """
+    """The type in which a dense leaf is summed, and the name of the format it travels in."""
     format = named(options.compression)
     auto = options.compression == "auto" and dtype.name == "float32"
     if format is None and (auto or dtype.name == "bfloat16") and _is_free(world, options):
@@ -133,11 +125,7 @@ _WHOLE_BYTES = {"int2": np.int8, "int4": np.int8, "uint2": np.uint8, "uint4": np
 
 
 def check_reducible(path: str, dtype: np.dtype, caller: str = "all_reduce") -> None:
-    """Refuse what has no sum over replicas.
-
-    Raises:
-      ValueError: names the leaf, why it cannot be reduced, and what to do.
-    """
+    """Refuse what has no sum over replicas; say why, and what to do."""
     reason = _why_not_reducible(dtype)
     if reason:
         raise ValueError(f"`{caller}` cannot reduce {where(path)}: {reason}.")

@@ -89,13 +89,7 @@ def is_wanted(
 
 
 def rule_for(leaves: Sequence[Leaf], asked: int, prices: Prices) -> ReadyOrder:
-    """How large packs are: the smallest that the network carries at 1 / `SLOWED` of its bandwidth.
-
-    Args:
-      leaves: what travels.
-      asked: bytes of a pack, if that was asked; 0: decided here.
-      prices: what the world costs.
-    """
+    """The smallest packs that the network carries at 1 / `SLOWED` of its bandwidth, or `asked`."""
     total = sum(leaf.nbytes for leaf in leaves if leaf.travels)
     if asked:
         return ReadyOrder(asked, min(asked, LAST), min(asked, ALONE))
@@ -112,9 +106,6 @@ def rule_in_backward(asked: int) -> BytesPerPack:
     """How a group is packed whose gradients are reduced where they appear.
 
     Whatever is not small travels as soon as it is there, and is not copied.
-
-    Args:
-      asked: bytes of a pack, if that was asked; 0: decided here.
     """
     return BytesPerPack(asked) if asked else BytesPerPack(LAST, LAST)
 
@@ -135,18 +126,7 @@ def reasons(
     world: World,
     in_backward: bool = False,
 ) -> Iterator[str]:
-    """What was decided, a sentence each.
-
-    Args:
-      leaves: as they came, with or without their order.
-      packs: what they became.
-      rule: the packing.
-      world: where it runs.
-      in_backward: whether the reduction stands where the gradients appear, in no order of ours.
-
-    Yields:
-      Sentences for `Plan.reasons`.
-    """
+    """What was decided, a sentence for each reason of a `Plan`."""
     if in_backward:
         yield f"packs: {in_words(rule)}, each sent when its gradients are there, in no other order"
     elif isinstance(rule, ReadyOrder):

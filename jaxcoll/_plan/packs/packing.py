@@ -140,13 +140,6 @@ def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
     Law: a pack holds one dtype and one kind, summed over the same axes; leaves keep their order
     inside a pack; leaves that do not travel are in none. Packs are ordered by the first leaf
     they carry; with `ReadyOrder` leaves and packs are in the order in which they are ready.
-
-    Args:
-      leaves: the leaves of a tree, in its order.
-      rule: what closes a pack.
-
-    Returns:
-      The packs, in that order.
     """
     packs = [
         Pack(*_agreement(leaf)[:3], (_whole(leaves, i),), leaf.solid, format=leaf.format)

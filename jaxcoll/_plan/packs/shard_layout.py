@@ -110,14 +110,10 @@ def summed_layout(treedef: Hashable, leaves: Sequence[Leaf], replicas: int) -> S
 def layout_of(
     treedef: Hashable, leaves: tuple[Leaf, ...], replicas: int, bytes_per_pack: int = 0
 ) -> ShardLayout:
-    """The layout of a tree over `replicas`.
+    """The layout of a tree over `replicas`, of its `ShardedLeaf`s before anything is cut.
 
-    Args:
-      treedef: its structure.
-      leaves: its `ShardedLeaf`s, as on one replica before anything is cut.
-      replicas: how many have a shard each.
-      bytes_per_pack: the largest pack, but for a leaf that is larger; 0: 16 MiB, leaves over
-        2 MiB alone.
+    `bytes_per_pack` is the largest pack, but for a leaf that is larger; 0: 16 MiB, leaves over
+    2 MiB alone.
     """
     rule = BytesPerPack(bytes_per_pack) if bytes_per_pack else USUAL
     return ShardLayout(treedef, leaves, plan_packs(leaves, rule), replicas)

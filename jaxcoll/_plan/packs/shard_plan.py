@@ -30,20 +30,7 @@ def plan_half(
     world: World,
     terms: Terms,
 ) -> Plan:
-    """What carries the packs of `layout`.
-
-    Args:
-      half: which of the two.
-      reduce_op: SUM or MEAN; of a gather, that of the values.
-      layout: which elements travel together, and where they go.
-      leaves: the layout's, with the types that they travel in.
-      options: what the user asks for.
-      world: where it runs.
-      terms: what that world costs.
-
-    Raises:
-      ValueError: the options ask for what a half cannot do, or does not fit the axes.
-    """
+    """What carries the packs of `layout`."""
     packs, reasons = _parts(half, layout.packs, leaves, options, world)
     how = (
         f"packs: {len(packs)}, laid out in rows of {LANES}, as many on each of "
@@ -63,22 +50,7 @@ def plan_rows(
     turns: int,
     when: str,
 ) -> Plan:
-    """What carries one layer's leaves, each cut along its first dimension.
-
-    Args:
-      half: which of the two.
-      reduce_op: SUM or MEAN.
-      leaves: whole, with the types that they travel in.
-      packs: which of them travel together; of one replica's rows.
-      options: what the user asks for.
-      world: where it runs.
-      terms: what that world costs.
-      turns: how often it is carried out.
-      when: in words.
-
-    Raises:
-      ValueError: as in `plan_half`.
-    """
+    """What carries one layer's leaves, each cut along its first dimension, `turns` times."""
     whole = [
         dataclasses.replace(
             pack,

@@ -45,11 +45,6 @@ def passed_on(
 def swapped(array: jax.Array, axes: tuple[str, ...], bit: int) -> jax.Array:
     """What the replica whose number differs from this one's in `bit` alone holds of `array`.
 
-    Args:
-      array: of the same shape everywhere.
-      axes: names of the axes, outer first; along all of them a power of two of replicas.
-      bit: 1, 2, 4 ...
-
     Returns:
       The partner's array, *varying*. Cost: one step; the array's bytes.
     """

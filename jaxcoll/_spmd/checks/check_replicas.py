@@ -107,11 +107,7 @@ def check_replicas(tree: Any, axis_name: Any, *, scope: Scope) -> ReplicaCheck:
 
 
 def arrays_of(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
-    """Paths and leaves; of typed keys their data.
-
-    Raises:
-      ValueError: a leaf is not an array.
-    """
+    """Paths and leaves; of typed keys their data."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     paths = tuple(jax.tree_util.keystr(path) for path, _ in flat)
     return paths, [_as_array(p, leaf) for p, (_, leaf) in zip(paths, flat, strict=True)]

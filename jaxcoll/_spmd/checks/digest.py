@@ -23,9 +23,6 @@ def digest(x: jax.Array) -> jax.Array:
     which loses no bit, and the results are summed, plain and multiplied by an odd number of the
     position. Cost: `x` is read once, and nothing of its size is written.
 
-    Args:
-      x: an array of any shape and dtype, no typed key.
-
     Returns:
       uint32[2], varying where `x` does.
     """

@@ -73,21 +73,6 @@ def accumulated(
     than 32 bits are added in float32 and have their own type again at the end: adding eight
     numbers in bfloat16 may cost three of its eight bits. Of a weighted mean in float16 value and
     gradients have as many powers of two taken off as it takes for their sums to fit.
-
-    Args:
-      differentiate: what is done with each piece; local.
-      args: arguments, those in `micro.argnums` whole.
-      kwargs: passed on as they are.
-      micro: the pieces.
-      argnums: what is differentiated, for a message.
-      mean: whether a loss without weight is averaged.
-      halvings: the powers of two.
-
-    Returns:
-      What `differentiate` returns for one piece.
-
-    Raises:
-      ValueError: an argument cannot be cut so.
     """
     pieces = _in_pieces(args, micro, argnums)
 

@@ -37,7 +37,6 @@ from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
 from jaxcoll._spmd.shards import Shards, axes_of_shards
-from jaxcoll._spmd.wire_formats.residual import closed, opened
 
 _LOSS_ALREADY_REDUCED = """\
 `{caller}` over {axes}: the loss is already the same on every replica, so its gradient would be \
@@ -78,7 +77,7 @@ class _Asked:
     scatter: bool
     with_value: bool
     micro_batches: MicroBatches | None
-    feedback: bool
+    feedback: Callable[..., Any] | None
 
     def places(self, args: tuple[Any, ...]) -> list[int]:
         """Positions of the arguments that are differentiated."""
@@ -106,29 +105,9 @@ def reduced_gradient(
     scope: Callable[[], Scope],
     options: CommunicationOptions,
     micro_batches: MicroBatches | None = None,
-    feedback: bool = False,
+    feedback: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """The body of `jc.value_and_grad`, `jc.grad` and `jc.accumulate`, which say what it does.
-
-    Args:
-      fun: the loss of one replica's share.
-      axis_name: one axis, or several, outer first.
-      reduce_op: SUM or MEAN.
-      argnums: as in `jax.value_and_grad`.
-      has_aux: whether `fun` returns a pair of loss and auxiliary output.
-      scatter: whether each replica gets its part of the gradients only.
-      with_value: whether the loss is reduced and returned too.
-      scope: asked at each trace for world and defaults.
-      options: of the reduction, and of what `sync_in_backward` reduces before.
-      micro_batches: how each share is cut; None: not at all.
-      feedback: whether the function takes a residual, and returns the next one.
-
-    Returns:
-      A function with `fun`'s arguments.
-
-    Raises:
-      ValueError: `fun` is not a function, or `argnums` names no position.
-    """
+    """The body of `jc.value_and_grad`, `jc.grad` and `jc.accumulate`, which say what it does."""
     caller = "jc.value_and_grad" if with_value else "jc.grad"
     caller = caller if micro_batches is None else "jc.accumulate"
     if not callable(fun):
@@ -268,11 +247,8 @@ def _together(
 ) -> tuple[_Local, Shards | None]:
     """One reduction for everything that replicas have in common, and the next residual."""
     same, order = _synced(program, tuple(axes)), None
-    owed = None
-    if residual is not None:
-        if same:
-            raise ValueError(_SYNCED_ALREADY.format(caller=asked.caller, leaf=where(min(same))))
-        owed = opened(residual, local.grads, axes, asked.caller, ".grads")
+    if residual is not None and same:
+        raise ValueError(_SYNCED_ALREADY.format(caller=asked.caller, leaf=where(min(same))))
     if wants_order(scope.options, scope.world(dict(axes))):
         (_, order) = program.result(places(program.program))
     common = local._replace(grads=shared(local.grads, own))
@@ -280,7 +256,16 @@ def _together(
         parts = [x for x, mine in zip(jax.tree.leaves(local.grads), own, strict=True) if mine]
         leaves, treedef = jax.tree.flatten(common)
         common = treedef.unflatten(_compat.at_once(leaves, parts))
-    reduced = all_reduce(
+    reduce: Any = all_reduce
+    if asked.feedback is not None:
+        reduce = functools.partial(
+            asked.feedback,
+            residual=residual,
+            of=local.grads,
+            prefix=".grads",
+            caller=asked.caller,
+        )
+    reduced = reduce(
         op,
         common,
         tuple(axes),
@@ -291,12 +276,10 @@ def _together(
         else jax.tree.leaves(_gradients_last(common, shared(order, own))),
         same=same,
         exact=_paths(common._replace(grads=None)),
-        residual=owed,
         reasons=_not_again(list(same)),
     )
     if residual is not None:
-        reduced, left = reduced
-        residual = closed(residual, left, ".grads")
+        reduced, residual = reduced
     if any(own):
         # Of these no residual is kept.
         exactly = scope if residual is None else scope.exactly

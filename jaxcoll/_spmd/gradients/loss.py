@@ -52,12 +52,7 @@ class WeightedLoss:
 
 
 def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
-    """The number to differentiate, and its weight as a float of at least 32 bits, if it has one.
-
-    Raises:
-      TypeError: the loss is not a number.
-      ValueError: total or weight of a `WeightedLoss` is not a scalar.
-    """
+    """The number to differentiate, and its weight as a float of at least 32 bits, if it has one."""
     if not isinstance(out, WeightedLoss):
         _check_scalar(out, caller)
         return out, None
@@ -67,11 +62,7 @@ def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
 
 
 def loss_and_aux(out: Any, caller: str) -> tuple[Any, Any]:
-    """The parts of what a loss with auxiliary output returned.
-
-    Raises:
-      TypeError: it is not a pair.
-    """
+    """The parts of what a loss with auxiliary output returned."""
     if isinstance(out, tuple | list) and len(out) == 2:
         return out[0], out[1]
     got = f"a tuple of {len(out)}" if isinstance(out, tuple) else _kind(out)

@@ -39,13 +39,6 @@ def watched(
 
     Where types do not tell replicas apart, or not truly, only who reads the whole program can see
     whether the leaves differ between replicas; `replication` refuses them then.
-
-    Args:
-      gradients: a tree of one replica's.
-      leaves: what was differentiated, by name, in the order of the tree's leaves.
-      along: axes of the reduction on which types say nothing.
-      caller: the function to name in a message.
-      own: for each the axes along which every replica has its own, so that nothing is reduced.
     """
     marked, treedef = jax.tree.flatten(gradients)
     kept = own or [()] * len(marked)
@@ -118,14 +111,6 @@ def with_own(
     derivative of the mean of all losses is that of one's own loss, divided by their number; and
     that of a sum is just that.
 
-    Args:
-      reduced: what `shared` leaves, reduced.
-      op: SUM or MEAN.
-      gradients: one replica's, all of them.
-      own: for each, the axes along which its leaf is every replica's own.
-      axes: of the reduction, outer first.
-      scope: options and world.
-
     Returns:
       A tree like `gradients`; each leaf's own are *varying* over its own axes.
     """
@@ -144,17 +129,7 @@ def with_own(
 
 
 def common(tree: Any, axes: Mapping[str, int], caller: str, *, scope: Scope) -> Any:
-    """A tree that every replica must hold alike, as far as can be known, and marked otherwise.
-
-    Args:
-      tree: of arrays.
-      axes: along which it is the same.
-      caller: the function to name in a message.
-      scope: the axes on which only a mark tells.
-
-    Raises:
-      ValueError: a leaf differs between replicas by its type.
-    """
+    """A tree that every replica must hold alike, as far as can be known, and marked otherwise."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
     inside = differentiation()
@@ -169,11 +144,7 @@ def common(tree: Any, axes: Mapping[str, int], caller: str, *, scope: Scope) -> 
 
 
 def check_scattered(names: Iterable[str], own: Sequence[tuple[str, ...]], caller: str) -> None:
-    """Refuse leaves of which each replica has its own where gradients are to be in shards.
-
-    Raises:
-      ValueError: it names the first.
-    """
+    """Refuse leaves of which each replica has its own where gradients are to be in shards."""
     for name, axes in zip(names, own, strict=True):
         if axes:
             named = ", ".join(map(repr, axes))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoll._plan import wire_formats
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.wire_formats.blocks import all_finite
@@ -65,15 +66,20 @@ def left(
         for leaf, result in zip(plan.leaves, results, strict=True)
         if leaf.path in residual and not leaf.travels
     ]
-    floats = [x for x in (*_sent(residual, plan, sums), *alone) if _is_float(x)]
     with jax.named_scope(f"{plan.name}/finite"):
-        finite = functools.reduce(jnp.logical_and, map(all_finite, floats), jnp.array(True))
+        fine = finite([*_sent(residual, plan, sums), *alone])
     return {
-        leaf.path: jnp.where(finite, jnp.zeros_like(owed) if rest is None else rest, owed)
+        leaf.path: jnp.where(fine, jnp.zeros_like(owed) if rest is None else rest, owed)
         for leaf, rest in zip(plan.leaves, lost, strict=True)
         for owed in [residual.get(leaf.path)]
         if owed is not None
     }
+
+
+def finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Whether all floats among these arrays are finite."""
+    floats = [x for x in arrays if _is_float(x)]
+    return functools.reduce(jnp.logical_and, map(all_finite, floats), jnp.array(True))
 
 
 def _is_float(array: jax.Array) -> bool:
@@ -85,6 +91,11 @@ def _sent(
 ) -> Iterator[jax.Array]:
     """The parts of packs that leaves with a residual have, neighbours together."""
     for pack, total in zip(plan.packs, sums, strict=True):
+        stages = plan.stages(pack)
+        if stages and stages[-1].format and total.dtype == pack.dtype:
+            # All leaves in it have a residual, and a block that is not finite is so everywhere.
+            yield total.reshape(-1)[:: wire_formats.of(pack.format).block]
+            continue
         start = 0
         pieces = zip(pack.segments, pack.lengths, strict=True)
         for owing, run in itertools.groupby(

@@ -63,11 +63,6 @@ class Lab:
 
     Nothing is made in the machine's own network namespace, and no file is written. A namespace
     lives as long as the process that holds it, and those end with this one, whatever ends it.
-
-    Args:
-      hosts: how many.
-      running: starts the processes that hold the namespaces.
-      pipes: closes their standard inputs in the end.
     """
 
     def __init__(self, hosts: int, running: Running, pipes: contextlib.ExitStack) -> None:
@@ -100,11 +95,7 @@ class Lab:
         return [{**common, "WORLD_SIZE": str(size), "RANK": str(rank)} for rank in range(size)]
 
     def limit(self, rate: str) -> None:
-        """Let each host send, and receive, no more than `rate` from now on.
-
-        Raises:
-          LabUnavailableError: this kernel has no token bucket.
-        """
+        """Let each host send, and receive, no more than `rate` from now on."""
         bits = bits_per_second(rate)
         for i, pid in enumerate(self._hosts):
             for namespace, device in ((pid, "eth0"), (self._switch, f"p{i}")):
@@ -134,10 +125,6 @@ class Lab:
 @contextlib.contextmanager
 def lab(hosts: int, rate: str = "none") -> Iterator[Lab]:
     """Hosts, for as long as the block lasts.
-
-    Args:
-      hosts: 2 or more.
-      rate: of each host's link, each way, as `tc` spells it; "none": as fast as the kernel.
 
     Yields:
       The hosts.

@@ -34,12 +34,7 @@ def leaf(values: np.ndarray, index: int, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class Exact:
-    """The reduction in float64, against which results are held leaf by leaf.
-
-    Args:
-      blocks: what each replica holds, as float32 or wider, one replica after another.
-      mean: whether the sum is divided by the number of replicas.
-    """
+    """The reduction in float64, against which results are held leaf by leaf."""
 
     def __init__(self, blocks: Iterable[np.ndarray], mean: bool) -> None:
         self._sum, self._size = np.zeros(BLOCK), np.full(BLOCK, 1e-30)

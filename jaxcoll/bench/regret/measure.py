@@ -94,12 +94,6 @@ def measure(
 ) -> Iterator[Regret]:
     """Measure cases, those of one world with the same processes.
 
-    Args:
-      wanted: the cases.
-      rounds: of each at most; fewer where all contestants are slow, but not less than `FEWEST`.
-      timeout: seconds for any single step.
-      progress: gets words for what is being done, once for each case.
-
     Yields:
       What each showed, as soon as it is known.
 

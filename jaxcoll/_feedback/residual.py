@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
+from jaxcoll._plan.packs.leaves import where
 from jaxcoll._plan.packs.shard_layout import LANES, SummedLayout, first_difference, summed_layout
+from jaxcoll._plan.power_sgd import PowerSGD
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.shards import Shards, is_shards, sharded_leaves
@@ -34,6 +38,25 @@ _OTHER_TREE = """\
 `{caller}`: the residual is of another tree: {difference}. It belongs to the gradients of the \
 parameters that `jc.residual` was given: make a new one, or bring the leaf back."""
 
+_OTHER_FACTORS = """\
+`{caller}` with `compression` {format!r}: the residual should have a right factor of shape \
+{expected} for {leaf}, and has {got}. Make it with the same options: \
+`jc.residual(params, options=options)`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LowRankResidual:
+    """A residual, and the right factors with which PowerSGD begins the next call.
+
+    Attributes:
+      owed: what this replica owes; *varying*.
+      right: by the paths of matrices, float32 of shape (columns, rank); *invariant*.
+    """
+
+    owed: Shards
+    right: dict[str, Any]
+
 
 def is_residual(x: Any) -> bool:
     """Whether `x` is the residual of a tree."""
@@ -46,7 +69,7 @@ def layout_like(tree: Any, axes: Mapping[str, int], caller: str) -> SummedLayout
     return summed_layout(treedef, leaves, int(np.prod(list(axes.values()))))
 
 
-def zeros(tree: Any, axis_name: str | tuple[str, ...], caller: str) -> Shards:
+def zeros(tree: Any, axis_name: str | tuple[str, ...], format: Any, caller: str) -> Any:
     """This replica's residual at the beginning, inside a program that maps the axis; *varying*."""
     axes = bound_axes(axis_name, caller)
     layout = layout_like(tree, axes, caller)
@@ -55,7 +78,42 @@ def zeros(tree: Any, axis_name: str | tuple[str, ...], caller: str) -> Shards:
         _compat.as_varying(jnp.zeros((layout.rows(pack), LANES), jnp.float32), names)
         for pack in layout.packs
     ]
-    return Shards(tuple(parts), layout, names)
+    owed = Shards(tuple(parts), layout, names)
+    if not isinstance(format, PowerSGD):
+        return owed
+    right = first_factors(tree, axes, format, caller)
+    return LowRankResidual(owed, {path: jnp.asarray(x) for path, x in right.items()})
+
+
+def first_factors(
+    tree: Any, axes: Mapping[str, int], format: PowerSGD, caller: str
+) -> dict[str, np.ndarray]:
+    """Right factors to begin with, by path: Gaussian numbers, the same in every process."""
+    found = {}
+    for leaf in sharded_leaves(tree, axes, caller)[1]:
+        matrix = format.matrix(leaf.shape, leaf.dtype)
+        if matrix is not None:
+            rng = np.random.default_rng([zlib.crc32(leaf.path.encode()), *matrix])
+            found[leaf.path] = rng.standard_normal((matrix[1], format.rank)).astype(np.float32)
+    return found
+
+
+def right_factor(residual: Any, path: str, columns: int, format: PowerSGD, caller: str) -> Any:
+    """The right factor of the matrix at `path`.
+
+    Raises:
+      ValueError: the residual was made with other options.
+    """
+    held = residual.right if isinstance(residual, LowRankResidual) else {}
+    expected = (columns, format.rank)
+    if path not in held or np.shape(held[path]) != expected:
+        got = f"one of shape {np.shape(held[path])}" if path in held else "none"
+        raise ValueError(
+            _OTHER_FACTORS.format(
+                caller=caller, format=str(format), expected=expected, leaf=where(path), got=got
+            )
+        )
+    return held[path]
 
 
 def opened(
@@ -66,6 +124,7 @@ def opened(
     Raises:
       ValueError: it is no residual, or one of another tree or world.
     """
+    residual = residual.owed if isinstance(residual, LowRankResidual) else residual
     if not is_residual(residual):
         raise ValueError(_NO_RESIDUAL.format(caller=caller, got=type(residual).__name__))
     layout = residual.layout
@@ -97,8 +156,19 @@ def opened(
     }
 
 
-def closed(residual: Shards, found: Mapping[str, jax.Array], prefix: str = "") -> Shards:
-    """The residual with the leaves that `found` has, by their paths, in their places."""
+def closed(
+    residual: Shards | LowRankResidual,
+    found: Mapping[str, jax.Array],
+    prefix: str = "",
+    right: Mapping[str, jax.Array] = MappingProxyType({}),
+) -> Shards | LowRankResidual:
+    """The residual with the leaves that `found` has, by their paths, in their places.
+
+    And with the right factors `right`, in place of those of the same paths.
+    """
+    if isinstance(residual, LowRankResidual):
+        owed = cast(Shards, closed(residual.owed, found, prefix))
+        return LowRankResidual(owed, {**residual.right, **right})
     parts = []
     for pack, part in zip(residual.layout.packs, residual.parts, strict=True):
         leaf = residual.layout.leaves[pack.segments[0].leaf]

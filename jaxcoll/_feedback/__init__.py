@@ -1,0 +1,1 @@
+"""Error feedback: what replicas owe to a sum, and the reductions that take it along."""

@@ -1,0 +1,189 @@
+"""Finds the kernels that hand a collective its arrays or take its results, and what they move."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jaxcoll._observe.parse.collective import Kernels
+from jaxcoll._observe.parse.hlo_text import (
+    Instruction,
+    Module,
+    arrays,
+    definitions,
+    operand_names,
+    operands_of,
+    pair_ends,
+    parse_instruction,
+)
+
+_INSIDE = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
+_NO_KERNELS = frozenset(("bitcast", "get-tuple-element", "copy-done"))
+_SLICES = frozenset(("slice", "dynamic-slice"))
+_COPIES = frozenset(
+    ("copy", "copy-start", "concatenate", "dynamic-update-slice", "pad", "reshape", "transpose")
+).union(_SLICES)
+_GIVEN = frozenset(
+    ("parameter", "constant", "iota", "tuple", "after-all", "partition-id", "replica-id")
+)
+_APART = re.compile(
+    r"while|conditional|custom-call|dot|convolution|optimization-barrier|send|recv|"
+    r"(?:all-|collective-|reduce-scatter|ragged-all).*|.*-(?:start|update|done)"
+)
+
+
+class _Kernel(NamedTuple):
+    """An instruction that runs as one kernel."""
+
+    nbytes: int
+    only_copies: bool
+
+
+class _Fused(NamedTuple):
+    """What a fusion reads of its parameters where that is less than all, and what it writes."""
+
+    only_copies: bool
+    is_apart: bool
+    reads: Mapping[int, int]
+    writes: int | None
+
+
+class KernelReader:
+    """Finds the kernels around the collectives of a module.
+
+    Law: a kernel belongs to a collective if it makes an array that the collective is handed, or
+    is handed one that the collective makes; where it only copies, so do those beyond it. Products
+    of matrices, loops and other collectives do not belong to it. One between two collectives
+    belongs to both. A kernel reads of an array what it slices out of it, and writes into one what
+    it updates.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._graphs: dict[str, _Graph] = {}
+        self._known: dict[str, _Fused] = {}
+
+    def around(self, computation: str, name: str) -> Kernels:
+        """The kernels around one instruction of a computation.
+
+        Raises:
+          ValueError: a line is damaged, or has an element type that is not known here.
+        """
+        graph = self._graph(computation)
+        found: dict[str, _Kernel] = {}
+        ends = graph.ends.get(name, [name])
+        for start, beyond in ((name, graph.operands), *((end, graph.users) for end in ends)):
+            waiting = list(beyond(start))
+            while waiting:
+                each = waiting.pop()
+                if each in found or each in (name, *ends):
+                    continue
+                instruction = graph.instruction(each)
+                if instruction is None:
+                    continue
+                if instruction.opcode not in _NO_KERNELS:
+                    kernel = self._kernel(instruction, graph.defined)
+                    if kernel is None:
+                        continue
+                    found[each] = kernel
+                    if not kernel.only_copies:
+                        continue
+                waiting += beyond(each)
+        return Kernels(len(found), sum(kernel.nbytes for kernel in found.values()))
+
+    def _graph(self, computation: str) -> _Graph:
+        if computation not in self._graphs:
+            # One computation's at a time: a large program's would take more than its text.
+            self._graphs = {computation: _Graph(self._module.computations[computation])}
+        return self._graphs[computation]
+
+    def _kernel(self, instruction: Instruction, defined: Mapping[str, str]) -> _Kernel | None:
+        """The kernel of an instruction; None if it is none of those that are counted."""
+        opcode = instruction.opcode
+        if opcode in _GIVEN or (_APART.fullmatch(opcode) and opcode not in _COPIES):
+            return None
+        given = [operand.nbytes for operand in operands_of(instruction, defined)]
+        result = sum(x.nbytes for x in arrays(instruction.type))
+        if opcode == "copy-start":  # its type has the memory of both ends
+            return _Kernel(2 * sum(given), True)
+        if opcode in _SLICES:
+            return _Kernel(2 * result, True)
+        if opcode == "dynamic-update-slice":
+            return _Kernel(2 * given[1], True)
+        called = _INSIDE.search(instruction.attributes) if opcode in ("fusion", "call") else None
+        if called is None:
+            return _Kernel(sum(given) + result, opcode in _COPIES)
+        fused = self._fused(called[1])
+        if fused.is_apart:
+            return None
+        read = sum(fused.reads.get(k, nbytes) for k, nbytes in enumerate(given))
+        return _Kernel(read + (result if fused.writes is None else fused.writes), fused.only_copies)
+
+    def _fused(self, computation: str) -> _Fused:
+        if computation not in self._known:
+            self._known[computation] = _fused(self._module.computations[computation])
+        return self._known[computation]
+
+
+def _fused(lines: Sequence[str]) -> _Fused:
+    defined = definitions(lines)
+    inside = {name: parse_instruction(line) for name, line in defined.items()}
+    sizes = {name: sum(x.size for x in arrays(each.type)) for name, each in inside.items()}
+    (root,) = (name for name, line in defined.items() if line.lstrip().startswith("ROOT "))
+    needed = Counter({root: sizes[root]})
+    while inside[root].opcode == "bitcast":
+        (root,) = operand_names(inside[root])
+    is_update = inside[root].opcode == "dynamic-update-slice"
+    reads = {}
+    for name, each in reversed(inside.items()):  # what uses an array stands behind it
+        wanted = min(needed[name], sizes[name])
+        for k, given in enumerate(operand_names(each)):
+            if given in sizes and not (is_update and name == root and not k):  # updated in place
+                needed[given] += _needed(each, k, wanted, sizes[name], sizes[given])
+        if each.opcode == "parameter" and wanted < sizes[name]:
+            nbytes = sum(x.nbytes for x in arrays(each.type))
+            reads[int(each.operands)] = nbytes * wanted // sizes[name]
+    opcodes = {each.opcode for each in inside.values()}
+    return _Fused(
+        only_copies=opcodes <= _COPIES | _NO_KERNELS | _GIVEN,
+        is_apart=any(map(_APART.fullmatch, opcodes)),
+        reads=reads,
+        writes=operands_of(inside[root], defined)[1].nbytes if is_update else None,
+    )
+
+
+def _needed(user: Instruction, k: int, wanted: int, size: int, given: int) -> int:
+    """How many of its operand's `given` elements an instruction needs for `wanted` of its own."""
+    if (user.opcode in _SLICES and not k) or size == given:
+        return wanted
+    return min(wanted, given) if user.opcode == "concatenate" else given
+
+
+class _Graph:
+    """A computation's instructions, by what they are given and what they are given to."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.defined = definitions(lines)
+        self._users: dict[str, list[str]] = {}
+        for user in self.defined:
+            for each in self.operands(user):
+                self._users.setdefault(each, []).append(user)
+        self.ends: dict[str, list[str]] = {}
+        for _, name, opcode, start in pair_ends(lines):
+            if opcode.endswith("-done") and opcode != "copy-done":
+                self.ends.setdefault(start, []).append(name)
+
+    def instruction(self, name: str) -> Instruction | None:
+        """The instruction of a name; None if the computation does not define it."""
+        return parse_instruction(self.defined[name]) if name in self.defined else None
+
+    def operands(self, name: str) -> Sequence[str]:
+        """Names of what it is given."""
+        found = self.instruction(name)
+        return () if found is None else operand_names(found)
+
+    def users(self, name: str) -> Sequence[str]:
+        """Names of the instructions that it is given to."""
+        return self._users.get(name, ())
