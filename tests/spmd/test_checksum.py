@@ -40,7 +40,7 @@ def _tree(n):
 @pytest.mark.parametrize(
     ("algorithm", "runner", "n"),
     [
-        *((algorithm, "checked", 7) for algorithm in CARRIERS),
+        *((algorithm, "checked", 5) for algorithm in CARRIERS),
         ("halving_doubling", "checked", 8),
         *(("native", *case) for case in (("checked", 8), ("pmap", 2), ("vmap", 3))),
         ("ring", "vmap", 3),

@@ -16,7 +16,7 @@ from jaxcoll import _compat
 
 RNG = np.random.default_rng(0)
 LAYERS, WIDTH = 3, 20
-close = functools.partial(nearly, rtol=1e-4)
+close = functools.partial(nearly, shapes=True, rtol=1e-4)
 
 
 def normal(*shape):
