@@ -29,10 +29,11 @@ def let_gloo_listen_at(
     make_folder: Callable[[str], str],
     *,
     again: bool,
-) -> bool:
+) -> None:
     """Have Gloo listen at one address of this host, and not where the host's own name points.
 
-    To be called when the processes are joined, and before there are devices.
+    To be called when the processes are joined, and before there are devices. Nothing happens with a
+    JAX that is not known.
 
     Args:
       host: the address.
@@ -42,14 +43,11 @@ def let_gloo_listen_at(
       again: this process was restarted after all had met. It reads the devices that the others
         published then, and nobody waits for it: its devices connect by `ClientAnew` only. With
         another number of devices than before it is refused by JAX's RuntimeError.
-
-    Returns:
-      Whether this JAX is known.
     """
     from jax.extend.backend import register_backend_factory
 
     if not meets_over_gloo():
-        return False
+        return
     state, make_client = joined_state(), _bridge().make_cpu_client
 
     def make() -> Any:
@@ -70,7 +68,6 @@ def let_gloo_listen_at(
         return make_client() if state.client is None else exchange(make)
 
     register_backend_factory("cpu", client, priority=0, fail_quietly=False)
-    return True
 
 
 def meets_over_gloo() -> bool:

@@ -71,7 +71,7 @@ def all_reduce(
     if isinstance(format, PowerSGD):
         scope = scope.exactly
         matrices = _matrices(format, value, owed) if count(axes) > 1 else {}
-    if not matrices:
+    if not isinstance(format, PowerSGD) or not matrices:
         result, left = reduce.all_reduce(
             reduce_op, value, axis_name, scope=scope, residual=owed, **how
         )

@@ -16,6 +16,7 @@ from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs import overlap
 from jaxcoll._plan.packs.automatic import (
+    FEW,
     PACKED,
     Way,
     algorithms_for,
@@ -189,7 +190,7 @@ def _why(
     world: World,
 ) -> str:
     """Why an automatic packing is the one it is."""
-    if not world.over_gloo and rule == PACKED:
+    if not world.over_gloo and rule in (FEW, PACKED):
         return f"packs: {in_words(rule)}, because no compiler combines exchanges of codes"
     if not world.over_gloo:
         return (

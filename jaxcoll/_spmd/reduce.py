@@ -168,7 +168,9 @@ def _check_feedback(
 ) -> None:
     """Refuse a matrix under PowerSGD, which comes here only where no residual is given."""
     format = scope.options.compression
-    for path, leaf in zip(paths, taken, strict=True) if isinstance(format, PowerSGD) else ():
+    if not isinstance(format, PowerSGD):
+        return
+    for path, leaf in zip(paths, taken, strict=True):
         if path in exact or isinstance(leaf, IndexedSlices):
             continue
         if format.matrix(leaf.shape, np.dtype(leaf.dtype)):

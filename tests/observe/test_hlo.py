@@ -165,6 +165,8 @@ def test_kernels_that_cannot_be_read_are_a_note():
     assert found.collectives[0].kernels is None
     assert "the kernels around 'sum' could not be read" in found.notes[0]
     assert "does not define" in found.notes[0]
+    cut = text.replace("add(%gone, %back)", "fusion(%x), kind=kLoop, calls=%add")
+    assert read_program(cut.replace("ROOT %sum = f32[] add", "%sum = f32[] add")).notes
 
 
 def test_host_callbacks_are_no_collectives():

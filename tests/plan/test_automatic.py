@@ -93,12 +93,14 @@ def test_a_pack_is_exchanged_only_where_that_is_worth_its_kernels():
     prices = Prices(preset(world), (4,))
     for nbytes in (1 << 10, 1 << 20, 64 << 20):
         leaf = Leaf("x", (nbytes // 4,), F32, F32, (4,))
-        ((_, (pack,), cost),) = priced([leaf], [Unpacked()], algorithms_for(world), prices)
-        ((_, _, own),) = priced([leaf], [Unpacked()], ["native"], prices)
+        ((_, (pack,), cost, price),) = priced([leaf], [Unpacked()], algorithms_for(world), prices)
+        ((_, _, own, _),) = priced([leaf], [Unpacked()], ["native"], prices)
         if pack.algorithm == "native":
             assert cost == own
+            assert price == own.seconds
         else:
             assert cost.seconds < WORTH * own.seconds
+            assert price == pytest.approx(cost.seconds / WORTH)
     assert pack.algorithm == "native"
 
 

@@ -59,6 +59,15 @@ def test_shows_itself_as_a_table_and_as_json():
     assert data["wire_bytes_per_device"] == plan.wire_bytes
 
 
+def test_a_long_table_is_cut_and_counts_the_rest():
+    plan = jc.plan(
+        [np.zeros(2, "f")] * 50, axis_size=8, options=jc.CommunicationOptions(bytes_per_pack=8)
+    )
+    assert "… and 31 more" in str(plan)
+    assert "… and 10 more" in plan._repr_html_()
+    assert "more" not in plan.text()
+
+
 def test_is_the_plan_that_a_step_carries_out():
     options = jc.CommunicationOptions(bytes_per_pack=64, implementation="ring")
     step = jc.data_parallel(lambda t, x: jc.all_reduce("sum", {**t, "w": x.sum() * t["w"]}, "data",

@@ -9,10 +9,13 @@ import pytest
 from cases import RUNNERS, mesh_of, per_replica, run
 
 import jaxcoll as jc
+from jaxcoll._compat.compiler_process import has_compiler
 from jaxcoll._mesh.plan import plan_in
 from jaxcoll._observe.parse.hlo import read_hlo
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.world import World
+from jaxcoll._spmd.wire_formats import int4
+from jaxcoll.bench.workloads import tree_of
 
 FORMATS = ("bf16", "int8", "int4")
 OPTIONS = {name: jc.CommunicationOptions(compression=name) for name in FORMATS}
@@ -215,6 +218,30 @@ def test_bytes_are_the_formulas_in_the_compiled_program(name, ratio):
     assert len(collectives) == plan.steps
 
 
+@pytest.mark.parametrize(("name", "kind"), [("bf16", "u16"), ("int8", "u8"), ("int4", "u8")])
+def test_integers_travel_between_gpus_and_nothing_is_kept_in_float32_beside(name, kind):
+    if not has_compiler("gpu"):
+        pytest.skip("needs the compiler of a GPU plugin")
+    value = jax.ShapeDtypeStruct((8, 1024, 1024), jnp.float32)
+    step = jc.data_parallel(lambda x: jc.all_reduce("sum", x, "data", options=OPTIONS[name]))
+    report = jc.inspect(step, value, topology="h100:8")
+    assert [c.kind for c in report.collectives] == ["all-to-all", "all-gather"]
+    assert {d for c in report.collectives for d in c.dtypes} == {kind}
+    # Codes are made and summed on the way from and to memory: there is no array but of codes.
+    array = 4 << 20
+    assert report.memory_bytes < 2 * array + 0.7 * array
+
+
+def test_levels_of_int4_are_the_fitted_ones_to_the_bit():
+    codes = np.zeros((2, 34), np.uint8)
+    codes[:, :16] = np.arange(16) | np.arange(16)[::-1] << 4
+    codes[:, 32:] = [[0x80, 0x3F], [0x80, 0xBF]]  # a scale of 1, and one of a block of integers
+    got = np.asarray(jax.jit(int4.decode)(codes))
+    for row, levels in zip(got, (int4.LEVELS, range(-7, 9)), strict=True):
+        np.testing.assert_array_equal(row[:16], levels)
+        np.testing.assert_array_equal(row[32:48], levels[::-1])
+
+
 def test_a_hierarchy_codes_between_hosts_only():
     value = np.zeros((64, 256), "f")
     collectives, plan = wire(value, (2, 4), algorithm="native/shuffle", compression="int8")
@@ -308,6 +335,25 @@ def test_left_to_jaxcoll_numbers_travel_as_bf16_over_gloo_alone():
     assert "between groups only" in str(hosts)
     few = {**value, "w": np.zeros((100, 300), "f")}
     assert {p.format for p in planned(few, compression="auto").packs} == {""}, "more arrays"
+
+
+@pytest.mark.parametrize("name", [None, *FORMATS])
+def test_two_levels_by_themselves_are_those_that_can_be_asked_for(name):
+    tree = list(tree_of("resnet50", "float32").leaves)
+    hosts = World("cpu", (2, 2), 4, hosts=2, inner=1)
+    by_itself = planned(tree, hosts, compression=name)
+    assert by_itself.packs == planned(tree, hosts, compression=name, algorithm="nccl/nccl").packs
+    assert all("/" in pack.algorithm for pack in by_itself.packs)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_simulated_devices_get_few_packs_of_codes_each_of_which_compiles_its_own_kernels(name):
+    tree = list(tree_of("resnet50", "float32").leaves)
+    plan = planned(tree, World("cpu", (4,)), compression=name)
+    assert len({pack.size for pack in plan.packs if pack.format}) == 2
+    assert "packs of at most 64 MiB, because no compiler combines" in str(plan)
+    alone = planned(tree, World("gpu", (8,), 2), compression=name)
+    assert "leaves over 2 MiB alone" in str(alone)
 
 
 def test_bf16_leaves_float16_as_it_is_which_is_no_longer_and_has_more_bits():

@@ -158,8 +158,9 @@ def one_device(f):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("style", STYLES)
 def test_however_a_step_reduces_n_devices_equal_one(style, mesh):
+    # What is a replica's own loss is the same to every mesh; a second axis is in its types.
+    losses = [loss, remat, custom] if mesh in ("line", "beside a model axis") else [loss]
     mesh, axis = MESHES[mesh]
-    losses = [loss, remat, custom]
 
     def step(params, batch):
         return [step_of(style, axis, f)(params, batch) for f in losses]

@@ -131,7 +131,7 @@ def _fused(lines: Sequence[str]) -> _Fused:
     defined = definitions(lines)
     inside = {name: parse_instruction(line) for name, line in defined.items()}
     sizes = {name: sum(x.size for x in arrays(each.type)) for name, each in inside.items()}
-    root = next(name for name, line in defined.items() if line.lstrip().startswith("ROOT "))
+    (root,) = (name for name, line in defined.items() if line.lstrip().startswith("ROOT "))
     needed = Counter({root: sizes[root]})
     while inside[root].opcode == "bitcast":
         (root,) = operand_names(inside[root])

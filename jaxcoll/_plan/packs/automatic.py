@@ -35,6 +35,10 @@ RULES: tuple[PackingRule, ...] = (
 PACKED = BytesPerPack(16 * MiB, 2 * MiB)
 """Packs where no cost model is asked."""
 
+FEW = BytesPerPack(64 * MiB)
+"""Packs of codes between simulated devices, which are there to try things out: each pack of another
+size compiles a dozen kernels of its own, and what a copy costs does not count."""
+
 
 WORTH = 0.75
 """Of the compiler's own time, what an exchange may take, which compiles to a dozen kernels."""
@@ -232,7 +236,9 @@ def rules_for(world: World, leaves: Sequence[Leaf] = ()) -> tuple[PackingRule, .
     """
     if world.over_gloo:
         return RULES
-    return (PACKED,) if any(leaf.format for leaf in leaves) else (Unpacked(),)
+    if not any(leaf.format for leaf in leaves):
+        return (Unpacked(),)
+    return (FEW,) if world.platform == "cpu" else (PACKED,)
 
 
 def usual(world: World) -> PackingRule:

@@ -9,6 +9,9 @@ from jax import lax
 
 INFINITE = np.uint32(0x7F800000)
 _NAN = np.uint32(0x7FC0)
+_LARGEST = np.uint32(0x7F7E0000)
+"""The bits of 127·2^121, of which a 127th has a bfloat16 above it that 127 times is finite."""
+
 _LOST = np.float32(1e-34)
 """Blocks of nothing larger are zero: XLA flushes subnormals, and 1 / subnormal is infinite."""
 
@@ -23,8 +26,9 @@ def largest(blocks: jax.Array) -> jax.Array:
     A maximum of integers: XLA's CPU compiler drops NaN from maxima of floats (openxla/xla#21461).
     """
     bits = lax.bitcast_convert_type(blocks, jnp.uint32) & np.uint32(0x7FFFFFFF)
-    # Halves are compared side by side; XLA's CPU compiler takes a reduction number by number.
-    while bits.shape[-1] > 8 and bits.shape[-1] % 2 == 0:
+    # Halves are compared side by side; XLA's CPU compiler takes a reduction number by number. It
+    # makes a second kernel of more than three halvings, and is slower at fewer than 32 numbers.
+    while bits.shape[-1] > 32 and bits.shape[-1] % 2 == 0:
         bits = jnp.maximum(*jnp.split(bits, 2, axis=-1))
     return bits.max(-1)
 
@@ -38,15 +42,15 @@ def all_finite(array: jax.Array) -> jax.Array:
     return (largest(rows) < INFINITE).all()
 
 
-def scale(bits: jax.Array, top: jax.Array | np.float32) -> jax.Array:
-    """For each block the bits of a bfloat16 that its largest magnitude is at most `top` times.
+def scale(bits: jax.Array, wanted: jax.Array) -> jax.Array:
+    """For each block, by its largest magnitude, the bits of a bfloat16: `wanted` or the next above.
 
-    0 for a block of zeros; NaN for one with anything that is not finite.
+    0 for a block of zeros; NaN for one with anything that is not finite, or above 127·2^121.
     """
     magnitude = lax.bitcast_convert_type(bits, jnp.float32)
-    up = (lax.bitcast_convert_type(magnitude / top, jnp.uint32) + np.uint32(0xFFFF)) >> 16
+    up = (lax.bitcast_convert_type(wanted, jnp.uint32) + np.uint32(0xFFFF)) >> 16
     up = jnp.where(magnitude < _LOST, np.uint32(0), up)
-    return jnp.where(bits >= INFINITE, _NAN, up)
+    return jnp.where(bits > _LARGEST, _NAN, up)
 
 
 def widened(bits: jax.Array) -> jax.Array:

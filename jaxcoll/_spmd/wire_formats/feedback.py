@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoll._plan import wire_formats
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.wire_formats.blocks import all_finite
@@ -90,6 +91,11 @@ def _sent(
 ) -> Iterator[jax.Array]:
     """The parts of packs that leaves with a residual have, neighbours together."""
     for pack, total in zip(plan.packs, sums, strict=True):
+        stages = plan.stages(pack)
+        if stages and stages[-1].format and total.dtype == pack.dtype:
+            # All leaves in it have a residual, and a block that is not finite is so everywhere.
+            yield total.reshape(-1)[:: wire_formats.of(pack.format).block]
+            continue
         start = 0
         pieces = zip(pack.segments, pack.lengths, strict=True)
         for owing, run in itertools.groupby(

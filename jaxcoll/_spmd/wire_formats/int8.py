@@ -24,7 +24,8 @@ from jaxcoll._spmd.wire_formats.blocks import (
 
 def encode(blocks: jax.Array) -> jax.Array:
     """Blocks of float32, of shape (..., m, block), as bytes of shape (..., m, block + 2)."""
-    scales = scale(largest(blocks), np.float32(127))
+    bits = largest(blocks)
+    scales = scale(bits, lax.bitcast_convert_type(bits, jnp.float32) / np.float32(127))
     steps = quotient(np.float32(1), scales)[..., None]
     return joined(rounded(blocks * steps, 0xFF).astype(jnp.uint8), scales)
 
