@@ -161,6 +161,9 @@ def test_a_table_sorts_by_a_click_on_a_column_and_folds(tmp_path):
         assert packs == ["pack", "11", "", "10", "", "1", "", "2", "", "… and 3 more"]
         browser.value("document.querySelectorAll('th')[1].click()")
         assert browser.value(order % 1)[1:5] == ["16.8 MB", "leaf 2", "9.30 MB", "leaf 1"]
+        for first in ("1", "11", "1"):
+            browser.value("document.querySelectorAll('th')[0].click()")
+            assert browser.value(order % 0)[1] == first
         visible = "document.querySelector('td').checkVisibility()"
         assert browser.value(visible)
         browser.value("document.querySelector('summary').click()")

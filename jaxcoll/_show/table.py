@@ -13,7 +13,7 @@ from jaxcoll._show.units import shortened
 _SORT = """
 const head = event.target.closest("th"), table = this.parentNode, column = head.cellIndex;
 const turned = table.dataset.by == column ? -1 : 1;
-table.dataset.by = turned > 0 ? column : "";
+table.dataset.by = turned > 0 ? column : -1;
 const text = body => body.rows[0].cells[column].textContent;
 const number = body => {
   const [, digits, prefix] = text(body).match(/^([0-9.,]+) ?([kMGTPE]?)/) ?? [, "-1", ""];

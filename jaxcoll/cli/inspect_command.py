@@ -140,10 +140,16 @@ def _asked_for(
     if not callable(found):
         raise ValueError(f"{module}:{name} is not a function; it is {type(found).__name__}.")
     try:
-        made = found(mesh=_mesh(topology)) if takes_mesh(found, {}) else found()
+        given = {"mesh": _mesh(topology)} if takes_mesh(found, {}) else {}
     except Exception as error:
+        # A platform that is not here, for one, has errors of its own.
+        raise ValueError(f"no mesh for {module}:{name}: {_one_line(error)}") from error
+    try:
+        made = found(**given)
+    except Exception as error:
+        alone = "with a `mesh` alone" if given else "without arguments"
         raise ValueError(
-            f"{module}:{name} has no `example_args`, and cannot be called without arguments: "
+            f"{module}:{name} has no `example_args`, and cannot be called {alone}: "
             f"{_one_line(error)}"
         ) from error
     if not isinstance(made, tuple):

@@ -98,6 +98,9 @@ clustered.example_args = (jax.ShapeDtypeStruct((16, 5), jnp.float32),)
 
 def sized(mesh):
     return clustered, (jax.ShapeDtypeStruct((2 * mesh.size, 5), jnp.float32),)
+
+def unready(mesh, batch):
+    return None
 """
 
 
@@ -117,6 +120,12 @@ def test_the_command_compiles_for_a_cluster(tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert "pip install 'jax[tpu]==" in error
     assert error.count("\n") == 1
+    assert main(["inspect", "of_a_cluster:sized", "--topology", "h1000:8"]) == 2
+    assert (
+        "no mesh for of_a_cluster:sized: There is no topology 'h1000:8'" in capsys.readouterr().err
+    )
+    assert main(["inspect", "of_a_cluster:unready"]) == 2
+    assert "called with a `mesh` alone: TypeError: unready() missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["h100:8", "v5e:2x4"])

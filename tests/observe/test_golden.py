@@ -1,5 +1,6 @@
 """Texts that compilers have printed (golden/make.py), of several versions and backends."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,14 @@ def test_a_loop_that_does_not_say_how_often_it_turns(change):
     with pytest.raises(ValueError, match=r"does not say how often it turns.*unknown_trips"):
         wire_bytes(collectives)
     assert wire_bytes(collectives, unknown_trips=5) == 10752
+
+
+def test_a_loop_with_a_line_missing_is_refused_or_has_no_other_count():
+    lines = (GOLDEN / "v6e-0.12.0.1-loop.hlo").read_text().splitlines()
+    for k in range(len(lines)):
+        with contextlib.suppress(ValueError):
+            found = read_hlo("\n".join([*lines[:k], *lines[k + 1 :]]))
+            assert {c.trips for c in found} <= {None, 1, 5}
 
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.12.0.1"])

@@ -161,8 +161,12 @@ class _Reader:
         return found
 
     def _turns(self, computation: str, loop: Instruction) -> int | None:
-        known = _TRIPS.search(loop.attributes)
-        return int(known[1]) if known else turns(self._module, loop, self._defined(computation))
+        if known := _TRIPS.search(loop.attributes):
+            return int(known[1])
+        try:
+            return turns(self._module, loop, self._defined(computation))
+        except (LookupError, ValueError):
+            return None  # something of the loop is missing, or of a form that is not known here
 
     def _collective(self, computation: str, instruction: Instruction, at: int) -> Collective:
         kind, attributes = instruction.opcode.removesuffix("-start"), instruction.attributes

@@ -30,6 +30,10 @@ def turns(module: Module, loop: Instruction, defined: Defined) -> int | None:
       module: the program.
       loop: the instruction.
       defined: the `definitions` of its computation.
+
+    Raises:
+      LookupError: something that it needs is not in the text.
+      ValueError: a line is damaged.
     """
     parts = dict(_PARTS.findall(loop.attributes))
     tested, body = (definitions(module.computations[parts[k]]) for k in ("condition", "body"))
@@ -52,7 +56,8 @@ def turns(module: Module, loop: Instruction, defined: Defined) -> int | None:
 
 
 def _root(defined: Defined) -> Instruction:
-    return parse_instruction(next(line for line in defined.values() if " ROOT " in line))
+    (root,) = (line for line in defined.values() if line.lstrip().startswith("ROOT "))
+    return parse_instruction(root)
 
 
 def _made(name: str, defined: Defined) -> Instruction:
