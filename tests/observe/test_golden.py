@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxcoll._observe.build import report_of
 from jaxcoll._observe.parse.collective import Kernels, Operand, wire_bytes
 from jaxcoll._observe.parse.hlo import read_hlo, read_program
 from jaxcoll._observe.parse.names import names, pack_of
@@ -111,6 +112,18 @@ def test_the_names_of_packs_survive_merging(name):
 def test_what_packing_moves_in_memory(name, expected):
     (merged,) = read_program(text(name)).collectives
     assert merged.kernels == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpu-0.12.0.1-packs", "  6 kernels around, 11.4 kB of memory"),
+        ("gpu-0.12.0.1-loop", "   in loop while.9  1 kernel around, 2.05 kB of memory each time"),
+    ],
+)
+def test_a_report_tells_kernels_of_each_turn_from_those_of_a_run(name, words):
+    shown = str(report_of(text(name))).splitlines()
+    assert [line for line in shown if line.endswith(words)]
 
 
 def test_arithmetic_between_start_and_end():

@@ -78,7 +78,7 @@ class Meanwhile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels that make what a collective sends, or take what it brings.
+    """The kernels that make what a collective sends, or take what it brings, each time.
 
     Attributes:
       count: how many.
