@@ -109,8 +109,8 @@ class Int8(WireFormat):
 class Int4(WireFormat):
     """One of 16 fitted levels of a scale for each block: an element takes 4 bits and 2/block byte.
 
-    The levels are fitted to Gaussian numbers divided by the largest of their block. A block whose
-    largest is 7·2^k has the levels -7 to 8 instead.
+    The levels are fitted to Gaussian numbers divided by the largest of their block. Under error
+    feedback, and where a block's largest is 7·2^k, they are even: -7 to 7 times the scale.
 
     Law: zeros, and blocks of multiples of 2^k of which the largest is 7·2^k, arrive exactly. Error
     of a sum of Gaussian numbers, rounded twice whatever n is: 0.125 of the norm.

@@ -143,7 +143,8 @@ def all_reduce(
     scope.record(plan)
     if residual is not None:
         arrays = with_owed(arrays, leaves, residual, count(axes))
-    sums, lost = _carry_out(plan, pack(arrays, plan.packs, leaves), scope.heard)
+    packs = pack(arrays, plan.packs, leaves)
+    sums, lost = _carry_out(plan, packs, scope.heard, residual is not None)
     hidden = hiding_axis(axes) if world.platform == "cpu" else None
     reduced = unpack(sums, plan.packs, leaves, one_kernel_a_shape=hidden)
     results = [
@@ -240,7 +241,7 @@ def _settled(
 
 
 def _carry_out(
-    plan: Plan, packs: Sequence[jax.Array], heard: Heard
+    plan: Plan, packs: Sequence[jax.Array], heard: Heard, feedback: bool
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
     """Each pack summed, by the stages that the plan has for it, and made the result.
 
@@ -256,7 +257,7 @@ def _carry_out(
             sent.append(array)
             stages = plan.stages(planned)
             if planned.format:
-                total, lost[k] = algorithms.coded_all_reduce(array, stages, recipe.axes)
+                total, lost[k] = algorithms.coded_all_reduce(array, stages, recipe.axes, feedback)
             else:
                 total = algorithms.all_reduce(array, stages, recipe.axes)
             totals.append(total)

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ def compile_for(
     topology: str,
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    compiler_options: Mapping[str, Any] | None = None,
     timeout_seconds: float | None = 600,
 ) -> Texts:
     """Compile a call of `fun` for a cluster that is not here.
@@ -73,10 +72,7 @@ def compile_for(
         "size": where.size,
         "cluster": where.request(),
         "mesh_sizes": _mesh_sizes(requested, where.size),
-        "compiler_options": {
-            **compiler.compiler_options(traced),
-            **(compiler_options or {}),
-        },
+        "compiler_options": compiler.compiler_options(traced),
     }
     with tempfile.TemporaryDirectory(prefix="jaxcoll-") as name:
         folder = Path(name)

@@ -171,6 +171,14 @@ def test_what_the_compiler_combines_is_one_call():
     assert large.seconds == pytest.approx(prices.of(composed, 10**8).seconds + 1e-9)
 
 
+def test_what_the_compiler_combines_ends_at_its_threshold():
+    terms = preset(WORLDS[5])
+    prices, alone = Prices(terms, (8,)), stages("native", 0, (8,))
+    four = prices.predict([Load(alone, terms.combine // 2, times=4)])
+    want = 2 * prices.of(alone, terms.combine).seconds + 4 * terms.array
+    assert four.seconds == pytest.approx(want)
+
+
 def test_packs_that_cost_the_same_are_counted_together():
     tree = [np.zeros(6, "f"), np.zeros(6, "f"), np.zeros(6, "f"), np.zeros(100, "f")]
     options = jc.CommunicationOptions(bytes_per_pack=50, algorithm="ring")

@@ -104,6 +104,19 @@ def test_the_mean_of_many_sums_is_the_sum(name, bar):
     assert np.linalg.norm(np.float64(f(g)[0]) - want) <= bar * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize(("name", "block", "top"), [("int8", 256, 127), ("int4", 64, 7)])
+def test_no_more_is_owed_than_half_a_step_of_each_rounding(name, block, top):
+    g = gaussian(N, 1 << 12)
+    f = lambda g: jc.all_reduce(
+        "sum", g, "data", residual=jc.residual(g, "data"), options=OPTIONS[name]
+    )[1]
+    owed = abs(flat(jax.jit(jax.vmap(f, axis_name="data"))(g))[""]).reshape(N, -1, block)
+    largest = abs(g).reshape(N, -1, block).max(-1)
+    half = 1.01 * largest / (2 * top)  # a scale is rounded up to a bfloat16
+    summed = abs(g.sum(0)).reshape(-1, block).max(-1) + half.sum(0)
+    assert (owed.max(-1) <= half + 1.01 * summed / (2 * top)).all()
+
+
 def test_a_hierarchy_loses_nothing_either():
     g = gaussian(8, 3000)
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))

@@ -230,10 +230,10 @@ def test_another_environments_compiler_is_asked_with_everything_it_needs(tmp_pat
     copy = f'    pathlib.Path("{kept}").write_text((folder / "request.json").read_text())\n'
     stand_in(tmp_path, monkeypatch, ANSWER + copy)
     beside = jc.data_parallel(step, mesh=GRID)
-    found = compile_for(beside, (W, X), {}, "h100:8", compiler_options={"a": 1})
+    found = compile_for(beside, (W, X), {}, "h100:8")
     asked = json.loads(kept.read_text())
     assert (found.compiled, asked["size"], asked["mesh_sizes"]) == ("HloModule stand_in", 8, [4, 2])
-    assert asked["compiler_options"] == {"a": 1}
+    assert asked["compiler_options"] == beside.plans(W, X)[0].compiler_options("gpu")
 
 
 def test_what_is_not_installed_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):

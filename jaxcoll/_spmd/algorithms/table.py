@@ -65,7 +65,7 @@ def all_reduce(array: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -
 
 
 def coded_all_reduce(
-    array: jax.Array, stages: Sequence[Stage], axes: Sequence[str]
+    array: jax.Array, stages: Sequence[Stage], axes: Sequence[str], feedback: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of a float32 `array`, and what this replica's share of it lost in a wire format.
 
@@ -76,6 +76,7 @@ def coded_all_reduce(
       array: as in `all_reduce`, and of whole blocks.
       stages: as in `all_reduce`; the outermost may have a format.
       axes: as in `all_reduce`.
+      feedback: whether what is lost is sent the next time.
 
     Returns:
       The sum, as from `all_reduce`; and an array like it, *varying*.
@@ -84,23 +85,23 @@ def coded_all_reduce(
         return all_reduce(array, stages, axes), jnp.zeros_like(array)
     size = aligned(stages, array.size)
     flat = jnp.pad(array.reshape(-1), (0, size - array.size))
-    total, lost = _coded(flat, tuple(stages), tuple(axes))
+    total, lost = _coded(flat, tuple(stages), tuple(axes), feedback)
     total, lost = (x[: array.size].reshape(array.shape) for x in (total, lost))
     return _compat.as_invariant(total, axes, summed=True), lost
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def _coded(
-    flat: jax.Array, stages: tuple[Stage, ...], axes: tuple[str, ...]
+    flat: jax.Array, stages: tuple[Stage, ...], axes: tuple[str, ...], feedback: bool
 ) -> tuple[jax.Array, jax.Array]:
     """As `_summed`, of a flat array that every stage cuts into shards of whole blocks."""
     stage, *outer = stages
     over = _names(stage, axes)
     if stage.format:
-        return two_phase.all_reduce(flat, stage.format, over)
+        return two_phase.all_reduce(flat, stage.format, over, feedback)
     algorithm = ALGORITHMS[stage.algorithm]
     shard = algorithm.reduce_scatter(flat.reshape(stage.shards, -1), over)
-    total, lost = _coded(shard, tuple(outer), axes)
+    total, lost = _coded(shard, tuple(outer), axes, feedback)
     gathered = algorithm.all_gather(total, stage.shards, over)
     # The group's sum was coded by the replica that holds this shard of it, which has lost it.
     losses = jnp.zeros_like(gathered)
@@ -110,9 +111,9 @@ def _coded(
 
 
 @_coded.defjvp
-def _coded_jvp(stages: Any, axes: Any, primals: Any, tangents: Any) -> Any:
+def _coded_jvp(stages: Any, axes: Any, feedback: Any, primals: Any, tangents: Any) -> Any:
     exact = [dataclasses.replace(stage, format="") for stage in stages]
-    total, lost = _coded(*primals, stages, axes)
+    total, lost = _coded(*primals, stages, axes, feedback)
     return (total, lost), (_summed(tangents[0], exact, axes), jnp.zeros_like(lost))
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jaxcoll._spmd.wire_formats.blocks import INFINITE, widened
 
 
-def encode(blocks: jax.Array) -> jax.Array:
+def encode(blocks: jax.Array, _feedback: bool) -> jax.Array:
     """float32 as uint16, each rounded to nearest even.
 
     In integers: XLA's CPU compiler stores what it converts, and copies that for each receiver.

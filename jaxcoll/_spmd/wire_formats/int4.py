@@ -2,9 +2,11 @@
 
 The levels are those of least square error for Gaussian numbers divided by the largest magnitude of
 their block of 64 (Lloyd, "Least squares quantization in PCM", 1982), rounded to 256ths: a level
-times a bfloat16 scale has no more bits than a float32, so that decoding does not round. In a block
-whose largest magnitude is 7·2^k, which few numbers but integers have, the codes are multiples of
-2^k; the scale's sign says so.
+times a bfloat16 scale has no more bits than a float32, so that decoding does not round.
+
+In other blocks the codes are multiples of the scale, whose sign says so: where the largest
+magnitude is 7·2^k, which few numbers but integers have, and under error feedback. Fitted levels lie
+far apart at the ends, so that feedback would owe more of the largest numbers, and train worse.
 """
 
 from __future__ import annotations
@@ -40,20 +42,30 @@ numbers, which have a level less, of so much of them. Fifteen comparisons would 
 _SEVEN = np.uint32(0x600000)
 """What the mantissa of 7·2^k is."""
 
+_SEVENTH = np.float32(1 / 7)
+"""Of 7·2^k it makes 2^k."""
+
 _TWO = np.uint32(2 << 23)
 """Taken from a float32's bits, it is divided by 2^2."""
 
 
-def encode(blocks: jax.Array) -> jax.Array:
+def encode(blocks: jax.Array, feedback: bool) -> jax.Array:
     """Blocks of float32, of shape (..., m, block), as bytes of shape (..., m, block / 2 + 2)."""
     bits = largest(blocks)
-    integers = (bits & np.uint32(0x7FFFFF)) == _SEVEN
-    # 2^k, or a 256th, both by the exponent alone: a division would be a kernel of its own.
-    wanted = jnp.where(integers, bits - _SEVEN, bits) - jnp.where(integers, _TWO, 4 * _TWO)
-    scales = scale(bits, lax.bitcast_convert_type(wanted, jnp.float32))
+    # No divisions, which would be kernels of their own.
+    if feedback:
+        integers = jnp.ones_like(bits, bool)
+        wanted = lax.bitcast_convert_type(bits, jnp.float32) * _SEVENTH
+    else:
+        integers = (bits & np.uint32(0x7FFFFF)) == _SEVEN
+        exponents = jnp.where(integers, bits - _SEVEN, bits)
+        exponents -= jnp.where(integers, _TWO, 4 * _TWO)
+        wanted = lax.bitcast_convert_type(exponents, jnp.float32)  # 2^k, or a 256th
+    scales = scale(bits, wanted)
     steps = quotient(jnp.where(integers, np.float32(-1), np.float32(1)), scales)[..., None]
     codes = blocks * abs(steps)
-    codes = rounded(jnp.where(steps < 0, codes, _curved(codes)) + np.float32(7), 0xF)
+    codes = codes if feedback else jnp.where(steps < 0, codes, _curved(codes))
+    codes = rounded(codes + np.float32(7), 0xF)
     halves = codes.astype(jnp.uint8).reshape(*codes.shape[:-1], 2, -1)
     places = jnp.array([0, 4], jnp.uint8).reshape(*(1 for _ in codes.shape[:-1]), 2, 1)
     # Compilers keep the result of a sum; of an "or" they would code anew for each receiver.

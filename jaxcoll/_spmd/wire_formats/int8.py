@@ -22,7 +22,7 @@ from jaxcoll._spmd.wire_formats.blocks import (
 )
 
 
-def encode(blocks: jax.Array) -> jax.Array:
+def encode(blocks: jax.Array, _feedback: bool) -> jax.Array:
     """Blocks of float32, of shape (..., m, block), as bytes of shape (..., m, block + 2)."""
     bits = largest(blocks)
     scales = scale(bits, lax.bitcast_convert_type(bits, jnp.float32) / np.float32(127))

@@ -12,8 +12,11 @@ from jaxcoll._spmd.wire_formats import bf16, int4, int8
 class Codec(Protocol):
     """What every format's file defines."""
 
-    def encode(self, blocks: jax.Array, /) -> jax.Array:
-        """Blocks of float32, of shape (..., m, block), as uint8 or uint16 of shape (..., m, w)."""
+    def encode(self, blocks: jax.Array, feedback: bool, /) -> jax.Array:
+        """Blocks of float32, of shape (..., m, block), as uint8 or uint16 of shape (..., m, w).
+
+        With `feedback`, what a block loses is added to it the next time.
+        """
         ...
 
     def decode(self, codes: jax.Array, /) -> jax.Array:

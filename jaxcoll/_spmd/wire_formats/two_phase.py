@@ -15,7 +15,9 @@ from jaxcoll._spmd.algorithms.exchange import tree_sum
 from jaxcoll._spmd.wire_formats.table import CODECS
 
 
-def all_reduce(flat: jax.Array, format: str, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+def all_reduce(
+    flat: jax.Array, format: str, axes: tuple[str, ...], feedback: bool
+) -> tuple[jax.Array, jax.Array]:
     """The sum of `flat` over the replicas along `axes`, and what this replica's share of it lost.
 
     Law: over the replicas, sum(flat - lost) = sum, to rounding in float32. What the second rounding
@@ -25,6 +27,7 @@ def all_reduce(flat: jax.Array, format: str, axes: tuple[str, ...]) -> tuple[jax
       flat: float32, of as many whole blocks for each replica.
       format: the wire format's name, its block included.
       axes: names of the axes, outer first.
+      feedback: whether what is lost is sent the next time.
 
     Returns:
       Two arrays like `flat`, *varying*: the sum, with the same bits everywhere, and what was lost.
@@ -33,10 +36,10 @@ def all_reduce(flat: jax.Array, format: str, axes: tuple[str, ...]) -> tuple[jax
     known = wire_formats.of(format)
     codec = CODECS[known.name]
     rows = flat.reshape(lax.axis_size(axes), -1, known.block)
-    sent = codec.encode(rows)
+    sent = codec.encode(rows, feedback)
     received = lax.all_to_all(sent, axes, split_axis=0, concat_axis=0)
     own = tree_sum(codec.decode(received))
-    again = codec.encode(own)
+    again = codec.encode(own, feedback)
     total = codec.decode(lax.all_gather(again, axes))
     # Or compilers would decode what is not yet stored, and so encode again for every element.
     sent, again = lax.optimization_barrier((sent, again))
