@@ -138,8 +138,10 @@ def beneath(report: ReportData, alike: Sequence[int]) -> str:
     """What stands below a row: what it carries, and the kernels around it."""
     found = [kernels for k in alike if (kernels := report.collectives[k].kernels)]
     count, nbytes = sum(x.count for x in found), sum(x.nbytes for x in found)
+    most = "at most " * (len(found) > 1)  # one may be around several of them
     often = " each time" * (report.collectives[alike[0]].trips != 1)
-    around = f"{counted(count, 'kernel')} around, {size(nbytes)} of memory{often}" if count else ""
+    words = f"{most}{counted(count, 'kernel')} around, {size(nbytes)} of memory{often}"
+    around = words if count else ""
     return "  ".join(filter(None, (carried(report, alike[0]), around)))
 
 

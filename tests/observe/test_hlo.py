@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from jaxcoll._observe.build import report_of
 from jaxcoll._observe.parse.collective import Kernels, Operand, wire_bytes
 from jaxcoll._observe.parse.hlo import read_hlo, read_program
 
@@ -146,6 +147,16 @@ def test_kernels_around_a_collective_and_the_bytes_that_they_move():
     (found,) = read_program(text).collectives
     tanh, transposed, updated = 2 * 256, 2 * 256, 16 + 4 + 16  # reads 4 floats and an index
     assert found.kernels == Kernels(3, tanh + transposed + updated)
+
+
+def test_a_kernel_around_two_collectives_counts_at_both_and_their_row_has_at_most_the_sum():
+    twice = [
+        f"%{name} = f32[16,4]{{1,0}} all-reduce(%negated), replica_groups={{}}, to_apply=%add"
+        for name in ("one", "two")
+    ]
+    text = module(ADD, entry("%negated = f32[16,4]{1,0} negate(%x)", *twice))
+    assert [c.kernels for c in read_program(text).collectives] == [Kernels(1, 512)] * 2
+    assert "at most 2 kernels around, 1.02 kB of memory" in str(report_of(text))
 
 
 def test_kernels_that_cannot_be_read_are_a_note():

@@ -47,10 +47,10 @@ class Running:
         process: subprocess.Popen[Any] = subprocess.Popen(
             command, env={**own, **env}, start_new_session=True, **streams
         )
+        self.processes.append(process)
         assert self._watch.stdin is not None
         self._watch.stdin.write(b"%d\n" % process.pid)
         self._watch.stdin.flush()
-        self.processes.append(process)
         return process
 
     def signal(self, number: int) -> None:

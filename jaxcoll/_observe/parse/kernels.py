@@ -84,7 +84,9 @@ class KernelReader:
                 if instruction is None:
                     continue
                 if instruction.opcode not in _NO_KERNELS:
-                    kernel = self._kernel(instruction, graph.defined)
+                    if each not in graph.kernels:  # one may be around hundreds of collectives
+                        graph.kernels[each] = self._kernel(instruction, graph.defined)
+                    kernel = graph.kernels[each]
                     if kernel is None:
                         continue
                     found[each] = kernel
@@ -166,6 +168,7 @@ class _Graph:
 
     def __init__(self, lines: Sequence[str]) -> None:
         self.defined = definitions(lines)
+        self.kernels: dict[str, _Kernel | None] = {}
         self._users: dict[str, list[str]] = {}
         for user in self.defined:
             for each in self.operands(user):
