@@ -42,7 +42,7 @@ def compile_for(
     topology: str,
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    timeout_seconds: float | None = 600,
+    timeout_seconds: float = 600,
 ) -> Texts:
     """Compile a call of `fun` for a cluster that is not here.
 
@@ -94,7 +94,7 @@ def _mesh_sizes(requested: str, size: int) -> list[int]:
     return [size]
 
 
-def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -> dict[str, int]:
+def _ask(folder: Path, python: str, topology: Topology, timeout: float) -> dict[str, int]:
     """Let another process compile, whatever becomes of it: the memory that the program takes."""
     environment = {
         "JAX_PLATFORMS": "cpu",
@@ -109,11 +109,11 @@ def _ask(folder: Path, python: str, topology: Topology, timeout: float | None) -
     with (folder / "log").open("wb") as log, surely_ended() as running:
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         try:
-            status = running.start(command, environment, **streams).wait(timeout or None)
+            status = running.start(command, environment, **streams).wait(timeout)
         except subprocess.TimeoutExpired:
             raise DeadlineExceededError(
                 f"Compiling for {topology} did not finish within {timeout:g} s; it was ended. "
-                "Compile less of the model, or pass a longer `timeout_seconds` (None: no limit)."
+                "Compile less of the model, such as a few of its layers."
             ) from None
     if not (folder / "answer.json").exists():
         last = (folder / "log").read_text(errors="replace")[-2000:].strip()
