@@ -420,6 +420,15 @@ def test_no_feedback_or_none_that_could_be_kept_is_refused():
         jc.Elastic(jc.data_parallel(lambda state, rows: (state, None)), state)
 
 
+def test_what_travels_exactly_needs_no_feedback_and_takes_all_options_of_exact_sums():
+    options = OPTIONS.replace(algorithm="ring", checksum=True)
+    reduce = lambda g: jc.all_reduce("sum", g, "data")
+    step = jc.data_parallel(lambda x: reduce(x.sum(0)), mesh=mesh_of(2), options=options)
+    x = gaussian(4, 5)
+    np.testing.assert_allclose(step(x), x.sum(0), rtol=1e-5)
+    assert "powersgd" not in str(step.plans(x)[0])
+
+
 def test_a_residual_of_other_options_or_another_world_is_refused():
     g = gaussian(2, 40, 30)
     with_rank = lambda rank: jc.CommunicationOptions(compression=rank and jc.PowerSGD(rank))
