@@ -49,18 +49,19 @@ def all_reduce(
         replica. "error": refuse it. "summed": it is the sum over replicas already (as autodiff
         makes of a replicated parameter's gradient); SUM leaves it, MEAN divides. "replicated":
         every replica holds this value; SUM multiplies it, MEAN leaves it.
-      residual: of `jc.residual(value)`, or of the last call: what a wire format has rounded away,
-        and is added to this replica's values before they are sent.
+      residual: of `jc.residual(value, options=options)`, or of the last call: what a wire format
+        has rounded away, and is added to this replica's values before they are sent.
 
     Returns:
       A pytree like `value`, *invariant* over the axes, so that `out_specs=P()` type-checks. With
-      `residual`, a pair of it and of the next residual, *varying*.
+      `residual`, a pair of it and of the next residual, *varying* but for right factors.
       Cost: 2(n-1)/n of the bytes leave each device, one collective a pack before the
       compiler combines them; see `jc.plan` for steps and bytes.
 
     Raises:
       NameError: an axis is not mapped here; the message lists those that are.
-      ValueError: a leaf cannot be reduced (its path is named), or an argument is invalid.
+      ValueError: a leaf cannot be reduced (its path is named), an argument is invalid, or the
+        residual is of another tree, number of replicas or `jc.PowerSGD`.
       AlreadyReducedError: a leaf is invariant and `invariant` was not given.
 
     Examples:

@@ -48,7 +48,7 @@ def value_and_grad(
         `sharded_optimizer`.
       feedback: send with the next gradients what a wire format (`options.compression`) rounds away
         of these: the function takes one more keyword argument, `residual`, at first
-        `jc.residual(params)`, and returns the next one as its last result.
+        `jc.residual(params, options=options)`, and returns the next one as its last result.
       options: as in `all_reduce`.
 
     Returns:

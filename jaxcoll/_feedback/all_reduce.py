@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcoll import _compat
 from jaxcoll._feedback.low_rank import orthonormal, product, refreshed
 from jaxcoll._feedback.residual import closed, opened, right_factor
 from jaxcoll._plan.algorithms import stages
@@ -95,7 +96,9 @@ def _matrices(
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_sparse):
         name = jax.tree_util.keystr(path)
-        if name in owed and (matrix := format.matrix(np.shape(leaf), np.result_type(leaf))):
+        if name not in owed or not hasattr(leaf, "dtype"):  # a number
+            continue
+        if matrix := format.matrix(leaf.shape, np.dtype(leaf.dtype)):
             found[name] = matrix
     return found
 
@@ -150,8 +153,9 @@ def _in_factors(
         left[path] = lost.reshape(leaves[path].shape)
         exact = _as_exact(result, values[path], names, op is ReduceOp.MEAN)
         results[path] = exact.reshape(leaves[path].shape)
-    fine = finite([results[path] for path in owed])
-    left = {path: jnp.where(fine, left[path], x) for path, x in owed.items()}
+    # What each replica has as its own is not in `value`.
+    fine = finite([results[path] for path in owed if path in results])
+    left = {path: jnp.where(fine, left[path], x) for path, x in owed.items() if path in results}
     new = {p: jnp.where(fine, refreshed(x, rights[p]), rights[p]) for p, x in found.items()}
     return scope.vouched(treedef.unflatten(results.values()), names), left, new
 
@@ -167,4 +171,5 @@ def _as_exact_jvp(axes: Any, mean: bool, primals: Any, tangents: Any) -> Any:
     result, _ = primals
     sizes = tuple(lax.axis_size(axis) for axis in axes)
     total = algorithms.all_reduce(tangents[1], stages("native", 0, sizes), axes)
+    total = _compat.as_invariant(total, axes)  # along axes of size 1 nothing was summed
     return result, (total / np.prod(sizes, dtype="f") if mean else total).astype(result.dtype)

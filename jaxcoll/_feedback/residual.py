@@ -41,7 +41,7 @@ parameters that `jc.residual` was given: make a new one, or bring the leaf back.
 _OTHER_FACTORS = """\
 `{caller}` with `compression` {format!r}: the residual should have a right factor of shape \
 {expected} for {leaf}, and has {got}. Make it with the same options: \
-`jc.residual(params, options=options)`."""
+`jc.residual(params, options=options)`. In `in_specs` of `jax.shard_map` it has PartitionSpec()."""
 
 
 @jax.tree_util.register_dataclass

@@ -109,17 +109,17 @@ def plan_in(
 ) -> Plan:
     """The plan of `plan` in a world that is known."""
     asked = checked(options)
+    format = asked.compression
+    given = asked.replace(compression=UNSET) if isinstance(format, PowerSGD) else asked
     leaves = [
-        _leaf(jax.tree_util.keystr(path), leaf, reduce_op, world, asked)
+        _leaf(jax.tree_util.keystr(path), leaf, reduce_op, world, given)
         for path, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)[0]
     ]
-    wire_formats.check_any_coded(asked.compression, [leaf.dtype for leaf in leaves])
-    format = asked.compression
+    wire_formats.check_any_coded(format, [leaf.dtype for leaf in leaves])
     if not isinstance(format, PowerSGD):
-        return make_plan(reduce_op, leaves, asked, world, terms=terms)
-    exactly = asked.replace(compression=UNSET)
+        return make_plan(reduce_op, leaves, given, world, terms=terms)
     leaves, matrices = in_factors(leaves, format)
-    found = make_plan(reduce_op, leaves, exactly, world, terms=terms)
+    found = make_plan(reduce_op, leaves, given, world, terms=terms)
     return dataclasses.replace(found, reasons=(*found.reasons, format.reason(matrices)))
 
 

@@ -11,6 +11,7 @@ import jax
 from jaxcoll._plan import wire_formats
 from jaxcoll._plan.algorithms import canonical
 from jaxcoll._plan.checks import count, is_number, shown
+from jaxcoll._plan.power_sgd import PowerSGD
 
 
 class ReduceOp(enum.Enum):
@@ -198,7 +199,8 @@ class CommunicationOptions:
         with `checksum`, `shards`, and an outermost ring or halving_doubling. "auto": bf16 for
         float32 over Gloo, where that is predicted to be faster, and exact sums elsewhere and beside
         these options. None: exact sums; bfloat16 leaves still travel as 16 bits over Gloo, where
-        XLA would widen them. See docs/less_on_the_wire.md.
+        XLA would widen them. `jc.PowerSGD(rank=4)`: matrices as two factors, with a residual only.
+        See docs/less_on_the_wire.md.
 
     Raises:
       ValueError: an argument has an impossible value, which the message names with it; or
@@ -221,7 +223,7 @@ class CommunicationOptions:
     reproducible: bool = UNSET
     overlap: bool | None = UNSET
     checksum: bool = UNSET
-    compression: wire_formats.WireFormat | str | None = UNSET  # read: never a string
+    compression: wire_formats.WireFormat | PowerSGD | str | None = UNSET  # read: "auto" alone
 
     def __post_init__(self) -> None:
         given = tuple(

@@ -163,7 +163,12 @@ def in_factors(leaves: Sequence[Leaf], format: PowerSGD) -> tuple[list[Leaf], in
             continue
         left, right = (
             dataclasses.replace(
-                leaf, path=f"{leaf.path}.{side}", shape=(size, format.rank), dtype=f32, wire=f32
+                leaf,
+                path=f"{leaf.path}.{side}",
+                shape=(size, format.rank),
+                dtype=f32,
+                wire=f32,
+                format="",
             )
             for side, size in zip(("left", "right"), matrix, strict=True)
         )

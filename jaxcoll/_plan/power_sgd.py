@@ -25,8 +25,14 @@ class PowerSGD:
     sum over replicas of (residual after - residual before) + the sum of what arrived = the sum of
     the gradients, to rounding in float32.
 
+    Cost: two sums, of which the second waits for the first, of rank · (rows + columns) float32 for
+    each matrix and of what travels exactly.
+
     Args:
       rank: columns of each factor.
+
+    Raises:
+      ValueError: `rank` is not a positive integer.
 
     Examples:
       >>> PowerSGD(rank=2).matrix((3, 3, 16, 32), np.dtype("float32"))

@@ -118,7 +118,7 @@ def all_reduce(
         for path, x in zip(paths, taken, strict=True)
     ]
     arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
-    _check_feedback(scope, paths, taken, exact, in_backward)
+    scope = _without_factors(scope, paths, taken, exact, in_backward)
     wires = [
         (wire_dtype(np.dtype(array.dtype), reduce_op, world), "")
         if path in exact or isinstance(whole, IndexedSlices) or _compat.is_partially_sharded(array)
@@ -160,23 +160,24 @@ def all_reduce(
     return result, left(residual, plan, sums, results, lost)
 
 
-def _check_feedback(
+def _without_factors(
     scope: Scope,
     paths: Sequence[str],
     taken: Sequence[jax.Array | IndexedSlices],
     exact: frozenset[str],
     in_backward: bool,
-) -> None:
-    """Refuse a matrix under PowerSGD, which comes here only where no residual is given."""
+) -> Scope:
+    """`scope`, exact under PowerSGD, which comes here without a residual: matrices are refused."""
     format = scope.options.compression
     if not isinstance(format, PowerSGD):
-        return
+        return scope
     for path, leaf in zip(paths, taken, strict=True):
         if path in exact or isinstance(leaf, IndexedSlices):
             continue
         if format.matrix(leaf.shape, np.dtype(leaf.dtype)):
             by = " by `jc.sync_in_backward`, which can keep none" if in_backward else ""
             raise ValueError(_NO_FEEDBACK.format(format=str(format), leaf=where(path), where=by))
+    return scope.exactly
 
 
 def _leaf(

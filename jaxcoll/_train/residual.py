@@ -44,7 +44,8 @@ def residual(
     Only the sum over the replicas has a meaning. `jc.unshard` makes that tree, and
     `jc.save_checkpoint` writes it; `jc.restore_checkpoint` with a residual of any number of
     replicas deals it out in equal shares. A MEAN divides what is owed by the number of replicas
-    that there are when it is sent.
+    that there are when it is sent, the mean of a `WeightedLoss` by that step's weight; what this
+    last quotient loses in a type of 16 bits is not kept.
 
     Args:
       params: a pytree like the gradients that are going to be reduced.

@@ -200,6 +200,34 @@ def test_a_weighted_mean_of_nothing_leaves_the_residual_as_it_was(weight):
     np.testing.assert_array_equal(before, after)
 
 
+def test_a_weight_that_makes_a_finite_sum_infinite_leaves_the_residual_as_it_was():
+    def f(g):
+        start, step = owing(g), jc.grad(
+            lambda w: jc.WeightedLoss(1e3 * jnp.vdot(w, g), 1e-3),
+            "data",
+            feedback=True,
+            options=OPTIONS["int8"],
+        )  # fmt: skip
+        grads, after = step(g, residual=start)
+        return grads, start.parts[0], after.parts[0]
+
+    g = np.asarray(gaussian(2, 600), np.float16)
+    grads, before, after = jax.jit(jax.vmap(f, axis_name="data"))(g)
+    assert np.isinf(grads).any()
+    np.testing.assert_array_equal(before, after)
+
+
+def test_a_complex_leaf_that_is_not_finite_leaves_the_residual_as_it_was():
+    def f(c):
+        g = {"c": c, "w": jnp.arange(600.0) / 7}
+        options = OPTIONS["int8"]
+        return jc.all_reduce("sum", g, "data", residual=jc.residual(g, "data"), options=options)
+
+    sums, residual = jax.jit(jax.vmap(f, axis_name="data"))(np.array([1j, np.nan], np.complex64))
+    assert np.isnan(sums["c"]).all()
+    assert not any(part.any() for part in residual.parts)
+
+
 def test_a_single_replica_sends_what_it_was_left_owing():
     def f(g):
         start = owing(g)

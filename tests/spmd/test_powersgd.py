@@ -10,7 +10,13 @@ import pytest
 from cases import RUNNERS, mesh_of, per_replica
 
 import jaxcoll as jc
+from jaxcoll._feedback.all_reduce import all_reduce
+from jaxcoll._mesh.plan import plan_in
 from jaxcoll._observe.parse.hlo import read_hlo
+from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.world import World
+from jaxcoll._spmd.scope import Scope
 
 OPTIONS = jc.CommunicationOptions(compression=jc.PowerSGD(rank=2))
 N, STEPS = 4, 2
@@ -218,6 +224,19 @@ def test_rounding_is_the_identity_to_derivatives(runner):
     np.testing.assert_allclose(forward, want, atol=1e-5)
 
 
+def test_derivatives_pass_an_axis_of_size_1():
+    axes, x = ("node", "data"), gaussian(2, 20, 20)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(1, 2), axes)
+
+    def f(x):
+        residual = jc.residual(x, axes, options=OPTIONS)
+        reduce = lambda v: jc.all_reduce("sum", v, axes, residual=residual, options=OPTIONS)[0]
+        return jax.jvp(reduce, (x,), (x,))[1]
+
+    run = jax.shard_map(f, mesh=mesh, in_specs=P(axes), out_specs=P())
+    np.testing.assert_allclose(jax.jit(run)(x.reshape(40, 20)), x.sum(0), atol=1e-5)
+
+
 def loss(w, x):
     return jnp.mean((x @ w["w"]) ** 2) + w["b"].sum()
 
@@ -244,6 +263,26 @@ def test_gradients_take_and_return_the_residual_through_data_parallel(call):
     for leaf in w:
         np.testing.assert_allclose(grads[leaf] + left[leaf] / N, exact[leaf], rtol=1e-4, atol=1e-5)
     assert np.abs(left["w"]).max() > 0.1
+
+
+def test_gradients_of_what_is_a_replicas_own_travel_exactly_beside_it():
+    w, x = parameters() | {"own": gaussian(N, 40, 30)}, gaussian(8 * N, 40)
+
+    def f(w, x):
+        own = {**w, "own": w["own"][0]}
+        loss = lambda w: jnp.sum(x @ (w["w"] + w["own"])) + w["b"].sum()
+        step = jc.grad(loss, "data", reduce_op="sum", options=OPTIONS, feedback=True)
+        grads, residual = step(own, residual=jc.residual(own, "data", options=OPTIONS))
+        return grads["own"][None], grads["w"], residual.owed
+
+    specs = {"w": P(), "b": P(), "own": P("data")}
+    outs = P("data"), P(), P("data")
+    run = jax.shard_map(f, mesh=mesh_of(N), in_specs=(specs, P("data")), out_specs=outs)
+    own, grad, left = jax.jit(run)(w, x)
+    want = np.repeat(x.reshape(N, 8, 40).sum(1)[:, :, None], 30, axis=2)
+    np.testing.assert_allclose(own, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(grad, want.sum(0), atol=1e-4)  # of rank 1
+    assert jc.unshard(left)["own"].sum() == 0
 
 
 def test_an_optax_chain_keeps_it_as_its_state():
@@ -300,6 +339,25 @@ def test_bytes_are_those_of_the_plan_in_the_compiled_program():
     assert "format: powersgd/2 for 2 matrices, as asked" in str(plan)
     assert all("powersgd/2" in str(p) for p in plans)
     assert jc.Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_plan_over_gloo_is_what_is_carried_out():
+    world, found = World("cpu", (4,), processes=4), []
+    value = {"w": jnp.ones((40, 30), jnp.bfloat16), "b": jnp.ones(1000, jnp.bfloat16)}
+    scope = Scope(lambda _: world, options=OPTIONS, record=found.append)
+
+    def f(_):
+        residual = jc.residual(value, "data", options=OPTIONS)
+        return all_reduce(
+            ReduceOp.SUM, value, "data",
+            residual=residual, of=value, caller="all_reduce", scope=scope,
+        )  # fmt: skip
+
+    jax.eval_shape(jax.vmap(f, axis_name="data"), np.zeros(4, "f"))
+    plan = plan_in(value, world, preset(world), OPTIONS, ReduceOp.SUM)
+    assert [x.format for p in found for x in p.leaves] == [x.format for x in plan.leaves]
+    assert plan.leaves[0].format == "bf16"
+    assert plan.wire_bytes == sum(p.wire_bytes for p in found)
 
 
 def test_one_loop_makes_all_columns_orthonormal():
@@ -360,6 +418,15 @@ def test_no_feedback_or_none_that_could_be_kept_is_refused():
     state = {"r": jc.residual(w, mesh=mesh_of(2), options=OPTIONS)}
     with pytest.raises(ValueError, match=r"state\['r'\].owed is `Shards`"):
         jc.Elastic(jc.data_parallel(lambda state, rows: (state, None)), state)
+
+
+def test_what_travels_exactly_needs_no_feedback_and_takes_all_options_of_exact_sums():
+    options = OPTIONS.replace(algorithm="ring", checksum=True)
+    reduce = lambda g: jc.all_reduce("sum", g, "data")
+    step = jc.data_parallel(lambda x: reduce(x.sum(0)), mesh=mesh_of(2), options=options)
+    x = gaussian(4, 5)
+    np.testing.assert_allclose(step(x), x.sum(0), rtol=1e-5)
+    assert "powersgd" not in str(step.plans(x)[0])
 
 
 def test_a_residual_of_other_options_or_another_world_is_refused():

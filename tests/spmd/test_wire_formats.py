@@ -113,6 +113,21 @@ def test_the_error_does_not_grow_with_the_replicas(name):
     assert errors[64] / errors[2] <= 1.02
 
 
+@pytest.mark.parametrize(
+    ("call", "asked"),
+    [("all_reduce", {"compression": "int8"}), ("reduce_scatter", {"algorithm": "shuffle"})],
+)
+def test_what_a_vmap_does_not_map_is_summed_as_well(call, asked):
+    """A gradient of zeros for an unused parameter, say; JAX's rule for all-to-all is wrong there."""
+
+    def f(_):
+        value, options = jnp.full(512, 127.0), jc.CommunicationOptions(**asked)
+        return getattr(jc, call)("sum", value, "data", options=options)
+
+    (found,) = jax.tree.leaves(jax.jit(jax.vmap(f, axis_name="data"))(np.zeros(2)))
+    assert (found == 254).all()
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_replica_rounds_and_sends_nothing(name):
     value = case(1, name)

@@ -51,6 +51,14 @@ def swapped(array: jax.Array, axes: tuple[str, ...], bit: int) -> jax.Array:
     return _permuted(array, axes, [(i, i ^ bit) for i in range(lax.axis_size(axes))])
 
 
+def exchanged(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Row i from replica i, which sends each replica one of its rows."""
+    if any(map(_compat.is_vmapped, axes)):
+        # JAX's rule for an array that the `vmap` does not map gives another shape.
+        rows = jnp.where(lax.axis_index(axes) >= 0, rows, rows)
+    return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0)
+
+
 def _permuted(
     array: jax.Array, axes: tuple[str, ...], pairs: Iterable[tuple[int, int]]
 ) -> jax.Array:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcoll._spmd.algorithms.exchange import copies, passed_on, tree_sum
+from jaxcoll._spmd.algorithms.exchange import copies, exchanged, passed_on, tree_sum
 
 
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -33,7 +33,7 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """
     n, rank = lax.axis_size(axes), lax.axis_index(axes)
     if len(shards) == n:
-        return tree_sum(_exchanged(shards, axes))
+        return tree_sum(exchanged(shards, axes))
 
     def part_for(distance: int) -> jax.Array:
         return lax.dynamic_index_in_dim(shards, (rank + distance) % n, keepdims=False)
@@ -60,7 +60,7 @@ def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array
     n, rank = lax.axis_size(axes), lax.axis_index(axes)
     if count == n:
         # Not an all-gather: its derivative would be Gloo's reduce-scatter.
-        return _exchanged(jnp.stack(copies(shard, n)), axes)
+        return exchanged(jnp.stack(copies(shard, n)), axes)
     # What comes from replicas that own nothing goes to a row behind the others.
     held = jnp.zeros((count + 1, *shard.shape), shard.dtype)
     for distance in range(n):
@@ -68,8 +68,3 @@ def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array
         owner = jnp.minimum((rank - distance) % n, count)
         held = lax.dynamic_update_index_in_dim(held, sent, owner, axis=0)
     return held[:count]
-
-
-def _exchanged(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Row i from replica i, which sends each replica one of its rows."""
-    return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0)

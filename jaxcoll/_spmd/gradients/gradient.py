@@ -37,6 +37,7 @@ from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
 from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
 from jaxcoll._spmd.shards import Shards, axes_of_shards
+from jaxcoll._spmd.wire_formats.feedback import finite
 
 _LOSS_ALREADY_REDUCED = """\
 `{caller}` over {axes}: the loss is already the same on every replica, so its gradient would be \
@@ -222,9 +223,9 @@ def _reduced(
     if weighted:
         taken_off = _halvings(asked, axes)
         value, grads = jax.tree.map(lambda x: quotient(x, local.weight, taken_off), (value, grads))
-        if residual is not None:  # the mean of nothing is not finite, and will not be applied
-            some = jnp.isfinite(1 / local.weight)
-            residual = jax.tree.map(functools.partial(jnp.where, some), residual, owed)
+        if residual is not None:  # a small weight, or none, may make a finite sum infinite
+            fine = finite(jax.tree.leaves(shared(grads, own)))
+            residual = jax.tree.map(functools.partial(jnp.where, fine), residual, owed)
     numbers = metrics.settled(local.metrics, count(axes) if op is ReduceOp.MEAN else 1)
     aux = metrics.put_together(beside.aux, numbers)
     outputs = ((value, aux) if asked.has_aux else value, grads)

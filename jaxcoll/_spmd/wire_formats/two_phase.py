@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan import wire_formats
-from jaxcoll._spmd.algorithms.exchange import tree_sum
+from jaxcoll._spmd.algorithms.exchange import exchanged, tree_sum
 from jaxcoll._spmd.wire_formats.table import CODECS
 
 
@@ -37,7 +37,7 @@ def all_reduce(
     codec = CODECS[known.name]
     rows = flat.reshape(lax.axis_size(axes), -1, known.block)
     sent = codec.encode(rows, feedback)
-    received = lax.all_to_all(sent, axes, split_axis=0, concat_axis=0)
+    received = exchanged(sent, axes)
     own = tree_sum(codec.decode(received))
     again = codec.encode(own, feedback)
     total = codec.decode(lax.all_gather(again, axes))
