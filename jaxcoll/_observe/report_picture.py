@@ -44,9 +44,10 @@ def _subtitle(report: ReportData) -> str:
     asked = ""
     if report.requested is not None:
         trips = [report.requested_trips(i) for i in range(len(report.requested))]
-        asked = f"Requested {totals(report.requested, trips)}. "
+        asked = f"Requested {totals(report.requested, trips)}."
     least = "at least " if report.uncounted else ""
-    return f"{asked}Compiled to {made}: {least}{size(report.wire_bytes)} leave each device."
+    found = f"Compiled to {made}: {least}{size(report.wire_bytes)} leave each device."
+    return (" " if len(asked + found) < 140 else "\n").join(filter(None, (asked, found)))
 
 
 Lane = tuple[str, str, list[int]]
@@ -54,11 +55,12 @@ Lane = tuple[str, str, list[int]]
 
 
 def _lanes(report: ReportData) -> list[Lane]:
-    """Collectives by the pack they carry, or by the line that asked for them, or by kind."""
+    """Collectives by the packs they carry, each kind apart; those that carry none by kind."""
     found: dict[str, list[int]] = {}
+    several = len({c.kind for c in report.collectives}) > 1
     for k, c in enumerate(report.collectives):
-        packs = [name.rpartition("/")[2] for name in report.packs_of(k)]
-        label = packs_in_words(report.packs_of(k)).partition(" of ")[0] if packs else c.kind
+        packs = packs_in_words(report.packs_of(k)).partition(" of ")[0]
+        label = (f"{c.kind}\n{packs}" if several else packs) if packs else c.kind
         found.setdefault(label, []).append(k)
     lanes = list(found.items())
     if len(lanes) > MOST_LANES:
@@ -150,14 +152,15 @@ def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
 
 
 def _sizes(axes: Axes, report: ReportData, ks: Sequence[int], y: float, end: int) -> None:
-    """What leaves a device, behind the last of a lane or before the first, where there is room."""
+    """What leaves a device: behind the last of a lane, before the first, or else below."""
     each = [report.collectives[k] for k in ks]
     sent = sum(c.turns * c.wire_bytes for c in each)
     first, last = min(c.at for c in each), max(max(c.until, c.at) for c in each) + end / 150
     words = size(sent) if len(each) == 1 else f"{size(sent)} in {len(each)}"
-    behind = last < 0.9 * end
+    behind, room = last < 0.9 * end, first > 0.1 * end
+    x = last + end * 0.006 if behind else first - end * 0.006 if room else end
     axes.text(
-        last + end * 0.006 if behind else first - end * 0.006, y, words, size=9, color=FAINT,
+        x, y if behind or room else y - 0.42, words, size=9, color=FAINT,
         va="center", ha="left" if behind else "right",
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5}, zorder=2.5,
     )  # fmt: skip
@@ -217,5 +220,8 @@ def _bytes(c: Collective) -> float:
 
 def _label(label: str) -> str:
     """In two lines where one would be too long."""
-    words = label.replace("packs ", "packs\n", 1) if len(label) > 14 else label
-    return words.replace("-", "-\n", 1) if "pack" not in words and len(words) > 12 else words
+    if "\n" in label or len(label) <= 12:
+        return label
+    return (
+        label.replace("packs ", "packs\n", 1) if "pack" in label else label.replace("-", "-\n", 1)
+    )

@@ -21,7 +21,7 @@ def page(title: str = "", below: str = "", *, high: float = HIGH) -> Figure:
 
     Args:
       title: in large letters; "": none.
-      below: one fainter line beneath it.
+      below: one fainter line beneath it, or two.
       high: inches; the heading's place is that of a page of 7.2.
 
     Returns:
@@ -31,7 +31,7 @@ def page(title: str = "", below: str = "", *, high: float = HIGH) -> Figure:
     if title:
         figure.text(0.04, 0.925, title, size=21, weight="bold", color=INK)
     if below:
-        figure.text(0.04, 0.877, below, size=11, color=FAINT)
+        figure.text(0.04, 0.902, below, size=11, color=FAINT, va="top", linespacing=1.4)
     return figure
 
 

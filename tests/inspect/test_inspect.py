@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import jaxcoll as jc
 
@@ -294,6 +295,23 @@ def test_the_picture(tmp_path):
     report = jc.inspect(function, *arguments)
     report.plot(tmp_path / "b.png", seconds=lambda c: c.wire_bytes / 1e9)
     assert {path.name for path in tmp_path.iterdir()} == {"a.png", "b.png"}
+
+
+@pytest.mark.parametrize(
+    "program", ["cpu-0.12.0.1-kinds", "gpu-0.12.0.1-packs", "v6e-0.12.0.1-layers"]
+)
+def test_the_words_of_a_picture_lie_apart_and_on_the_page(program):
+    golden = Path(__file__).parents[1] / f"observe/golden/{program}.hlo"
+    figure = jc.inspect(golden.read_text()).plot()
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    words = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
+    boxes = [text.get_window_extent(renderer) for text in words]
+    for k, (word, box) in enumerate(zip(words, boxes, strict=True)):
+        assert box.x0 >= 0, word.get_text()
+        assert box.x1 <= figure.bbox.x1, word.get_text()
+        for other, beside in zip(words[:k], boxes[:k], strict=True):
+            assert not box.padded(-2).overlaps(beside), (word.get_text(), other.get_text())
 
 
 def test_without_matplotlib(monkeypatch):
