@@ -63,8 +63,11 @@ def in_place(mesh: AnyMesh) -> Example:
     def stack(layers: Any, x: jax.Array) -> jax.Array:
         return jax.lax.scan(jax.checkpoint(gathered), x, layers)[0]
 
-    rows = P(None, "data")
-    step = jax.shard_map(_step(stack), mesh=mesh, in_specs=(rows, P("data")), out_specs=(rows, P()))
+    def step(layers: Any, x: jax.Array, *, mesh: AnyMesh) -> Any:
+        rows = P(None, "data")
+        specs = {"in_specs": (rows, P("data")), "out_specs": (rows, P())}
+        return jax.shard_map(_step(stack), mesh=mesh, **specs)(layers, x)
+
     return step, (layer(WIDTH, jnp.float32, LAYERS), _texts(mesh, LENGTH))
 
 

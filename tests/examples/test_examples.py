@@ -155,7 +155,9 @@ def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
     option = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
     assert [plan.compiler_options() for plan in there] == [option, option, {}]
     assert all("which `jc.data_parallel` sets" in plan.reasons[-1] for plan in there[:2])
-    whole, texts = sharded.in_place(mesh)[1]
+    by_hand, (whole, texts) = sharded.in_place(mesh)
+    over = functools.partial(by_hand, mesh=jax.sharding.AbstractMesh((8,), ("data",)))
+    assert jax.eval_shape(over, whole, texts)[1].shape == ()
     assert sum(x.size for x in jax.tree.leaves(whole)) == parameters
     assert texts == args[1]
 
