@@ -65,8 +65,10 @@ def in_place(mesh: AnyMesh) -> Example:
 
     def step(layers: Any, x: jax.Array, *, mesh: AnyMesh) -> Any:
         rows = P(None, "data")
-        specs = {"in_specs": (rows, P("data")), "out_specs": (rows, P())}
-        return jax.shard_map(_step(stack), mesh=mesh, **specs)(layers, x)
+        over = jax.shard_map(
+            _step(stack), mesh=mesh, in_specs=(rows, P("data")), out_specs=(rows, P())
+        )
+        return over(layers, x)
 
     return step, (layer(WIDTH, jnp.float32, LAYERS), _texts(mesh, LENGTH))
 
