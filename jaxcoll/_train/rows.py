@@ -92,8 +92,8 @@ def on_host(batches: Any) -> Iterator[Any]:
     """The batches of a loader as numpy arrays; global `jax.Array`s stay what they are."""
     for batch in batches:
         # Copies: the loader may write its next batch into the same memory, while this one waits or
-        # is the memory of an array on CPU devices.
-        yield jax.tree.map(lambda x: x if _is_jax(x) else np.array(x), batch)
+        # is the memory of an array on CPU devices. PyTorch's tensors know no copying `np.array`.
+        yield jax.tree.map(lambda x: x if _is_jax(x) else np.array(np.asarray(x)), batch)
 
 
 def _is_column(leaf: Any) -> bool:

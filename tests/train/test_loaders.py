@@ -1,0 +1,56 @@
+"""The loaders of the page "Your data", each where it is installed."""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxcoll as jc
+
+PAGE = Path(__file__).parents[2] / "docs" / "your_data.md"
+CODE = dict(re.findall(r"^\| (PyTorch|grain|tf\.data) \| `(.*?)` \|", PAGE.read_text("utf8"), re.M))
+N, ROWS = 4, np.arange(128, dtype="f")
+
+
+def torch():
+    data = pytest.importorskip("torch.utils.data")
+    return vars(data) | {
+        "DistributedSampler": pytest.importorskip("torch.utils.data.distributed").DistributedSampler
+    }
+
+
+def grain():
+    return {"grain": pytest.importorskip("grain"), "seed": 3}
+
+
+def tensorflow():
+    found = pytest.importorskip("tensorflow")
+    return {"data": found.data.Dataset.from_tensor_slices(ROWS)}
+
+
+NAMES = {"PyTorch": torch, "grain": grain, "tf.data": tensorflow}
+
+
+def loader(name, rank):
+    return eval(CODE[name], {"data": ROWS, "n": N, "rank": rank} | NAMES[name]())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_shares_are_equal_and_together_all_rows(name):
+    shares = [[np.asarray(batch) for batch in loader(name, rank)] for rank in range(N)]
+    assert {batch.shape for share in shares for batch in share} == {(16,)}
+    assert {len(share) for share in shares} == {len(ROWS) // 16 // N}
+    together = np.concatenate([batch for share in shares for batch in share])
+    np.testing.assert_array_equal(np.sort(together), ROWS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_takes_what_prefetch_places(name):
+    step = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))
+    sums = [float(step(batch)) for batch in jc.prefetch(loader(name, 1))]
+    assert sums == [float(np.asarray(batch).sum()) for batch in loader(name, 1)]
+    assert all(
+        batch.sharding.device_set == set(jax.devices()) for batch in jc.prefetch(loader(name, 0))
+    )
