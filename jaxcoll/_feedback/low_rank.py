@@ -34,10 +34,7 @@ def orthonormal(matrices: Sequence[jax.Array]) -> list[jax.Array]:
     stacked = [jnp.stack([_scaled(matrices[i].T) for i in members]) for members in alike.values()]
     if not stacked:
         return []
-    zeros = [
-        _compat.as_varying(jnp.zeros_like(rows), tuple(_compat.varying_axes(rows)))
-        for rows in stacked
-    ]
+    zeros = [_compat.zeros_like_aval(jax.typeof(rows), rows.dtype) for rows in stacked]
 
     def turn(i: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
         return [_next(i, rows, before) for rows, before in zip(stacked, found, strict=True)]

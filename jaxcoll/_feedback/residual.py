@@ -17,7 +17,7 @@ from jaxcoll._plan.packs.leaves import where
 from jaxcoll._plan.packs.shard_layout import LANES, SummedLayout, first_difference, summed_layout
 from jaxcoll._plan.power_sgd import PowerSGD
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.axes import bound_axes
+from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.shards import Shards, is_shards, sharded_leaves
 
 _NO_RESIDUAL = """\
@@ -66,7 +66,7 @@ def is_residual(x: Any) -> bool:
 def layout_like(tree: Any, axes: Mapping[str, int], caller: str) -> SummedLayout:
     """The layout of a residual of a tree: float32 of the shape of every leaf, on every replica."""
     treedef, leaves = sharded_leaves(tree, axes, caller)
-    return summed_layout(treedef, leaves, int(np.prod(list(axes.values()))))
+    return summed_layout(treedef, leaves, count(axes))
 
 
 def zeros(tree: Any, axis_name: str | tuple[str, ...], format: Any, caller: str) -> Any:
@@ -128,7 +128,7 @@ def opened(
     if not is_residual(residual):
         raise ValueError(_NO_RESIDUAL.format(caller=caller, got=type(residual).__name__))
     layout = residual.layout
-    if residual.axes != tuple(axes) or layout.replicas != np.prod(list(axes.values())):
+    if residual.axes != tuple(axes) or layout.replicas != count(axes):
         raise ValueError(
             _OTHER_WORLD.format(
                 caller=caller,

@@ -242,7 +242,7 @@ def test_integers_travel_between_gpus_and_nothing_is_kept_in_float32_beside(name
     report = jc.inspect(step, value, topology="h100:8")
     assert [c.kind for c in report.collectives] == ["all-to-all", "all-gather"]
     assert {d for c in report.collectives for d in c.dtypes} == {kind}
-    # Codes are made and summed on the way from and to memory: there is no array but of codes.
+    # Encoding and summing fuse with what reads and writes memory: codes are the only arrays there.
     array = 4 << 20
     assert report.memory_bytes < 2 * array + 0.7 * array
 
