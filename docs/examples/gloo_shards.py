@@ -50,6 +50,9 @@ def step_of(ahead: int) -> Any:
 def main() -> None:
     """Print what process 0 finds."""
     jc.initialize()
+    n = jax.process_count()
+    if n == 1:
+        raise SystemExit("one process sends nothing: run it by `jaxcoll launch -n 4`")
     params = jc.shard(initial, "data", stacked=True)
     x = np.random.default_rng(0).standard_normal((TEXTS, WIDTH)).astype("f")
     steps = {name: step_of(a) for name, a in (("0", 0), ("1", 1), ("1 again", 1))}
@@ -67,7 +70,6 @@ def main() -> None:
             seconds[name].append(run(step))
     if jax.process_index():
         return
-    n = jax.process_count()
     tree = sum(x.nbytes for x in jax.tree.leaves(params))
     bound = 3 * (n - 1) * tree  # two gathers and a reduce-scatter, sent by all processes together
     print(f"compiled: {report.wire_bytes * n / bound:.4f} of two gathers and a reduce-scatter")

@@ -18,6 +18,7 @@ import reading_ahead
 import sharded
 import stacks
 import transformer
+from jax.sharding import AbstractMesh, AxisType
 
 import jaxcoll as jc
 from jaxcoll._plan.cost.clusters import topology_named
@@ -156,7 +157,8 @@ def test_a_stack_in_shards_gathers_and_scatters_each_layer_in_bfloat16():
     assert [plan.compiler_options() for plan in there] == [option, option, {}]
     assert all("which `jc.data_parallel` sets" in plan.reasons[-1] for plan in there[:2])
     by_hand, (whole, texts) = sharded.in_place(mesh)
-    over = functools.partial(by_hand, mesh=jax.sharding.AbstractMesh((8,), ("data",)))
+    abstract = AbstractMesh((8,), ("data",), (AxisType.Auto,))  # as `jaxcoll inspect` passes it
+    over = functools.partial(by_hand, mesh=abstract)
     assert jax.eval_shape(over, whole, texts)[1].shape == ()
     assert sum(x.size for x in jax.tree.leaves(whole)) == parameters
     assert texts == args[1]
