@@ -50,6 +50,7 @@ class ReplicatedState:
         # Sums of residuals over all workers, by step: at the beginning, and of checkpoints.
         self._begun: dict[int, list[Shards]] = {}
         self._added: dict[int, list[Shards]] = {}
+        self._adder: Any = None
         self.reset(state, 0)
 
     @property
@@ -64,8 +65,9 @@ class ReplicatedState:
 
     @property
     def residual_norm(self) -> float:
-        """The norm of all that this worker's replicas owe after the last finished step."""
-        return residuals.norm(residuals.residuals_in(self.latest))
+        """The norm of all that is lost with this worker after the last finished step."""
+        known = self.finished in self._begun
+        return 0.0 if known else residuals.norm(residuals.residuals_in(self.latest))
 
     def host(self, step: int) -> Any:
         """The state after `step`, as host arrays; of residuals what this worker has."""
@@ -118,7 +120,8 @@ class ReplicatedState:
         digests = membership.gather("digest", _digests(self.compared(alike)))
         _check_agreed(digests, generation, membership, _other_values, start=not generation.number)
         placed = self.placed(state, alike, generation, membership, mesh)
-        self.finished, self._held, self._added = generation.step, {generation.step: placed}, {}
+        self.finished, self._held = generation.step, {generation.step: placed}
+        self._added, self._adder = {}, None
         self._begun = {k: sums for k, sums in self._begun.items() if k in self._held}
 
     def like(self) -> Any:
@@ -175,8 +178,10 @@ class ReplicatedState:
         """Have the sum of residuals over all workers, which all call this, for a checkpoint."""
         found = residuals.residuals_in(self.latest)
         if found:
-            add = functools.partial(together, seconds=membership.startup, what="adding residuals")
-            self._added = {self.finished: residuals.summed_over_workers(found, add)}
+            self._adder = self._adder or residuals.adder(found)
+            wait = functools.partial(together, seconds=membership.startup, what="adding residuals")
+            sums = residuals.summed_over_workers(found, self._adder, wait)
+            self._added = {self.finished: sums}
 
     def check_result(self, out: Any) -> None:
         """Refuse a step that does not return a state like the one it was given; name the leaf."""

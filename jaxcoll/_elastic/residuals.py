@@ -79,16 +79,21 @@ def placed(rows: Shards, mesh: Mesh) -> Shards:
     return _of(parts, rows)
 
 
-def summed_over_workers(
-    residuals: Sequence[Shards], together: Callable[[Callable[[], Any]], Any]
-) -> list[Shards]:
-    """The sum of each over all replicas, on every worker, in host memory."""
+def adder(residuals: Sequence[Shards]) -> Callable[..., list[Any]]:
+    """A program that adds each of these up over all replicas, in float32."""
     mesh, axis = residuals[0].parts[0].sharding.mesh, residuals[0].axes[0]
     add = data_parallel(lambda x: all_reduce("sum", x, axis), mesh=mesh, axis_name=axis)
-    rows = [x.parts for x in residuals]
     with no_mesh():
-        program = add.lower(rows).compile()
-    sums = together(lambda: program(rows))
+        return add.lower([x.parts for x in residuals]).compile()
+
+
+def summed_over_workers(
+    residuals: Sequence[Shards],
+    add: Callable[..., list[Any]],
+    together: Callable[[Callable[[], Any]], Any],
+) -> list[Shards]:
+    """The sum of each over all replicas, on every worker, in host memory."""
+    sums = together(lambda: add([x.parts for x in residuals]))
     return [
         _of([on_host("", part) for part in parts], residual)
         for parts, residual in zip(sums, residuals, strict=True)

@@ -169,7 +169,9 @@ def test_who_goes_back_to_where_the_run_began_loses_nothing():
     one.works(6, seed=1)  # the other one died in that step
     settled([one], 5)
     np.testing.assert_allclose(one.owes, 6.0, rtol=1e-6)
+    assert one.state.residual_norm == 0  # would be lost with it: others know the sum
     one.works(6, seed=1)
+    assert one.state.residual_norm > 0
     one.works(7, seed=1)
     assert one.holds(5) == "nothing"
     assert one.holds(6) == "rows"
