@@ -81,7 +81,10 @@ def decode(codes: jax.Array, feedback: bool) -> jax.Array:
         half.astype(jnp.float32) - np.float32(7)
         for half in (packed & np.uint8(0xF), packed >> np.uint8(4))
     ]
-    if not feedback:
+    if feedback:
+        # They are within that. A loop of less LLVM would unroll, and not vectorise.
+        halves = [jnp.clip(half, -7, 8) for half in halves]
+    else:
         integers = (scales >> 15 == 1)[..., None]
         halves = [jnp.where(integers, half, _levels(half)) for half in halves]
     return jnp.concatenate([half * factors for half in halves], axis=-1)
