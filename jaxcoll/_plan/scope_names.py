@@ -1,0 +1,53 @@
+"""Names that survive compilation: scopes of Python, and the packs of jaxcoll among them."""
+
+from __future__ import annotations
+
+import re
+
+_PACK = re.compile(
+    r"\b((?:all_reduce|reduce_scatter|all_gather)_[0-9a-f]{6}|all_gather)"
+    r"\)*/(?:\w+\()*(pack\d+|rows\d+)\b"
+)
+
+
+def names(op_name: str) -> tuple[str, ...]:
+    """The paths of scopes of an instruction; several where several were combined.
+
+    XLA writes what paths share once, and the rest as a list: `jit(f)/(a/psum:b/psum)`.
+
+    Examples:
+      >>> names("jit(f)/transpose(jvp())/(pack0/psum:pack1/psum)/x")
+      ('jit(f)/transpose(jvp())/pack0/psum/x', 'jit(f)/transpose(jvp())/pack1/psum/x')
+      >>> names("jit(f)/psum"), names("")
+      (('jit(f)/psum',), ())
+    """
+    if not op_name:
+        return ()
+    depth, opened, cuts = 0, [], []
+    for at, character in enumerate(op_name):
+        if character == "(":
+            opened.append(at)
+            cuts.append([at])
+            depth += 1
+        elif character == ")" and depth:
+            depth -= 1
+            start, cut = opened.pop(), cuts.pop()
+            # A list follows a slash; the brackets of jit(...) hold something else.
+            if len(cut) > 1 and (start == 0 or op_name[start - 1] == "/"):
+                head, tail = op_name[:start], op_name[at + 1 :]
+                inner = [op_name[a + 1 : b] for a, b in zip(cut, [*cut[1:], at], strict=True)]
+                return tuple(n for part in inner for n in names(head + part + tail))
+        elif character == ":" and depth:
+            cuts[-1].append(at)
+    return (op_name,)
+
+
+def pack_of(name: str) -> str:
+    """The pack of jaxcoll that a path of scopes belongs to, as reduction/pack; "" for none.
+
+    Examples:
+      >>> pack_of("jit(f)/transpose(jvp(all_reduce_5f3a1c/pack3))/psum")
+      'all_reduce_5f3a1c/pack3'
+    """
+    found = _PACK.search(name)
+    return f"{found[1]}/{found[2]}" if found else ""
