@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxcoll._plan.algorithms import Stage, coded_by, exchange, stages
+from jaxcoll._plan.algorithms import Stage, coded_by, exchange, exchange_within, stages
 from jaxcoll._plan.cost.model import Cost, Prices, loads
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import (
@@ -218,9 +218,9 @@ def algorithms_for(world: World) -> tuple[str, ...]:
         return ("native", exchange(world.replicas))
     if not 0 < world.inner < len(world.sizes):
         return ("native",)
-    within = "shuffle/" * world.inner
-    outer = exchange(math.prod(world.sizes[: -world.inner]))
-    return ("native", f"{within}native", f"{within}{outer}")
+    outer, inner = world.sizes[: -world.inner], world.sizes[-world.inner :]
+    within = "".join(f"{exchange_within(size, world)}/" for size in reversed(inner))
+    return ("native", f"{within}native", f"{within}{exchange(math.prod(outer))}")
 
 
 def rules_for(world: World, leaves: Sequence[Leaf] = ()) -> tuple[PackingRule, ...]:
