@@ -17,7 +17,7 @@ from jaxcoll._dispatch.fingerprint import collectives, fingerprint, mark
 from jaxcoll._dispatch.first_values import FirstValues, first_values, uncompared
 from jaxcoll._plan.plan import Plan
 
-_PACK = re.compile(r"(all_reduce_[0-9a-f]{6})/pack(\d+)")
+_PACK = re.compile(r"(\w+_[0-9a-f]{6})/pack(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -148,11 +148,7 @@ def of(text: str) -> WireFormat:
 
 
 def checked(value: Any) -> WireFormat | PowerSGD | Literal["auto"] | None:
-    """The option `compression` as a format, "auto", or None for exact sums.
-
-    Raises:
-      ValueError: it names no format.
-    """
+    """The option `compression` as a format, "auto", or None for exact sums."""
     if value is None or isinstance(value, PowerSGD):
         return value
     if isinstance(value, WireFormat) and value.name:
@@ -173,11 +169,7 @@ def named(compression: Any) -> WireFormat | PowerSGD | None:
 
 
 def check_any_coded(compression: Any, dtypes: list[Any]) -> None:
-    """Refuse a format that was asked for in a call of which it can code nothing by its type.
-
-    Raises:
-      ValueError: it names the types.
-    """
+    """Refuse a format that was asked for in a call of which it can code nothing by its type."""
     format = named(compression)
     names = list(dict.fromkeys(str(dtype) for dtype in dtypes))
     if format is not None and names and not set(names) & set(format.dtypes):

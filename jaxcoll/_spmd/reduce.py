@@ -32,7 +32,7 @@ from jaxcoll._plan.power_sgd import PowerSGD
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.table import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
-from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.axes import bound_axes, count, named
 from jaxcoll._spmd.checks import checksum
 from jaxcoll._spmd.checks.corruption_callback import Heard, reported
 from jaxcoll._spmd.indexed_slices import IndexedSlices
@@ -319,13 +319,12 @@ def _recipe(
     invariant: Invariant,
     same: frozenset[str],
 ) -> Recipe:
-    varying = _compat.varying_axes(array)
-    missing = {a: n for a, n in axes.items() if a not in varying and _compat.tracks_variance(a)}
-    missing = {a: n for a, n in axes.items() if a in missing or a in same}
-    if invariant == "error" and array.size and not same.issuperset(missing):
+    by_type = _compat.same_axes(array, axes)
+    missing = {a: n for a, n in axes.items() if a in by_type or a in same}
+    if invariant == "error" and array.size and not same.issuperset(by_type):
         raise AlreadyReducedError(
             _ALREADY_REDUCED.format(
-                axes=_named(axes), leaf=where(path), missing=_named(missing), n=count(missing)
+                axes=named(axes), leaf=where(path), missing=named(missing), n=count(missing)
             )
         )
     repeated = 1 if invariant == "summed" else count(missing)
@@ -333,7 +332,7 @@ def _recipe(
     return Recipe(
         over=tuple(a for a, n in axes.items() if n > 1 and a not in missing),
         axes=tuple(axes),
-        varying=varying,
+        varying=_compat.varying_axes(array),
         dtype=dtype,
         wire=wire,
         times=repeated,
@@ -359,7 +358,3 @@ def _as_array(path: str, value: Any) -> jax.Array:
         )
     check_reducible(path, np.result_type(value) if dtype is None else dtype)
     return jnp.asarray(value)
-
-
-def _named(axes: dict[str, int]) -> str:
-    return ", ".join(f"{name!r} (size {size})" for name, size in axes.items())

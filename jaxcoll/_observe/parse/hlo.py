@@ -18,10 +18,10 @@ from jaxcoll._observe.parse.hlo_text import (
     parse_module,
 )
 from jaxcoll._observe.parse.loops import turns
-from jaxcoll._observe.parse.names import names
 from jaxcoll._observe.parse.replica_groups import device_groups, group_size, read_groups
 from jaxcoll._observe.parse.schedule import Schedule
 from jaxcoll._observe.parse.source import StackFrames
+from jaxcoll._plan.scope_names import names
 
 _COMMUNICATES = re.compile(r" ((?:all-|collective-|reduce-scatter|ragged-all)[\w\-]*|send)\(")
 _FUSION = re.compile(

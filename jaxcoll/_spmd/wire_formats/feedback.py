@@ -128,12 +128,8 @@ def _lost(
 
 def finite(arrays: Sequence[jax.Array]) -> jax.Array:
     """Whether all floats, real or complex, among these arrays are finite."""
-    floats = [x for x in arrays if _is_float(x)]
+    floats = [x for x in arrays if jnp.issubdtype(x.dtype, np.inexact) and x.size]
     return functools.reduce(jnp.logical_and, map(all_finite, floats), jnp.array(True))
-
-
-def _is_float(array: jax.Array) -> bool:
-    return bool(jnp.issubdtype(array.dtype, np.inexact)) and array.size > 0
 
 
 def _sent(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,28 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._plan import wire_formats
 from jaxcoll._spmd.algorithms.exchange import exchanged, tree_sum
-from jaxcoll._spmd.wire_formats.table import CODECS, Codec
+from jaxcoll._spmd.wire_formats import bf16, int4, int8
+
+
+class Codec(Protocol):
+    """What every format's file defines."""
+
+    def encode(self, blocks: jax.Array, /, feedback: bool) -> jax.Array:
+        """Blocks of float32, of shape (..., m, block), as uint8 or uint16 of shape (..., m, w).
+
+        With `feedback`, what a block loses is added to it the next time.
+        """
+        ...
+
+    def decode(self, codes: jax.Array, /, feedback: bool) -> jax.Array:
+        """Blocks of float32; one with anything that was not finite is not finite anywhere there.
+
+        `feedback` is what it was when they were coded.
+        """
+        ...
+
+
+CODECS: dict[str, Codec] = {"bf16": bf16, "int8": int8, "int4": int4}
 
 
 class How(NamedTuple):

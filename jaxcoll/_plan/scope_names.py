@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-_CALL = r"(?:all_reduce|reduce_scatter|all_gather)_[0-9a-f]{6}|all_gather"
-_PACK = re.compile(rf"\b({_CALL})\)*/(?:\w+\()*(pack\d+|rows\d+)\b")
+_PACK = re.compile(
+    r"\b((?:all_reduce|reduce_scatter|all_gather)_[0-9a-f]{6}|all_gather)"
+    r"\)*/(?:\w+\()*(pack\d+|rows\d+)\b"
+)
 
 
 def names(op_name: str) -> tuple[str, ...]:
