@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from jaxcoll._plan.scope_names import names, pack_of
+from jaxcoll._plan.scope_names import names, op_name_of, pack_of
 
 _COLLECTIVE = re.compile(
     r"^ *(?:ROOT )?%?\S+ = (?P<type>\(.*?\)|\S+) (?P<kind>(?:all-reduce|all-gather|reduce-scatter"
@@ -25,7 +25,6 @@ _WHO = re.compile(
     r"|mesh\[[^\]]*\](?:, device_ids=\(.*?\))? \{[^}]*\})"  # mesh['a'=2,'b'=4] {'b'}
 )
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-_SCOPE = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _ASKED = re.compile(r'op_name="[^"]*?(\w+)[:)]*"')
 _LAYOUT = re.compile(r"\{[\d,]*(?::[^}]*)?\}|/\*index=\d+\*/")  # {1,0:T(8,128)}, /*index=5*/
 
@@ -49,8 +48,7 @@ def _lines(compiled: str) -> Iterator[str]:
     for found in _COLLECTIVE.finditer(compiled):
         rest = found["rest"]
         who, channel, asked = _WHO.search(rest), _CHANNEL.search(rest), _ASKED.search(rest)
-        scopes = names(scope[1]) if (scope := _SCOPE.search(rest)) else ()
-        packs = dict.fromkeys(filter(None, map(pack_of, scopes)))
+        packs = dict.fromkeys(filter(None, map(pack_of, names(op_name_of(rest)))))
         yield (
             f"{found['kind'].removesuffix('-start')} {_LAYOUT.sub('', found['type'])}"
             + (f" among {who[1]}" if who else "")

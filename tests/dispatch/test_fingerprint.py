@@ -86,6 +86,19 @@ def test_a_collective_is_named_with_the_leaves_that_it_carries():
     )
 
 
+def test_gathered_rows_are_named_with_their_leaf():
+    @jc.data_parallel
+    def step(rows):
+        slices = jc.IndexedSlices(rows, jnp.arange(1), (9, 128))
+        return jc.all_reduce("mean", {"b": rows[0], "table": slices}, "data")["table"].values
+
+    program = compiled_for(step._call((jnp.ones((8, 128)),), {}), shared=True)
+    assert re.search(
+        r"all-gather .*, carrying (all_reduce_\w+/rows1) \(\1 has \['table'\]\)\.",
+        program.starts_with,
+    )
+
+
 def test_a_difference_in_length_is_one():
     said = first_difference({0: ("a",), 1: ("a", "b")})
     assert said == "process 0: (nothing more)\nprocess 1: b"
