@@ -36,13 +36,12 @@ def all_reduce(
     known = wire_formats.of(format)
     codec = CODECS[known.name]
     rows = flat.reshape(lax.axis_size(axes), -1, known.block)
-    sent = codec.encode(rows, feedback)
+    # Or compilers would encode once more for what is lost, and could round otherwise there.
+    sent = lax.optimization_barrier(codec.encode(rows, feedback))
     received = exchanged(sent, axes)
     own = tree_sum(codec.decode(received))
-    again = codec.encode(own, feedback)
+    again = lax.optimization_barrier(codec.encode(own, feedback))
     total = codec.decode(lax.all_gather(again, axes))
-    # Or compilers would decode what is not yet stored, and so encode again for every element.
-    sent, again = lax.optimization_barrier((sent, again))
     lost = rows - codec.decode(sent)
     rank = _compat.as_varying(lax.axis_index(axes), axes)
     mine = lax.dynamic_index_in_dim(lost, rank, keepdims=False) + (own - codec.decode(again))
