@@ -25,13 +25,14 @@ OPTIONS = {
     "one-owner": jc.CommunicationOptions(algorithm="shuffle", bytes_per_pack=1 << 10, shards=1),
 }
 
-# Every kind of option under every runner, over three replicas and, checked, over more.
+# Every algorithm under every runner, and under the checked one in other packs and shares, too.
 BRIEF = [
     (name, runner, n)
-    for name in OPTIONS
+    for name in ("auto", "ring", "halving_doubling", "shuffle")
     for runner in RUNNERS
     for n in ((2, 5, 8) if runner == "checked" else (3,))
 ]
+BRIEF += [(name, "checked", n) for name in ("packed", "ring-in-2", "one-owner") for n in (5, 8)]
 
 
 def mesh_of(n, axis="data", kind=AxisType.Auto):

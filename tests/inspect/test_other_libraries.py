@@ -174,6 +174,7 @@ def scores(name):
             return HAIKU.init(jax.random.key(0), X), HAIKU.apply
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["linen", "nnx", "equinox", "haiku"])
 def test_a_model_trains_on_eight_devices_as_on_one_and_sends_its_gradients_once(library):
     import optax

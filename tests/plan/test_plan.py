@@ -160,3 +160,13 @@ def test_a_gradient_of_an_integer_and_what_is_not_an_array_are_refused_by_their_
         jc.plan({"a": np.zeros(3, jax.dtypes.float0)}, axis_size=2)
     with pytest.raises(ValueError, match=r"leaf \['a'\]: an array of <U1 holds no"):
         jc.plan({"a": np.array(["x"])}, axis_size=2)
+
+
+def test_usual_packs_of_shards_hold_16_mib_and_larger_leaves_than_2_mib_are_alone():
+    sizes = [1 << 18] * 33 + [1 << 19, (1 << 19) + 1]
+    single = np.dtype("f4")
+    leaves = tuple(Leaf(f"[{i}]", (n,), single, single, (8,)) for i, n in enumerate(sizes))
+    layout = layout_of(jax.tree.structure(sizes), leaves, 8)
+    assert [(len(pack.segments), pack.nbytes) for pack in layout.packs] == [
+        (16, 16 << 20), (16, 16 << 20), (2, 3 << 20), (1, (2 << 20) + 4)
+    ]  # fmt: skip

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BRIEF, OPTIONS, RUNNERS, noise, per_replica, rows
+from cases import OPTIONS, RUNNERS, noise, per_replica, rows
 
 import jaxcoll as jc
 
-CASES = [(r, o) for r in RUNNERS for o in OPTIONS]
+# Each kind of options, and each runner with the compiler's algorithm and with one of ours.
+CASES = [("checked", o) for o in OPTIONS]
+CASES += [(r, o) for r in RUNNERS if r != "checked" for o in ("auto", "ring")]
 
 
 @pytest.mark.parametrize(("runner", "name"), CASES)
@@ -25,9 +27,13 @@ def test_H13_H14_each_replica_differentiates_its_own_use(runner, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "runner", "n"), [*BRIEF, *((name, runner, 1) for runner, name in CASES if name in ("auto", "ring"))]
-)  # fmt: skip
-def test_the_vector_jacobian_product_is_the_same_reduction(name, runner, n):
+    ("runner", "name", "n"),
+    [
+        *((runner, name, 5 if runner == "checked" else 3) for runner, name in CASES),
+        *((runner, "auto", 1) for runner in RUNNERS),
+    ],
+)
+def test_the_vector_jacobian_product_is_the_same_reduction(runner, name, n):
     tangents = {"a": noise(n, 5), "b": (noise(n), noise(n, 2, 3))}
 
     def f(x, ct):

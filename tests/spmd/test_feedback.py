@@ -68,6 +68,30 @@ def test_nothing_is_lost(name, runner):
         assert (np.abs(left).max() == 0) == (leaf == "b")
 
 
+@pytest.fixture
+def unoptimized():
+    """Each use of a number is compiled for itself, and may round otherwise."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.usefixtures("unoptimized")
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_lost_is_that_of_the_codes_that_were_sent(name):
+    """Codes that are made once more for the residual differ where a number lies between two."""
+    g = gaussian(N, 1 << 14)
+
+    def f(g):
+        return jc.all_reduce(
+            "sum", g, "data", residual=jc.residual(g, "data"), options=OPTIONS[name]
+        )
+
+    total, residual = jax.jit(jax.vmap(f, axis_name="data"))(g)
+    owed = flat(residual)[""].sum(0)
+    np.testing.assert_allclose(total[0] + owed, g.astype("f8").sum(0), atol=1e-5)
+
+
 @pytest.mark.parametrize(("dtype", "op"), [("bfloat16", "mean"), ("float16", "sum")])
 def test_what_a_narrow_type_cannot_hold_is_owed_too(dtype, op):
     g = jnp.asarray(gaussian(3, 600)).astype(dtype)
@@ -236,7 +260,7 @@ def test_a_single_replica_sends_what_it_was_left_owing():
         return total, again, after.parts[0]
 
     g = gaussian(1, 600)
-    total, again, after = jax.vmap(f, axis_name="data")(g)
+    total, again, after = jax.jit(jax.vmap(f, axis_name="data"))(g)
     np.testing.assert_array_equal(total, g + 1)
     np.testing.assert_array_equal(again, g)
     assert not after.any()
@@ -305,7 +329,7 @@ def test_a_checkpoint_holds_the_sum_and_deals_it_out_to_any_number(tmp_path):
 
 def refused(words, f, *args):
     with pytest.raises(ValueError, match=words):
-        jax.vmap(f, axis_name="data")(*args)
+        jax.eval_shape(jax.vmap(f, axis_name="data"), *args)
 
 
 def test_a_residual_of_another_tree_or_world_is_refused():

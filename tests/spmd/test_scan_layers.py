@@ -71,6 +71,7 @@ def settings(ahead, remat):
     return {"ahead": ahead, "remat": remat}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checks", [True, False])
 def test_plain_grad_has_reduced_rows(checks):
     """By the stack, by the carry's first value, and by what the layer reads from around it."""
@@ -237,6 +238,7 @@ def test_pmap():
     close(got["b"][3], want["b"], rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_keys_and_integers_travel_along():
     """Dropout by a key in the carry and by keys in the stack; an integer in each."""
     keys = jax.random.split(jax.random.key(1), LAYERS)
@@ -376,6 +378,7 @@ def test_what_is_gathered_is_cast_before():
     close(of_w, jax.grad(plain)(STACK["w"]), rtol=0.05, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [2, 3])
 def test_unrolled_loops_and_results_of_one_layer(unroll):
     def replica(stack, x):
@@ -392,6 +395,7 @@ def test_unrolled_loops_and_results_of_one_layer(unroll):
     close(got, (plain(STACK, X, MASK), plain(one, X, MASK)), rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_algorithms_of_ours_and_reproducible_sums():
     options = [
         jc.CommunicationOptions(algorithm="halving_doubling", bytes_per_pack=1 << 20),

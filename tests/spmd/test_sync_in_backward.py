@@ -247,6 +247,7 @@ def test_a_gradient_of_a_gradient(runner):
     assert on_replicas(runner, replica, 2, x) == 6 * 2 * np.mean(x**3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["checked", "unchecked"])
 def test_without_jit_and_under_vmap(runner):
     def replica(x):
@@ -257,6 +258,7 @@ def test_without_jit_and_under_vmap(runner):
     close(on_replicas(runner, replica, 2, X, jit=False), want, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_along_one_of_two_axes_the_other_is_still_to_be_reduced():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
     loss = functools.partial(mean_loss, scanned, sync)

@@ -296,7 +296,8 @@ def test_metrics_and_the_loss_beside_gradients_are_not_rounded():
 
     step = jc.value_and_grad(loss, "data", has_aux=True, options=OPTIONS["int4"])
     w, x = np.ones((128,), "f"), gaussian(2, 5, 128)
-    (value, total), grads = jax.vmap(step, in_axes=(None, 0), axis_name="data")(w, x)
+    mapped = jax.jit(jax.vmap(step, in_axes=(None, 0), axis_name="data"))
+    (value, total), grads = mapped(w, x)
     np.testing.assert_allclose(value[0], x.astype("f8").sum(-1).mean(), rtol=1e-5)
     np.testing.assert_allclose(total[0], x[:, 0, :64].sum(), rtol=1e-5)
     assert 0.001 < error(grads[0], x.astype("f8").mean((0, 1))) < 0.2

@@ -103,6 +103,7 @@ def test_fragments_partition_the_leaves_and_each_is_sent_once_a_round():
             assert max(map(len, sent)) <= -(-fragments // every)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_a_round_changes_no_number(tmp_path):
     def made(n):
         return jc.local_updates(

@@ -125,6 +125,7 @@ def test_a_function_makes_what_it_would_make_and_shapes_make_shapes(stacked):
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in shapes.parts)
 
 
+@pytest.mark.slow
 def test_training_in_shards_goes_from_eight_devices_to_three_and_back(tmp_path):
     """AdamW, clipped by the norm of everything: fifty-four steps are those of one device."""
     optimizer = jc.sharded_optimizer(optax.adamw(1e-2), "data", max_norm=0.05)
@@ -276,6 +277,7 @@ def test_what_cannot_be_stacked_or_placed_is_refused_by_its_path():
         jc.Elastic(train_step(optax.sgd(1.0), 8), in_shards(8))
 
 
+@pytest.mark.slow
 def test_a_step_in_shards_is_compared_with_one_device_and_a_sum_for_a_mean_is_found():
     optimizer = jc.sharded_optimizer(optax.sgd(0.1), "data")
     shards = in_shards(8)

@@ -123,6 +123,7 @@ def test_each_device_holds_an_eighth_of_the_state():
     assert state[0].mu.parts[0].sharding.spec == PartitionSpec("data")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_from_eight_devices_to_three_and_back(tmp_path):
     tx, params = optax.adamw(1e-2, mu_dtype=jnp.bfloat16), PARAMS
     one = jax.jit(lambda p, s, x: _one(tx, p, s, x))
@@ -161,6 +162,7 @@ def test_a_state_made_inside_a_program_is_the_one_made_outside():
     close(optimizer.unshard(made), optimizer.unshard(outside), 0)
 
 
+@pytest.mark.slow
 def test_under_pmap_parts_stay_on_their_devices():
     def step(p, x):
         optimizer = jc.sharded_optimizer(optax.adam(1e-2), "data")

@@ -86,9 +86,11 @@ def all_reduce(
     """
     codec, apart = _known(format, how)
     shape = lax.axis_size(axes), -1, wire_formats.of(format).block
+    # Or compilers would encode once more for what is lost, and could round otherwise there.
     sent = apart(_encoded, codec=codec, feedback=how.feedback, shape=shape)(flat)
+    sent = lax.optimization_barrier(sent)
     own = apart(_summed, codec=codec, feedback=how.feedback)(exchanged(sent, axes))
-    again = apart(codec.encode, feedback=how.feedback)(own)
+    again = lax.optimization_barrier(apart(codec.encode, feedback=how.feedback)(own))
     total = apart(codec.decode, feedback=how.feedback)(lax.all_gather(again, axes, tiled=True))
     return total.reshape(-1), Coded(flat, sent, own, again)
 
@@ -113,10 +115,7 @@ def lost(
       instead: whether to keep that, and a flat array that is the result otherwise.
     """
     codec, apart = _known(format, how)
-    # Or compilers would decode what is not yet stored, and so encode again for every element.
-    sent, again = lax.optimization_barrier((coded.sent, coded.again))
     rank = _compat.as_varying(lax.axis_index(axes), axes)
-    coded = coded._replace(sent=sent, again=again)
     found = apart(_lost, codec=codec, feedback=how.feedback)(coded, rank, instead)
     return found.reshape(-1)
 
