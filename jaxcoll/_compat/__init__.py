@@ -5,6 +5,7 @@ The only room that touches it. These names are the ones that other rooms use eve
 imported by those that need them.
 """
 
+from jaxcoll._compat.apart import apart as apart
 from jaxcoll._compat.axes import axes_in_scope as axes_in_scope
 from jaxcoll._compat.axes import in_mesh_order as in_mesh_order
 from jaxcoll._compat.axes import is_shadowed as is_shadowed
