@@ -71,7 +71,7 @@ def _leaves(line: str) -> str:
     for name, kind, number in _PACK.findall(line):
         if plan := _plans.get(name):
             k = int(number)
-            leaves = plan.carried(k) if kind == "pack" else plan.leaves[k].path or "the value"
+            leaves = plan.carried(k) if kind == "pack" else plan.leaves[k].path or "(the value)"
             carried.append(f"{name}/{kind}{number} has {leaves}")
     return f" ({'; '.join(carried)})" if carried else ""
 

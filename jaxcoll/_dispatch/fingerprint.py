@@ -16,9 +16,11 @@ from jaxcoll._plan.scope_names import names, op_name_of, pack_of
 _COLLECTIVE = re.compile(
     r"^ *(?:ROOT )?%?\S+ = (?P<type>\(.*?\)|\S+) (?P<kind>(?:all-reduce|all-gather|reduce-scatter"
     r"|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast|send|recv)(?:-start)?)"
-    r"\((?P<rest>.*)$",
-    re.MULTILINE,
+    r"\((?P<rest>.*)$"
 )
+_HEAD = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")  # %body (x: f32[4]) -> f32[4] {
+_CALLED = re.compile(r"(?:condition|body|calls|to_apply|computations?)=(\{[^}]*\}|\S+)")
+_NAME = re.compile(r"[\w.\-]+")
 _WHO = re.compile(
     r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}"
     r"|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"  # counted off: [2,4]<=[4,2]T(1,0)
@@ -30,7 +32,7 @@ _LAYOUT = re.compile(r"\{[\d,]*(?::[^}]*)?\}|/\*index=\d+\*/")  # {1,0:T(8,128)}
 
 
 def collectives(compiled: str) -> tuple[str, ...]:
-    """The collectives of a compiled program in the order of its text, one line each.
+    """The collectives of a compiled program in the order in which it comes to them, a line each.
 
     A line has all that two processes must have in common: the kind, the element types and shapes,
     the groups, the channel, and the pack of jaxcoll that travels.
@@ -44,8 +46,32 @@ def collectives(compiled: str) -> tuple[str, ...]:
     return tuple(_lines(compiled))
 
 
+def _in_order(compiled: str) -> Iterator[re.Match[str]]:
+    """Every line that communicates; the text has those of a loop before those ahead of it."""
+    bodies: dict[str, list[str | re.Match[str]]] = {"": []}
+    entry, body = "", bodies[""]
+    for line in compiled.splitlines():
+        if line.endswith("{") and (head := _HEAD.match(line)):
+            body = bodies[head[2]] = []
+            entry = head[2] if head[1] else entry
+        elif found := _COLLECTIVE.match(line):
+            body.append(found)
+        else:
+            body += [name for called in _CALLED.findall(line) for name in _NAME.findall(called)]
+
+    def run(name: str) -> Iterator[re.Match[str]]:
+        for step in bodies.pop(name, ()):
+            if isinstance(step, str):
+                yield from run(step)
+            else:
+                yield step
+
+    for name in (entry, *bodies):  # after the entry what no call was found of
+        yield from run(name)
+
+
 def _lines(compiled: str) -> Iterator[str]:
-    for found in _COLLECTIVE.finditer(compiled):
+    for found in _in_order(compiled):
         rest = found["rest"]
         who, channel, asked = _WHO.search(rest), _CHANNEL.search(rest), _ASKED.search(rest)
         packs = dict.fromkeys(filter(None, map(pack_of, names(op_name_of(rest)))))

@@ -29,11 +29,11 @@ from jaxcoll._spmd.scope import Scope, differentiation
 from jaxcoll._spmd.shards import Shards, blocks_of, check_fits, leaves_of, sharded_leaves, whole_of
 
 _ALREADY_REDUCED = """\
-`reduce_scatter` over {axes}: {leaf} is already the same on every replica, so reducing it again \
-would count it {n} times. What probably happened: autodiff has summed this gradient already, \
-because its parameter enters a checked `shard_map` replicated. Take the gradient with \
-`jc.value_and_grad(..., scatter=True)`, which sums it once and leaves each replica its part; or, \
-if it is the mean already, give it to the optimizer's `update` with `reduced=True`."""
+`reduce_scatter` over {axes}: {leaf} is already the same on every replica along {missing}, so \
+reducing it again would count it {n} times. What probably happened: autodiff has summed this \
+gradient already, because its parameter enters a checked `shard_map` replicated. Take the gradient \
+with `jc.value_and_grad(..., scatter=True)`, which sums it once and leaves each replica its part; \
+or, if it is the mean already, give it to the optimizer's `update` with `reduced=True`."""
 
 
 def reduce_scatter(
@@ -208,5 +208,7 @@ def _check_varies(path: str, array: jax.Array, axes: dict[str, int]) -> None:
     missing = {a: axes[a] for a in _compat.same_axes(array, axes)}
     if missing:
         raise AlreadyReducedError(
-            _ALREADY_REDUCED.format(axes=named(axes), leaf=where(path), n=count(missing))
+            _ALREADY_REDUCED.format(
+                axes=named(axes), leaf=where(path), missing=named(missing), n=count(missing)
+            )
         )
