@@ -17,7 +17,7 @@ from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.dataflow import Dataflow
-from jaxcoll._jaxpr.subjaxprs import equations, names_axis, programs
+from jaxcoll._jaxpr.subjaxprs import equations, is_ref, names_axis, programs
 from jaxcoll._plan.packs.leaves import where
 
 _EQUALIZING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
@@ -159,11 +159,11 @@ class _Varying(Dataflow[bool]):
             return [not same] * len(eqn.outvars)
         if any(word in name for word in _ASK_THE_HOST):
             return [True] * len(eqn.outvars)
-        if any(map(_is_ref, eqn.invars)):
+        if any(map(is_ref, eqn.invars)):
             # Another holder of a `Ref` may write what varies to it at any time.
             if programs(eqn):
                 self.inside(
-                    eqn, [fact or _is_ref(x) for x, fact in zip(eqn.invars, ins, strict=True)]
+                    eqn, [fact or is_ref(x) for x, fact in zip(eqn.invars, ins, strict=True)]
                 )
             return [True] * len(eqn.outvars)
         return super().equation(eqn, ins, jaxpr)
@@ -184,8 +184,7 @@ class _Varying(Dataflow[bool]):
     def _fills_refs_by_place(self, eqn: JaxprEqn) -> bool:
         """Whether programs that return by `Ref`s, as kernels do, have to do with the axis."""
         return any(
-            any(map(_is_ref, body.invars)) and mentions(body, [self._axis])
-            for body in programs(eqn)
+            any(map(is_ref, body.invars)) and mentions(body, [self._axis]) for body in programs(eqn)
         )
 
     def _gradient(self, eqn: JaxprEqn, gradient: bool, leaf: bool) -> bool:
@@ -207,10 +206,6 @@ class _Varying(Dataflow[bool]):
             leaf = where(eqn.params["path"])
             raise AlreadyReducedError(_REDUCED_TWICE.format(leaf=leaf, axis=self._axis))
         return varies
-
-
-def _is_ref(atom: Any) -> bool:
-    return hasattr(atom.aval, "inner_aval")
 
 
 def _is_zero(atom: Any, jaxpr: Jaxpr) -> bool:

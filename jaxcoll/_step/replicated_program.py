@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.gathered import check_own_gradients
-from jaxcoll._jaxpr.own_choices import chosen_outputs
+from jaxcoll._jaxpr.hidden import hidden_outputs
 from jaxcoll._jaxpr.own_norms import check_own_norms
 from jaxcoll._jaxpr.replication import varying_outputs
 from jaxcoll._jaxpr.subjaxprs import opened
@@ -170,8 +170,8 @@ class StepProgram:
             again = self._summed(program)
             with _not_proven():
                 check_own_gradients(program, self.axes)
-            chosen = chosen_outputs(program, self.mesh.axis_names)
-            varying = [a | b for a, b in zip(_by_type(program), chosen, strict=True)]
+            hidden = hidden_outputs(program, self.mesh.axis_names)
+            varying = [a | b for a, b in zip(_by_type(program), hidden, strict=True)]
             specs = self._specs(results, varying, "")
         else:
             again = ()
