@@ -127,3 +127,30 @@ def test_one_row_for_each_replica_is_no_batch_if_it_broadcasts():
         step(1.0, np.ones((16, 8), "f"), np.ones(8, "f"))
     table = jc.data_parallel(lambda w, table, x: jc.all_reduce("sum", (x @ w).sum(), "data"))
     np.testing.assert_allclose(table(W, np.ones((16, 7), "f"), X[:8]), (X[:8] @ W).sum(), rtol=1e-4)
+
+
+def by_row(w, x):
+    """The loss by a loop from a constant, which types refuse."""
+    return lax.scan(lambda total, row: (total + jnp.tanh(row @ w) ** 2, None), 0.0, x)[0] / len(x)
+
+
+@pytest.mark.parametrize(("f", "checks"), [(loss, False), (by_row, None), (by_row, False)])
+def test_a_reduced_loss_is_not_differentiated_by_shards_without_types(f, checks):
+    """Each replica's copy of it would count; under types it is one loss."""
+    shards = jc.shard(W, "data")
+    whole = lambda shards: jc.all_gather(shards, "data")
+
+    def reduced(shards, x):
+        return whole(jax.grad(lambda s: lax.pmean(f(whole(s), x), "data"))(shards))
+
+    def normed(s, x):
+        own = whole(s) - lax.pmean(x.mean(0), "data")
+        return f(own, x - lax.pmean(x.mean(0) * own, "data")[None])
+
+    with pytest.raises(ValueError, match="differentiated by `Shards` where types say nothing"):
+        jc.data_parallel(reduced, checks=checks).trace(shards, X)
+    if f is loss:
+        np.testing.assert_allclose(jc.data_parallel(reduced)(shards, X), WANT, rtol=1e-4, atol=1e-6)
+    jc.data_parallel(lambda s, x: whole(jc.grad(normed, "data")(s, x)), checks=checks).trace(
+        shards, X
+    )
