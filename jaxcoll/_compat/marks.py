@@ -98,6 +98,47 @@ def parts(x: Any, axes: tuple[str, ...]) -> Any:
 _parts_p = _identity(PARTS)
 
 
+def in_backward(eqn: Any) -> bool:
+    """Whether an equation was made by the transposition of a derivative.
+
+    Those of a program that it runs need not say so themselves. A scope of the user's may have any
+    name, so that the word "transpose" alone shows nothing.
+    """
+    return any(
+        type(each).__name__ == "Transform" and each.name == "transpose" for each in _scopes(eqn)
+    )
+
+
+def is_made_again(eqn: Any) -> bool:
+    """Whether an equation repeats one of the forward pass, as `jax.checkpoint` does."""
+    return any(each.name == "rematted_computation" for each in _scopes(eqn))
+
+
+def is_our_reduction(eqn: Any, kind: str = "all_reduce") -> bool:
+    """Whether an equation carries a pack of such a reduction of ours."""
+    return any(re.fullmatch(rf"{kind}_[0-9a-f]{{6}}/pack\d+", x.name) for x in _scopes(eqn))
+
+
+def _scopes(eqn: Any) -> tuple[Any, ...]:
+    return tuple(eqn.source_info.name_stack.stack)
+
+
+def is_transposed_reduction(eqn: Any) -> bool:
+    """Whether the cotangent of a reduced value is typed as varying here, by that reduction.
+
+    A rule of differentiation types its own constants so, too; only the Python that the derivative
+    was made for tells the two apart.
+    """
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        if frame.function_name == "as_invariant":  # of ours
+            return True
+        if frame.file_name.endswith(_COLLECTIVES):
+            return frame.function_name != "pcast"
+        if not _JAX.search(frame.file_name):
+            return False
+    return False
+
+
 def is_seed_of_gradient(eqn: Any) -> bool:
     """Whether an equation makes the ones, of a loss's type, that `jax.grad` goes backwards from.
 
@@ -116,3 +157,4 @@ def is_seed_of_gradient(eqn: Any) -> bool:
 _JAX = re.compile(r"[/\\]jax[/\\]")
 _INTERFACE = ("jax/_src/api.py", "jax\\_src\\api.py")
 _AUTODIFF = ("interpreters/ad.py", "interpreters\\ad.py")
+_COLLECTIVES = ("lax/parallel.py", "lax\\parallel.py")

@@ -70,7 +70,7 @@ def data_parallel(
         Other axes of the mesh hold copies.
       batch_argnums: positions in the step's signature, or names, of the arguments split along
         their leading dimension, however they are passed; the rest is replicated. None: the last
-        positional argument, unless another one looks like the batch, too.
+        positional argument that holds an array, unless another one looks like the batch, too.
       donate_argnums: positions of the arguments whose memory may be reused for the results. An
         array that is passed twice is given away once, and copied for its other places.
       options: defaults for the reductions inside; `timeout_seconds` bounds each call.

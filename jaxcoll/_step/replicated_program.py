@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._jaxpr.beside_types import check_own_gradients, chosen_outputs
+from jaxcoll._jaxpr.beside_types import check_own_gradients, hidden_outputs
 from jaxcoll._jaxpr.own_norms import check_own_norms
 from jaxcoll._jaxpr.replication import varying_outputs
 from jaxcoll._jaxpr.subjaxprs import opened
@@ -169,9 +169,9 @@ class StepProgram:
             again = self._summed(program)
             with _not_proven():
                 check_own_gradients(program, self.axes)
-            chosen = chosen_outputs(program, self.mesh.axis_names)
+            hidden = hidden_outputs(program, self.mesh.axis_names)
             by_type = (_compat.varying_axes_of_type(var.aval) for var in opened(program).outvars)
-            varying = [a | b for a, b in zip(by_type, chosen, strict=True)]
+            varying = [a | b for a, b in zip(by_type, hidden, strict=True)]
             specs = self._specs(results, varying, "")
         else:
             again = ()
