@@ -247,12 +247,14 @@ def test_integers_travel_between_gpus_and_nothing_is_kept_in_float32_beside(name
     assert report.memory_bytes < 2 * array + 0.7 * array
 
 
-def test_levels_of_int4_are_the_fitted_ones_to_the_bit():
+@pytest.mark.parametrize("feedback", [False, True])
+def test_levels_of_int4_are_the_fitted_ones_to_the_bit(feedback):
     codes = np.zeros((2, 34), np.uint8)
     codes[:, :16] = np.arange(16) | np.arange(16)[::-1] << 4
     codes[:, 32:] = [[0x80, 0x3F], [0x80, 0xBF]]  # a scale of 1, and one of a block of integers
-    got = np.asarray(jax.jit(int4.decode)(codes))
-    for row, levels in zip(got, (int4.LEVELS, range(-7, 9)), strict=True):
+    got = np.asarray(jax.jit(int4.decode, static_argnums=1)(codes, feedback))
+    integers = range(-7, 9)  # of every block under feedback
+    for row, levels in zip(got, (integers if feedback else int4.LEVELS, integers), strict=True):
         np.testing.assert_array_equal(row[:16], levels)
         np.testing.assert_array_equal(row[32:48], levels[::-1])
 
