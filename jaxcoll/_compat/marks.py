@@ -36,20 +36,18 @@ def gradient_of(
     return _gradient_p.bind(gradient, leaf, axis=axis, caller=caller, path=name, own=own)
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    return _gradient_p.bind(*primals, **params), tangents[0]
-
-
-def _batched(args: Any, dims: Any, **params: Any) -> Any:
-    return _gradient_p.bind(*args, **params), dims[0]
-
-
 _gradient_p = Primitive(GRADIENT)
 _gradient_p.def_impl(lambda gradient, leaf, **_: gradient)
 _gradient_p.def_abstract_eval(lambda gradient, leaf, **_: gradient)
 mlir.register_lowering(_gradient_p, lambda ctx, gradient, leaf, **_: [gradient])
-batching.primitive_batchers[_gradient_p] = _batched
-ad.primitive_jvps[_gradient_p] = _jvp
+batching.primitive_batchers[_gradient_p] = lambda args, dims, **params: (
+    _gradient_p.bind(*args, **params),
+    dims[0],
+)
+ad.primitive_jvps[_gradient_p] = lambda primals, tangents, **params: (
+    _gradient_p.bind(*primals, **params),
+    tangents[0],
+)
 
 
 SAME = "same_everywhere"
@@ -100,6 +98,47 @@ def parts(x: Any, axes: tuple[str, ...]) -> Any:
 _parts_p = _identity(PARTS)
 
 
+def in_backward(eqn: Any) -> bool:
+    """Whether an equation was made by the transposition of a derivative.
+
+    Those of a program that it runs need not say so themselves. A scope of the user's may have any
+    name, so that the word "transpose" alone shows nothing.
+    """
+    return any(
+        type(each).__name__ == "Transform" and each.name == "transpose" for each in _scopes(eqn)
+    )
+
+
+def is_made_again(eqn: Any) -> bool:
+    """Whether an equation repeats one of the forward pass, as `jax.checkpoint` does."""
+    return any(each.name == "rematted_computation" for each in _scopes(eqn))
+
+
+def is_our_reduction(eqn: Any, kind: str = "all_reduce") -> bool:
+    """Whether an equation carries a pack of such a reduction of ours."""
+    return any(re.fullmatch(rf"{kind}_[0-9a-f]{{6}}/pack\d+", x.name) for x in _scopes(eqn))
+
+
+def _scopes(eqn: Any) -> tuple[Any, ...]:
+    return tuple(eqn.source_info.name_stack.stack)
+
+
+def is_transposed_reduction(eqn: Any) -> bool:
+    """Whether the cotangent of a reduced value is typed as varying here, by that reduction.
+
+    A rule of differentiation types its own constants so, too; only the Python that the derivative
+    was made for tells the two apart.
+    """
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        if frame.function_name == "as_invariant":  # of ours
+            return True
+        if frame.file_name.endswith(_COLLECTIVES):
+            return frame.function_name != "pcast"
+        if not _JAX.search(frame.file_name):
+            return False
+    return False
+
+
 def is_seed_of_gradient(eqn: Any) -> bool:
     """Whether an equation makes the ones, of a loss's type, that `jax.grad` goes backwards from.
 
@@ -118,3 +157,4 @@ def is_seed_of_gradient(eqn: Any) -> bool:
 _JAX = re.compile(r"[/\\]jax[/\\]")
 _INTERFACE = ("jax/_src/api.py", "jax\\_src\\api.py")
 _AUTODIFF = ("interpreters/ad.py", "interpreters\\ad.py")
+_COLLECTIVES = ("lax/parallel.py", "lax\\parallel.py")

@@ -11,21 +11,28 @@ from typing import Any
 import jax
 import jaxlib
 
+from jaxcoll._plan.scope_names import names, op_name_of, pack_of
+
 _COLLECTIVE = re.compile(
     r"^ *(?:ROOT )?%?\S+ = (?P<type>\(.*?\)|\S+) (?P<kind>(?:all-reduce|all-gather|reduce-scatter"
     r"|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast|send|recv)(?:-start)?)"
-    r"\((?P<rest>.*)$",
-    re.MULTILINE,
+    r"\((?P<rest>.*)$"
 )
-_WHO = re.compile(r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}|\[.*?\]<=\S+)")
+_HEAD = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")  # %body (x: f32[4]) -> f32[4] {
+_CALLED = re.compile(r"(?:condition|body|calls|to_apply|computations?)=(\{[^}]*\}|\S+)")
+_NAME = re.compile(r"[\w.\-]+")
+_WHO = re.compile(
+    r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}"
+    r"|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"  # counted off: [2,4]<=[4,2]T(1,0)
+    r"|mesh\[[^\]]*\](?:, device_ids=\(.*?\))? \{[^}]*\})"  # mesh['a'=2,'b'=4] {'b'}
+)
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-_PACK = re.compile(r"\b(all_reduce_[0-9a-f]{6}|all_gather)\)*/(?:\w+\()*(?:pack|rows)\d+")
 _ASKED = re.compile(r'op_name="[^"]*?(\w+)[:)]*"')
-_LAYOUT = re.compile(r"\{[\d,]*(?::[^}]*)?\}|/\*index=\d+\*/")
+_LAYOUT = re.compile(r"\{[\d,]*(?::[^}]*)?\}|/\*index=\d+\*/")  # {1,0:T(8,128)}, /*index=5*/
 
 
 def collectives(compiled: str) -> tuple[str, ...]:
-    """The collectives of a compiled program in the order of its text, one line each.
+    """The collectives of a compiled program in the order in which it comes to them, a line each.
 
     A line has all that two processes must have in common: the kind, the element types and shapes,
     the groups, the channel, and the pack of jaxcoll that travels.
@@ -33,15 +40,41 @@ def collectives(compiled: str) -> tuple[str, ...]:
     Examples:
       >>> collectives("%a.1 = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}")
       ('all-reduce f32[8] among {{0,1}}, channel 1',)
+      >>> collectives("%a.1 = f32[] all-reduce(%x), replica_groups=mesh['a'=2,'b'=2] {'b'}, x=1")
+      ("all-reduce f32[] among mesh['a'=2,'b'=2] {'b'}",)
     """
     return tuple(_lines(compiled))
 
 
+def _in_order(compiled: str) -> Iterator[re.Match[str]]:
+    """Every line that communicates; the text has those of a loop before those ahead of it."""
+    bodies: dict[str, list[str | re.Match[str]]] = {"": []}
+    entry, body = "", bodies[""]
+    for line in compiled.splitlines():
+        if line.endswith("{") and (head := _HEAD.match(line)):
+            body = bodies[head[2]] = []
+            entry = head[2] if head[1] else entry
+        elif found := _COLLECTIVE.match(line):
+            body.append(found)
+        else:
+            body += [name for called in _CALLED.findall(line) for name in _NAME.findall(called)]
+
+    def run(name: str) -> Iterator[re.Match[str]]:
+        for step in bodies.pop(name, ()):
+            if isinstance(step, str):
+                yield from run(step)
+            else:
+                yield step
+
+    for name in (entry, *bodies):  # after the entry what no call was found of
+        yield from run(name)
+
+
 def _lines(compiled: str) -> Iterator[str]:
-    for found in _COLLECTIVE.finditer(compiled):
+    for found in _in_order(compiled):
         rest = found["rest"]
         who, channel, asked = _WHO.search(rest), _CHANNEL.search(rest), _ASKED.search(rest)
-        packs = dict.fromkeys(match[0] for match in _PACK.finditer(rest))
+        packs = dict.fromkeys(filter(None, map(pack_of, names(op_name_of(rest)))))
         yield (
             f"{found['kind'].removesuffix('-start')} {_LAYOUT.sub('', found['type'])}"
             + (f" among {who[1]}" if who else "")

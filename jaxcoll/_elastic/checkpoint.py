@@ -204,13 +204,18 @@ def on_host(name: str, leaf: Any) -> np.ndarray:
 
 def _named(tree: Any, whole: Callable[[Shards], Any]) -> dict[str, Any]:
     """Every leaf by its path, `Shards` as the tree that `whole` makes of them."""
-    return {
-        jax.tree_util.keystr((*path, *within)): leaf
-        for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shards)[0]
-        for within, leaf in jax.tree_util.tree_flatten_with_path(
-            whole(node) if is_shards(node) else node
-        )[0]
-    }
+    found: dict[str, Any] = {}
+    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shards)[0]:
+        inner = whole(node) if is_shards(node) else node
+        for within, leaf in jax.tree_util.tree_flatten_with_path(inner)[0]:
+            name = jax.tree_util.keystr((*path, *within))
+            if name in found:
+                raise ValueError(
+                    f"two leaves of the tree are called {name}, and a checkpoint would hold one of "
+                    "them: give the children of that class different keys where it is registered."
+                )
+            found[name] = leaf
+    return found
 
 
 def _whole(shards: Shards) -> Any:

@@ -10,7 +10,8 @@ from typing import Any, Generic, TypeVar
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxcoll import _compat
-from jaxcoll._jaxpr.subjaxprs import called, carry_of, in_backward, opened, programs
+from jaxcoll._compat import marks
+from jaxcoll._jaxpr.subjaxprs import called, carry_of, opened, programs
 
 Fact = TypeVar("Fact")
 
@@ -42,7 +43,7 @@ class Dataflow(Generic[Fact]):
 
         outside = self.backward
         for eqn in jaxpr.eqns:
-            self.backward = outside or in_backward(eqn)
+            self.backward = outside or marks.in_backward(eqn)
             found = self.equation(eqn, [*map(of, eqn.invars)], jaxpr)
             known.update(zip(eqn.outvars, found, strict=True))
         self.backward = outside

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxcoll import _compat
+from jaxcoll._compat import marks
 from jaxcoll._jaxpr.dataflow import Dataflow
 from jaxcoll._jaxpr.subjaxprs import carry_of, equations, like, opened, programs
 
@@ -205,7 +206,7 @@ def _sends(eqn: JaxprEqn) -> bool:
     A reduce-scatter of ours leaves each replica a part, which is why it stands in a loop: what is
     added up there before it would be whole.
     """
-    if "reduce_scatter_" in str(eqn.source_info.name_stack):
+    if marks.is_our_reduction(eqn, "reduce_scatter"):
         return False
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     named = axes if isinstance(axes, tuple | list | frozenset) else (axes,)

@@ -15,6 +15,9 @@ from jaxcoll._jaxpr.subjaxprs import RETYPING, equations, names_axis, opened, pr
 _NOTHING, _PART, _NUMBER = range(3)
 _MARKS = {marks.GRADIENT, marks.ONCE}
 _UNCHANGED = {*RETYPING, _compat.THROUGH}
+_MIXING = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce", "argmax", "argmin"}
+_MIXING |= {"cumsum", "cumprod", "cummax", "cummin", "dot_general", "sort", "top_k"}
+"""What makes numbers of several elements: a row's mean, of a pack whose rows are no leaf's."""
 
 _OWN_NORM = """\
 `data_parallel`: gradients in shards over {axis!r} are scaled, or chosen, by a number of this \
@@ -38,7 +41,7 @@ def check_own_norms(program: Any, axes: Mapping[str, int]) -> None:
 
 
 class _OwnNorms(AlongAxis):
-    """Whether each value is a part of a gradient along an axis, or one number of such a part."""
+    """Whether each value is a part of a gradient along an axis, or numbers of such a part."""
 
     def chosen(self, by: int, fact: int) -> int:
         if self.settled and (by, fact) == (_NUMBER, _PART):
@@ -64,5 +67,7 @@ class _OwnNorms(AlongAxis):
             line = _compat.users_line(eqn)
             at = f" ({line})" if line else ""
             raise ValueError(_OWN_NORM.format(axis=self.axis, at=at))
-        fact = self.join(ins)
-        return [_NUMBER if fact == _PART and not shape_of(x) else fact for x in eqn.outvars]
+        fact, mixes = self.join(ins), name in _MIXING
+        return [
+            _NUMBER if fact == _PART and (mixes or not shape_of(x)) else fact for x in eqn.outvars
+        ]

@@ -17,7 +17,7 @@ from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.dataflow import Dataflow
-from jaxcoll._jaxpr.subjaxprs import equations, names_axis, programs
+from jaxcoll._jaxpr.subjaxprs import equations, is_ref, names_axis, opened, programs
 from jaxcoll._plan.packs.leaves import where
 
 _EQUALIZING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
@@ -49,6 +49,12 @@ _SAME_ROWS = """\
 would repeat it once for each of them. If every replica holds it whole (a bias, a norm), say so in \
 `sharded`: False in its place, as in sharded={{"w": True, "b": False}}."""
 
+_SHARDS_OF_REDUCED = """\
+A loss that was reduced over {axis!r} is differentiated by `Shards` where types say nothing \
+(checks=False, or types refuse the step): their gradient is the sum over all replicas, each of \
+which holds that loss, and so as many times too large as there are replicas. Take `jc.grad` or \
+`jc.value_and_grad` of this replica's own loss, which reduce it."""
+
 
 def varying_outputs(jaxpr: ClosedJaxpr | Jaxpr, axis: str, varying: Sequence[bool]) -> list[bool]:
     """Whether each output of a traced program may differ between the replicas along `axis`.
@@ -62,7 +68,8 @@ def varying_outputs(jaxpr: ClosedJaxpr | Jaxpr, axis: str, varying: Sequence[boo
         between replicas; the message names the caller and the leaf.
       AlreadyReducedError: what is reduced, or gathered as rows, is the same everywhere already.
     """
-    return _Varying(axis, refuses=True, once=True).outputs(jaxpr, list(varying))
+    flow = _Varying(axis, refuses=True, once=True, in_shards=has(opened(jaxpr), marks.PARTS))
+    return flow.outputs(jaxpr, list(varying))
 
 
 def check_gradients(program: ClosedJaxpr, axes: Sequence[str]) -> None:
@@ -111,6 +118,7 @@ class _Varying(Dataflow[bool]):
       refuses: whether a marked gradient may be refused.
       once: whether a marked reduction may be.
       captured: whether each value that the program holds varies.
+      in_shards: whether a gradient in it is in shards, which is the sum over the replicas.
     """
 
     constant = False
@@ -122,12 +130,14 @@ class _Varying(Dataflow[bool]):
         refuses: bool = False,
         once: bool = False,
         captured: dict[Any, bool] | None = None,
+        in_shards: bool = False,
     ) -> None:
         super().__init__()
         self._axis = axis
         self._refuses = refuses
         self._once = once
         self._captured = captured or {}
+        self._in_shards = in_shards
 
     def captured(self, var: Any) -> bool:
         return self._captured.get(var, False)
@@ -156,14 +166,18 @@ class _Varying(Dataflow[bool]):
                 name in _EQUALIZING and params.get("axis_index_groups") is None
             )
             self._any_of(eqn, varies=True)
+            # Such a cotangent is that of a value which every replica has.
+            again = self.backward and name == "psum" and not any(ins)
+            if self._in_shards and self.settled and again and not _is_zero(eqn.invars[0], jaxpr):
+                raise ValueError(_SHARDS_OF_REDUCED.format(axis=self._axis))
             return [not same] * len(eqn.outvars)
         if any(word in name for word in _ASK_THE_HOST):
             return [True] * len(eqn.outvars)
-        if any(map(_is_ref, eqn.invars)):
+        if any(map(is_ref, eqn.invars)):
             # Another holder of a `Ref` may write what varies to it at any time.
             if programs(eqn):
                 self.inside(
-                    eqn, [fact or _is_ref(x) for x, fact in zip(eqn.invars, ins, strict=True)]
+                    eqn, [fact or is_ref(x) for x, fact in zip(eqn.invars, ins, strict=True)]
                 )
             return [True] * len(eqn.outvars)
         return super().equation(eqn, ins, jaxpr)
@@ -184,8 +198,7 @@ class _Varying(Dataflow[bool]):
     def _fills_refs_by_place(self, eqn: JaxprEqn) -> bool:
         """Whether programs that return by `Ref`s, as kernels do, have to do with the axis."""
         return any(
-            any(map(_is_ref, body.invars)) and mentions(body, [self._axis])
-            for body in programs(eqn)
+            any(map(is_ref, body.invars)) and mentions(body, [self._axis]) for body in programs(eqn)
         )
 
     def _gradient(self, eqn: JaxprEqn, gradient: bool, leaf: bool) -> bool:
@@ -207,10 +220,6 @@ class _Varying(Dataflow[bool]):
             leaf = where(eqn.params["path"])
             raise AlreadyReducedError(_REDUCED_TWICE.format(leaf=leaf, axis=self._axis))
         return varies
-
-
-def _is_ref(atom: Any) -> bool:
-    return hasattr(atom.aval, "inner_aval")
 
 
 def _is_zero(atom: Any, jaxpr: Jaxpr) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from jaxcoll._compat import marks
+
 _CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
 _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr"}
 """Primitives that run one program, once, with the equation's own operands."""
@@ -56,7 +58,7 @@ def _grows(outer: Any, inner: Any) -> bool:
 def equations(program: Any, backward: bool = False) -> Iterator[tuple[JaxprEqn, bool]]:
     """All equations, also of programs within; and whether each is part of a backward pass."""
     for eqn in opened(program).eqns:
-        within = backward or in_backward(eqn)
+        within = backward or marks.in_backward(eqn)
         yield eqn, within
         for body in programs(eqn):
             yield from equations(body, within)
@@ -71,17 +73,14 @@ def names_axis(params: dict[str, Any], axis: str) -> bool:
     )
 
 
+def is_ref(atom: Any) -> bool:
+    """Whether a variable is a place that may be written."""
+    return hasattr(atom.aval, "inner_aval")
+
+
 def shape_of(atom: Any) -> tuple[int, ...]:
     """The shape of a variable or literal."""
     return getattr(atom.aval, "shape", ())
-
-
-def in_backward(eqn: JaxprEqn) -> bool:
-    """Whether an equation was made by the transposition of a derivative.
-
-    Those of a program that it runs need not say so themselves.
-    """
-    return "transpose" in str(eqn.source_info.name_stack)
 
 
 def like(atom: Any) -> str:

@@ -163,15 +163,15 @@ class _Sums(Dataflow[_Known]):
                 self.again[id(known.summed)] = _compat.users_line(eqn)
             return _Known()
         # `jc.sync_in_backward` reduces there, too, and knows what it sums.
-        own = "all_reduce_" in str(eqn.source_info.name_stack)
+        own = marks.is_our_reduction(eqn)
         if known.zero or own or (known.reduced and not known.local):
             return _Known(reduced=known.reduced, zero=known.zero)
         return _Known(summed=eqn)
 
     def _typed(self, eqn: JaxprEqn, known: _Known) -> _Known:
         """What varies from here on, by its type alone."""
-        again = "rematted" in str(eqn.source_info.name_stack)
-        begins = self.backward and not (known.zero or known.summed or again)
+        begins = self.backward and not (known.zero or known.summed or marks.is_made_again(eqn))
+        begins = begins and marks.is_transposed_reduction(eqn)
         return _Known(
             local=marks.is_seed_of_gradient(eqn),
             reduced=known.reduced or begins,

@@ -22,18 +22,18 @@ from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.arithmetic import Recipe, before, divided
-from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.axes import bound_axes, count, named
 from jaxcoll._spmd.pack import pack
 from jaxcoll._spmd.reduce import hiding_axis
 from jaxcoll._spmd.scope import Scope, differentiation
 from jaxcoll._spmd.shards import Shards, blocks_of, check_fits, leaves_of, sharded_leaves, whole_of
 
 _ALREADY_REDUCED = """\
-`reduce_scatter` over {axes}: {leaf} is already the same on every replica, so reducing it again \
-would count it {n} times. What probably happened: autodiff has summed this gradient already, \
-because its parameter enters a checked `shard_map` replicated. Take the gradient with \
-`jc.value_and_grad(..., scatter=True)`, which sums it once and leaves each replica its part; or, \
-if it is the mean already, give it to the optimizer's `update` with `reduced=True`."""
+`reduce_scatter` over {axes}: {leaf} is already the same on every replica along {missing}, so \
+reducing it again would count it {n} times. What probably happened: autodiff has summed this \
+gradient already, because its parameter enters a checked `shard_map` replicated. Take the gradient \
+with `jc.value_and_grad(..., scatter=True)`, which sums it once and leaves each replica its part; \
+or, if it is the mean already, give it to the optimizer's `update` with `reduced=True`."""
 
 
 def reduce_scatter(
@@ -116,7 +116,7 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
     layout = shards.layout
     if tuple(axes) != shards.axes or count(axes) != layout.replicas:
         raise ValueError(
-            f"`all_gather` over {_named(axes)} got Shards of "
+            f"`all_gather` over {named(axes)} got Shards of "
             f"{counted(layout.replicas, 'replica')} over {', '.join(map(repr, shards.axes))}; "
             "gather them over the axes they were made over."
         )
@@ -205,13 +205,10 @@ def _result_dtype(recipe: Recipe) -> np.dtype:
 
 
 def _check_varies(path: str, array: jax.Array, axes: dict[str, int]) -> None:
-    varying = _compat.varying_axes(array)
-    missing = {a: n for a, n in axes.items() if a not in varying and _compat.tracks_variance(a)}
+    missing = {a: axes[a] for a in _compat.same_axes(array, axes)}
     if missing:
         raise AlreadyReducedError(
-            _ALREADY_REDUCED.format(axes=_named(axes), leaf=where(path), n=count(missing))
+            _ALREADY_REDUCED.format(
+                axes=named(axes), leaf=where(path), missing=named(missing), n=count(missing)
+            )
         )
-
-
-def _named(axes: dict[str, int]) -> str:
-    return ", ".join(f"{name!r} (size {size})" for name, size in axes.items())

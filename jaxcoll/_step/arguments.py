@@ -62,12 +62,12 @@ def positions(argument: str, value: Any, *, names: bool = False) -> tuple[Slot, 
 
 
 class Signature:
-    """What of a call is the batch: what `batch` names, or the last positional argument."""
+    """What of a call is the batch: what `batch` names, or the last positional array or tree."""
 
     def __init__(self, step: Callable[..., Any], batch: tuple[Slot, ...] | None) -> None:
         self._step = step
         self._batch = batch
-        self._usual: dict[int, tuple[Slot, ...]] = {}
+        self._usual: dict[Any, tuple[Slot, ...]] = {}
 
     @functools.cached_property
     def _signature(self) -> inspect.Signature | None:
@@ -84,7 +84,9 @@ class Signature:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The arguments in their places."""
-        usual = None if kwargs else self._usual.get(len(args))
+        # What holds no array is no batch, and which arguments these are may change with the call.
+        empty = tuple(i for i, x in enumerate(args) if not jax.tree.structure(x).num_leaves)
+        usual = None if kwargs else self._usual.get((len(args), empty))
         if usual is not None:
             return Call(args, kwargs, usual)
         named, by_position = frozenset(kwargs), len(args)
@@ -94,13 +96,15 @@ class Signature:
         slots: list[Slot] = [*range(len(args)), *(n for n in self._names if n in kwargs)]
         if self._batch is None:
             # What was passed by keyword and has no rows is not a batch.
-            slots = [k for k in slots if k in range(by_position) or _has_rows(_at(k, args, kwargs))]
+            last = max((k for k in range(by_position) if k not in empty), default=0)
+            given = range(last + 1 if last else by_position)
+            slots = [k for k in slots if k in given or _has_rows(_at(k, args, kwargs))]
         chosen = (-1,) if self._batch is None else self._batch
         batch = tuple(dict.fromkeys(self._slot(p, slots, args, kwargs) for p in chosen))
         if self._batch is None:
             self._check_clear(batch[0], args, kwargs)
         if not named:
-            self._usual[len(args)] = batch
+            self._usual[len(args), empty] = batch
         return Call(args, kwargs, batch)
 
     def _slot(
@@ -128,14 +132,35 @@ class Signature:
             among = other not in (0, chosen) and rows is not None and rows == _rows(value)
             beside = among and not _alike(value, args[0] if args else None)
             if jax.tree.leaves(value) and (name in _BATCHES or beside):
-                raise ValueError(self._unclear(chosen, other, name, rows if beside else None))
+                why = f"has {rows} rows as well" if beside else "is called like a batch"
+                raise ValueError(self._unclear(chosen, other, name, why))
+
+    def check_one_row(self, call: Call, meets: Callable[[tuple[int, ...]], bool]) -> None:
+        """Refuse a batch that nobody named, if a share of one row meets another argument's rows.
+
+        Args:
+          call: whose batch may be numbers for each class, say, that stand last.
+          meets: whether a share broadcasts against an array of this shape.
+
+        Raises:
+          ValueError: it does, and its one row would be taken for what all rows have in common.
+        """
+        if self._batch is not None:
+            return
+        (chosen,) = call.batch
+        for other, value in enumerate(call.args):
+            rows = _rows(value)
+            if other in (0, chosen) or rows is None or rows < 2 or _alike(value, call.args[0]):
+                continue
+            if any(meets(np.shape(leaf)) for leaf in jax.tree.leaves(value)):
+                why = f"has {rows} rows, against which each replica's one row would broadcast"
+                raise ValueError(self._unclear(chosen, other, self._name(other), why))
 
     def _name(self, position: int) -> str:
         return self._names[position] if position < len(self._names) else ""
 
-    def _unclear(self, chosen: Slot, other: Slot, name: str, rows: int | None) -> str:
+    def _unclear(self, chosen: Slot, other: Slot, name: str, why: str) -> str:
         mine = chosen if isinstance(chosen, str) else self._name(chosen)
-        why = f"has {rows} rows as well" if rows is not None else "is called like a batch"
         both = ", ".join(repr(k) for k in sorted((other, chosen), key=str))
         return (
             f"`data_parallel`: which arguments are the batch is not clear: {_shown(chosen, mine)}, "

@@ -98,6 +98,10 @@ class Arguments:
             )
         if len({share[0] for share in shares}) > 1:
             _check_apart(shares, self._replicas)
+        if self._replicas > 1 and {share[0] for share in shares} == {1}:
+            self._signature.check_one_row(
+                call, lambda shape: any(_broadcast(share, shape) for share in shares)
+            )
         return call
 
     def placed(self, call: Call) -> Call:

@@ -201,7 +201,9 @@ def _check_states(whole: Any, of_ranks: list[Any]) -> None:
         one, *others = (np.asarray(x) for x in map(_data, found))
         for other in others:
             exact = not jnp.issubdtype(one.dtype, np.inexact)
-            near = (one == other) if exact else np.isclose(one, other, 1e-4, equal_nan=True)
+            near = one.shape == other.shape and (
+                (one == other) if exact else np.isclose(one, other, 1e-4, equal_nan=True)
+            )
             if not np.all(near):
                 raise ValueError(
                     "`sharded_optimizer` expects an elementwise optimizer, and tried this one on a "

@@ -43,6 +43,26 @@ def test_it_comes_back_to_the_bit_and_numpy_reads_it(tmp_path):
         np.testing.assert_array_equal(archive["leaf0"], tree()["a/b"])
 
 
+class Pair:
+    """Both children under one key, as a careless registration has them."""
+
+    def __init__(self, *children):
+        self.children = children
+
+
+jax.tree_util.register_pytree_with_keys(
+    Pair,
+    lambda pair: ([(jax.tree_util.GetAttrKey("x"), child) for child in pair.children], None),
+    lambda _, children: Pair(*children),
+)
+
+
+def test_leaves_of_one_name_are_refused_before_one_of_them_is_lost(tmp_path):
+    with pytest.raises(ValueError, match=r"two leaves of the tree are called \['pair'\].x"):
+        jc.save_checkpoint(tmp_path / "last.npz", {"pair": Pair(np.ones(2), np.zeros(3))})
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_full_disk_keeps_the_last_good_one(tmp_path, monkeypatch):
     path = tmp_path / "last.npz"
     jc.save_checkpoint(path, {"w": np.ones(3)}, step=1)

@@ -37,6 +37,26 @@ def test_a_gradient_that_autodiff_has_summed_is_refused_by_name():
     assert issubclass(jc.AlreadyReducedError, ValueError)
 
 
+@pytest.mark.parametrize(
+    "reduced",
+    [
+        lambda x, axes: jc.all_reduce("sum", x, axes),
+        lambda x, axes: jc.reduce_scatter("sum", x, axes),
+        lambda x, axes: jc.reduce_metrics(jc.Total(x.sum()), axes),
+        lambda x, axes: jc.grad(lambda w: x.sum(), axes)(jnp.ones(())),
+    ],
+    ids=["all_reduce", "reduce_scatter", "reduce_metrics", "grad"],
+)
+def test_every_refusal_names_the_axis_along_which_a_value_is_the_same(reduced):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    for split, same in ("ab", "ba"):
+        with pytest.raises(
+            jc.AlreadyReducedError,
+            match=rf"already the same on every replica along '{same}'(?: \(size 2\))?, so",
+        ):
+            checked(lambda x: reduced(x, ("a", "b")), rows(2), in_specs=P(split), mesh=mesh)
+
+
 @pytest.mark.parametrize(("op", "factor"), [("sum", 1.0), ("mean", 1 / 8)])
 def test_summed_says_it_is_the_sum_already(op, factor):
     x = rows(8)

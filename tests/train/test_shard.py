@@ -182,7 +182,8 @@ def test_a_plain_elementwise_optimizer_runs_on_shards_as_it_is(checks):
     optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0)),
     optax.lamb(0.1),
     optax.apply_if_finite(optax.sgd(1.0), 3),
-], ids=["clip", "lamb", "finite"])  # fmt: skip
+    optax.chain(optax.centralize(), optax.sgd(1.0)),
+], ids=["clip", "lamb", "finite", "mean of rows"])  # fmt: skip
 def test_no_part_is_scaled_or_skipped_by_a_number_of_its_own(tx, checks):
     """Each replica would take another number; those of all parts are taken."""
     shards = jc.shard(np.ones((4, 300), "f"), "data")
@@ -203,6 +204,11 @@ def test_no_part_is_scaled_or_skipped_by_a_number_of_its_own(tx, checks):
     with pytest.raises(ValueError, match="scaled, or chosen, by a number of this replica's part"):
         wrapped[0].lower(*given)
     wrapped[1].lower(*given)
+
+
+def test_an_optimizer_that_puts_leaves_together_is_refused_in_our_words():
+    with pytest.raises(ValueError, match="expects an elementwise optimizer.*of its state ends as"):
+        jc.sharded_optimizer(optax.flatten(optax.sgd(0.1, momentum=0.9)), "data")
 
 
 def test_the_state_of_shards_is_made_where_they_lie_and_unsharded_state_is_cut_for_them():

@@ -40,10 +40,10 @@ from jaxcoll._spmd.shards import Shards, axes_of_shards
 from jaxcoll._spmd.wire_formats.feedback import finite
 
 _LOSS_ALREADY_REDUCED = """\
-`{caller}` over {axes}: the loss is already the same on every replica, so its gradient would be \
-too small or too large by their number. What probably happened: the loss calls `lax.pmean`, \
-`lax.psum` or `jc.all_reduce` itself, or depends neither on the batch nor on the parameters. \
-Return the loss of this replica's share of the batch; `{caller}` reduces it."""
+`{caller}` over {axes}: the loss is already the same on every replica along {missing}, so its \
+gradient would be too small or too large by their number. What probably happened: the loss calls \
+`lax.pmean`, `lax.psum` or `jc.all_reduce` itself, or depends neither on the batch nor on the \
+parameters. Return the loss of this replica's share of the batch; `{caller}` reduces it."""
 
 _SYNCED = """\
 not sent again: {what} that `sync_in_backward` has made the same on every replica: {paths}"""
@@ -328,7 +328,8 @@ def _not_again(paths: list[str]) -> tuple[str, ...]:
 
 def _check_local(value: Any, axes: dict[str, int], caller: str) -> None:
     """Refuse a loss that was reduced on the way, wherever its type shows it."""
-    if any(_compat.tracks_variance(a) and a not in _compat.varying_axes(value) for a in axes):
+    if missing := _compat.same_axes(value, axes):
+        over, along = (", ".join(map(repr, names)) for names in (axes, missing))
         raise AlreadyReducedError(
-            _LOSS_ALREADY_REDUCED.format(caller=caller, axes=", ".join(map(repr, axes)))
+            _LOSS_ALREADY_REDUCED.format(caller=caller, axes=over, missing=along)
         )

@@ -1,0 +1,156 @@
+"""What JAX's types and names do not show is found all the same: sums, hosts, batches that are none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxcoll as jc
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((16, 5)).astype("f")
+W = RNG.standard_normal(5).astype("f")
+
+
+def loss(w, x):
+    """Of one replica's share."""
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+WANT = np.asarray(jax.grad(loss)(W, X))
+
+
+def gives_one_devices(step):
+    np.testing.assert_allclose(jc.data_parallel(step)(W, X), WANT, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scope", ["transpose_net", "all_reduce_grads", "rematted_block"])
+def test_the_names_of_a_users_scopes_mean_nothing(scope):
+    named = jax.named_scope(scope)
+    gives_one_devices(named(lambda w, x: lax.pmean(jax.grad(loss)(w, x), "data")))
+    gives_one_devices(lambda w, x: lax.pmean(jax.grad(named(loss))(w, x), "data"))
+    twice = named(lambda w, x: lax.psum(jc.grad(loss, "data")(w, x), "data"))
+    with pytest.raises(jc.AlreadyReducedError, match="8 times too large"):
+        jc.data_parallel(twice).trace(W, X)
+
+
+@jax.custom_vjp
+def tripled(x):
+    return 3 * x
+
+
+tripled.defvjp(lambda x: (3 * x, None), lambda _, ct: (3.0 * ct,))
+
+
+def ruled(w, x):
+    """The loss by a rule with a constant of its own."""
+    return jnp.mean(tripled(jnp.tanh(x @ w) ** 2)) / 3
+
+
+def pulled(f, w, x):
+    """A gradient whose cotangent is made by hand."""
+    value, back = jax.vjp(lambda w: f(w, x), w)
+    return back(jnp.ones_like(value))[0]
+
+
+@pytest.mark.parametrize("f", [ruled, jax.checkpoint(ruled), jax.jit(ruled)],
+                         ids=["plain", "remat", "jit"])  # fmt: skip
+def test_a_constant_in_a_rule_of_differentiation_is_no_reduced_loss(f):
+    gives_one_devices(lambda w, x: lax.pmean(pulled(f, w, x), "data"))
+    gives_one_devices(lambda w, x: pulled(lambda w, x: lax.pmean(f(w, x), "data"), w, x))
+    with pytest.raises(ValueError, match="each replica's own gradient"):
+        jc.data_parallel(lambda w, x: pulled(f, w, x)).trace(W, X)
+
+
+def written(w, x):
+    place = jax.new_ref(w)
+    place[0] = x.sum()
+    return place[...]
+
+
+SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+GROUPS = [[0, 1, 2], [3, 4, 5, 6, 7]]
+UNSEEN = {
+    "a reduction in groups": lambda w, x: lax.pmax(x.sum(), "data", axis_index_groups=GROUPS),
+    "the function of a solver": lambda w, x: lax.custom_linear_solve(
+        lambda v: v * x.sum(), w, lambda matvec, b: b / matvec(jnp.ones(5))
+    ),
+    "computed by the host": lambda w, x: w + jax.pure_callback(np.sum, SCALAR, x),
+    "from the host": lambda w, x: jax.experimental.io_callback(lambda: np.float32(1), SCALAR) * w,
+    "random bits of a device": lambda w, x: lax.rng_uniform(0.0, 1.0, (2,)),
+    "a reference": written,
+    "through a loop": lambda w, x: lax.fori_loop(
+        0, 3, lambda i, w: w + jax.pure_callback(np.sum, SCALAR, x), w
+    ),
+}
+
+
+@pytest.mark.parametrize("checks", [None, True, False])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_differs_though_its_type_is_the_same_is_not_returned_as_one(name, checks):
+    # JAX 0.12 refuses the reference itself, where types are on.
+    with pytest.raises(ValueError, match=r"\(it varies over 'data'\)|match the Ref's"):
+        jc.data_parallel(UNSEEN[name], checks=checks).trace(W, X)
+
+
+def test_what_the_host_computes_of_what_is_the_same_is_returned():
+    step = lambda w, x: (
+        jax.pure_callback(np.sum, SCALAR, w)
+        + lax.psum(jax.pure_callback(np.sum, SCALAR, x), "data")
+    )
+    found = jc.data_parallel(step, checks=True)(W, X)
+    np.testing.assert_allclose(found, W.sum() + X.sum(), rtol=1e-5)
+
+
+def test_what_holds_no_array_is_no_batch():
+    """A mask that is left out does not make every replica count all rows."""
+    step = jc.data_parallel(
+        lambda w, rows, mask: jc.all_reduce(
+            "sum", (w * rows).sum() if mask is None else 0 * rows.sum(), "data"
+        )
+    )
+    for nothing in (None, {}, None):
+        want = 2 * X.sum() * (nothing is None)
+        np.testing.assert_allclose(step(2.0, X, nothing), want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"args\[1\] \(`rows`\) has 16 rows as well"):
+        step(2.0, X, np.ones(16, "f"))
+    np.testing.assert_array_equal(jc.data_parallel(lambda w, nothing: w)(X, {}), X)
+
+
+def test_one_row_for_each_replica_is_no_batch_if_it_broadcasts():
+    step = jc.data_parallel(
+        lambda w, rows, scale: jc.all_reduce("sum", (rows * scale).sum(), "data")
+    )
+    with pytest.raises(ValueError, match=r"args\[1\] \(`rows`\) has 16 rows, against which each "
+                                         r"replica's one row would broadcast.*Pass `batch_argnums`"):  # fmt: skip
+        step(1.0, np.ones((16, 8), "f"), np.ones(8, "f"))
+    table = jc.data_parallel(lambda w, table, x: jc.all_reduce("sum", (x @ w).sum(), "data"))
+    np.testing.assert_allclose(table(W, np.ones((16, 7), "f"), X[:8]), (X[:8] @ W).sum(), rtol=1e-4)
+
+
+def by_row(w, x):
+    """The loss by a loop from a constant, which types refuse."""
+    return lax.scan(lambda total, row: (total + jnp.tanh(row @ w) ** 2, None), 0.0, x)[0] / len(x)
+
+
+@pytest.mark.parametrize(("f", "checks"), [(loss, False), (by_row, None), (by_row, False)])
+def test_a_reduced_loss_is_not_differentiated_by_shards_without_types(f, checks):
+    """Each replica's copy of it would count; under types it is one loss."""
+    shards = jc.shard(W, "data")
+    whole = lambda shards: jc.all_gather(shards, "data")
+
+    def reduced(shards, x):
+        return whole(jax.grad(lambda s: lax.pmean(f(whole(s), x), "data"))(shards))
+
+    def normed(s, x):
+        own = whole(s) - lax.pmean(x.mean(0), "data")
+        return f(own, x - lax.pmean(x.mean(0) * own, "data")[None])
+
+    with pytest.raises(ValueError, match="differentiated by `Shards` where types say nothing"):
+        jc.data_parallel(reduced, checks=checks).trace(shards, X)
+    if f is loss:
+        np.testing.assert_allclose(jc.data_parallel(reduced)(shards, X), WANT, rtol=1e-4, atol=1e-6)
+    jc.data_parallel(lambda s, x: whole(jc.grad(normed, "data")(s, x)), checks=checks).trace(
+        shards, X
+    )
