@@ -66,7 +66,7 @@ def differing(got, want):
     [
         *(("float32", "checked", n, s) for n in (3, 8) for s in list(ASKED)[: 6 if n == 8 else 5]),
         *(("float32", r, *case) for r in RUNNERS if r != "checked"
-          for case in ((3, "one-pack"), (8, "auto"), (8, "shuffled-pack"), (8, "in-three"))),
+          for case in ((3, "one-pack"), (8, "shuffled-pack"), (8, "in-three"))),
         *(("float32", "checked", n, s) for n, s in ((2, "auto"), (5, "shuffled-pack"), (6, "auto"), (7, "shuffled-pack"))),
         *((d, "checked", n, s) for d in ("bfloat16", "float16") for n, s in ((6, "auto"), (8, "auto"), (8, "shuffle"))),
     ],

@@ -278,6 +278,15 @@ def test_a_hierarchy_rounds_twice():
     assert error(got, x.astype("f8").sum(0)) < 1.05 * ERROR["int8"]
 
 
+def test_a_hierarchy_of_one_host_rounds_nothing():
+    x = gaussian(4, 600)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("node", "data"))
+    options = jc.CommunicationOptions(algorithm="shuffle/native", compression="int8")
+    f = lambda v: jc.all_reduce("sum", v[0], ("node", "data"), options=options)
+    got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(("node", "data")), out_specs=P()))(x)
+    np.testing.assert_allclose(got, x.astype("f8").sum(0), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_reproducible_bits_do_not_depend_on_packing_and_order(name):
     value = {"a": gaussian(N, 700), "b": gaussian(N, 3000), "c": gaussian(N, 256)}
