@@ -201,9 +201,6 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
 
     Raises:
       TimeoutError: another process held it for longer.
-
-    Yields:
-      Nothing.
     """
     beside = path.with_name(f".{path.name[:150]}-lock")
     handle = os.open(beside, os.O_RDWR | os.O_CREAT, 0o666)

@@ -232,7 +232,8 @@ def _complaint(report: Report, text: str, offending: Iterable[int]) -> Iterable[
     groups = [kept for each in like(report) if (kept := [k for k in each if k in wanted])]
     if groups:
         yield text
-        worst = sorted(groups, key=lambda each: -len(each) * _sent(report, each[0]))
+        sent = [c.turns * c.wire_bytes for c in report.collectives]
+        worst = sorted(groups, key=lambda each: -len(each) * sent[each[0]])
         for each in worst[:20]:
             c = report.collectives[each[0]]
             many = f"{len(each)} × " * (len(each) > 1)
@@ -245,7 +246,3 @@ def _complaint(report: Report, text: str, offending: Iterable[int]) -> Iterable[
             )
         if len(worst) > 20:
             yield f"  … and {sum(map(len, worst[20:]))} more"
-
-
-def _sent(report: Report, k: int) -> int:
-    return report.collectives[k].turns * report.collectives[k].wire_bytes

@@ -50,7 +50,7 @@ class Task:
         except BaseException:
             abandon(self._worker)
             raise
-        self._unsettled.release()
+        self._unsettled.release()  # for whoever else waits
         return True
 
     def result(self) -> Any:

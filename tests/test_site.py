@@ -146,7 +146,7 @@ def test_every_page_is_legible_in_a_browser_and_runs_without_an_error(site, widt
 
 
 @in_a_browser
-def test_a_table_sorts_by_a_click_on_a_column_and_folds(tmp_path):
+def test_a_table_sorts_by_a_click_or_a_key_on_a_column_and_folds(tmp_path):
     rows = [("1", "9.30 MB"), ("2", "16.8 MB"), ("10", "637.1 kB"), ("11", "–")]
     table = Table(("pack", "bytes"), ">>", rows, [f"leaf {k}" for k, _ in rows], "… and 3 more")
     page = '<meta charset="utf-8"><link rel="icon" href="data:,">' + folding_html(
@@ -164,6 +164,10 @@ def test_a_table_sorts_by_a_click_on_a_column_and_folds(tmp_path):
         for first in ("1", "11", "1"):
             browser.value("document.querySelectorAll('th')[0].click()")
             assert browser.value(order % 0)[1] == first
+        browser.value("document.querySelectorAll('th')[1].focus()")
+        for kind in ("keyDown", "keyUp"):
+            browser("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter")
+        assert browser.value(order % 0) == packs
         visible = "document.querySelector('td').checkVisibility()"
         assert browser.value(visible)
         browser.value("document.querySelector('summary').click()")

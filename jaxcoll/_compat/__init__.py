@@ -5,6 +5,7 @@ The only room that touches it. These names are the ones that other rooms use eve
 imported by those that need them.
 """
 
+from jaxcoll._compat.apart import apart as apart
 from jaxcoll._compat.axes import axes_in_scope as axes_in_scope
 from jaxcoll._compat.axes import in_mesh_order as in_mesh_order
 from jaxcoll._compat.axes import is_shadowed as is_shadowed
@@ -27,6 +28,7 @@ from jaxcoll._compat.settings import users_line as users_line
 from jaxcoll._compat.types import as_varying as as_varying
 from jaxcoll._compat.types import is_partially_sharded as is_partially_sharded
 from jaxcoll._compat.types import is_variance_mismatch as is_variance_mismatch
+from jaxcoll._compat.types import same_axes as same_axes
 from jaxcoll._compat.types import tracks_variance as tracks_variance
 from jaxcoll._compat.types import varying_axes as varying_axes
 from jaxcoll._compat.types import varying_axes_of_type as varying_axes_of_type

@@ -41,7 +41,8 @@ class Store:
 
     def get(self, key: str, timeout_seconds: float) -> str:
         """The value, waited for; TimeoutError: nobody wrote it in time."""
-        return self._ask("blocking_key_value_get", key, _milliseconds(timeout_seconds))
+        milliseconds = max(1, int(min(timeout_seconds, UNBOUNDED_SECONDS) * 1000))
+        return self._ask("blocking_key_value_get", key, milliseconds)
 
     def agree(self, key: str, value: str) -> str:
         """Write unless there is a value; the value then, which is the same for all."""
@@ -114,7 +115,3 @@ def leave_coordinator(*, to_parent: bool = False) -> None:
             # Its destructor would wait as well, so it is never destroyed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
             setattr(state, name, None)
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, int(min(seconds, UNBOUNDED_SECONDS) * 1000))

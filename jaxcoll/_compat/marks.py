@@ -36,20 +36,18 @@ def gradient_of(
     return _gradient_p.bind(gradient, leaf, axis=axis, caller=caller, path=name, own=own)
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    return _gradient_p.bind(*primals, **params), tangents[0]
-
-
-def _batched(args: Any, dims: Any, **params: Any) -> Any:
-    return _gradient_p.bind(*args, **params), dims[0]
-
-
 _gradient_p = Primitive(GRADIENT)
 _gradient_p.def_impl(lambda gradient, leaf, **_: gradient)
 _gradient_p.def_abstract_eval(lambda gradient, leaf, **_: gradient)
 mlir.register_lowering(_gradient_p, lambda ctx, gradient, leaf, **_: [gradient])
-batching.primitive_batchers[_gradient_p] = _batched
-ad.primitive_jvps[_gradient_p] = _jvp
+batching.primitive_batchers[_gradient_p] = lambda args, dims, **params: (
+    _gradient_p.bind(*args, **params),
+    dims[0],
+)
+ad.primitive_jvps[_gradient_p] = lambda primals, tangents, **params: (
+    _gradient_p.bind(*primals, **params),
+    tangents[0],
+)
 
 
 SAME = "same_everywhere"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -38,9 +38,14 @@ def tracks_variance(axis: str) -> bool:
     return axis in varying_axes(lax.axis_index(axis))
 
 
+def same_axes(x: Any, axes: Iterable[str]) -> tuple[str, ...]:
+    """Those of `axes` over which `x` is the same on all replicas by its type."""
+    return tuple(a for a in axes if a not in varying_axes(x) and tracks_variance(a))
+
+
 def as_varying(x: Any, axes: Sequence[str]) -> Any:
     """`x` typed as varying over `axes`: no data moves. Axes without tracked types are left out."""
-    missing = tuple(a for a in axes if a not in varying_axes(x) and tracks_variance(a))
+    missing = same_axes(x, axes)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 

@@ -94,6 +94,7 @@ def _begin(
     first, group = calls[0], group_of(devices)
     key = group.name if group else ""
     worker = _workers.get(key)
+    # After a call that was given up, others wait in its worker, so that none overtakes it.
     is_busy = worker is not None and worker.is_alive()
     if group is None and not first.timeout_seconds and not is_busy:
         results = [call.program(*call.args, **call.kwargs) for call in calls]

@@ -1,4 +1,4 @@
-"""The environment of a compilation (flags, settings, processor), in lines that processes compare.
+"""The environment of a compilation, in lines that processes compare, and the options it takes.
 
 The same program rounds differently where the compiler gets other flags or compiles for another
 processor. Replicas that each update their own copy of the parameters then drift apart, and no
@@ -11,9 +11,14 @@ import functools
 import os
 import platform
 import re
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 """Environment variables that compilers read."""
@@ -91,3 +96,32 @@ def kind_of(cpuinfo: str) -> str:
 def _accelerator(device: jax.Device) -> str:
     version = " ".join(str(device.client.platform_version).split())
     return f"{device.device_kind}, {version}"
+
+
+def known_options(wanted: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:
+    """The options among `wanted` that the compiler for `device` knows; it warns of the others.
+
+    Cost: the first time, the compilation of an empty program for each option.
+    """
+    unknown = [name for name, value in wanted.items() if not _is_known(name, value, device)]
+    if unknown:
+        warnings.warn(
+            f"the compiler for {device.platform} does not know {', '.join(unknown)}, by which "
+            "jaxcoll would keep packs apart (`overlap=True`): it may combine them. `jc.inspect` "
+            "shows what it does.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return {name: value for name, value in wanted.items() if name not in unknown}
+
+
+@functools.cache
+def _is_known(name: str, value: Any, device: jax.Device) -> bool:
+    nothing = jax.ShapeDtypeStruct((), np.float32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x, compiler_options={name: value}).lower(nothing).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" in str(error):
+            return False
+        raise
+    return True

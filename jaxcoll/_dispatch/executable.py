@@ -17,7 +17,7 @@ from jaxcoll._dispatch.fingerprint import collectives, fingerprint, mark
 from jaxcoll._dispatch.first_values import FirstValues, first_values, uncompared
 from jaxcoll._plan.plan import Plan
 
-_PACK = re.compile(r"(all_reduce_[0-9a-f]{6})/pack(\d+)")
+_PACK = re.compile(r"(\w+_[0-9a-f]{6})/(pack|rows)(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +66,13 @@ def remember(plan: Plan) -> None:
 
 
 def _leaves(line: str) -> str:
-    """The leaves of the packs that a collective carries."""
-    carried = [
-        f"{found[0]} has {_plans[found[1]].carried(int(found[2]))}"
-        for found in _PACK.finditer(line)
-        if found[1] in _plans
-    ]
+    """The leaves that a collective carries, in packs or as gathered rows."""
+    carried = []
+    for name, kind, number in _PACK.findall(line):
+        if plan := _plans.get(name):
+            k = int(number)
+            leaves = plan.carried(k) if kind == "pack" else plan.leaves[k].path or "the value"
+            carried.append(f"{name}/{kind}{number} has {leaves}")
     return f" ({'; '.join(carried)})" if carried else ""
 
 

@@ -11,17 +11,22 @@ from typing import Any
 import jax
 import jaxlib
 
+from jaxcoll._plan.scope_names import names, op_name_of, pack_of
+
 _COLLECTIVE = re.compile(
     r"^ *(?:ROOT )?%?\S+ = (?P<type>\(.*?\)|\S+) (?P<kind>(?:all-reduce|all-gather|reduce-scatter"
     r"|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast|send|recv)(?:-start)?)"
     r"\((?P<rest>.*)$",
     re.MULTILINE,
 )
-_WHO = re.compile(r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}|\[.*?\]<=\S+)")
+_WHO = re.compile(
+    r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}"
+    r"|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"  # counted off: [2,4]<=[4,2]T(1,0)
+    r"|mesh\[[^\]]*\](?:, device_ids=\(.*?\))? \{[^}]*\})"  # mesh['a'=2,'b'=4] {'b'}
+)
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-_PACK = re.compile(r"\b(all_reduce_[0-9a-f]{6}|all_gather)\)*/(?:\w+\()*(?:pack|rows)\d+")
 _ASKED = re.compile(r'op_name="[^"]*?(\w+)[:)]*"')
-_LAYOUT = re.compile(r"\{[\d,]*(?::[^}]*)?\}|/\*index=\d+\*/")
+_LAYOUT = re.compile(r"\{[\d,]*(?::[^}]*)?\}|/\*index=\d+\*/")  # {1,0:T(8,128)}, /*index=5*/
 
 
 def collectives(compiled: str) -> tuple[str, ...]:
@@ -33,6 +38,8 @@ def collectives(compiled: str) -> tuple[str, ...]:
     Examples:
       >>> collectives("%a.1 = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}")
       ('all-reduce f32[8] among {{0,1}}, channel 1',)
+      >>> collectives("%a.1 = f32[] all-reduce(%x), replica_groups=mesh['a'=2,'b'=2] {'b'}, x=1")
+      ("all-reduce f32[] among mesh['a'=2,'b'=2] {'b'}",)
     """
     return tuple(_lines(compiled))
 
@@ -41,7 +48,7 @@ def _lines(compiled: str) -> Iterator[str]:
     for found in _COLLECTIVE.finditer(compiled):
         rest = found["rest"]
         who, channel, asked = _WHO.search(rest), _CHANNEL.search(rest), _ASKED.search(rest)
-        packs = dict.fromkeys(match[0] for match in _PACK.finditer(rest))
+        packs = dict.fromkeys(filter(None, map(pack_of, names(op_name_of(rest)))))
         yield (
             f"{found['kind'].removesuffix('-start')} {_LAYOUT.sub('', found['type'])}"
             + (f" among {who[1]}" if who else "")

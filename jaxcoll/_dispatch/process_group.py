@@ -71,12 +71,7 @@ class ProcessGroup:
         return self.last.position
 
     def check(self) -> None:
-        """Refuse to begin anything with processes that are lost or out of step.
-
-        Raises:
-          PeerLostError: some are lost.
-          ProgramMismatchError: they are out of step.
-        """
+        """Refuse to begin anything with processes that are lost or out of step."""
         if self.failure:
             raise self.failure
         lost = self._peers.lost.intersection(self.processes)
@@ -246,11 +241,7 @@ class ProcessGroup:
         return self._history.status(position)
 
     def confirm(self) -> None:
-        """Ask all others now for what a heartbeat compares with one.
-
-        Raises:
-          ProgramMismatchError: they called other programs.
-        """
+        """Ask all others now for what a heartbeat compares with one."""
         if self.failure:
             raise self.failure
         now, here = self._history.agreed, self._peers.process

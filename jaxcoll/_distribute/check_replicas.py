@@ -18,8 +18,7 @@ from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._spmd.checks import check_replicas as _check
-from jaxcoll._spmd.checks.check_replicas import ReplicaCheck
-from jaxcoll._spmd.checks.digest import WORDS, digest
+from jaxcoll._spmd.checks.check_replicas import WORDS, ReplicaCheck, digest
 
 
 def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) -> ReplicaCheck:

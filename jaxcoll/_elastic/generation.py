@@ -26,6 +26,7 @@ class Generation:
         them is the first of these, and the others had just been taken in; else nobody goes on.
       reconnects: whether its members make new connections; else they use JAX's own.
       term: counts generations, those of earlier runs that wrote this one's checkpoint included.
+      residual: root mean square of the norms of what its members, but for newcomers, owe.
     """
 
     number: int
@@ -40,6 +41,7 @@ class Generation:
     differ: tuple[str, ...] = ()
     reconnects: bool = False
     term: int = 0
+    residual: float = 0.0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -73,6 +75,8 @@ class WorldChange:
       why: what was noticed first.
       seconds: from then until a step was finished again, compilation included, or training ended.
         Where more is lost before a step is finished, each loss is a change of its own.
+      residual: about the norm of the residual (`jc.residual`) that each lost worker took along:
+        the root mean square of those of the workers that stayed. 0.0: nothing was lost.
     """
 
     step: int
@@ -81,6 +85,7 @@ class WorldChange:
     joined: tuple[int, ...]
     why: str
     seconds: float
+    residual: float = 0.0
 
 
 class RegroupError(Exception):

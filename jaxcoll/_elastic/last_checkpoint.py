@@ -29,14 +29,14 @@ class CheckpointFile:
     def restore(self, state: ReplicatedState) -> None:
         """Begin with the state in the file, if there is one."""
         if self.path.exists():
-            state.reset(*restore_checkpoint(self.path, state.latest))
+            state.reset(*restore_checkpoint(self.path, state.like()))
             state.term = stamp_of_checkpoint(self.path).term
 
     def save(self, state: ReplicatedState, step: int, patience: float) -> Stamp:
         """Write the state after `step`, unless a later one is there; the stamp of the file then."""
         if step not in state.held:
             raise OSError(f"worker {jax.process_index()} does not hold the state after step {step}")
-        found = save_newest(self.path, state.host(step), Stamp(step, state.term), patience)
+        found = save_newest(self.path, state.to_save(step), Stamp(step, state.term), patience)
         if found.step > step:
             words = "%s holds the state after step %d, and stays: that after step %d is older."
             _LOG.warning(words, self.path, found.step, step)
@@ -55,9 +55,9 @@ class Writers:
     names: tuple[str, ...]
     every: int
 
-    def are_due(self, finished: int) -> bool:
-        """Whether all compare their states, and the first writes, after so many steps."""
-        return bool(self.names) and finished % self.every == 0
+    def are_due(self, before: int, finished: int) -> bool:
+        """Whether all compare their states, and the first writes, after these steps."""
+        return bool(self.names) and finished // self.every > before // self.every
 
 
 def writers_of(membership: Membership, generation: Generation, every: int) -> Writers:

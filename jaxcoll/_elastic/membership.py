@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -154,9 +155,9 @@ class Membership:
             found = self._awaited(found)
         return self._begin(found)
 
-    def regroup(self, finished: int, held: Sequence[int]) -> Generation:
+    def regroup(self, finished: int, held: Sequence[int], residual: float = 0.0) -> Generation:
         """Agree on the next generation, which may lack this worker: others took it for lost."""
-        return self._begin(self._agreed(finished, held))
+        return self._begin(self._agreed(finished, held, residual=residual))
 
     def joins_at(self, step: int) -> bool:
         """Whether a worker is to be taken in before `step`: the same answer on all members."""
@@ -214,7 +215,9 @@ class Membership:
         done = Generation(self.number + 1, (), 0, ended=True)
         self._keys.agree(self._key(done.number, "generation"), done.to_json())
 
-    def _agreed(self, finished: int, held: Sequence[int], term: int = 0) -> Generation:
+    def _agreed(
+        self, finished: int, held: Sequence[int], term: int = 0, residual: float = 0.0
+    ) -> Generation:
         number = self.number + 1
         offer = {
             "finished": finished,
@@ -223,6 +226,7 @@ class Membership:
             "term": term,
             "broken": [sorted(pair) for pair in self.broken],
             "reconnects": self.reconnects,
+            "residual": residual,
         }
         self._keys.set(self._key(number, f"ready/{self.name}"), json.dumps(offer))
         key, began = self._key(number, "generation"), time.monotonic()
@@ -277,8 +281,10 @@ class Membership:
         coming = self._newcomers(staying)
         members = tuple(sorted([*staying, *coming], key=rank_of))
         # Survivors can all go back to the slowest one's step; at the start the newest state counts.
-        choose = max if last is None else min
-        step = choose(ready[m]["finished"] for m in staying)
+        # One that was taken in, and lost another before it was given the state, has an older one.
+        choose, since = (max, 0) if last is None else (min, last.step)
+        had = [m for m in staying if ready[m]["finished"] >= since] or staying
+        step = choose(ready[m]["finished"] for m in had)
         term = max(ready[m]["term"] for m in staying) if last is None else last.term
         having = [m for m in staying if step in ready[m]["held"]]
         return Generation(
@@ -293,6 +299,7 @@ class Membership:
             differ=differ,
             reconnects=number > 0 or any(r["reconnects"] for r in ready.values()),
             term=term + 1,
+            residual=math.sqrt(sum(ready[m]["residual"] ** 2 for m in staying) / len(staying)),
         )
 
     def _newcomers(self, staying: Sequence[str]) -> list[str]:

@@ -1,10 +1,11 @@
-"""The state of an elastic run: every worker holds all of it, after each of the last two steps."""
+"""The state of an elastic run after each of the last two steps: what every worker holds of it."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,15 +15,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._api.collectives import broadcast
+from jaxcoll._elastic import residuals
 from jaxcoll._elastic.checkpoint import on_host
 from jaxcoll._elastic.generation import Generation, RegroupError, rank_of, words
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._errors import ProgramMismatchError, ReplicaDivergenceError
+from jaxcoll._feedback.residual import is_residual
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.shards import is_shards
+from jaxcoll._spmd.shards import Shards, is_shards
 from jaxcoll._step.data_parallel import data_parallel
+
+_LOG = logging.getLogger("jaxcoll")
 
 Together = Callable[..., Any]
 """`(call, seconds, what)`: the result of `call`, which all members make."""
@@ -30,6 +35,9 @@ Together = Callable[..., Any]
 
 class ReplicatedState:
     """The state after one step and after the one before.
+
+    All workers hold the same, but for residuals: of these each has its replicas' rows, and all of
+    them know the sum with which the run began, until no worker can go back there.
 
     Attributes:
       finished: steps that are finished.
@@ -39,6 +47,10 @@ class ReplicatedState:
     def __init__(self, state: Any) -> None:
         self.finished = self.term = 0
         self._held: dict[int, Any] = {}
+        # Sums of residuals over all workers, by step: at the beginning, and of checkpoints.
+        self._begun: dict[int, list[Shards]] = {}
+        self._added: dict[int, list[Shards]] = {}
+        self._adder: Any = None
         self.reset(state, 0)
 
     @property
@@ -51,22 +63,45 @@ class ReplicatedState:
         """The steps after which the state is held."""
         return tuple(self._held)
 
+    @property
+    def residual_norm(self) -> float:
+        """The norm of all that is lost with this worker after the last finished step."""
+        known = self.finished in self._begun
+        return 0.0 if known else residuals.norm(residuals.residuals_in(self.latest))
+
     def host(self, step: int) -> Any:
-        """The state after `step`, as host arrays."""
+        """The state after `step`, as host arrays; of residuals what this worker has."""
+        state = self._held[step]
+        own = map(residuals.own_rows, residuals.residuals_in(state))
         return jax.tree_util.tree_map_with_path(
-            lambda path, x: on_host(jax.tree_util.keystr(path), x), self._held[step]
+            lambda path, x: on_host(jax.tree_util.keystr(path), x),
+            residuals.with_residuals(state, own),
         )
 
+    def to_save(self, step: int) -> Any:
+        """The state after `step`, as host arrays; of residuals the sum over all workers."""
+        state = self.host(step)
+        own, sums = residuals.residuals_in(state), {**self._added, **self._begun}.get(step)
+        if own and sums is None:
+            _LOG.warning(
+                "The checkpoint after step %d has the residual of worker %d alone: those of other "
+                "workers are lost, because they could not be added up any more.",
+                *(step, jax.process_index()),
+            )
+        return residuals.with_residuals(state, sums or map(residuals.summed, own))
+
     def reset(self, state: Any, step: int) -> None:
-        """Hold this state, after `step`, and no other."""
-        _check_whole(state)
-        self.finished, self._held = step, {step: state}
+        """Hold this state, after `step`, and no other; residuals in it are those of all workers."""
+        self._begun, self._added = {step: _sums_at_start(state)}, {}
+        self._held = {step: residuals.with_residuals(state, self._begun[step])}
+        self.finished = step
         self._held[step] = self.host(step)
 
     def keep(self, step: int, state: Any) -> None:
         """Hold this state and the last one before it."""
         self._held = {self.finished: self.latest, step: state}
-        self.finished = step
+        self._begun = {k: sums for k, sums in self._begun.items() if k in self._held}
+        self.finished, self._added = step, {}
 
     def settle(
         self, generation: Generation, membership: Membership, mesh: Mesh, together: Together
@@ -74,24 +109,79 @@ class ReplicatedState:
         """Hold the state after the step of this generation, on the devices of `mesh`."""
         step = generation.step if generation.step in self._held else self.finished
         state = self.host(step)
-        structures = membership.gather("structure", _structure(state))
+        structures = membership.gather("structure", _structure(self.types(state)))
         _check_agreed(
             structures, generation, membership, _other_structure, start=not generation.number
         )
+        alike = self.alike(state)
         if generation.given:
             give = functools.partial(together, seconds=membership.startup, what="giving the state")
-            state = _given(state, generation, mesh, give)
-        digests = membership.gather("digest", _digests(state))
+            alike = _given(alike, generation, mesh, give)
+        digests = membership.gather("digest", _digests(self.compared(alike)))
         _check_agreed(digests, generation, membership, _other_values, start=not generation.number)
-        with no_mesh():
-            placed = place(state, NamedSharding(mesh, PartitionSpec()))
+        placed = self.placed(state, alike, generation, membership, mesh)
         self.finished, self._held = generation.step, {generation.step: placed}
+        self._added, self._adder = {}, None
+        self._begun = {k: sums for k, sums in self._begun.items() if k in self._held}
+
+    def like(self) -> Any:
+        """What a checkpoint is read as."""
+        return self.host(self.finished)
+
+    def types(self, state: Any) -> Any:
+        """What has the same structure, shapes and dtypes on all workers."""
+        return residuals.types_of(state)
+
+    def alike(self, state: Any) -> Any:
+        """What a newcomer is given."""
+        return residuals.without_residuals(state)
+
+    def compared(self, state: Any) -> Any:
+        """What has the same values on all workers."""
+        return residuals.without_residuals(state)
+
+    def placed(
+        self, state: Any, alike: Any, generation: Generation, membership: Membership, mesh: Mesh
+    ) -> Any:
+        """What is alike on all workers, and what this one has for itself, on the devices."""
+        own = [residuals.placed(x, mesh) for x in self._own(state, generation, membership, mesh)]
+        with no_mesh():
+            alike = place(alike, NamedSharding(mesh, PartitionSpec()))
+        return residuals.with_residuals(alike, own)
+
+    def _own(
+        self, state: Any, generation: Generation, membership: Membership, mesh: Mesh
+    ) -> list[Shards]:
+        """The residuals with which this worker's replicas go on."""
+        found = residuals.residuals_in(state)
+        if not found:
+            return []
+        mine = "nothing"
+        if generation.step in self._held:
+            mine = "sum" if generation.step in self._begun else "rows"
+        held = [*membership.gather("residuals", mine).values()]
+        if mine == "rows":
+            return found
+        # Workers that went on from there have it all. A file may hold it, too, for a newcomer.
+        shared = mine == "sum" and "rows" not in held
+        totals = self._begun[generation.step] if shared else map(residuals.summed, found)
+        workers = held.count("sum") if shared else 0
+        return [residuals.shared_out(x, workers, len(mesh.local_devices)) for x in totals]
 
     def compare(self, generation: Generation, membership: Membership) -> None:
         """Compare the last state with that of all members, bit by bit."""
         # Every copy of it here is read once, in about a second per gigabyte.
-        digests = membership.gather(f"digest/{self.finished}", _digests(self.latest))
+        digests = membership.gather(f"digest/{self.finished}", _digests(self.compared(self.latest)))
         _check_agreed(digests, generation, membership, _other_values)
+
+    def add_up(self, membership: Membership, together: Together) -> None:
+        """Have the sum of residuals over all workers, which all call this, for a checkpoint."""
+        found = residuals.residuals_in(self.latest)
+        if found:
+            self._adder = self._adder or residuals.adder(found)
+            wait = functools.partial(together, seconds=membership.startup, what="adding residuals")
+            sums = residuals.summed_over_workers(found, self._adder, wait)
+            self._added = {self.finished: sums}
 
     def check_result(self, out: Any) -> None:
         """Refuse a step that does not return a state like the one it was given; name the leaf."""
@@ -108,10 +198,13 @@ class ReplicatedState:
             )
 
 
-def _check_whole(state: Any) -> None:
-    """Refuse a state with `Shards`, of which a worker's part is lost with it."""
+def _sums_at_start(state: Any) -> list[Shards]:
+    """The sums of residuals that a run begins with; of other `Shards` a worker's part is lost."""
+    found = []
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_shards):
-        if is_shards(x):
+        if is_residual(x):
+            found.append(residuals.at_start(jax.tree_util.keystr(path), x))
+        elif is_shards(x):
             raise ValueError(
                 f"`Elastic`: state{jax.tree_util.keystr(path)} is `Shards`. `Elastic` goes on when "
                 "a worker dies because every worker holds all of the state, and of Shards each "
@@ -119,6 +212,7 @@ def _check_whole(state: Any) -> None:
                 "the optimizer unsharded; or train without `Elastic`, with `jc.save_checkpoint` "
                 "every few steps: a checkpoint of Shards is restored on any number of devices."
             )
+    return found
 
 
 def _structure(tree: Any) -> str:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from jaxcoll._elastic.attempts import MOST_ATTEMPTS, Attempts
+from jax.sharding import Mesh
+
 from jaxcoll._elastic.connections import Connections, may_be_broken
 from jaxcoll._elastic.generation import Generation, RegroupError, WorldChange, listed, rank_of
 from jaxcoll._elastic.last_checkpoint import (
@@ -26,17 +27,19 @@ from jaxcoll._elastic.step_call import outcome_of
 from jaxcoll._elastic.step_programs import StepPrograms, mismatch, show
 from jaxcoll._errors import DeadlineExceededError, PeerLostError, ReductionCorruptedError
 from jaxcoll._mesh.mesh import line_of
-from jaxcoll._step.data_parallel import DataParallel
 
 _LOG = logging.getLogger("jaxcoll")
 _JOIN_EVERY = 10  # steps between two looks for workers that want to be taken in
+MOST_ATTEMPTS = 20
+"""A step that was late so often in a row, though all workers live and connect, always will be."""
 
 
 @dataclasses.dataclass
 class Job:
     """What `Elastic` was given, see there, and how far its runs have come."""
 
-    step: DataParallel
+    axis: str
+    programs: Callable[[Mesh, Membership], StepPrograms]
     state: ReplicatedState
     fewest: int
     most: int | None
@@ -47,6 +50,37 @@ class Job:
     report: Callable[[int, Any], None]
     changes: list[WorldChange] = dataclasses.field(default_factory=list)
     workers: tuple[int, ...] = ()
+
+
+class Attempts:
+    """The attempts at one step.
+
+    Attributes:
+      times: how often in a row the present workers began this step.
+      error: what failed on this worker in the last attempt, if anything did.
+    """
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.error: Exception | None = None
+        self._failed: Exception | None = None
+        self._last: object = None
+
+    def fail(self, error: Exception) -> None:
+        """Note that the step failed here, and not because a deadline passed."""
+        self._failed = error.with_traceback(None)  # a traceback would keep the step's arrays
+
+    def count(self, generation: Generation) -> None:
+        """Note that this generation begins the next attempt."""
+        now = generation.step, frozenset(generation.members)
+        self.times = self.times + 1 if now == self._last else 1
+        self._last = now
+        self.error, self._failed = self._failed, None
+
+    @property
+    def are_over(self) -> bool:
+        """Whether another attempt is pointless: it failed here twice, or was late too often."""
+        return (self.error is not None and self.times > 1) or self.times >= MOST_ATTEMPTS
 
 
 class Run:
@@ -81,7 +115,9 @@ class Run:
                     if not isinstance(error, RegroupError):
                         raise
                     self._began = time.monotonic()
-                    generation = self._membership.regroup(self._state.finished, self._state.held)
+                    generation = self._membership.regroup(
+                        self._state.finished, self._state.held, self._state.residual_norm
+                    )
                     self._attempts.count(generation)
         finally:
             self._date_changes()
@@ -96,12 +132,18 @@ class Run:
         """No worker leaves before all agree on the state and, with a file, one has written it."""
         assert self._programs is not None
         self._programs.end(self._steps)
-        self._state.compare(generation, self._membership)
+        self._compare(generation)
         writer, failure = self._written(self._state.finished)
         if writer or not self._writers.names:
             self._membership.finish()
         if failure:
             raise failure
+
+    def _compare(self, generation: Generation) -> None:
+        """Compare the state on all members; where it is to be written, add up residuals."""
+        self._state.compare(generation, self._membership)
+        if self._writers.names:
+            self._state.add_up(self._membership, self._together)
 
     def _written(self, step: int) -> tuple[str, OSError | None]:
         file = self._job.file  # that of a writer: others wait for it, and write nothing
@@ -122,8 +164,8 @@ class Run:
             self._announce(generation)
         self._connections = Connections(self._membership, generation)
         self._connections.begin()
-        mesh = line_of(self._connections.of(generation.ranks), str(self._job.step.axis_name))
-        self._programs = StepPrograms(self._job.step, mesh, self._membership)
+        mesh = line_of(self._connections.of(generation.ranks), self._job.axis)
+        self._programs = self._job.programs(mesh, self._membership)
         self._state.settle(generation, self._membership, mesh, self._together)
         self._connections.forget_others()
         return self._programs
@@ -174,7 +216,13 @@ class Run:
             *(generation.step, generation.why, listed(lost), listed(joined)),
             listed(generation.ranks),
         )
-        change = WorldChange(generation.step, generation.ranks, lost, joined, generation.why, 0.0)
+        residual = generation.residual if lost else 0.0
+        if residual:
+            words = "Each lost worker took along a residual whose norm was about %.3g."
+            _LOG.warning(words, residual)
+        change = WorldChange(
+            generation.step, generation.ranks, lost, joined, generation.why, 0.0, residual
+        )
         self._changes.append((self._began, change))
 
     def _give_up(self, generation: Generation, error: Exception) -> NoReturn:
@@ -188,22 +236,27 @@ class Run:
         raise error
 
     def _train(self, generation: Generation, programs: StepPrograms) -> None:
-        place_here = generation.members.index(self._membership.name)
-        for step in range(generation.step, self._steps):
+        place_here, world = generation.members.index(self._membership.name), len(generation.members)
+
+        def batches(at: int) -> Any:
+            return self._batches(at, place_here, world)
+
+        before = step = generation.step
+        while step < self._steps:
             self._membership.check()
-            is_due = step % _JOIN_EVERY == 0 and step > generation.step
-            if is_due and self._membership.joins_at(step):
+            if step // _JOIN_EVERY > before // _JOIN_EVERY and self._membership.joins_at(step):
                 raise RegroupError
-            batch = self._batches(step, place_here, len(generation.members))
-            call = programs.prepared(step, self._state, batch)
+            then, call = programs.prepared(step, self._state, batches)
             self._membership.check()
-            state, metrics = self._together(call, self._job.timeout, f"step {step}")
-            self._state.keep(step + 1, state)
+            out = self._together(call, self._job.timeout, f"step {then - 1}")
+            state, metrics = programs.finished(out)
+            self._state.keep(then, state)
+            before, step = step, then
             if self._connections is not None:
                 self._connections.settle()
             self._date_changes()
-            self._job.report(step + 1, metrics)
-            self._save_if_due(step + 1, generation)
+            self._job.report(step, metrics)
+            self._save_if_due(before, step, generation)
 
     def _together(self, call: Callable[[], Any], seconds: float | None, what: str) -> Any:
         try:
@@ -218,10 +271,10 @@ class Run:
                 self._attempts.fail(error)
             raise RegroupError from error
 
-    def _save_if_due(self, finished: int, generation: Generation) -> None:
-        if finished == self._steps or not self._writers.are_due(finished):
+    def _save_if_due(self, before: int, finished: int, generation: Generation) -> None:
+        if finished == self._steps or not self._writers.are_due(before, finished):
             return  # `_end` saves the last state
-        self._state.compare(generation, self._membership)
+        self._compare(generation)
         if self._membership.name != self._writers.names[0] or self._job.file is None:
             return
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -44,39 +44,73 @@ class StepPrograms:
         self._rows = NamedSharding(mesh, PartitionSpec(step.axis_name))
         self._devices = tuple(mesh.devices.flat)
         self._membership = membership
-        self._known: dict[Any, Program] = {}
+        self._known: dict[Any, list[Program]] = {}
         self.lines: tuple[str, ...] = ()
 
-    def prepared(self, step: int, state: ReplicatedState, batch: Any) -> Callable[[], Any]:
-        """The step on this batch, compiled, compared and ready to be called."""
+    def prepared(
+        self, step: int, state: ReplicatedState, batches: Callable[[int], Any]
+    ) -> tuple[int, Callable[[], Any]]:
+        """How many steps are finished after the next call, and this call, ready to be made."""
+        batch = batches(step)
         with no_mesh():
             rows, held = place(batch, self._rows), state.latest
-            kind = jax.tree.structure(rows), tuple(map(str, map(jax.typeof, jax.tree.leaves(rows))))
-            program = self._known.get(kind)
-            self.lines = program.lines if program else ()
-            status = functools.partial(StepStatus, self._membership.number, step, program is None)
-            if program is None:
-                self._membership.status = status()
+            leaves = jax.tree.leaves(rows)
+
+            def lower() -> jax.stages.Lowered:
                 lowered = self._twin.lower(held, batch)
                 state.check_result(lowered.out_info)
-                called = getattr(self._twin, "__name__", "step")
-                leaves, settings = jax.tree.leaves(rows), self._twin.settings_text
-                program = shared_program(lowered, called, leaves, settings)
-                self._known[kind], self.lines = program, program.lines
-                self._membership.status = status(program.mark)
-                self._membership.gather(f"program/{step}", program.mark, same=True)
-            else:
-                self._membership.status = status(program.mark)
-            call = functools.partial(program.compiled, held, rows)
-            if not self._twin.checksum:
-                return call
-            return functools.partial(listening, call, f"Step {step}", self._devices)
+                return lowered
+
+            kind = jax.tree.structure(rows), tuple(map(str, map(jax.typeof, leaves)))
+            (program,) = self.compiled(step, kind, [lower], leaves)
+        return step + 1, self.heard(step, functools.partial(program.compiled, held, rows))
+
+    def finished(self, out: Any) -> Any:
+        """The state and the metrics, from what the call returned."""
+        return out
+
+    def compiled(
+        self,
+        step: int,
+        kind: Any,
+        lower: Sequence[Callable[[], jax.stages.Lowered]],
+        leaves: Sequence[Any],
+    ) -> list[Program]:
+        """The programs of this kind, compared with those of all members where they are new."""
+        programs = self._known.get(kind)
+        self.lines = _lines(programs or [])
+        status = functools.partial(StepStatus, self._membership.number, step, programs is None)
+        if programs is None:
+            self._membership.status = status()
+            called = getattr(self._twin, "__name__", "step")
+            settings = self._twin.settings_text
+            programs = [shared_program(each(), called, leaves, settings) for each in lower]
+            self._known[kind], self.lines = programs, _lines(programs)
+            self._membership.status = status(_mark(programs))
+            self._membership.gather(f"program/{step}", _mark(programs), same=True)
+        else:
+            self._membership.status = status(_mark(programs))
+        return programs
+
+    def heard(self, step: int, call: Callable[[], Any]) -> Callable[[], Any]:
+        """The call, listening for corrupted sums if the step has a checksum."""
+        if not self._twin.checksum:
+            return call
+        return functools.partial(listening, call, f"Step {step}", self._devices)
 
     def end(self, step: int) -> None:
         """Wait until all workers have taken their last step."""
         self.lines = ("", "no program: its training ends here")
         self._membership.status = StepStatus(self._membership.number, step, True, "end")
         self._membership.gather("finished", "", same=True)
+
+
+def _lines(programs: Sequence[Program]) -> tuple[str, ...]:
+    return tuple(line for program in programs for line in program.lines)
+
+
+def _mark(programs: Sequence[Program]) -> str:
+    return " ".join(program.mark for program in programs)
 
 
 def mismatch(

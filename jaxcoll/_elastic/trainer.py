@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,15 @@ from jaxcoll._elastic.generation import CoordinatorLostError, WorldChange
 from jaxcoll._elastic.last_checkpoint import LAST_PATIENCE, CheckpointFile
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
+from jaxcoll._elastic.residuals import residuals_in
+from jaxcoll._elastic.rounds import RoundPrograms, RoundsState
 from jaxcoll._elastic.run import Job, Run
+from jaxcoll._elastic.step_programs import StepPrograms
 from jaxcoll._errors import DeadlineExceededError, PeerLostError
 from jaxcoll._plan.checks import positive, seconds
 from jaxcoll._step.data_parallel import DataParallel
+from jaxcoll._train.local_state import check_state
+from jaxcoll._train.local_updates import LocalUpdates
 
 _runs = itertools.count()
 
@@ -39,10 +45,17 @@ class Elastic:
     multiple of ten steps, or when another is lost, and receives the state. JAX fixes the number of
     processes when a job starts, so no more than that can work at once.
 
+    Of a residual (`jc.residual`) in the state each worker has its own replicas' part. Survivors
+    keep theirs, a newcomer begins with nothing, and a checkpoint holds the sum of all, which is
+    dealt out again. So what arrived, and the residuals of all workers, and what lost workers took
+    along, are together the sum of the gradients; of the latter `changes` has the size.
+
     Args:
       step: a `jc.data_parallel` step of `(state, batch)` that returns `(state, metrics)`, over one
-        axis, and donates nothing.
-      state: a pytree of arrays, complete and equal on all workers.
+        axis, and donates nothing. Or what `jc.local_updates` returns, without a delay: workers then
+        meet, and notice a loss, at its exchanges, and a newcomer begins at the shared parameters.
+      state: a pytree of arrays, complete and equal on all workers, and of new residuals; or that
+        of local updates.
       min_workers: fewer workers than these save the state and raise `PeerLostError`.
       max_workers: more workers than these wait until they are needed. None: all work.
       timeout_seconds: of one step, without its compilation. Workers that miss it are dropped from
@@ -81,7 +94,7 @@ class Elastic:
 
     def __init__(
         self,
-        step: DataParallel,
+        step: DataParallel | LocalUpdates,
         state: Any,
         *,
         min_workers: int = 1,
@@ -92,23 +105,31 @@ class Elastic:
         every: int = 100,
         report: Callable[[int, Any], None] | None = None,
     ) -> None:
-        _check_step(step)
+        axis = _checked_axis(step, state)
         fewest = positive("Elastic", "min_workers", min_workers)
         most = None if max_workers is None else positive("Elastic", "max_workers", max_workers)
         if most is not None and most < fewest:
             raise ValueError(f"`max_workers` ({most}) is below `min_workers` ({fewest}).")
         if timeout_seconds is not None:
             timeout_seconds = seconds("Elastic", "timeout_seconds", timeout_seconds)
+        report = report or (lambda step, metrics: None)
+        if isinstance(step, LocalUpdates):
+            programs, held = functools.partial(RoundPrograms, report, step), RoundsState(state)
+            self._round = step.schedule.every
+        else:
+            programs, held = functools.partial(StepPrograms, step), ReplicatedState(state)
+            self._round = 1
         self._job = Job(
-            step,
-            ReplicatedState(state),
+            axis,
+            programs,
+            held,
             fewest=fewest,
             most=most,
             timeout=timeout_seconds,
             startup=seconds("Elastic", "startup_seconds", startup_seconds),
             file=None if checkpoint is None else CheckpointFile(Path(checkpoint)),
             every=positive("Elastic", "every", every),
-            report=report or (lambda step, metrics: None),
+            report=report,
         )
 
     @property
@@ -133,11 +154,11 @@ class Elastic:
           batches: called with the step (from 0), this worker's place among the workers, and how
             many there are; returns its rows of the batch: equally many on every worker. After a
             change it is called again, with another place and number.
-          steps: in all, those of the checkpoint included.
+          steps: in all, those of the checkpoint included; of local updates, in rounds of `every`.
 
         Returns:
-          The state, replicated over the workers that reached the end; None on a worker that was
-          never taken in.
+          The state, replicated over the workers that reached the end, residuals as each of them
+          has its own; None on a worker that was never taken in.
 
         Raises:
           DeadlineExceededError: a worker did not begin within `startup_seconds`; or a step was late
@@ -148,10 +169,16 @@ class Elastic:
             differs from that of most others, or most do not agree.
           ProgramMismatchError: their states have different structures, or they bring different
             programs to a step. A worker that comes later ends alone for either.
-          ValueError: the step does not return a state like its argument.
+          ValueError: the step does not return a state like its argument, or `steps` do not end a
+            round of local updates.
           OSError: this worker could not write the last checkpoint.
         """
         job = self._job
+        if steps % self._round:
+            raise ValueError(
+                f"`steps` must be a multiple of the {self._round} steps between two exchanges of "
+                f"`local_updates`, so that nothing of the last round is lost; got {steps}."
+            )
         if job.file is not None:
             job.file.restore(job.state)
         keys = store()
@@ -203,18 +230,36 @@ def _exchange_devices() -> None:
         raise
 
 
-def _check_step(step: Any) -> None:
-    if not isinstance(step, DataParallel):
+def _checked_axis(step: Any, state: Any) -> str:
+    """The axis of a step that fits, and has a state that does."""
+    if not isinstance(step, DataParallel | LocalUpdates):
         raise ValueError(
-            f"`Elastic` expects a step made by `jc.data_parallel`; got {type(step).__name__}."
+            "`Elastic` expects a step made by `jc.data_parallel`, or by `jc.local_updates`; got "
+            f"{type(step).__name__}."
         )
     if isinstance(step.axis_name, tuple):
         raise ValueError(
             f"`Elastic` trains over one axis, along which workers may leave; the step has "
             f"{step.axis_name!r}."
         )
+    if isinstance(step, LocalUpdates):
+        if step.schedule.delay:
+            raise ValueError(
+                "`Elastic` repeats a sum whose workers were lost, which must not be on its way "
+                f"while replicas train: `local_updates` without a delay; got {step.schedule.delay}."
+            )
+        check_state(state, len(jax.local_devices()), step.schedule)
+        return step.axis_name
     if step.donate_argnums:
         raise ValueError(
             "`Elastic` goes back to the state before a step that others did not finish, so the "
             f"step must not donate it; got donate_argnums={step.donate_argnums}."
         )
+    for residual in residuals_in(state):
+        if residual.axes != (step.axis_name,):
+            raise ValueError(
+                f"`Elastic`: the state has a residual over {', '.join(map(repr, residual.axes))}, "
+                f"and the step's axis is {step.axis_name!r}: make it with "
+                f"`jc.residual(params, {step.axis_name!r})`."
+            )
+    return step.axis_name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -188,8 +187,8 @@ def check_rows(
                 f"{rows // replicas} + {rows % replicas}). Drop the remainder, or pad the batch "
                 "and give the padding weight 0 with `jc.WeightedLoss`."
             )
-        name = functools.partial(_name, argument, tree, i)
-        shares.setdefault((rows // replicas, *shape[1:]), name)
+        share = rows // replicas, *shape[1:]
+        shares.setdefault(share, lambda i=i: argument + _path(tree, i))
     return shares
 
 
@@ -238,10 +237,6 @@ def _may_be_placed(x: Any) -> bool:
     """Whether JAX might take it: whether what has an array in it can be one, JAX itself says."""
     others = ("dtype", "__jax_array__", "__array__")
     return not isinstance(x, Tracer) and (is_array(x) or any(hasattr(x, name) for name in others))
-
-
-def _name(argument: str, tree: Any, i: int) -> str:
-    return argument + _path(tree, i)
 
 
 def _path(tree: Any, i: int) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from jaxcoll._observe.report_data import ReportData
 from jaxcoll._show.table import Table
 from jaxcoll._show.units import counted, milliseconds, percent, scaled, shortened, size
@@ -15,7 +13,8 @@ def summary(report: ReportData) -> str:
     if not shares:
         return ""
     bytes_behind = [
-        f"{percent(share.behind, share.nbytes)} of {size(share.nbytes)} {_in(kind, len(shares))}"
+        f"{percent(share.behind, share.nbytes)} of {size(share.nbytes)} "
+        + ("sent" if len(shares) == 1 else f"in {kind}")
         for kind, share in shares.items()
     ]
     beside = f", {scaled(report.overlap.flops)}FLOP of them" * (report.overlap.flops > 0)
@@ -23,10 +22,6 @@ def summary(report: ReportData) -> str:
     if report.seconds is None:
         return text
     return f"{text}; predicted {milliseconds(report.seconds)} of communication{_left(report)}"
-
-
-def _in(kind: str, kinds: int) -> str:
-    return "sent" if kinds == 1 else f"in {kind}"
 
 
 def _left(report: ReportData) -> str:
@@ -41,58 +36,40 @@ def _left(report: ReportData) -> str:
 def against(report: ReportData, other: ReportData, name: str, other_name: str) -> str:
     """A table of two programs: a row for each figure, and the first's over the second's."""
     columns = ("", shortened(name, 30), shortened(other_name, 30), "ratio")
-    rows = []
-    for figure, mine, its in zip(_FIGURES, _figures(report), _figures(other), strict=True):
-        if mine[0] or its[0]:
-            rows.append((figure, mine[0] or "–", its[0] or "–", _ratio(mine[1], its[1])))
+    rows, theirs = [], _figures(other)
+    for figure, (words, number) in _figures(report).items():
+        its_words, its_number = theirs[figure]
+        if words or its_words:
+            ratio = f"{number / its_number:.2f}" if number is not None and its_number else ""
+            rows.append((figure, words or "–", its_words or "–", ratio))
     return Table(columns, "<>>>", rows).text()
 
 
-_FIGURES = (
-    "requested",
-    "compiled, of one run",
-    "asynchronous of these",
-    "bytes put in a device",
-    "wire bytes a device",
-    "types on the wire",
-    "reduced behind products",
-    "product FLOP beside them",
-    "predicted communication",
-    "of it exposed",
-    "share exposed",
-)
-
-
-def _figures(report: ReportData) -> list[tuple[str, float | None]]:
+def _figures(report: ReportData) -> dict[str, tuple[str, float | None]]:
     """Each in words, and as a number where a ratio says something."""
     found = report.collectives
     asynchronous = [c for c in found if c.is_async]
-    asked = report.requested
+    asked = sum(1 if n is None else n for n in report.trips)
     sent = sum(c.turns * c.nbytes for c in found)
     dtypes = ", ".join(sorted({dtype for c in found for dtype in c.dtypes}))
     reduced, exposed, seconds = report.overlap.reduced, report.exposed_seconds, report.seconds
     flops = report.overlap.flops
-    return [
-        ("" if asked is None else counted(_requested(report), "collective"), None),
-        (counted(report.runs, "collective"), report.runs),
-        (f"{sum(c.turns for c in asynchronous):,}", None),
-        (size(sent), sent),
-        (size(report.wire_bytes), report.wire_bytes),
-        (dtypes, None),
-        (percent(reduced.behind, reduced.nbytes) if reduced.nbytes else "", None),
-        (f"{scaled(flops)}FLOP" if flops else "0", flops),
-        ("" if seconds is None else milliseconds(seconds), seconds),
-        ("" if exposed is None else milliseconds(exposed), exposed),
-        (percent(exposed, seconds) if exposed is not None and seconds else "", None),
-    ]
-
-
-def _requested(report: ReportData) -> int:
-    trips: Sequence[int | None] = [
-        report.requested_trips(i) for i in range(len(report.requested or ()))
-    ]
-    return sum(1 if n is None else n for n in trips)
-
-
-def _ratio(mine: float | None, its: float | None) -> str:
-    return f"{mine / its:.2f}" if mine is not None and its else ""
+    return {
+        "requested": ("" if report.requested is None else counted(asked, "collective"), None),
+        "compiled, of one run": (counted(report.runs, "collective"), report.runs),
+        "asynchronous of these": (f"{sum(c.turns for c in asynchronous):,}", None),
+        "bytes put in a device": (size(sent), sent),
+        "wire bytes a device": (size(report.wire_bytes), report.wire_bytes),
+        "types on the wire": (dtypes, None),
+        "reduced behind products": (
+            percent(reduced.behind, reduced.nbytes) if reduced.nbytes else "",
+            None,
+        ),
+        "product FLOP beside them": (f"{scaled(flops)}FLOP" if flops else "0", flops),
+        "predicted communication": ("" if seconds is None else milliseconds(seconds), seconds),
+        "of it exposed": ("" if exposed is None else milliseconds(exposed), exposed),
+        "share exposed": (
+            percent(exposed, seconds) if exposed is not None and seconds else "",
+            None,
+        ),
+    }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 from jaxcoll._observe.parse.collective import Collective
-from jaxcoll._observe.parse.names import names
+from jaxcoll._plan.scope_names import names
 
 By = Literal["name", "shape", "order", ""]
 
@@ -46,7 +47,7 @@ def join(requested: Sequence[Collective], compiled: Sequence[Collective]) -> tup
     own name; in a text without names, sizes decide, and then order, and the result says so.
     """
     joiner = _Joiner(requested, compiled)
-    for alike in (_same_kind, _becomes):
+    for alike in (operator.eq, _becomes):
         for in_loop in (True, False):
             joiner.spend(functools.partial(_fits, alike, in_loop))
     joiner.repeat()
@@ -59,10 +60,6 @@ def _fits(alike: Callable[[str, str], bool], in_loop: bool, r: Collective, c: Co
         and (not in_loop or bool(r.loops) == bool(c.loops))
         and (r.kind != c.kind or _members(r) == _members(c))
     )
-
-
-def _same_kind(requested: str, compiled: str) -> bool:
-    return requested == compiled
 
 
 def _becomes(requested: str, compiled: str) -> bool:

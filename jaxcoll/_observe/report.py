@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxcoll._files import replacing
-from jaxcoll._observe import compiler_changes, report_json, report_text, timeline_trace
+from jaxcoll._observe import report_json, report_text
 from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._observe.report_data import ReportData
+from jaxcoll._observe.timeline import trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +42,6 @@ class Report(ReportData):
         argument's place, and all temporary memory; None if that is not known.
       plans: the plans of the reductions by jaxcoll, in order; lost on the way through JSON.
     """
-
-    def changes(self, k: int) -> tuple[str, ...]:
-        """What the compiler did to `collectives[k]`, in words."""
-        return tuple(compiler_changes.changes(self, k))
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain numbers and strings, bytes and elements counted on one device."""
@@ -88,7 +85,7 @@ class Report(ReportData):
         Raises:
           ImportError: matplotlib is not installed.
         """
-        draw = _picture("report_picture", "plot")
+        draw = _picture("draw", "plot")
         return _saved(draw(self, seconds), path)
 
     def timeline(
@@ -116,7 +113,7 @@ class Report(ReportData):
           ValueError: `terms` are not known, or do not say how fast matrices are multiplied.
           ImportError: matplotlib is not installed.
         """
-        draw = _picture("timeline_picture", "timeline")
+        draw = _picture("draw_timeline", "timeline")
         return _saved(draw({name or self.name: self, **(beside or {})}), path)
 
     def chrome_trace(self, path: str | Path) -> None:
@@ -128,7 +125,7 @@ class Report(ReportData):
         Raises:
           ValueError: as in `timeline`.
         """
-        text = json.dumps(timeline_trace.trace(self))
+        text = json.dumps(trace(self))
         with replacing(Path(path)) as partial:
             partial.write_text(text, "utf8")
 
@@ -142,10 +139,10 @@ class Report(ReportData):
         printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
 
 
-def _picture(module: str, method: str) -> Callable[..., Any]:
+def _picture(function: str, method: str) -> Callable[..., Any]:
     """The function that draws."""
     try:
-        return importlib.import_module(f"jaxcoll._observe.{module}").draw
+        return getattr(importlib.import_module("jaxcoll._observe.report_picture"), function)
     except ImportError as error:
         raise ImportError(
             f"`Report.{method}` needs matplotlib, which is not installed: "

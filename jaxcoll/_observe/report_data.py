@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxcoll._observe.match import Origin
-from jaxcoll._observe.overlap import Overlap, exposed, overlap
+from jaxcoll._observe.overlap import Overlap, exposed, overlap, predicted
 from jaxcoll._observe.parse.calls import Loop, Matmul
 from jaxcoll._observe.parse.collective import Collective, runs, wire_bytes
-from jaxcoll._observe.parse.names import names, pack_of
-from jaxcoll._observe.predicted_time import predicted
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.scope_names import names, pack_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +77,8 @@ class ReportData:
         """Likewise, of the program as it was requested; None if that is not known."""
         if self.requested is None:
             return None
-        found = (
-            dataclasses.replace(r, trips=self.requested_trips(i))
-            for i, r in enumerate(self.requested)
-        )
+        both = zip(self.requested, self.trips, strict=True)
+        found = (dataclasses.replace(r, trips=trips) for r, trips in both)
         return wire_bytes(found, unknown_trips=1)
 
     @property
@@ -94,6 +92,11 @@ class ReportData:
         """For each position in `requested`, how many collectives share it among them."""
         shared = (origin.requested for origin in self.origins if not origin.again)
         return Counter(i for requested in shared for i in requested)
+
+    @property
+    def trips(self) -> list[int | None]:
+        """`requested_trips` of each of `requested`."""
+        return [self.requested_trips(i) for i in range(len(self.requested or ()))]
 
     def requested_trips(self, i: int) -> int | None:
         """How often one run carries out `requested[i]`; loops are asked in the compiled program."""
@@ -110,6 +113,31 @@ class ReportData:
         # Parts of one collective run side by side, so their turns are not added; repetitions are.
         first = max((t for again, t in turns if not again and t is not None), default=0)
         return first + sum(t for again, t in turns if again and t is not None)
+
+    def changes(self, k: int) -> tuple[str, ...]:
+        """What the compiler did to `collectives[k]`, in words."""
+        return tuple(self._changes(k))
+
+    def _changes(self, k: int) -> Iterator[str]:
+        c, origin = self.collectives[k], self.origins[k]
+        if self.requested is not None:
+            asked = [self.requested[i] for i in origin.requested]
+            if not asked:
+                yield "added by the compiler" if not self.dropped else "origin unknown"
+            if origin.again:
+                yield "repeated"
+            elif len(asked) > 1:
+                yield f"merged {len(asked)}"
+            if any(self.carriers[i] > 1 for i in origin.requested):
+                yield "split"
+            before = Counter(r.kind for r in asked)
+            if asked and c.kind not in before:
+                yield f"was {', '.join(before)}"
+            yield from _dtype_change(asked, c)
+            if asked and any(r.loops for r in asked) and not c.loops:
+                yield "out of its loop"
+        if c.is_async:
+            yield "asynchronous"
 
     def packs_of(self, k: int) -> tuple[str, ...]:
         """The packs of jaxcoll that `collectives[k]` carries; () where no name says so."""
@@ -172,3 +200,21 @@ class ReportData:
             return None
         seconds = [predicted(c, self.terms) for c in self.collectives]
         return exposed(self.collectives, seconds, self.matmuls, self.terms)
+
+
+def _dtype_change(asked: Sequence[Collective], c: Collective) -> Iterator[str]:
+    """Types that fewer elements have than was requested, and those that more have."""
+    before, after = _elements(asked), _elements([c])
+    if before.total() == after.total() and before != after:
+        fewer, more = sorted(before - after), sorted(after - before)
+        yield f"{', '.join(fewer)} → {', '.join(more)}"
+    elif asked and not set(after) <= set(before):
+        yield f"{', '.join(sorted(before))} → {', '.join(sorted(after))}"
+
+
+def _elements(collectives: Iterable[Collective]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for c in collectives:
+        for operand in c.operands:
+            found[operand.dtype] += operand.size
+    return found

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxcoll._observe.compiler_changes import changes
 from jaxcoll._observe.match import Origin
 from jaxcoll._observe.parse.calls import Loop, Matmul
 from jaxcoll._observe.parse.collective import Collective, Groups
@@ -29,7 +28,7 @@ def to_dict(report: ReportData) -> dict[str, Any]:
             "again": origin.again,
             "packs": list(report.packs_of(k)),
             "leaves": list(report.leaves_of(k)),
-            "changes": list(changes(report, k)),
+            "changes": list(report.changes(k)),
             "predicted_seconds": report.seconds_of(k),
             "exposed_seconds": report.exposed_of(k),
         }

@@ -1,27 +1,32 @@
-"""The picture of a report: the compiled schedule, and how much of what is sent it hides."""
+"""The pictures of a report: the compiled schedule, what it hides, and both over predicted time."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from jaxcoll._observe.overlap import exposed
+from jaxcoll._observe.overlap import exposed, predicted
 from jaxcoll._observe.parse.collective import Collective
-from jaxcoll._observe.predicted_time import predicted
 from jaxcoll._observe.report_data import ReportData
 from jaxcoll._observe.report_text import packs_in_words, totals
+from jaxcoll._observe.timeline import Timeline, timeline
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, bare, page
-from jaxcoll._show.units import counted, scaled, size
+from jaxcoll._show.units import counted, milliseconds, percent, scaled, size
 
 PRODUCTS, BUSY = "#b9c1cc", "#3d4a5c"
 LEFT, RIGHT = 0.105, 0.965
 MOST_LANES = 14
+WAITS = "#e2725b"
+CARRIES = (COLOURS[0], "#6fb3c4")
+PANEL = 2.45
+TOP, BOTTOM = 0.95, 0.75
+"""Inches: of each panel, and of what is above and below all."""
 
 
 def draw(report: ReportData, seconds: Callable[[Collective], float] | None = None) -> Figure:
@@ -43,8 +48,7 @@ def _subtitle(report: ReportData) -> str:
     made = totals(report.collectives, [c.trips for c in report.collectives])
     asked = ""
     if report.requested is not None:
-        trips = [report.requested_trips(i) for i in range(len(report.requested))]
-        asked = f"Requested {totals(report.requested, trips)}."
+        asked = f"Requested {totals(report.requested, report.trips)}."
     least = "at least " if report.uncounted else ""
     found = f"Compiled to {made}: {least}{size(report.wire_bytes)} leave each device."
     return (" " if len(asked + found) < 140 else "\n").join(filter(None, (asked, found)))
@@ -176,7 +180,7 @@ def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], floa
             f"predicted from {known.source}",
         )
     turns = [c.turns for c in report.collectives]
-    each = [(seconds or _bytes)(c) for c in report.collectives]
+    each = [seconds(c) if seconds else c.wire_bytes for c in report.collectives]
     total = sum(n * one for n, one in zip(turns, each, strict=True))
     left = known and seconds and exposed(report.collectives, each, report.matmuls, known)
     if left is None:  # it is not known how long a product takes
@@ -196,6 +200,7 @@ def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], floa
         axes.text(0, 0.5, "Nothing leaves a device.", size=12, color=FAINT, va="center")
         return
     share = beside / total
+    amount = f"{total * 1e3:,.2f} ms" if seconds else size(round(total))
     axes.add_patch(Rectangle((0, 0.0), share, 0.62, color=COLOURS[0], linewidth=0))
     axes.add_patch(Rectangle((share, 0.0), 1 - share, 0.62, color=COLOURS[1], linewidth=0))
     axes.text(0, 0.8, f"behind matrix products  {share:.0%}", size=11, color=COLOURS[0],
@@ -204,18 +209,10 @@ def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], floa
               ha="right", va="bottom")  # fmt: skip
     axes.text(
         0, -0.28,
-        f"of {_amount(total, bool(seconds))}, {source or 'counted in wire bytes'}.\n{rule}: "
+        f"of {amount}, {source or 'counted in wire bytes'}.\n{rule}: "
         "the compiler's plan, not a measurement.",
         size=9.5, color=FAINT, va="top", linespacing=1.5,
     )  # fmt: skip
-
-
-def _amount(total: float, is_seconds: bool) -> str:
-    return f"{total * 1e3:,.2f} ms" if is_seconds else size(round(total))
-
-
-def _bytes(c: Collective) -> float:
-    return float(c.wire_bytes)
 
 
 def _label(label: str) -> str:
@@ -225,3 +222,76 @@ def _label(label: str) -> str:
     return (
         label.replace("packs ", "packs\n", 1) if "pack" in label else label.replace("-", "-\n", 1)
     )
+
+
+def draw_timeline(reports: Mapping[str, ReportData]) -> Figure:
+    """A figure with a panel for each report, under its name, over one axis of time."""
+    played = {name: timeline(report) for name, report in reports.items()}
+    high = TOP + BOTTOM + PANEL * len(played)
+    figure = page(high=high)
+    first = next(iter(reports.values()))
+    figure.text(0.04, 1 - 0.42 / high, f"One step on {first.where}", size=17, weight="bold",
+                color=INK, va="center")  # fmt: skip
+    _key_of_timeline(figure, 1 - 0.80 / high)
+    end = max(each.seconds for each in played.values()) * 1e3
+    for n, (name, each) in enumerate(played.items()):
+        bottom = (BOTTOM + PANEL * (len(played) - 1 - n) + 0.25) / high
+        axes = figure.add_axes((0.105, bottom, 0.86, (PANEL - 0.95) / high))
+        _panel(axes, name, each, end, is_last=n == len(played) - 1)
+    return figure
+
+
+def _panel(axes: Axes, name: str, played: Timeline, end: float, *, is_last: bool) -> None:
+    axes.set_xlim(0, end)
+    axes.set_ylim(0, 2)
+    _blocks(axes, played.products, (1.12, 0.76), BUSY)
+    waits = [(s.asked, s.done) for s in played.sent if s.done > s.asked]
+    _blocks(axes, waits, (1.12, 0.76), WAITS)
+    for parity in (0, 1):
+        carried = [(s.begins, s.ends) for n, s in enumerate(played.sent) if n % 2 == parity]
+        _blocks(axes, carried, (0.12, 0.62), CARRIES[parity])
+    for s in played.sent:
+        axes.plot([s.start * 1e3] * 2, [0.74, 0.9], color=CARRIES[0], linewidth=0.9)
+        axes.plot([s.done * 1e3] * 2, [0.9, 1.06], color=FAINT, linewidth=0.9)
+    for y, words in ((1.5, "multiplies"), (0.43, "carries")):
+        axes.text(-end * 0.008, y, words, size=10.5, color=FAINT, ha="right", va="center")
+    axes.text(0, 2.16, name, size=12, weight="bold", color=INK, va="bottom")
+    axes.text(end, 2.16, _waited(played), size=10.5, color=FAINT, va="bottom", ha="right")
+    bare(axes, labelsize=9.5)
+    axes.set_yticks([])
+    axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    if is_last:
+        axes.set_xlabel("milliseconds, as the cost model predicts", color=FAINT, size=10,
+                        loc="right")  # fmt: skip
+
+
+def _blocks(
+    axes: Axes, spans: list[tuple[float, float]] | tuple[tuple[float, float], ...],
+    y: tuple[float, float], colour: str,
+) -> None:  # fmt: skip
+    wide = [(start * 1e3, (end - start) * 1e3) for start, end in spans]
+    axes.broken_barh(wide, y, facecolor=colour, edgecolor="white", linewidth=0.35)
+
+
+def _waited(played: Timeline) -> str:
+    carried = sum(s.ends - s.begins for s in played.sent)
+    return (
+        f"{milliseconds(played.seconds)}: {milliseconds(played.waited)} of "
+        f"{milliseconds(carried)} of communication waited for ({percent(played.waited, carried)})"
+    )
+
+
+def _key_of_timeline(figure: Figure, y: float) -> None:
+    x = 0.041
+    for words, colour, width in (
+        ("matrix products", BUSY, 0.125),
+        ("a collective has the links", CARRIES[0], 0.18),
+        ("everything waits for one", WAITS, 0.17),
+        ("started", CARRIES[0], 0.07),
+        ("its end", FAINT, 0.07),
+    ):
+        mark = "|" if words in ("started", "its end") else "■"
+        figure.text(x, y, mark, size=11, color=colour, va="center")
+        figure.text(x + 0.013, y, words, size=10, color=FAINT, va="center")
+        x += width

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from jaxcoll._observe import compare
-from jaxcoll._observe.compiler_changes import changes
 from jaxcoll._observe.parse.collective import Collective, Meanwhile
 from jaxcoll._observe.report_data import ReportData
 from jaxcoll._show.table import Table, folding_html, lines_html
@@ -62,8 +61,7 @@ def headline(report: ReportData) -> str:
     over = report.where or counted(report.devices, "device")
     asked = ""
     if report.requested is not None:
-        trips = [report.requested_trips(i) for i in range(len(report.requested))]
-        asked = f"requested {totals(report.requested, trips)}; compiled: "
+        asked = f"requested {totals(report.requested, report.trips)}; compiled: "
     made = totals(report.collectives, [c.trips for c in report.collectives])
     dtypes = sorted({dtype for c in report.collectives for dtype in c.dtypes})
     typed = f", {', '.join(dtypes)}" if dtypes else ""
@@ -117,7 +115,7 @@ def row(report: ReportData, alike: Sequence[int]) -> tuple[str, ...]:
         "?" if c.trips is None else f"{c.trips:,}",
         size(len(alike) * c.turns * c.wire_bytes),
         during(c.meanwhile),
-        ", ".join(changes(report, alike[0])) or ("as requested" if known else ""),
+        ", ".join(report.changes(alike[0])) or ("as requested" if known else ""),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxcoll._observe.parse.calls import Loop, Matmul
 from jaxcoll._observe.report_data import ReportData
@@ -122,3 +122,30 @@ def _played(report: ReportData) -> Iterator[tuple[Matmul | str, int]]:
         yield from ((event, k) for _, _, event, k in marks[here:last])
 
     yield from within(0, len(marks), sorted(report.loops, key=lambda x: (x.at, -x.until)))
+
+
+_LANES = ("multiplies", "waits", "carries")
+
+
+def trace(report: ReportData) -> dict[str, Any]:
+    """One lane of matrix products, one of waiting, one of collectives, named by their packs."""
+    played = timeline(report)
+    events = [_event("matrix product", 0, start, end) for start, end in played.products]
+    for sent in played.sent:
+        collective = report.collectives[sent.k]
+        name = ", ".join(report.packs_of(sent.k)) or collective.kind
+        about = {"instruction": collective.name, "wire bytes": collective.wire_bytes}
+        events.append(_event(name, 2, sent.begins, sent.ends, **about))
+        if sent.done > sent.asked:
+            events.append(_event(f"waits for {name}", 1, sent.asked, sent.done))
+    lanes = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": lane, "args": {"name": words}}
+        for lane, words in enumerate(_LANES)
+    ]
+    return {"traceEvents": lanes + events, "displayTimeUnit": "ms"}
+
+
+def _event(name: str, lane: int, start: float, end: float, **about: Any) -> dict[str, Any]:
+    """A span, in microseconds."""
+    span = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+    return {"ph": "X", "name": name, "pid": 0, "tid": lane, **span, "args": about}

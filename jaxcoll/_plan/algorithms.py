@@ -46,6 +46,16 @@ IN_TREE_ORDER: dict[str, Callable[[int], bool]] = {
 """Whether over n replicas an algorithm sums every element as ((0+1)+(2+3))+((4+5)+(6+7))."""
 
 
+def exchange(replicas: int) -> str:
+    """The exchange of our own that is fastest over so many CPU devices."""
+    return "halving_doubling" if _is_power_of_two(replicas) else "shuffle"
+
+
+def exchange_within(replicas: int, world: World) -> str:
+    """The same along an inner axis; devices of one process wait least often in a shuffle."""
+    return exchange(replicas) if world.processes == world.replicas else "shuffle"
+
+
 def canonical(name: str) -> str:
     """The name of an algorithm in our words; TensorFlow's are taken too, in any case.
 

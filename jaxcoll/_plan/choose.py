@@ -9,6 +9,7 @@ from jaxcoll._plan.algorithms import (
     IN_TREE_ORDER,
     check_fits,
     check_in_tree_order,
+    exchange_within,
     owns_shards,
 )
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions
@@ -62,8 +63,8 @@ def choose(
     asked = options.algorithm or _implied(options, world)
     if named(options.compression) is not None:
         _check_carries_codes(asked, options)
+    check_fits(asked, options.shards, world)
     algorithm, why_algorithm = _carried(asked, options, world)
-    check_fits(algorithm, options.shards, world)
     # What was asked for stays, even where the cost model knows a faster way.
     fixed = bool(options.algorithm or options.reproducible or options.shards) or (
         options.implementation is not CommunicationImplementation.AUTO
@@ -132,11 +133,13 @@ def _carried(asked: str, options: CommunicationOptions, world: World) -> tuple[s
         if options.implementation is CommunicationImplementation.NCCL and world.platform != "gpu":
             return asked, f"algorithm: NCCL was asked for, but {carrier} carries it here"
         return asked, f"algorithm: the compiler's own all-reduce, carried by {carrier}"
-    # Gloo has a reduce-scatter, but not a good one, so a shuffle of ours does that part.
+    # Gloo has a reduce-scatter, but not a good one, so an exchange of ours does that part.
     *inner, outermost = asked.split("/")
     if "native" not in inner or carrier != "Gloo":
         return asked, f"algorithm: {_described(asked)}, as asked"
-    spared = "/".join([*("shuffle" if name == "native" else name for name in inner), outermost])
+    within = zip(inner, reversed(world.sizes), strict=False)
+    ours = (exchange_within(n, world) if name == "native" else name for name, n in within)
+    spared = "/".join([*ours, outermost])
     return spared, (
         f"algorithm: {_described(spared)}; the compiler's own reduce-scatter was asked for "
         "within, but Gloo's sends more than it has to, and is reported to go wrong (jax#40830)"

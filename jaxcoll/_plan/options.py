@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any, final
 
 import jax
@@ -76,18 +77,6 @@ class _Unset:
 
 UNSET: Any = _Unset()
 
-_DEFAULTS: dict[str, Any] = {
-    "bytes_per_pack": 0,
-    "timeout_seconds": None,
-    "implementation": CommunicationImplementation.AUTO,
-    "algorithm": None,
-    "shards": 0,
-    "reproducible": False,
-    "overlap": None,
-    "checksum": False,
-    "compression": None,
-}
-
 # Both name what carries a reduction, so an override that gives either replaces both.
 _CARRIER = ("implementation", "algorithm")
 
@@ -130,19 +119,24 @@ def _overlap(value: Any) -> bool | None:
     )
 
 
-_CHECKS: dict[str, Any] = {
-    "bytes_per_pack": lambda v: count(
-        "bytes_per_pack", " number of bytes (0: decided automatically)", v
+_OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "bytes_per_pack": (
+        0,
+        lambda v: count("bytes_per_pack", " number of bytes (0: decided automatically)", v),
     ),
-    "timeout_seconds": _timeout_seconds,
-    "implementation": lambda v: _member(CommunicationImplementation, "implementation", v),
-    "algorithm": _algorithm,
-    "shards": lambda v: count("shards", " (0: as many as the algorithm has by itself)", v),
-    "reproducible": lambda v: _switch("reproducible", v),
-    "overlap": _overlap,
-    "checksum": lambda v: _switch("checksum", v),
-    "compression": wire_formats.checked,
+    "timeout_seconds": (None, _timeout_seconds),
+    "implementation": (
+        CommunicationImplementation.AUTO,
+        lambda v: _member(CommunicationImplementation, "implementation", v),
+    ),
+    "algorithm": (None, _algorithm),
+    "shards": (0, lambda v: count("shards", " (0: as many as the algorithm has by itself)", v)),
+    "reproducible": (False, lambda v: _switch("reproducible", v)),
+    "overlap": (None, _overlap),
+    "checksum": (False, lambda v: _switch("checksum", v)),
+    "compression": (None, wire_formats.checked),
 }
+"""Of each option the default, and what checks a value that is given."""
 
 
 @jax.tree_util.register_static
@@ -226,16 +220,14 @@ class CommunicationOptions:
     compression: wire_formats.WireFormat | PowerSGD | str | None = UNSET  # read: "auto" alone
 
     def __post_init__(self) -> None:
-        given = tuple(
-            (name, _CHECKS[name](value))
-            for name in _DEFAULTS
-            if (value := getattr(self, name)) is not UNSET
-        )
-        for name, value in (_DEFAULTS | dict(given)).items():
-            setattr(self, name, value)
+        given: dict[str, Any] = {}
+        for name, (default, check) in _OPTIONS.items():
+            if (value := getattr(self, name)) is not UNSET:
+                given[name] = check(value)
+            setattr(self, name, given.get(name, default))
         # Set last: from here on `__setattr__` refuses. A frozen dataclass could not say how to
         # change an option, and its equality would take an unset option for its default.
-        self._given = given
+        self._given = tuple(given.items())
         asked: Any = self.implementation
         means = _ALGORITHM_OF.get(asked)
         if means and self.algorithm not in (None, means):
@@ -246,10 +238,10 @@ class CommunicationOptions:
 
     def replace(self, **changes: Any) -> CommunicationOptions:
         """These options with some changed; `UNSET` takes an option back to "not given"."""
-        unknown = sorted(set(changes) - set(_DEFAULTS))
+        unknown = sorted(set(changes) - set(_OPTIONS))
         if unknown:
             raise ValueError(
-                f"`replace` got {', '.join(unknown)}; the options are {', '.join(_DEFAULTS)}."
+                f"`replace` got {', '.join(unknown)}; the options are {', '.join(_OPTIONS)}."
             )
         given = dict(self._given)
         if all(given.get(name, UNSET) is value for name, value in changes.items()):

@@ -11,7 +11,7 @@ import zlib
 from typing import Any
 
 from jaxcoll._plan import plan_json
-from jaxcoll._plan.algorithms import Stage, stages, steps, wire_bytes, wire_elements
+from jaxcoll._plan.algorithms import Stage, aligned, stages, steps, wire_bytes, wire_elements
 from jaxcoll._plan.cost.model import Cost, Prices, loads
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import ReduceOp
@@ -165,6 +165,11 @@ class Plan:
     def stages(self, pack: Pack) -> tuple[Stage, ...]:
         """What is done along each axis to sum `pack`, inner first."""
         return stages(pack.algorithm, self.owners, pack.over, pack.format)
+
+    def elements(self, pack: Pack) -> int:
+        """Elements of the array that is summed: in a wire format whole blocks for each replica."""
+        size = sum(pack.lengths)
+        return aligned(self.stages(pack), size) if pack.format else size
 
     @property
     def chained(self) -> bool:

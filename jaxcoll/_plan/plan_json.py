@@ -53,11 +53,7 @@ def plain_kind(value: Leaf | Pack) -> dict[str, Any]:
 
 
 def fields(text: str) -> dict[str, Any]:
-    """The arguments of the `Plan` that was written as JSON.
-
-    Raises:
-      ValueError: the text is not such JSON, or is damaged.
-    """
+    """The arguments of the `Plan` that was written as JSON."""
     try:
         data = json.loads(text)
         if data["format"] != FORMAT or data["version"] != VERSION:

@@ -70,7 +70,8 @@ class Table:
     def html(self) -> str:
         """The table as HTML, in the colours of the page that it stands in.
 
-        A click on a column's name sorts by it; a row and the line beneath it are one `tbody`.
+        A click on a column's name, or Enter on it, sorts by it; a row and the line beneath it are
+        one `tbody`.
         """
         body = []
         for cells, beneath in zip(self.rows, self._below, strict=True):
@@ -78,7 +79,8 @@ class Table:
             below = f"<tr><td></td>{spanned}</tr>" if beneath else ""
             body.append(f"<tbody>{self._row('td', cells)}{below}</tbody>")
         foot = f"<tfoot><tr>{_spanning(len(self.align), self.more)}</tr></tfoot>" * bool(self.more)
-        head = f"<thead style='cursor:pointer' title='sort' onclick='{_SORT}'>"
+        enter = 'if (event.key == "Enter") event.target.click()'
+        head = f"<thead style='cursor:pointer' title='sort' onclick='{_SORT}' onkeydown='{enter}'>"
         return f"<table>{head}{self._row('th', self.columns)}</thead>{''.join(body)}{foot}</table>"
 
     @property
@@ -87,10 +89,11 @@ class Table:
 
     def _row(self, tag: str, cells: Iterable[str]) -> str:
         sides = ("right" if side == ">" else "left" for side in self.align)
+        focus = " tabindex='0'" if tag == "th" else ""
         return (
             "<tr>"
             + "".join(
-                f"<{tag} style='text-align:{side}'>{escape(cell)}</{tag}>"
+                f"<{tag}{focus} style='text-align:{side}'>{escape(cell)}</{tag}>"
                 for cell, side in zip(cells, sides, strict=True)
             )
             + "</tr>"

@@ -54,6 +54,11 @@ def _size(name: str, caller: str) -> int:
         ) from None
 
 
+def named(axes: Mapping[str, int]) -> str:
+    """Axes with their sizes, for a message."""
+    return ", ".join(f"{name!r} (size {size})" for name, size in axes.items())
+
+
 def count(axes: Mapping[str, int]) -> int:
     """Replicas along all of `axes` together."""
     return math.prod(axes.values())

@@ -140,8 +140,7 @@ def put_together(tree: Any, numbers: Mapping[str, Any]) -> Any:
 def varied(parts: dict[str, Part], axes: dict[str, int], caller: str) -> dict[str, Part]:
     """The parts typed as varying over the axes, which is what each replica's own numbers are."""
     for path, part in parts.items():
-        varying = _compat.varying_axes(part.total)
-        missing = {a: n for a, n in axes.items() if a not in varying and _compat.tracks_variance(a)}
+        missing = {a: axes[a] for a in _compat.same_axes(part.total, axes)}
         if missing and not part.own:
             names = tuple(missing) if len(missing) > 1 else next(iter(missing))
             raise AlreadyReducedError(

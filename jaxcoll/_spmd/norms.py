@@ -1,4 +1,4 @@
-"""What is asked of a whole gradient: its norm, and whether all of it is finite."""
+"""What is asked of a whole gradient: its norm, clipping by it, and whether all of it is finite."""
 
 from __future__ import annotations
 
@@ -35,6 +35,28 @@ def global_norm(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
         return jnp.sqrt(_added([_squared(x) for x, _ in leaves]))
     squares = [_counted_once(_squared(x), axes, over) for x, over in leaves]
     return jnp.sqrt(_summed(_added(squares), axis_name, axes, scope))
+
+
+def clipped(shards: Any, axes: tuple[str, ...], max_norm: float, *, scope: Scope) -> Any:
+    """The same shards, scaled so that the norm of the whole tree is at most `max_norm`.
+
+    Law: as `optax.clip_by_global_norm` of the whole tree, to rounding; squares are summed, and
+    shards scaled, in float32, or wider where a leaf is: the norm need not fit into float16.
+
+    Returns:
+      Shards, *varying*. Cost: one all-reduce of a number.
+    """
+    if not jax.tree.leaves(shards):
+        return shards
+    norm = global_norm(shards, axes, scope=scope)
+    within = norm < max_norm
+
+    def scaled(x: jax.Array) -> jax.Array:
+        exact = x.astype(wide(x.dtype))
+        less = (exact / norm.astype(exact.dtype) * max_norm).astype(x.dtype)
+        return lax.select(jnp.broadcast_to(within, x.shape), x, less)
+
+    return jax.tree.map(scaled, shards)
 
 
 def all_finite(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:

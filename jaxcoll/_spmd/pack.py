@@ -16,9 +16,12 @@ from jaxcoll._plan.packs.packing import Pack
 
 
 def pack(
-    arrays: Sequence[jax.Array], packs: Sequence[Pack], leaves: Sequence[Leaf]
+    arrays: Sequence[jax.Array],
+    packs: Sequence[Pack],
+    leaves: Sequence[Leaf],
+    sizes: Sequence[int] | None = None,
 ) -> list[jax.Array]:
-    """One array for each pack.
+    """One array for each pack, with zeros behind it up to its size, if `sizes` are given.
 
     A pack of one whole leaf is that leaf, in its own shape and without a copy; any other is
     flat. Law: `unpack(pack(arrays, packs, leaves), packs, leaves)` is `arrays`, to the bit (but for
@@ -32,16 +35,15 @@ def pack(
         whole = size == arrays[leaf].size
         return flat[leaf] if whole else flat[leaf][start : start + size]
 
+    def joined(p: Pack, size: int) -> jax.Array:
+        *lengths, last = p.lengths
+        lengths.append(max(last, size - sum(lengths)))
+        pieces = zip(p.segments, lengths, strict=True)
+        return jnp.concatenate([_filled(piece(s.leaf, s.start, s.size), k) for s, k in pieces])
+
     return [
-        arrays[p.segments[0].leaf]
-        if p.is_leaf(leaves)
-        else jnp.concatenate(
-            [
-                _filled(piece(s.leaf, s.start, s.size), length)
-                for s, length in zip(p.segments, p.lengths, strict=True)
-            ]
-        )
-        for p in packs
+        arrays[p.segments[0].leaf] if p.is_leaf(leaves) else joined(p, size)
+        for p, size in zip(packs, sizes or [0] * len(packs), strict=True)
     ]
 
 

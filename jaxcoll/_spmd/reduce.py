@@ -32,14 +32,15 @@ from jaxcoll._plan.power_sgd import PowerSGD
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.table import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
-from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.axes import bound_axes, count, named
 from jaxcoll._spmd.checks import checksum
 from jaxcoll._spmd.checks.corruption_callback import Heard, reported
 from jaxcoll._spmd.indexed_slices import IndexedSlices
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import alike, gathered, is_sparse
-from jaxcoll._spmd.wire_formats.feedback import left, with_owed
+from jaxcoll._spmd.wire_formats.feedback import cut_off, left, with_owed
+from jaxcoll._spmd.wire_formats.two_phase import Coded, How
 
 Invariant = Literal["error", "summed", "replicated"]
 
@@ -143,8 +144,8 @@ def all_reduce(
     scope.record(plan)
     if residual is not None:
         arrays = with_owed(arrays, leaves, residual, count(axes))
-    packs = pack(arrays, plan.packs, leaves)
-    sums, lost = _carry_out(plan, packs, scope.heard, residual is not None)
+    packs = pack(arrays, plan.packs, leaves, [plan.elements(p) for p in plan.packs])
+    sums, coded = _carry_out(plan, packs, scope.heard, residual is not None)
     hidden = hiding_axis(axes) if world.platform == "cpu" else None
     reduced = unpack(sums, plan.packs, leaves, one_kernel_a_shape=hidden)
     results = [
@@ -156,8 +157,7 @@ def all_reduce(
     result = scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
     if residual is None:
         return result
-    lost = unpack(lost.values(), [plan.packs[k] for k in lost], leaves, one_kernel_a_shape=hidden)
-    return result, left(residual, plan, sums, results, lost)
+    return result, left(residual, plan, sums, results, coded, hidden)
 
 
 def _without_factors(
@@ -243,12 +243,13 @@ def _settled(
 
 def _carry_out(
     plan: Plan, packs: Sequence[jax.Array], heard: Heard, feedback: bool
-) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+) -> tuple[list[jax.Array], dict[int, tuple[Coded | None, jax.Array | None]]]:
     """Each pack summed, by the stages that the plan has for it, and made the result.
 
-    Also, by the numbers of packs in a wire format, what was rounded away.
+    Also, by the numbers of packs in a wire format, what was coded and what was lost beside.
     """
-    sent, totals, lost = [], [], {}
+    sent, totals, coded = [], [], {}
+    how = How(feedback, plan.world.platform)
     for k, (planned, array) in enumerate(zip(plan.packs, packs, strict=True)):
         recipe = cast(Recipe, planned.kind)
         with jax.named_scope(f"{plan.name}/pack{k}"):
@@ -258,21 +259,18 @@ def _carry_out(
             sent.append(array)
             stages = plan.stages(planned)
             if planned.format:
-                total, lost[k] = algorithms.coded_all_reduce(array, stages, recipe.axes, feedback)
+                total, coded[k] = algorithms.coded_all_reduce(array, stages, recipe.axes, how)
             else:
                 total = algorithms.all_reduce(array, stages, recipe.axes)
             totals.append(total)
     bad = _corrupted(plan, sent, totals, heard) if plan.checksum else {}
-    results = []
+    results, lost = [], {}
     for k, (planned, total) in enumerate(zip(plan.packs, totals, strict=True)):
         recipe = cast(Recipe, planned.kind)
         with jax.named_scope(f"{plan.name}/pack{k}"):
             result = after(total, recipe)
-            if k in lost and recipe.dtype != recipe.wire:
-                # What the leaf's own type cannot hold is owed, too: by all replicas alike.
-                replicas = count({a: lax.axis_size(a) for a in recipe.over})
-                held = result.astype(recipe.wire) * (recipe.divisor or 1)
-                lost[k] += (total - held) / replicas
+            if planned.format:
+                lost[k] = coded[k], cut_off(total, result, recipe)
             if k in bad:
                 result = checksum.marked(result, _compat.as_invariant(bad[k], recipe.axes))
             # A quotient that goes into a sum next must not be rounded with it.
@@ -321,13 +319,12 @@ def _recipe(
     invariant: Invariant,
     same: frozenset[str],
 ) -> Recipe:
-    varying = _compat.varying_axes(array)
-    missing = {a: n for a, n in axes.items() if a not in varying and _compat.tracks_variance(a)}
-    missing = {a: n for a, n in axes.items() if a in missing or a in same}
-    if invariant == "error" and array.size and not same.issuperset(missing):
+    by_type = _compat.same_axes(array, axes)
+    missing = {a: n for a, n in axes.items() if a in by_type or a in same}
+    if invariant == "error" and array.size and not same.issuperset(by_type):
         raise AlreadyReducedError(
             _ALREADY_REDUCED.format(
-                axes=_named(axes), leaf=where(path), missing=_named(missing), n=count(missing)
+                axes=named(axes), leaf=where(path), missing=named(missing), n=count(missing)
             )
         )
     repeated = 1 if invariant == "summed" else count(missing)
@@ -335,7 +332,7 @@ def _recipe(
     return Recipe(
         over=tuple(a for a, n in axes.items() if n > 1 and a not in missing),
         axes=tuple(axes),
-        varying=varying,
+        varying=_compat.varying_axes(array),
         dtype=dtype,
         wire=wire,
         times=repeated,
@@ -361,7 +358,3 @@ def _as_array(path: str, value: Any) -> jax.Array:
         )
     check_reducible(path, np.result_type(value) if dtype is None else dtype)
     return jnp.asarray(value)
-
-
-def _named(axes: dict[str, int]) -> str:
-    return ", ".join(f"{name!r} (size {size})" for name, size in axes.items())

@@ -22,7 +22,7 @@ from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.arithmetic import Recipe, before, divided
-from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.axes import bound_axes, count, named
 from jaxcoll._spmd.pack import pack
 from jaxcoll._spmd.reduce import hiding_axis
 from jaxcoll._spmd.scope import Scope, differentiation
@@ -116,7 +116,7 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
     layout = shards.layout
     if tuple(axes) != shards.axes or count(axes) != layout.replicas:
         raise ValueError(
-            f"`all_gather` over {_named(axes)} got Shards of "
+            f"`all_gather` over {named(axes)} got Shards of "
             f"{counted(layout.replicas, 'replica')} over {', '.join(map(repr, shards.axes))}; "
             "gather them over the axes they were made over."
         )
@@ -205,13 +205,8 @@ def _result_dtype(recipe: Recipe) -> np.dtype:
 
 
 def _check_varies(path: str, array: jax.Array, axes: dict[str, int]) -> None:
-    varying = _compat.varying_axes(array)
-    missing = {a: n for a, n in axes.items() if a not in varying and _compat.tracks_variance(a)}
+    missing = {a: axes[a] for a in _compat.same_axes(array, axes)}
     if missing:
         raise AlreadyReducedError(
-            _ALREADY_REDUCED.format(axes=_named(axes), leaf=where(path), n=count(missing))
+            _ALREADY_REDUCED.format(axes=named(axes), leaf=where(path), n=count(missing))
         )
-
-
-def _named(axes: dict[str, int]) -> str:
-    return ", ".join(f"{name!r} (size {size})" for name, size in axes.items())

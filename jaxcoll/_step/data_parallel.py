@@ -13,10 +13,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxcoll._dispatch import call as dispatched
-from jaxcoll._dispatch.compiler_options import known_options
 from jaxcoll._dispatch.dispatch import run, start
+from jaxcoll._dispatch.environment import known_options
 from jaxcoll._dispatch.executable import remember
-from jaxcoll._dispatch.inner_deadlines import InnerDeadlines
 from jaxcoll._mesh.mesh import (
     abstract_mesh,
     axis_names,
@@ -162,7 +161,7 @@ class DataParallel:
         self._signature = Signature(step, batch_argnums)
         self._calls = 0
         self._known: dict[Any, Any] = {}
-        self._inner = InnerDeadlines()
+        self._inner = dispatched.InnerDeadlines()
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -285,9 +284,10 @@ class DataParallel:
 
     def _twin(self, **changed: Any) -> DataParallel:
         twin = copy.copy(self)
+        # What follows from the mesh is found anew, but for what `changed` says of it.
         for cached in ("mesh", "_scope", "_devices", "_processes", "_arguments"):
             vars(twin).pop(cached, None)
-        vars(twin).update(changed, _known={}, _inner=InnerDeadlines())
+        vars(twin).update(changed, _known={}, _inner=dispatched.InnerDeadlines())
         return twin
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:

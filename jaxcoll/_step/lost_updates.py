@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxcoll._jaxpr.part import unused_outputs
+from jaxcoll._jaxpr.retrace import unused_outputs
 from jaxcoll._mesh.placement import is_array
 
 _LOST = """\

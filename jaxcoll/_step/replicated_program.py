@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._jaxpr.gathered import check_own_gradients
-from jaxcoll._jaxpr.hidden import hidden_outputs
+from jaxcoll._jaxpr.beside_types import check_own_gradients, hidden_outputs
 from jaxcoll._jaxpr.own_norms import check_own_norms
 from jaxcoll._jaxpr.replication import varying_outputs
 from jaxcoll._jaxpr.subjaxprs import opened
@@ -171,7 +170,8 @@ class StepProgram:
             with _not_proven():
                 check_own_gradients(program, self.axes)
             hidden = hidden_outputs(program, self.mesh.axis_names)
-            varying = [a | b for a, b in zip(_by_type(program), hidden, strict=True)]
+            by_type = (_compat.varying_axes_of_type(var.aval) for var in opened(program).outvars)
+            varying = [a | b for a, b in zip(by_type, hidden, strict=True)]
             specs = self._specs(results, varying, "")
         else:
             again = ()
@@ -262,10 +262,6 @@ def _is_refused_by_types(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _by_type(program: Any) -> list[frozenset[str]]:
-    return [_compat.varying_axes_of_type(var.aval) for var in opened(program).outvars]
 
 
 def _by_spec(lying: Any, arguments: Any) -> list[frozenset[str]]:

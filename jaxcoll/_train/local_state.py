@@ -9,8 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from jaxcoll._mesh.placement import is_array
+from jaxcoll._train.fragments import Schedule
 
 
 @jax.tree_util.register_dataclass
@@ -83,3 +86,39 @@ def check_leaf(name: str, leaf: Any, is_parameter: bool) -> None:
             f"`local_updates`: {name} is of {dtype}, whose mean has another type. Counters and the "
             "like belong to `opt_state`, which each replica keeps for itself."
         )
+
+
+def check_state(state: Any, here: int, schedule: Schedule) -> None:
+    """Refuse a state that does not fit the replicas that are here, or the schedule."""
+    if not isinstance(state, LocalState):
+        raise ValueError(
+            f"`local_updates` expects the state that `init` returned; got {type(state).__name__}."
+        )
+    if isinstance(state.steps, Tracer):
+        raise ValueError(
+            "`local_updates` trains between programs and cannot be traced as one. For "
+            "`jc.inspect` there are the attributes `step` and `sum`."
+        )
+    rows = {len(x) for x in jax.tree.leaves(state.replicas)}
+    if rows - {here}:
+        raise ValueError(
+            f"`local_updates`: the state has rows for {max(rows - {here})} replicas, and this "
+            f"process has {here}. `restart(state)` makes one for these."
+        )
+    if len(state.sent) != schedule.fragments or bool(state.sums) != bool(schedule.delay):
+        raise ValueError(
+            f"`local_updates`: the state is of {len(state.sent)} fragments "
+            f"with{'' if state.sums else 'out'} a delay, and here are {schedule.fragments} and a "
+            f"delay of {schedule.delay}. Begin again: `init(params(state), opt_state)`."
+        )
+
+
+def check_batch(batch: Any, here: int) -> None:
+    """Refuse a batch whose rows do not divide over the replicas that are here."""
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        rows = np.shape(x)[:1]
+        if not rows or rows[0] % here:
+            raise ValueError(
+                f"`local_updates`: batch{jax.tree_util.keystr(path)} has the shape {np.shape(x)}, "
+                f"and its rows are to be shared by {here} replicas of this process, equally."
+            )

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxcoll._api.collectives import all_reduce
@@ -29,7 +28,16 @@ from jaxcoll._train.local_programs import (
     step_program,
     update_program,
 )
-from jaxcoll._train.local_state import LocalState, Sum, arrived, check_leaf, joined, part
+from jaxcoll._train.local_state import (
+    LocalState,
+    Sum,
+    arrived,
+    check_batch,
+    check_leaf,
+    check_state,
+    joined,
+    part,
+)
 
 _CALLER = "local_updates"
 
@@ -135,6 +143,7 @@ class LocalUpdates:
     Attributes:
       step: the program of a local step, of `(state.replicas, batch)`; to be inspected.
       sum: the program of an exchange, of `fragment(state, k)`; a `DataParallel` step.
+      schedule: when which fragment is exchanged.
     """
 
     def __init__(
@@ -147,8 +156,18 @@ class LocalUpdates:
         axis_name: str | tuple[str, ...],
         options: CommunicationOptions,
     ) -> None:
-        self._one, self._schedule, self._outer, self._mixing = step, schedule, outer, mixing
+        self._one, self.schedule, self._outer, self._mixing = step, schedule, outer, mixing
         self._mesh, self._axis_name, self._options = mesh, axis_name, options
+
+    @property
+    def axis_name(self) -> str | tuple[str, ...]:
+        """The mesh axis of the replicas, or all axes."""
+        return self._axis_name
+
+    def on(self, mesh: Mesh) -> LocalUpdates:
+        """The same training on other devices; the mesh has `axis_name`."""
+        settings = self._outer, self._mixing, mesh, self._axis_name, self._options
+        return LocalUpdates(self._one, self.schedule, *settings)
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -209,9 +228,9 @@ class LocalUpdates:
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
                 check_leaf(f"{name}{jax.tree_util.keystr(path)}", leaf, name == "params")
         leaves = jax.tree.leaves(params)
-        if len(leaves) < self._schedule.fragments:
+        if len(leaves) < self.schedule.fragments:
             raise ValueError(
-                f"`fragments` is {self._schedule.fragments}, and the parameters have "
+                f"`fragments` is {self.schedule.fragments}, and the parameters have "
                 f"{len(leaves)} leaves, which are not cut."
             )
         with no_mesh():
@@ -224,7 +243,7 @@ class LocalUpdates:
                 self._spread((shared, own)),
                 shared,
                 tuple(map(begin, parts)),
-                tuple(sums if self._schedule.delay else ()),
+                tuple(sums if self.schedule.delay else ()),
                 np.zeros(len(parts), int),
             )
 
@@ -247,15 +266,21 @@ class LocalUpdates:
           ReplicaDivergenceError: of a first sum, processes hold different shared parameters.
           PeerLostError: of a sum, as are the errors that `data_parallel` lists.
         """
-        self._check_state(state)
+        check_state(state, len(self._places.devices), self.schedule)
+        state, metrics = self.local(state, batch)
         with no_mesh():
-            own = self._places.place_rows(state.replicas)
-            rows = self._places.place_rows(self._checked_batch(batch))
-            call = Call(self.step, (own, rows), self._places.devices, f"A step of `{_CALLER}`")
+            return self._exchanged(state, int(state.steps)), metrics
+
+    def local(self, state: LocalState, batch: Any) -> tuple[LocalState, Any]:
+        """A local step of every replica, before anything is exchanged."""
+        places = self._places
+        check_batch(batch, len(places.devices))
+        with no_mesh():
+            rows = places.place_rows(state.replicas), places.place_rows(batch)
+            call = Call(self.step, rows, places.devices, f"A step of `{_CALLER}`")
             replicas, metrics = run(call)
-            steps = int(state.steps) + 1
-            state = dataclasses.replace(state, replicas=replicas, steps=np.asarray(steps))
-            return self._exchanged(state, steps), metrics
+            steps = np.asarray(int(state.steps) + 1)
+            return dataclasses.replace(state, replicas=replicas, steps=steps), metrics
 
     def params(self, state: LocalState) -> Any:
         """The shared parameters, *invariant*: what to evaluate and to keep.
@@ -295,7 +320,7 @@ class LocalUpdates:
         """
         with no_mesh():
             for k in np.flatnonzero(state.sent):
-                state = self._applied(state, int(k), own=False)
+                state = self.applied(state, int(k), own=False)
             rows = len(jax.tree.leaves(state.replicas)[0])
             taken = np.asarray([i % rows for i in self._places.replicas])
             shared = self._places.place_copies(state.shared)
@@ -305,11 +330,11 @@ class LocalUpdates:
 
     def _exchanged(self, state: LocalState, step: int) -> LocalState:
         """Apply what has arrived, send what is due; without a delay, apply that, too."""
-        delay, due = self._schedule.delay, self._schedule.sent(step)
+        delay, due = self.schedule.delay, self.schedule.sent(step)
         for k in np.flatnonzero(state.sent):
             # Sent again only if `every` has changed: what is on its way must not be lost then.
             if step >= state.sent[k] + delay or k in due:
-                state = self._applied(state, int(k))
+                state = self.applied(state, int(k))
         if not due:
             return state
         sums = {k: self._sent(state, k) for k in due}
@@ -319,14 +344,14 @@ class LocalUpdates:
             sent=np.where(np.isin(np.arange(len(state.sent)), due), step, state.sent),
         )
         for k in () if delay else due:
-            state = self._applied(state, k, sums[k])
+            state = self.applied(state, k, sums[k])
         return state
 
     def _sent(self, state: LocalState, k: int) -> Sum:
         wait = self.sum.start(*self.fragment(state, k))
         return Sum(lambda: self._places.place_copies(wait()))
 
-    def _applied(
+    def applied(
         self, state: LocalState, k: int, found: Sum | None = None, own: bool = True
     ) -> LocalState:
         """The state with the update of fragment k; `own`: replicas take it."""
@@ -350,42 +375,4 @@ class LocalUpdates:
     def _fragments(self, shared: Any) -> tuple[tuple[int, ...], ...]:
         """The leaves of each fragment."""
         sizes = tuple(x.size * x.dtype.itemsize for x in jax.tree.leaves(shared))
-        return fragments_of(sizes, self._schedule.fragments)
-
-    def _check_state(self, state: Any) -> None:
-        if not isinstance(state, LocalState):
-            raise ValueError(
-                f"`{_CALLER}` expects the state that `init` returned; got {type(state).__name__}."
-            )
-        if isinstance(state.steps, Tracer):
-            raise ValueError(
-                f"`{_CALLER}` trains between programs and cannot be traced as one. For "
-                "`jc.inspect` there are the attributes `step` and `sum`."
-            )
-        here = len(self._places.devices)
-        rows = {len(x) for x in jax.tree.leaves(state.replicas)}
-        if rows - {here}:
-            raise ValueError(
-                f"`{_CALLER}`: the state has rows for {max(rows - {here})} replicas, and this "
-                f"process has {here}. `restart(state)` makes one for these."
-            )
-        if len(state.sent) != self._schedule.fragments or bool(state.sums) != bool(
-            self._schedule.delay
-        ):
-            raise ValueError(
-                f"`{_CALLER}`: the state is of {len(state.sent)} fragments "
-                f"with{'' if state.sums else 'out'} a delay, and here are "
-                f"{self._schedule.fragments} and a delay of {self._schedule.delay}. Begin again: "
-                "`init(params(state), opt_state)`."
-            )
-
-    def _checked_batch(self, batch: Any) -> Any:
-        here = len(self._places.devices)
-        for path, x in jax.tree_util.tree_leaves_with_path(batch):
-            rows = np.shape(x)[:1]
-            if not rows or rows[0] % here:
-                raise ValueError(
-                    f"`{_CALLER}`: batch{jax.tree_util.keystr(path)} has the shape {np.shape(x)}, "
-                    f"and its rows are to be shared by {here} replicas of this process, equally."
-                )
-        return batch
+        return fragments_of(sizes, self.schedule.fragments)

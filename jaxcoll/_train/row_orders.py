@@ -37,7 +37,7 @@ def spreads(
     rows = {
         np.shape(x)[0]
         for at in batch
-        for x in jax.tree.leaves(_at(at, args, kwargs))
+        for x in jax.tree.leaves(kwargs[at] if isinstance(at, str) else args[at])
         if _has_rows(x)
     }
     if not any(n > 1 for n in rows):
@@ -65,10 +65,6 @@ def is_rounding(one: np.ndarray, many: np.ndarray, spread: np.ndarray, allowed: 
     unseen = beyond & ~(spread > allowed)
     few = np.count_nonzero(unseen) <= _UNSEEN * np.count_nonzero(beyond)
     return bool(few and np.max(off, initial=0.0) <= _TIMES * np.max(spread, initial=0.0) < np.inf)
-
-
-def _at(place: int | str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return kwargs[place] if isinstance(place, str) else args[place]
 
 
 def _has_rows(x: Any) -> bool:

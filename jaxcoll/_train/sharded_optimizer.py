@@ -19,7 +19,7 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
 from jaxcoll._spmd import reduce_scatter as halves
 from jaxcoll._spmd.axes import bound_axes, count
-from jaxcoll._spmd.clip import clipped
+from jaxcoll._spmd.norms import clipped
 from jaxcoll._spmd.reduce import reduced_once
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.shards import (

@@ -52,12 +52,7 @@ class Calibrated:
 def calibrate(
     team: Team, progress: Callable[[str], None], *, writes: Callable[[Path], None]
 ) -> Calibrated:
-    """Measure the terms of a team's world.
-
-    Raises:
-      ValueError: a single replica, or hosts that are not alike.
-      LaunchError: a rank failed.
-    """
+    """Measure the terms of a team's world, all of whose hosts must be alike."""
     first, *others = team.do("costs")
     measured_on = first["measured_on"]
     if first["usual"]["key"]["replicas"] < 2:
@@ -88,8 +83,12 @@ def _measured(
     """Median seconds of every probe, and of how many rounds."""
     probes = PROBES.of(len(sizes), usual)
     progress("values")
-    leaves = [size for probe in probes for size in [probe.nbytes] * probe.count]
-    team.do("prepare", leaves=[_float32(n) for n in leaves], reduce_op="sum")
+    leaves = [
+        {"shape": (probe.nbytes // 4,), "dtype": "float32"}
+        for probe in probes
+        for _ in range(probe.count)
+    ]
+    team.do("prepare", leaves=leaves, reduce_op="sum")
     turns: dict[str, Contestant] = {}
     first = 0
     for k, probe in enumerate(probes):
@@ -140,7 +139,3 @@ def _spelled(probe: Probe) -> str:
     if probe.packed:
         return f"{probe.algorithm}@all"
     return BASELINE if probe.algorithm == "native" else probe.algorithm
-
-
-def _float32(nbytes: int) -> dict[str, Any]:
-    return {"shape": (nbytes // 4,), "dtype": "float32"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -25,7 +26,8 @@ HEAD, FOOT, GAP, ROW, CURVES = 1.45, 0.55, 1.15, 0.42, 5.0
 def draw(results: Sequence[Result], path: Path) -> None:
     """Write the picture of a benchmark as a PNG, 1,920 pixels wide and as high as it needs."""
     sizes = [r for r in results if r.is_size]
-    trees = [list(g) for _, g in groupby((r for r in results if not r.is_size), _workload)]
+    of_trees = (r for r in results if not r.is_size)
+    trees = [list(g) for _, g in groupby(of_trees, attrgetter("workload"))]
     heights = [CURVES] * bool(sizes) + [ROW * (len(rows) - 1) for rows in trees]
     height = HEAD + FOOT + sum(heights) + GAP * (len(heights) - 1) + 0.35
     figure = page(high=height)
@@ -73,10 +75,6 @@ def draw_simulation(simulation: Simulation, path: Path) -> None:
     source = f"Predicted, not measured, from {simulation.terms.source}."
     figure.text(0.04, 0.035, source, size=9.5, color=FAINT)
     figure.savefig(path, format="png")
-
-
-def _workload(result: Result) -> str:
-    return result.workload
 
 
 def _heading(figure: Figure, results: Sequence[Result], height: float) -> None:

@@ -14,6 +14,9 @@ AGAIN = " again"
 TWIN = BASELINE + AGAIN
 """The same program as the baseline: what differs between the two is the noise of the run."""
 
+FEEDBACK = "+feedback"
+"""Behind a wire format: a residual goes from call to call."""
+
 PEERS = ("torch", "tensorflow")
 """Libraries that can be measured in the same run."""
 
@@ -26,8 +29,8 @@ def options_of(name: str) -> CommunicationOptions:
 
     Args:
       name: "auto", "reproducible", or an algorithm with - or _ in it ("halving-doubling"), or
-        "inner/outer" for two axes; then perhaps "+" and a wire format ("auto+int8"), and "@" and
-        the largest pack ("ring@4MiB"), or "@all" for one pack.
+        "inner/outer" for two axes; then perhaps "+" and a wire format ("auto+int8"), `FEEDBACK`
+        behind that, and "@" and the largest pack ("ring@4MiB"), or "@all" for one pack.
 
     Raises:
       ValueError: there is no such algorithm, format or pack.
@@ -40,6 +43,7 @@ def options_of(name: str) -> CommunicationOptions:
     """
     algorithm, at, pack = name.partition("@")
     algorithm, plus, format = algorithm.partition("+")
+    format = format.removesuffix(FEEDBACK)
     given: dict[str, Any] = {"compression": format} if plus else {}
     if at:
         given["bytes_per_pack"] = _EVERYTHING if pack == "all" else bytes_of(pack)
@@ -54,7 +58,8 @@ def options_of(name: str) -> CommunicationOptions:
             )
             raise ValueError(
                 f"no algorithm {name!r}: choose {known}, or inner/outer made of two; +bf16, "
-                "+int8 or +int4 behind it says what travels, @4MiB or @all how large packs are."
+                "+int8 or +int4 behind it says what travels, +feedback behind that keeps what is "
+                "lost, @4MiB or @all how large packs are."
             ) from None
     return CommunicationOptions(**given)
 

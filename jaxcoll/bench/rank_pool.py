@@ -101,17 +101,7 @@ class Places:
 
 
 class Launched(Team):
-    """Ranks in processes of their own on this host, which `serve` requests over pipes.
-
-    Args:
-      label: the library's name, for messages.
-      entries: the contestants; (): as the ranks' world names them.
-      running: the processes, in rank order.
-      pipes: for each process the ends for requests and for replies.
-      logs: for each process the file of its standard error.
-      timeout: seconds that one request may take.
-      places: where they run.
-    """
+    """Ranks in processes of their own on this host, which `serve` requests over pipes."""
 
     on_this_host = launched = True
 
@@ -129,6 +119,7 @@ class Launched(Team):
         self._pipes, self._places = pipes, places
         self.network = places.network
         world = self._replies("start")[0]
+        # Ranks of other libraries name their contestants themselves.
         super().__init__(entries or [tuple(entry) for entry in world.get("entries", ())], world)
 
     def sent_bytes(self) -> int | None:

@@ -132,11 +132,7 @@ _OF_WORLDS = ("devices", "processes", "platform", "rate", "hosts", "per_host")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, show and write.
-
-    Returns:
-      The exit status; see `EPILOG`.
-    """
+    """Measure, show and write; the exit status, as `EPILOG` has it."""
     try:
         with _terminable():
             check_installed("bench", "rich", *["matplotlib"] * (args.plot is not None))
@@ -254,7 +250,7 @@ def _regret(args: argparse.Namespace) -> None:
     """The automatic choice beside hand-made ones; what an earlier run has written stays."""
     from jaxcoll.bench.regret.cases import cases
     from jaxcoll.bench.regret.measure import measure, regret_of
-    from jaxcoll.bench.regret.table import show
+    from jaxcoll.bench.table import show_regret
 
     _check_unset(args, "--regret chooses its own trees and worlds", dict.fromkeys(_OF_WORLDS))
     if args.cases < 1 or args.seed < 0 or args.rounds < 1:
@@ -274,7 +270,7 @@ def _regret(args: argparse.Namespace) -> None:
                 write_text("--json", file, text)
     if args.json == "-":
         write_lines("-", "".join(json.dumps(regret.to_dict()) + "\n" for regret in found))
-    show(found, to_stderr=args.json == "-")
+    show_regret(found, to_stderr=args.json == "-")
 
 
 def _kept(asked: str | None, file: Path, one_process: bool) -> str:

@@ -18,9 +18,8 @@ from jaxcoll.cli.diagnosis import (
     machine_findings,
     pair_findings,
 )
-from jaxcoll.cli.patience import patience
 from jaxcoll.cli.results import check_results, write_lines
-from jaxcoll.cli.streams import complain
+from jaxcoll.cli.streams import complain, patience
 
 EPILOG = """\
 Alone it looks at this machine. In every process of a job (`jaxcoll launch -n 4 -m jaxcoll doctor`,

@@ -21,9 +21,8 @@ from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._show.units import WIDTH
 from jaxcoll.bench.devices import SIMULATED
 from jaxcoll.cli.flags import add_devices, add_platform
-from jaxcoll.cli.patience import patience
 from jaxcoll.cli.results import check_results, write_lines
-from jaxcoll.cli.streams import terminal_width
+from jaxcoll.cli.streams import patience, terminal_width
 
 EPILOG = """\
 TARGET is a file of HLO text, as `compiled.as_text()` returns it; or module:name. The name is a

@@ -20,9 +20,8 @@ from jaxcoll.bench.naming import options_of
 from jaxcoll.bench.simulation import ALGORITHMS, Simulation, simulate
 from jaxcoll.bench.workloads import Workload, tree_of
 from jaxcoll.cli.flags import add_devices, add_tree, check_least
-from jaxcoll.cli.patience import patience
 from jaxcoll.cli.results import check_installed, check_results, write_lines
-from jaxcoll.cli.streams import terminal_width
+from jaxcoll.cli.streams import patience, terminal_width
 
 EPILOG = """\
 Nothing is compiled, and nothing runs: a plan is made from shapes, and its time is predicted by the

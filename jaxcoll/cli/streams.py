@@ -1,4 +1,4 @@
-"""Standard output and error of a command, which may be closed, full or without a reader."""
+"""Standard output and error of a command: closed, full, without a reader, or watched by one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ import os
 import select
 import shutil
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from typing import TextIO
 
 _OF_STREAMS = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
 READER_LEFT = 141
 """The exit status when the reader, such as `head`, has read enough: as after a SIGPIPE."""
+
+AFTER = 2.0
+"""Seconds without words."""
+
+_EVERY = 0.5
+_ERASE = "\r\x1b[K"
 
 
 def open_closed_streams() -> None:
@@ -75,3 +84,30 @@ def _discard(stream: TextIO) -> None:
         os.dup2(null, stream.fileno())
         os.close(null)
         stream.flush()
+
+
+@contextlib.contextmanager
+def patience(words: str) -> Iterator[None]:
+    """Show `words` and the seconds on standard error, if that is a terminal, until this is done."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    done = threading.Event()
+    thread = threading.Thread(target=_show, args=(words, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _show(words: str, done: threading.Event) -> None:
+    start = time.monotonic()
+    if done.wait(AFTER):
+        return
+    with contextlib.suppress(OSError, ValueError):  # the terminal is gone, or closed
+        while not done.wait(_EVERY):
+            seconds = time.monotonic() - start
+            print(f"{_ERASE}{words} … {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+        print(_ERASE, end="", file=sys.stderr, flush=True)

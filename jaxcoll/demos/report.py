@@ -32,7 +32,8 @@ def progress(
       What to call at every step, with whether it is the reference's, and its loss.
     """
     console = new_console(stderr=to_stderr, highlight=False)
-    count = counted(len(devices), "device") + _in_processes(jax.process_count())
+    count, processes = counted(len(devices), "device"), jax.process_count()
+    count += f" in {processes} processes" * (processes > 1)
     console.print(
         f"[bold]jaxcoll {jc.__version__}[/], JAX {jax.__version__}: handwritten digits over "
         f"{count} ({devices[0].device_kind})\n"
@@ -82,10 +83,6 @@ def show(outcome: Outcome, picture: Path, *, to_stderr: bool) -> None:
     console.print()
     # Neither wrapped nor cropped, so that it can be copied.
     console.print(f"picture: {picture}", soft_wrap=True)
-
-
-def _in_processes(count: int) -> str:
-    return f" in {count} processes" if count > 1 else ""
 
 
 def _figures(*rows: tuple[str, str, str]) -> Table:

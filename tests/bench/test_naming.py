@@ -23,6 +23,7 @@ def test_algorithms():
     coded = options_of("shuffle/shuffle+int8@4MiB")
     assert (coded.algorithm, coded.bytes_per_pack) == ("shuffle/shuffle", 4 << 20)
     assert coded.compression == jc.Int8()
+    assert options_of("auto+int8+feedback@all") == options_of("auto+int8@all")
     with pytest.raises(ValueError, match="compression.*int9"):
         options_of("auto+int9")
     with pytest.raises(

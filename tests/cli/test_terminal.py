@@ -3,9 +3,9 @@
 import io
 import time
 
-from jaxcoll.cli import patience as module
+from jaxcoll.cli import streams as module
 from jaxcoll.cli.main import main
-from jaxcoll.cli.patience import patience
+from jaxcoll.cli.streams import patience
 
 
 class Terminal(io.StringIO):

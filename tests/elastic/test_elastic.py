@@ -125,7 +125,9 @@ def test_bad_numbers_are_refused(settings, words):
 
 
 def test_steps_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="expects a step made by `jc.data_parallel`; got function"):
+    with pytest.raises(
+        ValueError, match="made by `jc.data_parallel`, or by `jc.local_updates`; got function"
+    ):
         jc.Elastic(lambda s, x: (s, x), START)
     with pytest.raises(ValueError, match=r"must not donate it; got donate_argnums=\(0,\)"):
         jc.Elastic(jc.data_parallel(lambda s, x: (s, x), donate_argnums=0), START)
@@ -257,8 +259,7 @@ def test_a_step_that_is_late_again_and_again_ends_with_the_state_saved(tmp_path,
         membership.ask(f"{what} did not finish within {seconds:g} s", late=True)
         raise RegroupError
 
-    for module in ("attempts", "run"):
-        monkeypatch.setattr(f"jaxcoll._elastic.{module}.MOST_ATTEMPTS", 4)
+    monkeypatch.setattr("jaxcoll._elastic.run.MOST_ATTEMPTS", 4)
     monkeypatch.setattr("jaxcoll._elastic.run.outcome_of", late)
     path = tmp_path / "last.npz"
     words = (

@@ -135,6 +135,24 @@ def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
     ended([*membership, again, late])
 
 
+def test_one_taken_in_that_was_not_given_the_state_yet_takes_nobody_back():
+    membership = members_of_a_run(3, most=2)
+    found = {}
+    spare = threading.Thread(target=lambda: found.update(spare=membership[2].enter(0)))
+    spare.start()
+    at_once(*(lambda c=c: c.enter(0) for c in membership[:2]))
+    membership[1].close()
+    membership[0].regroup(9, (8, 9))
+    spare.join(10)
+    membership[0].ask("it failed before the state was given")
+    third = at_once(
+        lambda: membership[0].regroup(9, (8, 9)), lambda: membership[2].regroup(0, (0,))
+    )
+    assert len(set(third)) == 1
+    assert (third[0].ranks, third[0].step, third[0].given) == ((0, 2), 9, True)
+    ended(membership)
+
+
 def test_nobody_is_waited_for_who_has_ended_without_finishing():
     keys = LocalKeys(processes=2)
     first = [Membership(keys.of(r), "run", patience=5.0, startup=5.0, most=None) for r in range(2)]
@@ -306,7 +324,7 @@ def test_who_has_a_file_writes_and_those_who_have_none_wait_for_it(having):
     again = at_once(*(lambda c=c: c.regroup(9, (9,)) for c in membership))
     assert len(set(again)) == 1
     agreed = at_once(*(lambda c=c: writers_of(c, c.generation, every(c)) for c in membership))
-    assert [[w.are_due(at) for at in (10, 15, 20)] for w in agreed] == [
+    assert [[w.are_due(at - 1, at) for at in (10, 15, 20)] for w in agreed] == [
         [bool(having), False, bool(having)]
     ] * 3
     ended(membership)

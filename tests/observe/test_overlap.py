@@ -16,8 +16,7 @@ from jaxcoll._observe.overlap import Share, exposed, overlap
 from jaxcoll._observe.parse.calls import Matmul
 from jaxcoll._observe.parse.collective import Collective, Meanwhile, Operand
 from jaxcoll._observe.report import Report
-from jaxcoll._observe.timeline import timeline
-from jaxcoll._observe.timeline_trace import trace
+from jaxcoll._observe.timeline import timeline, trace
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.world import World
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from jaxcoll._observe.overlap import predicted
 from jaxcoll._observe.parse.collective import KINDS, Collective, Operand
-from jaxcoll._observe.predicted_time import predicted
 from jaxcoll._plan.algorithms import stages
 from jaxcoll._plan.cost.model import Prices
 from jaxcoll._plan.cost.presets import preset

@@ -137,6 +137,9 @@ def test_gloo_is_spared_its_reduce_scatter():
     assert choose(options, World("gpu", (2, 4), processes=2)).algorithm == "native/native"
     choice = choose(options, there)
     assert choice.algorithm == "shuffle/native"
+    for sizes, within in (((2, 4), "halving_doubling"), ((2, 3), "shuffle")):
+        world = World("cpu", sizes, processes=sizes[0] * sizes[1])
+        assert choose(options, world).algorithm == f"{within}/native"
     assert "Gloo's sends more than it has to" in choice.reasons[0]
 
 

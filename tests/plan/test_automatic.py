@@ -204,9 +204,9 @@ def algorithms_of(shapes, world):
 def test_what_crosses_hosts_is_summed_within_them_first():
     found = algorithms_of([(256,), (1 << 22,), (1 << 24,)], TWO_HOSTS)
     assert found == {
-        1 << 10: "shuffle/halving_doubling",
-        1 << 24: "shuffle/native",
-        1 << 26: "shuffle/native",
+        1 << 10: "halving_doubling/halving_doubling",
+        1 << 24: "halving_doubling/native",
+        1 << 26: "halving_doubling/native",
     }
 
 
@@ -217,7 +217,7 @@ def test_codes_travel_between_hosts_only(compression, cores):
     leaf = Leaf("", (1 << 20,), F32, F32, TWO_HOSTS.sizes, format=str(options.compression))
     terms = preset(TWO_HOSTS, cores=cores)
     plan = make_plan(jc.ReduceOp.SUM, [leaf], options, TWO_HOSTS, terms=terms)
-    assert plan.algorithm == "shuffle/shuffle"
+    assert plan.algorithm == "halving_doubling/shuffle"
     assert [stage.format for stage in plan.stages(plan.packs[0])] == ["", leaf.format]
 
 
@@ -228,13 +228,14 @@ def test_a_plan_of_two_levels_says_so():
     assert not any("two levels" in reason for reason in asked.reasons)
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (3, 2), (2, 2, 2)])
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (3, 2), (2, 3), (2, 2, 2)])
 @pytest.mark.parametrize("cores", [1, 8])
 def test_two_levels_of_few_hosts_are_predicted_faster_on_any_network_but_the_fastest(sizes, cores):
     hosts, inner = sizes[0], len(sizes) - 1
     n = int(np.prod(sizes))
     world = World("cpu", sizes, processes=n, hosts=hosts, inner=inner)
-    assert algorithms_for(world)[1] == "shuffle/" * inner + "native"
+    within = "halving_doubling/" if sizes[-1].bit_count() == 1 else "shuffle/"
+    assert algorithms_for(world)[1] == within * inner + "native"
     for network in ("ethernet-1", "ethernet-10"):
         prices = Prices(preset(world, cores=cores, network=network), sizes)
         flat, *two = (prices.of(stages(a, 0, sizes), 1 << 26) for a in algorithms_for(world))

@@ -85,6 +85,7 @@ FAULTS = [
     Fault("SIGKILL in the first step", 3, ((1, 0, "SIGKILL"),)),
     Fault("SIGKILL in the last step", 3, ((1, 39, "SIGKILL"),)),
     Fault("SIGKILL while compiling", 3, ((2, "while compiling", "SIGKILL"),)),
+    Fault("SIGKILL where each has a residual", 3, ((1, 20, "SIGKILL"),), job="owing", spec={"devices": 2}),
     Fault("SIGKILL where each has two devices", 3, ((1, 20, "SIGKILL"),), spec={"devices": 2}),
     Fault("SIGKILL where steps have no deadline", 3, ((1, 20, "SIGKILL"),),
           spec={"devices": 2, "settings": {"timeout_seconds": None}}),

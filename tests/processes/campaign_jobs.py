@@ -55,7 +55,10 @@ import numpy as np  # noqa: E402
 from jaxlib import _jax  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
+from jaxcoll._elastic.residuals import own_rows, placed  # noqa: E402
+from jaxcoll._feedback.residual import is_residual  # noqa: E402
 
+INT8 = jc.CommunicationOptions(compression="int8")
 EXPIRES = {"at": 0.0}
 """When the deadline of what this process waits for, or waited for last, passes."""
 
@@ -87,6 +90,7 @@ def bits(state):
 class Elastic:
     """Training by `jc.Elastic`, and once more without it from where the world became smaller."""
 
+    step = staticmethod(step)
     start = {"w": np.zeros(16, "f"), "seen": np.int32(0), "large": np.ones(4096, "f")}  # noqa: RUF012
 
     def __init__(self):
@@ -94,7 +98,7 @@ class Elastic:
         self.settings |= SPEC.get("settings", {})
         if RANK in SPEC.get("without a file", ()):
             self.settings.pop("checkpoint")
-        self.trainer = jc.Elastic(step, self.start, **self.settings, report=self.report)
+        self.trainer = jc.Elastic(self.step, self.start, **self.settings, report=self.report)
         self.kept, self.changes, self.expiries = {0: self.start}, [], []
 
     def batches(self, at, rank, world):
@@ -151,10 +155,36 @@ class Elastic:
         if change.joined:
             return self.trainer._job.state.latest
         devices = [d for r in change.workers for d in jax.devices() if d.process_index == r]
-        plain = step.on(jax.sharding.Mesh(np.array(devices), ("data",)))
-        state = self.kept[change.step]
+        mesh = jax.sharding.Mesh(np.array(devices), ("data",))
+        plain, state = self.step.on(mesh), self.kept[change.step]
+        state |= {k: placed(r, mesh) for k, r in state.items() if is_residual(r)}
         for at in range(change.step, SPEC["steps"]):
             state = plain(state, rows(at, change.workers.index(RANK)))[0]
+        return state
+
+
+class Owing(Elastic):
+    """The same with gradients of 8 bits, whose residual each worker keeps."""
+
+    @staticmethod
+    @jc.data_parallel(batch_argnums=1)
+    def step(state, batch):
+        loss = lambda w, x, y: jnp.mean((jnp.tanh(x @ w) - y[:, None]) ** 2)
+        take = jc.value_and_grad(loss, "data", options=INT8, feedback=True)
+        value, gradient, r = take(state["w"], *batch, residual=state["r"])
+        return {"w": state["w"] - gradient, "seen": state["seen"] + 1, "r": r}, value
+
+    def __init__(self):
+        w = np.random.default_rng(0).standard_normal((16, 64)).astype("f")
+        self.start = {"w": w, "seen": np.int32(0), "r": jc.residual(w)}
+        super().__init__()
+
+    def smaller(self):
+        state, held = super().smaller(), self.trainer._job.state.latest
+        for one, other in zip(*(own_rows(x["r"]).parts for x in (state, held)), strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert np.any(one)
+        assert [c.residual > 0 for c in self.trainer.changes] == [True]
         return state
 
 
@@ -315,7 +345,8 @@ try:
     )[1]
     jc.initialize(*where, initialization_timeout=SPEC["arrival"], rejoin=AGAIN)
     injected("after the meeting")
-    job = {"elastic": Elastic, "odd": Odd, "calls": Calls}[SPEC["job"]]()
+    jobs = {"elastic": Elastic, "owing": Owing, "odd": Odd, "calls": Calls}
+    job = jobs[SPEC["job"]]()
     write_in_two_parts()
     told("ENDED", outcome="trained", **job.run())
 except BaseException as error:

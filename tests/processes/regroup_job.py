@@ -10,13 +10,16 @@ from pathlib import Path
 
 import jaxcoll as jc
 from jaxcoll._elastic.membership import Membership
+from jaxcoll._elastic.residuals import own_rows
 
 WHAT, FOLDER, AGAIN = sys.argv[1], Path(sys.argv[2]), "again" in sys.argv
 RANK = int(os.environ["JAXCOLL_RANK"])
 jc.initialize(rejoin=AGAIN)
 
+import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from regroup_rows import local_start, local_step, owing_rows  # noqa: E402
 
 MEMBERSHIPS = []
 START = np.zeros(16, "f")
@@ -82,6 +85,63 @@ class Late:
         return {"plain": bits(w), "late": self.late, "open": self.open}
 
 
+class Owing:
+    """Sums of 4 bits with feedback: process 1 kills itself in step 12, and is taken in again."""
+
+    steps = 60
+
+    def __init__(self):
+        self.settings = {"timeout_seconds": 20, "checkpoint": FOLDER / "last.npz"}
+        self.start = {"sum": np.zeros(600, "f"), "r": jc.residual(np.zeros(600, "f"))}
+
+    @staticmethod
+    @jc.data_parallel(batch_argnums=1)
+    def step(state, x):
+        options = jc.CommunicationOptions(compression="int4")
+        total, r = jc.all_reduce("sum", x[0], "data", residual=state["r"], options=options)
+        return {"sum": state["sum"] + total, "r": r}, total[0]
+
+    def batches(self, at, place, world):
+        if RANK == 1 and at == 12 and not AGAIN:
+            for step in trainer._job.state.held:
+                self.owed(trainer._job.state.host(step), f"{step}.npy")
+            os.kill(os.getpid(), signal.SIGKILL)
+        while world < 3 and at % 10 == 9 and not MEMBERSHIPS[0]._waiting():
+            time.sleep(0.02)
+        return owing_rows(at, RANK)
+
+    def owed(self, state, name):
+        (part,) = own_rows(state["r"]).parts
+        np.save(FOLDER / name, part.reshape(-1)[:600])
+
+    def result(self, state):
+        self.owed(state, f"rank{RANK}.npy")
+        np.save(FOLDER / "sum.npy", np.asarray(state["sum"]))
+        return {"residual": [change.residual for change in trainer.changes]}
+
+
+class Rounds:
+    """Local updates: process 1 kills itself in the middle of a round, and is taken in again."""
+
+    steps, settings = 60, {"timeout_seconds": 20}
+
+    def __init__(self):
+        self.step = jc.local_updates(local_step, every=5, fragments=2, mixing=0.75)
+        self.start, self.begun = self.step.init(*local_start()), []
+
+    def batches(self, at, place, world):
+        if RANK == 1 and at == 18 and not AGAIN:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while world < 3 and at % 10 == 9 and not MEMBERSHIPS[0]._waiting():
+            time.sleep(0.02)
+        self.begun.append(at)
+        return owing_rows(at, RANK)
+
+    def result(self, state):
+        np.savez(FOLDER / f"rank{RANK}.npz", *jax.tree.leaves((state.shared, state.replicas)))
+        return {"begun": self.begun}
+
+
 class Lost:
     """Those whose turn it is kill themselves, two steps after all are there again."""
 
@@ -108,12 +168,17 @@ class Lost:
         return {}
 
 
-job = {"late": Late, "lost": Lost}[WHAT]()
+job = {"late": Late, "lost": Lost, "owing": Owing, "rounds": Rounds}[WHAT]()
 said = {}
 try:
-    trainer = jc.Elastic(step, START, **job.settings)
+    start = getattr(job, "start", START)
+    trainer = jc.Elastic(getattr(job, "step", step), start, **job.settings)
     state = trainer.run(job.batches, job.steps)
-    said = {"bits": bits(state), "workers": trainer.workers, **job.result(state)}
+    said = {
+        "bits": bits(jax.tree.leaves(getattr(state, "shared", state))[-1]),
+        "workers": trainer.workers,
+        **job.result(state),
+    }
     said["changes"] = [[c.step, c.lost, c.joined] for c in trainer.changes]
 except Exception as error:
     said = {"error": type(error).__name__, "message": str(error)}

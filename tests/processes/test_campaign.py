@@ -16,6 +16,7 @@ pytestmark = pytest.mark.processes
 IN_CI = (
     "SIGKILL of two at once",
     "SIGKILL of one, and of another when the rest has regrouped",
+    "SIGKILL where each has a residual",
     "SIGKILL of the one that writes the last checkpoint",
     "SIGSTOP of the one that writes a checkpoint, continued later",
     "started again with another function",

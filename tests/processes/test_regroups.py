@@ -7,8 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from processes.regroup_rows import local_rounds, owing_rows
 
+import jaxcoll as jc
 from jaxcoll._cluster.launch.local import coordinated, world_variables
 from jaxcoll._cluster.launch.subprocesses import surely_ended
 
@@ -81,6 +85,64 @@ def test_who_is_lost_comes_back_however_often_and_process_0_too(tmp_path):
     (said,) = refused
     assert said["error"] == "RuntimeError", said
     assert "Process 0 was started again with 2 CPU devices and had 1 when" in said["message"]
+
+
+def test_survivors_keep_their_residuals_and_what_the_dead_took_along_is_all_that_is_missing(
+    tmp_path,
+):
+    with coordinated(3) as coordinator, surely_ended() as running:
+        workers = Workers(3, "owing", tmp_path, running, coordinator.address)
+
+        def again(rank):
+            workers.processes[rank] = workers.start(rank, "again")
+
+        three = workers.wait(again)
+    assert [said["workers"] for said in three] == [[0, 1, 2]] * 3
+    assert len({said["bits"] for said in three}) == 1
+    (lost_at, lost, _), (taken_at, _, joined) = three[0]["changes"]
+    assert (lost, joined) == ([1], [1])
+    there = lambda at, rank: rank != 1 or not lost_at <= at < taken_at
+    given = sum(
+        owing_rows(at, rank)[0].astype("f8")
+        for at in range(60)
+        for rank in range(3)
+        if there(at, rank)
+    )
+    owed = [np.load(tmp_path / f"rank{rank}.npy").astype("f8") for rank in range(3)]
+    took = np.load(tmp_path / f"{lost_at}.npy").astype("f8")
+    size, gone = np.linalg.norm(given), np.linalg.norm(took)
+    left = given - np.load(tmp_path / "sum.npy") - sum(owed)
+    assert np.linalg.norm(left - took) < 1e-6 * size
+    assert gone > 1e-3 * size
+    assert 0.5 * gone < three[0]["residual"][0] < 2 * gone
+    assert three[0]["residual"][1] == 0
+    saved, step = jc.restore_checkpoint(
+        tmp_path / "last.npz", {"sum": np.zeros(600, "f"), "r": jc.residual(np.zeros(600, "f"))}
+    )
+    assert step == 60
+    np.testing.assert_allclose(jc.unshard(saved["r"]), sum(owed), rtol=0, atol=1e-5)
+
+
+def test_local_updates_go_on_without_the_lost_and_a_newcomer_gets_the_shared_parameters(tmp_path):
+    with coordinated(3) as coordinator, surely_ended() as running:
+        workers = Workers(3, "rounds", tmp_path, running, coordinator.address)
+
+        def again(rank):
+            workers.processes[rank] = workers.start(rank, "again")
+
+        three = workers.wait(again)
+    assert len({said["bits"] for said in three}) == 1
+    (lost_at, lost, _), (taken_at, _, joined) = three[0]["changes"]
+    # It died after 18 local steps, and had last brought a fragment to the others after 17.
+    assert (lost_at, lost, joined) == (17, [1], [1])
+    assert three[0]["begun"] == three[2]["begun"] == list(range(60)), "no local step is repeated"
+    assert three[1]["begun"] == list(range(taken_at, 60))
+    shared, own = local_rounds(60, 5, 0.75, lost_at, taken_at)
+    for rank in range(3):
+        with np.load(tmp_path / f"rank{rank}.npz") as found:
+            got = [x if x.ndim == 1 else x[0] for x in found.values()]
+        for a, b in zip(got, jax.tree.leaves((shared, own[rank])), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
 def with_two_devices(workers, rank):

@@ -415,9 +415,6 @@ def test_no_feedback_or_none_that_could_be_kept_is_refused():
     )
     with pytest.raises(ValueError, match="reduces only int32"):
         jc.plan(np.zeros((40, 30), np.int32), axis_size=2, options=OPTIONS)
-    state = {"r": jc.residual(w, mesh=mesh_of(2), options=OPTIONS)}
-    with pytest.raises(ValueError, match=r"state\['r'\].owed is `Shards`"):
-        jc.Elastic(jc.data_parallel(lambda state, rows: (state, None)), state)
 
 
 def test_what_travels_exactly_needs_no_feedback_and_takes_all_options_of_exact_sums():

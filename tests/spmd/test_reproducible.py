@@ -254,7 +254,7 @@ def test_hierarchies_are_refused_where_groups_are_no_branches_of_the_tree():
         choose(options, World(sizes=(2, 4)))
         with pytest.raises(ValueError, match=r"has none over 4 × 3 .* 'inner/outer' of these over"):
             choose(options, World(sizes=(4, 3)))
-    for name in ("native/shuffle", "shuffle/native"):  # the former is shuffle/shuffle over Gloo
+    for name in ("native/shuffle", "shuffle/native"):  # the former is exchanged over Gloo
         with pytest.raises(ValueError, match=f"'{name}' has none over 2 × 4 replicas"):
             choose(reproducible(algorithm=name), World(sizes=(2, 4), processes=2))
 

@@ -235,9 +235,6 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs():
         "each device is a replica, and the mesh has the axes {'model': 2} beside": lambda: (
             jc.local_updates(descent, mesh=two).init(np.ones(3), ())
         ),
-        "`Elastic` expects a step made by `jc.data_parallel`; got LocalUpdates": lambda: jc.Elastic(
-            train, state
-        ),
         r"returns \(params, opt_state, metrics\); this one returns 2 values": lambda: (
             jc.local_updates(lambda w, s, x: (w, s), mesh=mesh_of(2))(state, batch)
         ),

@@ -24,7 +24,7 @@ from jaxcoll._distribute.values.replicate import copied, copy_near, delivered
 from jaxcoll._mesh.mesh import no_mesh, span_processes
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.leaves import check_reducible, is_reducible
+from jaxcoll._plan.packs.leaves import check_reducible, is_reducible, where
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.sparse import is_sparse
 
@@ -211,7 +211,7 @@ class CrossDeviceOps(abc.ABC):
             tensor, is_leaf=lambda x: isinstance(x, DistributedValues)
         ):
             if not is_array(leaf):
-                name = f"leaf {jax.tree_util.keystr(path)}" if path else "the value"
+                name = where(jax.tree_util.keystr(path))
                 raise ValueError(
                     f"`broadcast` expects arrays or numbers, or a Mirrored; {name} is {leaf!r} "
                     f"({type(leaf).__name__})."

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxcoll._distribute.ops.all_reduce_ops import AllReduceCrossDeviceOps, grid_of
-from jaxcoll._distribute.ops.all_reduce_program import Route
+from jaxcoll._distribute.ops.all_reduce_ops import AllReduceCrossDeviceOps, Route, grid_of
 from jaxcoll._distribute.values.device_names import devices_named
 from jaxcoll._plan import checks
 from jaxcoll._plan.algorithms import check_fits

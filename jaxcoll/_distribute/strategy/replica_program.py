@@ -13,9 +13,8 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxcoll import _compat
-from jaxcoll._dispatch.call import Call
+from jaxcoll._dispatch.call import Call, InnerDeadlines
 from jaxcoll._dispatch.dispatch import run
-from jaxcoll._dispatch.inner_deadlines import InnerDeadlines
 from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_own, replicas_of
 from jaxcoll._distribute.values.assemble import viewed
 from jaxcoll._distribute.values.held import of_all

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jaxcoll._distribute.values.replica_axis import copies_over, rows_over
 from jaxcoll._distribute.values.sparse_padding import padded_alike
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
+from jaxcoll._plan.packs.leaves import where
 
 
 def assembled(
@@ -112,16 +113,16 @@ def check_structures(name: str, structures: Mapping[int, Any]) -> None:
 
 
 def _part(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax.Array:
-    where = f"`{name}`: " + (f"leaf {path} of " if path else "") + f"replica {replica}"
+    which = f"`{name}`: " + (f"leaf {path} of " if path else "") + f"replica {replica}"
     if isinstance(value, Tracer):
         raise ValueError(
-            f"{where} is being traced, so it lies on no device. Make distributed values between "
+            f"{which} is being traced, so it lies on no device. Make distributed values between "
             "programs; inside one, each replica already holds its own value."
         )
     if isinstance(value, jax.Array):
         if len(value.sharding.device_set) > 1:
             raise ValueError(
-                f"{where} spans {len(value.sharding.device_set)} devices; expected an array on "
+                f"{which} spans {len(value.sharding.device_set)} devices; expected an array on "
                 f"one. `{name}.from_global` takes arrays that span the devices."
             )
         return value
@@ -130,7 +131,7 @@ def _part(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax.Ar
         if jax.dtypes.issubdtype(part.dtype, np.number) or part.dtype == bool:
             return part
     raise ValueError(
-        f"{where} must be an array or a number; got {value!r} ({type(value).__name__})."
+        f"{which} must be an array or a number; got {value!r} ({type(value).__name__})."
     )
 
 
@@ -138,7 +139,7 @@ def _check_alike(
     name: str, path: str, parts: Mapping[int, np.ndarray | jax.Array], *, equal: bool
 ) -> None:
     """Refuse parts of different shapes or dtypes, or, where they must be `equal`, bits."""
-    where = f"leaf {path}" if path else "the value"
+    leaf = where(path)
     first, *others = parts
     expected = parts[first]
     for i in others:
@@ -148,12 +149,12 @@ def _check_alike(
         ):
             if mine != theirs:
                 raise ValueError(
-                    f"`{name}` expects one shape and one dtype for all replicas; {where} has "
+                    f"`{name}` expects one shape and one dtype for all replicas; {leaf} has "
                     f"{what} {mine} on replica {i}, {theirs} on replica {first}."
                 )
         if equal and _bits(parts[i]) != _bits(expected):
             raise ValueError(
-                f"`{name}` expects equal copies; {where} of replica {i} differs from that of "
+                f"`{name}` expects equal copies; {leaf} of replica {i} differs from that of "
                 f"replica {first}. If they are meant to differ, they are a `PerReplica`."
             )
 

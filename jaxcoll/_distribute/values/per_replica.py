@@ -15,6 +15,7 @@ from jaxcoll._distribute.values.assemble import assembled, own_devices, part_on,
 from jaxcoll._distribute.values.replica_axis import AXIS, copies_over, rows_over, without_row
 from jaxcoll._mesh.mesh import checked_devices, no_mesh
 from jaxcoll._mesh.placement import is_in_place
+from jaxcoll._plan.packs.leaves import where
 from jaxcoll._show.units import counted
 
 
@@ -213,8 +214,8 @@ class DistributedValues:
         tree = jax.tree.map(
             lambda leaf: _Plain(f"{leaf.dtype.name}{[*leaf.shape[skipped:]]}"), self._tree
         )
-        where = devices if len(devices) < 5 else [devices[0], devices[1], "…", devices[-1]]
-        return f"{type(self).__name__}({tree!r} on {len(devices)}: {', '.join(where)})"
+        shown = devices if len(devices) < 5 else [devices[0], devices[1], "…", devices[-1]]
+        return f"{type(self).__name__}({tree!r} on {len(devices)}: {', '.join(shown)})"
 
     @final
     def settled(self) -> Self:
@@ -267,7 +268,7 @@ class DistributedValues:
 
     @final
     def _devices_of(self, path: Any, leaf: Any) -> tuple[jax.Device, ...]:
-        name = f"leaf {jax.tree_util.keystr(path)}" if path else "the value"
+        name = where(jax.tree_util.keystr(path))
         if isinstance(leaf, Tracer):
             raise ValueError(
                 f"`{type(self).__name__}`: {name} is being traced, so it lies on no device. "

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxcoll._distribute.values.replica_axis import known_to_all
+from jaxcoll._plan.packs.leaves import where
 from jaxcoll._spmd.sparse import is_sparse
 
 
@@ -29,8 +30,8 @@ def padded_alike(
         return values
     sparse = []
     for k, (path, _) in enumerate(flat):
-        where = f"leaf {jax.tree_util.keystr(path)}" if path else "the value"
-        if _checked(f"`{name}`: {where}", {i: row[k] for i, row in rows.items()}):
+        leaf = where(jax.tree_util.keystr(path))
+        if _checked(f"`{name}`: {leaf}", {i: row[k] for i, row in rows.items()}):
             sparse.append(k)
     lengths = _longest(name, {i: [row[k] for k in sparse] for i, row in rows.items()}, devices)
     for row in rows.values():
@@ -64,7 +65,7 @@ def _shape_hash(slices: Any) -> int:
     return zlib.crc32(repr(slices.dense_shape).encode()) >> 1
 
 
-def _checked(where: str, leaves: Mapping[int, Any]) -> bool:
+def _checked(name: str, leaves: Mapping[int, Any]) -> bool:
     """Whether a leaf is sparse, which it is on all replicas or on none."""
     sparse = {i: leaf for i, leaf in leaves.items() if is_sparse(leaf)}
     if not sparse:
@@ -73,15 +74,15 @@ def _checked(where: str, leaves: Mapping[int, Any]) -> bool:
     dense = next((i for i in leaves if i not in sparse), None)
     if dense is not None:
         raise ValueError(
-            f"{where} is an IndexedSlices on replica {first}, but of type "
+            f"{name} is an IndexedSlices on replica {first}, but of type "
             f"{type(leaves[dense]).__name__} on replica {dense}; it must be sparse on all replicas "
             "or dense on all. `slices.to_dense()` makes it dense."
         )
     for i, slices in sparse.items():
-        slices.check(f"{where} of replica {i}")
+        slices.check(f"{name} of replica {i}")
         if slices.dense_shape != sparse[first].dense_shape:
             raise ValueError(
-                f"{where} has dense_shape {slices.dense_shape} on replica {i}, "
+                f"{name} has dense_shape {slices.dense_shape} on replica {i}, "
                 f"{sparse[first].dense_shape} on replica {first}; all replicas' rows must be rows "
                 "of one array."
             )

@@ -18,10 +18,10 @@ from jaxcoll._observe.parse.hlo_text import (
     parse_module,
 )
 from jaxcoll._observe.parse.loops import turns
-from jaxcoll._observe.parse.names import names
 from jaxcoll._observe.parse.replica_groups import device_groups, group_size, read_groups
 from jaxcoll._observe.parse.schedule import Schedule
 from jaxcoll._observe.parse.source import StackFrames
+from jaxcoll._plan.scope_names import names, op_name_of
 
 _COMMUNICATES = re.compile(r" ((?:all-|collective-|reduce-scatter|ragged-all)[\w\-]*|send)\(")
 _FUSION = re.compile(
@@ -34,7 +34,6 @@ _CALLS = re.compile(
 _MAY_CALL = re.compile(r"(?:body|condition|calls|to_apply|computations?)=")
 _BRANCHES = {"branch_computations": 0, "true_computation": 0, "false_computation": 1}
 _TRIPS = re.compile(r'known_trip_count\\?":\s*\{\\?"n\\?":\s*\\?"(\d+)')
-_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _GROUPS = re.compile(r"\breplica_groups=")
 _PAIRS = re.compile(r"\bsource_target_pairs=")
 _ELEMENT = re.compile(r" get-tuple-element\((?:.* )?%?([\w.\-]+)\), index=(\d+)")
@@ -195,7 +194,7 @@ class _Reader:
 
     def _op_name(self, computation: str, instruction: Instruction, operands: int) -> str:
         """Its own, or, where that names the first of several only, those of its results."""
-        own = _op_name(instruction.attributes)
+        own = op_name_of(instruction.attributes)
         if operands < 2 or len(names(own)) > 1:
             return own
         elements = self._elements(computation).get(instruction.name, {})
@@ -216,7 +215,7 @@ class _Reader:
             found: dict[str, dict[int, str]] = {}
             for element in filter(None, map(_ELEMENT.search, lines)):
                 whole = starts.get(element[1], element[1])
-                found.setdefault(whole, {})[int(element[2])] = _op_name(element.string)
+                found.setdefault(whole, {})[int(element[2])] = op_name_of(element.string)
             self._taken_apart = {computation: found}
         return self._taken_apart[computation]
 
@@ -236,11 +235,6 @@ def _is_collective(instruction: Instruction) -> bool:
         f"`{opcode}` ({instruction.name!r}) moves data between devices in a way that is not "
         f"counted here; known are {', '.join(KINDS)}, and their asynchronous forms."
     )
-
-
-def _op_name(attributes: str) -> str:
-    found = _OP_NAME.search(attributes)
-    return found[1] if found else ""
 
 
 def _groups(module: Module, kind: str, attributes: str) -> Groups:

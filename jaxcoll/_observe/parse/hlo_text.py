@@ -12,10 +12,10 @@ from jaxcoll._observe.parse.replica_groups import numbers
 
 _MODULE = re.compile(r"HloModule ([\w.\-]+)")
 _HEAD = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
-_DEFINES = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
+_DEFINES = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")  # "  ROOT %add.3 = f32[4] …"
 _INSTRUCTION = re.compile(_DEFINES.pattern + r"(.*?) ([a-z][\w\-]*)\(")
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
-_COMMENT = re.compile(r"/\*.*?\*/")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")  # bf16[8,128]
+_COMMENT = re.compile(r"/\*.*?\*/")  # /*index=5*/
 _PARENTHESIS = re.compile(r"[()]")
 _BRACKET = re.compile(r"[(\[{}\]),]")
 

@@ -12,8 +12,8 @@ from jaxcoll._observe.parse.collective import Operand
 from jaxcoll._observe.parse.hlo_text import Instruction, arrays, operands_of
 
 _CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
-_CONTRACTED_IN_CONFIG = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-_ALL_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
+_CONTRACTED_IN_CONFIG = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')  # a GPU library's
+_ALL_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")  # dim_labels=b01f_01io->b01f
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 _FIELD = re.compile(r"(\w+)=([\w\-]+)")
 _LABELS = re.compile(r"\bdim_labels=\w+_(\w+)->")

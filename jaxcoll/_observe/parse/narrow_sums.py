@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
-from jaxcoll._observe.parse.names import pack_of
 from jaxcoll._observe.parse.source import Locations
+from jaxcoll._plan.scope_names import pack_of
 from jaxcoll._show.units import counted, some
 
 _BITS = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}

@@ -11,13 +11,13 @@ import numpy as np
 
 from jaxcoll._observe.parse.collective import Groups
 
-_LISTED = re.compile(r"\{((?:\{[\d,\s]*\},?\s*)*)\}")
-_COUNTED = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
+_LISTED = re.compile(r"\{((?:\{[\d,\s]*\},?\s*)*)\}")  # {{0,1},{2,3}}
+_COUNTED = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")  # [2,4]<=[4,2]T(1,0)
 _ON_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _NOTATIONS = (_LISTED, _COUNTED, _ON_MESH)
-_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_AXIS = re.compile(r"'?([^',=:]+)'?=(\d+)")
-_AXIS_REF = re.compile(r"'?([^',=:]+)'?(?::\((\d+)\)(\d+))?")
+_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")  # [4,2]T(1,0)
+_AXIS = re.compile(r"'?([^',=:]+)'?=(\d+)")  # 'a'=2
+_AXIS_REF = re.compile(r"'?([^',=:]+)'?(?::\((\d+)\)(\d+))?")  # 'a', or 'a':(2)4 for a part of it
 
 SubAxis = tuple[str, int, int | None]
 """A mesh axis, how much of it lies before the part that is meant, the part (None: all of it)."""

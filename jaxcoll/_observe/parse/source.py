@@ -7,18 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping
 
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _FILE = re.compile(r'\bsource_file="([^"]*)"(?: source_line=(\d+))?')
-_ENTRY = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})\s*')
+_ENTRY = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})\s*')  # 3 "step", or 3 {file_name_id=1 line=22}
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _OURS = re.compile(r"[/\\]jaxcoll[/\\]_\w+[/\\.]|[/\\]site-packages[/\\]jax[/\\]")
 _WRAPS = re.compile(
     r"[/\\]jaxcoll[/\\](?:_inspect|_step[/\\]data_parallel|_distribute[/\\]strategy[/\\]replica_program)\b"
 )
 
-_LOCATION = re.compile(r"(#loc\d*) = loc\((.*)\)\s*")
-_PLACE = re.compile(r'"([^"]*)":(\d+):\d+')
-_NAMED = re.compile(r'"((?:[^"\\]|\\.)*)"(?:\((.*)\))?')
-_CALLSITE = re.compile(r"callsite\((.*) at (.*)\)")
-_REFERENCE = re.compile(r"loc\((#loc\d*)\)\s*$")
+_LOCATION = re.compile(r"(#loc\d*) = loc\((.*)\)\s*")  # #loc7 = loc(...)
+_PLACE = re.compile(r'"([^"]*)":(\d+):\d+')  # "train.py":22:8
+_NAMED = re.compile(r'"((?:[^"\\]|\\.)*)"(?:\((.*)\))?')  # "jit(step)/psum"(#loc6)
+_CALLSITE = re.compile(r"callsite\((.*) at (.*)\)")  # callsite(#loc1 at #loc2)
+_REFERENCE = re.compile(r"loc\((#loc\d*)\)\s*$")  # loc(#loc7)
 
 
 def users(frames: Iterable[tuple[str, str]]) -> str:

@@ -24,17 +24,17 @@ _COMMUNICATES = re.compile(
 )
 _FUNCTION = re.compile(r"func\.func (?:(?:public|private|nested) )?@([\w.$\-]+|\"[^\"]*\")")
 _CALL = re.compile(r"\bcall @([\w.$\-]+|\"[^\"]*\")")
-_RESULT = re.compile(r"(%[\w$.\-]+)")
+_RESULT = re.compile(r"(%[\w$.\-]+)")  # %3
 _SIGNATURE = re.compile(r".* : \((.*)\) -> ")
 _TENSOR = re.compile(r"tensor<((?:[^<>]|<[^<>]*>)*)>")
-_SHAPED = re.compile(r"((?:\d+x)*)([a-zA-Z]\S*)")
+_SHAPED = re.compile(r"((?:\d+x)*)([a-zA-Z]\S*)")  # 8x128xf32
 _DENSE = re.compile(r"(?:replica_groups|source_target_pairs) = dense<(.*?)> : tensor<(\d+)x(\d+)x")
 _MESH_AXES = re.compile(
     r"replica_groups = #stablehlo\.replica_group_mesh_axes<mesh = @(\w+), (.*?)\]>"
 )
 _AXIS_REF = re.compile(r"axis_ref<name = \"([^\"]*)\"(?:.*?pre_size = (\d+), size = (\d+)>)?>")
 _MESH = re.compile(r"sdy\.mesh @(\w+) = <\[(.*?)\](?:, device_ids=\[(.*?)\])?>")
-_MESH_AXIS = re.compile(r"\"([^\"]*)\"=(\d+)")
+_MESH_AXIS = re.compile(r"\"([^\"]*)\"=(\d+)")  # "data"=8
 _DTYPES = {"i1": "pred", "complex<f32>": "c64", "complex<f64>": "c128"}
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping
 
-from jaxcoll._plan.algorithms import stages
+from jaxcoll._plan.algorithms import exchange, stages
 from jaxcoll._plan.cost.curve import Curve
 from jaxcoll._plan.cost.model import Load, Prices
 from jaxcoll._plan.cost.terms import Link, Terms
@@ -84,11 +84,6 @@ def _whole(nbytes: int, combine: int) -> Probe:
     """
     count = max(1, nbytes // ONE) if nbytes < combine else 1
     return Probe("native", count, nbytes // count)
-
-
-def exchange(replicas: int) -> str:
-    """The exchange that may stand in for the backend's own sum; see `algorithms_for`."""
-    return "halving_doubling" if replicas.bit_count() == 1 else "shuffle"
 
 
 def fitted(usual: Terms, sizes: tuple[int, ...], seconds: Mapping[Probe, float]) -> Terms:

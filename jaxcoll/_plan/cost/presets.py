@@ -142,8 +142,9 @@ class Gloo:
                 if islands <= n:
                     sharing = key.per_island if n > islands else 1
                     wire = 2 * (n - 1) / n * far.per_byte / sharing
+                    start = turns**2 * curve.latency + 2 * (n - 1) * far.step
                     points = tuple(
-                        (size, turns**2 * curve.latency + turns * (t - curve.latency) + size * wire)
+                        (size, start + turns * (t - curve.latency) + size * wire)
                         for size, t in curve.points
                     )
                     yield Curve(points, n, islands)

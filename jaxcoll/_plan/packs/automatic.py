@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxcoll._plan.algorithms import Stage, coded_by, stages
+from jaxcoll._plan.algorithms import Stage, coded_by, exchange, exchange_within, stages
 from jaxcoll._plan.cost.model import Cost, Prices, loads
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import (
@@ -215,17 +215,12 @@ def algorithms_for(world: World) -> tuple[str, ...]:
     if not world.over_gloo or world.partly_mapped:
         return ("native",)
     if len(world.sizes) == 1:
-        return ("native", _exchange(world.replicas))
+        return ("native", exchange(world.replicas))
     if not 0 < world.inner < len(world.sizes):
         return ("native",)
-    within = "shuffle/" * world.inner
-    outer = _exchange(math.prod(world.sizes[: -world.inner]))
-    return ("native", f"{within}native", f"{within}{outer}")
-
-
-def _exchange(replicas: int) -> str:
-    """The exchange of our own that is fastest over so many."""
-    return "halving_doubling" if replicas.bit_count() == 1 else "shuffle"
+    outer, inner = world.sizes[: -world.inner], world.sizes[-world.inner :]
+    within = "".join(f"{exchange_within(size, world)}/" for size in reversed(inner))
+    return ("native", f"{within}native", f"{within}{exchange(math.prod(outer))}")
 
 
 def rules_for(world: World, leaves: Sequence[Leaf] = ()) -> tuple[PackingRule, ...]:

@@ -121,11 +121,11 @@ def layout_of(
 
 def laid_over(layout: ShardLayout, sizes: tuple[int, ...]) -> ShardLayout:
     """The same leaves in the same packs, over axes of other sizes."""
-    return ShardLayout(
-        layout.treedef,
-        tuple(dataclasses.replace(leaf, over=sizes) for leaf in layout.leaves),
-        tuple(dataclasses.replace(pack, over=sizes) for pack in layout.packs),
-        math.prod(sizes),
+    return dataclasses.replace(
+        layout,
+        leaves=tuple(dataclasses.replace(leaf, over=sizes) for leaf in layout.leaves),
+        packs=tuple(dataclasses.replace(pack, over=sizes) for pack in layout.packs),
+        replicas=math.prod(sizes),
     )
 
 

@@ -15,6 +15,7 @@ from jaxcoll import _compat
 from jaxcoll._plan.algorithms import Stage, aligned
 from jaxcoll._spmd.algorithms import halving_doubling, native, ring, shuffle
 from jaxcoll._spmd.wire_formats import two_phase
+from jaxcoll._spmd.wire_formats.two_phase import Coded, How
 
 
 class Algorithm(Protocol):
@@ -65,56 +66,101 @@ def all_reduce(array: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -
 
 
 def coded_all_reduce(
-    array: jax.Array, stages: Sequence[Stage], axes: Sequence[str], feedback: bool
-) -> tuple[jax.Array, jax.Array]:
-    """The sum of a float32 `array`, and what this replica's share of it lost in a wire format.
+    array: jax.Array, stages: Sequence[Stage], axes: Sequence[str], how: How
+) -> tuple[jax.Array, Coded | None]:
+    """The sum of a float32 `array` over the replicas, in a wire format.
 
-    Law: over the replicas, sum(array - lost) = sum, to rounding. Rounding counts as the identity
-    to derivatives, which are those of the exact sum: tangents and cotangents travel exactly.
+    Law: rounding counts as the identity to derivatives, which are those of the exact sum: tangents
+    and cotangents travel exactly.
 
     Args:
-      array: as in `all_reduce`, and of whole blocks.
+      array: as in `all_reduce`.
       stages: as in `all_reduce`; the outermost may have a format.
       axes: as in `all_reduce`.
-      feedback: whether what is lost is sent the next time.
+      how: how they are coded.
 
     Returns:
-      The sum, as from `all_reduce`; and an array like it, *varying*.
+      The sum, as from `all_reduce`; and what `lost` takes, None where nothing was coded.
     """
     if not stages or not stages[-1].format:
-        return all_reduce(array, stages, axes), jnp.zeros_like(array)
-    size = aligned(stages, array.size)
-    flat = jnp.pad(array.reshape(-1), (0, size - array.size))
-    total, lost = _coded(flat, tuple(stages), tuple(axes), feedback)
-    total, lost = (x[: array.size].reshape(array.shape) for x in (total, lost))
-    return _compat.as_invariant(total, axes, summed=True), lost
+        return all_reduce(array, stages, axes), None
+    flat = _flat(array, stages)
+    total, coded = _coded(lax.stop_gradient(flat), stages, axes, how)
+    total = _as_exact(total, flat, tuple(stages), tuple(axes))[: array.size].reshape(array.shape)
+    return _compat.as_invariant(total, axes, summed=True), coded
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def lost(
+    coded: Coded,
+    stages: Sequence[Stage],
+    axes: Sequence[str],
+    how: How,
+    like: jax.Array,
+    instead: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
+    """What this replica's share of a sum lost in a wire format.
+
+    Law: over the replicas, sum(array - lost) = sum, to rounding.
+
+    Args:
+      coded: from `coded_all_reduce`.
+      stages: as there.
+      axes: as there.
+      how: as there.
+      like: the sum.
+      instead: whether to keep that, and an array like the sum that is the result otherwise.
+
+    Returns:
+      An array like the sum, *varying*.
+    """
+    *inner, last = stages
+    if instead is not None:
+        instead = instead[0], _flat(instead[1], stages)
+    soon = None if inner else instead
+    found = two_phase.lost(coded, last.format, _names(last, axes), how, soon)
+    for stage in reversed(inner):
+        # The group's sum was coded by the replica that holds this shard of it.
+        within = _names(stage, axes)
+        rank = _compat.as_varying(lax.axis_index(within), within)
+        none = _compat.as_varying(jnp.zeros((stage.shards, found.size), found.dtype), within)
+        found = lax.dynamic_update_index_in_dim(none, found, rank, axis=0).reshape(-1)
+    if inner and instead is not None:
+        found = jnp.where(instead[0], found, instead[1])
+    return found[: like.size].reshape(like.shape)
+
+
+def _flat(array: jax.Array, stages: Sequence[Stage]) -> jax.Array:
+    """`array` without a shape, and with zeros behind it, of whole blocks for each replica."""
+    flat = array.reshape(-1)
+    return jnp.pad(flat, (0, aligned(stages, flat.size) - flat.size))
+
+
 def _coded(
-    flat: jax.Array, stages: tuple[Stage, ...], axes: tuple[str, ...], feedback: bool
-) -> tuple[jax.Array, jax.Array]:
+    flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str], how: How
+) -> tuple[jax.Array, Coded]:
     """As `_summed`, of a flat array that every stage cuts into shards of whole blocks."""
     stage, *outer = stages
     over = _names(stage, axes)
     if stage.format:
-        return two_phase.all_reduce(flat, stage.format, over, feedback)
+        return two_phase.all_reduce(flat, stage.format, over, how)
     algorithm = ALGORITHMS[stage.algorithm]
     shard = algorithm.reduce_scatter(flat.reshape(stage.shards, -1), over)
-    total, lost = _coded(shard, tuple(outer), axes, feedback)
-    gathered = algorithm.all_gather(total, stage.shards, over)
-    # The group's sum was coded by the replica that holds this shard of it, which has lost it.
-    losses = jnp.zeros_like(gathered)
-    rank = _compat.as_varying(lax.axis_index(over), over)
-    losses = lax.dynamic_update_index_in_dim(losses, lost, rank, axis=0)
-    return gathered.reshape(-1), losses.reshape(-1)
+    total, coded = _coded(shard, outer, axes, how)
+    return algorithm.all_gather(total, stage.shards, over).reshape(-1), coded
 
 
-@_coded.defjvp
-def _coded_jvp(stages: Any, axes: Any, feedback: Any, primals: Any, tangents: Any) -> Any:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _as_exact(
+    total: jax.Array, flat: jax.Array, stages: tuple[Stage, ...], axes: tuple[str, ...]
+) -> jax.Array:
+    """`total`, whose derivatives are those of the exact sum of `flat`."""
+    return total
+
+
+@_as_exact.defjvp
+def _as_exact_jvp(stages: Any, axes: Any, primals: Any, tangents: Any) -> Any:
     exact = [dataclasses.replace(stage, format="") for stage in stages]
-    total, lost = _coded(*primals, stages, axes, feedback)
-    return (total, lost), (_summed(tangents[0], exact, axes), jnp.zeros_like(lost))
+    return primals[0], _summed(tangents[1], exact, axes)
 
 
 def _summed(flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:

@@ -328,7 +328,7 @@ def _not_again(paths: list[str]) -> tuple[str, ...]:
 
 def _check_local(value: Any, axes: dict[str, int], caller: str) -> None:
     """Refuse a loss that was reduced on the way, wherever its type shows it."""
-    if any(_compat.tracks_variance(a) and a not in _compat.varying_axes(value) for a in axes):
+    if _compat.same_axes(value, axes):
         raise AlreadyReducedError(
             _LOSS_ALREADY_REDUCED.format(caller=caller, axes=", ".join(map(repr, axes)))
         )

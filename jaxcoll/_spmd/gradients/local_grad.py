@@ -66,15 +66,7 @@ def value_and_local_grad(
 
 
 def check_differentiable(leaves: Mapping[str, Any], caller: str) -> None:
-    """Refuse what has no gradient, before JAX does without its name.
-
-    Args:
-      leaves: what is to be differentiated, by name.
-      caller: for the message.
-
-    Raises:
-      TypeError: one is not an array of floating point or complex numbers; it is named.
-    """
+    """Refuse what has no gradient, before JAX does without its name."""
     for name, leaf in leaves.items():
         dtype = getattr(leaf, "dtype", None)
         is_number = isinstance(leaf, float | complex)

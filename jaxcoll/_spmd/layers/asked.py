@@ -16,11 +16,7 @@ CALLER = "scan_layers"
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """How layers are gathered, differentiated and reduced; see `jc.scan_layers`.
-
-    Raises:
-      ValueError: an argument has an impossible value.
-    """
+    """How layers are gathered, differentiated and reduced; see `jc.scan_layers`."""
 
     reduce_op: ReduceOp
     gather_dtype: Any = None

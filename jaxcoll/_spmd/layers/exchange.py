@@ -140,20 +140,7 @@ def scatter(
     when: str,
     scope: Scope,
 ) -> Scatter:
-    """How the gradients of one layer's rows are reduced, in the types that they were gathered in.
-
-    Args:
-      rows: as in `gather`.
-      axes: likewise.
-      reduce_op: SUM or MEAN.
-      gather_dtype: as in `gather`.
-      turns: likewise.
-      when: likewise.
-      scope: likewise.
-
-    Raises:
-      ValueError: as in `gather`.
-    """
+    """How the gradients of such rows are reduced, in the types that they were gathered in."""
     world = scope.world(dict(axes))
     over = tuple(a for a, n in axes.items() if n > 1)
     divisor = count(axes) if reduce_op is ReduceOp.MEAN else None

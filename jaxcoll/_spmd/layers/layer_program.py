@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jaxcoll._jaxpr.part import made_without, part_of
-from jaxcoll._jaxpr.retrace import Traced, traced
+from jaxcoll._jaxpr.retrace import Traced, made_without, part_of, traced
 
 Arrays = list[jax.Array]
 
@@ -104,14 +103,7 @@ class Residuals:
 def layer_program(
     layer: Callable[[Any, Any], Any], carry: Arrays, params: Arrays, remat: Any
 ) -> LayerProgram:
-    """`layer` of flat lists, traced with arrays like `carry` and `params`.
-
-    Args:
-      layer: from two lists to the list of its carry and that of its results.
-      carry: floating and other arrays.
-      params: of one layer.
-      remat: True, False or a policy.
-    """
+    """`layer` of flat lists, traced with arrays like `carry` and `params`."""
     program = traced(layer, inputs=(carry, params))
     captured = tuple(c for c in program.program.consts if isinstance(c, Tracer))
     return LayerProgram(program, captured, len(carry), remat)
@@ -120,13 +112,7 @@ def layer_program(
 def residuals_of(
     layer: LayerProgram, arrays: tuple[Arrays, Arrays, Arrays], moved: Sequence[bool]
 ) -> Residuals:
-    """The layer's forward pass with its residuals.
-
-    Args:
-      layer: the layer.
-      arrays: a carry, parameters and captured values, for their types.
-      moved: for each of these arrays whether its cotangent is asked for.
-    """
+    """The layer's forward pass with its residuals, for the cotangents of what is `moved`."""
     sizes = [len(each) for each in arrays]
 
     def forward(*arrays: Arrays) -> tuple[Arrays, Any]:

@@ -124,11 +124,7 @@ class _Traffic:
         return found
 
     def scatters(self, moved: Sequence[int]) -> dict[tuple[int, ...], Callable[[Arrays], Arrays]]:
-        """By the leaves that travel together what reduces the gradients of one layer's rows.
-
-        Args:
-          moved: the leaves whose gradients are asked for.
-        """
+        """By the leaves that travel together what reduces the gradients of one layer's rows."""
         when = "its gradients reduced while those of the layer before it are computed"
         found = {}
         for leaves, axes in self._groups(moved).items():

@@ -71,14 +71,7 @@ class Schedule:
     def forward(
         self, carry: Arrays, stack: Arrays, captured: Arrays, residuals: Residuals | None = None
     ) -> tuple[Arrays, Arrays, Arrays, list[dict[int, jax.Array]]]:
-        """The last carry, every layer's results, what is saved, and what is gathered still.
-
-        Args:
-          carry: the first.
-          stack: this replica's.
-          captured: what the layer reads from around it.
-          residuals: what is saved for the backward pass; None: nothing.
-        """
+        """The last carry, every layer's results, what is saved, and what is gathered still."""
         ahead, carried = min(self.ahead, self.layers), self.layer.carried
         program = self.layer.program.program if residuals is None else residuals.program.program
         own = program.out_avals[carried : len(self.layer.program.program.out_avals)]

@@ -46,14 +46,7 @@ def _strong(x: jax.Array) -> jax.Array:
 
 
 class UserLayer:
-    """The user's layer as a function of lists, and what its results are a tree of.
-
-    Args:
-      layer: the user's.
-      carry: arrays.
-      treedef: theirs.
-      stack: of the parameters.
-    """
+    """The user's layer as a function of lists, and what its results are a tree of."""
 
     def __init__(
         self, layer: Callable[[Any, Any], Any], carry: Arrays, treedef: Any, stack: Stack
@@ -87,7 +80,7 @@ class UserLayer:
             program = layer_program(self, typed, params, asked.remat)
             avals = program.program.program.out_avals
             more = varying.union(*map(_compat.varying_axes_of_type, avals))
-            if more == varying:
+            if more == varying:  # else a turn adds axes, and the next one begins with them
                 self._check_carry(typed, avals)
                 for value in program.captured:
                     self._check_captured(value, axes)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxcoll._spmd.wire_formats.blocks import INFINITE, widened
 
 
-def encode(blocks: jax.Array, _feedback: bool) -> jax.Array:
+def encode(blocks: jax.Array, feedback: bool) -> jax.Array:
     """float32 as uint16, each rounded to nearest even.
 
     In integers: XLA's CPU compiler stores what it converts, and copies that for each receiver.
@@ -21,6 +21,6 @@ def encode(blocks: jax.Array, _feedback: bool) -> jax.Array:
     return (jnp.where(is_nan, bits | np.uint32(0x400000), up) >> 16).astype(jnp.uint16)
 
 
-def decode(codes: jax.Array) -> jax.Array:
+def decode(codes: jax.Array, feedback: bool) -> jax.Array:
     """float32 from what `encode` gave."""
     return widened(codes.astype(jnp.uint32))

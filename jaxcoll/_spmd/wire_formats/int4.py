@@ -73,26 +73,31 @@ def encode(blocks: jax.Array, feedback: bool) -> jax.Array:
     return joined(packed, scales | integers.astype(jnp.uint32) << 15)
 
 
-def decode(codes: jax.Array) -> jax.Array:
+def decode(codes: jax.Array, feedback: bool) -> jax.Array:
     """Blocks of float32 from what `encode` gave."""
     packed, scales = parted(codes)
-    integers = (scales >> 15 == 1)[..., None]
     factors = widened(scales & np.uint32(0x7FFF))[..., None]
     halves = [
-        _levels(half.astype(jnp.float32) - np.float32(7), integers) * factors
+        half.astype(jnp.float32) - np.float32(7)
         for half in (packed & np.uint8(0xF), packed >> np.uint8(4))
     ]
-    return jnp.concatenate(halves, axis=-1)
+    if feedback:
+        # They are within that. A loop of less LLVM would unroll, and not vectorise.
+        halves = [jnp.clip(half, -7, 8) for half in halves]
+    else:
+        integers = (scales >> 15 == 1)[..., None]
+        halves = [jnp.where(integers, half, _levels(half)) for half in halves]
+    return jnp.concatenate([half * factors for half in halves], axis=-1)
 
 
-def _levels(codes: jax.Array, integers: jax.Array) -> jax.Array:
-    """The levels of codes from -7 to 8, to the bit: `LEVELS`, or in blocks of `integers` they."""
+def _levels(codes: jax.Array) -> jax.Array:
+    """`LEVELS` of codes from -7 to 8, to the bit."""
     squares = codes * codes
     a, b, c = (
         jnp.where(codes < 0, *map(np.float32, pair)) for pair in zip(_BELOW, _ABOVE, strict=True)
     )
     fitted = codes * (a + squares * (b + squares * c))
-    return jnp.where(integers, codes, lax.round(fitted, lax.RoundingMethod.TO_NEAREST_EVEN))
+    return lax.round(fitted, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
 def _curved(values: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from jaxcoll._spmd.wire_formats.blocks import (
 )
 
 
-def encode(blocks: jax.Array, _feedback: bool) -> jax.Array:
+def encode(blocks: jax.Array, feedback: bool) -> jax.Array:
     """Blocks of float32, of shape (..., m, block), as bytes of shape (..., m, block + 2)."""
     bits = largest(blocks)
     scales = scale(bits, lax.bitcast_convert_type(bits, jnp.float32) / np.float32(127))
@@ -30,7 +30,7 @@ def encode(blocks: jax.Array, _feedback: bool) -> jax.Array:
     return joined(rounded(blocks * steps, 0xFF).astype(jnp.uint8), scales)
 
 
-def decode(codes: jax.Array) -> jax.Array:
+def decode(codes: jax.Array, feedback: bool) -> jax.Array:
     """Blocks of float32 from what `encode` gave."""
     numbers, scales = parted(codes)
     return (

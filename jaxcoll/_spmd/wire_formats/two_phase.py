@@ -6,45 +6,149 @@ as all others do, so that every replica has the same bits.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan import wire_formats
 from jaxcoll._spmd.algorithms.exchange import exchanged, tree_sum
-from jaxcoll._spmd.wire_formats.table import CODECS
+from jaxcoll._spmd.wire_formats import bf16, int4, int8
+
+
+class Codec(Protocol):
+    """What every format's file defines."""
+
+    def encode(self, blocks: jax.Array, /, feedback: bool) -> jax.Array:
+        """Blocks of float32, of shape (..., m, block), as uint8 or uint16 of shape (..., m, w).
+
+        With `feedback`, what a block loses is added to it the next time.
+        """
+        ...
+
+    def decode(self, codes: jax.Array, /, feedback: bool) -> jax.Array:
+        """Blocks of float32; one with anything that was not finite is not finite anywhere there.
+
+        `feedback` is what it was when they were coded.
+        """
+        ...
+
+
+CODECS: dict[str, Codec] = {"bf16": bf16, "int8": int8, "int4": int4}
+
+
+class How(NamedTuple):
+    """How numbers are coded.
+
+    Attributes:
+      feedback: whether what is lost is sent the next time.
+      platform: "cpu", "gpu" or "tpu".
+    """
+
+    feedback: bool
+    platform: str
+
+
+class Coded(NamedTuple):
+    """What this replica coded, from which follows what it lost: blocks, and their codes.
+
+    Attributes:
+      flat: what it sent.
+      sent: the codes of that, of shape (n, m, w).
+      own: the sum of the shard that it owns, of shape (m, block).
+      again: the codes of that.
+    """
+
+    flat: jax.Array
+    sent: jax.Array
+    own: jax.Array
+    again: jax.Array
 
 
 def all_reduce(
-    flat: jax.Array, format: str, axes: tuple[str, ...], feedback: bool
-) -> tuple[jax.Array, jax.Array]:
-    """The sum of `flat` over the replicas along `axes`, and what this replica's share of it lost.
-
-    Law: over the replicas, sum(flat - lost) = sum, to rounding in float32. What the second rounding
-    takes is counted among what the shard's owner lost.
+    flat: jax.Array, format: str, axes: tuple[str, ...], how: How
+) -> tuple[jax.Array, Coded]:
+    """The sum of `flat` over the replicas along `axes`.
 
     Args:
       flat: float32, of as many whole blocks for each replica.
       format: the wire format's name, its block included.
       axes: names of the axes, outer first.
-      feedback: whether what is lost is sent the next time.
+      how: how they are coded.
 
     Returns:
-      Two arrays like `flat`, *varying*: the sum, with the same bits everywhere, and what was lost.
+      The sum, typed *varying*, with the same bits everywhere; and what `lost` takes.
       Cost: an all-to-all and an all-gather of codes; 2(n-1) coded shards leave a device.
     """
-    known = wire_formats.of(format)
-    codec = CODECS[known.name]
-    rows = flat.reshape(lax.axis_size(axes), -1, known.block)
-    sent = codec.encode(rows, feedback)
-    received = exchanged(sent, axes)
-    own = tree_sum(codec.decode(received))
-    again = codec.encode(own, feedback)
-    total = codec.decode(lax.all_gather(again, axes))
+    codec, apart = _known(format, how)
+    shape = lax.axis_size(axes), -1, wire_formats.of(format).block
+    sent = apart(_encoded, codec=codec, feedback=how.feedback, shape=shape)(flat)
+    own = apart(_summed, codec=codec, feedback=how.feedback)(exchanged(sent, axes))
+    again = apart(codec.encode, feedback=how.feedback)(own)
+    total = apart(codec.decode, feedback=how.feedback)(lax.all_gather(again, axes, tiled=True))
+    return total.reshape(-1), Coded(flat, sent, own, again)
+
+
+def lost(
+    coded: Coded,
+    format: str,
+    axes: tuple[str, ...],
+    how: How,
+    instead: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
+    """What this replica's share of a sum lost; *varying*.
+
+    Law: over the replicas, sum(flat - lost) = sum, to rounding in float32. What the second
+    rounding takes is counted among what the shard's owner lost.
+
+    Args:
+      coded: from `all_reduce`.
+      format: as there.
+      axes: as there.
+      how: as there.
+      instead: whether to keep that, and a flat array that is the result otherwise.
+    """
+    codec, apart = _known(format, how)
     # Or compilers would decode what is not yet stored, and so encode again for every element.
-    sent, again = lax.optimization_barrier((sent, again))
-    lost = rows - codec.decode(sent)
+    sent, again = lax.optimization_barrier((coded.sent, coded.again))
     rank = _compat.as_varying(lax.axis_index(axes), axes)
-    mine = lax.dynamic_index_in_dim(lost, rank, keepdims=False) + (own - codec.decode(again))
-    lost = lax.dynamic_update_index_in_dim(lost, mine, rank, axis=0)
-    return total.reshape(-1), lost.reshape(-1)
+    coded = coded._replace(sent=sent, again=again)
+    found = apart(_lost, codec=codec, feedback=how.feedback)(coded, rank, instead)
+    return found.reshape(-1)
+
+
+def _known(format: str, how: How) -> tuple[Codec, Callable[..., Callable[..., Any]]]:
+    known = wire_formats.of(format)
+    # Joined with code of other shapes, XLA's CPU compiler fetches the bytes of blocks one by one.
+    apart = how.platform == "cpu" and known.block > 1
+    return CODECS[known.name], _compat.apart if apart else functools.partial
+
+
+# Flat arrays come in, blocks go out: the other way XLA would join a copy with what is around.
+def _encoded(flat: jax.Array, *, codec: Codec, feedback: bool, shape: tuple[int, ...]) -> jax.Array:
+    return codec.encode(flat.reshape(shape), feedback=feedback)
+
+
+def _summed(codes: jax.Array, *, codec: Codec, feedback: bool) -> jax.Array:
+    return tree_sum(codec.decode(codes, feedback=feedback))
+
+
+def _lost(
+    coded: Coded,
+    rank: jax.Array,
+    instead: tuple[jax.Array, jax.Array] | None,
+    *,
+    codec: Codec,
+    feedback: bool,
+) -> jax.Array:
+    decode = functools.partial(codec.decode, feedback=feedback)
+    shape = len(coded.sent), *coded.own.shape
+    rows = coded.flat.reshape(shape)
+    of_rank = functools.partial(lax.dynamic_index_in_dim, index=rank, keepdims=False)
+    mine = of_rank(rows) - decode(of_rank(coded.sent)) + (coded.own - decode(coded.again))
+    found = lax.dynamic_update_index_in_dim(rows - decode(coded.sent), mine, rank, axis=0)
+    return found if instead is None else jnp.where(instead[0], found, instead[1].reshape(shape))

@@ -26,7 +26,7 @@ from jaxcoll._plan.cost.terms import terms_of
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.scope import entered
-from jaxcoll.bench.naming import AGAIN, BASELINE, options_of
+from jaxcoll.bench.naming import AGAIN, BASELINE, FEEDBACK, options_of
 from jaxcoll.bench.ranks.data import Exact, block, held, leaf
 from jaxcoll.bench.ranks.rank import Rank, serve
 
@@ -86,8 +86,7 @@ class JaxRank(Rank):
     def compile(self, name: str) -> float:
         """Trace, lower and compile, from a new function, so that no cache of traces can help."""
         start = time.perf_counter()
-        reduce = _reduction(name, self._reduce_op, self._axes)
-        self._compiled[name] = self._program(reduce).lower(self._arrays).compile()
+        self._compiled[name] = self._built(name, self._arrays)
         return time.perf_counter() - start
 
     def describe(self, name: str) -> dict[str, Any]:
@@ -158,8 +157,7 @@ class JaxRank(Rank):
         )
         self._parts[name] = slice(first, stop)
         with entered(scope):
-            program = self._program(_reduction(algorithm, self._reduce_op, self._axes))
-            self._compiled[name] = program.lower(self._arrays[first:stop]).compile()
+            self._compiled[name] = self._built(algorithm, self._arrays[first:stop])
         return plans[0].predicted.seconds if plans else None
 
     def plan(self, name: str) -> str:
@@ -175,6 +173,11 @@ class JaxRank(Rank):
     def _world(self) -> World:
         return mesh_world(self._mesh, dict(self._mesh.shape))
 
+    def _built(self, name: str, arrays: list[jax.Array]) -> Any:
+        if FEEDBACK in name:
+            return _WithResidual(name, self._reduce_op, self._mesh, arrays)
+        return self._program(_reduction(name, self._reduce_op, self._axes)).lower(arrays).compile()
+
     def _program(self, reduce: Callable[[Any], Any]) -> Any:
         """The jitted reduction of trees whose leaves have a leading replica dimension."""
 
@@ -183,6 +186,28 @@ class JaxRank(Rank):
 
         rows, copies = PartitionSpec(self._axes), PartitionSpec()
         return jax.jit(jax.shard_map(body, mesh=self._mesh, in_specs=(rows,), out_specs=copies))
+
+
+class _WithResidual:
+    """A compiled reduction that adds to each call what the one before it lost."""
+
+    def __init__(self, name: str, reduce_op: str, mesh: Mesh, arrays: list[jax.Array]) -> None:
+        axes, options = mesh.axis_names, options_of(name.removesuffix(AGAIN))
+        shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in arrays]
+        self._residual = jc.residual(shapes, axes, mesh=mesh, options=options)
+
+        def body(tree: Any, residual: Any) -> Any:
+            tree = jax.tree.map(lambda x: x[0], tree)
+            return jc.all_reduce(reduce_op, tree, axes, residual=residual, options=options)
+
+        rows, copies = PartitionSpec(axes), PartitionSpec()
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=(rows, rows), out_specs=(copies, rows))
+        self._compiled = jax.jit(mapped).lower(arrays, self._residual).compile()
+        self.as_text, self.memory_analysis = self._compiled.as_text, self._compiled.memory_analysis
+
+    def __call__(self, arrays: list[jax.Array]) -> Any:
+        sums, self._residual = self._compiled(arrays, self._residual)
+        return sums
 
 
 def _mesh(devices: Sequence[jax.Device]) -> Mesh:

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import re
 
-_CALL = r"(?:all_reduce|reduce_scatter|all_gather)_[0-9a-f]{6}|all_gather"
-_PACK = re.compile(rf"\b({_CALL})\)*/(?:\w+\()*(pack\d+|rows\d+)\b")
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_PACK = re.compile(
+    r"\b((?:all_reduce|reduce_scatter|all_gather)_[0-9a-f]{6}|all_gather)"
+    r"\)*/(?:\w+\()*(pack\d+|rows\d+)\b"
+)
+
+
+def op_name_of(attributes: str) -> str:
+    """The `op_name` among an instruction's attributes; "" for none."""
+    found = _OP_NAME.search(attributes)
+    return found[1] if found else ""
 
 
 def names(op_name: str) -> tuple[str, ...]:

@@ -1,0 +1,125 @@
+"""Residuals in the state of an elastic run, of which each worker keeps the rows of its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxcoll._api.collectives import all_reduce
+from jaxcoll._elastic.checkpoint import on_host
+from jaxcoll._feedback.residual import is_residual
+from jaxcoll._mesh.mesh import no_mesh
+from jaxcoll._mesh.placement import place
+from jaxcoll._mesh.shard_arrays import spec_of, whole_shapes
+from jaxcoll._plan.packs.shard_layout import LANES, laid_over
+from jaxcoll._spmd.shards import Shards
+from jaxcoll._step.data_parallel import data_parallel
+
+
+def residuals_in(state: Any) -> list[Shards]:
+    """Every residual of a state, in order."""
+    return [x for x in jax.tree.leaves(state, is_leaf=is_residual) if is_residual(x)]
+
+
+def with_residuals(state: Any, found: Iterable[Any]) -> Any:
+    """The state with these in the places of its residuals, in order."""
+    new = iter(found)
+    return jax.tree.map(lambda x: next(new) if is_residual(x) else x, state, is_leaf=is_residual)
+
+
+def without_residuals(state: Any) -> Any:
+    """What all workers hold alike: the state with residuals that have no parts."""
+    return with_residuals(state, (x.replace(()) for x in residuals_in(state)))
+
+
+def types_of(state: Any) -> Any:
+    """The state with the trees that its residuals belong to, whatever the number of replicas."""
+    return with_residuals(state, map(whole_shapes, residuals_in(state)))
+
+
+def own_rows(residual: Shards) -> Shards:
+    """The residual of this worker's replicas alone, in host memory."""
+    return _of([_rows_here(part) for part in residual.parts], residual)
+
+
+def summed(residual: Shards) -> Shards:
+    """The sum over this worker's replicas, as the residual of a single one, in host memory."""
+    rows = own_rows(residual)
+    parts = [x.reshape(rows.layout.replicas, -1, LANES) for x in rows.parts]
+    return _of([x.sum(0, dtype=np.float64).astype(x.dtype) for x in parts], residual)
+
+
+def at_start(name: str, residual: Shards) -> Shards:
+    """What all workers together begin with: a sum that each of them knows."""
+    if any(_is_elsewhere(x) for x in residual.parts) and norm([residual]):
+        raise ValueError(
+            f"`Elastic`: state{name} is a residual in which something is owed, on devices of "
+            "several processes. Which of these will train is not known, so that a part of it could "
+            "be lost: begin with a new `jc.residual`, and let `Elastic` restore the checkpoint."
+        )
+    return summed(residual)
+
+
+def shared_out(total: Shards, workers: int, replicas: int) -> Shards:
+    """Equal shares of a sum for this worker's replicas; nothing where 0 `workers` share it."""
+    if not workers:
+        return _of([np.zeros((replicas * len(x), LANES), x.dtype) for x in total.parts], total)
+    n = np.float32(workers * replicas)
+    return _of([np.tile(x / n, (replicas, 1)) for x in total.parts], total)
+
+
+def placed(rows: Shards, mesh: Mesh) -> Shards:
+    """The residual of all workers' replicas, of which this one brings its rows."""
+    with no_mesh():
+        parts = place(rows.parts, NamedSharding(mesh, spec_of(rows.axes, ())))
+    return _of(parts, rows)
+
+
+def adder(residuals: Sequence[Shards]) -> Callable[..., list[Any]]:
+    """A program that adds each of these up over all replicas, in float32."""
+    mesh, axis = residuals[0].parts[0].sharding.mesh, residuals[0].axes[0]
+    add = data_parallel(lambda x: all_reduce("sum", x, axis), mesh=mesh, axis_name=axis)
+    with no_mesh():
+        return add.lower([x.parts for x in residuals]).compile()
+
+
+def summed_over_workers(
+    residuals: Sequence[Shards],
+    add: Callable[..., list[Any]],
+    together: Callable[[Callable[[], Any]], Any],
+) -> list[Shards]:
+    """The sum of each over all replicas, on every worker, in host memory."""
+    sums = together(lambda: add([x.parts for x in residuals]))
+    return [
+        _of([on_host("", part) for part in parts], residual)
+        for parts, residual in zip(sums, residuals, strict=True)
+    ]
+
+
+def norm(residuals: Iterable[Shards]) -> float:
+    """The norm of all that this worker's replicas owe."""
+    parts = [x.astype(np.float64) for residual in residuals for x in own_rows(residual).parts]
+    return float(np.sqrt(sum(np.vdot(x, x) for x in parts)))
+
+
+def _of(parts: Sequence[Any], like: Shards) -> Shards:
+    """A residual with these parts, whose rows say of how many replicas they are."""
+    packs = like.layout.packs
+    replicas = len(parts[0]) // like.layout.rows(packs[0]) if packs else 1
+    return Shards(tuple(parts), laid_over(like.layout, (replicas,)), like.axes)
+
+
+def _is_elsewhere(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
+def _rows_here(x: Any) -> np.ndarray:
+    """The rows that this process has, in the order of the mesh."""
+    if not _is_elsewhere(x):
+        return on_host("", x)
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return np.concatenate([np.asarray(shard.data) for shard in shards])

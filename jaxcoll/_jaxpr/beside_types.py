@@ -1,0 +1,113 @@
+"""Where JAX's types mislead: what was gathered looks different, what differs looks the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jaxcoll import _compat
+from jaxcoll._compat import marks
+from jaxcoll._jaxpr.dataflow import AlongAxis
+from jaxcoll._jaxpr.replication import has
+from jaxcoll._jaxpr.subjaxprs import RETYPING, is_ref, names_axis, opened, programs
+from jaxcoll._plan.packs.leaves import where
+
+_GATHERED = """\
+`{caller}` over {axis!r}: {leaf} was put together by `lax.all_gather`. All replicas hold the same, \
+but JAX types it as each replica's own, so its gradient would not be reduced. Put it together with \
+`jc.all_gather`, whose result types show as the same; or do so inside the loss, and differentiate \
+the parts."""
+
+_SAME, _GATHER, _OWN, _HIDDEN = range(4)
+_EACH_BY_ITSELF = {"optimization_barrier", _compat.THROUGH}
+_LIKE_THE_FIRST = {marks.GRADIENT, "needing", "report_to_host"}
+_OF_THE_HOST = ("io_callback", "infeed", "rng_uniform")
+
+
+def check_own_gradients(program: Any, axes: Sequence[str]) -> None:
+    """Refuse a typed program that keeps the gradient of a gathered leaf on each replica."""
+    if has(opened(program), marks.GRADIENT):
+        for axis in axes:
+            _Gathered(axis).of_types(program)
+
+
+def hidden_outputs(program: Any, axes: Sequence[str]) -> list[frozenset[str]]:
+    """Along which of `axes` each output of a typed program differs although its type is the same.
+
+    JAX types the result of a `lax.cond` by its branches, and what a `lax.while_loop` carries by
+    its body: that each replica chooses the branch, or the number of turns, is in no type. Nor is
+    what comes from the host, or what a solver's function or a reference brings along.
+    """
+    found = {axis: _Hidden(axis).of_types(program) for axis in axes}
+    return [
+        frozenset(axis for axis in axes if found[axis][k] == _HIDDEN)
+        for k in range(len(opened(program).outvars))
+    ]
+
+
+class _ByType(AlongAxis):
+    """Whether a value is the same by its type, or a replica's own."""
+
+    def of_types(self, program: Any) -> list[int]:
+        """The fact of each output, from the types of the inputs."""
+        return self.outputs(program, [*map(self.by_type, opened(program).invars)])
+
+    def by_type(self, var: Any) -> int:
+        return _OWN if self.varies(var) else _SAME
+
+
+class _Gathered(_ByType):
+    """Whether a value is the same by its type, made of gathered ones, or a replica's own."""
+
+    def chosen(self, by: int, fact: int) -> int:
+        return max(by, fact)
+
+    def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
+        return [*map(self.by_type, eqn.outvars)]
+
+    def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
+        name, params = eqn.primitive.name, eqn.params
+        if names_axis(params, self.axis) and name not in RETYPING:
+            if name == "all_gather":
+                return [_GATHER] * len(eqn.outvars)
+            if name == marks.GRADIENT:
+                if params["own"] and ins[1] == _GATHER and self.settled:
+                    leaf = where(params["path"])
+                    raise ValueError(_GATHERED.format(leaf=leaf, **params))
+                return ins[:1]
+            return self.opaque(eqn, ins)
+        if not ins and not programs(eqn):
+            return self.opaque(eqn, ins)
+        return super().equation(eqn, ins, jaxpr)
+
+
+class _Hidden(_ByType):
+    """Whether a value is the same by its type, a replica's own by its type, or its own unseen."""
+
+    def captured(self, var: Any) -> int:
+        return self.by_type(var)
+
+    def chosen(self, by: int, fact: int) -> int:
+        return _HIDDEN if by and fact == _SAME else fact
+
+    def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
+        if names_axis(eqn.params, self.axis) and eqn.primitive.name not in RETYPING:
+            in_groups = eqn.params.get("axis_index_groups") is not None
+            return [_HIDDEN if in_groups else self.by_type(out) for out in eqn.outvars]
+        outs = self.inside(eqn, ins) if programs(eqn) else self.opaque(eqn, ins)
+        return [*map(self._seen, outs, eqn.outvars)]
+
+    def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
+        name = eqn.primitive.name
+        if name in _EACH_BY_ITSELF or ("axes" in eqn.params and len(ins) == len(eqn.outvars)):
+            return ins
+        if name in _OF_THE_HOST or any(map(is_ref, eqn.invars)):
+            return [_HIDDEN] * len(eqn.outvars)
+        return [self.join(ins[:1] if name in _LIKE_THE_FIRST else ins)] * len(eqn.outvars)
+
+    def _seen(self, fact: int, var: Any) -> int:
+        """A fact beside the type that shows it, or does not."""
+        by_type = self.by_type(var)
+        return _HIDDEN if fact == _HIDDEN or fact > by_type else by_type

@@ -1,0 +1,95 @@
+"""Local updates in `Elastic`: a worker trains by itself, and meets the others when something is due."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from local_simulation import PARAMS, local_step, rows
+
+import jaxcoll as jc
+from jaxcoll._elastic.membership import Membership
+
+ADAM = optax.adam(1e-2)
+
+
+@pytest.fixture(autouse=True)
+def _dtypes_may_mix():
+    """Optax counts in integers and multiplies them with floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def train_of(**more):
+    nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    settings = {"every": 5, "outer": nesterov, "fragments": 3, "mixing": 0.5} | more
+    return jc.local_updates(local_step(ADAM), **settings)
+
+
+def start_of(train):
+    return train.init(PARAMS, ADAM.init(PARAMS))
+
+
+def batches(at, rank, world):
+    return rows(at, 8)
+
+
+def loop(train, state, begin, end):
+    for at in range(begin, end):
+        state, _ = train(state, batches(at, 0, 1))
+    return state
+
+
+def equal(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_it_trains_as_a_loop_does_and_a_checkpoint_begins_at_the_shared_parameters(tmp_path):
+    train, path, reported = train_of(), tmp_path / "last.npz", []
+    report = lambda finished, losses: reported.append((finished, np.shape(losses)))
+    first = jc.Elastic(train, start_of(train), checkpoint=path, every=7, report=report)
+    state = first.run(batches, 10)
+    assert reported == [(n, (8,)) for n in range(1, 11)]
+    want = loop(train, start_of(train), 0, 10)
+    equal(state, want)
+    assert (first.finished, first.workers, first.changes) == (10, (0,), [])
+    one = jax.tree.map(lambda x: np.repeat(x[:1], 8, 0), want.replicas[1])
+    began = train.restart(want)
+    began = dataclasses.replace(began, replicas=(began.replicas[0], one))
+    again = jc.Elastic(train, start_of(train), checkpoint=path)
+    equal(again.run(batches, 15), loop(train, began, 10, 15))
+
+
+def test_one_that_is_interrupted_in_a_round_repeats_no_local_step(monkeypatch):
+    train, begun, interrupts, memberships = train_of(fragments=1), [], [7, 9], []
+
+    def interrupted(at, rank, world):
+        begun.append(at)
+        if at in interrupts:  # in a round, and before its exchange
+            memberships[0].ask("somebody died")
+        return batches(at, rank, world)
+
+    enter = Membership.enter
+    monkeypatch.setattr(
+        Membership,
+        "enter",
+        lambda membership, *at: memberships.append(membership) or enter(membership, *at),
+    )
+    trainer = jc.Elastic(train, start_of(train))
+    state = trainer.run(interrupted, 10)
+    assert begun == list(range(10))
+    assert [change.step for change in trainer.changes] == [5, 5]
+    equal(state, loop(train, start_of(train), 0, 10))
+
+
+def test_what_cannot_be_elastic_is_refused():
+    late = train_of(delay=2)
+    with pytest.raises(ValueError, match="must not be on its way .* without a delay; got 2"):
+        jc.Elastic(late, start_of(late))
+    train = train_of()
+    with pytest.raises(ValueError, match="expects the state that `init` returned; got dict"):
+        jc.Elastic(train, PARAMS)
+    with pytest.raises(ValueError, match="must be a multiple of the 5 steps between two exchanges"):
+        jc.Elastic(train, start_of(train)).run(batches, 12)
