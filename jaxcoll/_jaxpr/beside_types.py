@@ -1,4 +1,4 @@
-"""Where JAX's types mislead: what was gathered looks different, what is chosen looks the same."""
+"""Where JAX's types mislead: what was gathered looks different, what differs looks the same."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _Gathered(_ByType):
 
 
 class _Hidden(_ByType):
-    """Whether a value is the same by its type, a replica's own by its type, or so unseen."""
+    """Whether a value is the same by its type, a replica's own by its type, or its own unseen."""
 
     def captured(self, var: Any) -> int:
         return self.by_type(var)
@@ -92,7 +92,7 @@ class _Hidden(_ByType):
     def chosen(self, by: int, fact: int) -> int:
         return _HIDDEN if by and fact == _SAME else fact
 
-    def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Any) -> list[int]:
+    def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
         if names_axis(eqn.params, self.axis) and eqn.primitive.name not in RETYPING:
             in_groups = eqn.params.get("axis_index_groups") is not None
             return [_HIDDEN if in_groups else self.by_type(out) for out in eqn.outvars]

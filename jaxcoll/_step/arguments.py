@@ -136,7 +136,7 @@ class Signature:
                 raise ValueError(self._unclear(chosen, other, name, why))
 
     def check_one_row(self, call: Call, meets: Callable[[tuple[int, ...]], bool]) -> None:
-        """Refuse a batch that nobody named, if a share of one row meets another argument's rows.
+        """Refuse a batch that nobody named, if a share of one row meets more rows elsewhere.
 
         Args:
           call: whose batch may be numbers for each class, say, that stand last.
@@ -148,9 +148,10 @@ class Signature:
         if self._batch is not None:
             return
         (chosen,) = call.batch
+        mine = _rows(call.at(chosen)) or 0
         for other, value in enumerate(call.args):
-            rows = _rows(value)
-            if other in (0, chosen) or rows is None or rows < 2 or _alike(value, call.args[0]):
+            rows = _rows(value) or 0
+            if other in (0, chosen) or rows <= mine or _alike(value, call.args[0]):
                 continue
             if any(meets(np.shape(leaf)) for leaf in jax.tree.leaves(value)):
                 why = f"has {rows} rows, against which each replica's one row would broadcast"
