@@ -99,8 +99,11 @@ def _with_axes(
         unknown = own if any(in_shards) else dark
         varying = _compat.varying_axes(x)
         over = tuple(a for a in axes if a in varying or a in unknown)
-        if any(in_shards):  # a reader of the program refuses it, if it differs
+        # A reader of the program refuses a leaf that is not what it is taken for.
+        if any(in_shards):
             (x,) = watched([x], {name: x}, scope.marked.intersection(axes).difference(own), caller)
+        else:
+            x = scope.reduced_once(x, dark, name)
         found.append((x, over))
     return found
 

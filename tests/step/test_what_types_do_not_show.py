@@ -154,3 +154,21 @@ def test_a_reduced_loss_is_not_differentiated_by_shards_without_types(f, checks)
     jc.data_parallel(lambda s, x: whole(jc.grad(normed, "data")(s, x)), checks=checks).trace(
         shards, X
     )
+
+
+@pytest.mark.parametrize("checks", [None, False])
+def test_the_norm_of_what_is_the_same_is_not_taken_over_replicas_without_types(checks):
+    def step(w, x, reduce):
+        total, _ = lax.scan(lambda c, row: (c + row[0], None), 0.0, x)  # which types refuse
+        return jc.global_norm(reduce(jax.grad(loss)(w, x)), "data") + 0 * lax.pmean(total, "data")
+
+    def by(reduce):
+        return jc.data_parallel(lambda w, x: step(w, x, reduce), checks=checks)
+
+    for same in (lambda g: lax.pmean(g, "data"), lambda g: jc.all_reduce("mean", g, "data")):
+        # Where no meaning holds, what types refuse first is shown.
+        with pytest.raises((jc.AlreadyReducedError, TypeError), match="already the same|scan body"):
+            by(same)(W, X)
+    each = [np.asarray(jax.grad(loss)(W, rows)) for rows in np.split(X, 8)]
+    own = by(lambda g: g)(W, X)
+    np.testing.assert_allclose(own, np.linalg.norm(np.concatenate(each)), rtol=1e-5)
