@@ -168,8 +168,8 @@ class Plan:
 
     def elements(self, pack: Pack) -> int:
         """Elements of the array that is summed: in a wire format whole blocks for each replica."""
-        size = sum(pack.lengths)
-        return aligned(self.stages(pack), size) if pack.format else size
+        size, stages = sum(pack.lengths), self.stages(pack)
+        return aligned(stages, size) if stages and stages[-1].format else size
 
     @property
     def chained(self) -> bool:

@@ -282,9 +282,18 @@ def test_a_hierarchy_of_one_host_rounds_nothing():
     x = gaussian(4, 600)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("node", "data"))
     options = jc.CommunicationOptions(algorithm="shuffle/native", compression="int8")
-    f = lambda v: jc.all_reduce("sum", v[0], ("node", "data"), options=options)
-    got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(("node", "data")), out_specs=P()))(x)
-    np.testing.assert_allclose(got, x.astype("f8").sum(0), atol=1e-5)
+    axes = ("node", "data")
+
+    def f(v):
+        plain = jc.all_reduce("sum", v[0], axes, options=options)
+        owed = jc.residual(v[0], axes)
+        return plain, *jc.all_reduce("sum", v[0], axes, options=options, residual=owed)
+
+    over = jax.shard_map(f, mesh=mesh, in_specs=P(axes), out_specs=(P(), P(), P(axes)))
+    plain, total, owed = jax.jit(over)(x)
+    for got in (plain, total):
+        np.testing.assert_allclose(got, x.astype("f8").sum(0), atol=1e-5)
+    assert not any(np.any(part) for part in owed.parts)
 
 
 @pytest.mark.parametrize("name", FORMATS)
