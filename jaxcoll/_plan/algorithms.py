@@ -254,7 +254,12 @@ def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
 
 
 def aligned(stages: Sequence[Stage], size: int) -> int:
-    """`size`, and as much padding as makes the shards of coded stages of whole blocks."""
+    """`size`, and as much padding as makes the shards of coded stages of whole blocks.
+
+    Where nothing is coded it is `size`: of an axis of size 1 there is no stage.
+    """
+    if not stages or not stages[-1].format:
+        return size
     unit = math.prod(stage.shards for stage in stages)
     unit *= wire_formats.of(stages[-1].format).block
     return -(-size // unit) * unit

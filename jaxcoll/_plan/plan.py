@@ -168,8 +168,7 @@ class Plan:
 
     def elements(self, pack: Pack) -> int:
         """Elements of the array that is summed: in a wire format whole blocks for each replica."""
-        size, stages = sum(pack.lengths), self.stages(pack)
-        return aligned(stages, size) if stages and stages[-1].format else size
+        return aligned(self.stages(pack), sum(pack.lengths))
 
     @property
     def chained(self) -> bool:

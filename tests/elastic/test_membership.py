@@ -32,6 +32,20 @@ def members_of_a_run(n, most=None, startup=5.0):
     ]
 
 
+def with_a_spare_taken_in():
+    """Three, of whom two work and the second is lost; and what the first and the spare agree on."""
+    membership, found = members_of_a_run(3, most=2), []
+    spare = threading.Thread(target=lambda: found.append(membership[2].enter(0)))
+    spare.start()
+    first = at_once(*(lambda c=c: c.enter(0) for c in membership[:2]))
+    assert first[0].ranks == (0, 1)
+    membership[1].close()
+    second = membership[0].regroup(9, (8, 9))
+    spare.join(10)
+    assert found == [second]
+    return membership, second
+
+
 def ended(membership):
     for one in membership:
         one.close()
@@ -103,21 +117,13 @@ def test_who_cannot_connect_to_another_is_left_out_and_the_link_is_named():
 
 
 def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
-    membership = members_of_a_run(3, most=2)
-    found = {}
-    spare = threading.Thread(target=lambda: found.update(spare=membership[2].enter(0)))
-    spare.start()
-    first = at_once(*(lambda c=c: c.enter(0) for c in membership[:2]))
-    assert first[0].ranks == (0, 1)
-    membership[1].close()
-    second = membership[0].regroup(9, (8, 9))
-    spare.join(10)
-    assert found["spare"] == second
+    membership, second = with_a_spare_taken_in()
     assert (second.ranks, second.given, rank_of(second.source)) == ((0, 2), True, 0)
     membership[2].close()
     third = membership[0].regroup(11, (10, 11))
     assert third.ranks == (0,)
     again = Membership(membership[0].store.of(1), "run", patience=5.0, startup=5.0, most=2)
+    found = {}
     joins = threading.Thread(target=lambda: found.update(again=again.enter(0)))
     joins.start()
     while not membership[0].joins_at(step := int(time.monotonic() * 1000)):
@@ -136,14 +142,7 @@ def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
 
 
 def test_one_taken_in_that_was_not_given_the_state_yet_takes_nobody_back():
-    membership = members_of_a_run(3, most=2)
-    found = {}
-    spare = threading.Thread(target=lambda: found.update(spare=membership[2].enter(0)))
-    spare.start()
-    at_once(*(lambda c=c: c.enter(0) for c in membership[:2]))
-    membership[1].close()
-    membership[0].regroup(9, (8, 9))
-    spare.join(10)
+    membership, _ = with_a_spare_taken_in()
     membership[0].ask("it failed before the state was given")
     third = at_once(
         lambda: membership[0].regroup(9, (8, 9)), lambda: membership[2].regroup(0, (0,))
@@ -238,16 +237,9 @@ def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other():
 
 
 def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
-    membership = members_of_a_run(3, most=2)
-    found = {}
-    spare = threading.Thread(target=lambda: found.update(spare=membership[2].enter(0)))
-    spare.start()
-    at_once(*(lambda c=c: c.enter(0) for c in membership[:2]))
-    membership[1].close()
-    membership[0].regroup(9, (8, 9))
-    spare.join(10)
+    membership, second = with_a_spare_taken_in()
     staying, newcomer = membership[0], membership[2]
-    assert tuple(map(rank_of, found["spare"].joined)) == (2,)
+    assert tuple(map(rank_of, second.joined)) == (2,)
     staying.status, newcomer.status = (
         StepStatus(1, 9, True, "theirs"),
         StepStatus(1, 9, True, "other"),
