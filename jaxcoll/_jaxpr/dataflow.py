@@ -32,6 +32,10 @@ class Dataflow(Generic[Fact]):
         self.settled = True
         self.backward = False  # whether the equation at hand is part of a backward pass
 
+    def outputs_of_all(self, program: Any, fact: Any) -> list[Fact]:
+        """The fact of each output, if every input has this one."""
+        return self.outputs(program, [fact] * len(opened(program).invars))
+
     def outputs(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
         """The fact of each output."""
         jaxpr: Jaxpr = opened(program)
@@ -143,8 +147,8 @@ class Dataflow(Generic[Fact]):
             self.settled = before
 
 
-class AlongAxis(Dataflow[int]):
-    """Facts along one mapped axis, as numbers: of several the greatest holds, of constants 0."""
+class AlongAxis(Dataflow[Fact]):
+    """Facts along one mapped axis: of several the greatest holds, if nothing else is said."""
 
     constant = 0
 
@@ -152,8 +156,8 @@ class AlongAxis(Dataflow[int]):
         super().__init__()
         self.axis = axis
 
-    def join(self, facts: Sequence[int]) -> int:
-        return max(facts, default=0)
+    def join(self, facts: Sequence[Any]) -> Any:
+        return max(facts, default=self.constant)
 
     def varies(self, var: Any) -> bool:
         """Whether a value differs along the axis by its type."""

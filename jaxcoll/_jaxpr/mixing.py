@@ -41,11 +41,8 @@ def origins(program: ClosedJaxpr, inputs: Sequence[Origin]) -> list[Origin]:
     Law: an output of which this is a number, or None, has at each place a value that depends on
     no other place of any array: no value of any input, and no branch that is taken, changes that.
     Operations without equations to read, such as kernels, are believed to treat every element by
-    itself if their result has the shape of their operand.
-
-    Args:
-      program: traced.
-      inputs: of each input, the number of its array, or None for a number.
+    itself if their result has the shape of their operand. Of each input is given the number of its
+    array, or None for a number.
     """
     return _Origins({*program.jaxpr.constvars}).outputs(program, inputs)
 

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._jaxpr.dataflow import Dataflow
+from jaxcoll._jaxpr.dataflow import AlongAxis
 from jaxcoll._jaxpr.subjaxprs import equations, is_ref, names_axis, opened, programs
 from jaxcoll._plan.packs.leaves import where
 
@@ -88,10 +88,7 @@ def same_outputs(program: ClosedJaxpr, axes: Sequence[str]) -> list[frozenset[st
     """Along which of `axes` each output is the same, even if all inputs and constants vary."""
     jaxpr = program.jaxpr
     captured = dict.fromkeys(jaxpr.constvars, True)
-    varying = {
-        axis: _Varying(axis, captured=captured).outputs(jaxpr, [True] * len(jaxpr.invars))
-        for axis in axes
-    }
+    varying = {axis: _Varying(axis, captured=captured).outputs_of_all(jaxpr, True) for axis in axes}
     return [frozenset(a for a in axes if not varying[a][k]) for k in range(len(jaxpr.outvars))]
 
 
@@ -110,7 +107,7 @@ def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
     )
 
 
-class _Varying(Dataflow[bool]):
+class _Varying(AlongAxis[bool]):
     """Whether each value may differ between the replicas along an axis.
 
     Args:
@@ -132,8 +129,7 @@ class _Varying(Dataflow[bool]):
         captured: dict[Any, bool] | None = None,
         in_shards: bool = False,
     ) -> None:
-        super().__init__()
-        self._axis = axis
+        super().__init__(axis)
         self._refuses = refuses
         self._once = once
         self._captured = captured or {}
@@ -142,15 +138,12 @@ class _Varying(Dataflow[bool]):
     def captured(self, var: Any) -> bool:
         return self._captured.get(var, False)
 
-    def join(self, facts: Sequence[bool]) -> bool:
-        return any(facts)
-
     def chosen(self, by: bool, fact: bool) -> bool:
         return by or fact
 
     def equation(self, eqn: JaxprEqn, ins: list[bool], jaxpr: Jaxpr) -> list[bool]:
         name, params = eqn.primitive.name, eqn.params
-        if names_axis(params, self._axis):
+        if names_axis(params, self.axis):
             if name == marks.GRADIENT:
                 return ins[:1] if params["own"] else [self._gradient(eqn, *ins)]
             if name == marks.ONCE:
@@ -158,18 +151,18 @@ class _Varying(Dataflow[bool]):
             if name == marks.ROWS:
                 if self._refuses and self.settled and not ins[0]:
                     leaf = where(eqn.params["path"])
-                    raise AlreadyReducedError(_SAME_ROWS.format(leaf=leaf, axis=self._axis))
+                    raise AlreadyReducedError(_SAME_ROWS.format(leaf=leaf, axis=self.axis))
                 return ins
             if name in _RETYPING or (name == _compat.AS_INVARIANT and not params["vouched"]):
                 return ins
-            same = name in (_compat.SAME, _compat.AS_INVARIANT) or (
+            same = name in (marks.SAME, _compat.AS_INVARIANT) or (
                 name in _EQUALIZING and params.get("axis_index_groups") is None
             )
             self._any_of(eqn, varies=True)
             # Such a cotangent is that of a value which every replica has.
             again = self.backward and name == "psum" and not any(ins)
             if self._in_shards and self.settled and again and not _is_zero(eqn.invars[0], jaxpr):
-                raise ValueError(_SHARDS_OF_REDUCED.format(axis=self._axis))
+                raise ValueError(_SHARDS_OF_REDUCED.format(axis=self.axis))
             return [not same] * len(eqn.outvars)
         if any(word in name for word in _ASK_THE_HOST):
             return [True] * len(eqn.outvars)
@@ -192,13 +185,13 @@ class _Varying(Dataflow[bool]):
     def _any_of(self, eqn: JaxprEqn, *, varies: bool) -> bool:
         """Whether a result of an equation's programs varies, if all or none of their inputs do."""
         with self.unsettled():
-            found = [self.outputs(body, [varies] * len(body.invars)) for body in programs(eqn)]
+            found = [self.outputs_of_all(body, varies) for body in programs(eqn)]
         return any(map(any, found))
 
     def _fills_refs_by_place(self, eqn: JaxprEqn) -> bool:
         """Whether programs that return by `Ref`s, as kernels do, have to do with the axis."""
         return any(
-            any(map(is_ref, body.invars)) and mentions(body, [self._axis]) for body in programs(eqn)
+            any(map(is_ref, body.invars)) and mentions(body, [self.axis]) for body in programs(eqn)
         )
 
     def _gradient(self, eqn: JaxprEqn, gradient: bool, leaf: bool) -> bool:
@@ -218,7 +211,7 @@ class _Varying(Dataflow[bool]):
         """
         if not varies and self._once and self.settled and not _is_zero(eqn.invars[0], jaxpr):
             leaf = where(eqn.params["path"])
-            raise AlreadyReducedError(_REDUCED_TWICE.format(leaf=leaf, axis=self._axis))
+            raise AlreadyReducedError(_REDUCED_TWICE.format(leaf=leaf, axis=self.axis))
         return varies
 
 
