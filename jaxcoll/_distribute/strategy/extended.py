@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,20 +21,14 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._spmd.sparse import is_sparse
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class StrategyExtended:
     """`strategy.extended`: reductions, broadcasts and updates of plain trees."""
 
-    def __init__(
-        self,
-        name: str,
-        ops: CrossDeviceOps,
-        options: CommunicationOptions,
-        devices: tuple[jax.Device, ...],
-    ) -> None:
-        self._name = f"{name}.extended"
-        self._ops = ops
-        self._options = options
-        self._devices = devices
+    _name: str
+    _ops: CrossDeviceOps
+    _options: CommunicationOptions
+    _devices: tuple[jax.Device, ...]
 
     def reduce_to(
         self,
