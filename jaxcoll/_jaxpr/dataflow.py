@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -27,10 +28,11 @@ class Dataflow(Generic[Fact]):
     constant: Any
     """The fact of constants."""
 
-    def __init__(self) -> None:
-        # False while a loop's carry may still change, when nothing is to be reported yet.
-        self.settled = True
-        self.backward = False  # whether the equation at hand is part of a backward pass
+    settled = True
+    """False while a loop's carry may still change, when nothing is to be reported yet."""
+
+    backward = False
+    """Whether the equation at hand is part of a backward pass."""
 
     def outputs_of_all(self, program: Any, fact: Any) -> list[Fact]:
         """The fact of each output, if every input has this one."""
@@ -147,14 +149,12 @@ class Dataflow(Generic[Fact]):
             self.settled = before
 
 
+@dataclasses.dataclass(eq=False)
 class AlongAxis(Dataflow[Fact]):
     """Facts along one mapped axis: of several the greatest holds, if nothing else is said."""
 
+    axis: str
     constant = 0
-
-    def __init__(self, axis: str) -> None:
-        super().__init__()
-        self.axis = axis
 
     def join(self, facts: Sequence[Any]) -> Any:
         return max(facts, default=self.constant)

@@ -34,18 +34,8 @@ _REDUCTIONS = {
     "ppermute": "collective-permute",
 }
 _MOVES = {"reshape", "slice", "squeeze", "transpose", "concatenate", "stack", "unstack"}
-_MOVES |= {
-    "expand_dims",
-    "broadcast_in_dim",
-    "rev",
-    "reduce_precision",
-    "copy",
-    "neg",
-    "add",
-    "add_any",
-    "sub",
-}
-_MOVES |= {"pvary", "pcast", "as_invariant", "as_stored", marks.SAME}
+_MOVES |= {"expand_dims", "broadcast_in_dim", "rev", "reduce_precision", "copy", "neg"}
+_MOVES |= {"add", "add_any", "sub", "pvary", "pcast", "as_invariant", "as_stored", marks.SAME}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +113,6 @@ class _Reductions(Dataflow[_Fact]):
     constant = _Fact()
 
     def __init__(self) -> None:
-        super().__init__()
         self.used: set[int] = set()  # elements of the carry that more than a sum depends on
 
     def join(self, facts: Sequence[_Fact]) -> _Fact:

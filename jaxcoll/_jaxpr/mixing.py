@@ -6,6 +6,7 @@ many steps it has made.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,15 +48,13 @@ def origins(program: ClosedJaxpr, inputs: Sequence[Origin]) -> list[Origin]:
     return _Origins({*program.jaxpr.constvars}).outputs(program, inputs)
 
 
+@dataclasses.dataclass(eq=False)
 class _Origins(Dataflow[Origin]):
     constant = None
-
-    def __init__(self, captured: set[Any]) -> None:
-        super().__init__()
-        self._captured = captured
+    held: set[Any]  # constants of the program
 
     def captured(self, var: Any) -> Origin:
-        return "a constant array" if var in self._captured and shape_of(var) else None
+        return "a constant array" if var in self.held and shape_of(var) else None
 
     def join(self, facts: Sequence[Origin]) -> Origin:
         mixed = [x for x in facts if isinstance(x, str)]

@@ -33,7 +33,6 @@ class _Moments(Dataflow[Moment]):
     constant = (0, 0)
 
     def __init__(self) -> None:
-        super().__init__()
         self._numbers = itertools.count(1)
 
     def equation(self, eqn: JaxprEqn, ins: list[Moment], jaxpr: Jaxpr) -> list[Moment]:

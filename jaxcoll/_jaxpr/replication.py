@@ -7,7 +7,8 @@ a constant accepted. What such types would show of its results is read off its e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,14 +82,14 @@ def check_gradients(program: ClosedJaxpr, axes: Sequence[str]) -> None:
         for axis in axes:
             captured = [axis in _compat.varying_axes(const) for const in program.consts]
             by_type = dict(zip(program.jaxpr.constvars, captured, strict=True))
-            _Varying(axis, refuses=True, captured=by_type).outputs(program, [])
+            _Varying(axis, by_type, refuses=True).outputs(program, [])
 
 
 def same_outputs(program: ClosedJaxpr, axes: Sequence[str]) -> list[frozenset[str]]:
     """Along which of `axes` each output is the same, even if all inputs and constants vary."""
     jaxpr = program.jaxpr
     captured = dict.fromkeys(jaxpr.constvars, True)
-    varying = {axis: _Varying(axis, captured=captured).outputs_of_all(jaxpr, True) for axis in axes}
+    varying = {axis: _Varying(axis, captured).outputs_of_all(jaxpr, True) for axis in axes}
     return [frozenset(a for a in axes if not varying[a][k]) for k in range(len(jaxpr.outvars))]
 
 
@@ -107,36 +108,18 @@ def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
     )
 
 
+@dataclasses.dataclass(eq=False)
 class _Varying(AlongAxis[bool]):
-    """Whether each value may differ between the replicas along an axis.
-
-    Args:
-      axis: the mapped axis.
-      refuses: whether a marked gradient may be refused.
-      once: whether a marked reduction may be.
-      captured: whether each value that the program holds varies.
-      in_shards: whether a gradient in it is in shards, which is the sum over the replicas.
-    """
+    """Whether each value may differ between the replicas along an axis."""
 
     constant = False
-
-    def __init__(
-        self,
-        axis: str,
-        *,
-        refuses: bool = False,
-        once: bool = False,
-        captured: dict[Any, bool] | None = None,
-        in_shards: bool = False,
-    ) -> None:
-        super().__init__(axis)
-        self._refuses = refuses
-        self._once = once
-        self._captured = captured or {}
-        self._in_shards = in_shards
+    held: Mapping[Any, bool] = dataclasses.field(default_factory=dict)  # constants: what varies
+    refuses: bool = False  # a marked gradient may be refused
+    once: bool = False  # a marked reduction may be
+    in_shards: bool = False  # a gradient in it is in shards, which is the sum over the replicas
 
     def captured(self, var: Any) -> bool:
-        return self._captured.get(var, False)
+        return self.held.get(var, False)
 
     def chosen(self, by: bool, fact: bool) -> bool:
         return by or fact
@@ -149,7 +132,7 @@ class _Varying(AlongAxis[bool]):
             if name == marks.ONCE:
                 return [self._reduced(eqn, ins[0], jaxpr)]
             if name == marks.ROWS:
-                if self._refuses and self.settled and not ins[0]:
+                if self.refuses and self.settled and not ins[0]:
                     leaf = where(eqn.params["path"])
                     raise AlreadyReducedError(_SAME_ROWS.format(leaf=leaf, axis=self.axis))
                 return ins
@@ -161,7 +144,7 @@ class _Varying(AlongAxis[bool]):
             self._any_of(eqn, varies=True)
             # Such a cotangent is that of a value which every replica has.
             again = self.backward and name == "psum" and not any(ins)
-            if self._in_shards and self.settled and again and not _is_zero(eqn.invars[0], jaxpr):
+            if self.in_shards and self.settled and again and not _is_zero(eqn.invars[0], jaxpr):
                 raise ValueError(_SHARDS_OF_REDUCED.format(axis=self.axis))
             return [not same] * len(eqn.outvars)
         if any(word in name for word in _ASK_THE_HOST):
@@ -196,20 +179,15 @@ class _Varying(AlongAxis[bool]):
 
     def _gradient(self, eqn: JaxprEqn, gradient: bool, leaf: bool) -> bool:
         """A gradient that is going to be reduced; the leaf it belongs to must not vary."""
-        if leaf and self._refuses:
+        if leaf and self.refuses:
             place = where(eqn.params["path"])
             raise ValueError(_GRADIENT_OF_DIFFERENT.format(leaf=place, **eqn.params))
         return gradient
 
     def _reduced(self, eqn: JaxprEqn, varies: bool, jaxpr: Jaxpr) -> bool:
-        """A value that is going to be reduced, which must vary.
-
-        Zeros need not: they are the gradients of what a loss does not depend on.
-
-        Raises:
-          AlreadyReducedError: it is the same everywhere.
-        """
-        if not varies and self._once and self.settled and not _is_zero(eqn.invars[0], jaxpr):
+        """A value that is going to be reduced, which must vary."""
+        # Zeros need not: they are the gradients of what a loss does not depend on.
+        if not varies and self.once and self.settled and not _is_zero(eqn.invars[0], jaxpr):
             leaf = where(eqn.params["path"])
             raise AlreadyReducedError(_REDUCED_TWICE.format(leaf=leaf, axis=self.axis))
         return varies

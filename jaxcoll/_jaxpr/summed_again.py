@@ -7,6 +7,7 @@ divides by that number at once, so it changes nothing.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,15 +51,13 @@ def check_sums(program: Any, axes: Mapping[str, int], typed: bool = False) -> No
         _Reduced(axis, n, typed).outputs_of_all(program, "")
 
 
+@dataclasses.dataclass(eq=False)
 class _Reduced(AlongAxis[str]):
     """What has made each value the same along an axis, in words; "" if nothing is known to."""
 
     constant = ""
-
-    def __init__(self, axis: str, n: int, typed: bool) -> None:
-        super().__init__(axis)
-        self._n = n
-        self._typed = typed
+    n: int  # replicas
+    typed: bool
 
     def join(self, facts: Sequence[str]) -> str:
         return facts[0] if facts and all(facts) else ""
@@ -84,7 +83,7 @@ class _Reduced(AlongAxis[str]):
             if self.axis not in along:
                 return ins
             if self.backward:
-                return [_AUTODIFF * self._typed] * len(ins)
+                return [_AUTODIFF * self.typed] * len(ins)
             if self.settled:
                 self._check(eqn, ins, jaxpr)
         if programs(eqn):
@@ -97,7 +96,7 @@ class _Reduced(AlongAxis[str]):
 
     def _check(self, eqn: JaxprEqn, ins: Sequence[str], jaxpr: Jaxpr) -> None:
         for maker, out in zip(ins, eqn.outvars, strict=True):
-            if maker == _PARTS or (maker and not _divided(out, jaxpr, self._n)):
+            if maker == _PARTS or (maker and not _divided(out, jaxpr, self.n)):
                 words = _PARTS_SUMMED if maker == _PARTS else _SUMMED_AGAIN
                 raise AlreadyReducedError(
                     words.format(
@@ -105,7 +104,7 @@ class _Reduced(AlongAxis[str]):
                         at=at_line(_compat.users_line(eqn)),
                         like=like(out),
                         maker=maker,
-                        n=self._n,
+                        n=self.n,
                     )
                 )
 

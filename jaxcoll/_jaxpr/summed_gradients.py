@@ -75,13 +75,11 @@ def crossing_sums(program: Any, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis in found)
 
 
+@dataclasses.dataclass(eq=False)
 class _Sums(AlongAxis[_Known]):
     constant = _Known()
-
-    def __init__(self, axis: str) -> None:
-        super().__init__(axis)
-        self.found: dict[int, Summed] = {}
-        self.again: dict[int, str] = {}
+    found: dict[int, Summed] = dataclasses.field(default_factory=dict)
+    again: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def literal(self, literal: Literal) -> _Known:
         return _Known(zero=not np.any(np.asarray(literal.val)))

@@ -141,14 +141,9 @@ class Signature:
                 raise ValueError(self._unclear(chosen, other, name, why))
 
     def check_one_row(self, call: Call, meets: Callable[[tuple[int, ...]], bool]) -> None:
-        """Refuse a batch that nobody named, if a share of one row meets more rows elsewhere.
-
-        It may be numbers for each class, say, that stand last, and its one row would be taken for
-        what all rows have in common where it broadcasts (`meets`) against another array's shape.
-
-        Raises:
-          ValueError: it does.
-        """
+        """Refuse a batch that nobody named, if a share of one row meets more rows elsewhere."""
+        # It may be numbers for each class, say, that stand last, and its one row would be taken for
+        # what all rows have in common where it broadcasts (`meets`) against another array's shape.
         if self._batch is not None:
             return
         (chosen,) = call.batch

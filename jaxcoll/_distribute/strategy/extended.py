@@ -163,18 +163,13 @@ class StrategyExtended:
 def check_has_sum(
     caller: str, reduce_op: ReduceOp, value: Any, devices: tuple[jax.Device, ...]
 ) -> None:
-    """Refuse the SUM over several replicas of a value that does not say how many hold it.
-
-    Zero is the sum of any number of zeros. Over several processes a value is one of each.
-
-    Raises:
-      ValueError: it is one.
-    """
+    """Refuse the SUM over several replicas of a value that does not say how many hold it."""
+    # Over several processes a value is one of each.
     if reduce_op is not ReduceOp.SUM or len(devices) == 1 or span_processes(devices):
         return
     # Reading a value that lies on a device would wait for it.
     on_host = isinstance(value, int | float | np.generic | np.ndarray)
-    is_zero = on_host and np.ndim(value) == 0 and value == 0
+    is_zero = on_host and np.ndim(value) == 0 and value == 0  # however many hold it
     if is_sparse(value) or (is_array(value) and not is_zero):
         raise ValueError(
             f"`{caller}` got the plain value {value!r}, whose SUM over {len(devices)} replicas "
