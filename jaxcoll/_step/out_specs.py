@@ -31,7 +31,7 @@ def output_specs(
     varying: Sequence[frozenset[str]],
     axes: tuple[str, ...],
     rule: Any,
-    shown: str = "",
+    shown: str,
 ) -> Any:
     """The specs of the results of a step that is being traced.
 
@@ -44,10 +44,6 @@ def output_specs(
       axes: those that the batch is split over, outer first: rows count in this order.
       rule: "error" or "concatenate", or a tree of them, of which `results` is an extension.
       shown: what else there is to say of an output that differs.
-
-    Raises:
-      ValueError: an array varies and is refused, or cannot be put together; or the rule has
-        another structure than the results.
     """
     each = iter(varying)
 

@@ -253,7 +253,7 @@ def _marked(
     inside = differentiation()
     along = scope.marked if inside is None else scope.marked | inside.retyped
     for axis in along.intersection(over):
-        array = marks.rows(array, axis, name)
+        array = marks.marked(array, marks.ROWS, axis=axis, path=name)
     rest = along.intersection(axes).difference(over)
     if jnp.issubdtype(array.dtype, jnp.inexact):
         (array,) = watched([array], {name: array}, rest, CALLER)
