@@ -28,6 +28,8 @@ _gradient_p = first_of(GRADIENT)
 
 SAME = "same_everywhere"
 """It is equal everywhere along `axes`."""
+COTANGENT = "cotangent_of_same"
+"""It is the cotangent of what is marked so."""
 ONCE = "reduced_once"
 """It is going to be reduced along `axis`, where it must differ."""
 ROWS = "own_rows"
@@ -41,7 +43,8 @@ def marked(x: Any, mark: str, **params: Any) -> Any:
     return _marks[mark].bind(x, **params)
 
 
-_marks = {name: unchanged(name) for name in (SAME, ONCE, ROWS, PARTS)}
+_marks = {name: unchanged(name) for name in (COTANGENT, ONCE, ROWS, PARTS)}
+_marks[SAME] = unchanged(SAME, transpose=lambda ct, axes: [marked(ct, COTANGENT, axes=axes)])
 
 
 def in_backward(eqn: Any) -> bool:
