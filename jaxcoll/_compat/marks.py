@@ -29,7 +29,7 @@ _gradient_p = first_of(GRADIENT)
 SAME = "same_everywhere"
 """It is equal everywhere along `axes`."""
 COTANGENT = "cotangent_of_same"
-"""It is the cotangent of what is marked so."""
+"""It is the cotangent of what is marked by `SAME`."""
 ONCE = "reduced_once"
 """It is going to be reduced along `axis`, where it must differ."""
 ROWS = "own_rows"
@@ -44,7 +44,9 @@ def marked(x: Any, mark: str, **params: Any) -> Any:
 
 
 _marks = {name: unchanged(name) for name in (COTANGENT, ONCE, ROWS, PARTS)}
-_marks[SAME] = unchanged(SAME, transpose=lambda ct, axes: [marked(ct, COTANGENT, axes=axes)])
+_marks[SAME] = unchanged(
+    SAME, transpose=lambda cotangent, *, axes: [marked(cotangent, COTANGENT, axes=axes)]
+)
 
 
 def in_backward(eqn: Any) -> bool:

@@ -98,9 +98,9 @@ def same_outputs(program: ClosedJaxpr, axes: Sequence[str]) -> list[frozenset[st
     """Along which of `axes` each output is the same, even if all inputs and constants vary."""
     jaxpr = program.jaxpr
     captured = dict.fromkeys(jaxpr.constvars, VARIES)
-    varying = {axis: _Varying(axis, captured).outputs_of_all(jaxpr, VARIES) for axis in axes}
+    found = {axis: _Varying(axis, captured).outputs_of_all(jaxpr, VARIES) for axis in axes}
     return [
-        frozenset(a for a in axes if not varying[a][k] & VARIES) for k in range(len(jaxpr.outvars))
+        frozenset(a for a in axes if not found[a][k] & VARIES) for k in range(len(jaxpr.outvars))
     ]
 
 
@@ -121,9 +121,9 @@ def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class _Varying(AlongAxis[int]):
-    """What is found of each value along an axis, in bits; see `VARIES`."""
+    """What is found of each value, in bits; see `VARIES`."""
 
-    held: Mapping[Any, int] = dataclasses.field(default_factory=dict)  # what constants are
+    held: Mapping[Any, int] = dataclasses.field(default_factory=dict)  # constants: what varies
     refuses: bool = False  # a marked gradient may be refused
     once: bool = False  # a marked reduction may be
     in_shards: bool = False  # a gradient in it is in shards, which is the sum over the replicas
@@ -211,8 +211,8 @@ class _Varying(AlongAxis[int]):
     def _reduced(self, eqn: JaxprEqn, fact: int, jaxpr: Jaxpr) -> int:
         """A value that is going to be reduced, which must vary."""
         # Zeros need not: they are the gradients of what a loss does not depend on.
-        varies = fact & VARIES
-        if not varies and self.once and self.settled and not _is_zero(eqn.invars[0], jaxpr):
+        refuses = self.once and self.settled and not fact & VARIES
+        if refuses and not _is_zero(eqn.invars[0], jaxpr):
             leaf = where(eqn.params["path"])
             raise AlreadyReducedError(_REDUCED_TWICE.format(leaf=leaf, axis=self.axis))
         return fact

@@ -118,11 +118,6 @@ class Differentiation:
     untyped: bool = False
     enclosing: frozenset[str] = frozenset()
 
-    @property
-    def retyped(self) -> frozenset[str]:
-        """Axes along which a value is typed as varying in here, whether it differs or not."""
-        return self.enclosing.union(self.axes)
-
 
 _current = jax.make_user_context(default_value=None)
 _differentiation = jax.make_user_context(default_value=None)
@@ -143,6 +138,12 @@ def entered(scope: Scope) -> Iterator[None]:
 def differentiation() -> Differentiation | None:
     """Whose loss this point of the trace belongs to; None outside every such loss."""
     return _differentiation.value
+
+
+def retyped() -> frozenset[str]:
+    """Axes along which a value is typed as varying here, whether it differs or not."""
+    inside = differentiation()
+    return frozenset() if inside is None else inside.enclosing.union(inside.axes)
 
 
 @contextlib.contextmanager

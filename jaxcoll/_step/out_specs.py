@@ -51,7 +51,7 @@ def output_specs(
         if is_shards(output):
             return _of_shards(output, path, [next(each) for _ in jax.tree.leaves(output)])
         along = next(each)
-        name = f"output {jax.tree_util.keystr(path)}" if path else "the output"
+        name = output_name(path)
         if word == "concatenate" and (output.ndim or along):
             return _joined(name, output, along, axes)
         if along:
@@ -63,6 +63,11 @@ def output_specs(
     return jax.tree.unflatten(
         treedef, [spec(word, *leaf) for word, leaf in zip(words, flat, strict=True)]
     )
+
+
+def output_name(path: Any) -> str:
+    """How a message speaks of a step's output."""
+    return f"output {jax.tree_util.keystr(path)}" if path else "the output"
 
 
 _DIFFERS = """\

@@ -31,7 +31,7 @@ from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.scope import Scope, entered
 from jaxcoll._step.arguments import FLAGS
 from jaxcoll._step.lost_updates import check_lost_updates
-from jaxcoll._step.out_specs import output_specs
+from jaxcoll._step.out_specs import output_name, output_specs
 
 _SUMMED = """\
 `data_parallel` with checks=True: autodiff has summed the gradient {like} over {axis!r} already\
@@ -264,8 +264,7 @@ def _axes_of(spec: PartitionSpec) -> frozenset[str]:
 def _check_meanings(found: list[dict[str, int]], results: Any) -> None:
     for facts, (path, _) in zip(found, jax.tree.leaves_with_path(results), strict=True):
         if axes := [axis for axis, fact in facts.items() if fact & REPEATED]:
-            name = f"output {jax.tree_util.keystr(path)}" if path else "the output"
-            raise ValueError(_TWO_MEANINGS.format(name=name, axis=axes[0]))
+            raise ValueError(_TWO_MEANINGS.format(name=output_name(path), axis=axes[0]))
 
 
 def _not_reduced(summed: tuple[Summed, ...]) -> str:
