@@ -109,6 +109,20 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.fixture
+def dtypes_may_mix() -> Iterator[None]:
+    """Optax counts in integers and multiplies them with floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def types_may_mix(dtypes_may_mix: None) -> Iterator[None]:
+    """As they do where nobody has forbidden it."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _eight_devices() -> None:
     assert jax.device_count() == 8, "the tests need the eight devices that conftest asks for"
