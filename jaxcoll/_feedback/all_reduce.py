@@ -16,6 +16,7 @@ from jaxcoll._feedback.low_rank import orthonormal, product, refreshed
 from jaxcoll._feedback.residual import closed, opened, right_factor
 from jaxcoll._plan.algorithms import stages
 from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.packs.leaves import flattened
 from jaxcoll._plan.power_sgd import PowerSGD
 from jaxcoll._spmd import reduce
 from jaxcoll._spmd.algorithms import table as algorithms
@@ -56,14 +57,11 @@ def all_reduce(
       value: a pytree.
       axis_name: one axis, or several, outer first.
       residual: what `jc.residual` returned, or the last call.
-      of: the tree that the residual is of, as it stands in `value`.
+      of: the tree that the residual is of, as it stands in `value` at the path `prefix`.
       caller: the function to name in a message.
       scope: options, world, and who wants to know.
-      prefix: the path of `of` in `value`.
+      prefix: see `of`.
       how: as in `reduce.all_reduce`.
-
-    Raises:
-      ValueError: the residual is of another tree, world or rank; and as in `reduce.all_reduce`.
     """
     axes = bound_axes(axis_name, caller)
     owed = opened(residual, of, axes, caller, prefix)
@@ -94,8 +92,7 @@ def _matrices(
 ) -> dict[str, tuple[int, int]]:
     """Rows and columns of the leaves that travel as factors, by path."""
     found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_sparse):
-        name = jax.tree_util.keystr(path)
+    for name, leaf in flattened(value, is_sparse)[0]:
         if name not in owed or not hasattr(leaf, "dtype"):  # a number
             continue
         if matrix := format.matrix(leaf.shape, np.dtype(leaf.dtype)):
@@ -119,8 +116,8 @@ def _in_factors(
 ) -> tuple[Any, dict[str, jax.Array], dict[str, jax.Array]]:
     """The reduced tree, what is owed then, and the next right factors, both by path."""
     names, reasons = tuple(axes), (*reasons, reason)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
+    flat, treedef = flattened(value, is_sparse)
+    leaves = dict(flat)
     values = {p: leaves[p].astype(np.float32).reshape(matrix) for p, matrix in matrices.items()}
     owing = {p: owed[p].reshape(matrix) for p, matrix in matrices.items()}
     # Apart, so that a leaf that is the same on all replicas is refused as any other.

@@ -99,11 +99,7 @@ def first_factors(
 
 
 def right_factor(residual: Any, path: str, columns: int, format: PowerSGD, caller: str) -> Any:
-    """The right factor of the matrix at `path`.
-
-    Raises:
-      ValueError: the residual was made with other options.
-    """
+    """The right factor of the matrix at `path`, of a residual that was made with these options."""
     held = residual.right if isinstance(residual, LowRankResidual) else {}
     expected = (columns, format.rank)
     if path not in held or np.shape(held[path]) != expected:
@@ -119,11 +115,7 @@ def right_factor(residual: Any, path: str, columns: int, format: PowerSGD, calle
 def opened(
     residual: Any, tree: Any, axes: Mapping[str, int], caller: str, prefix: str = ""
 ) -> dict[str, jax.Array]:
-    """This replica's residual of each leaf, by the leaf's path in `tree` behind `prefix`.
-
-    Raises:
-      ValueError: it is no residual, or one of another tree or world.
-    """
+    """This replica's residual of each leaf, by the leaf's path in `tree` behind `prefix`."""
     residual = residual.owed if isinstance(residual, LowRankResidual) else residual
     if not is_residual(residual):
         raise ValueError(_NO_RESIDUAL.format(caller=caller, got=type(residual).__name__))

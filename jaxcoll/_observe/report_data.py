@@ -61,7 +61,7 @@ class ReportData:
     @property
     def runs(self) -> int:
         """Collectives that one run carries out; a loop that does not say counts one turn."""
-        return runs(self.collectives, unknown_trips=1)
+        return runs(self.collectives)
 
     @property
     def wire_bytes(self) -> int:

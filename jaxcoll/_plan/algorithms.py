@@ -241,7 +241,7 @@ def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
       >>> wire_bytes(stages("shuffle", 0, (8,), "int8"), 4096, 4)
       7224
     """
-    if not stages or not stages[-1].format:
+    if not is_coded(stages):
         return wire_elements(stages, size) * itemsize
     *inner, outer = stages
     size = aligned(stages, size)
@@ -253,12 +253,14 @@ def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
     return sent + 2 * (outer.replicas - 1) * shard
 
 
-def aligned(stages: Sequence[Stage], size: int) -> int:
-    """`size`, and as much padding as makes the shards of coded stages of whole blocks.
+def is_coded(stages: Sequence[Stage]) -> bool:
+    """Whether the last stage has a format; an axis of size 1 has no stage, whatever was asked."""
+    return bool(stages) and bool(stages[-1].format)
 
-    Where nothing is coded it is `size`: of an axis of size 1 there is no stage.
-    """
-    if not stages or not stages[-1].format:
+
+def aligned(stages: Sequence[Stage], size: int) -> int:
+    """`size`, and as much padding as makes the shards of coded stages of whole blocks."""
+    if not is_coded(stages):
         return size
     unit = math.prod(stage.shards for stage in stages)
     unit *= wire_formats.of(stages[-1].format).block

@@ -42,17 +42,7 @@ class Choice:
 def choose(
     options: CommunicationOptions, world: World, packing: PackingRule | None = None
 ) -> Choice:
-    """Turn what was asked into what is done.
-
-    Args:
-      options: what the user asked for.
-      world: where it runs.
-      packing: a rule that was asked for by other means (`num_packs`), which then stands.
-
-    Raises:
-      ValueError: the algorithm, or the number of shards, does not fit the axes of this world, or
-        what was asked to be reproducible.
-    """
+    """What is done for what was asked; a `packing` from elsewhere (`num_packs`) stands."""
     if packing is not None:
         why_packing = "packs: as asked of the cross-device ops"
     elif options.bytes_per_pack:

@@ -296,15 +296,7 @@ _NOTHING_GIVEN = CommunicationOptions()
 
 
 def checked(options: Any, exactly: str = "") -> CommunicationOptions:
-    """`options`; for None, options of which none is given.
-
-    Args:
-      options: what was passed.
-      exactly: the function it was passed to, if that has no use for a wire format.
-
-    Raises:
-      ValueError: `options` is something else, or asks for a wire format where there is none.
-    """
+    """`options`, or those of which none is given; `exactly` names a caller without wire formats."""
     if options is None:
         return _NOTHING_GIVEN
     if isinstance(options, CommunicationOptions):

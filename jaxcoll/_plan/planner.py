@@ -52,7 +52,7 @@ def make_plan(
     terms: Terms | None = None,
     in_backward: bool = False,
 ) -> Plan:
-    """Decide everything about one reduction from shapes, options and the world.
+    """Everything about one reduction, decided from shapes, options and the world.
 
     Args:
       reduce_op: SUM or MEAN.
@@ -62,10 +62,6 @@ def make_plan(
       packing: a rule that was asked for by other means (`num_packs`), which then stands.
       terms: what that world costs; None: as the preset for it says.
       in_backward: whether it stands in the backward pass, where these gradients appear.
-
-    Raises:
-      ValueError: the options ask for an algorithm that does not fit the axes, or for a
-        reproducible sum where there is none.
     """
     terms = terms or preset(world)
     choice = choose(options, world, packing)

@@ -17,10 +17,7 @@ OPTIONAL = {"optional": True}
 
 
 def plain(value: Any) -> Any:
-    """A value in numbers, strings, lists and dicts, as JSON has them.
-
-    Args:
-      value: dataclasses become dicts, tuples lists, enums and dtypes names; others stay.
+    """A value in numbers, strings, lists and dicts, as JSON has them; enums and dtypes by name.
 
     Examples:
       >>> plain((np.dtype("f"), 3, None))

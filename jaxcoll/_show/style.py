@@ -17,16 +17,7 @@ WIDE, HIGH = 12.8, 7.2
 
 
 def page(title: str = "", below: str = "", *, high: float = HIGH) -> Figure:
-    """An empty white page with a heading.
-
-    Args:
-      title: in large letters; "": none.
-      below: one fainter line beneath it, or two.
-      high: inches; the heading's place is that of a page of 7.2.
-
-    Returns:
-      A figure of its own: it needs no screen, and leaves pyplot's state alone.
-    """
+    """An empty white page with a heading, and a fainter line or two `below`; apart from pyplot."""
     figure = Figure(figsize=(WIDE, high), dpi=150, facecolor="white")
     if title:
         figure.text(0.04, 0.925, title, size=21, weight="bold", color=INK)

@@ -51,11 +51,7 @@ class Table:
     more: str = ""
 
     def text(self, width: int | None = None) -> str:
-        """The table in columns.
-
-        Args:
-          width: where longer lines end in "…"; None: nowhere.
-        """
+        """The table in columns; lines longer than `width` end in "…"."""
         table = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         indent = " " * (widths[0] + 2)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import carried_dtype, no_array, where
+from jaxcoll._plan.packs.leaves import carried_dtype, flattened, no_array, where
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope
@@ -32,8 +32,8 @@ def broadcast(value: Any, axis_name: str | tuple[str, ...], *, source: int, scop
     # A sum, of up to twice the bytes: JAX broadcasts on GPUs only, and would not honour options.
     here = lax.axis_index(tuple(axes)) == index
 
-    flat, treedef = jax.tree_util.tree_flatten_with_path(value)
-    leaves = [_as_array(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
+    flat, treedef = flattened(value)
+    leaves = [_as_array(path, leaf) for path, leaf in flat]
     summed = all_reduce(
         ReduceOp.SUM, [_shown(here, leaf) for leaf in leaves], axis_name, scope=scope.exactly
     )

@@ -16,7 +16,7 @@ from jaxcoll._plan.algorithms import Stage, stages
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.options import UNSET
 from jaxcoll._plan.packs.automatic import usual
-from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, no_array, where
+from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, flattened, no_array, where
 from jaxcoll._plan.packs.packing import plan_packs
 from jaxcoll._spmd.algorithms.table import ALGORITHMS
 from jaxcoll._spmd.axes import bound_axes, count
@@ -28,9 +28,9 @@ from jaxcoll._spmd.sparse import is_sparse
 def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope: Scope) -> Any:
     """Every replica's leaves, joined along `axis` in replica order; see `jc.all_gather`."""
     axes = bound_axes(axis_name, "all_gather")
-    flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
-    paths = [jax.tree_util.keystr(path) for path, _ in flat]
-    arrays = [_as_array(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
+    flat, treedef = flattened(value, is_sparse)
+    paths = [path for path, _ in flat]
+    arrays = [_as_array(path, leaf) for path, leaf in flat]
     joints = [
         dimension(axis, array.shape, f"`all_gather`: {where(path)}")
         for path, array in zip(paths, arrays, strict=True)

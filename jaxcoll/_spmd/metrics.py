@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import where
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._plan.packs.packing import NumPacks
 from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.axes import bound_axes, count
@@ -102,11 +102,11 @@ def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
     caller = "jc.reduce_metrics"
     axes = bound_axes(axis_name, caller)
     parts, rest = taken_apart(metrics, caller)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(rest)[0]:
+    for path, leaf in flattened(rest)[0]:
         kind = type(leaf).__name__ if not hasattr(leaf, "dtype") else f"an array of {leaf.dtype}"
         raise ValueError(
             f"`{caller}` expects jc.WeightedMean(total, weight) or jc.Total(value); "
-            f"{where(jax.tree_util.keystr(path))} is {kind}, which does not say how it is added up."
+            f"{where(path)} is {kind}, which does not say how it is added up."
         )
     parts = varied(parts, axes, caller)
     parts = all_reduce(ReduceOp.SUM, parts, axis_name, scope=scope.exactly, packing=NumPacks(1))

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import where
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.gradients.per_replica import watched
@@ -110,10 +110,10 @@ def _with_axes(
 
 def _check_axes_of_shards(tree: Any, axes: dict[str, int], caller: str) -> None:
     """Refuse Shards of which only this replica's part would count."""
-    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_shards):
+    for path, x in flattened(tree, is_shards)[0]:
         if is_shards(x) and x.parts and set(x.axes) & set(_compat.axes_in_scope()) - set(axes):
-            leaf, named = where(jax.tree_util.keystr(path)), ", ".join(map(repr, x.axes))
-            raise ValueError(_PART.format(caller=caller, leaf=leaf, axes=named))
+            named = ", ".join(map(repr, x.axes))
+            raise ValueError(_PART.format(caller=caller, leaf=where(path), axes=named))
 
 
 def _counted_once(square: jax.Array, axes: dict[str, int], over: Sequence[str]) -> jax.Array:
@@ -133,9 +133,8 @@ def _added(numbers: Sequence[jax.Array]) -> jax.Array:
 
 def _arrays(tree: Any, caller: str) -> list[tuple[str, jax.Array]]:
     """The leaves with their paths."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
-    named = [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
-    return [(name, _array(name, leaf, caller)) for name, leaf in named]
+    flat, _ = flattened(tree, is_sparse)
+    return [(name, _array(name, leaf, caller)) for name, leaf in flat]
 
 
 def _array(path: str, leaf: Any, caller: str) -> jax.Array:

@@ -20,6 +20,7 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import (
     Leaf,
     check_reducible,
+    flattened,
     no_array,
     travels_as,
     where,
@@ -110,9 +111,9 @@ def all_reduce(
         )
     axes = bound_axes(axis_name, "all_reduce")
     world = scope.world(axes)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
-    paths = [jax.tree_util.keystr(path) for path, _ in flat]
-    taken = [_taken(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
+    flat, treedef = flattened(value, is_sparse)
+    paths = [path for path, _ in flat]
+    taken = [_taken(path, leaf) for path, leaf in flat]
     # Equal values are those of the first replica, which alone has their cotangent.
     taken = [
         _compat.as_invariant(x, tuple(same[path]), summed=True) if path in same else x
@@ -213,8 +214,8 @@ def reduced_once(value: Any, axis_name: Any, *, scope: Scope) -> Any:
     if not scope.once:
         return value
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)
-    marked = [_reduced_once(jax.tree_util.keystr(path), x, names, scope) for path, x in flat]
+    flat, treedef = flattened(value, is_sparse)
+    marked = [_reduced_once(path, x, names, scope) for path, x in flat]
     return jax.tree_util.tree_unflatten(treedef, marked)
 
 

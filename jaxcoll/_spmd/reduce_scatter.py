@@ -25,7 +25,7 @@ from jaxcoll._spmd.arithmetic import Recipe, before, divided
 from jaxcoll._spmd.axes import bound_axes, count, named
 from jaxcoll._spmd.pack import pack
 from jaxcoll._spmd.reduce import hiding_axis
-from jaxcoll._spmd.scope import Scope, differentiation
+from jaxcoll._spmd.scope import Scope, retyped
 from jaxcoll._spmd.shards import Shards, blocks_of, check_fits, leaves_of, sharded_leaves, whole_of
 
 _ALREADY_REDUCED = """\
@@ -134,8 +134,7 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
     leaves = _held(shards)
     parts = [_compat.as_varying(x, tuple(axes)) for x in shards.parts]
     found = _gather_of(layout, leaves, axes, scope)(parts)
-    inside = differentiation()
-    if inside is None or not inside.retyped.issuperset(axes):
+    if not retyped().issuperset(axes):
         found = [_compat.as_invariant(x, tuple(axes), summed=True) for x in found]
     tree = jax.tree_util.tree_unflatten(layout.treedef, found)  # pyright: ignore[reportArgumentType]
     return scope.vouched(tree, axes)
@@ -184,7 +183,7 @@ def _gather_of(
         scope.record(back)
         cotangents = _compat.at_once(cotangents) if world.over_gloo else cotangents
         own = _scattered(cotangents, back, layout, recipes, axes)
-        return ([marks.parts(part, tuple(axes)) for part in own],)
+        return ([marks.marked(part, marks.PARTS, axes=tuple(axes)) for part in own],)
 
     gather = jax.custom_vjp(gathered)
     gather.defvjp(lambda parts: (gathered(parts), None), scattered)

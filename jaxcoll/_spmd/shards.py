@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._plan.packs.leaves import Leaf, no_array, where
+from jaxcoll._plan.packs.leaves import Leaf, flattened, no_array, where
 from jaxcoll._plan.packs.shard_layout import (
     LANES,
     ShardedLeaf,
@@ -90,14 +90,12 @@ def axes_of_shards(tree: Any) -> list[tuple[str, ...]]:
 
 def check_no_shards(value: Any, axis_name: str | tuple[str, ...], caller: str) -> None:
     """Refuse to reduce parts of `Shards`, which are of different elements on every replica."""
-    for path, x in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_shards):
+    for path, x in flattened(value, is_shards)[0]:
         if not is_shards(x) or not jax.tree.leaves(x):
             continue
         if set(bound_axes(axis_name, caller)).intersection(x.axes):
-            leaf = where(jax.tree_util.keystr(path))
-            raise AlreadyReducedError(
-                _PARTS.format(caller=caller, leaf=leaf, axes=", ".join(map(repr, x.axes)))
-            )
+            axes = ", ".join(map(repr, x.axes))
+            raise AlreadyReducedError(_PARTS.format(caller=caller, leaf=where(path), axes=axes))
 
 
 _PARTS = """\
@@ -115,11 +113,10 @@ def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any
     Raises:
       ValueError: a leaf is not an array, or of a kind that has no shards.
     """
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_special)
+    flat, treedef = flattened(tree, _is_special)
     leaves = []
-    for path, leaf in flat:
-        name, obstacle = jax.tree_util.keystr(path), _obstacle(leaf)
-        if obstacle is not None:
+    for name, leaf in flat:
+        if (obstacle := _obstacle(leaf)) is not None:
             raise ValueError(f"`{caller}` cannot cut {where(name)} in shards: {obstacle}")
         dtype = getattr(leaf, "dtype", None)
         known = np.dtype(

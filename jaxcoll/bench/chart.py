@@ -55,7 +55,9 @@ def draw_simulation(simulation: Simulation, path: Path) -> None:
     figure = page(title, below)
     axes = figure.add_axes((0.075, 0.16, 0.715, 0.63))
     lines = {
-        f"{name}, {duration(line[-1][1].seconds)}": [(n, cost.seconds) for n, cost in line]
+        f"{name}, {duration(line[-1].seconds)}": [
+            (n, cost.seconds) for n, cost in zip(RANKS, line, strict=True)
+        ]
         for name, line in simulation.lines.items()
     }
     if 2 < simulation.island < RANKS[-1]:

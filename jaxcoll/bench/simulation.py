@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxcoll._mesh.world import topology_world
-from jaxcoll._plan.algorithms import canonical
+from jaxcoll._plan.algorithms import canonical, stages
 from jaxcoll._plan.cost.clusters import CHIPS, Topology, Tpu
-from jaxcoll._plan.cost.model import Cost, scaling
+from jaxcoll._plan.cost.model import Cost, Prices
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.world import World
@@ -29,7 +29,7 @@ class Simulation:
       where: the devices, in words.
       island: replicas of one island (a host of GPUs, a slice of TPUs, a CPU process).
       terms: what they cost.
-      lines: for each algorithm the pairs of replicas, which are `RANKS`, and cost.
+      lines: for each algorithm the costs over so many replicas as `RANKS` has.
     """
 
     what: str
@@ -37,7 +37,7 @@ class Simulation:
     where: str
     island: int
     terms: Terms
-    lines: dict[str, list[tuple[int, Cost]]]
+    lines: dict[str, list[Cost]]
 
     def to_dict(self) -> dict[str, object]:
         """Everything in plain numbers and strings, times in seconds."""
@@ -50,14 +50,14 @@ class Simulation:
             "predictions": [
                 {"algorithm": name, "replicas": n, "seconds": c.seconds, **dataclasses.asdict(c)}
                 for name, line in self.lines.items()
-                for n, c in line
+                for n, c in zip(RANKS, line, strict=True)
             ],
         }
 
     def __str__(self) -> str:
         rows = []
         for n, costs in zip(RANKS, zip(*self.lines.values(), strict=True), strict=True):
-            seconds = [cost.seconds for _, cost in costs]
+            seconds = [cost.seconds for cost in costs]
             best = seconds.index(min(seconds))
             marks = (" *" if k == best else "  " for k in range(len(seconds)))
             rows.append([f"{n:,}", *(duration(s) + m for s, m in zip(seconds, marks, strict=True))])
@@ -72,12 +72,8 @@ def simulate(
 ) -> Simulation:
     """Predict one array over 2, 4, 8, … 16,384 replicas.
 
-    Args:
-      what: the array's name.
-      nbytes: its bytes.
-      topology: the kind of devices; how many there are in it says only how large a GPU host is.
-        None: CPU processes, one per host.
-      algorithms: names; the first part of "inner/outer" works within an island.
+    How many devices `topology` has says only how large a GPU host is; None: CPU processes, one per
+    host. The first part of an algorithm "inner/outer" works within an island.
 
     Raises:
       ValueError: there is no such algorithm, or it is of more than two parts; the topology is of
@@ -93,8 +89,8 @@ def simulate(
                 f"--algorithms: {name!r} has {known.count('/') + 1} parts; there are two levels, "
                 "within an island and between islands."
             )
-        sizes = [(n // min(n, island), min(n, island)) if "/" in known else n for n in RANKS]
-        lines[name] = scaling(known, nbytes, terms, sizes)
+        axes = [(n // min(n, island), min(n, island)) if "/" in known else (n,) for n in RANKS]
+        lines[name] = [Prices(terms, sizes).of(stages(known, 0, sizes), nbytes) for sizes in axes]
     return Simulation(what, nbytes, where, island, terms, lines)
 
 

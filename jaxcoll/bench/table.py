@@ -14,8 +14,6 @@ from jaxcoll._plan.cost.model import Prices
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll.bench.calibrate import Calibrated
 from jaxcoll.bench.naming import BASELINE, TWIN, spelled
-from jaxcoll.bench.overlap import Overlapped
-from jaxcoll.bench.regret.measure import Regret, summary
 from jaxcoll.bench.results import Result
 from jaxcoll.bench.terminal import new_console, new_table
 from jaxcoll.bench.timing import Estimate
@@ -31,9 +29,6 @@ ms: one call, the slowest rank's · busbw: GB/s as in nccl-tests · CPU: all ran
 device, as compiled · kernel: the same by the loopback counter, ~ with other traffic in it; between
 hosts only what leaves them · arrays: handed to collectives · temp: beside arguments and results ·
 build: trace and compile · error: over the sum of magnitudes"""
-LEGEND_OF_REGRET = """\
-ratio: seconds of the automatic choice over those of the best by hand, which is picked in other
-rounds than it is compared in · twin: the automatic choice over itself"""
 _TERMS = (("call", 1e6, "µs"), ("array", 1e6, "µs"), ("slice", 1e6, "µs"),
           ("reduce", 1e9, "ns/B"), ("copy", 1e9, "ns/B"))  # fmt: skip
 
@@ -70,44 +65,6 @@ def show(results: Sequence[Result], *, to_stderr: bool) -> None:
             f"[yellow]Other programs kept up to {max(busy):.1f} cores busy meanwhile: trust "
             "ratios whose interval clears the A/A twin's, and no single time.[/]"
         )
-
-
-def show_overlap(found: Sequence[Overlapped], *, to_stderr: bool) -> None:
-    """Print a row for each tree of `--overlap`."""
-    console = wide_console(to_stderr=to_stderr)
-    table = new_table(
-        ("tree", "MB", "programs", "communication ms", "compute ms", "step ms", "exposed", "A/A"),
-        "<>>>>>>>",
-        f"overlap over {found[0].processes} processes, by {found[0].algorithm}: "
-        "medians [95 %], compute is a sleep",
-    )
-    for each in found:
-        times = (each.communication, each.compute, each.step)
-        milliseconds = [f"{x.median * 1e3:,.0f}" for x in times]
-        cells = [each.workload, f"{each.bytes / 1e6:,.1f}", str(each.parts), *milliseconds]
-        table.add_row(*cells, str(each.exposed), str(each.twin))
-    console.print(table)
-    console.print("[dim]exposed: (step - compute) ÷ communication, paired by round[/]")
-
-
-def show_regret(found: Sequence[Regret], *, to_stderr: bool) -> None:
-    """Print a row for each case, the worst last, and what they come to together."""
-    console = wide_console(to_stderr=to_stderr)
-    table = new_table(("case", "", "best by hand", "ratio", "twin"), "><<>>")
-    for each in sorted(found, key=lambda each: each.ratio):
-        figures = f"{each.ratio:.2f}", f"{each.twin:.2f}"
-        table.add_row(str(each.case.number), Text(str(each.case)), Text(each.best), *figures)
-    console.print(table)
-    total = summary(found)
-    console.print(
-        Text(
-            f"{total['cases']} cases: the automatic choice takes {total['mean']:.3f} times as long "
-            f"as the best by hand (geometric mean), {total['worst']:.2f} times in the worst case; "
-            f"its own twin differs by a factor of {total['twin_mean']:.3f} (geometric mean), "
-            f"{total['twin_worst']:.2f} in the worst case."
-        )
-    )
-    console.print(Text(LEGEND_OF_REGRET, "dim"))
 
 
 def show_calibration(found: Calibrated, where: str, *, to_stderr: bool) -> None:

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import jax
 
 from jaxcoll._cluster.initialize import initialize
-from jaxcoll._cluster.launch.local import free_port, join, world
+from jaxcoll._cluster.launch.local import join, world
+from jaxcoll.bench.checkout import from_checkout
 from jaxcoll.bench.devices import devices_of
 from jaxcoll.bench.lab.namespaces import Lab, Network, lab
-from jaxcoll.bench.rank_pool import Entry, Here, Launched, Places, Team, launched
-
-_SOURCES = Path(__file__).parents[2] / "docs" / "peers"
-# A folder of the user's that is called torch must not be taken for the library.
-_SAFE = {"PYTHONSAFEPATH": "1"}
+from jaxcoll.bench.rank_pool import Entry, Here, Places, Team, launched
 
 
 @contextlib.contextmanager
@@ -37,22 +29,13 @@ def teams_of(
 ) -> Iterator[list[Team]]:
     """The teams that the command's flags ask for, JAX's first; none is left at the end.
 
-    Args:
-      entries: what JAX is measured with.
-      processes: how many to start here; None: this process, or the job that it is one of.
-      devices: of each process.
-      platform: of this process's devices.
-      network: hosts to start processes on, in place of `processes`.
-      against: names of `naming.PEERS`, each with its interpreter; None: this one.
-      timeout: seconds that one request may take.
+    `against` has names of `naming.PEERS`, each with its interpreter; None: this one.
 
     Yields:
       The teams.
 
     Raises:
       ValueError: the flags ask for what is not there.
-      LaunchError: the ranks of a team did not meet.
-      LabUnavailableError: there can be no such network here.
     """
     if network is not None:
         if processes is not None or against or platform not in (None, "cpu"):
@@ -83,8 +66,9 @@ def teams_of(
         raise ValueError("--against compares processes of one device each: leave --devices out.")
     with contextlib.ExitStack() as stack:
         peers = [
-            stack.enter_context(peer(name, python, processes, timeout))
+            stack.enter_context(others.peer(name, python, processes, timeout))
             for name, python in (against or {}).items()
+            for others in [from_checkout(f"--against {name}: its ranks are", "peer")]
         ]
         variables = stack.enter_context(world(processes))
         ours = launched("jax", entries, _command(devices), variables, timeout)
@@ -134,64 +118,3 @@ def _clustered() -> bool:
 def is_first(teams: Sequence[Team]) -> bool:
     """Whether this process is the one that prints and writes."""
     return not isinstance(teams[0], Here) or jax.process_index() == 0
-
-
-@contextlib.contextmanager
-def peer(name: str, python: str | None, processes: int, timeout: float) -> Iterator[Launched]:
-    """Start a team of another library, whose ranks idle while others are measured.
-
-    Yields:
-      The team.
-
-    Raises:
-      ValueError: the library, or the source tree that its ranks are in, is not there.
-      LaunchError: its ranks did not meet.
-    """
-    if not (_SOURCES / f"{name}_rank.py").exists():
-        raise ValueError(
-            f"--against {name}: its ranks are in jaxcoll's source tree (docs/peers), not in the "
-            "wheel: run `jaxcoll bench` from a checkout."
-        )
-    interpreter = _interpreter(name, python)
-    # `ranks` is found without jaxcoll, which would need JAX; both folders come last, so that
-    # nothing in them hides a module of the library's own.
-    code = (
-        f"import sys; sys.path += {[str(Path(__file__).parent), str(_SOURCES)]!r}; "
-        f"import {name}_rank; {name}_rank.main()"
-    )
-    with launched(name, (), [interpreter, "-c", code], _worlds(processes), timeout) as team:
-        yield team
-
-
-def _interpreter(name: str, python: str | None) -> str:
-    """The interpreter, once it is known to have the library."""
-    interpreter = sys.executable if python is None else shutil.which(python)
-    flag = f"--{name}-python"
-    if interpreter is None:
-        raise ValueError(f"{flag}: there is no interpreter {python!r}.")
-    code = f"import importlib.util, sys; sys.exit(not importlib.util.find_spec({name!r}))"
-    safe = {**os.environ, **_SAFE}
-    if subprocess.run([interpreter, "-c", code], env=safe, capture_output=True).returncode:
-        raise ValueError(
-            f"--against {name}: {interpreter} has no {name}; name an interpreter that has it with "
-            f"{flag}."
-        )
-    return interpreter
-
-
-def _worlds(processes: int) -> list[dict[str, str]]:
-    """Each rank's environment variables, as PyTorch and as TensorFlow read them."""
-    port, *ports = (free_port() for _ in range(processes + 1))
-    cluster = {"worker": [f"127.0.0.1:{each}" for each in ports]}
-    common = {**_SAFE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common["WORLD_SIZE"] = str(processes)
-    return [
-        {
-            **common,
-            "RANK": str(rank),
-            "TF_CONFIG": json.dumps(
-                {"cluster": cluster, "task": {"type": "worker", "index": rank}}
-            ),
-        }
-        for rank in range(processes)
-    ]

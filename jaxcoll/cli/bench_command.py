@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import json
 import signal
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll._mesh.machine_costs import FILE, calibration
+from jaxcoll.bench.checkout import from_checkout
 from jaxcoll.bench.lab.namespaces import Network
 from jaxcoll.bench.naming import BASELINE, PEERS, TWIN, options_of, sizes_of
 from jaxcoll.bench.terminal import new_console, progress_bars
@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="reduce each tree by N programs, dispatched one by one while the host sleeps in the "
-        "place of an accelerator's backward pass, and measure what of it a step waits for",
+        "place of an accelerator's backward pass, and measure what of it a step waits for; needs a "
+        "checkout",
     )
     how.add_argument("--rounds", type=int, default=20, help="timed rounds (default: 20)")
     where = parser.add_argument_group("where")
@@ -93,7 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure it beside hand-made choices, on random trees over 2, 4 and 8 processes of "
         "one host and of two, whose network has a rate or none (see --rate); with --json FILE, a "
-        "line for each case as soon as it is known, and cases whose lines are there are left out",
+        "line for each case as soon as it is known, and cases whose lines are there are left out; "
+        "needs a checkout",
     )
     regret.add_argument("--cases", type=int, default=40, help="with --regret (default: 40)")
     regret.add_argument("--seed", type=int, default=0, help="of these cases (default: 0)")
@@ -128,8 +130,6 @@ _OF_OTHERS: dict[str, Any] = {
 }
 """Flags that say what else to measure, with their defaults."""
 
-_OF_WORLDS = ("devices", "processes", "platform", "rate", "hosts", "per_host")
-
 
 def run(args: argparse.Namespace) -> int:
     """Measure, show and write; the exit status, as `EPILOG` has it."""
@@ -140,11 +140,12 @@ def run(args: argparse.Namespace) -> int:
                 _calibrate(args)
                 return 0
             if args.regret:
-                _regret(args)
+                from_checkout("--regret: it is", "regret").run(args)
                 return 0
             workloads, names = _checked(args)
             if args.overlap is not None:
-                _overlap(args, workloads, names[-1])
+                part = from_checkout("--overlap: it is", "overlap")
+                part.run(args, workloads, names[-1])
             else:
                 _compare(args, workloads, names)
             return 0
@@ -163,9 +164,9 @@ def _compare(args: argparse.Namespace, workloads: list[Workload], names: list[st
     from jaxcoll.bench.table import show
 
     results = []
-    with _teams(args, [(name,) for name in names]) as (teams, is_first):
+    with teams_of(args, [(name,) for name in names]) as (teams, is_first):
         total = sum(steps(workload, teams, args.rounds) for workload in workloads)
-        with _progress(total, shown=is_first) as progress:
+        with progress_of(total, shown=is_first) as progress:
             for workload in workloads:
                 results += measure(
                     workload,
@@ -183,50 +184,20 @@ def _compare(args: argparse.Namespace, workloads: list[Workload], names: list[st
         show(results, to_stderr=args.json == "-")
 
 
-def _overlap(args: argparse.Namespace, workloads: list[Workload], algorithm: str) -> None:
-    """What of an exchange in several programs a step waits for."""
-    from jaxcoll.bench.overlap import WARM, measure
-    from jaxcoll.bench.table import show_overlap
-
-    if args.overlap < 1:
-        raise ValueError(f"--overlap must be at least 1 program; got {args.overlap}.")
-    for flag in ("against", "plot", "sizes"):
-        if getattr(args, flag):
-            raise ValueError(f"--overlap measures trees, beside themselves: leave --{flag} out.")
-    found = []
-    with _teams(args, [(BASELINE,)]) as (teams, is_first):
-        steps = len(workloads) * (args.overlap + WARM + args.rounds + 1)
-        with _progress(steps, shown=is_first) as progress:
-            for workload in workloads:
-                found.append(
-                    measure(
-                        workload,
-                        teams[0],
-                        parts=args.overlap,
-                        algorithm=algorithm,
-                        rounds=args.rounds,
-                        progress=lambda words, name=workload.name: progress(f"{name}: {words}"),
-                    )
-                )
-    if is_first:
-        write_lines(args.json, "".join(json.dumps(dataclasses.asdict(x)) + "\n" for x in found))
-        show_overlap(found, to_stderr=args.json == "-")
-
-
 def _calibrate(args: argparse.Namespace) -> None:
     """The cost terms of the world that the flags describe, kept where programs find them."""
     from jaxcoll.bench.calibrate import STEPS, calibrate
     from jaxcoll.bench.table import show_calibration
 
-    _check_unset(args, "--calibrate measures what the cost model needs", {"rounds": 20})
+    check_unset(args, "--calibrate measures what the cost model needs", {"rounds": 20})
     check_results(args.json)
 
     def writes(file: Path) -> None:
         if args.json is None:
             check_writable("--calibrate", file)
 
-    with _teams(args, [(BASELINE,)]) as (teams, is_first):
-        with _progress(STEPS, shown=is_first) as progress:
+    with teams_of(args, [(BASELINE,)]) as (teams, is_first):
+        with progress_of(STEPS, shown=is_first) as progress:
             found = calibrate(teams[0], progress, writes=writes)
     if not is_first:
         return
@@ -239,38 +210,11 @@ def _calibrate(args: argparse.Namespace) -> None:
     show_calibration(found, _kept(args.json, found.file, one_process), to_stderr=args.json == "-")
 
 
-def _check_unset(args: argparse.Namespace, because: str, more: Mapping[str, Any]) -> None:
+def check_unset(args: argparse.Namespace, because: str, more: Mapping[str, Any]) -> None:
     """Refuse flags that would be ignored."""
     for name, default in {**_OF_OTHERS, **more}.items():
         if getattr(args, name) != default:
             raise ValueError(f"{because}: leave --{name.replace('_', '-')} out.")
-
-
-def _regret(args: argparse.Namespace) -> None:
-    """The automatic choice beside hand-made ones; what an earlier run has written stays."""
-    from jaxcoll.bench.regret.cases import cases
-    from jaxcoll.bench.regret.measure import measure, regret_of
-    from jaxcoll.bench.table import show_regret
-
-    _check_unset(args, "--regret chooses its own trees and worlds", dict.fromkeys(_OF_WORLDS))
-    if args.cases < 1 or args.seed < 0 or args.rounds < 1:
-        raise ValueError("--cases and --rounds must be at least 1, and --seed at least 0.")
-    check_results(args.json)
-    file = None if args.json in (None, "-") else Path(args.json)
-    text = file.read_text() if file is not None and file.exists() else ""
-    known = [regret_of(json.loads(line)) for line in text.splitlines()]
-    wanted = cases(args.cases, args.seed)
-    found = [regret for regret in known if regret.case in wanted]
-    missing = [case for case in wanted if case not in [regret.case for regret in found]]
-    with _progress(len(missing), shown=True) as progress:
-        for regret in measure(missing, args.rounds, args.timeout, progress):
-            found.append(regret)
-            if file is not None:
-                text += json.dumps(regret.to_dict()) + "\n"
-                write_text("--json", file, text)
-    if args.json == "-":
-        write_lines("-", "".join(json.dumps(regret.to_dict()) + "\n" for regret in found))
-    show_regret(found, to_stderr=args.json == "-")
 
 
 def _kept(asked: str | None, file: Path, one_process: bool) -> str:
@@ -288,7 +232,9 @@ def _kept(asked: str | None, file: Path, one_process: bool) -> str:
 
 
 @contextlib.contextmanager
-def _teams(args: argparse.Namespace, entries: Sequence[Entry]) -> Iterator[tuple[list[Team], bool]]:
+def teams_of(
+    args: argparse.Namespace, entries: Sequence[Entry]
+) -> Iterator[tuple[list[Team], bool]]:
     """The teams that the flags ask for; none is left at the end.
 
     Yields:
@@ -323,7 +269,7 @@ def _network(args: argparse.Namespace) -> Network | None:
 
 
 @contextlib.contextmanager
-def _progress(steps: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
+def progress_of(steps: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
     """A bar on standard error, where that is a terminal.
 
     Yields:

@@ -99,7 +99,7 @@ class _Launch(Owner):
         self.args, self.command, self.logs = args, command, logs
         self.signals, self.until = signals, until
         self._output = Output()
-        self._restarts = _Restarts(args.restarts)
+        self._restarts = 0
         self._coordinator: Coordinator | None = None
         self._is_coordinator_lost = False
         self.has_room = self._output.has_room
@@ -121,11 +121,11 @@ class _Launch(Owner):
                 return 124
             if not outcome.failed or (args.keep_going and 0 in outcome.statuses):
                 return 0
-            if not self._restarts.take():
+            if not (restart := self._restart()):
                 status = outcome.statuses[outcome.failed[0]]
                 assert status is not None
                 return status if status > 0 else 128 - status
-            complain(f"all {args.processes} are started again ({self._restarts}).")
+            complain(f"all {args.processes} are started again ({restart}).")
 
     def _run_once(self) -> Outcome:
         """One world, from its coordinator's start to its end."""
@@ -169,29 +169,21 @@ class _Launch(Owner):
             self._output.complain(f"{how}: JAX aborts every process without it.")
 
     def may_restart(self, rank: int, status: int) -> bool:
-        if not self.args.keep_going or self._is_coordinator_lost or not self._restarts.take():
+        alone = self.args.keep_going and not self._is_coordinator_lost
+        if not alone or not (restart := self._restart()):
             return False
         self._output.complain(
             f"process {rank} of {self.args.processes} {_how(status)}; it is started again, to "
-            f"rejoin the others ({self._restarts})."
+            f"rejoin the others ({restart})."
         )
         return True
 
-
-class _Restarts:
-    """How many restarts are left."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._taken = most, 0
-
-    def take(self) -> bool:
-        """Take one; whether there was one."""
-        left = self._taken < self._most
-        self._taken += left
-        return left
-
-    def __str__(self) -> str:
-        return f"restart {self._taken} of {self._most}"
+    def _restart(self) -> str:
+        """One restart more, in words; "" if there may be none."""
+        if self._restarts == self.args.restarts:
+            return ""
+        self._restarts += 1
+        return f"restart {self._restarts} of {self.args.restarts}"
 
 
 def _command(args: argparse.Namespace) -> list[str]:

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 import jaxcoll as jc
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, bare, page
-from jaxcoll._show.units import counted
+from jaxcoll._show.units import counted, size
 from jaxcoll.demos.demonstration import Outcome, kinds_in_words
 
 MANY, ONE = COLOURS[:2]
@@ -82,7 +82,7 @@ def _packs(axes: Axes, outcome: Outcome) -> None:
     for row, pack in enumerate(plan.packs):
         axes.text(-0.02, row, _carried(plan, pack), size=10, color=INK, ha="right", va="center")
         end = _bar(axes, row, plan, pack, longest)
-        axes.text(end + 0.015, row, _size(pack.nbytes), size=10, color=FAINT, va="center")
+        axes.text(end + 0.015, row, size(pack.nbytes), size=10, color=FAINT, va="center")
     axes.set_xlim(-0.34, 1.4)
     axes.set_ylim(max(len(plan.packs), 4) - 0.4, -0.6)
     if outcome.compiled.all_reduces == 1 < len(plan.packs):
@@ -141,18 +141,6 @@ def _name(path: str) -> str:
       ('conv1 bias', 'loss')
     """
     return " ".join(re.findall(r"\['?([^'\]]+)'?\]", path)) or "loss"
-
-
-def _size(nbytes: int) -> str:
-    """Bytes in decimal units, as in plans and reports.
-
-    Examples:
-      >>> _size(40), _size(18432), _size(3_000_000)
-      ('40 B', '18.4 kB', '3.0 MB')
-    """
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    return f"{nbytes / 1e3:.1f} kB" if nbytes < 1e6 else f"{nbytes / 1e6:.1f} MB"
 
 
 def _power(value: float) -> str:

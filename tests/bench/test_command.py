@@ -190,12 +190,13 @@ def test_where_there_can_be_no_network_it_says_so(monkeypatch, capsys):
 
 
 def test_cases_whose_regret_is_written_are_not_measured_again(tmp_path, capsys):
-    from jaxcoll.bench.regret.cases import cases
-    from jaxcoll.bench.regret.measure import AUTO, TWIN, Regret
+    from jaxcoll.bench.checkout import from_checkout
     from jaxcoll.cli.main import main
 
-    seconds = {AUTO: (1.5, 1.5), TWIN: (1.5, 1.5), "native@all": (1.0, 1.0)}
-    known = [json.dumps(Regret(case, seconds).to_dict()) for case in cases(3, seed=7)]
+    regret = from_checkout("--regret: it is", "regret")
+    seconds = {regret.AUTO: (1.5, 1.5), regret.TWIN: (1.5, 1.5), "native@all": (1.0, 1.0)}
+    cases = regret.cases(3, seed=7)
+    known = [json.dumps(regret.Regret(case, seconds).to_dict()) for case in cases]
     file = tmp_path / "regret.jsonl"
     file.write_text("".join(f"{line}\n" for line in known))
     assert main(["bench", "--regret", "--cases", "2", "--seed", "7", "--json", str(file)]) == 0

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcoll.bench.overlap import measure, parts_of
+from jaxcoll.bench.checkout import from_checkout
 from jaxcoll.bench.rank_pool import Team
 from jaxcoll.bench.workloads import Workload
 from jaxcoll.cli.main import main
+
+overlap = from_checkout("--overlap: it is", "overlap")
 
 
 class Machine(Team):
@@ -43,7 +45,7 @@ def tree(*sizes):
 def test_every_leaf_is_in_one_part_and_no_part_is_larger_than_an_even_share_and_a_leaf(
     sizes, count
 ):
-    parts = parts_of(tree(*sizes), count)
+    parts = overlap.parts_of(tree(*sizes), count)
     assert [i for first, stop in parts for i in range(first, stop)] == list(range(len(sizes)))
     assert len(parts) <= count
     assert all(first < stop for first, stop in parts)
@@ -53,7 +55,7 @@ def test_every_leaf_is_in_one_part_and_no_part_is_larger_than_an_even_share_and_
 
 def test_what_is_exposed_is_what_the_step_takes_beside_the_computation():
     machine, words = Machine(), []
-    found = measure(
+    found = overlap.measure(
         tree(*[10] * 8), machine, parts=4, algorithm="auto", rounds=5, progress=words.append
     )
     assert machine.built == [(0, 2), (2, 4), (4, 6), (6, 8)]

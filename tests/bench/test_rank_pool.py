@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from jaxcoll._errors import LaunchError
-from jaxcoll.bench import targets
+from jaxcoll.bench import checkout
 from jaxcoll.bench.all_reduce import measure, steps
 from jaxcoll.bench.naming import BASELINE, TWIN
 from jaxcoll.bench.rank_pool import launched
-from jaxcoll.bench.targets import peer
 from jaxcoll.bench.workloads import Workload
+from jaxcoll.cli.main import main
 
+peers = checkout.from_checkout("--against: its ranks are", "peer")
 BENCH = Path(sys.modules[measure.__module__].__file__).parent
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_rank.py")), str(BENCH)]
 TREE = Workload("pair", (jax.ShapeDtypeStruct((3,), np.float32),) * 2)
@@ -100,13 +101,23 @@ def test_ranks_that_cannot_meet_say_why_in_one_line():
 )
 def test_a_library_that_is_not_there(python, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        peer("tensorflow", python, 2, 30).__enter__()
+        peers.peer("tensorflow", python, 2, 30).__enter__()
 
 
-def test_peers_are_in_the_source_tree_and_not_in_the_wheel(monkeypatch, tmp_path):
-    monkeypatch.setattr(targets, "_SOURCES", tmp_path)
-    with pytest.raises(ValueError, match=r"--against torch: its ranks are in .*from a checkout"):
-        peer("torch", None, 2, 30).__enter__()
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--against", "torch", "--processes", "2"], "--against torch: its ranks are in jaxcoll's"),
+        (["--regret"], "--regret: it is in jaxcoll's"),
+        (["--overlap", "2"], "--overlap: it is in jaxcoll's"),
+    ],
+)
+def test_what_only_the_source_tree_has_says_so(monkeypatch, tmp_path, flags, words, capsys):
+    monkeypatch.setattr(checkout, "SOURCES", tmp_path)
+    assert main(["bench", *flags]) == 2
+    complaint = capsys.readouterr().err
+    assert words in complaint
+    assert "not in the wheel: run `jaxcoll bench` from a checkout." in complaint
 
 
 PEER = """
@@ -134,8 +145,8 @@ def test_a_peer_names_its_contestants_and_knows_its_world_as_its_library_reads_i
     monkeypatch, tmp_path
 ):
     (tmp_path / "json_rank.py").write_text(PEER)
-    monkeypatch.setattr(targets, "_SOURCES", tmp_path)
-    with peer("json", None, 2, 30) as found:
+    monkeypatch.setattr(peers, "SOURCES", tmp_path)
+    with peers.peer("json", None, 2, 30) as found:
         assert found.entries == (("json flat",), ("json@1", "json@2"))
         replies = found.do("describe", name="")
     assert [r["torch"] for r in replies] == [("0", "2"), ("1", "2")]

@@ -6,18 +6,12 @@ import math
 
 import pytest
 
+from jaxcoll.bench.checkout import from_checkout
 from jaxcoll.bench.naming import BASELINE, options_of
-from jaxcoll.bench.regret import measure as regret
-from jaxcoll.bench.regret.cases import (
-    FEWEST_BYTES,
-    MOST_BYTES,
-    PROCESSES,
-    RATES,
-    Case,
-    candidates,
-    cases,
-)
-from jaxcoll.bench.regret.measure import AUTO, HOPELESS, TWIN, Regret, measure, regret_of, summary
+
+regret = from_checkout("--regret: it is", "regret")
+AUTO, HOPELESS, TWIN = regret.AUTO, regret.HOPELESS, regret.TWIN
+Case, Regret, candidates, cases = regret.Case, regret.Regret, regret.candidates, regret.cases
 
 CASE = Case(0, 2, 4, "1gbit", (100, 200))
 
@@ -27,10 +21,13 @@ def test_cases_are_of_their_seed_and_of_every_kind_of_world():
     assert found == cases(200, seed=0)
     assert found[:5] == cases(5, seed=0)
     assert found[:5] != cases(5, seed=1)
-    assert {(case.hosts, case.rate) for case in found} == {(1, "none"), *((2, r) for r in RATES)}
-    assert {case.processes for case in found} == set(PROCESSES)
+    assert {(case.hosts, case.rate) for case in found} == {
+        (1, "none"),
+        *((2, r) for r in regret.RATES),
+    }
+    assert {case.processes for case in found} == set(regret.PROCESSES)
     assert all(min(case.elements) >= 1 for case in found)
-    assert all(0.5 * FEWEST_BYTES < case.nbytes < 1.1 * MOST_BYTES for case in found)
+    assert all(0.5 * regret.FEWEST_BYTES < case.nbytes < 1.1 * regret.MOST_BYTES for case in found)
     for case in found:
         for name in candidates(case):
             assert name == BASELINE or options_of(name)
@@ -59,14 +56,14 @@ def test_a_candidate_of_the_same_plan_is_the_same_program():
 
 def test_what_was_found_is_read_again():
     found = Regret(CASE, {AUTO: (2.0, 1.0), TWIN: (2.0, 1.0), "a": (1.0, 1.0)}, ("b",))
-    assert regret_of(json.loads(json.dumps(found.to_dict()))) == found
+    assert regret.regret_of(json.loads(json.dumps(found.to_dict()))) == found
 
 
 def test_a_summary_has_means_and_the_worst():
     def of(auto, twin):
         return Regret(CASE, {AUTO: (auto,) * 2, TWIN: (twin,) * 2, "a": (1.0,) * 2})
 
-    total = summary([of(1.0, 1.0), of(4.0, 8.0)])
+    total = regret.summary([of(1.0, 1.0), of(4.0, 8.0)])
     assert total == {
         "cases": 2,
         "mean": pytest.approx(math.sqrt(6)),
@@ -109,7 +106,7 @@ def test_cases_of_one_world_share_their_processes_and_hopeless_candidates_are_le
         Case(k, 2, n, rate, (9,) * 9)
         for k, n, rate in ((0, 4, "1gbit"), (1, 2, "none"), (2, 4, "none"))
     ]
-    found = list(measure(wanted, 5, 1.0, words.append))
+    found = list(regret.measure(wanted, 5, 1.0, words.append))
     assert worlds == [(2, 2), (2, 4)]
     assert [each.case.number for each in found] == [1, 0, 2]
     assert rates == ["none", "1gbit", "none"]

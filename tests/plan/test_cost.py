@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import jaxcoll as jc
 from jaxcoll._plan.algorithms import DESCRIPTIONS, stages
 from jaxcoll._plan.cost.curve import Curve
-from jaxcoll._plan.cost.model import Cost, Load, Prices, loads, scaling
+from jaxcoll._plan.cost.model import Cost, Load, Prices, loads
 from jaxcoll._plan.cost.presets import NETWORKS, preset
 from jaxcoll._plan.cost.terms import Key, Link, Terms
 from jaxcoll._plan.world import World
@@ -195,22 +195,27 @@ def test_packs_that_cost_the_same_are_counted_together():
     assert [load[1:] for load in loads(halves.packs, halves.leaves, halves.stages)] == [(16, 1, 2)]
 
 
+def predicted(name, nbytes, terms, sizes):
+    return Prices(terms, sizes).of(stages(name, 0, sizes), nbytes)
+
+
 FLAT_ACCELERATORS = [w for w in WORLDS if w.platform != "cpu" and len(w.sizes) == 1]
 
 
 @given(st.sampled_from(FLAT_ACCELERATORS), st.integers(1, 10**9), st.sampled_from([8, 64, 16384]))
 def test_a_larger_world_never_has_less_latency(world, nbytes, n):
     for name in FLAT:
-        (_, a), (_, b) = scaling(name, nbytes, preset(world), (n, 2 * n))
+        a, b = (predicted(name, nbytes, preset(world), (size,)) for size in (n, 2 * n))
         assert a.latency <= b.latency * (1 + 1e-9)
 
 
 def test_scaling_over_hosts_of_eight():
     terms = preset(World("gpu", (8,), device_kind="NVIDIA H100"))
-    found = scaling("native/ring", 1 << 30, terms, [(1, 8), (2, 8), (2048, 8)])
-    assert [n for n, _ in found] == [8, 16, 16384]
-    assert found[0][1].seconds < found[1][1].seconds < found[2][1].seconds
-    ring, trees = (scaling(a, 1 << 20, terms, [16384])[0][1] for a in ("ring", "halving_doubling"))
+    found = [predicted("native/ring", 1 << 30, terms, (hosts, 8)) for hosts in (1, 2, 2048)]
+    assert found[0].seconds < found[1].seconds < found[2].seconds
+    ring, trees = (
+        predicted(name, 1 << 20, terms, (16384,)) for name in ("ring", "halving_doubling")
+    )
     assert ring.latency > 1000 * trees.latency
 
 

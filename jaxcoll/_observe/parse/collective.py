@@ -200,27 +200,20 @@ def wire_bytes(collectives: Iterable[Collective], *, unknown_trips: int | None =
       >>> wire_bytes([Collective("all-reduce", "ar", (gradient,), 8, (eight,), "main", trips=5)])
       3520
     """
-    found = tuple(collectives)
-    return _dearest(
-        [(c.branches, times(c, unknown_trips, "its bytes") * c.wire_bytes) for c in found]
-    )
+    return _dearest([(c.branches, _times(c, unknown_trips) * c.wire_bytes) for c in collectives])
 
 
-def runs(collectives: Iterable[Collective], *, unknown_trips: int | None = None) -> int:
-    """How many collectives one run of the program carries out.
-
-    Law: as in `wire_bytes`: loops count each turn, and a conditional its longest branch.
-    """
-    return _dearest([(c.branches, times(c, unknown_trips, "its turns")) for c in collectives])
+def runs(collectives: Iterable[Collective]) -> int:
+    """How many collectives one run carries out: of a conditional those of its longest branch."""
+    return _dearest([(c.branches, c.turns) for c in collectives])
 
 
-def times(c: Collective, unknown_trips: int | None, what: str) -> int:
-    """How often one run carries `c` out, or an error that says `what` cannot be counted."""
+def _times(c: Collective, unknown_trips: int | None) -> int:
     trips = unknown_trips if c.trips is None else c.trips
     if trips is None:
         raise ValueError(
             f"{c.kind} {c.name!r} in {c.computation!r} is in a loop that does not say how "
-            f"often it turns, so {what} cannot be counted. Pass `unknown_trips` to say how "
+            "often it turns, so its bytes cannot be counted. Pass `unknown_trips` to say how "
             "often such loops turn."
         )
     return trips

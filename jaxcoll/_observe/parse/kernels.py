@@ -66,11 +66,7 @@ class KernelReader:
         self._known: dict[str, _Fused] = {}
 
     def around(self, computation: str, name: str) -> Kernels:
-        """The kernels around one instruction of a computation.
-
-        Raises:
-          ValueError: a line is damaged, or has an element type that is not known here.
-        """
+        """The kernels around one instruction of a computation."""
         graph = self._graph(computation)
         found: dict[str, _Kernel] = {}
         ends = graph.ends.get(name, [name])

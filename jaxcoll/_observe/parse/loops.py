@@ -21,19 +21,10 @@ Defined = Mapping[str, str]
 
 
 def turns(module: Module, loop: Instruction, defined: Defined) -> int | None:
-    """How often a `while` turns.
+    """How often a `while` turns; LookupError where the text lacks something of it.
 
     Law: a number only if a counter begins at a constant, grows by one in each turn, and the loop
     goes on while it is less than another constant; otherwise None.
-
-    Args:
-      module: the program.
-      loop: the instruction.
-      defined: the `definitions` of its computation.
-
-    Raises:
-      LookupError: something that it needs is not in the text.
-      ValueError: a line is damaged.
     """
     parts = dict(_PARTS.findall(loop.attributes))
     tested, body = (definitions(module.computations[parts[k]]) for k in ("condition", "body"))

@@ -125,13 +125,8 @@ def device_groups(
 ) -> Groups:
     """What listed groups mean: XLA numbers devices in three ways, which two marks distinguish.
 
-    Args:
-      listed: the groups as written; () stands for one group of all.
-      kind: the collective's kind; a collective-permute lists pairs, which mean themselves.
-      has_channel: it talks across partitions, rather than across replicas.
-      has_global_ids: it counts through all devices, replica by replica.
-      replicas: of the program.
-      partitions: of each replica.
+    With a channel it talks across partitions, rather than across replicas; with global ids it
+    counts through all devices, replica by replica. Pairs of a collective-permute mean themselves.
 
     Examples:
       >>> marks = dict(has_channel=True, has_global_ids=False)

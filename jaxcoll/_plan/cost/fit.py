@@ -87,16 +87,11 @@ def _whole(nbytes: int, combine: int) -> Probe:
 
 
 def fitted(usual: Terms, sizes: tuple[int, ...], seconds: Mapping[Probe, float]) -> Terms:
-    """The terms that explain what was measured.
+    """The terms that explain the measured seconds of `Probes.of`, in place of the `usual` ones.
 
     An exchange gives a latency and a slope, and so no more than two numbers: `call` and the link's
     `step` keep the proportion that they had, and so do its `per_byte` and `reduce`. What was not
     measured (the other link, `combine`, curves of other numbers of replicas) stays as it was.
-
-    Args:
-      usual: the terms of the preset, with the key of the world.
-      sizes: replicas along each axis, outer first.
-      seconds: of all of `Probes.of`.
     """
     key = usual.key
     islands = key.islands

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from jaxcoll._plan import wire_formats
-from jaxcoll._plan.algorithms import Stage, stages, steps
+from jaxcoll._plan.algorithms import Stage, steps
 from jaxcoll._plan.cost.curve import Curve
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.packs.leaves import Leaf
@@ -110,6 +110,7 @@ class Prices:
         along the outer ones; replicas beyond those of `terms.key` are on further islands.
 
     Examples:
+      >>> from jaxcoll._plan.algorithms import stages
       >>> from jaxcoll._plan.cost.terms import Key, Link
       >>> link = Link(step=1e-6, per_byte=1e-9)
       >>> terms = Terms(Key("memory", "", 8, 1, 1), "an example", link, link)
@@ -173,40 +174,13 @@ class Prices:
         return cost
 
 
-def scaling(
-    algorithm: str, nbytes: int, terms: Terms, sizes: Iterable[int | tuple[int, ...]]
-) -> list[tuple[int, Cost]]:
-    """The cost of one array against the size of the world.
-
-    Args:
-      algorithm: a canonical name.
-      nbytes: bytes of the array.
-      terms: what the world costs; its key says how many replicas an island has.
-      sizes: numbers of replicas; or, for hierarchical algorithms, sizes of the axes, outer first.
-
-    Returns:
-      Pairs of replicas and cost, in the order of `sizes`.
-    """
-    found = []
-    for size in sizes:
-        axes = size if isinstance(size, tuple) else (size,)
-        cost = Prices(terms, axes).of(stages(algorithm, 0, axes), nbytes)
-        found.append((math.prod(axes), cost))
-    return found
-
-
 def collective(kind: str, nbytes: int, met: tuple[int, int, int], terms: Terms) -> Cost:
     """The cost of one collective of a compiled program, alone.
 
     A reduce-scatter and an all-gather are the halves of an all-reduce without a curve. Of an
     all-to-all each device keeps an n-th; parts for its own island go by its links. Of a permute or
-    a broadcast the whole array takes the slowest link between any two of the group.
-
-    Args:
-      kind: as HLO has it.
-      nbytes: bytes of its operands on one device.
-      met: devices of the largest group, most of them on one island, and islands of it.
-      terms: what the world costs.
+    a broadcast the whole array takes the slowest link between any two of the group. `met` has the
+    devices of the largest group, most of them on one island, and islands of it.
     """
     (n, p, k), link = met, terms.between if met[2] > 1 else terms.within
     reached = _Met(n, p, k)

@@ -152,12 +152,8 @@ def priced(
 ) -> Iterator[Way]:
     """Each rule's packs, each by the algorithm that is predicted to be fastest, and the cost.
 
-    Args:
-      leaves: the tree.
-      rules: ways to pack it.
-      names: the algorithm of all packs; or the compiler's own and others that may stand in for it.
-        A leaf that must keep its shape has the compiler's own.
-      prices: what the world costs.
+    `names` has the algorithm of all packs; or the compiler's own first, and others that may stand
+    in for it. A leaf that must keep its shape has the compiler's own.
 
     Yields:
       One way for each rule, but none twice.

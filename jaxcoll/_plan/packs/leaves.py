@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -66,6 +66,14 @@ class Leaf:
     def nbytes(self) -> int:
         """Bytes it puts into a pack."""
         return self.size * self.wire.itemsize
+
+
+def flattened(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[str, Any]], jax.tree_util.PyTreeDef]:
+    """The leaves of a tree with their paths, as plans and messages have them; and its structure."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat], treedef
 
 
 def wire_dtype(dtype: np.dtype, reduce_op: ReduceOp, world: World) -> np.dtype:

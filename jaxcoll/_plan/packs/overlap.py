@@ -160,27 +160,26 @@ def in_loops(platform: str) -> dict[str, Any]:
 
 def reason_in_loops(platform: str) -> str:
     """The same in a sentence."""
-    found = in_loops(platform)
-    if not found:
-        return f"overlap: as the compiler for {platform} places it; `jc.inspect` shows what it does"
-    ((name, value),) = found.items()
-    return (
-        f"overlap: by the compiler option {name}={value}, which `jc.data_parallel` sets for its "
-        "own program; give it to a `jax.jit` of your own (`Plan.compiler_options`)"
+    return _set("overlap", in_loops(platform)) or (
+        f"overlap: as the compiler for {platform} places it; `jc.inspect` shows what it does"
     )
 
 
 def by_options(platform: str, kind: str = "all-reduce") -> str:
     """How packs stay apart where only the compiler can be asked, in a sentence."""
-    found = compiler_options(platform, kind)
-    if not found:
-        return (
-            f"apart: no way is known to keep packs of {kind}s apart on {platform}; `jc.inspect` "
-            "shows what became of them"
-        )
-    listed = " and ".join(f"{name}={value}" for name, value in found.items())
-    options = "options" if len(found) > 1 else "option"
+    return _set("apart", compiler_options(platform, kind)) or (
+        f"apart: no way is known to keep packs of {kind}s apart on {platform}; `jc.inspect` "
+        "shows what became of them"
+    )
+
+
+def _set(what: str, options: dict[str, Any]) -> str:
+    """A sentence about compiler options; "" if there are none."""
+    if not options:
+        return ""
+    listed = " and ".join(f"{name}={value}" for name, value in options.items())
     return (
-        f"apart: by the compiler {options} {listed}, which `jc.data_parallel` sets for "
-        "its own program; give it to a `jax.jit` of your own (`Plan.compiler_options`)"
+        f"{what}: by the compiler option{'s' * (len(options) > 1)} {listed}, which "
+        "`jc.data_parallel` sets for its own program; give it to a `jax.jit` of your own "
+        "(`Plan.compiler_options`)"
     )

@@ -22,12 +22,7 @@ def passed_on(
 ) -> jax.Array:
     """What the replica `distance` before this one, around the circle of all, holds of `array`.
 
-    Args:
-      array: of the same shape everywhere.
-      axes: names of the axes, outer first.
-      distance: how many replicas further it is sent; may be negative.
-      senders: only so many replicas, from the first on, send; None: all.
-      receivers: only so many replicas, from the first on, receive; None: all.
+    Only the first `senders` replicas send, and the first `receivers` receive; None: all.
 
     Returns:
       The other's array, *varying*; unspecified where nobody sends, or to nobody. Cost: one step;
@@ -43,11 +38,7 @@ def passed_on(
 
 
 def swapped(array: jax.Array, axes: tuple[str, ...], bit: int) -> jax.Array:
-    """What the replica whose number differs from this one's in `bit` alone holds of `array`.
-
-    Returns:
-      The partner's array, *varying*. Cost: one step; the array's bytes.
-    """
+    """The `array` of the replica whose number differs in `bit` alone; *varying*. One step."""
     return _permuted(array, axes, [(i, i ^ bit) for i in range(lax.axis_size(axes))])
 
 

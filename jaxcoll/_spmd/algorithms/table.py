@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.algorithms import Stage, aligned
+from jaxcoll._plan.algorithms import Stage, aligned, is_coded
 from jaxcoll._spmd.algorithms import halving_doubling, native, ring, shuffle
 from jaxcoll._spmd.wire_formats import two_phase
 from jaxcoll._spmd.wire_formats.two_phase import Coded, How
@@ -45,19 +45,9 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def all_reduce(array: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
-    """The sum of `array` over all replicas along the axes of the stages.
+    """The sum of `array` over all replicas along the axes of the stages, inner first; *invariant*.
 
-    Args:
-      array: of any shape and dtype, *varying* over those axes where types tell.
-      stages: what to do along which axes, inner first; see `jaxcoll._plan.algorithms.stages`.
-      axes: names of the reduction's axes, which the stages number.
-
-    Returns:
-      The sum, in the array's shape, *invariant*: every replica ends with the same bits. Cost: as
-      the plan of the stages says.
-
-    Raises:
-      ValueError: a stage runs over several axes, one of them of a `vmap`.
+    `array` is *varying* over those axes where types tell; every replica ends with the same bits.
     """
     if [stage.algorithm for stage in stages] == ["native"]:
         return native.all_reduce(array, _names(stages[0], axes))
@@ -68,21 +58,12 @@ def all_reduce(array: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -
 def coded_all_reduce(
     array: jax.Array, stages: Sequence[Stage], axes: Sequence[str], how: How
 ) -> tuple[jax.Array, Coded | None]:
-    """The sum of a float32 `array` over the replicas, in a wire format.
+    """The sum of float32 `array` in a wire format; and what `lost` takes, None if nothing is coded.
 
     Law: rounding counts as the identity to derivatives, which are those of the exact sum: tangents
     and cotangents travel exactly.
-
-    Args:
-      array: as in `all_reduce`.
-      stages: as in `all_reduce`; the outermost may have a format.
-      axes: as in `all_reduce`.
-      how: how they are coded.
-
-    Returns:
-      The sum, as from `all_reduce`; and what `lost` takes, None where nothing was coded.
     """
-    if not stages or not stages[-1].format:
+    if not is_coded(stages):
         return all_reduce(array, stages, axes), None
     flat = _flat(array, stages)
     total, coded = _coded(lax.stop_gradient(flat), stages, axes, how)
@@ -98,20 +79,10 @@ def lost(
     like: jax.Array,
     instead: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
-    """What this replica's share of a sum lost in a wire format.
+    """What this replica's share of a sum lost in a wire format: an array like the sum, *varying*.
 
-    Law: over the replicas, sum(array - lost) = sum, to rounding.
-
-    Args:
-      coded: from `coded_all_reduce`.
-      stages: as there.
-      axes: as there.
-      how: as there.
-      like: the sum.
-      instead: whether to keep that, and an array like the sum that is the result otherwise.
-
-    Returns:
-      An array like the sum, *varying*.
+    Law: over the replicas, sum(array - lost) = sum, to rounding. `instead` has whether to keep
+    that, and an array like the sum that is the result otherwise.
     """
     *inner, last = stages
     if instead is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll._errors import ReplicaDivergenceError
-from jaxcoll._plan.packs.leaves import no_array, where
+from jaxcoll._plan.packs.leaves import flattened, no_array, where
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.gather import all_gather
@@ -23,7 +23,7 @@ WORDS = 2
 """32-bit words in a digest."""
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaCheck:
     """What `check_replicas` found: a pytree, so it can be returned from a program.
@@ -42,18 +42,9 @@ class ReplicaCheck:
     """
 
     digests: Any
-    paths: tuple[str, ...]
-    names: tuple[str, ...]
-    holders: tuple[tuple[int, ...], ...] = ()
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        """For JAX: one array, and the names beside it."""
-        return (self.digests,), (self.paths, self.names, self.holders)
-
-    @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> ReplicaCheck:
-        """For JAX: the inverse of `tree_flatten`."""
-        return cls(*children, *aux)
+    paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    holders: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def differs(self) -> Any:
@@ -170,9 +161,8 @@ def _mixed(word: jax.Array) -> jax.Array:
 
 def arrays_of(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
     """Paths and leaves; of typed keys their data."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    paths = tuple(jax.tree_util.keystr(path) for path, _ in flat)
-    return paths, [_as_array(p, leaf) for p, (_, leaf) in zip(paths, flat, strict=True)]
+    flat, _ = flattened(tree)
+    return tuple(path for path, _ in flat), [_as_array(path, leaf) for path, leaf in flat]
 
 
 def _as_array(path: str, leaf: Any) -> Any:

@@ -42,14 +42,7 @@ def corrupted(
 
     Inputs that are not finite, or so large that the sum of their magnitudes is not, make the
     columns they are in incomparable: these pass. A result that is not finite where it must be is
-    corrupted.
-
-    Args:
-      sent: what this replica put into each pack, of one type of checksum (see `kind`).
-      totals: what it got back.
-      over: the axes that they were summed over.
-      replicas: how many along them.
-      add: sums a flat array over them.
+    corrupted. All packs are of one type of checksum (see `kind`); `add` sums a flat array.
 
     Returns:
       Of shape (packs,), *invariant* over `over`. Cost: two all-reduces, of at most 256 numbers and

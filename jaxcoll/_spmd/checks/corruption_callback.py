@@ -35,17 +35,11 @@ class _Reporter:
 def reported(
     wrong: jax.Array, over: tuple[str, ...], plan: Plan, packs: Sequence[int], heard: Heard
 ) -> jax.Array:
-    """`wrong` itself; where it is not zero, the host is called.
+    """`wrong` itself, *invariant* over `over`; where it is not zero, the host is called.
 
-    The result depends on that call, so a program that uses it does not end before the call.
-
-    Args:
-      wrong: for each pack how many replicas hold what cannot be its sum; *invariant* over `over`.
-      over: the axes that they were summed over.
-      plan: what the packs belong to.
-      packs: their numbers in it.
-      heard: called by each device with what was found, what tells the device's group of replicas
-        from others that reduce at the same place of a program, and its number in the group.
+    The result depends on that call, so a program that uses it does not end before the call. Each
+    device calls `heard` with what was found, what tells its group of replicas from others that
+    reduce at the same place of a program, and its number in the group.
     """
     mapped = jax.sharding.get_abstract_mesh().manual_axes
     others = tuple(a for a in mapped if a not in over)

@@ -16,7 +16,7 @@ from jaxcoll._jaxpr.ready_order import places
 from jaxcoll._jaxpr.replication import check_gradients, has, same_outputs
 from jaxcoll._jaxpr.retrace import Traced, traced
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import where
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._plan.packs.overlap import wants_order
 from jaxcoll._show.units import counted
 from jaxcoll._spmd import metrics
@@ -35,7 +35,7 @@ from jaxcoll._spmd.gradients.per_replica import (
 )
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.reduce_scatter import reduce_scatter
-from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
+from jaxcoll._spmd.scope import Differentiation, Scope, retyped
 from jaxcoll._spmd.shards import Shards, axes_of_shards
 from jaxcoll._spmd.wire_formats.feedback import finite
 
@@ -88,9 +88,9 @@ class _Asked:
     def leaves(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """What is differentiated, by name, in the order of the gradients' leaves."""
         return {
-            f"args[{i}]{jax.tree_util.keystr(path)}": leaf
+            f"args[{i}]{path}": leaf
             for i in self.places(args)
-            for path, leaf in jax.tree_util.tree_flatten_with_path(args[i])[0]
+            for path, leaf in flattened(args[i])[0]
         }
 
 
@@ -135,8 +135,7 @@ def reduced_gradient(
                 f"`{caller}` with feedback=True expects the keyword argument `residual` beside the "
                 "loss's own: what `jc.residual(params)` returns, then what the last call returned."
             )
-        around = differentiation()
-        enclosing = frozenset() if around is None else around.retyped
+        enclosing = retyped()
         check_differentiable(asked.leaves(args) if args else {}, caller)
         here = Differentiation(tuple(axes), options, enclosing=enclosing)
         program = traced(_of_share, asked, axes, here, args, kwargs)
@@ -276,7 +275,7 @@ def _together(
         if order is None
         else jax.tree.leaves(_gradients_last(common, shared(order, own))),
         same=same,
-        exact=_paths(common._replace(grads=None)),
+        exact=frozenset(path for path, _ in flattened(common._replace(grads=None))[0]),
         reasons=_not_again(list(same)),
     )
     if residual is not None:
@@ -287,11 +286,6 @@ def _together(
         grads = with_own(reduced.grads, op, local.grads, own, axes, scope=exactly)
         reduced = reduced._replace(grads=grads)
     return reduced, residual
-
-
-def _paths(tree: Any) -> frozenset[str]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return frozenset(jax.tree_util.keystr(path) for path, _ in flat)
 
 
 def _halvings(asked: _Asked, axes: Mapping[str, int]) -> int:
@@ -314,8 +308,8 @@ def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]
     if not has(program.program.jaxpr, _compat.THROUGH):
         return {}
     _, grads = program.result(same_outputs(program.program, axes))
-    found, _ = jax.tree_util.tree_flatten_with_path(_Local(None, None, None, grads))
-    return {jax.tree_util.keystr(path): along for path, along in found if along}
+    found, _ = flattened(_Local(None, None, None, grads))
+    return {path: along for path, along in found if along}
 
 
 def _not_again(paths: list[str]) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ import jax
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import where
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._spmd.arithmetic import quotient
 from jaxcoll._spmd.axes import count
 from jaxcoll._spmd.reduce import all_reduce
-from jaxcoll._spmd.scope import Scope, differentiation
+from jaxcoll._spmd.scope import Scope, retyped
 
 _NO_SHARD = """\
 `{caller}` with scatter=True: {leaf} differs between replicas along {axes}, so its gradient is not \
@@ -73,13 +73,8 @@ def own_axes(
 ) -> list[tuple[str, ...]]:
     """Of each leaf the axes along which every replica has its own.
 
-    Its type says so, or that it is a part of `Shards`: these need no types.
-
-    Args:
-      leaves: what was differentiated, as the caller passed it.
-      axes: those of the reduction.
-      retyped: axes on which everything is typed so.
-      shards: for each leaf the axes of the Shards that it is a part of.
+    Its type says so, except on axes where everything is `retyped`; or that it is a part of `Shards`
+    along `shards`, which need no types.
     """
     known = frozenset(axes) - retyped
     of_shards = shards or [()] * len(leaves)
@@ -130,11 +125,9 @@ def with_own(
 
 def common(tree: Any, axes: Mapping[str, int], caller: str, *, scope: Scope) -> Any:
     """A tree that every replica must hold alike, as far as can be known, and marked otherwise."""
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
-    inside = differentiation()
-    retyped = frozenset() if inside is None else inside.retyped
-    for path, along in zip(leaves, own_axes(leaves, axes, retyped), strict=True):
+    flat, treedef = flattened(tree)
+    leaves = dict(flat)
+    for path, along in zip(leaves, own_axes(leaves, axes, retyped()), strict=True):
         if along:
             named = ", ".join(map(repr, along))
             raise ValueError(_NOT_COMMON.format(caller=caller, leaf=where(path), axes=named))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -11,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
+from jaxcoll._compat import marks
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import where
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.gradients.per_replica import watched
 from jaxcoll._spmd.reduce import all_reduce
-from jaxcoll._spmd.scope import Scope, differentiation
+from jaxcoll._spmd.scope import Scope, differentiation, retyped
 from jaxcoll._spmd.shards import check_no_shards
 
 _SUM_OF_A_MEAN = """\
@@ -35,23 +35,7 @@ def sync_in_backward(
     scope: Scope,
     options: CommunicationOptions,
 ) -> Any:
-    """`params`, whose cotangents are reduced where they appear; see `jc.sync_in_backward`.
-
-    Args:
-      params: a pytree of floating arrays.
-      axis_name: one axis, or several, outer first.
-      reduce_op: SUM or MEAN.
-      scope: defaults, world, and who wants to know.
-      options: of this call, over those of an enclosing `jc.value_and_grad`.
-
-    Returns:
-      A tree like it, *varying* over the axes where types tell.
-
-    Raises:
-      NameError: an axis is not bound here.
-      ValueError: a leaf has no gradient, or differs between replicas where that is known; or a sum
-        is asked for where a mean is taken.
-    """
+    """`params`, whose cotangents are reduced where they appear; see `jc.sync_in_backward`."""
     outer = differentiation()
     untyped = outer is not None and outer.untyped and axis_name in (outer.axes, *outer.axes)
     # A second trace of the same loss; to ask for the axes would make it one that communicates.
@@ -62,12 +46,10 @@ def sync_in_backward(
             raise ValueError(_SUM_OF_A_MEAN.format(axes=", ".join(map(repr, axes))))
         scope = scope.merged(outer.options)
     check_no_shards(params, axis_name, "sync_in_backward")
-    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-    paths = [jax.tree_util.keystr(path) for path, _ in flat]
-    arrays = [_floating(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
-    along = scope.marked if outer is None else scope.marked | outer.retyped
-    named = dict(zip(paths, arrays, strict=True))
-    arrays = watched(arrays, named, along.intersection(axes), "sync_in_backward")
+    flat, treedef = flattened(params)
+    named = {path: _floating(path, leaf) for path, leaf in flat}
+    along = (scope.marked | retyped()).intersection(axes)
+    arrays = watched(list(named.values()), named, along, "sync_in_backward")
     reduction = _Reduction(reduce_op, axes, treedef, scope.merged(options))
     return treedef.unflatten(_compat.through_backward(arrays, reduction, () if untyped else axes))
 
@@ -91,9 +73,7 @@ class _Reduction:
             self.reduce_op, tree, self.axes, scope=self.scope, reasons=(_REASON,), in_backward=True
         )
         return {
-            i: functools.reduce(
-                _compat.as_same, self.axes, _compat.as_varying(x, tuple(varying[i]))
-            )
+            i: marks.marked(_compat.as_varying(x, tuple(varying[i])), marks.SAME, axes=self.axes)
             for i, x in zip(held, jax.tree.leaves(reduced), strict=True)
         }
 

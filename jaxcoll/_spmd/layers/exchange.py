@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -28,81 +28,8 @@ from jaxcoll._spmd.scope import Scope
 Arrays = list[jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class Gather:
-    """One layer's rows of leaves that are cut over the same axes, from all replicas.
-
-    Attributes:
-      axes: outer first.
-      leaves: this replica's rows of each leaf, with the types that they travel in.
-      packs: of these rows.
-      plan: of the gather.
-    """
-
-    axes: tuple[str, ...]
-    leaves: tuple[Leaf, ...]
-    packs: tuple[Pack, ...]
-    plan: Plan
-
-    def __call__(self, rows: Sequence[jax.Array]) -> Arrays:
-        """Every replica's rows of each leaf, one after another; *varying*, though equal."""
-        given = [x.astype(leaf.dtype) for x, leaf in zip(rows, self.leaves, strict=True)]
-        sent = [x.astype(leaf.wire) for x, leaf in zip(given, self.leaves, strict=True)]
-        found = []
-        plans = zip(self.plan.packs, pack(sent, self.packs, self.leaves), strict=True)
-        for k, (planned, packed) in enumerate(plans):
-            with jax.named_scope(f"{self.plan.name}/pack{k}"):
-                blocks = algorithms.all_gather(packed, self.plan.stages(planned), self.axes)
-                found.append(_compat.as_varying(blocks, self.axes))
-        wholes = jax.vmap(lambda each: _unpacked(each, self.packs, self.leaves))(found)
-        return [
-            lax.collapse(whole, 0, 2).astype(x.dtype)
-            for whole, x in zip(wholes, given, strict=True)
-        ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Scatter:
-    """The gradients of one layer's gathered leaves, reduced back to each replica's rows.
-
-    Attributes:
-      axes: outer first.
-      leaves: this replica's rows of each leaf, with the types that they travel in.
-      packs: of these rows.
-      recipes: how each leaf's gradient is reduced.
-      plan: of the reduce-scatter.
-    """
-
-    axes: tuple[str, ...]
-    leaves: tuple[Leaf, ...]
-    packs: tuple[Pack, ...]
-    recipes: tuple[Recipe, ...]
-    plan: Plan
-
-    def __call__(self, gradients: Sequence[jax.Array]) -> Arrays:
-        """This replica's rows of the reduced gradients, in the leaves' own types; *varying*."""
-        blocks = [
-            before(x, recipe).reshape(self.plan.world.replicas, *leaf.shape)
-            for x, leaf, recipe in zip(gradients, self.leaves, self.recipes, strict=True)
-        ]
-        packed = jax.vmap(lambda each: pack(each, self.packs, self.leaves))(blocks)
-        totals = []
-        for k, (planned, each) in enumerate(zip(self.plan.packs, packed, strict=True)):
-            with jax.named_scope(f"{self.plan.name}/pack{k}"):
-                stages = self.plan.stages(planned)
-                totals.append(algorithms.reduce_scatter(each, stages, self.axes))
-        rows = _unpacked(totals, self.packs, self.leaves)
-        # Divided in the leaf's own type, which may be wider than what travelled.
-        means = [
-            divided(total.astype(recipe.dtype), recipe)
-            for total, recipe in zip(rows, self.recipes, strict=True)
-        ]
-        return [_compat.as_stored(x) for x in means] if self.plan.reproducible else means
-
-
-def _unpacked(packed: Sequence[jax.Array], packs: Sequence[Pack], leaves: Sequence[Leaf]) -> Arrays:
-    """The leaves, every one of which a pack carries."""
-    return cast(Arrays, unpack(packed, packs, leaves))
+Exchange = Callable[[Sequence[jax.Array]], Arrays]
+"""What one layer's arrays go through, leaf by leaf."""
 
 
 def gather(
@@ -112,23 +39,32 @@ def gather(
     turns: int,
     when: str,
     scope: Scope,
-) -> Gather:
-    """How one layer's rows are gathered over `axes`.
+) -> Exchange:
+    """From one layer's rows on this replica to those of all replicas, *varying*, though equal.
 
-    Args:
-      rows: types of this replica's, by name; none is empty.
-      axes: outer first.
-      gather_dtype: what real floating leaves are cast to before; None: nothing.
-      turns: how often it happens, for the plan.
-      when: in words, likewise.
-      scope: options and world.
-
-    Raises:
-      ValueError: the options ask for what a half cannot do, or does not fit the axes.
+    Real floating leaves are cast to `gather_dtype` before. For the plan: it happens `turns` times,
+    `when` in words.
     """
     leaves = [_leaf(name, x, axes, gather_dtype) for name, x in rows.items()]
     packs, plan = _planned("all_gather", ReduceOp.SUM, leaves, axes, turns, when, scope)
-    return Gather(tuple(axes), tuple(leaves), packs, plan)
+
+    def gathered(rows: Sequence[jax.Array]) -> Arrays:
+        given = [x.astype(leaf.dtype) for x, leaf in zip(rows, leaves, strict=True)]
+        sent = [x.astype(leaf.wire) for x, leaf in zip(given, leaves, strict=True)]
+        found = []
+        for k, (planned, packed) in enumerate(
+            zip(plan.packs, pack(sent, packs, leaves), strict=True)
+        ):
+            with jax.named_scope(f"{plan.name}/pack{k}"):
+                blocks = algorithms.all_gather(packed, plan.stages(planned), tuple(axes))
+                found.append(_compat.as_varying(blocks, tuple(axes)))
+        wholes = jax.vmap(lambda each: _unpacked(each, packs, leaves))(found)
+        return [
+            lax.collapse(whole, 0, 2).astype(x.dtype)
+            for whole, x in zip(wholes, given, strict=True)
+        ]
+
+    return gathered
 
 
 def scatter(
@@ -139,8 +75,11 @@ def scatter(
     turns: int,
     when: str,
     scope: Scope,
-) -> Scatter:
-    """How the gradients of such rows are reduced, in the types that they were gathered in."""
+) -> Exchange:
+    """From the gradients of gathered leaves to this replica's rows of their reduction; *varying*.
+
+    They travel in the types that the leaves were gathered in, and end in the leaves' own.
+    """
     world = scope.world(dict(axes))
     over = tuple(a for a, n in axes.items() if n > 1)
     divisor = count(axes) if reduce_op is ReduceOp.MEAN else None
@@ -151,7 +90,31 @@ def scatter(
         leaves.append(dataclasses.replace(leaf, wire=wire))
         recipes.append(Recipe(over, tuple(axes), frozenset(), np.dtype(x.dtype), wire, 1, divisor))
     packs, plan = _planned("reduce_scatter", reduce_op, leaves, axes, turns, when, scope)
-    return Scatter(tuple(axes), tuple(leaves), packs, tuple(recipes), plan)
+
+    def scattered(gradients: Sequence[jax.Array]) -> Arrays:
+        blocks = [
+            before(x, recipe).reshape(world.replicas, *leaf.shape)
+            for x, leaf, recipe in zip(gradients, leaves, recipes, strict=True)
+        ]
+        packed = jax.vmap(lambda each: pack(each, packs, leaves))(blocks)
+        totals = []
+        for k, (planned, each) in enumerate(zip(plan.packs, packed, strict=True)):
+            with jax.named_scope(f"{plan.name}/pack{k}"):
+                stages = plan.stages(planned)
+                totals.append(algorithms.reduce_scatter(each, stages, tuple(axes)))
+        # Divided in the leaf's own type, which may be wider than what travelled.
+        means = [
+            divided(total.astype(recipe.dtype), recipe)
+            for total, recipe in zip(_unpacked(totals, packs, leaves), recipes, strict=True)
+        ]
+        return [_compat.as_stored(x) for x in means] if plan.reproducible else means
+
+    return scattered
+
+
+def _unpacked(packed: Sequence[jax.Array], packs: Sequence[Pack], leaves: Sequence[Leaf]) -> Arrays:
+    """The leaves, every one of which a pack carries."""
+    return cast(Arrays, unpack(packed, packs, leaves))
 
 
 def _planned(
@@ -171,6 +134,7 @@ def _planned(
     plan = plan_rows(
         half, reduce_op, whole, packs, scope.options, world, scope.terms(world), turns, when
     )
+    scope.record(plan)
     return packs, plan
 
 

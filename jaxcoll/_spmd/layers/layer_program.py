@@ -85,11 +85,7 @@ class Residuals:
     ) -> list[Any]:
         """The cotangents that were asked for, of carry, parameters and captured values in turn.
 
-        Args:
-          saved: what `forward` returned.
-          params: as in `forward`.
-          captured: as in `forward`.
-          cotangents: of the floating arrays among the results.
+        `cotangents` are those of the floating arrays among the results.
         """
         made = iter(jaxpr_as_fun(self.again)(*params, *captured))
         kept = dict(zip(self.saved, saved, strict=True))

@@ -16,7 +16,7 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.layers.asked import CALLER, Asked
-from jaxcoll._spmd.layers.exchange import Gather, Scatter, gather, scatter
+from jaxcoll._spmd.layers.exchange import Exchange, gather, scatter
 from jaxcoll._spmd.layers.layer_program import Arrays, Residuals, is_floating, residuals_of
 from jaxcoll._spmd.layers.schedule import Schedule
 from jaxcoll._spmd.layers.stack import Stack, stack_of
@@ -62,11 +62,7 @@ def scan_layers(
 
 
 def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation | None:
-    """The differentiation that reduces what this call does not; None: there is none.
-
-    Raises:
-      ValueError: it is over other axes, or a SUM is asked for where a mean is taken.
-    """
+    """The differentiation that reduces what this call does not; None: there is none."""
     inside = differentiation()
     if inside is None or not set(inside.axes).intersection(axes):
         return None
@@ -101,7 +97,7 @@ class _Traffic:
         """A SUM is the derivative of a gather, and all that something around this asks for."""
         return ReduceOp.SUM if self.inside else self.asked.reduce_op
 
-    def gathers(self) -> dict[tuple[int, ...], Gather]:
+    def gathers(self) -> dict[tuple[int, ...], Exchange]:
         """By the leaves that travel together what gathers one layer's rows of them."""
         layers = self.stack.layers
         ahead = min(self.asked.ahead, layers)
@@ -120,10 +116,9 @@ class _Traffic:
                 when,
                 self.scope,
             )
-            self.scope.record(found[leaves].plan)
         return found
 
-    def scatters(self, moved: Sequence[int]) -> dict[tuple[int, ...], Callable[[Arrays], Arrays]]:
+    def scatters(self, moved: Sequence[int]) -> dict[tuple[int, ...], Exchange]:
         """By the leaves that travel together what reduces the gradients of one layer's rows."""
         when = "its gradients reduced while those of the layer before it are computed"
         found = {}
@@ -137,8 +132,7 @@ class _Traffic:
                 when,
                 self.scope,
             )
-            self.scope.record(each.plan)
-            found[leaves] = functools.partial(self._reduced, each)
+            found[leaves] = functools.partial(self._reduced, each, tuple(axes))
         return found
 
     def _groups(self, leaves: Sequence[int]) -> dict[tuple[int, ...], dict[str, int]]:
@@ -156,8 +150,10 @@ class _Traffic:
         # Not a dict through JAX, which would sort it: "[10]" comes before "[2]".
         return {self.stack.names[i]: x for i, x in zip(leaves, rows, strict=True)}
 
-    def _reduced(self, each: Scatter, gradients: Arrays) -> Arrays:
-        rows, rest = each(gradients), self._settled(each.axes)
+    def _reduced(
+        self, each: Exchange, over: Sequence[str], gradients: Sequence[jax.Array]
+    ) -> Arrays:
+        rows, rest = each(gradients), self._settled(over)
         # Between copies of the rows, as between hosts, of an n-th of the bytes.
         return all_reduce(self._op, rows, rest, scope=self.scope) if rest else rows
 
@@ -180,7 +176,9 @@ class _Traffic:
             reasons = ("when: after the backward pass of all layers, of leaves that are whole",)
             whole = all_reduce(self._op, whole, tuple(self.axes), scope=self.scope, reasons=reasons)
         found: dict[int, jax.Array] = {
-            i: marks.parts(_compat.as_invariant(x, self._settled(over[i])), over[i])
+            i: marks.marked(
+                _compat.as_invariant(x, self._settled(over[i])), marks.PARTS, axes=over[i]
+            )
             if over[i]
             else whole[names[i]]
             for i, x in gradients.items()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._spmd.layers.exchange import Gather
+from jaxcoll._spmd.layers.exchange import Exchange
 from jaxcoll._spmd.layers.layer_program import LayerProgram, Residuals
 
 Arrays = list[jax.Array]
@@ -34,7 +34,7 @@ class Schedule:
     ahead: int
     unroll: int
     layer: LayerProgram
-    gathers: dict[tuple[int, ...], Gather]
+    gathers: dict[tuple[int, ...], Exchange]
     varying: tuple[str, ...]
 
     def _fetched(
@@ -113,7 +113,7 @@ class Schedule:
         captured: Arrays,
         cotangents: Sequence[Arrays],
         moved: Sequence[Sequence[int]],
-        scatters: Mapping[tuple[int, ...], Callable[[Arrays], Arrays]],
+        scatters: Mapping[tuple[int, ...], Exchange],
     ) -> tuple[Arrays, dict[int, jax.Array], Arrays]:
         """Cotangents of the first carry's floating arrays, and of those asked for.
 
@@ -126,10 +126,8 @@ class Schedule:
           stack: this replica's.
           captured: what the layer reads from around it.
           cotangents: of the floating arrays of the last carry, and of the results.
-          moved: which arrays of the stack, and which captured ones, have their cotangents asked
-            for.
-          scatters: by leaves of the stack that travel together, from the gradients of one layer to
-            this replica's rows of their reduction.
+          moved: positions in the stack, and in what is captured, whose cotangents are asked for.
+          scatters: by leaves of the stack that travel together.
         """
         of_carry, of_results = cotangents
         ahead, top = len(last), self.layers - 1

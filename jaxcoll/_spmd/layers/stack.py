@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._plan.packs.leaves import no_array, where
+from jaxcoll._plan.packs.leaves import flattened, no_array, where
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import count
 from jaxcoll._spmd.gradients.per_replica import watched
 from jaxcoll._spmd.layers.asked import CALLER
-from jaxcoll._spmd.scope import Scope, differentiation
+from jaxcoll._spmd.scope import Scope, differentiation, retyped
 from jaxcoll._spmd.shards import Shards, is_shards, leaves_of, whole_of
 
 _WHOLE = """\
@@ -87,13 +87,11 @@ def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int], scope: Scope) 
 
     Raises:
       ValueError: a leaf cannot be used so, by its shape, its type, or what is said of it.
-      AlreadyReducedError: a leaf that is to be gathered is the same everywhere.
     """
-    nodes, _ = jax.tree_util.tree_flatten_with_path(stacked, is_leaf=is_shards)
+    nodes, _ = flattened(stacked, is_shards)
     words = _words(sharded, stacked, any(is_shards(x) for _, x in nodes))
     names, arrays, over = [], [], []
-    for (path, node), word in zip(nodes, words, strict=True):
-        name = jax.tree_util.keystr(path)
+    for (name, node), word in zip(nodes, words, strict=True):
         for k, part in enumerate(node.parts if is_shards(node) else [node]):
             names.append(name + _carried(node, k) if is_shards(node) else name)
             arrays.append(_array(names[-1], part))
@@ -205,16 +203,10 @@ def _axes_of_shards(
 def _axes_of_rows(
     name: str, array: jax.Array, word: Any, axes: Mapping[str, int], scope: Scope
 ) -> tuple[str, ...]:
-    """The axes that a plain leaf is cut over, as far as can be known.
-
-    Raises:
-      ValueError: types say otherwise, or nothing is said.
-      AlreadyReducedError: types say that it is the same everywhere.
-    """
+    """The axes that a plain leaf is cut over, as far as types confirm what is said of it."""
     inside = differentiation()
     untyped = inside is not None and inside.untyped
-    retyped = frozenset() if inside is None else inside.retyped
-    known = [a for a in axes if _compat.tracks_variance(a) and a not in retyped and not untyped]
+    known = [a for a in axes if _compat.tracks_variance(a) and a not in retyped() and not untyped]
     over = () if word is False else tuple(axes) if word in (None, True) else _names_of(word)
     unknown = [a for a in over if a not in axes]
     if unknown:
@@ -250,10 +242,9 @@ def _marked(
     name: str, array: jax.Array, over: Sequence[str], axes: Mapping[str, int], scope: Scope
 ) -> jax.Array:
     """A leaf for readers of the program, wherever no type shows whether it varies."""
-    inside = differentiation()
-    along = scope.marked if inside is None else scope.marked | inside.retyped
+    along = scope.marked | retyped()
     for axis in along.intersection(over):
-        array = marks.rows(array, axis, name)
+        array = marks.marked(array, marks.ROWS, axis=axis, path=name)
     rest = along.intersection(axes).difference(over)
     if jnp.issubdtype(array.dtype, jnp.inexact):
         (array,) = watched([array], {name: array}, rest, CALLER)

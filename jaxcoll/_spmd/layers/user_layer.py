@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.packs.leaves import no_array, where
+from jaxcoll._plan.packs.leaves import flattened, no_array, where
 from jaxcoll._spmd.axes import count
 from jaxcoll._spmd.layers.asked import CALLER, Asked
 from jaxcoll._spmd.layers.layer_program import Arrays, LayerProgram, layer_program
@@ -30,13 +30,12 @@ the second argument. What is meant to be whole belongs into `stacked`, with Fals
 
 def carried(carry: Any) -> tuple[Arrays, Any]:
     """The carry as strongly typed arrays."""
-    flat, treedef = jax.tree_util.tree_flatten_with_path(carry)
+    flat, treedef = flattened(carry)
     arrays = []
     for path, leaf in flat:
         got = no_array(leaf)
         if got is not None:
-            name = where(jax.tree_util.keystr(path))
-            raise ValueError(f"`{CALLER}`: {name} of `carry`: expected an array, got {got}.")
+            raise ValueError(f"`{CALLER}`: {where(path)} of `carry`: expected an array, got {got}.")
         arrays.append(_strong(jnp.asarray(leaf)))
     return arrays, treedef
 
@@ -61,12 +60,7 @@ class UserLayer:
     def program(
         self, axes: Mapping[str, int], asked: Asked
     ) -> tuple[Arrays, tuple[str, ...], LayerProgram]:
-        """The carry, typed as it stays from turn to turn, those axes, and the layer's program.
-
-        Raises:
-          TypeError: the carry changes its type.
-          ValueError: the layer reads all layers' parameters from around it.
-        """
+        """The carry, typed as it stays from turn to turn, those axes, and the layer's program."""
         stack = self._stack
         known = [_compat.varying_axes(x) for x in (*self._arrays, *stack.arrays)]
         varying = frozenset(a for a in axes if _compat.tracks_variance(a)).union(*known)
@@ -127,7 +121,8 @@ class UserLayer:
         )
 
     def _check_carry(self, carry: Arrays, avals: Any) -> None:
-        for before, after, path in zip(carry, avals, self._paths(), strict=False):
+        flat, _ = flattened(self._carry.unflatten(carry))
+        for (path, before), after in zip(flat, avals, strict=False):
             if (before.shape, before.dtype) != (after.shape, after.dtype):
                 raise TypeError(
                     _CARRY.format(
@@ -146,11 +141,6 @@ class UserLayer:
             whole = (layers, rows * count({a: axes[a] for a in over}), *rest)
             if value.shape == whole and value.dtype == own.dtype:
                 raise ValueError(_CAPTURED.format(like=_like(value), leaf=where(name)))
-
-    def _paths(self) -> list[str]:
-        tree = self._carry.unflatten(range(self._carry.num_leaves))
-        flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-        return [jax.tree_util.keystr(path) for path, _ in flat]
 
     def result(self, carry: Arrays, results: Arrays) -> tuple[Any, Any]:
         """What `lax.scan` returns."""

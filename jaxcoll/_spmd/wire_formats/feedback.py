@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll._plan import wire_formats
+from jaxcoll._plan.algorithms import is_coded
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import Pack
 from jaxcoll._plan.plan import Plan
@@ -33,11 +34,7 @@ where each replica's own residual would make it differ. Reduce it in a call of i
 def with_owed(
     arrays: Sequence[jax.Array], leaves: Sequence[Leaf], residual: Mapping[str, jax.Array], n: int
 ) -> list[jax.Array]:
-    """The arrays and what this replica owes of them, each in the type of its sum.
-
-    Raises:
-      ValueError: a leaf that has a residual is not summed over all `n` replicas.
-    """
+    """The arrays and what this replica owes of them, in the types of sums over all `n` replicas."""
     return [
         _with(array, residual[leaf.path], leaf, n) if leaf.path in residual else array
         for array, leaf in zip(arrays, leaves, strict=True)
@@ -71,13 +68,8 @@ def left(
 ) -> dict[str, jax.Array]:
     """The next residual, by path: as it was where what was to be sent came out not finite.
 
-    Args:
-      residual: what was owed.
-      plan: of the reduction.
-      sums: its packs' results.
-      results: its leaves' results, in the order of `plan.leaves`.
-      coded: by the numbers of packs in a wire format, what was coded and what was lost beside.
-      hidden: a mapped axis; see `unpack`.
+    `results` are those of `plan.leaves`; `coded` has, by the numbers of packs in a wire format,
+    what was coded and what was lost beside; `hidden` is a mapped axis, as in `unpack`.
     """
     # A loss or a metric that is not finite says nothing of gradients, which are then applied.
     alone = [
@@ -137,8 +129,7 @@ def _sent(
 ) -> Iterator[jax.Array]:
     """The parts of packs that leaves with a residual have, neighbours together."""
     for planned, total in zip(plan.packs, sums, strict=True):
-        stages = plan.stages(planned)
-        if stages and stages[-1].format and total.dtype == planned.dtype:
+        if is_coded(plan.stages(planned)) and total.dtype == planned.dtype:
             # All leaves in it have a residual, and a block that is not finite is so everywhere.
             yield total.reshape(-1)[:: wire_formats.of(planned.format).block]
             continue

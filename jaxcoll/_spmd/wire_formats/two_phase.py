@@ -72,17 +72,10 @@ class Coded(NamedTuple):
 def all_reduce(
     flat: jax.Array, format: str, axes: tuple[str, ...], how: How
 ) -> tuple[jax.Array, Coded]:
-    """The sum of `flat` over the replicas along `axes`.
+    """The sum of `flat`, float32 of as many whole blocks for each replica; and what `lost` takes.
 
-    Args:
-      flat: float32, of as many whole blocks for each replica.
-      format: the wire format's name, its block included.
-      axes: names of the axes, outer first.
-      how: how they are coded.
-
-    Returns:
-      The sum, typed *varying*, with the same bits everywhere; and what `lost` takes.
-      Cost: an all-to-all and an all-gather of codes; 2(n-1) coded shards leave a device.
+    Typed *varying*, with the same bits everywhere. Cost: an all-to-all and an all-gather of codes;
+    2(n-1) coded shards leave a device.
     """
     codec, apart = _known(format, how)
     shape = lax.axis_size(axes), -1, wire_formats.of(format).block
@@ -105,14 +98,8 @@ def lost(
     """What this replica's share of a sum lost; *varying*.
 
     Law: over the replicas, sum(flat - lost) = sum, to rounding in float32. What the second
-    rounding takes is counted among what the shard's owner lost.
-
-    Args:
-      coded: from `all_reduce`.
-      format: as there.
-      axes: as there.
-      how: as there.
-      instead: whether to keep that, and a flat array that is the result otherwise.
+    rounding takes is counted among what the shard's owner lost. `instead` has whether to keep that,
+    and a flat array that is the result otherwise.
     """
     codec, apart = _known(format, how)
     rank = _compat.as_varying(lax.axis_index(axes), axes)

@@ -1,22 +1,37 @@
-"""Measure the automatic choice beside the candidates, case by case."""
+"""`jaxcoll bench --regret`: what the automatic choice takes beside the best one made by hand."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from rich.text import Text
+
+from jaxcoll._files import write_text
 from jaxcoll.bench import targets
 from jaxcoll.bench.all_reduce import MOST_CALLS, SHORTEST, WARM, Contestant
 from jaxcoll.bench.lab.namespaces import Network
-from jaxcoll.bench.naming import AGAIN
+from jaxcoll.bench.naming import AGAIN, BASELINE
 from jaxcoll.bench.rank_pool import Team
-from jaxcoll.bench.regret.cases import Case, candidates
+from jaxcoll.bench.table import wide_console
+from jaxcoll.bench.terminal import new_table
 from jaxcoll.bench.timing import interleaved
+from jaxcoll.cli.bench_command import check_unset, progress_of
+from jaxcoll.cli.results import check_results, write_lines
+
+_OF_WORLDS = ("devices", "processes", "platform", "rate", "hosts", "per_host")
+_LEGEND = """\
+ratio: seconds of the automatic choice over those of the best by hand, which is picked in other
+rounds than it is compared in · twin: the automatic choice over itself"""
 
 SECONDS = 8.0
 """That the rounds of one case may take, beyond the fewest."""
@@ -26,6 +41,106 @@ HOPELESS = 4.0
 
 AUTO = "auto"
 TWIN = AUTO + AGAIN
+MOST_BYTES, FEWEST_BYTES = 8 << 20, 4 << 10
+MOST_LEAVES = 100
+RATES = ("100mbit", "1gbit", "none")
+PROCESSES = (2, 4, 8)
+
+
+def run(args: argparse.Namespace) -> None:
+    """The automatic choice beside hand-made ones; what an earlier run has written stays."""
+    check_unset(args, "--regret chooses its own trees and worlds", dict.fromkeys(_OF_WORLDS))
+    if args.cases < 1 or args.seed < 0 or args.rounds < 1:
+        raise ValueError("--cases and --rounds must be at least 1, and --seed at least 0.")
+    check_results(args.json)
+    file = None if args.json in (None, "-") else Path(args.json)
+    text = file.read_text() if file is not None and file.exists() else ""
+    known = [regret_of(json.loads(line)) for line in text.splitlines()]
+    wanted = cases(args.cases, args.seed)
+    found = [regret for regret in known if regret.case in wanted]
+    missing = [case for case in wanted if case not in [regret.case for regret in found]]
+    with progress_of(len(missing), shown=True) as progress:
+        for regret in measure(missing, args.rounds, args.timeout, progress):
+            found.append(regret)
+            if file is not None:
+                text += json.dumps(regret.to_dict()) + "\n"
+                write_text("--json", file, text)
+    if args.json == "-":
+        write_lines("-", "".join(json.dumps(regret.to_dict()) + "\n" for regret in found))
+    _show(found, to_stderr=args.json == "-")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One tree in one world.
+
+    Attributes:
+      number: among those of its seed.
+      hosts: 1, whose loopback interface carries everything, or 2.
+      processes: on all of them, of one CPU device each.
+      rate: of the hosts' links, as `tc` spells it; "none" on one host.
+      elements: of each leaf, of float32.
+    """
+
+    number: int
+    hosts: int
+    processes: int
+    rate: str
+    elements: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tree."""
+        return 4 * sum(self.elements)
+
+    @property
+    def world(self) -> tuple[int, int]:
+        """What cases must share to be measured by the same processes."""
+        return self.hosts, self.processes
+
+    def __str__(self) -> str:
+        where = "one host" if self.hosts == 1 else f"{self.hosts} hosts, {self.rate}"
+        arrays = f"{len(self.elements)} array{'s' * (len(self.elements) > 1)}"
+        return f"{self.processes} processes, {where}: {self.nbytes / 1e6:.3g} MB in {arrays}"
+
+
+def cases(count: int, seed: int) -> list[Case]:
+    """The first `count` cases of a seed.
+
+    Law: with more cases the first ones stay as they are.
+
+    Examples:
+      >>> cases(3, seed=0) == cases(40, seed=0)[:3]
+      True
+    """
+    return [_case(number, np.random.default_rng([seed, number])) for number in range(count)]
+
+
+def _case(number: int, random: np.random.Generator) -> Case:
+    hosts, processes = int(random.choice((1, 2))), int(random.choice(PROCESSES))
+    rate = str(random.choice(RATES)) if hosts > 1 else "none"
+    leaves = int(_between(random, 1, MOST_LEAVES))
+    nbytes = _between(random, FEWEST_BYTES, MOST_BYTES)
+    # Leaves of a model differ in size by orders of magnitude.
+    shares = random.lognormal(sigma=2.0, size=leaves)
+    elements = np.maximum(1, nbytes / 4 * shares / shares.sum()).astype(int)
+    return Case(number, hosts, processes, rate, tuple(elements.tolist()))
+
+
+def _between(random: np.random.Generator, low: float, high: float) -> float:
+    """A number whose logarithm is as likely anywhere between the two."""
+    return float(np.exp(random.uniform(np.log(low), np.log(high))))
+
+
+def candidates(case: Case) -> tuple[str, ...]:
+    """What a user could ask for by hand, as `jaxcoll bench --algorithms` spells it."""
+    packs = ("all",) if case.nbytes <= 1 << 20 or len(case.elements) == 1 else ("1MiB", "all")
+    names = ["native", "halving-doubling"]
+    if case.hosts > 1 and case.processes > case.hosts:
+        names += ["shuffle/native", "shuffle/halving-doubling"]
+    # Each array of its own takes as long as a small pack, so that many cannot be the best choice.
+    alone = (BASELINE,) if len(case.elements) <= 8 else ()
+    return (*alone, *(f"{name}@{pack}" for name in names for pack in packs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,3 +275,23 @@ def summary(found: Sequence[Regret]) -> dict[str, float]:
         "twin_mean": math.exp(statistics.fmean(abs(math.log(twin)) for twin in twins)),
         "twin_worst": max(max(twin, 1 / twin) for twin in twins),
     }
+
+
+def _show(found: Sequence[Regret], *, to_stderr: bool) -> None:
+    """Print a row for each case, the worst last, and what they come to together."""
+    console = wide_console(to_stderr=to_stderr)
+    table = new_table(("case", "", "best by hand", "ratio", "twin"), "><<>>")
+    for each in sorted(found, key=lambda each: each.ratio):
+        figures = f"{each.ratio:.2f}", f"{each.twin:.2f}"
+        table.add_row(str(each.case.number), Text(str(each.case)), Text(each.best), *figures)
+    console.print(table)
+    total = summary(found)
+    console.print(
+        Text(
+            f"{total['cases']} cases: the automatic choice takes {total['mean']:.3f} times as long "
+            f"as the best by hand (geometric mean), {total['worst']:.2f} times in the worst case; "
+            f"its own twin differs by a factor of {total['twin_mean']:.3f} (geometric mean), "
+            f"{total['twin_worst']:.2f} in the worst case."
+        )
+    )
+    console.print(Text(_LEGEND, "dim"))

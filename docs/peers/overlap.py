@@ -8,12 +8,19 @@ collective.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 
+from jaxcoll.bench.naming import BASELINE
 from jaxcoll.bench.rank_pool import Team
+from jaxcoll.bench.table import wide_console
+from jaxcoll.bench.terminal import new_table
 from jaxcoll.bench.timing import Estimate, estimate, interleaved
 from jaxcoll.bench.workloads import Workload
+from jaxcoll.cli.bench_command import progress_of, teams_of
+from jaxcoll.cli.results import write_lines
 
 WARM = 3
 
@@ -45,6 +52,33 @@ class Overlapped:
     step: Estimate
     exposed: Estimate
     twin: Estimate
+
+
+def run(args: argparse.Namespace, workloads: list[Workload], algorithm: str) -> None:
+    """What of an exchange in several programs a step waits for."""
+    if args.overlap < 1:
+        raise ValueError(f"--overlap must be at least 1 program; got {args.overlap}.")
+    for flag in ("against", "plot", "sizes"):
+        if getattr(args, flag):
+            raise ValueError(f"--overlap measures trees, beside themselves: leave --{flag} out.")
+    found = []
+    with teams_of(args, [(BASELINE,)]) as (teams, is_first):
+        steps = len(workloads) * (args.overlap + WARM + args.rounds + 1)
+        with progress_of(steps, shown=is_first) as progress:
+            for workload in workloads:
+                found.append(
+                    measure(
+                        workload,
+                        teams[0],
+                        parts=args.overlap,
+                        algorithm=algorithm,
+                        rounds=args.rounds,
+                        progress=lambda words, name=workload.name: progress(f"{name}: {words}"),
+                    )
+                )
+    if is_first:
+        write_lines(args.json, "".join(json.dumps(dataclasses.asdict(x)) + "\n" for x in found))
+        _show(found, to_stderr=args.json == "-")
 
 
 def parts_of(workload: Workload, count: int) -> list[tuple[int, int]]:
@@ -126,3 +160,21 @@ def measure(
 
 def _share(part: Sequence[float], total: Sequence[float]) -> Estimate:
     return estimate([a / b for a, b in zip(part, total, strict=True)])
+
+
+def _show(found: Sequence[Overlapped], *, to_stderr: bool) -> None:
+    """Print a row for each tree of `--overlap`."""
+    console = wide_console(to_stderr=to_stderr)
+    table = new_table(
+        ("tree", "MB", "programs", "communication ms", "compute ms", "step ms", "exposed", "A/A"),
+        "<>>>>>>>",
+        f"overlap over {found[0].processes} processes, by {found[0].algorithm}: "
+        "medians [95 %], compute is a sleep",
+    )
+    for each in found:
+        times = (each.communication, each.compute, each.step)
+        milliseconds = [f"{x.median * 1e3:,.0f}" for x in times]
+        cells = [each.workload, f"{each.bytes / 1e6:,.1f}", str(each.parts), *milliseconds]
+        table.add_row(*cells, str(each.exposed), str(each.twin))
+    console.print(table)
+    console.print("[dim]exposed: (step - compute) ÷ communication, paired by round[/]")

@@ -1,1 +1,0 @@
-"""How much slower the automatic choice is than the best one made by hand."""
