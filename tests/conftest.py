@@ -4,21 +4,32 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
+from jax._src import compiler
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# What the tests run is small: LLVM would optimize it for longer than it runs. The programs that
-# XLA makes (collectives, fusions) are the same. The processes that tests start do so too.
+# What the tests run is small: LLVM would optimize it for longer than it runs, and before JAX 0.11
+# XLA's older code for fusions takes half as long to make. Collectives and fusions are the same. The
+# processes that tests start do so, too; the fixture `optimized` compiles as users do.
+QUICK = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-# The code that XLA made of fusions before JAX 0.11 takes half the time to compile.
-OLD = "--xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] = OLD if jax.__version_info__ < (0, 11) else ""
+as_asked = compiler.get_compile_options
+
+
+def compile_options(*args: Any, env_options_overrides: Any = None, **kwargs: Any) -> Any:
+    quick = QUICK if jax.config.read("jax_disable_most_optimizations") else {}
+    overrides = {**quick, **(env_options_overrides or {})}
+    return as_asked(*args, env_options_overrides=overrides, **kwargs)
+
+
+compiler.get_compile_options = compile_options
 
 
 # Nobody's own calibration changes a test.
@@ -104,6 +115,7 @@ def pytest_report_header() -> str:
 def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile as users do: LLVM may make one rounding of a product and a sum."""
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
+    monkeypatch.delenv("XLA_FLAGS")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
@@ -126,3 +138,5 @@ def types_may_mix(dtypes_may_mix: None) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _eight_devices() -> None:
     assert jax.device_count() == 8, "the tests need the eight devices that conftest asks for"
+    # From here on XLA reads it in other processes only.
+    os.environ["XLA_FLAGS"] = " ".join(f"--{name}={on}".lower() for name, on in QUICK.items())
