@@ -66,13 +66,14 @@ def choose(
             "order: every element is summed in pairs of replicas, then pairs of pairs, so that its "
             "bits are the same however it is packed, placed and carried",
         )
-    if not options.shards:
-        return Choice(packing, algorithm, fixed, 1, 0, reasons)
-    if owns_shards(algorithm):
-        why_shards = f"shards: {options.shards} for each pack, each with an owner, as asked"
-        return Choice(packing, algorithm, fixed, 1, options.shards, (*reasons, why_shards))
-    why_shards = f"shards: each pack is cut in {options.shards}, reduced side by side, as asked"
-    return Choice(packing, algorithm, fixed, options.shards, 0, (*reasons, why_shards))
+    parts, owners = 1, 0
+    if options.shards and owns_shards(algorithm):
+        owners = options.shards
+        reasons += (f"shards: {owners} for each pack, each with an owner, as asked",)
+    elif options.shards:
+        parts = options.shards
+        reasons += (f"shards: each pack is cut in {parts}, reduced side by side, as asked",)
+    return Choice(packing, algorithm, fixed, parts, owners, reasons)
 
 
 def _check_carries_codes(asked: str, options: CommunicationOptions) -> None:

@@ -60,8 +60,6 @@ def teams_of(
             "out."
         )
     devices = 1 if devices is None else devices
-    if devices < 1:
-        raise ValueError(f"--devices must be at least 1; got {devices}.")
     if against and devices > 1:
         raise ValueError("--against compares processes of one device each: leave --devices out.")
     with contextlib.ExitStack() as stack:
@@ -85,8 +83,6 @@ def on_hosts(
     network: Network, entries: Sequence[Entry], devices: int, timeout: float
 ) -> Iterator[tuple[Team, Lab]]:
     """A team of JAX whose ranks are on hosts of their own, and these hosts."""
-    if network.per_host < 1:
-        raise ValueError(f"--per-host must be at least 1; got {network.per_host}.")
     with lab(network.hosts, network.rate) as made:
         variables = made.variables(network.per_host)
         places = Places(
