@@ -59,7 +59,7 @@ def teams_of(
             "start one process for each host with a launcher that JAX knows, and leave --processes "
             "out."
         )
-    devices = 1 if devices is None else devices
+    devices = devices or 1
     if against and devices > 1:
         raise ValueError("--against compares processes of one device each: leave --devices out.")
     with contextlib.ExitStack() as stack:

@@ -262,11 +262,7 @@ def _network(args: argparse.Namespace) -> Network | None:
         if args.hosts is not None or args.per_host is not None:
             raise ValueError("--hosts and --per-host need --rate; --rate none limits nothing.")
         return None
-    return Network(
-        2 if args.hosts is None else args.hosts,
-        1 if args.per_host is None else args.per_host,
-        args.rate,
-    )
+    return Network(2 if args.hosts is None else args.hosts, args.per_host or 1, args.rate)
 
 
 @contextlib.contextmanager
@@ -276,10 +272,8 @@ def progress_of(steps: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
     Yields:
       What to call at each step, with words for what is being done.
     """
-    if not shown:
-        yield lambda words: None
-        return
-    with progress_bars(new_console(stderr=True), [""], steps, transient=True) as advance:
+    console = new_console(stderr=True, quiet=not shown)
+    with progress_bars(console, [""], steps, transient=True) as advance:
         yield lambda words: advance("", words)
 
 
