@@ -6,8 +6,9 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 UV := uv==0.13.8
-# A file's tests share what they compiled, so one worker runs all of them; long files begin.
-TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# A file's tests share what they compiled, so one worker runs all of them; long files begin. Three
+# workers for two cores, where there are tests of several processes, which mostly wait.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 # Neither a newer pyright nor a newer site generator is news to somebody who runs what is locked.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export NO_MKDOCS_2_WARNING := 1
@@ -25,10 +26,10 @@ demo: venv ## train on real data over 8 simulated devices and show what was sent
 	.venv/bin/jaxcoll demo $(DEMO_ARGS)
 
 test: venv ## the whole test suite
-	.venv/bin/python -m pytest $(TWO) $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -n 3 $(BY_FILE) $(PYTEST_ARGS)
 
 test-fast: venv ## an answer in a minute and a half: one case of every test, no slow or multi-process ones
-	.venv/bin/python -m pytest $(TWO) --few 1 -m "not slow and not processes" $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -n 2 $(BY_FILE) --few 1 -m "not slow and not processes" $(PYTEST_ARGS)
 
 test-newest: ## the whole suite on the newest JAX, which needs Python >= 3.12
 	@newest=$$($(find-newest)); \
@@ -37,7 +38,7 @@ test-newest: ## the whole suite on the newest JAX, which needs Python >= 3.12
 	else \
 	  $(MAKE) --no-print-directory PYTHON="$$newest" .venv-newest/.synced && \
 	  .venv-newest/bin/python -c 'import sys, jax; print("test-newest: JAX", jax.__version__, "on Python", sys.version.split()[0])' && \
-	  .venv-newest/bin/python -m pytest $(TWO) $(PYTEST_ARGS); \
+	  .venv-newest/bin/python -m pytest -n 3 $(BY_FILE) $(PYTEST_ARGS); \
 	fi
 
 lint: venv ## ruff, pyright and import-linter

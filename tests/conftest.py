@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -11,6 +12,12 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# What the tests run is small: LLVM would optimize it for longer than it runs. The programs that
+# XLA makes (collectives, fusions) are the same. The processes that tests start do so too.
+jax.config.update("jax_disable_most_optimizations", True)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+if jax.__version_info__ < (0, 11):  # the code that XLA then made of a fusion takes half the time
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 
 # Nobody's own calibration changes a test.
@@ -47,10 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Files whose tests take long begin, so that no worker is left with one at the end.
-    long = {item.path for item in items if any(item.iter_markers("slow"))}
-    longer = {item.path for item in items if any(item.iter_markers("processes"))}
-    items.sort(key=lambda item: -(item.path in long) - (item.path in longer))
+    turns = {path: turn for turn, path in enumerate(order_of_files(items))}
+    items.sort(key=lambda item: turns[item.path])
     few = config.getoption("--few")
     if not few:
         return
@@ -66,6 +71,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if id(item) in kept]
 
 
+def order_of_files(items: list[pytest.Item]) -> list[Path]:
+    """Files that take long begin, so that no worker is left with one at the end.
+
+    Those that start processes mostly wait for them: one stands before every two that compute.
+    """
+    paths = list(dict.fromkeys(item.path for item in items))
+    long = {item.path for item in items if any(item.iter_markers("slow"))}
+    waiting = {item.path for item in items if any(item.iter_markers("processes"))}
+    computing = sorted((p for p in paths if p not in waiting), key=lambda p: p not in long)
+    order = []
+    for path in (p for p in paths if p in waiting):
+        order += [path, *computing[:2]]
+        del computing[:2]
+    return order + computing
+
+
 def pytest_collection_finish() -> None:
     # Traced programs are many small objects that stay: looking for garbage among them all the
     # time took a twentieth of the suite.
@@ -76,6 +97,15 @@ def pytest_collection_finish() -> None:
 
 def pytest_report_header() -> str:
     return f"jax {jax.__version__}, jaxlib {jax.lib.__version__}"
+
+
+@pytest.fixture
+def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile as users do: LLVM may make one rounding of a product and a sum."""
+    monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(autouse=True, scope="session")

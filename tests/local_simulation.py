@@ -40,7 +40,15 @@ def local_step(tx):
 
 def simulated(tx, n, steps, every, outer, parts, delay=0, mixing=1.0, options=None):
     """Shared parameters, every replica's parameters and losses after `steps`, by one process."""
-    step = jax.jit(jax.vmap(local_step(tx)))
+    step, mean_of = jax.jit(jax.vmap(local_step(tx))), jax.jit(functools.partial(_mean, options))
+
+    @jax.jit
+    def applied(mean, state, old, own):
+        updates, state = outer.update(mean, state, old)
+        new = jax.tree.map(jnp.add, old, updates)
+        mixed = {a: (1 - mixing) * own[a] + mixing * new[a][None] for a in new}
+        return new, mixed, state
+
     own = jax.tree.map(lambda x: jnp.stack([x] * n), PARAMS)
     state = jax.tree.map(lambda x: jnp.stack([x] * n), tx.init(PARAMS))
     shared, on_its_way, losses = dict(PARAMS), {}, []
@@ -49,19 +57,17 @@ def simulated(tx, n, steps, every, outer, parts, delay=0, mixing=1.0, options=No
         own, state, value = step(own, state, rows(t, n).reshape(n, 4, 4))
         losses.append(value)
         for k, names in enumerate(parts):
+            old, mine = ({a: tree[a] for a in names} for tree in (shared, own))
             if t % every == (k + 1) * every // len(parts) % every:
-                differences = {a: shared[a][None] - own[a] for a in names}
-                on_its_way[t, k] = _mean(differences, options)
+                on_its_way[t, k] = mean_of(old, mine)
             if (mean := on_its_way.pop((t - delay, k), None)) is not None:
-                old = {a: shared[a] for a in names}
-                updates, of[k] = outer.update(mean, of[k], old)
-                for a in names:
-                    shared[a] = shared[a] + updates[a]
-                    own[a] = (1 - mixing) * own[a] + mixing * shared[a][None]
+                new, mixed, of[k] = applied(mean, of[k], old, mine)
+                shared, own = {**shared, **new}, {**own, **mixed}
     return shared, own, np.asarray(losses)
 
 
-def _mean(rows, options):
+def _mean(options, shared, own):
+    rows = {a: shared[a][None] - own[a] for a in shared}
     if options is None:
         return jax.tree.map(lambda x: jnp.mean(x, 0), rows)
     reduce = functools.partial(jc.all_reduce, "mean", axis_name="data", options=options)

@@ -62,6 +62,13 @@ def as_same(x: Any, axis: str) -> Any:
 _same_p = _identity(SAME)
 
 
+COTANGENT = "cotangent_of_same"
+"""The name of the primitive that marks the cotangent of what is marked by `as_same`."""
+
+_cotangent_p = _identity(COTANGENT)
+ad.deflinear(_same_p, lambda cotangent, *, axes: [_cotangent_p.bind(cotangent, axes=axes)])
+
+
 ONCE = "reduced_once"
 """The name of the primitive of `reduced_once`."""
 

@@ -7,6 +7,8 @@ a constant accepted. What such types would show of its results is read off its e
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ from jaxcoll._jaxpr.subjaxprs import equations, is_ref, names_axis, opened, prog
 from jaxcoll._plan.packs.leaves import where
 
 _EQUALIZING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+_SAME = (_compat.SAME, _compat.AS_INVARIANT)
 _RETYPING = {"pvary", "pcast", _compat.THROUGH, marks.PARTS}
 _ZERO_STAYS = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "expand_dims"}
 _ZERO_STAYS |= {"transpose", "neg", marks.ONCE, marks.GRADIENT}
@@ -56,12 +59,18 @@ which holds that loss, and so as many times too large as there are replicas. Tak
 `jc.value_and_grad` of this replica's own loss, which reduce it."""
 
 
-def varying_outputs(jaxpr: ClosedJaxpr | Jaxpr, axis: str, varying: Sequence[bool]) -> list[bool]:
+VARIES, REPEATED = 1, 2
+"""Bits of what is found of a value: it may differ between the replicas; it comes from the backward
+pass of a reduced loss, which begins on every replica, and has not been reduced since."""
+
+
+def varying_outputs(jaxpr: ClosedJaxpr | Jaxpr, axis: str, varying: Sequence[bool]) -> list[int]:
     """Whether each output of a traced program may differ between the replicas along `axis`.
 
-    Law: False is a proof: the output is made of constants, of inputs that do not vary, and of
+    Law: 0 is a proof: the output is made of constants, of inputs that do not vary, and of
     reductions and gathers over the axis, by operations that give equal results for equal
-    operands. True proves nothing.
+    operands. `VARIES` proves nothing. With `REPEATED` it is made of derivatives that are as many
+    times larger as there are replicas than they would be if autodiff knew that there is one loss.
 
     Raises:
       ValueError: a gradient that is reduced over the axis is that of a leaf which may differ
@@ -69,7 +78,7 @@ def varying_outputs(jaxpr: ClosedJaxpr | Jaxpr, axis: str, varying: Sequence[boo
       AlreadyReducedError: what is reduced, or gathered as rows, is the same everywhere already.
     """
     flow = _Varying(axis, refuses=True, once=True, in_shards=has(opened(jaxpr), marks.PARTS))
-    return flow.outputs(jaxpr, list(varying))
+    return [fact if fact & VARIES else 0 for fact in flow.outputs(jaxpr, [*map(int, varying)])]
 
 
 def check_gradients(program: ClosedJaxpr, axes: Sequence[str]) -> None:
@@ -79,7 +88,7 @@ def check_gradients(program: ClosedJaxpr, axes: Sequence[str]) -> None:
     """
     if has(program.jaxpr, marks.GRADIENT) or has(program.jaxpr, marks.ROWS):
         for axis in axes:
-            captured = [axis in _compat.varying_axes(const) for const in program.consts]
+            captured = [int(axis in _compat.varying_axes(const)) for const in program.consts]
             by_type = dict(zip(program.jaxpr.constvars, captured, strict=True))
             _Varying(axis, refuses=True, captured=by_type).outputs(program, [])
 
@@ -87,12 +96,14 @@ def check_gradients(program: ClosedJaxpr, axes: Sequence[str]) -> None:
 def same_outputs(program: ClosedJaxpr, axes: Sequence[str]) -> list[frozenset[str]]:
     """Along which of `axes` each output is the same, even if all inputs and constants vary."""
     jaxpr = program.jaxpr
-    captured = dict.fromkeys(jaxpr.constvars, True)
+    captured = dict.fromkeys(jaxpr.constvars, VARIES)
     varying = {
-        axis: _Varying(axis, captured=captured).outputs(jaxpr, [True] * len(jaxpr.invars))
+        axis: _Varying(axis, captured=captured).outputs(jaxpr, [VARIES] * len(jaxpr.invars))
         for axis in axes
     }
-    return [frozenset(a for a in axes if not varying[a][k]) for k in range(len(jaxpr.outvars))]
+    return [
+        frozenset(a for a in axes if not varying[a][k] & VARIES) for k in range(len(jaxpr.outvars))
+    ]
 
 
 def has(program: Jaxpr, primitive: str) -> bool:
@@ -110,8 +121,8 @@ def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
     )
 
 
-class _Varying(Dataflow[bool]):
-    """Whether each value may differ between the replicas along an axis.
+class _Varying(Dataflow[int]):
+    """What is found of each value along an axis, in bits; see `VARIES`.
 
     Args:
       axis: the mapped axis.
@@ -121,7 +132,7 @@ class _Varying(Dataflow[bool]):
       in_shards: whether a gradient in it is in shards, which is the sum over the replicas.
     """
 
-    constant = False
+    constant = 0
 
     def __init__(
         self,
@@ -129,7 +140,7 @@ class _Varying(Dataflow[bool]):
         *,
         refuses: bool = False,
         once: bool = False,
-        captured: dict[Any, bool] | None = None,
+        captured: dict[Any, int] | None = None,
         in_shards: bool = False,
     ) -> None:
         super().__init__()
@@ -139,16 +150,16 @@ class _Varying(Dataflow[bool]):
         self._captured = captured or {}
         self._in_shards = in_shards
 
-    def captured(self, var: Any) -> bool:
-        return self._captured.get(var, False)
+    def captured(self, var: Any) -> int:
+        return self._captured.get(var, 0)
 
-    def join(self, facts: Sequence[bool]) -> bool:
-        return any(facts)
+    def join(self, facts: Sequence[int]) -> int:
+        return functools.reduce(operator.or_, facts, 0)
 
-    def chosen(self, by: bool, fact: bool) -> bool:
-        return by or fact
+    def chosen(self, by: int, fact: int) -> int:
+        return by | fact
 
-    def equation(self, eqn: JaxprEqn, ins: list[bool], jaxpr: Jaxpr) -> list[bool]:
+    def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
         name, params = eqn.primitive.name, eqn.params
         if names_axis(params, self._axis):
             if name == marks.GRADIENT:
@@ -156,44 +167,55 @@ class _Varying(Dataflow[bool]):
             if name == marks.ONCE:
                 return [self._reduced(eqn, ins[0], jaxpr)]
             if name == marks.ROWS:
-                if self._refuses and self.settled and not ins[0]:
+                if self._refuses and self.settled and not ins[0] & VARIES:
                     leaf = where(eqn.params["path"])
                     raise AlreadyReducedError(_SAME_ROWS.format(leaf=leaf, axis=self._axis))
                 return ins
             if name in _RETYPING or (name == _compat.AS_INVARIANT and not params["vouched"]):
                 return ins
-            same = name in (_compat.SAME, _compat.AS_INVARIANT) or (
+            same = name in _SAME or (
                 name in _EQUALIZING and params.get("axis_index_groups") is None
             )
             self._any_of(eqn, varies=True)
-            # Such a cotangent is that of a value which every replica has.
-            again = self.backward and name == "psum" and not any(ins)
-            if self._in_shards and self.settled and again and not _is_zero(eqn.invars[0], jaxpr):
-                raise ValueError(_SHARDS_OF_REDUCED.format(axis=self._axis))
-            return [not same] * len(eqn.outvars)
+            repeated = self._repeated(eqn, self.join(ins), jaxpr)
+            if name == marks.COTANGENT:
+                return [ins[0] | repeated]
+            return [repeated | VARIES * (not same)] * len(eqn.outvars)
         if any(word in name for word in _ASK_THE_HOST):
-            return [True] * len(eqn.outvars)
+            return [VARIES] * len(eqn.outvars)
         if any(map(is_ref, eqn.invars)):
             # Another holder of a `Ref` may write what varies to it at any time.
             if programs(eqn):
                 self.inside(
-                    eqn, [fact or is_ref(x) for x, fact in zip(eqn.invars, ins, strict=True)]
+                    eqn, [fact | is_ref(x) for x, fact in zip(eqn.invars, ins, strict=True)]
                 )
-            return [True] * len(eqn.outvars)
+            return [VARIES] * len(eqn.outvars)
         return super().equation(eqn, ins, jaxpr)
 
-    def opaque(self, eqn: JaxprEqn, ins: list[bool]) -> list[bool]:
+    def _repeated(self, eqn: JaxprEqn, fact: int, jaxpr: Jaxpr) -> int:
+        """REPEATED if this holds cotangents of what every replica has, or what comes of them."""
+        name = eqn.primitive.name
+        if not self.backward or name in _SAME:
+            return 0
+        begins = name in ("psum", marks.COTANGENT) and not fact & VARIES
+        if begins and not all(_is_zero(atom, jaxpr) for atom in eqn.invars):
+            if self._in_shards and self.settled:
+                raise ValueError(_SHARDS_OF_REDUCED.format(axis=self._axis))
+            return REPEATED
+        return fact & REPEATED
+
+    def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
         # In any order, with any operands, any number of times: the worst is taken.
-        worst = any(ins) or self._any_of(eqn, varies=False) or self._fills_refs_by_place(eqn)
-        if worst:
+        worst = self.join(ins) | self._any_of(eqn, varies=False) | self._fills_refs_by_place(eqn)
+        if worst & VARIES:
             self._any_of(eqn, varies=True)
         return [worst] * len(eqn.outvars)
 
-    def _any_of(self, eqn: JaxprEqn, *, varies: bool) -> bool:
-        """Whether a result of an equation's programs varies, if all or none of their inputs do."""
+    def _any_of(self, eqn: JaxprEqn, *, varies: bool) -> int:
+        """What is found of an equation's programs, if all or none of their inputs vary."""
         with self.unsettled():
-            found = [self.outputs(body, [varies] * len(body.invars)) for body in programs(eqn)]
-        return any(map(any, found))
+            found = [self.outputs(body, [int(varies)] * len(body.invars)) for body in programs(eqn)]
+        return self.join([*map(self.join, found)])
 
     def _fills_refs_by_place(self, eqn: JaxprEqn) -> bool:
         """Whether programs that return by `Ref`s, as kernels do, have to do with the axis."""
@@ -201,14 +223,14 @@ class _Varying(Dataflow[bool]):
             any(map(is_ref, body.invars)) and mentions(body, [self._axis]) for body in programs(eqn)
         )
 
-    def _gradient(self, eqn: JaxprEqn, gradient: bool, leaf: bool) -> bool:
+    def _gradient(self, eqn: JaxprEqn, gradient: int, leaf: int) -> int:
         """A gradient that is going to be reduced; the leaf it belongs to must not vary."""
-        if leaf and self._refuses:
+        if leaf & VARIES and self._refuses:
             place = where(eqn.params["path"])
             raise ValueError(_GRADIENT_OF_DIFFERENT.format(leaf=place, **eqn.params))
         return gradient
 
-    def _reduced(self, eqn: JaxprEqn, varies: bool, jaxpr: Jaxpr) -> bool:
+    def _reduced(self, eqn: JaxprEqn, fact: int, jaxpr: Jaxpr) -> int:
         """A value that is going to be reduced, which must vary.
 
         Zeros need not: they are the gradients of what a loss does not depend on.
@@ -216,10 +238,11 @@ class _Varying(Dataflow[bool]):
         Raises:
           AlreadyReducedError: it is the same everywhere.
         """
+        varies = fact & VARIES
         if not varies and self._once and self.settled and not _is_zero(eqn.invars[0], jaxpr):
             leaf = where(eqn.params["path"])
             raise AlreadyReducedError(_REDUCED_TWICE.format(leaf=leaf, axis=self._axis))
-        return varies
+        return fact
 
 
 def _is_zero(atom: Any, jaxpr: Jaxpr) -> bool:

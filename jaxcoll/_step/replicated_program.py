@@ -23,7 +23,7 @@ from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.beside_types import check_own_gradients, hidden_outputs
 from jaxcoll._jaxpr.own_norms import check_own_norms
-from jaxcoll._jaxpr.replication import varying_outputs
+from jaxcoll._jaxpr.replication import REPEATED, varying_outputs
 from jaxcoll._jaxpr.subjaxprs import opened
 from jaxcoll._jaxpr.summed_again import check_sums
 from jaxcoll._jaxpr.summed_gradients import Summed, crossing_sums, summed_gradients
@@ -50,6 +50,12 @@ _CROSSING = """\
 {axes}, which the batch is not split over. Without types JAX's derivative of that sum is as many \
 times too large as the axis is long. Take the gradient with `jc.grad` of a loss that passes the \
 checks; or pass checks=False if the step corrects for it."""
+
+_TWO_MEANINGS = """\
+`data_parallel`: {name} of the step comes from the derivative of a loss that was reduced over \
+{axis!r}, and the step has to run as `pmap` would run it, where that derivative is as many times \
+too large as there are replicas. Differentiate this replica's own loss (for the mean's derivative \
+divide by `lax.axis_size({axis!r})`), or pass checks=False if pmap's meaning is meant."""
 
 
 class _NotProvenError(ValueError):
@@ -178,7 +184,11 @@ class StepProgram:
             if self.checks is None:
                 self._check_crossing(program, summed, error)
             inputs = [frozenset[str]()] * captured + _by_spec(lying, (args, kwargs))
-            specs = self._specs(results, self._proven(program, inputs), _not_reduced(summed))
+            found = self._proven(program, inputs)
+            varying = [frozenset(a for a in facts if facts[a]) for facts in found]
+            specs = self._specs(results, varying, _not_reduced(summed))
+            if self.checks is None:
+                _check_meanings(found, results)
         tree = jax.tree.structure(results)
 
         def replayed(args: Any, kwargs: Any) -> Any:
@@ -206,16 +216,15 @@ class StepProgram:
                 )
         return tuple(one for each in found.values() for one in each)
 
-    def _proven(self, program: Any, inputs: list[frozenset[str]]) -> list[frozenset[str]]:
-        """Of each output the axes along which nothing shows that it is the same."""
-        varying = {
+    def _proven(self, program: Any, inputs: list[frozenset[str]]) -> list[dict[str, int]]:
+        """What is found of each output along each axis; see `varying_outputs`."""
+        found = {
             axis: varying_outputs(program, axis, [axis in along for along in inputs])
             for axis in self.mesh.axis_names
             if self.mesh.shape[axis] > 1
         }
         return [
-            frozenset(axis for axis in varying if varying[axis][k])
-            for k in range(len(opened(program).outvars))
+            {axis: found[axis][k] for axis in found} for k in range(len(opened(program).outvars))
         ]
 
     def _check_crossing(
@@ -278,6 +287,13 @@ def _by_spec(lying: Any, arguments: Any) -> list[frozenset[str]]:
 def _axes_of(spec: PartitionSpec) -> frozenset[str]:
     parts = [part for part in spec if part is not None]
     return frozenset(a for part in parts for a in (part if isinstance(part, tuple) else (part,)))
+
+
+def _check_meanings(found: list[dict[str, int]], results: Any) -> None:
+    for facts, (path, _) in zip(found, jax.tree.leaves_with_path(results), strict=True):
+        if axes := [axis for axis, fact in facts.items() if fact & REPEATED]:
+            name = f"output {jax.tree_util.keystr(path)}" if path else "the output"
+            raise ValueError(_TWO_MEANINGS.format(name=name, axis=axes[0]))
 
 
 def _not_reduced(summed: tuple[Summed, ...]) -> str:

@@ -33,11 +33,28 @@ def ran(*flags):
     )  # fmt: skip
 
 
-@jax.numpy_rank_promotion("allow")
-@jax.numpy_dtype_promotion("standard")
+@pytest.fixture
+def short(monkeypatch):
+    """Texts and batches of the GPT that take little time, and its model as it is."""
+    monkeypatch.setattr(gpt, "LENGTH", 16)
+    monkeypatch.setattr(gpt, "TEXTS", 16)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@functools.cache
+def on_one_device():
+    return trained(None)
+
+
+def trained(mode):
+    return gpt.train(mode, jax.devices(), 50, 0)
+
+
+@pytest.mark.usefixtures("short")
 def test_every_mode_is_one_model_and_sends_what_it_says():
-    one = gpt.train(None, jax.devices(), 8, 0)
-    found = {name: gpt.train(mode, jax.devices(), 8, 0) for name, mode in gpt.MODES.items()}
+    one = on_one_device()
+    found = {name: trained(mode) for name, mode in gpt.MODES.items()}
     assert one.losses[-1] < one.losses[0]
     for name, mode in found.items():
         assert gpt.difference(one, mode) < 1e-5, name
@@ -57,20 +74,18 @@ def test_every_mode_is_one_model_and_sends_what_it_says():
 
 
 @pytest.mark.slow
-@jax.numpy_rank_promotion("allow")
-@jax.numpy_dtype_promotion("standard")
+@pytest.mark.usefixtures("short")
 def test_fifty_steps_in_shards_are_those_of_one_device():
     how = functools.partial(gpt.of_shards, ahead=2, remat=False)
     mode = dataclasses.replace(
         gpt.MODES["parameters"], value_and_grad=jc.value_and_grad(how, gpt.AXIS)
     )
-    one, many = (gpt.train(each, jax.devices(), 50, 0) for each in (None, mode))
-    assert gpt.difference(one, many) < 1e-5
+    assert gpt.difference(on_one_device(), trained(mode)) < 1e-5
 
 
 @pytest.mark.slow
 def test_a_run_over_a_prime_number_of_devices_prints_a_row_for_each_mode():
-    done = ran("--devices", "7", "--steps", "20", "--modes", "plain,sharded")
+    done = ran("--devices", "7", "--steps", "3", "--modes", "plain,sharded")
     assert done.returncode == 0, done.stdout + done.stderr
     first, header, *rows = done.stdout.splitlines()
     assert first.startswith("one device: last loss ")

@@ -128,6 +128,7 @@ def test_the_command_compiles_for_a_cluster(tmp_path, monkeypatch, capsys):
     assert "called with a `mesh` alone: TypeError: unready() missing" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", ["h100:8", "v5e:2x4"])
 def test_with_the_vendors_own_compiler(name):
     if not has_compiler("tpu" if name.startswith("v") else "gpu"):

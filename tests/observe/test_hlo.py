@@ -275,7 +275,7 @@ def test_what_is_not_understood_is_an_error(text, words):
 
 
 @pytest.mark.slow
-def test_a_hundred_megabytes_take_less_than_ten_seconds():
+def test_each_megabyte_takes_less_than_a_tenth_of_a_second():
     fusion = (
         "  %fusion.{k} = f32[256,256]{{1,0}} fusion(%x), kind=kLoop, calls=%add, "
         'metadata={{op_name="jit(train)/transpose(jvp(layer_{k}))/dot_general" stack_frame_id={k}}}'
@@ -284,11 +284,11 @@ def test_a_hundred_megabytes_take_less_than_ten_seconds():
         "  %ar.{k} = f32[256,256]{{1,0}} all-reduce(%fusion.{k}), channel_id={k}, "
         "replica_groups=mesh['d'=8] {{'d'}}, use_global_device_ids=true, to_apply=%add"
     )
-    count = 500_000
+    count = 100_000  # quadratic reading would take minutes
     lines = [fusion.format(k=k) for k in range(count)]
     lines += [reduce.format(k=k) for k in range(0, count, 50)]
     text = module(ADD, entry(*[line.strip() for line in lines]))
-    assert len(text) > 75e6
+    assert len(text) > 15e6
     start = time.process_time()
     collectives = read_hlo(text)
     assert time.process_time() - start < 10 * len(text) / 100e6

@@ -127,6 +127,7 @@ def test_every_algorithm_over_three_processes_of_two_devices():
     assert planned["CommunicationOptions(algorithm='native/ring')"] == "shuffle/ring"
 
 
+@pytest.mark.usefixtures("optimized")
 def test_reproducible_sums_have_the_same_bits_on_every_layout_of_eight_replicas():
     """Those of one process are in tests/spmd/test_reproducible.py."""
     results = []

@@ -52,20 +52,20 @@ class Workers:
         return [json.loads(text) for text in told]
 
 
-def test_two_workers_of_whom_one_is_late_ten_times_in_a_row_go_on(tmp_path):
+def test_two_workers_of_whom_one_is_late_six_times_in_a_row_go_on(tmp_path):
     with coordinated(2) as coordinator, surely_ended() as running:
         both = Workers(2, "late", tmp_path, running, coordinator.address).wait()
     assert both[1]["late"] == 0, "it was late less often"
     for said in both:
         assert said["bits"] == said["plain"] == both[0]["bits"]
-        assert len(said["changes"]) == 10
+        assert len(said["changes"]) == 6
         assert all((lost, joined) == ([], []) for _, lost, joined in said["changes"])
     opened = both[1]["open"]
     assert opened[-1] == opened[2], f"each generation keeps something: {opened}"
 
 
 def test_who_is_lost_comes_back_however_often_and_process_0_too(tmp_path):
-    turns = [2, 0, 2, 2, 0, 2, 2]
+    turns = [2, 0, 2, 2, 0]
     (tmp_path / "turns").write_text(" ".join(map(str, (-1, *turns))))
     refused = []
     with coordinated(3) as coordinator, surely_ended() as running:

@@ -68,18 +68,9 @@ def test_nothing_is_lost(name, runner):
         assert (np.abs(left).max() == 0) == (leaf == "b")
 
 
-@pytest.fixture
-def unoptimized():
-    """Each use of a number is compiled for itself, and may round otherwise."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_lost_is_that_of_the_codes_that_were_sent(name):
-    """Codes that are made once more for the residual differ where a number lies between two."""
+    """Unoptimized, codes made once more for the residual differ where a number lies between two."""
     g = gaussian(N, 1 << 14)
 
     def f(g):

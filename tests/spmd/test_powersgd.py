@@ -385,7 +385,7 @@ def test_a_rank_larger_than_pays_sends_all_exactly():
 
 def refused(words, f, *args, error=ValueError):
     with pytest.raises(error, match=words):
-        jax.vmap(f, axis_name="data")(*args)
+        jax.eval_shape(jax.vmap(f, axis_name="data"), *args)
 
 
 def test_no_feedback_or_none_that_could_be_kept_is_refused():

@@ -17,6 +17,7 @@ from jaxcoll._plan.choose import choose
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.algorithms.exchange import tree_sum
 
+pytestmark = pytest.mark.usefixtures("optimized")
 P = jax.sharding.PartitionSpec
 SHAPES = {"a": (301,), "b": (), "c": (17, 3), "d": (64,)}
 ASKED = {

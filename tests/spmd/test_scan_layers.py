@@ -129,7 +129,7 @@ def test_what_is_reduced_here_is_not_sent_again(call):
             found = weighted(lax.scan, stack, X, mask)
             return found.total / found.weight
 
-        want = jax.value_and_grad(whole, argnums=(0, 1))(STACK, MASK)
+        want = jax.jit(jax.value_and_grad(whole, argnums=(0, 1)))(STACK, MASK)
     if call == "sum":
         want = jax.tree.map(lambda g: N * g, want)
     for each in got:
@@ -152,7 +152,7 @@ def tied_loss(scan, stack, x):
 def tied_alone():
     plain = lambda layer, x, stack: lax.scan(lambda h, p: (layer(h, p), None), x, stack)
     whole = {"large": {"u": ODD}, "norm": STACK["b"]}
-    return jax.value_and_grad(functools.partial(tied_loss, plain))(whole, X)
+    return jax.jit(jax.value_and_grad(functools.partial(tied_loss, plain)))(whole, X)
 
 
 @pytest.mark.parametrize("checks", [True, False, "step", "step unchecked"])
@@ -268,7 +268,8 @@ def test_keys_and_integers_travel_along():
 
     out = [(P(None, "data"), P())] * 2
     got = on_rows(replica, STACK["w"], X, specs=(P(None, "data"), ROWS), out_specs=out)
-    want = jax.grad(functools.partial(loss, lax.scan), has_aux=True)(STACK["w"], X)
+    plain = functools.partial(loss, lax.scan)
+    want = jax.jit(jax.grad(plain, has_aux=True))(STACK["w"], X)
     for each in got:
         close(each, want, rtol=2e-5)
 
@@ -295,9 +296,8 @@ def test_many_leaves_keep_their_types(checks):
         jax.grad(f), stack, whole_numbers, X[:, :N],
         specs=([rows] * 12, rows, ROWS), out_specs=[rows] * 12, checks=checks,
     )  # fmt: skip
-    close(
-        got, jax.grad(functools.partial(loss, lax.scan))(stack, whole_numbers, X[:, :N]), rtol=2e-5
-    )
+    plain = jax.jit(jax.grad(functools.partial(loss, lax.scan)))
+    close(got, plain(stack, whole_numbers, X[:, :N]), rtol=2e-5)
 
 
 def compiled(loss, *args, specs):
@@ -390,7 +390,7 @@ def test_unrolled_loops_and_results_of_one_layer(unroll):
         )
 
     got = on_rows(replica, STACK, X, specs=(SPECS, ROWS), out_specs=(SPECS, SPECS))
-    plain = jax.grad(functools.partial(loss_of, lax.scan))
+    plain = jax.jit(jax.grad(functools.partial(loss_of, lax.scan)))
     one = jax.tree.map(lambda a: a[:1], STACK)
     close(got, (plain(STACK, X, MASK), plain(one, X, MASK)), rtol=2e-5)
 
@@ -583,7 +583,8 @@ def test_inside_other_transformations(within):
     specs = P(None, "data"), ROWS
     grad = jax.grad(functools.partial(loss, scan))
     got = on_rows(grad, STACK["w"], X, specs=specs, out_specs=specs[0])
-    want = jax.grad(functools.partial(loss, lambda x, w: lax.scan(layer, x, w)[0]))(STACK["w"], X)
+    plain = functools.partial(loss, lambda x, w: lax.scan(layer, x, w)[0])
+    want = jax.jit(jax.grad(plain))(STACK["w"], X)
     close(got, want, rtol=2e-5)
 
 

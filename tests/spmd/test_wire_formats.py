@@ -233,6 +233,7 @@ def test_bytes_are_the_formulas_in_the_compiled_program(name, ratio):
     assert len(collectives) == plan.steps
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(("name", "kind"), [("bf16", "u16"), ("int8", "u8"), ("int4", "u8")])
 def test_integers_travel_between_gpus_and_nothing_is_kept_in_float32_beside(name, kind):
     if not has_compiler("gpu"):
@@ -296,6 +297,7 @@ def test_a_hierarchy_of_one_host_rounds_nothing():
     assert not any(np.any(part) for part in owed.parts)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", FORMATS)
 def test_reproducible_bits_do_not_depend_on_packing_and_order(name):
     value = {"a": gaussian(N, 700), "b": gaussian(N, 3000), "c": gaussian(N, 256)}

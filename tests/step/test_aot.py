@@ -200,6 +200,7 @@ def here(topology, fun):
 CLUSTERS = ["cpu:8", "h100:8", "h100:2x8", "v5e:2x4", "v5p:2x2x4", "tpu7x:2x2x1"]
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_the_text_is_the_one_that_jax_gets_from_that_compiler(name):
     topology = topology_named(name)

@@ -318,7 +318,7 @@ def linen_rnn():
     from flax import linen
 
     model = linen.RNN(linen.LSTMCell(4))
-    params = model.init(jax.random.key(0), X[:1, :, None])
+    params = jax.jit(model.init)(jax.random.key(0), X[:1, :, None])
     return params, lambda p, x: jnp.mean(model.apply(p, x[..., None])[:, -1] ** 2)
 
 
@@ -341,7 +341,7 @@ def haiku_rnn():
         return jnp.mean(haiku.dynamic_unroll(core, x.T[..., None], start)[1] ** 2)
 
     net = haiku.without_apply_rng(haiku.transform(f))
-    return net.init(jax.random.key(0), X[:1]), net.apply
+    return jax.jit(net.init)(jax.random.key(0), X[:1]), net.apply
 
 
 @pytest.mark.slow
@@ -350,7 +350,7 @@ def test_recurrent_cells_of_other_libraries_run_as_they_are(library):
     """They scan from a constant, in a loss as well as in an evaluation."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         params, f = library()
-        want, grads = jax.value_and_grad(f)(params, X)
+        want, grads = jax.jit(jax.value_and_grad(f))(params, X)
         assert_close(
             jc.data_parallel(jax.jit(lambda p, x: lax.pmean(f(p, x), "data")))(params, X), want
         )

@@ -172,3 +172,48 @@ def test_the_norm_of_what_is_the_same_is_not_taken_over_replicas_without_types(c
     each = [np.asarray(jax.grad(loss)(W, rows)) for rows in np.split(X, 8)]
     own = by(lambda g: g)(W, X)
     np.testing.assert_allclose(own, np.linalg.norm(np.concatenate(each)), rtol=1e-5)
+
+
+def looping(w, x):
+    """The loss beside a loop from a constant, which types refuse."""
+    return loss(w, x) + 0 * lax.fori_loop(0, 2, lambda i, c: c + (x @ w).sum(), 0.0)
+
+
+MEANS = {
+    "lax": lambda x: lax.pmean(x, "data"),
+    "packed": lambda x: jc.all_reduce("mean", x, "data"),
+    "ring": lambda x: jc.all_reduce("mean", x, "data", options=jc.CommunicationOptions(
+        implementation="ring")),
+    "twice": lambda x: lax.pmean(lax.pmean(x, "data"), "data"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mean", MEANS.values(), ids=MEANS)
+def test_a_reduced_loss_has_one_derivative_by_the_batch_or_none(mean):
+    """Without types it is as many times too large as there are replicas."""
+
+    def by_rows(f):
+        return lambda w, x: jax.grad(lambda x: mean(f(w, x)))(x)
+
+    rows = jc.data_parallel(by_rows(loss), varying_outputs="concatenate")
+    np.testing.assert_allclose(rows(W, X), jax.grad(loss, 1)(W, X), rtol=1e-4, atol=1e-6)
+    for step in (by_rows(looping), lambda w, x: 2 * x - jax.checkpoint(by_rows(looping))(w, x)):
+        with pytest.raises(ValueError, match="the output of the step comes from the derivative"):
+            jc.data_parallel(step, varying_outputs="concatenate").trace(W, X)
+        jc.data_parallel(step, varying_outputs="concatenate", checks=False).trace(W, X)
+
+
+def test_what_a_reduced_loss_leaves_unsaid_is_not_refused():
+    """Of the same steps: reduced gradients, local losses, statistics of all rows, both outputs."""
+
+    def step(w, x):
+        grads = lax.pmean(jax.grad(lambda w: lax.pmean(looping(w, x), "data"))(w), "data")
+        mean = lambda x: lax.pmean(x.mean(0), "data")
+        local = lambda x: looping(w - grads, x - mean(x)[None]) / lax.axis_size("data")
+        return grads, x @ (w - grads), jax.grad(local)(x)
+
+    grads, rows, own = jc.data_parallel(step, varying_outputs="concatenate")(W, X)
+    np.testing.assert_allclose(grads[:5], WANT, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(rows, X @ (W - WANT), rtol=1e-4, atol=1e-5)
+    by_hand = jax.grad(lambda x: loss(W - WANT, x - x.mean(0)[None]))(jnp.asarray(X))
+    np.testing.assert_allclose(own, by_hand, rtol=1e-3, atol=1e-5)
