@@ -74,18 +74,7 @@ def read_hlo(text: str) -> tuple[Collective, ...]:
 
 
 class Program(NamedTuple):
-    """A compiled program, as far as its text tells.
-
-    Attributes:
-      name: what it was jitted from, as in jit_step.
-      devices: how many it runs on.
-      instructions: of one run, the body of each loop once.
-      collectives: in the order of the text.
-      matmuls: the instructions that multiply matrices, likewise.
-      loops: those that either of them stand in.
-      uncounted: what may send and could not be counted, a sentence each.
-      notes: what else could not be counted.
-    """
+    """A compiled program, as far as its text tells; `Report` says what each field is."""
 
     name: str
     devices: int
