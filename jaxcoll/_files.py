@@ -41,15 +41,10 @@ def replacing(path: Path, rename: Callable[[Path, Path], None] | None = None) ->
     regular file, such as a pipe or a device, is written to and stays what it is, and so is an open
     file of this process, such as /dev/stdout. What a dead process left is removed an hour later.
 
-    Args:
-      path: where the bytes are to stand.
-      rename: called in place of `put`, to decide once more whether a regular file is replaced.
+    `rename` is called in place of `put`, to decide once more whether a regular file is replaced.
 
     Yields:
       The file to write, of the same suffix.
-
-    Raises:
-      OSError: it is a folder or a socket, or it cannot be written.
     """
     file = _replaced(path)
     if file is None:
@@ -195,12 +190,8 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
     if it were removed, two could hold a lock on a file of that name. A file system that has no
     locks (Lustre can be mounted so) is warned of once, and used.
 
-    Args:
-      path: the file.
-      seconds: how long another process may hold the lock.
-
     Raises:
-      TimeoutError: another process held it for longer.
+      TimeoutError: another process held it for longer than so many seconds.
     """
     beside = path.with_name(f".{path.name[:150]}-lock")
     handle = os.open(beside, os.O_RDWR | os.O_CREAT, 0o666)

@@ -161,15 +161,13 @@ def abandon(thread: Worker | threading.Thread) -> None:
 
 
 def ahead(items: Iterator[Any], size: int, place: Callable[[Any], Any]) -> Iterator[Any]:
-    """`place(item)` of every item, of which `size` are made in a thread before they are asked for.
+    """Items that are made in a thread before they are asked for, and then placed.
 
-    Args:
-      items: made one after another.
-      size: at most so many are made and not yet given; 0: there is no thread.
-      place: called in the caller's thread, as soon as the caller asks for any item.
+    At most `size` are made and not yet given; 0: there is no thread. `place` is called in the
+    caller's thread, as soon as the caller asks for any item.
 
     Yields:
-      What `place` returns, in order.
+      `place(item)` of every item, in order.
     """
     if not size:
         yield from map(place, items)

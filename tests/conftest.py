@@ -17,7 +17,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 if jax.__version_info__ < (0, 11):  # the code that XLA then made of a fusion takes half the time
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    )
 
 
 # Nobody's own calibration changes a test.

@@ -64,17 +64,12 @@ def break_when_silent(connection: socket.socket, seconds: float) -> None:
 
 @dataclasses.dataclass
 class Coordinator:
-    """A coordinator that was started here.
+    """A coordinator that was started here."""
 
-    Attributes:
-      address: where it listens, "host:port".
-      process: it.
-      lifeline: the end of a pipe. While it is open the coordinator stays though nobody is
-        connected; the system closes it when this process ends.
-    """
-
-    address: str
+    address: str  # where it listens, "host:port"
     process: subprocess.Popen[bytes]
+    # The end of a pipe. While it is open the coordinator stays though nobody is connected; the
+    # system closes it when this process ends
     lifeline: int
 
     def leave(self) -> None:

@@ -34,16 +34,12 @@ _known: tuple[Store, Hosts] | None = None
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """The hosts of a job.
+    """The hosts of a job."""
 
-    Attributes:
-      of_processes: for each process the number of the first process on its host.
-      cores: that the processes of a host share, on the host with the fewest.
-      known: whether all processes have published where they are. If not, one host is assumed.
-    """
-
+    # For each process the number of the first process on its host
     of_processes: tuple[int, ...] = (0,)
-    cores: int = _USUAL_CORES
+    cores: int = _USUAL_CORES  # that the processes of a host share, on the host with the fewest
+    # Whether all processes have published where they are. If not, one host is assumed
     known: bool = False
 
     @property

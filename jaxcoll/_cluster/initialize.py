@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxcoll import _compat
-from jaxcoll._cluster.coordinator import LONGEST_SECONDS, Coordinator, start_coordinator
+from jaxcoll._cluster.coordinator import Coordinator, start_coordinator
 from jaxcoll._cluster.coordinator_proxy import through_proxy
 from jaxcoll._cluster.hosts import publish_host
 from jaxcoll._cluster.launchers import (
@@ -132,9 +132,9 @@ def initialize(
     Examples:
       >>> initialize()  # nobody launched this process: it is alone
     """
-    timeout = _seconds("initialization_timeout", initialization_timeout)
-    heartbeat = _seconds("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
-    shutdown = _seconds("shutdown_timeout_seconds", shutdown_timeout_seconds)
+    timeout = checked_seconds("initialization_timeout", initialization_timeout)
+    heartbeat = checked_seconds("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
+    shutdown = checked_seconds("shutdown_timeout_seconds", shutdown_timeout_seconds)
     given = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
@@ -227,10 +227,6 @@ def _part() -> None:
         left.connection.close()
         if left.coordinator is not None:
             left.coordinator.part()
-
-
-def _seconds(name: str, value: Any) -> float:
-    return min(checked_seconds(name, value), LONGEST_SECONDS)
 
 
 def outlives_processes() -> bool:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxcoll._cluster.coordinator import LONGEST_SECONDS
 from jaxcoll._cluster.specs.slurm import hosts_of
 from jaxcoll._cluster.specs.tf_config import TFConfig
 from jaxcoll._plan.checks import is_number
@@ -31,21 +32,14 @@ _STEPS = 61  # ports between those of a job's steps, which other jobs near it ma
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """One process of a job.
+    """One process of a job."""
 
-    Attributes:
-      coordinator_address: "host:port" where all meet; None: not known.
-      num_processes: how many there are.
-      process_id: this one's number, from 0.
-      local_device_ids: the accelerators that are its own; None: all that it sees.
-      source: where this came from, for messages.
-    """
-
-    coordinator_address: str | None
-    num_processes: int
-    process_id: int
+    coordinator_address: str | None  # "host:port" where all meet; None: not known
+    num_processes: int  # how many there are
+    process_id: int  # this one's number, from 0
+    # The accelerators that are its own; None: all that it sees
     local_device_ids: tuple[int, ...] | None = None
-    source: str = "the arguments"
+    source: str = "the arguments"  # where this came from, for messages
 
     @property
     def is_launched(self) -> bool:
@@ -145,10 +139,6 @@ def _launched(environment: Mapping[str, str]) -> Member | None:
         return None
     count, rank = _numbers(environment, (PROCESSES, RANK), LAUNCH)
     return Member(_needed(environment, COORDINATOR, LAUNCH), count, rank, None, LAUNCH)
-
-
-def _tf_config(environment: Mapping[str, str]) -> Member | None:
-    return member_of_tasks(TFConfig.of(environment))
 
 
 def member_of_tasks(config: TFConfig) -> Member | None:
@@ -263,7 +253,9 @@ def _master(environment: Mapping[str, str]) -> Member | None:
 
 
 _READERS: Sequence[Callable[[Mapping[str, str]], Member | None]] = (
-    *(_launched, _tf_config, _torchrun, _mpi, _slurm, _master),
+    _launched,
+    lambda environment: member_of_tasks(TFConfig.of(environment)),
+    *(_torchrun, _mpi, _slurm, _master),
 )
 
 
@@ -304,10 +296,10 @@ def _numbers(environment: Mapping[str, str], names: Sequence[str], source: str) 
 
 
 def checked_seconds(name: str, value: Any) -> float:
-    """A time limit, which must be a positive, finite number of seconds."""
+    """A time limit: a positive, finite number of seconds, of which 23 days count at most."""
     if not is_number(value) or value <= 0:
         raise ValueError(
             f"`initialize` expects `{name}` to be a finite number of seconds above 0: processes "
             f"that do not come are not waited for without end; got {value!r}."
         )
-    return float(value)
+    return min(float(value), LONGEST_SECONDS)

@@ -1,8 +1,4 @@
-"""The compiler of a cluster that is not here, and what JAX keeps to itself about compiling.
-
-The third file that knows what is private to JAX, apart from `_compat.py` because nothing that is
-traced needs it.
-"""
+"""The compiler of a cluster that is not here, and what JAX keeps to itself about compiling."""
 
 from __future__ import annotations
 
@@ -35,10 +31,8 @@ def compile_text(program: str, devices: Sequence[Any], options: dict[str, Any]) 
     """Compile StableHLO text for `devices`, as `jax.jit` compiles what it lowered.
 
     JAX compiles ahead of time for what it has traced itself; a text of another process goes to
-    the client, by the same call that JAX makes.
-
-    Returns:
-      "text", the compiled program, and "memory", bytes by name.
+    the client, by the same call that JAX makes. "text" of the result is the compiled program,
+    "memory" bytes by name.
     """
     from jax.extend.mlir import ir
     from jax.interpreters.mlir import make_ir_context

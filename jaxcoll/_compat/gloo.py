@@ -11,7 +11,7 @@ import atexit
 import shutil
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,17 +51,16 @@ def let_gloo_listen_at(
     state, make_client = joined_state(), _bridge().make_cpu_client
 
     def make() -> Any:
-        devices = _devices_of_all() if again else None
-        if devices is None:
+        if not again or _devices_of_all() is None:
             made = make_client(_gloo_over(state.client, host))
             state.client.key_value_set(
                 f"{_COUNTS}/{state.process_id}", str(made.local_device_count())
             )
             return made
         _check_count()
-        keys = _OwnKeys(devices, make_folder)
-        atexit.register(keys.close)
-        return keys.make_client(host)
+        anew = ClientAnew(host, make_folder)
+        client, anew.client = anew.client, None  # JAX alone decides how long it lives
+        return client
 
     def client() -> Any:
         # Without a client of the coordination service the processes have separated since.
@@ -82,11 +81,12 @@ def meets_over_gloo() -> bool:
 class ClientAnew:
     """A client beside JAX's own, whose devices have the same numbers and are not connected yet.
 
-    To connect several processes, each has to receive the addresses that Gloo wrote on the others,
-    by `addresses` and `learn`: the client by itself asks nobody.
+    It has a coordination service of its own, of this process alone. To connect several processes,
+    each has to receive the addresses that Gloo wrote on the others, by `addresses` and `learn`: the
+    client by itself asks nobody.
 
     Attributes:
-      devices: of all processes, as in `jax.devices()`.
+      client: as JAX makes its own, by the same options; its devices are those of all processes.
 
     Args:
       host: the address at which Gloo listens; None: where the host's own name points.
@@ -97,78 +97,52 @@ class ClientAnew:
     """
 
     def __init__(self, host: str | None, make_folder: Callable[[str], str]) -> None:
-        devices = _devices_of_all()
-        if devices is None:
+        published = _devices_of_all()
+        if published is None:
             raise RuntimeError("New connections need JAX's own devices first: `jax.devices()`.")
-        self._keys = _OwnKeys(devices, make_folder)
-        self.devices: list[jax.Device] = self._keys.make_client(host).devices()
-        atexit.register(self.close)
-
-    def addresses(self) -> dict[str, bytes]:
-        """The addresses that Gloo has written here, or received."""
-        return self._keys.all(_ADDRESSES)
-
-    def learn(self, key: str, value: bytes) -> None:
-        """Give Gloo an address that it wrote in another process."""
-        self._keys.set(key, value)
-
-    def close(self) -> None:
-        """Make no more connections. Whatever waits for an address fails.
-
-        The existing ones end with the client: when no array, program, device or cache holds it.
-        """
-        self._keys.close()
-        self.devices = []
-        atexit.unregister(self.close)
-
-
-class _OwnKeys:
-    """A coordination service of this process alone, for one CPU client."""
-
-    def __init__(self, held: Mapping[str, bytes], make_folder: Callable[[str], str]) -> None:
         self._lock = threading.Lock()
         self._folder = make_folder("keys")
-        jaxlib = _jaxlib()
+        jaxlib, state = _jaxlib(), joined_state()
         address = f"unix:{self._folder}/keys"
         self._service: Any = jaxlib.get_distributed_runtime_service(
             address, 1, heartbeat_timeout=UNBOUNDED_SECONDS, shutdown_timeout=1, recoverable=False
         )
-        self._client: Any = jaxlib.get_distributed_runtime_client(
+        self._keys: Any = jaxlib.get_distributed_runtime_client(
             address,
             0,
             init_timeout=60,
             heartbeat_timeout=UNBOUNDED_SECONDS,
             shutdown_on_destruction=False,
         )
-        self._client.connect()
-        for key, value in held.items():
-            self._client.key_value_set_bytes(key, value)
+        self._keys.connect()
+        for key, value in published.items():
+            self._keys.key_value_set_bytes(key, value)
+        self.client: Any = None
+        atexit.register(self.close)
+        gloo = _gloo_over(self._keys, host)
+        self.client = _made_over(self._keys, state.process_id, state.num_processes, gloo)
 
-    def make_client(self, host: str | None) -> Any:
-        """As JAX makes its own, by the same options."""
-        state = joined_state()
-        collectives = _gloo_over(self._client, host)
-        return _made_over(self._client, state.process_id, state.num_processes, collectives)
-
-    def all(self, folder: str) -> dict[str, bytes]:
-        """Every value below `folder/` by its whole key; after the end: none."""
+    def addresses(self) -> dict[str, bytes]:
+        """The addresses that Gloo has written here, or received; after the end: none."""
         with self._lock:
-            return (
-                {} if self._client is None else dict(self._client.key_value_dir_get_bytes(folder))
-            )
+            return dict(self._keys.key_value_dir_get_bytes(_ADDRESSES)) if self._keys else {}
 
-    def set(self, key: str, value: bytes) -> None:
-        """Write unless there is a value; after the end: nothing."""
+    def learn(self, key: str, value: bytes) -> None:
+        """Give Gloo an address that it wrote in another process; after the end: nothing."""
         with self._lock:
-            if self._client is not None:
-                self._client.key_value_set_bytes(key, value)
+            if self._keys:
+                self._keys.key_value_set_bytes(key, value)
 
     def close(self) -> None:
-        """End, so that whatever waits for a value fails."""
+        """Make no more connections. Whatever waits for an address fails.
+
+        The existing ones end with the client: when no array, program, device or cache holds it.
+        """
         with self._lock:
-            client, self._client = self._client, None
-        if client is not None:
-            client.shutdown()  # first: it ends the process if its service ends before
+            keys, self._keys = self._keys, None
+        self.client = None
+        if keys is not None:
+            keys.shutdown()  # first: it ends the process if its service ends before
             self._service.shutdown()
             shutil.rmtree(self._folder, ignore_errors=True)
             atexit.unregister(self.close)

@@ -5,20 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-
-
-def _identity(name: str) -> Primitive:
-    """A primitive whose result is its operand, differentiated as well; its parameters are read."""
-    primitive = Primitive(name)
-    primitive.def_impl(lambda x, **_: x)
-    primitive.def_abstract_eval(lambda x, **_: x)
-    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
-    batching.defvectorized(primitive)
-    ad.deflinear(primitive, lambda cotangent, **_: [cotangent])
-    return primitive
-
+from jaxcoll._compat.primitives import first_of, unchanged
 
 GRADIENT = "gradient_to_reduce"
 """The name of the primitive of `gradient_of`."""
@@ -36,73 +23,30 @@ def gradient_of(
     return _gradient_p.bind(gradient, leaf, axis=axis, caller=caller, path=name, own=own)
 
 
-_gradient_p = Primitive(GRADIENT)
-_gradient_p.def_impl(lambda gradient, leaf, **_: gradient)
-_gradient_p.def_abstract_eval(lambda gradient, leaf, **_: gradient)
-mlir.register_lowering(_gradient_p, lambda ctx, gradient, leaf, **_: [gradient])
-batching.primitive_batchers[_gradient_p] = lambda args, dims, **params: (
-    _gradient_p.bind(*args, **params),
-    dims[0],
-)
-ad.primitive_jvps[_gradient_p] = lambda primals, tangents, **params: (
-    _gradient_p.bind(*primals, **params),
-    tangents[0],
-)
+_gradient_p = first_of(GRADIENT)
 
 
 SAME = "same_everywhere"
-"""The name of the primitive of `as_same`."""
-
-
-def as_same(x: Any, axis: str) -> Any:
-    """`x` with a mark, for readers of the program, that it is equal everywhere along `axis`."""
-    return _same_p.bind(x, axes=(axis,))
-
-
-_same_p = _identity(SAME)
-
-
+"""It is equal everywhere along `axes`."""
 COTANGENT = "cotangent_of_same"
-"""The name of the primitive that marks the cotangent of what is marked by `as_same`."""
-
-_cotangent_p = _identity(COTANGENT)
-ad.deflinear(_same_p, lambda cotangent, *, axes: [_cotangent_p.bind(cotangent, axes=axes)])
-
-
+"""It is the cotangent of what is marked by `SAME`."""
 ONCE = "reduced_once"
-"""The name of the primitive of `reduced_once`."""
-
-
-def reduced_once(x: Any, axis: str, name: str) -> Any:
-    """`x` with a mark that it is going to be reduced along `axis`, where it must differ."""
-    return _once_p.bind(x, axis=axis, path=name)
-
-
-_once_p = _identity(ONCE)
-
-
+"""It is going to be reduced along `axis`, where it must differ."""
 ROWS = "own_rows"
-"""The name of the primitive of `rows`."""
-
-
-def rows(x: Any, axis: str, name: str) -> Any:
-    """`x` with a mark that it is going to be gathered along `axis`, where it must differ."""
-    return _rows_p.bind(x, axis=axis, path=name)
-
-
-_rows_p = _identity(ROWS)
-
-
+"""It is going to be gathered along `axis`, where it must differ."""
 PARTS = "parts_of_sum"
-"""The name of the primitive of `parts`."""
+"""It is this replica's part of what was reduced over `axes`."""
 
 
-def parts(x: Any, axes: tuple[str, ...]) -> Any:
-    """`x` with a mark that it is this replica's part of what was reduced over `axes`."""
-    return _parts_p.bind(x, axes=axes)
+def marked(x: Any, mark: str, **params: Any) -> Any:
+    """`x` with one of these marks, whose parameters readers of the program find beside it."""
+    return _marks[mark].bind(x, **params)
 
 
-_parts_p = _identity(PARTS)
+_marks = {name: unchanged(name) for name in (COTANGENT, ONCE, ROWS, PARTS)}
+_marks[SAME] = unchanged(
+    SAME, transpose=lambda cotangent, *, axes: [marked(cotangent, COTANGENT, axes=axes)]
+)
 
 
 def in_backward(eqn: Any) -> bool:

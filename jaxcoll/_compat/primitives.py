@@ -11,7 +11,35 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxcoll._compat.types import as_varying, retyped, tracks_variance, varying_axes
+from jaxcoll._compat.axes import as_varying, retyped, tracks_variance, varying_axes
+
+
+def unchanged(name: str, lower: Any = None, transpose: Any = None) -> Primitive:
+    """A primitive whose result is its operand, differentiated as well, unless it says otherwise."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(primitive, lower or (lambda ctx, x, **_: [x]))
+    batching.defvectorized(primitive)
+    ad.deflinear(primitive, transpose or (lambda cotangent, **_: [cotangent]))
+    return primitive
+
+
+def first_of(name: str, lower: Any = None) -> Primitive:
+    """A primitive whose result is the first of its operands, differentiated as well."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, *_, **__: x)
+    primitive.def_abstract_eval(lambda x, *_, **__: x)
+    mlir.register_lowering(primitive, lower or (lambda ctx, x, *_, **__: [x]))
+    batching.primitive_batchers[primitive] = lambda args, dims, **params: (
+        primitive.bind(*args, **params),
+        dims[0],
+    )
+    ad.primitive_jvps[primitive] = lambda primals, tangents, **params: (
+        primitive.bind(*primals, **params),
+        tangents[0],
+    )
+    return primitive
 
 
 def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False, vouched: bool = True) -> Any:
@@ -53,12 +81,8 @@ def _as_invariant_transpose(
 AS_INVARIANT = "as_invariant"
 """The name of the primitive of `as_invariant`."""
 
-_as_invariant_p = Primitive(AS_INVARIANT)
-_as_invariant_p.def_impl(lambda x, **_: x)
+_as_invariant_p = unchanged(AS_INVARIANT, transpose=_as_invariant_transpose)
 _as_invariant_p.def_abstract_eval(_as_invariant_aval)
-mlir.register_lowering(_as_invariant_p, lambda ctx, x, **_: [x])
-batching.defvectorized(_as_invariant_p)
-ad.deflinear(_as_invariant_p, _as_invariant_transpose)
 
 
 def ordered(x: Any, after: Any) -> Any:
@@ -177,12 +201,7 @@ def _needed(x: jax.Array, *after: jax.Array) -> jax.Array:
     return lax.select(lax.broadcast(never, x.shape), lax.full_like(x, 0), x)
 
 
-_needing_p = Primitive("needing")
-_needing_p.def_impl(lambda x, *after: x)
-_needing_p.def_abstract_eval(lambda x, *after: x)
-mlir.register_lowering(_needing_p, mlir.lower_fun(_needed, multiple_results=False))
-batching.primitive_batchers[_needing_p] = lambda args, dims: (_needing_p.bind(*args), dims[0])
-ad.primitive_jvps[_needing_p] = lambda xs, dots: (_needing_p.bind(*xs), dots[0])
+_needing_p = first_of("needing", mlir.lower_fun(_needed, multiple_results=False))
 
 
 def as_stored(x: Any, *, backward: bool = False) -> Any:
@@ -191,11 +210,8 @@ def as_stored(x: Any, *, backward: bool = False) -> Any:
     A compiler may compute `a * b + c` with one rounding for two, where both meet in one loop; if
     they do depends on the program around them. Nothing is so joined across this step. It costs
     no pass of its own where it is fused. `lax.optimization_barrier` is not enough: XLA's CPU
-    compiler of 2026 drops it before it decides what to compute in one loop.
-
-    Args:
-      x: an array.
-      backward: it is the cotangent that this is done to, and `x` is left alone.
+    compiler of 2026 drops it before it decides what to compute in one loop. With `backward` it is
+    the cotangent that this is done to, and `x` is left alone.
     """
     stored = jnp.issubdtype(x.dtype, jnp.inexact) and x.size
     return _as_stored_p.bind(x, backward=backward) if stored else x
@@ -218,12 +234,8 @@ def _is_never(bits: jax.Array) -> jax.Array:
     return some * some * some % seven == lax.full_like(seven, 3)
 
 
-_as_stored_p = Primitive("as_stored")
-_as_stored_p.def_impl(lambda x, **_: x)
-_as_stored_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(
-    _as_stored_p,
+_as_stored_p = unchanged(
+    "as_stored",
     mlir.lower_fun(lambda x, backward: x if backward else _stored(x), multiple_results=False),
+    lambda cotangent, backward: [as_stored(cotangent, backward=not backward)],
 )
-batching.defvectorized(_as_stored_p)
-ad.deflinear(_as_stored_p, lambda ct, backward: [as_stored(ct, backward=not backward)])

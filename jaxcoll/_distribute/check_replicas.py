@@ -78,21 +78,14 @@ def check_replicas(tree: Any, axis_name: str | tuple[str, ...] | None = None) ->
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Leaf:
-    """What is compared of one leaf.
+    """What is compared of one leaf."""
 
-    Attributes:
-      path: where it stands.
-      array: what this process has of it.
-      part: which part of it each device holds; devices that hold equal parts are compared.
-      alone: in words, why there is nothing to compare; "" if there is.
-      shared: whether other processes hold parts.
-    """
-
-    path: str
-    array: jax.Array
+    path: str  # where it stands
+    array: jax.Array  # what this process has of it
+    # Which part of it each device holds; devices that hold equal parts are compared
     part: Mapping[jax.Device, str]
-    alone: str
-    shared: bool
+    alone: str  # in words, why there is nothing to compare; "" if there is
+    shared: bool  # whether other processes hold parts
 
 
 def _leaf(path: str, array: jax.Array, given: Any, stacked: bool) -> _Leaf:

@@ -56,7 +56,7 @@ class Connections:
         self.devices: list[jax.Device] = jax.devices()
         if generation.reconnects and meets_over_gloo():
             self._client = ClientAnew(own_address(), make_socket_folder)
-            self.devices = self._client.devices
+            self.devices = self._client.client.devices()
             self._thread = threading.Thread(
                 target=self._exchange, name="jaxcoll-connect", daemon=True
             )

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxcoll._dispatch.call import settings_of
 from jaxcoll._dispatch.corruption_log import listening
 from jaxcoll._dispatch.executable import Program, shared_program
 from jaxcoll._dispatch.fingerprint import first_difference
@@ -83,7 +84,7 @@ class StepPrograms:
         if programs is None:
             self._membership.status = status()
             called = getattr(self._twin, "__name__", "step")
-            settings = self._twin.settings_text
+            settings = settings_of(self._twin.options)
             programs = [shared_program(each(), called, leaves, settings) for each in lower]
             self._known[kind], self.lines = programs, _lines(programs)
             self._membership.status = status(_mark(programs))
@@ -94,7 +95,7 @@ class StepPrograms:
 
     def heard(self, step: int, call: Callable[[], Any]) -> Callable[[], Any]:
         """The call, listening for corrupted sums if the step has a checksum."""
-        if not self._twin.checksum:
+        if not self._twin.options.checksum:
             return call
         return functools.partial(listening, call, f"Step {step}", self._devices)
 

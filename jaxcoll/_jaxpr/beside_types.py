@@ -47,7 +47,7 @@ def hidden_outputs(program: Any, axes: Sequence[str]) -> list[frozenset[str]]:
     ]
 
 
-class _ByType(AlongAxis):
+class _ByType(AlongAxis[int]):
     """Whether a value is the same by its type, or a replica's own."""
 
     def of_types(self, program: Any) -> list[int]:

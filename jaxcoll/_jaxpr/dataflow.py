@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -27,10 +28,15 @@ class Dataflow(Generic[Fact]):
     constant: Any
     """The fact of constants."""
 
-    def __init__(self) -> None:
-        # False while a loop's carry may still change, when nothing is to be reported yet.
-        self.settled = True
-        self.backward = False  # whether the equation at hand is part of a backward pass
+    settled = True
+    """False while a loop's carry may still change, when nothing is to be reported yet."""
+
+    backward = False
+    """Whether the equation at hand is part of a backward pass."""
+
+    def outputs_of_all(self, program: Any, fact: Any) -> list[Fact]:
+        """The fact of each output, if every input has this one."""
+        return self.outputs(program, [fact] * len(opened(program).invars))
 
     def outputs(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
         """The fact of each output."""
@@ -143,17 +149,15 @@ class Dataflow(Generic[Fact]):
             self.settled = before
 
 
-class AlongAxis(Dataflow[int]):
-    """Facts along one mapped axis, as numbers: of several the greatest holds, of constants 0."""
+@dataclasses.dataclass(eq=False)
+class AlongAxis(Dataflow[Fact]):
+    """Facts along one mapped axis: of several the greatest holds, if nothing else is said."""
 
+    axis: str
     constant = 0
 
-    def __init__(self, axis: str) -> None:
-        super().__init__()
-        self.axis = axis
-
-    def join(self, facts: Sequence[int]) -> int:
-        return max(facts, default=0)
+    def join(self, facts: Sequence[Any]) -> Any:
+        return max(facts, default=self.constant)
 
     def varies(self, var: Any) -> bool:
         """Whether a value differs along the axis by its type."""

@@ -24,7 +24,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._jaxpr.dataflow import Dataflow
-from jaxcoll._jaxpr.subjaxprs import carry_of, equations, like, opened, programs
+from jaxcoll._jaxpr.subjaxprs import at_line, carry_of, equations, like, opened, programs
 
 _REDUCTIONS = {
     "psum": "all-reduce",
@@ -34,41 +34,23 @@ _REDUCTIONS = {
     "ppermute": "collective-permute",
 }
 _MOVES = {"reshape", "slice", "squeeze", "transpose", "concatenate", "stack", "unstack"}
-_MOVES |= {
-    "expand_dims",
-    "broadcast_in_dim",
-    "rev",
-    "reduce_precision",
-    "copy",
-    "neg",
-    "add",
-    "add_any",
-    "sub",
-}
-_MOVES |= {"pvary", "pcast", "as_invariant", "as_stored", _compat.SAME}
+_MOVES |= {"expand_dims", "broadcast_in_dim", "rev", "reduce_precision", "copy", "neg"}
+_MOVES |= {"add", "add_any", "sub", "pvary", "pcast", "as_invariant", "as_stored", marks.SAME}
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeated:
-    """A reduction that could stand after its loop.
+    """A reduction that could stand after its loop."""
 
-    Attributes:
-      kind: as HLO has it.
-      like: its result, as in float32[3, 5].
-      nbytes: of the result.
-      line: of the user's Python that asked for it; "" if that is not known.
-    """
-
-    kind: str
-    like: str
-    nbytes: int
-    line: str
+    kind: str  # as HLO has it
+    like: str  # its result, as in float32[3, 5]
+    nbytes: int  # of the result
+    line: str  # of the user's Python that asked for it; "" if that is not known
 
 
 def moved_reductions(program: Any) -> tuple[Repeated, ...]:
     """Of a loop's body whose results are all added up or kept: the reductions they come from."""
-    inputs = [_Fact(given=True)] * len(opened(program).invars)
-    outs = _Reductions().outputs(program, inputs)
+    outs = _Reductions().outputs_of_all(program, _Fact(given=True))
     return tuple(map(_repeated, _union(fact.moved for fact in outs)))
 
 
@@ -84,7 +66,7 @@ def repeated_reductions(program: Any) -> tuple[Repeated, ...]:
 def described(found: Sequence[Repeated]) -> str:
     """The reductions in words, the largest first."""
     largest = sorted(found, key=lambda each: -each.nbytes)
-    words = [f"{e.kind} of {e.like}" + (f" ({e.line})" if e.line else "") for e in largest[:3]]
+    words = [f"{each.kind} of {each.like}{at_line(each.line)}" for each in largest[:3]]
     return ", ".join(words) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
@@ -116,30 +98,21 @@ def _added_up(body: Any, first: int, carried: int) -> Iterator[tuple[JaxprEqn, .
 
 
 class _Fact(NamedTuple):
-    """What is known of a value in a loop's body.
+    """What is known of a value in a loop's body."""
 
-    Attributes:
-      moved: the reductions that it is made of by moves alone.
-      given: it depends on an input.
-      number: it is one number in every element.
-      carries: the elements of the carry that it depends on.
-      carry: the element of the carry that it is, but for casts, or that something was added to.
-      added: the reductions that this something is made of.
-    """
-
-    moved: tuple[JaxprEqn, ...] = ()
-    given: bool = False
-    number: bool = False
-    carries: frozenset[int] = frozenset()
+    moved: tuple[JaxprEqn, ...] = ()  # the reductions that it is made of by moves alone
+    given: bool = False  # it depends on an input
+    number: bool = False  # it is one number in every element
+    carries: frozenset[int] = frozenset()  # the elements of the carry that it depends on
+    # The element of the carry that it is, but for casts, or that something was added to
     carry: int | None = None
-    added: tuple[JaxprEqn, ...] = ()
+    added: tuple[JaxprEqn, ...] = ()  # the reductions that this something is made of
 
 
 class _Reductions(Dataflow[_Fact]):
     constant = _Fact()
 
     def __init__(self) -> None:
-        super().__init__()
         self.used: set[int] = set()  # elements of the carry that more than a sum depends on
 
     def join(self, facts: Sequence[_Fact]) -> _Fact:

@@ -6,6 +6,7 @@ many steps it has made.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,24 +42,19 @@ def origins(program: ClosedJaxpr, inputs: Sequence[Origin]) -> list[Origin]:
     Law: an output of which this is a number, or None, has at each place a value that depends on
     no other place of any array: no value of any input, and no branch that is taken, changes that.
     Operations without equations to read, such as kernels, are believed to treat every element by
-    itself if their result has the shape of their operand.
-
-    Args:
-      program: traced.
-      inputs: of each input, the number of its array, or None for a number.
+    itself if their result has the shape of their operand. Of each input is given the number of its
+    array, or None for a number.
     """
     return _Origins({*program.jaxpr.constvars}).outputs(program, inputs)
 
 
+@dataclasses.dataclass(eq=False)
 class _Origins(Dataflow[Origin]):
     constant = None
-
-    def __init__(self, captured: set[Any]) -> None:
-        super().__init__()
-        self._captured = captured
+    held: set[Any]  # constants of the program
 
     def captured(self, var: Any) -> Origin:
-        return "a constant array" if var in self._captured and shape_of(var) else None
+        return "a constant array" if var in self.held and shape_of(var) else None
 
     def join(self, facts: Sequence[Origin]) -> Origin:
         mixed = [x for x in facts if isinstance(x, str)]

@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._jaxpr.dataflow import AlongAxis
-from jaxcoll._jaxpr.subjaxprs import RETYPING, equations, names_axis, opened, programs, shape_of
+from jaxcoll._jaxpr.subjaxprs import RETYPING, at_line, equations, names_axis, programs, shape_of
 
 _NOTHING, _PART, _NUMBER = range(3)
 _MARKS = {marks.GRADIENT, marks.ONCE}
@@ -37,10 +37,10 @@ def check_own_norms(program: Any, axes: Mapping[str, int]) -> None:
     }
     for axis in sorted(marked):
         if axes.get(axis, 1) > 1:
-            _OwnNorms(axis).outputs(program, [_NOTHING] * len(opened(program).invars))
+            _OwnNorms(axis).outputs_of_all(program, _NOTHING)
 
 
-class _OwnNorms(AlongAxis):
+class _OwnNorms(AlongAxis[int]):
     """Whether each value is a part of a gradient along an axis, or numbers of such a part."""
 
     def chosen(self, by: int, fact: int) -> int:
@@ -55,7 +55,7 @@ class _OwnNorms(AlongAxis):
         name = eqn.primitive.name
         if name == marks.PARTS:
             return [_PART] if self.axis in eqn.params["axes"] else ins
-        if name == _compat.SAME and self.axis in eqn.params["axes"]:
+        if name == marks.SAME and self.axis in eqn.params["axes"]:
             return [_NOTHING]
         if programs(eqn):
             return self.inside(eqn, ins)
@@ -64,9 +64,7 @@ class _OwnNorms(AlongAxis):
         if name not in _UNCHANGED and names_axis(eqn.params, self.axis):
             return [_NOTHING] * len(eqn.outvars)
         if self.settled and _PART in ins and _NUMBER in ins:
-            line = _compat.users_line(eqn)
-            at = f" ({line})" if line else ""
-            raise ValueError(_OWN_NORM.format(axis=self.axis, at=at))
+            raise ValueError(_OWN_NORM.format(axis=self.axis, at=at_line(_compat.users_line(eqn))))
         fact, mixes = self.join(ins), name in _MIXING
         return [
             _NUMBER if fact == _PART and (mixes or not shape_of(x)) else fact for x in eqn.outvars

@@ -24,7 +24,7 @@ def places(program: ClosedJaxpr) -> list[int]:
     their equations, which for a gradient is that of the transposition, last layer first. What one
     loop makes is ready at once.
     """
-    found = _Moments().outputs(program, [(0, 0)] * len(program.jaxpr.invars))
+    found = _Moments().outputs_of_all(program, (0, 0))
     order = {moment: place for place, moment in enumerate(sorted(set(found)))}
     return [order[moment] for moment in found]
 
@@ -33,7 +33,6 @@ class _Moments(Dataflow[Moment]):
     constant = (0, 0)
 
     def __init__(self) -> None:
-        super().__init__()
         self._numbers = itertools.count(1)
 
     def equation(self, eqn: JaxprEqn, ins: list[Moment], jaxpr: Jaxpr) -> list[Moment]:

@@ -7,9 +7,10 @@ a constant accepted. What such types would show of its results is read off its e
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._jaxpr.dataflow import Dataflow
+from jaxcoll._jaxpr.dataflow import AlongAxis
 from jaxcoll._jaxpr.subjaxprs import equations, is_ref, names_axis, opened, programs
 from jaxcoll._plan.packs.leaves import where
 
 _EQUALIZING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
-_SAME = (_compat.SAME, _compat.AS_INVARIANT)
+_SAME = (marks.SAME, _compat.AS_INVARIANT)
 _RETYPING = {"pvary", "pcast", _compat.THROUGH, marks.PARTS}
 _ZERO_STAYS = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "expand_dims"}
 _ZERO_STAYS |= {"transpose", "neg", marks.ONCE, marks.GRADIENT}
@@ -90,19 +91,16 @@ def check_gradients(program: ClosedJaxpr, axes: Sequence[str]) -> None:
         for axis in axes:
             captured = [int(axis in _compat.varying_axes(const)) for const in program.consts]
             by_type = dict(zip(program.jaxpr.constvars, captured, strict=True))
-            _Varying(axis, refuses=True, captured=by_type).outputs(program, [])
+            _Varying(axis, by_type, refuses=True).outputs(program, [])
 
 
 def same_outputs(program: ClosedJaxpr, axes: Sequence[str]) -> list[frozenset[str]]:
     """Along which of `axes` each output is the same, even if all inputs and constants vary."""
     jaxpr = program.jaxpr
     captured = dict.fromkeys(jaxpr.constvars, VARIES)
-    varying = {
-        axis: _Varying(axis, captured=captured).outputs(jaxpr, [VARIES] * len(jaxpr.invars))
-        for axis in axes
-    }
+    found = {axis: _Varying(axis, captured).outputs_of_all(jaxpr, VARIES) for axis in axes}
     return [
-        frozenset(a for a in axes if not varying[a][k] & VARIES) for k in range(len(jaxpr.outvars))
+        frozenset(a for a in axes if not found[a][k] & VARIES) for k in range(len(jaxpr.outvars))
     ]
 
 
@@ -121,37 +119,17 @@ def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
     )
 
 
-class _Varying(Dataflow[int]):
-    """What is found of each value along an axis, in bits; see `VARIES`.
+@dataclasses.dataclass(eq=False)
+class _Varying(AlongAxis[int]):
+    """What is found of each value, in bits; see `VARIES`."""
 
-    Args:
-      axis: the mapped axis.
-      refuses: whether a marked gradient may be refused.
-      once: whether a marked reduction may be.
-      captured: whether each value that the program holds varies.
-      in_shards: whether a gradient in it is in shards, which is the sum over the replicas.
-    """
-
-    constant = 0
-
-    def __init__(
-        self,
-        axis: str,
-        *,
-        refuses: bool = False,
-        once: bool = False,
-        captured: dict[Any, int] | None = None,
-        in_shards: bool = False,
-    ) -> None:
-        super().__init__()
-        self._axis = axis
-        self._refuses = refuses
-        self._once = once
-        self._captured = captured or {}
-        self._in_shards = in_shards
+    held: Mapping[Any, int] = dataclasses.field(default_factory=dict)  # constants: what varies
+    refuses: bool = False  # a marked gradient may be refused
+    once: bool = False  # a marked reduction may be
+    in_shards: bool = False  # a gradient in it is in shards, which is the sum over the replicas
 
     def captured(self, var: Any) -> int:
-        return self._captured.get(var, 0)
+        return self.held.get(var, 0)
 
     def join(self, facts: Sequence[int]) -> int:
         return functools.reduce(operator.or_, facts, 0)
@@ -161,15 +139,15 @@ class _Varying(Dataflow[int]):
 
     def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
         name, params = eqn.primitive.name, eqn.params
-        if names_axis(params, self._axis):
+        if names_axis(params, self.axis):
             if name == marks.GRADIENT:
                 return ins[:1] if params["own"] else [self._gradient(eqn, *ins)]
             if name == marks.ONCE:
                 return [self._reduced(eqn, ins[0], jaxpr)]
             if name == marks.ROWS:
-                if self._refuses and self.settled and not ins[0] & VARIES:
+                if self.refuses and self.settled and not ins[0] & VARIES:
                     leaf = where(eqn.params["path"])
-                    raise AlreadyReducedError(_SAME_ROWS.format(leaf=leaf, axis=self._axis))
+                    raise AlreadyReducedError(_SAME_ROWS.format(leaf=leaf, axis=self.axis))
                 return ins
             if name in _RETYPING or (name == _compat.AS_INVARIANT and not params["vouched"]):
                 return ins
@@ -199,8 +177,8 @@ class _Varying(Dataflow[int]):
             return 0
         begins = name in ("psum", marks.COTANGENT) and not fact & VARIES
         if begins and not all(_is_zero(atom, jaxpr) for atom in eqn.invars):
-            if self._in_shards and self.settled:
-                raise ValueError(_SHARDS_OF_REDUCED.format(axis=self._axis))
+            if self.in_shards and self.settled:
+                raise ValueError(_SHARDS_OF_REDUCED.format(axis=self.axis))
             return REPEATED
         return fact & REPEATED
 
@@ -214,34 +192,29 @@ class _Varying(Dataflow[int]):
     def _any_of(self, eqn: JaxprEqn, *, varies: bool) -> int:
         """What is found of an equation's programs, if all or none of their inputs vary."""
         with self.unsettled():
-            found = [self.outputs(body, [int(varies)] * len(body.invars)) for body in programs(eqn)]
+            found = [self.outputs_of_all(body, int(varies)) for body in programs(eqn)]
         return self.join([*map(self.join, found)])
 
     def _fills_refs_by_place(self, eqn: JaxprEqn) -> bool:
         """Whether programs that return by `Ref`s, as kernels do, have to do with the axis."""
         return any(
-            any(map(is_ref, body.invars)) and mentions(body, [self._axis]) for body in programs(eqn)
+            any(map(is_ref, body.invars)) and mentions(body, [self.axis]) for body in programs(eqn)
         )
 
     def _gradient(self, eqn: JaxprEqn, gradient: int, leaf: int) -> int:
         """A gradient that is going to be reduced; the leaf it belongs to must not vary."""
-        if leaf & VARIES and self._refuses:
+        if leaf & VARIES and self.refuses:
             place = where(eqn.params["path"])
             raise ValueError(_GRADIENT_OF_DIFFERENT.format(leaf=place, **eqn.params))
         return gradient
 
     def _reduced(self, eqn: JaxprEqn, fact: int, jaxpr: Jaxpr) -> int:
-        """A value that is going to be reduced, which must vary.
-
-        Zeros need not: they are the gradients of what a loss does not depend on.
-
-        Raises:
-          AlreadyReducedError: it is the same everywhere.
-        """
-        varies = fact & VARIES
-        if not varies and self._once and self.settled and not _is_zero(eqn.invars[0], jaxpr):
+        """A value that is going to be reduced, which must vary."""
+        # Zeros need not: they are the gradients of what a loss does not depend on.
+        refuses = self.once and self.settled and not fact & VARIES
+        if refuses and not _is_zero(eqn.invars[0], jaxpr):
             leaf = where(eqn.params["path"])
-            raise AlreadyReducedError(_REDUCED_TWICE.format(leaf=leaf, axis=self._axis))
+            raise AlreadyReducedError(_REDUCED_TWICE.format(leaf=leaf, axis=self.axis))
         return fact
 
 

@@ -14,17 +14,13 @@ from jaxcoll._jaxpr.subjaxprs import opened
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a function did when it was traced, with its arguments and whatever it captured.
+    """What a function did when it was traced, with its arguments and whatever it captured."""
 
-    Attributes:
-      program: its equations. Arguments, but for `inputs`, and captured values are constants of it;
-        its outputs are the arrays among the leaves of the result, in the order of the tree.
-      treedef: of the result.
-      others: for each leaf of the result None if it is an array, else the leaf in a tuple.
-    """
-
+    # Its equations. Arguments, but for `inputs`, and captured values are constants of it; its
+    # outputs are the arrays among the leaves of the result, in the order of the tree
     program: ClosedJaxpr
-    treedef: jax.tree_util.PyTreeDef
+    treedef: jax.tree_util.PyTreeDef  # of the result
+    # For each leaf of the result None if it is an array, else the leaf in a tuple
     others: tuple[tuple[Any] | None, ...]
 
     def evaluate(self) -> Any:

@@ -13,7 +13,6 @@ _CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom
 _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr"}
 """Primitives that run one program, once, with the equation's own operands."""
 
-
 RETYPING = ("pvary", "pcast")
 """Primitives that change a type, and no value."""
 
@@ -76,6 +75,11 @@ def names_axis(params: dict[str, Any], axis: str) -> bool:
 def is_ref(atom: Any) -> bool:
     """Whether a variable is a place that may be written."""
     return hasattr(atom.aval, "inner_aval")
+
+
+def at_line(line: str) -> str:
+    """A line of the user's Python, if it is known, as it stands in a message."""
+    return f" ({line})" if line else ""
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ divides by that number at once, so it changes nothing.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._jaxpr.dataflow import Dataflow
-from jaxcoll._jaxpr.subjaxprs import like, opened, programs
+from jaxcoll._jaxpr.dataflow import AlongAxis
+from jaxcoll._jaxpr.subjaxprs import at_line, like, programs
 
 _MOVES = {"pvary", "pcast", "reshape", "squeeze", "expand_dims", "transpose", "copy", "neg"}
-_MOVES |= {"convert_element_type", "broadcast_in_dim", "slice", "concatenate", "div", _compat.SAME}
+_MOVES |= {"convert_element_type", "broadcast_in_dim", "slice", "concatenate", "div", marks.SAME}
 
 _SUMMED_AGAIN = """\
 `lax.psum` over {axis!r}{at} of {like}: it is the same on every replica already, as {maker}, so \
@@ -40,32 +41,23 @@ _AUTODIFF = "a gradient that autodiff has summed, which is what JAX's types mean
 def check_sums(program: Any, axes: Mapping[str, int], typed: bool = False) -> None:
     """Refuse a traced step that sums once more what has been reduced already.
 
-    Args:
-      program: of one replica; results of reductions are marked in it.
-      axes: mapped axes with marks, and their sizes.
-      typed: whether types tell replicas apart, so that autodiff sums what they have in common.
-
-    Raises:
-      AlreadyReducedError: it sums the result of a reduction, which was no more than moved or cast
-        since, and does not divide by the number of replicas next.
+    That is the result of a reduction, which is marked in the program, was no more than moved or
+    cast since, and is not divided by the number of replicas next. `typed`: types tell replicas
+    apart, so that autodiff sums what they have in common.
     """
     for axis, n in axes.items():
         if n == 1:
             continue
-        inputs = [""] * len(opened(program).invars)
-        _Reduced(axis, n, typed).outputs(program, inputs)
+        _Reduced(axis, n, typed).outputs_of_all(program, "")
 
 
-class _Reduced(Dataflow[str]):
+@dataclasses.dataclass(eq=False)
+class _Reduced(AlongAxis[str]):
     """What has made each value the same along an axis, in words; "" if nothing is known to."""
 
     constant = ""
-
-    def __init__(self, axis: str, n: int, typed: bool) -> None:
-        super().__init__()
-        self._axis = axis
-        self._n = n
-        self._typed = typed
+    n: int  # replicas
+    typed: bool
 
     def join(self, facts: Sequence[str]) -> str:
         return facts[0] if facts and all(facts) else ""
@@ -76,47 +68,43 @@ class _Reduced(Dataflow[str]):
 
     def opaque(self, eqn: JaxprEqn, ins: list[str]) -> list[str]:
         for body in programs(eqn):
-            self.outputs(body, [""] * len(body.invars))
+            self.outputs_of_all(body, "")
         return [""] * len(eqn.outvars)
 
     def equation(self, eqn: JaxprEqn, ins: list[str], jaxpr: Jaxpr) -> list[str]:
         name, along = eqn.primitive.name, eqn.params.get("axes", ())
-        if name == _compat.SAME and self._axis in along:
+        if name == marks.SAME and self.axis in along:
             return [_OURS]
-        if name == marks.PARTS and self._axis in along:
+        if name == marks.PARTS and self.axis in along:
             return [_PARTS]
         if name in (marks.GRADIENT, marks.ONCE):
             return ins[:1]
         if name.startswith("psum"):
-            if self._axis not in along:
+            if self.axis not in along:
                 return ins
             if self.backward:
-                return [_AUTODIFF * self._typed] * len(ins)
+                return [_AUTODIFF * self.typed] * len(ins)
             if self.settled:
                 self._check(eqn, ins, jaxpr)
         if programs(eqn):
             return self.inside(eqn, ins)
         if self.backward and _AUTODIFF in ins:  # and so is every cotangent made of it
-            return [self._unless_varying(out) for out in eqn.outvars]
+            return [_AUTODIFF * (not self.varies(out)) for out in eqn.outvars]
         # A part stays one, whatever it is divided by.
         moved = _PARTS if _PARTS in ins else self.join(ins)
         return [moved if name in _MOVES else ""] * len(eqn.outvars)
 
-    def _unless_varying(self, var: Any) -> str:
-        return _AUTODIFF * (self._axis not in _compat.varying_axes_of_type(var.aval))
-
     def _check(self, eqn: JaxprEqn, ins: Sequence[str], jaxpr: Jaxpr) -> None:
         for maker, out in zip(ins, eqn.outvars, strict=True):
-            if maker == _PARTS or (maker and not _divided(out, jaxpr, self._n)):
-                line = _compat.users_line(eqn)
+            if maker == _PARTS or (maker and not _divided(out, jaxpr, self.n)):
                 words = _PARTS_SUMMED if maker == _PARTS else _SUMMED_AGAIN
                 raise AlreadyReducedError(
                     words.format(
-                        axis=self._axis,
-                        at=f" ({line})" if line else "",
+                        axis=self.axis,
+                        at=at_line(_compat.users_line(eqn)),
                         like=like(out),
                         maker=maker,
-                        n=self._n,
+                        n=self.n,
                     )
                 )
 

@@ -21,8 +21,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
-from jaxcoll._jaxpr.dataflow import Dataflow
-from jaxcoll._jaxpr.subjaxprs import equations, like, opened, programs
+from jaxcoll._jaxpr.dataflow import AlongAxis
+from jaxcoll._jaxpr.subjaxprs import equations, like, programs
 
 _STILL_ZERO = {"broadcast_in_dim", "convert_element_type", "reshape", "pvary", "pcast"}
 _SCALED = {"mul", "div", "neg", "convert_element_type", "reshape", "broadcast_in_dim", "transpose"}
@@ -32,34 +32,22 @@ _SCALED |= {"pvary", "pcast", "copy"}
 
 @dataclasses.dataclass(frozen=True)
 class Summed:
-    """A gradient of local losses that autodiff has summed.
+    """A gradient of local losses that autodiff has summed."""
 
-    Attributes:
-      like: its type, as in float32[3, 5].
-      line: of the user's Python where the parameter met what varies; "" if that is not known.
-      again: the line of a reduction that takes it for a local one; None: there is none.
-    """
-
-    like: str
-    line: str
+    like: str  # its type, as in float32[3, 5]
+    line: str  # of the user's Python where the parameter met what varies; "" if that is not known
+    # The line of a reduction that takes it for a local one; None: there is none
     again: str | None = None
 
 
 class _Known(NamedTuple):
-    """What is known of a value.
+    """What is known of a value."""
 
-    Attributes:
-      local: it comes, by values that vary, from the ones that `jax.grad` of a local loss begins
-        with.
-      reduced: it comes, within a backward pass, from the cotangent of a reduced loss.
-      summed: the equation that made it the sum of local gradients.
-      zero: it is nothing but zeros.
-    """
-
+    # It comes, by values that vary, from the ones that `jax.grad` of a local loss begins with
     local: bool = False
-    reduced: bool = False
-    summed: JaxprEqn | None = None
-    zero: bool = False
+    reduced: bool = False  # it comes, within a backward pass, from the cotangent of a reduced loss
+    summed: JaxprEqn | None = None  # the equation that made it the sum of local gradients
+    zero: bool = False  # it is nothing but zeros
 
 
 def summed_gradients(program: Any, axis: str) -> tuple[Summed, ...]:
@@ -69,7 +57,7 @@ def summed_gradients(program: Any, axis: str) -> tuple[Summed, ...]:
     within one, as the cotangent of statistics that all replicas share, is none.
     """
     reader = _Sums(axis)
-    reader.take(reader.outputs(program, [_Known()] * len(opened(program).invars)))
+    reader.take(reader.outputs_of_all(program, _Known()))
     return tuple(
         dataclasses.replace(found, again=reader.again.get(key))
         for key, found in reader.found.items()
@@ -87,14 +75,11 @@ def crossing_sums(program: Any, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis in found)
 
 
-class _Sums(Dataflow[_Known]):
+@dataclasses.dataclass(eq=False)
+class _Sums(AlongAxis[_Known]):
     constant = _Known()
-
-    def __init__(self, axis: str) -> None:
-        super().__init__()
-        self._axis = axis
-        self.found: dict[int, Summed] = {}
-        self.again: dict[int, str] = {}
+    found: dict[int, Summed] = dataclasses.field(default_factory=dict)
+    again: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def literal(self, literal: Literal) -> _Known:
         return _Known(zero=not np.any(np.asarray(literal.val)))
@@ -130,13 +115,10 @@ class _Sums(Dataflow[_Known]):
             outs += self.outputs(body, given)
         return [self.join(outs)] * len(eqn.outvars)
 
-    def _varies(self, var: Any) -> bool:
-        return self._axis in _compat.varying_axes_of_type(var.aval)
-
     def _computed(self, eqn: JaxprEqn, ins: list[_Known]) -> list[_Known]:
         name, within = eqn.primitive.name, self.backward
         changes = len(eqn.invars) == len(eqn.outvars) and any(
-            self._varies(a) != self._varies(b) for a, b in zip(eqn.invars, eqn.outvars, strict=True)
+            self.varies(a) != self.varies(b) for a, b in zip(eqn.invars, eqn.outvars, strict=True)
         )
         if changes and name.startswith("psum"):
             return [self._summed(eqn, known) for known in ins]
@@ -146,10 +128,10 @@ class _Sums(Dataflow[_Known]):
         met = self.join(ins)
         return [
             _Known(
-                local=met.local and self._varies(out),
+                local=met.local and self.varies(out),
                 reduced=within and met.reduced,
                 summed=met.summed
-                if (within or added or name in _SCALED) and not self._varies(out)
+                if (within or added or name in _SCALED) and not self.varies(out)
                 else None,
                 zero=name in _STILL_ZERO and all(known.zero for known in ins),
             )

@@ -25,19 +25,14 @@ _PROCESSOR = Path("/proc/cpuinfo")
 
 @dataclasses.dataclass(frozen=True)
 class MachineCosts:
-    """What a world costs on this machine: a value, so that a traced program reads no file.
+    """What a world costs on this machine: a value, so that a traced program reads no file."""
 
-    Attributes:
-      named: path and text of the calibration that `JAXCOLL_TERMS` names; None: it names none.
-      saved: where this user's calibrations of this machine are, and the text of each by its name.
-      memory_is_kept: malloc keeps the pages of large arrays that are freed.
-      hosts: of the job.
-    """
-
-    named: tuple[Path, str] | None = None
-    saved: tuple[Path, tuple[tuple[str, str], ...]] = (Path(), ())
-    memory_is_kept: bool = False
-    hosts: Hosts = dataclasses.field(default_factory=Hosts)
+    # Of calibrations, beside their paths: the one that `JAXCOLL_TERMS` names, or all that this user
+    # has saved for this machine
+    texts: tuple[tuple[Path, str], ...] = ()
+    is_named: bool = False  # it is the former
+    memory_is_kept: bool = False  # malloc keeps the pages of large arrays that are freed
+    hosts: Hosts = dataclasses.field(default_factory=Hosts)  # of the job
 
     def __call__(self, world: World) -> Terms:
         """What `world` costs."""
@@ -66,9 +61,8 @@ def costs_here() -> MachineCosts:
     """
     hosts, kept = hosts_of_job(), keeps_freed_memory()
     if name := os.environ.get(FILE):
-        return MachineCosts((Path(name), _text(Path(name))), (Path(), ()), kept, hosts)
-    folder = _folder()
-    return MachineCosts(None, (folder, _texts(folder) if hosts.are_one else ()), kept, hosts)
+        return MachineCosts(((Path(name), _text(Path(name))),), True, kept, hosts)
+    return MachineCosts(_texts(_folder()) if hosts.are_one else (), False, kept, hosts)
 
 
 def terms_here(world: World) -> Terms:
@@ -101,11 +95,7 @@ def _saved_name(world: World, kept: bool) -> str:
 
 def circumstances(world: World) -> dict[str, Any]:
     """What a calibration holds for, beside the world: the machine, and what malloc does."""
-    return _circumstances(keeps_memory(world))
-
-
-def _circumstances(kept: bool) -> dict[str, Any]:
-    return {"machine": machine(), "keeps_memory": kept}
+    return {"machine": machine(), "keeps_memory": keeps_memory(world)}
 
 
 def calibration(terms: Terms, measured_on: dict[str, Any]) -> str:
@@ -149,22 +139,18 @@ def _text(path: Path) -> str:
 
 
 @functools.cache
-def _texts(folder: Path) -> tuple[tuple[str, str], ...]:
-    return tuple((path.name, _text(path)) for path in sorted(folder.glob("*.json")))
+def _texts(folder: Path) -> tuple[tuple[Path, str], ...]:
+    return tuple((path, _text(path)) for path in sorted(folder.glob("*.json")))
 
 
 @functools.cache
 def _terms(costs: MachineCosts, world: World) -> Terms:
     kept = world.platform == "cpu" and costs.memory_is_kept
-    usual = costs.preset(world)
-    if costs.named:
-        path, text = costs.named
-    else:
-        folder, texts = costs.saved
-        path = folder / _saved_name(world, kept)
-        text = dict(texts).get(path.name)
-    if text is None:
+    usual, name = costs.preset(world), _saved_name(world, kept)
+    found = [each for each in costs.texts if costs.is_named or each[0].name == name]
+    if not found:
         return usual
+    ((path, text),) = found
     try:
         data = parsed(text)
         measured_on = data.pop("measured_on", None)
@@ -179,7 +165,7 @@ def _terms(costs: MachineCosts, world: World) -> Terms:
         )
     if terms.key != Key.of(world):
         other = f"is of another world ({terms.key})"
-    elif measured_on != _circumstances(kept):
+    elif measured_on != {"machine": there, "keeps_memory": kept}:
         other = f"was measured with memory that malloc {'gives back' if kept else 'keeps'}"
     else:
         return terms

@@ -122,6 +122,18 @@ def place_leaf(x: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(x, sharding)
 
 
+def viewed(
+    x: jax.Array, sharding: NamedSharding, shape: tuple[int, ...] | None = None
+) -> jax.Array:
+    """The parts that `x` has on the devices of `sharding`, as an array that lies so.
+
+    Nothing is copied: each device's part stays there, whatever index it gets in the array, which
+    may have another `shape` if it lies on more devices, or on fewer.
+    """
+    parts = [each.data for each in x.addressable_shards if each.device in sharding.device_set]
+    return jax.make_array_from_single_device_arrays(shape or x.shape, sharding, parts)
+
+
 def _of_all(x: Any, sharding: NamedSharding) -> jax.Array:
     """The global array of which each process has its share."""
     if not sharding.addressable_devices:
@@ -152,15 +164,14 @@ def _is_placed(x: jax.Array, sharding: NamedSharding) -> bool:
 def check_rows(
     tree: Any, argument: str, replicas: int, processes: int, axis: Any
 ) -> dict[tuple[int, ...], Callable[[], str]]:
-    """Refuse a batch whose rows do not divide over the replicas.
+    """Refuse a batch with a leaf whose rows do not divide over the replicas.
 
     Returns:
       The shapes of the leaves' shares on one replica, and what makes the name of the first leaf
       of each: naming it is slow, and every call comes this way.
 
     Raises:
-      ValueError: a leaf has no rows, or a number of them that does not divide; the message
-        names the leaf and the sizes.
+      ValueError: there is one.
     """
     shares: dict[tuple[int, ...], Callable[[], str]] = {}
     for i, leaf in enumerate(jax.tree.leaves(tree)):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._mesh.mesh import line_of
-from jaxcoll._mesh.placement import is_in_place, place
+from jaxcoll._mesh.mesh import line_of, of_this_process
+from jaxcoll._mesh.placement import is_in_place, place, viewed
 
 _ROW = "jaxcoll_replica"  # not the user's axis: a step of one device that reduces is refused
 
@@ -16,12 +16,8 @@ _ROW = "jaxcoll_replica"  # not the user's axis: a step of one device that reduc
 class ReplicaRows:
     """Where a process keeps what belongs to its replicas, and how all processes see it together.
 
-    Law: the two views share their memory, and nothing is sent.
-
-    Args:
-      mesh: devices and axes; each device is a replica.
-      axes: all axes of the mesh, outer first: replicas count in this order.
-      caller: for messages.
+    Law: the two views share their memory, and nothing is sent. Each device of the mesh is a
+    replica, and they count in the order of its axes as given, outer first.
 
     Attributes:
       devices: those of this process, in the order of their replicas.
@@ -44,7 +40,7 @@ class ReplicaRows:
         order = [mesh.axis_names.index(a) for a in axes]
         rest = [i for i in range(len(mesh.axis_names)) if i not in order]
         every = list(mesh.devices.transpose(*order, *rest).flat)
-        self.replicas = [i for i, d in enumerate(every) if d.process_index == jax.process_index()]
+        self.replicas = of_this_process(every)
         if not self.replicas:
             raise ValueError(
                 f"`{caller}`: no device of the mesh belongs to this process, number "
@@ -70,35 +66,29 @@ class ReplicaRows:
 
     def all_rows(self, tree: Any) -> Any:
         """Placed rows of this process as part of the global arrays of all replicas' rows."""
-        return jax.tree.map(lambda x: _seen(x, (self._count, *x.shape[1:]), self._all_rows), tree)
+        return jax.tree.map(lambda x: viewed(x, self._all_rows, (self._count, *x.shape[1:])), tree)
 
     def all_copies(self, tree: Any) -> Any:
         """Placed copies as global arrays, of which every device holds one."""
-        return jax.tree.map(lambda x: _seen(x, x.shape, self._all_copies), tree)
+        return jax.tree.map(lambda x: viewed(x, self._all_copies), tree)
 
     def _own_rows(self, x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return x
         if not x.sharding.is_equivalent_to(self._all_rows, x.ndim):
             raise ValueError(_NOT_OURS.format(x, "split by rows over the mesh"))
-        return _seen(x, (x.shape[0] * len(self.devices) // self._count, *x.shape[1:]), self.rows)
+        rows = x.shape[0] * len(self.devices) // self._count
+        return viewed(x, self.rows, (rows, *x.shape[1:]))
 
     def _own_copies(self, x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return x
         if not x.is_fully_replicated or not x.sharding.device_set.issuperset(self.devices):
             raise ValueError(_NOT_OURS.format(x, "the same on every device of the mesh"))
-        return _seen(x, x.shape, self.copies)
+        return viewed(x, self.copies)
 
 
 _NOT_OURS = (
     "`local_updates` expects arrays of this process alone, or arrays over several processes that "
     "are {1}; got {0.dtype}{0.shape} with the sharding {0.sharding}."
 )
-
-
-def _seen(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    """The parts that `x` has on the devices of `sharding`, as an array of this `shape`."""
-    parts = {shard.device: shard.data for shard in x.addressable_shards}
-    here = [parts[d] for d in cast(Mesh, sharding.mesh).devices.flat if d in parts]
-    return jax.make_array_from_single_device_arrays(shape, sharding, here)

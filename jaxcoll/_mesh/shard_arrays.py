@@ -74,15 +74,9 @@ def cut(
 ) -> Shards:
     """The parts of whole leaves, each on its device: no device ever holds more than its own.
 
-    Args:
-      leaves: numpy arrays, numbers or `jax.Array`s that this process can read whole.
-      layout: where the elements go.
-      mesh: devices; None: nowhere yet, as numpy arrays.
-      axes: its axes, outer first.
-      stack: (number of layers,) if every leaf has the layers first, and the layout is one layer's.
-
-    Returns:
-      Global arrays, or numpy arrays. Cost: one pack at a time in host memory.
+    The process must be able to read the leaves whole. Without a mesh they lie nowhere yet, as
+    numpy arrays. `stack` is (number of layers,) if every leaf has the layers first, and the layout
+    is one layer's. Cost: one pack at a time in host memory.
     """
     parts = []
     for pack in layout.packs:

@@ -81,16 +81,11 @@ def _hosts_of(topology: Topology) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _TracedWorlds:
-    """The worlds of reductions over the mesh around a trace, whose devices are not there.
-
-    Attributes:
-      platform, kind: of the devices.
-      host_of: the host of each process.
-    """
+    """The worlds of reductions over the mesh around a trace, whose devices are not there."""
 
     platform: str
     kind: str
-    host_of: tuple[int, ...]
+    host_of: tuple[int, ...]  # each process
 
     def __call__(self, axes: dict[str, int]) -> World:
         mesh = jax.sharding.get_abstract_mesh()
@@ -112,19 +107,13 @@ class _TracedWorlds:
 
 @dataclasses.dataclass(frozen=True)
 class _MeshWorlds:
-    """The worlds of reductions over axes of one mesh; axes that it lacks are local.
-
-    Attributes:
-      platform, kind: of the devices.
-      shape: its axes and their sizes.
-      processes, hosts: of each device, in the mesh's order.
-    """
+    """The worlds of reductions over axes of one mesh; axes that it lacks are local."""
 
     platform: str
     kind: str
     shape: tuple[tuple[str, int], ...]
-    processes: tuple[int, ...]
-    hosts: tuple[int, ...]
+    processes: tuple[int, ...]  # of each device, in the mesh's order
+    hosts: tuple[int, ...]  # likewise
 
     def __call__(self, axes: dict[str, int]) -> World:
         hosts, inner = self._met(self.hosts, axes), 0

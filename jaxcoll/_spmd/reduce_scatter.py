@@ -183,7 +183,7 @@ def _gather_of(
         scope.record(back)
         cotangents = _compat.at_once(cotangents) if world.over_gloo else cotangents
         own = _scattered(cotangents, back, layout, recipes, axes)
-        return ([marks.parts(part, tuple(axes)) for part in own],)
+        return ([marks.marked(part, marks.PARTS, axes=tuple(axes)) for part in own],)
 
     gather = jax.custom_vjp(gathered)
     gather.defvjp(lambda parts: (gathered(parts), None), scattered)

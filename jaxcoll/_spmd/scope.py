@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -84,7 +83,8 @@ class Scope:
 
         def marked(leaf: Any) -> Any:
             by_type = self.watched - self.marked - _compat.varying_axes(leaf)
-            return functools.reduce(_compat.as_same, sorted(axes | by_type), leaf)
+            along = tuple(sorted(axes | by_type))
+            return marks.marked(leaf, marks.SAME, axes=along) if along else leaf
 
         return jax.tree.map(marked, result) if axes or self.watched else result
 
@@ -96,7 +96,7 @@ class Scope:
                 return leaf
             for axis in self.marked.intersection(axes):
                 place = name + jax.tree_util.keystr(path)
-                leaf = marks.reduced_once(leaf, axis, place)
+                leaf = marks.marked(leaf, marks.ONCE, axis=axis, path=place)
             return leaf
 
         return jax.tree_util.tree_map_with_path(marked, value) if self.once else value

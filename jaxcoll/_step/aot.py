@@ -50,15 +50,10 @@ def compile_for(
     given is its text, and what comes back is the text that JAX would get from that compiler
     on that cluster. This process loads no other backend and keeps its own as it is.
 
-    Returns:
-      The program's texts, and the plans of its reductions. Cost: about 3 s and the compiler's
-      own time.
+    Cost: about 3 s and the compiler's own time.
 
     Raises:
-      ValueError: there is no such topology, or the program or its mesh does not fit it.
       ImportError: the compiler is not installed; the message has the command that installs it.
-      JaxRuntimeError: the compiler refused the program.
-      DeadlineExceededError: it took longer than `timeout_seconds`.
     """
     where = topology_named(topology)
     python = os.environ.get(PYTHON) or sys.executable

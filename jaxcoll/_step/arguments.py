@@ -27,17 +27,12 @@ Slot = int | str
 
 
 class Call(NamedTuple):
-    """The arguments of one call of a step.
+    """The arguments of one call of a step."""
 
-    Attributes:
-      args: positional ones; those among them that were passed by keyword stand at their place.
-      kwargs: the rest.
-      batch: which of them are split, in order.
-    """
-
+    # Positional ones; those among them that were passed by keyword stand at their place
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    batch: tuple[Slot, ...]
+    kwargs: dict[str, Any]  # the rest
+    batch: tuple[Slot, ...]  # which of them are split, in order
 
     def at(self, slot: Slot) -> Any:
         """One of the arguments."""
@@ -49,6 +44,14 @@ class Call(NamedTuple):
         named = self.kwargs.items()
         kwargs = {name: (split if name in self.batch else whole)(x) for name, x in named}
         return Call(args, kwargs, self.batch)
+
+    def misses(self, place: Slot) -> str:
+        """What is wrong with a setting that names what this call does not have."""
+        return (
+            f"`data_parallel`: argument {place!r} is named in `batch_argnums` or "
+            f"`donate_argnums`, but the step was called with {len(self.args)} positional arguments"
+            + (f" and {', '.join(map(repr, self.kwargs))}." if self.kwargs else ".")
+        )
 
 
 def positions(argument: str, value: Any, *, names: bool = False) -> tuple[Slot, ...]:
@@ -93,23 +96,23 @@ class Signature:
         if kwargs and self._signature is not None:
             bound = self._signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
+        call = Call(args, kwargs, ())
         slots: list[Slot] = [*range(len(args)), *(n for n in self._names if n in kwargs)]
         if self._batch is None:
             # What was passed by keyword and has no rows is not a batch.
             last = max((k for k in range(by_position) if k not in empty), default=0)
             given = range(last + 1 if last else by_position)
-            slots = [k for k in slots if k in given or _has_rows(_at(k, args, kwargs))]
+            slots = [k for k in slots if k in given or _has_rows(call.at(k))]
         chosen = (-1,) if self._batch is None else self._batch
-        batch = tuple(dict.fromkeys(self._slot(p, slots, args, kwargs) for p in chosen))
+        call = call._replace(batch=tuple(dict.fromkeys(self._slot(p, slots, call) for p in chosen)))
         if self._batch is None:
-            self._check_clear(batch[0], args, kwargs)
+            self._check_clear(call)
         if not named:
-            self._usual[len(args), empty] = batch
-        return Call(args, kwargs, batch)
+            self._usual[len(args), empty] = call.batch
+        return call
 
-    def _slot(
-        self, place: Slot, slots: list[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Slot:
+    def _slot(self, place: Slot, slots: list[Slot], call: Call) -> Slot:
+        args, kwargs = call.args, call.kwargs
         if isinstance(place, str):
             at = self._names.index(place) if place in self._names else len(args)
             if place in kwargs or at < len(args):
@@ -120,31 +123,27 @@ class Signature:
             return place
         elif len(args) <= place < len(self._names) and self._names[place] in kwargs:
             return self._names[place]
-        raise ValueError(missing_argument(place, args, kwargs))
+        raise ValueError(call.misses(place))
 
-    def _check_clear(self, chosen: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_clear(self, call: Call) -> None:
         """Refuse a call without `batch_argnums` in which another argument looks like the batch."""
-        others: list[Slot] = [k for k in (*range(len(args)), *kwargs) if k != chosen]
-        rows = _rows(_at(chosen, args, kwargs))
-        for other in others:
+        (chosen,) = call.batch
+        rows = _rows(call.at(chosen))
+        for other in (*range(len(call.args)), *call.kwargs):
+            if other == chosen:
+                continue
             name = other if isinstance(other, str) else self._name(other)
-            value = _at(other, args, kwargs)
-            among = other not in (0, chosen) and rows is not None and rows == _rows(value)
-            beside = among and not _alike(value, args[0] if args else None)
+            value = call.at(other)
+            among = other != 0 and rows is not None and rows == _rows(value)
+            beside = among and not _alike(value, call.args[0] if call.args else None)
             if jax.tree.leaves(value) and (name in _BATCHES or beside):
                 why = f"has {rows} rows as well" if beside else "is called like a batch"
                 raise ValueError(self._unclear(chosen, other, name, why))
 
     def check_one_row(self, call: Call, meets: Callable[[tuple[int, ...]], bool]) -> None:
-        """Refuse a batch that nobody named, if a share of one row meets more rows elsewhere.
-
-        Args:
-          call: whose batch may be numbers for each class, say, that stand last.
-          meets: whether a share broadcasts against an array of this shape.
-
-        Raises:
-          ValueError: it does, and its one row would be taken for what all rows have in common.
-        """
+        """Refuse a batch that nobody named, if a share of one row meets more rows elsewhere."""
+        # It may be numbers for each class, say, that stand last, and its one row would be taken for
+        # what all rows have in common where it broadcasts (`meets`) against another array's shape.
         if self._batch is not None:
             return
         (chosen,) = call.batch
@@ -169,15 +168,6 @@ class Signature:
             f"replica would get the whole of it. Pass `batch_argnums`: ({both}) splits both, "
             f"{chosen!r} and {other!r} one of them alone."
         )
-
-
-def missing_argument(place: Slot, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """What is wrong with a setting that names what a call does not have."""
-    return (
-        f"`data_parallel`: argument {place!r} is named in `batch_argnums` or "
-        f"`donate_argnums`, but the step was called with {len(args)} positional arguments"
-        + (f" and {', '.join(map(repr, kwargs))}." if kwargs else ".")
-    )
 
 
 def bound_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
@@ -207,10 +197,6 @@ def _shown(slot: Slot, name: str) -> str:
     if isinstance(slot, str):
         return f"`{slot}`"
     return f"args[{slot}]" + (f" (`{name}`)" if name else "")
-
-
-def _at(slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return kwargs[slot] if isinstance(slot, str) else args[slot]
 
 
 def _rows(tree: Any) -> int | None:

@@ -111,54 +111,51 @@ def data_parallel(
       >>> float(step(2.0, np.arange(8.0)))
       56.0
     """
-    settings: dict[str, Any] = {
-        "mesh": mesh,
-        "axis_name": axis_name,
-        "batch_argnums": None
-        if batch_argnums is None
-        else positions("batch_argnums", batch_argnums, names=True),
-        "donate_argnums": positions("donate_argnums", donate_argnums),
-        "options": checked(options),
-        "varying_outputs": checked_rule(varying_outputs),
-        "checks": checks,
-    }
+    named = batch_argnums is not None
+    settings = (
+        mesh,
+        axis_name,
+        positions("batch_argnums", batch_argnums, names=True) if named else None,
+        positions("donate_argnums", donate_argnums),
+        checked(options),
+        checked_rule(varying_outputs),
+        checks,
+    )
     if checks is not None and not isinstance(checks, bool):
         raise ValueError(f"`checks` must be True, False or None; got {checks!r}.")
     if mesh is not None:
         checked_mesh(mesh, axis_name, "data_parallel")
     if step is None:
-        return lambda decorated: DataParallel(decorated, **settings)
+        return lambda decorated: DataParallel(decorated, *settings)
     if not callable(step) and not isinstance(step, classmethod):
         raise ValueError(f"`data_parallel` expects a function; got {type(step).__name__}.")
-    return DataParallel(step, **settings)
+    return DataParallel(step, *settings)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class DataParallel:
-    """A step that runs on every replica; made by `data_parallel`, called like the step."""
+    """A step that runs on every replica; made by `data_parallel`, called like the step.
 
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        *,
-        mesh: Mesh | None,
-        axis_name: str | tuple[str, ...],
-        batch_argnums: tuple[int | str, ...] | None,
-        donate_argnums: tuple[Any, ...],
-        options: CommunicationOptions,
-        varying_outputs: Any,
-        checks: bool | None,
-    ) -> None:
-        functools.update_wrapper(self, step, updated=())
-        self._step = step
-        self._mesh = mesh
-        self._axis_name = axis_name
-        self._axes = axis_names(axis_name)
-        self._batch_argnums = batch_argnums
-        self._donate_argnums = donate_argnums
-        self._options = options
-        self._varying_outputs = varying_outputs
-        self._checks = checks
-        self._signature = Signature(step, batch_argnums)
+    Attributes:
+      axis_name: the axis, or axes, that a batch is split over.
+      donate_argnums: positions of the arguments whose memory may be reused.
+      options: defaults for the reductions inside.
+      signature: which arguments of a call are the batch.
+    """
+
+    _step: Callable[..., Any]
+    _mesh: Mesh | None
+    axis_name: str | tuple[str, ...]
+    _batch_argnums: tuple[Slot, ...] | None
+    donate_argnums: tuple[Any, ...]
+    options: CommunicationOptions
+    _varying_outputs: Any
+    _checks: bool | None
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self._step, updated=())
+        self._axes = axis_names(self.axis_name)
+        self.signature = Signature(self._step, self._batch_argnums)
         self._calls = 0
         self._known: dict[Any, Any] = {}
         self._inner = dispatched.InnerDeadlines()
@@ -166,7 +163,7 @@ class DataParallel:
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The mesh it runs on; without one given, all devices at the time of the first use."""
-        return checked_mesh(self._mesh, self._axis_name, "data_parallel")
+        return checked_mesh(self._mesh, self.axis_name, "data_parallel")
 
     @functools.cached_property
     def _scope(self) -> Scope:
@@ -179,7 +176,7 @@ class DataParallel:
     @functools.cached_property
     def _arguments(self) -> Arguments:
         return Arguments(
-            self._signature, self.mesh, self._axis_name, self._processes, self._donate_argnums
+            self.signature, self.mesh, self.axis_name, self._processes, self.donate_argnums
         )
 
     @functools.cached_property
@@ -195,31 +192,7 @@ class DataParallel:
         step: Any = self._step
         of = (None, instance) if isinstance(step, classmethod) else (instance,)
         step = step.__get__(*of)
-        return self._twin(_step=step, _signature=Signature(step, self._batch_argnums))
-
-    @property
-    def axis_name(self) -> str | tuple[str, ...]:
-        """The axis, or axes, that a batch is split over."""
-        return self._axis_name
-
-    @property
-    def donate_argnums(self) -> tuple[int, ...]:
-        """Positions of the arguments whose memory may be reused."""
-        return self._donate_argnums
-
-    def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """A call's arguments, and which of them are the batch, by position or by name."""
-        return self._signature.call(args, kwargs)
-
-    @property
-    def checksum(self) -> bool:
-        """Whether a call listens for corrupted reductions."""
-        return self._options.checksum
-
-    @property
-    def settings_text(self) -> str:
-        """The options that processes have to have in common, in words."""
-        return dispatched.settings_of(self._options)
+        return self._twin(_step=step, signature=Signature(step, self._batch_argnums))
 
     @property
     def num_replicas(self) -> int:
@@ -239,11 +212,9 @@ class DataParallel:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dispatched.Call:
         self._calls += 1
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
-        args, kwargs, batch = self._arguments.ready(args, kwargs)
-        program = self._compiled(batch, args, kwargs)
-        return dispatched.Call(
-            program, args, self._devices, name, self._options, kwargs, rows=True, inner=self._inner
-        )
+        call = self._arguments.ready(args, kwargs)
+        given = self._compiled(call), call.args, self._devices, name, self.options, call.kwargs
+        return dispatched.Call(*given, rows=True, inner=self._inner)
 
     def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:
         """This step on a cluster that is not here: to be traced and lowered, not to be called.
@@ -280,7 +251,7 @@ class DataParallel:
         Raises:
           ValueError: the mesh lacks the axis.
         """
-        return self._twin(_mesh=checked_mesh(mesh, self._axis_name, "data_parallel"))
+        return self._twin(_mesh=checked_mesh(mesh, self.axis_name, "data_parallel"))
 
     def _twin(self, **changed: Any) -> DataParallel:
         twin = copy.copy(self)
@@ -301,8 +272,8 @@ class DataParallel:
           What `jax.jit(...).trace` returns.
         """
         with no_mesh():
-            args, kwargs, batch = self._shapes(args, kwargs)
-            return self._compiled(batch, args, kwargs).trace(*args, **kwargs)
+            call = self._shapes(args, kwargs)
+            return self._compiled(call).trace(*call.args, **call.kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The program for these arguments, lowered: `.as_text()` shows what is requested.
@@ -322,8 +293,8 @@ class DataParallel:
     ) -> jax.stages.Traced:
         """Like `trace`, made for the purpose, so that it tells each plan to `record`."""
         with no_mesh():
-            args, kwargs, batch = self._shapes(args, kwargs)
-            return self._jitted(record, batch, args, kwargs).trace(*args, **kwargs)
+            call = self._shapes(args, kwargs)
+            return self._jitted(record, call).trace(*call.args, **call.kwargs)
 
     def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
         """The plan of every reduction that the step makes with these arguments, in order.
@@ -339,22 +310,14 @@ class DataParallel:
         self.trace_recorded(plans.append, *args, **kwargs)
         return tuple(plans)
 
-    def _compiled(
-        self, batch: tuple[Slot, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _compiled(self, call: Call) -> Any:
         """The jitted program, which its first arguments decide on."""
-        known = self._known.get(batch)
+        known = self._known.get(call.batch)
         if known is None:
-            known = self._known[batch] = self._jitted(remember, batch, args, kwargs)
+            known = self._known[call.batch] = self._jitted(remember, call)
         return known
 
-    def _jitted(
-        self,
-        record: Callable[[Plan], None],
-        batch: tuple[Slot, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _jitted(self, record: Callable[[Plan], None], call: Call) -> Any:
         """The program, with the compiler options that its plans need with these arguments.
 
         JAX keeps the trace that finds them, and compiles from it.
@@ -365,11 +328,11 @@ class DataParallel:
             wanted.update(plan.compiler_options())
             record(plan)
 
-        program = functools.partial(self._program, noted, batch)
+        program = functools.partial(self._program, noted, call.batch)
         functools.update_wrapper(program, self._step, updated=())
-        jitted = functools.partial(jax.jit, program, donate_argnums=self._donate_argnums)
+        jitted = functools.partial(jax.jit, program, donate_argnums=self.donate_argnums)
         bare = jitted()
-        bare.trace(*args, **kwargs)
+        bare.trace(*call.args, **call.kwargs)
         if not wanted:
             return bare
         here = isinstance(self.mesh, Mesh)
@@ -385,16 +348,15 @@ class DataParallel:
         **kwargs: Any,
     ) -> Any:
         """What is traced: the step on every device of the mesh; see `StepProgram`."""
-        rows = PartitionSpec(self._axis_name)
+        rows = PartitionSpec(self.axis_name)
         lying = (
             tuple(rows if i in batch else specs_of(arg) for i, arg in enumerate(args)),
             {name: rows if name in batch else specs_of(arg) for name, arg in kwargs.items()},
         )
-        scope = dataclasses.replace(self._scope, options=self._options, deadline=self._inner.ask)
-        program = StepProgram(
-            self._step, self.mesh, self._axes, scope, self._checks, self._varying_outputs
-        )
-        return program.traced(record, lying, args, kwargs)
+        scope = dataclasses.replace(self._scope, options=self.options, deadline=self._inner.ask)
+        how = self._checks, self._varying_outputs, lying
+        program = StepProgram(self._step, self.mesh, self._axes, scope, *how, (args, kwargs))
+        return program.traced(record)
 
     def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         return self._arguments.shapes(self._arguments.asked(args, kwargs))

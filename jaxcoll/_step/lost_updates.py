@@ -21,13 +21,8 @@ or pass its arrays, as of `graph, state = nnx.split(module)`, put it together in
 def check_lost_updates(
     step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Refuse a step that would lose what it changes in an object, such as a module of flax's nnx.
-
-    It is traced once more for this, if there is such an object; dicts and lists may be changed.
-
-    Raises:
-      ValueError: no result depends on a changed array, which is named.
-    """
+    """Refuse a step that would lose what it changes in an object, as in a module of flax's nnx."""
+    # It is traced once more for this, so only if there is such an object.
     if not _has_mutable(jax.tree.structure((args, kwargs))):
         return
     names: list[str] = []

@@ -22,38 +22,27 @@ from jaxcoll._step.unwrap import Stage, called, jitted, stage_of
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """What is known of a program before it runs.
+    """What is known of a program before it runs."""
 
-    Attributes:
-      compiled: HLO.
-      requested: StableHLO with its lines of Python; None if there is none any more.
-      plans: of the reductions that were traced for it.
-      where: what it was compiled for; "" if for the devices that are here.
-      terms: what those devices cost; None if that is not known.
-      repeated: reductions that stand in a loop which only adds up what they return; of a program
-        that was lowered or compiled already, and of `jax.pmap`'s, nobody has looked.
-      memory: bytes on one device by name, such as "argument" and "temp"; None if that is not known.
-    """
-
-    compiled: str
+    compiled: str  # HLO
+    # StableHLO with its lines of Python; None if there is none any more
     requested: str | None = None
-    plans: tuple[Plan, ...] = ()
-    where: str = ""
-    terms: Terms | None = None
+    plans: tuple[Plan, ...] = ()  # of the reductions that were traced for it
+    where: str = ""  # what it was compiled for; "" if for the devices that are here
+    terms: Terms | None = None  # what those devices cost; None if that is not known
+    # Reductions that stand in a loop which only adds up what they return; of a program that was
+    # lowered or compiled already, and of `jax.pmap`'s, nobody has looked
     repeated: tuple[Repeated, ...] = ()
+    # Bytes on one device by name, such as "argument" and "temp"; None if that is not known
     memory: Mapping[str, int] | None = None
 
 
 def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], caller: str) -> Texts:
     """Trace, lower and compile what is not compiled yet.
 
-    Args:
-      program: a function, one that `jax.jit`, `jax.pmap` or another library's own `jit` returned, a
-        `data_parallel` step, a `functools.partial` or method of one; or, without arguments, what
-        `.trace`, `.lower` or `.compile` returned.
-      args: arrays, or `jax.ShapeDtypeStruct`s in their place.
-      kwargs: likewise.
-      caller: who is named in a message.
+    The program is a function, one that `jax.jit`, `jax.pmap` or another library's own `jit`
+    returned, a `data_parallel` step, a `functools.partial` or method of one; or, without
+    arguments, what `.trace`, `.lower` or `.compile` returned.
 
     Raises:
       ValueError: it is none of these, or arguments came with what has them already.
@@ -108,13 +97,7 @@ def _traced(
     record: Callable[[Plan], None],
     caller: str,
 ) -> Stage:
-    """The program traced anew, so that every reduction in it says its plan.
-
-    Of what equinox jitted there is no step between the function and the lowered program.
-
-    Raises:
-      ValueError: it is not a function.
-    """
+    """The program traced anew, so that every reduction in it says its plan."""
     program, args, kwargs = called(program, args, kwargs)
     if isinstance(program, DataParallel):
         return program.trace_recorded(record, *args, **kwargs)
@@ -128,6 +111,7 @@ def _traced(
         jittable, args, kwargs = jitted(program, args, kwargs)
     # A scope of its own is part of the key of JAX's caches: no older trace is taken for this one.
     with entered(dataclasses.replace(scope_here(), record=record)):
+        # What equinox jitted goes from the function to the lowered program in one step.
         found = getattr(jittable, "trace", jittable.lower)(*args, **kwargs)
     stage = stage_of(found)
     if stage is None:

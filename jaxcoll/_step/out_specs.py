@@ -31,7 +31,7 @@ def output_specs(
     varying: Sequence[frozenset[str]],
     axes: tuple[str, ...],
     rule: Any,
-    shown: str = "",
+    shown: str,
 ) -> Any:
     """The specs of the results of a step that is being traced.
 
@@ -44,10 +44,6 @@ def output_specs(
       axes: those that the batch is split over, outer first: rows count in this order.
       rule: "error" or "concatenate", or a tree of them, of which `results` is an extension.
       shown: what else there is to say of an output that differs.
-
-    Raises:
-      ValueError: an array varies and is refused, or cannot be put together; or the rule has
-        another structure than the results.
     """
     each = iter(varying)
 
@@ -55,7 +51,7 @@ def output_specs(
         if is_shards(output):
             return _of_shards(output, path, [next(each) for _ in jax.tree.leaves(output)])
         along = next(each)
-        name = f"output {jax.tree_util.keystr(path)}" if path else "the output"
+        name = output_name(path)
         if word == "concatenate" and (output.ndim or along):
             return _joined(name, output, along, axes)
         if along:
@@ -67,6 +63,11 @@ def output_specs(
     return jax.tree.unflatten(
         treedef, [spec(word, *leaf) for word, leaf in zip(words, flat, strict=True)]
     )
+
+
+def output_name(path: Any) -> str:
+    """How a message speaks of a step's output."""
+    return f"output {jax.tree_util.keystr(path)}" if path else "the output"
 
 
 _DIFFERS = """\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -24,7 +25,7 @@ from jaxcoll._mesh.placement import (
 )
 from jaxcoll._mesh.shard_arrays import place_shards
 from jaxcoll._spmd.shards import is_shards, shards_in
-from jaxcoll._step.arguments import Call, Signature, Slot, missing_argument
+from jaxcoll._step.arguments import Call, Signature, Slot
 
 _BROADCAST = """\
 `data_parallel`: {one} has {rows} rows and {other} has {others}. As a whole they do not fit each \
@@ -39,33 +40,23 @@ _SHARDS_AS_BATCH = """\
 replicas; Shards are split already. Name the arguments that are the batch in `batch_argnums`."""
 
 
+@dataclasses.dataclass
 class Arguments:
     """How the calls of a step bring their arguments to a mesh.
 
-    Args:
-      signature: which of them are the batch.
-      mesh: devices and axes.
-      axis_name: the axis, or axes, that the batch is split over.
-      processes: whose rows make up a batch; 0: not all have as many devices.
-      donated: positions of the arguments whose memory may be reused.
+    The rows of a batch are those of so many `processes`; 0: not all have as many devices.
     """
 
-    def __init__(
-        self,
-        signature: Signature,
-        mesh: Any,
-        axis_name: str | tuple[str, ...],
-        processes: int,
-        donated: tuple[int, ...],
-    ) -> None:
-        self._signature = signature
-        self._mesh = mesh
-        self._axis_name = axis_name
-        self._replicas = math.prod(mesh.shape[a] for a in axis_names(axis_name))
-        self._processes = processes
-        self._donated = donated
-        self._rows = NamedSharding(mesh, PartitionSpec(axis_name))
-        self._whole = NamedSharding(mesh, PartitionSpec())
+    _signature: Signature
+    _mesh: Any
+    _axis_name: str | tuple[str, ...]
+    _processes: int
+    _donated: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self._replicas = math.prod(self._mesh.shape[a] for a in axis_names(self._axis_name))
+        self._rows = NamedSharding(self._mesh, PartitionSpec(self._axis_name))
+        self._whole = NamedSharding(self._mesh, PartitionSpec())
         self._last: tuple[InPlace | None, tuple[Slot, ...]] = None, ()
 
     def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -87,7 +78,7 @@ class Arguments:
         call = self._signature.call(args, kwargs)
         for i in self._donated:
             if not -len(call.args) <= i < len(call.args):
-                raise ValueError(missing_argument(i, call.args, call.kwargs))
+                raise ValueError(call.misses(i))
         shares: dict[tuple[int, ...], Callable[[], str]] = {}
         for slot in call.batch:
             name = f"kwargs[{slot!r}]" if isinstance(slot, str) else f"args[{slot}]"

@@ -24,14 +24,14 @@ from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.beside_types import check_own_gradients, hidden_outputs
 from jaxcoll._jaxpr.own_norms import check_own_norms
 from jaxcoll._jaxpr.replication import REPEATED, varying_outputs
-from jaxcoll._jaxpr.subjaxprs import opened
+from jaxcoll._jaxpr.subjaxprs import at_line, opened
 from jaxcoll._jaxpr.summed_again import check_sums
 from jaxcoll._jaxpr.summed_gradients import Summed, crossing_sums, summed_gradients
 from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.scope import Scope, entered
 from jaxcoll._step.arguments import FLAGS
 from jaxcoll._step.lost_updates import check_lost_updates
-from jaxcoll._step.out_specs import output_specs
+from jaxcoll._step.out_specs import output_name, output_specs
 
 _SUMMED = """\
 `data_parallel` with checks=True: autodiff has summed the gradient {like} over {axis!r} already\
@@ -72,62 +72,43 @@ def _not_proven() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class StepProgram:
-    """A step, and all that decides what it becomes on a mesh.
+    """A call of a step that is being traced, and all that decides what it becomes on a mesh."""
 
-    Attributes:
-      step: the function of one replica.
-      mesh: devices and axes.
-      axes: those that the batch is split over, outer first.
-      scope: the world and the options of the reductions inside.
-      checks: True: as types mean it; False: as `pmap` does; None: as the step is found to need.
-      rule: what becomes of outputs that vary; see `output_specs`.
-    """
-
-    step: Callable[..., Any]
-    mesh: Any
-    axes: tuple[str, ...]
-    scope: Scope
+    step: Callable[..., Any]  # the function of one replica
+    mesh: Any  # devices and axes
+    axes: tuple[str, ...]  # those that the batch is split over, outer first
+    scope: Scope  # the world and the options of the reductions inside
+    # True: as types mean it; False: as `pmap` does; None: as the step is found to need
     checks: bool | None
-    rule: Any
+    rule: Any  # what becomes of outputs that vary; see `output_specs`
+    lying: Any  # the specs of the arguments
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]  # positional ones, and those by name
 
-    def traced(
-        self,
-        record: Callable[[Plan], None],
-        lying: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """The step's result, in a program that is being traced; `record` is given its plans."""
+    def traced(self, record: Callable[[Plan], None]) -> Any:
+        """The step's result; `record` is given its plans."""
         try:
-            run = self._asked(self.checks is not False, lying, args, kwargs)
+            run = self._asked(self.checks is not False)
         except jax.errors.ConcretizationTypeError as error:
             error.add_note(FLAGS)
             raise
         except Exception as error:
             if self.checks is not None or not _is_refused_by_types(error):
                 raise
-            run = self._as_pmap(error, (), lying, args, kwargs)
+            run = self._as_pmap(error, ())
         else:
             if run.summed and self.checks is None:
-                run = self._as_pmap(None, run.summed, lying, args, kwargs)
+                run = self._as_pmap(None, run.summed)
         check_sums(run.program, self.mesh.shape, run.typed)
         check_own_norms(run.program, self.mesh.shape)
         for plan in run.plans:
             record(plan)
         with entered(run.scope):
-            return run.call(args, kwargs)
+            return run.call(*self.arguments)
 
-    def _as_pmap(
-        self,
-        error: Exception | None,
-        summed: tuple[Summed, ...],
-        lying: Any,
-        args: Any,
-        kwargs: Any,
-    ) -> _Run:
+    def _as_pmap(self, error: Exception | None, summed: tuple[Summed, ...]) -> _Run:
         """The other meaning, once types have refused the step or do not mean what it says."""
         try:
-            return self._asked(False, lying, args, kwargs, summed, error)
+            return self._asked(False, summed, error)
         except AlreadyReducedError:
             if error is None:
                 raise
@@ -141,13 +122,7 @@ class StepProgram:
             raise ValueError(str(refused)) from error
 
     def _asked(
-        self,
-        typed: bool,
-        lying: Any,
-        args: Any,
-        kwargs: Any,
-        summed: tuple[Summed, ...] = (),
-        error: Exception | None = None,
+        self, typed: bool, summed: tuple[Summed, ...] = (), error: Exception | None = None
     ) -> _Run:
         """One trace of the step, which serves to ask how its outputs vary and to run it."""
         plans: list[Plan] = []
@@ -157,7 +132,9 @@ class StepProgram:
             self.scope, record=plans.append, marked=marked, once=not typed, watched=watched
         )
         step = jax.jit(self.step, inline=True)
-        mapped = functools.partial(jax.shard_map, mesh=self.mesh, in_specs=lying, check_vma=typed)
+        mapped = functools.partial(
+            jax.shard_map, mesh=self.mesh, in_specs=self.lying, check_vma=typed
+        )
         found: list[Any] = []
 
         def ask(args: Any, kwargs: Any) -> None:
@@ -166,11 +143,11 @@ class StepProgram:
             found.append((traced.jaxpr, traced.out_info))
 
         with entered(scope):
-            jax.eval_shape(mapped(ask, out_specs=None), args, kwargs)
+            jax.eval_shape(mapped(ask, out_specs=None), *self.arguments)
         ((program, results),) = found
         # Tracers of a program around this one, which the step closes over, are inputs that come
         # first; like all that a `shard_map` captures they are the same on every replica.
-        captured = len(opened(program).invars) - len(jax.tree.leaves((args, kwargs)))
+        captured = len(opened(program).invars) - len(jax.tree.leaves(self.arguments))
         if typed:
             again = self._summed(program)
             with _not_proven():
@@ -183,7 +160,7 @@ class StepProgram:
             again = ()
             if self.checks is None:
                 self._check_crossing(program, summed, error)
-            inputs = [frozenset[str]()] * captured + _by_spec(lying, (args, kwargs))
+            inputs = [frozenset[str]()] * captured + _by_spec(self.lying, self.arguments)
             found = self._proven(program, inputs)
             varying = [frozenset(a for a in facts if facts[a]) for facts in found]
             specs = self._specs(results, varying, _not_reduced(summed))
@@ -212,7 +189,7 @@ class StepProgram:
             if self.checks and twice is not None:
                 again = f"the reduction at {twice.again}" if twice.again else "the next reduction"
                 raise AlreadyReducedError(
-                    _SUMMED.format(like=twice.like, axis=axis, at=_at(twice), again=again)
+                    _SUMMED.format(like=twice.like, axis=axis, at=at_line(twice.line), again=again)
                 )
         return tuple(one for each in found.values() for one in each)
 
@@ -233,30 +210,25 @@ class StepProgram:
         others = [a for a, n in self.mesh.shape.items() if a not in self.axes and n > 1]
         crossed = crossing_sums(program, others)
         if crossed:
-            why = f", because of the gradient {summed[0].like}{_at(summed[0])}" if summed else ""
+            why = (
+                f", because of the gradient {summed[0].like}{at_line(summed[0].line)}"
+                if summed
+                else ""
+            )
             axes = ", ".join(map(repr, crossed))
             raise ValueError(_CROSSING.format(why=why, axes=axes)) from error
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """A traced step that is ready to run.
-
-    Attributes:
-      call: the mapped function.
-      scope: under which it was traced.
-      plans: that were recorded.
-      summed: gradients that types have summed, of losses that are each replica's own.
-      program: its equations.
-      typed: whether types tell replicas apart.
-    """
+    """A traced step that is ready to run."""
 
     call: Callable[[Any, Any], Any]
     scope: Scope
     plans: list[Plan]
-    summed: tuple[Summed, ...]
+    summed: tuple[Summed, ...]  # by types, of losses that are each replica's own
     program: Any
-    typed: bool
+    typed: bool  # whether types tell replicas apart
 
 
 def _is_refused_by_types(error: BaseException | None) -> bool:
@@ -292,13 +264,8 @@ def _axes_of(spec: PartitionSpec) -> frozenset[str]:
 def _check_meanings(found: list[dict[str, int]], results: Any) -> None:
     for facts, (path, _) in zip(found, jax.tree.leaves_with_path(results), strict=True):
         if axes := [axis for axis, fact in facts.items() if fact & REPEATED]:
-            name = f"output {jax.tree_util.keystr(path)}" if path else "the output"
-            raise ValueError(_TWO_MEANINGS.format(name=name, axis=axes[0]))
+            raise ValueError(_TWO_MEANINGS.format(name=output_name(path), axis=axes[0]))
 
 
 def _not_reduced(summed: tuple[Summed, ...]) -> str:
-    return _NOT_REDUCED.format(like=summed[0].like, at=_at(summed[0])) if summed else ""
-
-
-def _at(summed: Summed) -> str:
-    return f" ({summed.line})" if summed.line else ""
+    return _NOT_REDUCED.format(like=summed[0].like, at=at_line(summed[0].line)) if summed else ""

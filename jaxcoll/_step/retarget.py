@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,22 +29,16 @@ def traced_over(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     topology: Topology,
-    mesh: Mesh | AbstractMesh | None = None,
-    record: Callable[[Plan], None] = lambda plan: None,
+    mesh: Mesh | AbstractMesh | None,
+    record: Callable[[Plan], None],
 ) -> jax.stages.Traced:
     """Trace `fun` as a program for `topology`.
 
     Law: nothing is placed, and no device is asked for but those that `fun` itself names.
 
-    Args:
-      fun: a `jc.data_parallel` step; a function that takes a `mesh`; or any other function,
-        jitted or not, which uses the mesh of `jax.set_mesh` or one of as many devices.
-      args: arrays, `jax.ShapeDtypeStruct`s, or what is static.
-      kwargs: likewise.
-      topology: the cluster.
-      mesh: how its replicas are arranged, as names and sizes; None: as the mesh that `fun` has,
-        if that fits or has one axis only.
-      record: called with the plan of each reduction, in order.
+    It is a `jc.data_parallel` step; a function that takes a `mesh`; or any other function, jitted
+    or not, which uses the mesh of `jax.set_mesh` or one of as many devices. Arguments may be
+    static. Without a `mesh` the one that `fun` has counts, if it fits or has one axis only.
     """
     fun, args, kwargs = called(fun, args, kwargs)
     if isinstance(fun, DataParallel):
@@ -63,20 +57,14 @@ def traced_over(
     if not hasattr(fun, "trace"):
         program, shapes, named = jitted(fun, shapes, named)
     scope = dataclasses.replace(topology_scope(topology), record=record)
-    with _meshed(over), entered(scope):
+    with contextlib.ExitStack() as around:
+        if over is not None:  # whatever mesh, of another size perhaps, is there now
+            around.enter_context(no_mesh())
+            around.enter_context(jax.sharding.use_abstract_mesh(over))
+        around.enter_context(entered(scope))
         traced = stage_of(program.trace(*shapes, **named))
     assert isinstance(traced, jax.stages.Traced)
     return traced
-
-
-@contextlib.contextmanager
-def _meshed(mesh: AbstractMesh | None) -> Iterator[None]:
-    """Trace under `mesh`, whatever mesh, of another size perhaps, was there; None: leave it."""
-    if mesh is None:
-        yield
-        return
-    with no_mesh(), jax.sharding.use_abstract_mesh(mesh):
-        yield
 
 
 def lowered_over(traced: jax.stages.Traced, topology: Topology) -> str:

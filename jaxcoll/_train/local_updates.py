@@ -15,12 +15,11 @@ from jax.sharding import Mesh
 from jaxcoll._api.collectives import all_reduce
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
-from jaxcoll._mesh.mesh import checked_mesh, no_mesh
+from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
 from jaxcoll._mesh.replica_rows import ReplicaRows
 from jaxcoll._plan.checks import is_integer, is_number, shown
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
-from jaxcoll._train.fragments import Schedule, fragments_of
 from jaxcoll._train.local_programs import (
     Average,
     mix_program,
@@ -30,11 +29,13 @@ from jaxcoll._train.local_programs import (
 )
 from jaxcoll._train.local_state import (
     LocalState,
+    Schedule,
     Sum,
     arrived,
     check_batch,
     check_leaf,
     check_state,
+    fragments_of,
     joined,
     part,
 )
@@ -137,6 +138,7 @@ def local_updates(
     return LocalUpdates(step, schedule, outer, float(mixing), mesh, axis_name, checked(options))
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LocalUpdates:
     """Replicas that train by themselves; made by `local_updates`.
 
@@ -144,40 +146,29 @@ class LocalUpdates:
       step: the program of a local step, of `(state.replicas, batch)`; to be inspected.
       sum: the program of an exchange, of `fragment(state, k)`; a `DataParallel` step.
       schedule: when which fragment is exchanged.
+      axis_name: the mesh axis of the replicas, or all axes.
     """
 
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        schedule: Schedule,
-        outer: Any,
-        mixing: float,
-        mesh: Mesh | None,
-        axis_name: str | tuple[str, ...],
-        options: CommunicationOptions,
-    ) -> None:
-        self._one, self.schedule, self._outer, self._mixing = step, schedule, outer, mixing
-        self._mesh, self._axis_name, self._options = mesh, axis_name, options
-
-    @property
-    def axis_name(self) -> str | tuple[str, ...]:
-        """The mesh axis of the replicas, or all axes."""
-        return self._axis_name
+    _one: Callable[..., Any]
+    schedule: Schedule
+    _outer: Any
+    _mixing: float
+    _mesh: Mesh | None
+    axis_name: str | tuple[str, ...]
+    _options: CommunicationOptions
 
     def on(self, mesh: Mesh) -> LocalUpdates:
         """The same training on other devices; the mesh has `axis_name`."""
-        settings = self._outer, self._mixing, mesh, self._axis_name, self._options
-        return LocalUpdates(self._one, self.schedule, *settings)
+        return dataclasses.replace(self, _mesh=mesh)
 
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The devices it trains on; without one given, all at the time of the first use."""
-        return checked_mesh(self._mesh, self._axis_name, _CALLER)
+        return checked_mesh(self._mesh, self.axis_name, _CALLER)
 
     @functools.cached_property
     def _places(self) -> ReplicaRows:
-        axes = self._axis_name if isinstance(self._axis_name, tuple) else (self._axis_name,)
-        return ReplicaRows(self.mesh, axes, _CALLER)
+        return ReplicaRows(self.mesh, axis_names(self.axis_name), _CALLER)
 
     @functools.cached_property
     def step(self) -> Any:
@@ -187,12 +178,12 @@ class LocalUpdates:
     def sum(self) -> DataParallel:
         def mean_difference(params: Any, shared: Any, steps: Any) -> Any:
             own = jax.tree.map(lambda x, y: y - x[0], params, shared)
-            return all_reduce("mean", own, self._axis_name)
+            return all_reduce("mean", own, self.axis_name)
 
         return data_parallel(
             mean_difference,
             mesh=self.mesh,
-            axis_name=self._axis_name,
+            axis_name=self.axis_name,
             batch_argnums=0,
             options=self._options,
         )

@@ -28,11 +28,10 @@ def spreads(
     one: Sequence[np.ndarray],
     numbers: Callable[[Any], Sequence[np.ndarray]],
 ) -> list[np.ndarray] | None:
-    """How far each element of each output moves when the rows of the batch are in other orders.
+    """How far each element of each of `one` moves when the batch's rows are in other orders.
 
-    Returns:
-      An array for each of `one`; None without rows. Outputs with one row for each of the batch's
-      are put back into its order first, where that brings them nearer.
+    None without rows. Outputs with one row for each of the batch's are put back into its order
+    first, where that brings them nearer.
     """
     rows = {
         np.shape(x)[0]

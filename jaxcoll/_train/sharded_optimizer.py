@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll import _compat
-from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, checked_mesh, no_mesh
+from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import abstract, cut, own_shapes, specs_of, whole_shapes
 from jaxcoll._mesh.world import scope_here
@@ -110,37 +111,29 @@ def sharded_optimizer(
 _CALLER = "sharded_optimizer"
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class ShardedOptimizer:
     """An optimizer whose state is divided over the replicas; made by `sharded_optimizer`.
 
     Its state is that of `tx`, with `Shards` in the place of every tree like the parameters.
     """
 
-    def __init__(
-        self,
-        tx: Any,
-        axis_name: str | tuple[str, ...],
-        mesh: Mesh | AbstractMesh | None,
-        reduce_op: ReduceOp,
-        max_norm: float | None,
-        options: CommunicationOptions,
-        assume_elementwise: bool,
-    ) -> None:
-        self._tx = tx
-        self._axis_name = axis_name
-        self._axes = axis_names(axis_name)
-        self._mesh = mesh
-        self._reduce_op = reduce_op
-        self._max_norm = max_norm
-        self._options = options
-        self._assumed = assume_elementwise
+    _tx: Any
+    _axis_name: str | tuple[str, ...]
+    _mesh: Mesh | AbstractMesh | None
+    _reduce_op: ReduceOp
+    _max_norm: float | None
+    _options: CommunicationOptions
+    _assumed: bool
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        return axis_names(self._axis_name)
 
     @functools.cached_property
     def mesh(self) -> Mesh | AbstractMesh:
         """Where states are placed between programs."""
-        if isinstance(self._mesh, AbstractMesh):
-            return self._mesh
-        return checked_mesh(self._mesh, self._axis_name, _CALLER)
+        return checked_any_mesh(self._mesh, self._axis_name, _CALLER)
 
     def init(self, params: Any) -> Any:
         """The state for parameters that are still to be trained.

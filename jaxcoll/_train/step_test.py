@@ -143,7 +143,7 @@ def _not_by_rounding(
     """Of the outputs that are off, those that rounding does not explain."""
     batch: tuple[int | str, ...] = (len(args) - 1,) if args else ()
     if isinstance(alone, DataParallel):
-        args, kwargs, batch = alone.call_of(args, kwargs)
+        args, kwargs, batch = alone.signature.call(args, kwargs)
 
     def numbers(result: Any) -> list[np.ndarray]:
         return [np.asarray(x) for _, x in _leaves(_whole(jax.tree.map(_on_host, result)))]
@@ -162,40 +162,24 @@ def _not_by_rounding(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Base:
-    """What an output may be a change of.
+    """What an output may be a change of."""
 
-    Attributes:
-      name: as a message has it.
-      path: the keys on the way to it.
-      value: the argument.
-    """
-
-    name: str
-    path: tuple[Any, ...]
-    value: np.ndarray
+    name: str  # as a message has it
+    path: tuple[Any, ...]  # the keys on the way to it
+    value: np.ndarray  # the argument
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Output:
-    """One output: on one device, on many, and what it is measured from.
+    """One output: on one device, on many, and what it is measured from."""
 
-    Attributes:
-      path: the keys on the way to it.
-      one: on one device.
-      many: on many.
-      base: the argument that it is a change of; None: of nothing.
-      others: arguments that it might be a change of as well, after a large step.
-      rounding: how far two right results may be apart, however little they changed.
-      allowed: how far they may be apart.
-    """
-
-    path: tuple[Any, ...]
-    one: np.ndarray
-    many: np.ndarray
-    base: _Base | None
-    others: tuple[_Base, ...]
-    rounding: float
-    allowed: float
+    path: tuple[Any, ...]  # the keys on the way to it
+    one: np.ndarray  # on one device
+    many: np.ndarray  # on many
+    base: _Base | None  # the argument that it is a change of; None: of nothing
+    others: tuple[_Base, ...]  # arguments that it might be a change of as well, after a large step
+    rounding: float  # how far two right results may be apart, however little they changed
+    allowed: float  # how far they may be apart
 
     @property
     def name(self) -> str:

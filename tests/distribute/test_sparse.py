@@ -222,26 +222,22 @@ def test_replicas_that_disagree_are_refused(values, message):
 
 def test_lengths_of_other_processes_count_and_so_do_their_tables(monkeypatch):
     """Over real processes: tests/processes/test_strategies.py."""
-    from jaxcoll._distribute.values import sparse_padding
+    from jaxcoll._distribute.values import assemble
 
     devices = tuple(jax.devices()[:4])
     assert (
-        sparse_padding.padded_alike("PerReplica", {0: B9[0], 1: B9[1]}, devices[:2])[
-            0
-        ].values.shape[0]
+        assemble.padded_alike("PerReplica", {0: B9[0], 1: B9[1]}, devices[:2])[0].values.shape[0]
         == 2
     )
-    others = np.array(
-        [[1, sparse_padding._shape_hash(B9[0])], [5, sparse_padding._shape_hash(B9[0])]]
-    )
-    monkeypatch.setattr(sparse_padding, "known_to_all", lambda *_: others)
-    found = sparse_padding.padded_alike("PerReplica", {0: B9[0], 1: B9[1]}, devices)
+    others = np.array([[1, assemble._shape_hash(B9[0])], [5, assemble._shape_hash(B9[0])]])
+    monkeypatch.setattr(assemble, "known_to_all", lambda *_: others)
+    found = assemble.padded_alike("PerReplica", {0: B9[0], 1: B9[1]}, devices)
     assert [x.values.shape for x in found.values()] == [(5, 2), (5, 2)]
     others[1, 1] += 1
     with pytest.raises(
         ValueError, match=r"rows of one array; those here have the dense_shape \(5, 2\), and other"
     ):
-        sparse_padding.padded_alike("PerReplica", {0: B9[0], 1: B9[1]}, devices)
+        assemble.padded_alike("PerReplica", {0: B9[0], 1: B9[1]}, devices)
 
 
 def test_copies_are_not_padded():

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from local_simulation import PARAMS, PARTS, local_step, loss, rows, simulated
 
 import jaxcoll as jc
-from jaxcoll._train.fragments import Schedule, fragments_of
+from jaxcoll._train.local_state import Schedule, fragments_of
 
 ADAM = optax.adam(1e-2)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)

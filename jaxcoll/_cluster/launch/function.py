@@ -103,18 +103,12 @@ def launch(
 
 @dataclasses.dataclass
 class _Ended:
-    """How the function ended in one process.
+    """How the function ended in one process."""
 
-    Attributes:
-      at: by the clock that all processes of a host share.
-      result: what it returned.
-      error: the exception in words; "": none.
-      frames: file, line and function of each frame of its traceback.
-    """
-
-    at: float
-    result: Any = None
-    error: str = ""
+    at: float  # by the clock that all processes of a host share
+    result: Any = None  # what it returned
+    error: str = ""  # the exception in words; "": none
+    # File, line and function of each frame of its traceback
     frames: tuple[tuple[str, int, str], ...] = ()
 
 

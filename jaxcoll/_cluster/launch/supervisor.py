@@ -24,20 +24,15 @@ _POLL_SECONDS = 0.05
 
 @dataclasses.dataclass
 class Outcome:
-    """How a job ended.
+    """How a job ended."""
 
-    Attributes:
-      statuses: of each process: its exit status, or the negative number of the signal that ended
-        it; None: it was ended here.
-      failed: the ranks that failed by themselves, the first one first.
-      late: whether the time was up.
-      interrupted: the signal by which the job was to end; 0: none.
-    """
-
+    # Of each process: its exit status, or the negative number of the signal that ended it; None: it
+    # was ended here
     statuses: list[int | None]
+    # The ranks that failed by themselves, the first one first
     failed: list[int] = dataclasses.field(default_factory=list)
-    late: bool = False
-    interrupted: int = 0
+    late: bool = False  # whether the time was up
+    interrupted: int = 0  # the signal by which the job was to end; 0: none
 
 
 class Owner:

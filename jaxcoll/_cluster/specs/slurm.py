@@ -45,10 +45,8 @@ def counts_of(listed: str) -> list[int]:
 def host_of_each_task(counts: Sequence[int], turn: int) -> list[int]:
     """The number of each task's host, in the order of the tasks.
 
-    Args:
-      counts: how many tasks each host has.
-      turn: how many of them follow on one another before the next host has its turn: 1 where
-        Slurm's distribution is "cyclic", all where it is "block".
+    `turn` tasks follow on one another before the next host has its turn: 1 where Slurm's
+    distribution is "cyclic", all where it is "block".
 
     Examples:
       >>> host_of_each_task([3, 1], 1), host_of_each_task([3, 1], 3)

@@ -13,21 +13,14 @@ _JOBS = ("chief", "worker", "ps", "evaluator")
 
 @dataclasses.dataclass(frozen=True)
 class TFConfig:
-    """A cluster of tasks, and which of them this process is.
+    """A cluster of tasks, and which of them this process is."""
 
-    Attributes:
-      cluster: the addresses of each job's tasks, "host:port"; empty: this process is alone.
-      task_type: this process's job; None: not given.
-      task_id: its number in the job; None: not given.
-      rpc_layer: TensorFlow's protocol; None: not given.
-      source: where this came from, for messages.
-    """
-
+    # The addresses of each job's tasks, "host:port"; empty: this process is alone
     cluster: Mapping[str, tuple[str, ...]]
-    task_type: str | None = None
-    task_id: int | None = None
-    rpc_layer: str | None = None
-    source: str = VARIABLE
+    task_type: str | None = None  # this process's job; None: not given
+    task_id: int | None = None  # its number in the job; None: not given
+    rpc_layer: str | None = None  # TensorFlow's protocol; None: not given
+    source: str = VARIABLE  # where this came from, for messages
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> TFConfig:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxcoll._dispatch.call import Call
-from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps, Reduction
+from jaxcoll._distribute.ops.cross_device_ops import Batch, CrossDeviceOps
 from jaxcoll._distribute.ops.one_device import ReductionToOneDevice
 from jaxcoll._distribute.values.device_names import devices_named
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
@@ -32,17 +32,12 @@ HIERARCHICAL_COPY = "hierarchical_copy"
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How the arrays of some sizes are reduced.
+    """How the arrays of some sizes are reduced."""
 
-    Attributes:
-      options: what carries them, and how they are packed where `packing` is None.
-      packing: a rule that stands whatever the options say.
-      limit: bytes of the largest array it is for; -1: any.
-    """
-
+    # What carries them, and how they are packed where `packing` is None
     options: CommunicationOptions = CommunicationOptions()
-    packing: PackingRule | None = None
-    limit: int = -1
+    packing: PackingRule | None = None  # a rule that stands whatever the options say
+    limit: int = -1  # bytes of the largest array it is for; -1: any
 
 
 class AllReduceCrossDeviceOps(CrossDeviceOps):
@@ -110,46 +105,31 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         mesh, options = arrangement(devices, self._algorithm)
         return mesh, (Route(options, self._packing),)
 
-    def _prepare(
-        self,
-        reduce_op: ReduceOp,
-        reductions: Sequence[Reduction],
-        options: CommunicationOptions,
-        name: str,
-    ) -> list[tuple[Call, list[int]]]:
+    def _prepare(self, batch: Batch) -> list[tuple[Call, list[int]]]:
         together: dict[frozenset[jax.Device] | None, list[int]] = {}
-        for i, r in enumerate(reductions):
+        for i, r in enumerate(batch.reductions):
             over = frozenset(r.value.devices) if r.is_all_reduce else None
             together.setdefault(over, []).append(i)
         alone = together.pop(None, [])
-        calls = [
-            (self._all_reduce(reduce_op, [reductions[i] for i in members], options, name), members)
-            for members in together.values()
-        ]
-        if not alone:
-            return calls
-        rest = self._otherwise._prepare(reduce_op, [reductions[i] for i in alone], options, name)
+        calls = [(self._all_reduce(batch.of(each)), each) for each in together.values()]
+        rest = self._otherwise._prepare(batch.of(alone))
         return calls + [(call, [alone[i] for i in positions]) for call, positions in rest]
 
-    def _all_reduce(
-        self,
-        reduce_op: ReduceOp,
-        reductions: Sequence[Reduction],
-        options: CommunicationOptions,
-        name: str,
-    ) -> Call:
+    def _all_reduce(self, batch: Batch) -> Call:
         """The call that all-reduces values over the same devices, to a list of them."""
-        mesh, routes = self._arranged(reductions[0].value.devices)
+        options = batch.options
+        mesh, routes = self._arranged(batch.reductions[0].value.devices)
         # One program has one order of devices, and a sum does not care in which it is made.
         devices = tuple(mesh.devices.flat)
-        values = [r.value.reordered(devices) for r in reductions]
+        values = [r.value.reordered(devices) for r in batch.reductions]
         carried = options.replace(timeout_seconds=UNSET)
         packed = bool(options.bytes_per_pack)
         routes = tuple(
             Route(r.options.merge(carried), None if packed else r.packing, r.limit) for r in routes
         )
-        program = all_reduce_program(mesh, reduce_op, routes)
-        return Call(program, (values,), devices, name, options, settings=(reduce_op, routes))
+        program = all_reduce_program(mesh, batch.reduce_op, routes)
+        settings = batch.reduce_op, routes
+        return Call(program, (values,), devices, batch.name, options, settings=settings)
 
 
 class NcclAllReduce(AllReduceCrossDeviceOps):

@@ -57,6 +57,20 @@ class Reduction:
         return reduce_op is ReduceOp.SUM or not any(integers)
 
 
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Reductions that are made together, and how; none of them is in place."""
+
+    reduce_op: ReduceOp
+    reductions: Sequence[Reduction]
+    options: CommunicationOptions  # those of the call, over those of the object
+    name: str
+
+    def of(self, positions: Iterable[int]) -> Batch:
+        """Some of them."""
+        return dataclasses.replace(self, reductions=[self.reductions[i] for i in positions])
+
+
 class CrossDeviceOps(abc.ABC):
     """How values are reduced and broadcast across devices, between programs.
 
@@ -265,24 +279,11 @@ class CrossDeviceOps(abc.ABC):
             return Gather(name, devices, axis, options, self._group).of(per_replica_value)
 
     @abc.abstractmethod
-    def _prepare(
-        self,
-        reduce_op: ReduceOp,
-        reductions: Sequence[Reduction],
-        options: CommunicationOptions,
-        name: str,
-    ) -> list[tuple[Call, list[int]]]:
-        """Decide what to run and on what.
+    def _prepare(self, batch: Batch) -> list[tuple[Call, list[int]]]:
+        """The calls to make, in this order.
 
-        Args:
-          reduce_op: SUM or MEAN.
-          reductions: none of them in place.
-          options: those of the call, over those of the object.
-          name: of the calls.
-
-        Returns:
-          Calls to make in this order, each with the positions of the reductions whose results it
-          returns as a list: `Mirrored`s, or plain trees on one device.
+        Each has beside it the positions of the reductions whose results it returns as a list:
+        `Mirrored`s, or plain trees on one device.
         """
 
     def _reduced(
@@ -301,7 +302,7 @@ class CrossDeviceOps(abc.ABC):
             values = counted(len(moving), "value")
             what = f"`{type(self).__name__}.{caller}` ({op.name} of {values})"
             with no_mesh():
-                calls = self._prepare(op, moving, merged, what)
+                calls = self._prepare(Batch(op, moving, merged, what))
                 returned = run_all([call for call, _ in calls])
                 made: dict[int, Any] = {}
                 for (_, positions), found in zip(calls, returned, strict=True):

@@ -29,14 +29,9 @@ from jaxcoll._spmd.sparse import is_sparse
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """A gather between programs, as `CrossDeviceOps.gather` has it.
+    """A gather between programs, as `CrossDeviceOps.gather` has it, of the op of this name.
 
-    Attributes:
-      name: of the cross-device op, for messages.
-      destinations: where the result is wanted.
-      axis: the dimension along which parts are joined.
-      options: what carries it; `timeout_seconds` bounds it.
-      group: the devices that the op is for; (): any.
+    `group` are the devices that the op is for; (): any.
     """
 
     name: str

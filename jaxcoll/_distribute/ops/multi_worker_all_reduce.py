@@ -13,7 +13,7 @@ from jaxcoll._distribute.ops.all_reduce_ops import AllReduceCrossDeviceOps, Rout
 from jaxcoll._distribute.values.device_names import devices_named
 from jaxcoll._plan import checks
 from jaxcoll._plan.algorithms import check_fits
-from jaxcoll._plan.all_reduce_spec import SpecTuple, parse_spec
+from jaxcoll._plan.all_reduce_spec import parse_spec
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._plan.world import World
 
@@ -73,9 +73,15 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
         super().__init__("nccl", num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
         name = type(self).__name__
         workers = _workers_of(worker_devices, num_gpus_per_worker, name)
-        tuples = parse_spec(all_reduce_spec)
+        tuples, per_worker = parse_spec(all_reduce_spec), len(workers[0])
         for each in tuples:
-            _check_fits(each, (len(workers), len(workers[0])))
+            try:
+                check_fits(each.algorithm, each.shards, World(sizes=(len(workers), per_worker)))
+            except ValueError as error:
+                raise ValueError(
+                    f"`all_reduce_spec` does not fit {len(workers)} workers of {per_worker} "
+                    f"devices: {error}"
+                ) from None
         self._group = tuple(device for worker in workers for device in worker)
         self._mesh = grid_of(self._group, len(workers))
         self._routes = tuple(
@@ -98,15 +104,6 @@ class MultiWorkerAllReduce(AllReduceCrossDeviceOps):
         if set(devices) == set(self._group):
             return self._mesh, self._routes
         return super()._arranged(devices)  # one value of each process: there are no two levels
-
-
-def _check_fits(spec: SpecTuple, sizes: tuple[int, int]) -> None:
-    try:
-        check_fits(spec.algorithm, spec.shards, World(sizes=sizes))
-    except ValueError as error:
-        raise ValueError(
-            f"`all_reduce_spec` does not fit {sizes[0]} workers of {sizes[1]} devices: {error}"
-        ) from None
 
 
 def _workers_of(

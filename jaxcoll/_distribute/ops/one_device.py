@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxcoll._dispatch.call import Call
-from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps, Reduction
+from jaxcoll._distribute.ops.cross_device_ops import Batch, CrossDeviceOps, Reduction
 from jaxcoll._distribute.values.device_names import device_named
 from jaxcoll._distribute.values.per_replica import PerReplica
 from jaxcoll._distribute.values.replica_axis import AXIS, without_row
@@ -80,21 +80,16 @@ class ReductionToOneDevice(CrossDeviceOps):
             f"accumulation_fn={self._accumulation_fn})"
         )
 
-    def _prepare(
-        self,
-        reduce_op: ReduceOp,
-        reductions: Sequence[Reduction],
-        options: CommunicationOptions,
-        name: str,
-    ) -> list[tuple[Call, list[int]]]:
+    def _prepare(self, batch: Batch) -> list[tuple[Call, list[int]]]:
+        op, options = batch.reduce_op, batch.options
         carried = CommunicationOptions(reproducible=options.reproducible, checksum=options.checksum)
         calls = []
-        for i, reduction in enumerate(reductions):
+        for i, reduction in enumerate(batch.reductions):
             device = self._reduce_to_device or reduction.destinations[0]
             moved = jax.device_put(_components(reduction, device), device)
             rows = isinstance(reduction.value, PerReplica)
-            program = one_device_program(device, reduce_op, self._accumulation_fn, rows, carried)
-            calls.append((Call(program, (moved,), (device,), name, options), [i]))
+            program = one_device_program(device, op, self._accumulation_fn, rows, carried)
+            calls.append((Call(program, (moved,), (device,), batch.name, options), [i]))
         return calls
 
 
@@ -123,7 +118,7 @@ def one_device_program(
     reduce_op: ReduceOp,
     accumulate: Accumulation | None,
     rows: bool,
-    options: CommunicationOptions = CommunicationOptions(),
+    options: CommunicationOptions,
 ) -> Callable[[list[Any]], list[Any]]:
     """The reduction of a list of components on one device, compiled once for each shape."""
     scope = mesh_scope(line_of((device,), "device")).merged(options)

@@ -32,23 +32,15 @@ def reduce_along(
     devices: tuple[jax.Device, ...],
     options: CommunicationOptions,
 ) -> Any:
-    """Reduce each replica's part along `axis`, and the results over the replicas.
+    """Reduce each replica's part along `axis`, and by `ops` the results over the replicas.
 
     Law: it is the sum, or the mean, of all elements that fall together, whichever replica they
     are on: a mean is one sum and one division by their number.
 
-    Args:
-      ops: carries the sums from replica to replica.
-      reduce_op: SUM or MEAN.
-      value: a `PerReplica` or `Mirrored`, over `devices` or this process's share of them; or a
-        list or tuple with an array for each replica of this process, whose sizes along `axis`
-        may differ, from process to process too; or an array, which is one of each process.
-      axis: a dimension, or a tuple or list of them, of each replica's part.
-      devices: one for each replica.
-      options: what carries the sums from replica to replica.
-
-    Returns:
-      The plain value, on this process's first device.
+    The value is a `PerReplica` or `Mirrored`, over `devices` or this process's share of them; or a
+    list or tuple with an array for each replica of this process, whose sizes along `axis` may
+    differ, from process to process too; or an array, which is one of each process. The result is
+    plain, on this process's first device.
     """
     here = of_this_process(devices)
     first = devices[here[0]]

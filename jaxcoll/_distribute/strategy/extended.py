@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,20 +21,14 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._spmd.sparse import is_sparse
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class StrategyExtended:
     """`strategy.extended`: reductions, broadcasts and updates of plain trees."""
 
-    def __init__(
-        self,
-        name: str,
-        ops: CrossDeviceOps,
-        options: CommunicationOptions,
-        devices: tuple[jax.Device, ...],
-    ) -> None:
-        self._name = f"{name}.extended"
-        self._ops = ops
-        self._options = options
-        self._devices = devices
+    _name: str
+    _ops: CrossDeviceOps
+    _options: CommunicationOptions
+    _devices: tuple[jax.Device, ...]
 
     def reduce_to(
         self,
@@ -168,18 +163,13 @@ class StrategyExtended:
 def check_has_sum(
     caller: str, reduce_op: ReduceOp, value: Any, devices: tuple[jax.Device, ...]
 ) -> None:
-    """Refuse the SUM over several replicas of a value that does not say how many hold it.
-
-    Zero is the sum of any number of zeros. Over several processes a value is one of each.
-
-    Raises:
-      ValueError: it is one.
-    """
+    """Refuse the SUM over several replicas of a value that does not say how many hold it."""
+    # Over several processes a value is one of each.
     if reduce_op is not ReduceOp.SUM or len(devices) == 1 or span_processes(devices):
         return
     # Reading a value that lies on a device would wait for it.
     on_host = isinstance(value, int | float | np.generic | np.ndarray)
-    is_zero = on_host and np.ndim(value) == 0 and value == 0
+    is_zero = on_host and np.ndim(value) == 0 and value == 0  # however many hold it
     if is_sparse(value) or (is_array(value) and not is_zero):
         raise ValueError(
             f"`{caller}` got the plain value {value!r}, whose SUM over {len(devices)} replicas "

@@ -16,7 +16,6 @@ from jaxcoll import _compat
 from jaxcoll._dispatch.call import Call, InnerDeadlines
 from jaxcoll._dispatch.dispatch import run
 from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_own, replicas_of
-from jaxcoll._distribute.values.assemble import viewed
 from jaxcoll._distribute.values.held import of_all
 from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
 from jaxcoll._distribute.values.ragged import Uneven
@@ -25,7 +24,7 @@ from jaxcoll._distribute.values.replicate import copy_near
 from jaxcoll._jaxpr.replication import varying_outputs
 from jaxcoll._jaxpr.summed_again import check_sums
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
-from jaxcoll._mesh.placement import InPlace, is_array, place
+from jaxcoll._mesh.placement import InPlace, is_array, place, viewed
 from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.options import UNSET, CommunicationOptions
 from jaxcoll._spmd.scope import entered
@@ -86,12 +85,8 @@ def replica_program(
 
     Law: replica i computes with row i of each `PerReplica` and with its copy of everything else;
     it sees other replicas' values only by reductions and gathers. An output is a `Mirrored`
-    exactly where `varying_outputs` proves it the same everywhere.
-
-    Returns:
-      A jitted function of positional and keyword arguments that are placed, to the function's
-      result with a `PerReplica` or `Mirrored` in the place of each array; and the deadlines that
-      its traces ask for.
+    exactly where `varying_outputs` proves it the same everywhere. Beside the jitted program of
+    placed arguments are the deadlines that its traces ask for.
     """
     inner = InnerDeadlines()
     name = getattr(function, "__name__", type(function).__name__)
@@ -151,12 +146,8 @@ def is_distributed(value: Any) -> bool:
 def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) -> Any:
     """The arguments of a replica function where its program wants them.
 
-    Returns:
-      The same tree with global arrays in place of all but the `PerReplica`s, so that shared values
-      have one type however they were passed; values that are in place are not copied.
-
-    Raises:
-      ValueError: a leaf is something else; its path is named.
+    Global arrays are in the place of all but the `PerReplica`s, so that shared values have one
+    type however they were passed; values that are in place are not copied.
     """
 
     def placed(path: Any, value: Any) -> Any:

@@ -37,12 +37,7 @@ _entered: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar(
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-    """The replica that a value is made for.
-
-    Attributes:
-      replica_id_in_sync_group: its number, from 0.
-      num_replicas_in_sync: how many there are.
-    """
+    """The replica that a value is made for: its number, from 0, and how many there are."""
 
     replica_id_in_sync_group: int
     num_replicas_in_sync: int
@@ -66,7 +61,7 @@ class Strategy:
         self._options = options
         self._here = of_this_process(devices)
         self._context = ReplicaContext(self, len(devices))
-        self._extended = StrategyExtended(type(self).__name__, ops, options, devices)
+        self._extended = StrategyExtended(f"{type(self).__name__}.extended", ops, options, devices)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 
-from jaxcoll._distribute.values.replica_axis import copies_over, rows_over
-from jaxcoll._distribute.values.sparse_padding import padded_alike
+from jaxcoll._distribute.values.replica_axis import copies_over, known_to_all, rows_over
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._plan.packs.leaves import where
+from jaxcoll._spmd.sparse import is_sparse
 
 
 def assembled(
@@ -23,16 +23,10 @@ def assembled(
     *,
     rows: bool,
 ) -> Any:
-    """The global arrays whose part on device i is replica i's value.
+    """The replicas' tree, each leaf a global array whose part on device i is replica i's value.
 
-    Args:
-      name: the kind of value, for messages.
-      devices: one for each replica.
-      value_of: from a replica id to a pytree of numbers and arrays; called for this process's.
-      rows: whether the parts are rows of the result; else they are copies, and compared.
-
-    Returns:
-      The replicas' tree, each leaf global; rows of IndexedSlices are padded to the longest.
+    `value_of` gives it, and is called for this process's replicas. The parts are `rows` of the
+    result, those of IndexedSlices padded to the longest; or else copies, which are compared.
     """
     here = of_this_process(devices)
     values = {i: value_of(i) for i in here}
@@ -67,23 +61,6 @@ def own_devices(values: Sequence[Any]) -> tuple[jax.Device, ...] | None:
             return None
         found += devices
     return tuple(found) if len(set(found)) == len(found) else None
-
-
-def part_on(leaf: jax.Array, device: jax.Device) -> jax.Array:
-    """The part of a global array that `device` holds: nothing is copied."""
-    return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
-
-
-def viewed(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """The parts that `leaf` has on its devices, as an array with another sharding of the same.
-
-    Nothing is copied: each device's part stays there, whatever index it gets.
-    """
-    parts = {shard.device: shard.data for shard in leaf.addressable_shards}
-    order = sharding.addressable_devices_indices_map(leaf.shape)
-    return jax.make_array_from_single_device_arrays(
-        leaf.shape, sharding, [parts[device] for device in order]
-    )
 
 
 def _agreed(name: str, values: Mapping[int, Any]) -> tuple[list[str], Any]:
@@ -171,3 +148,79 @@ def _bits(part: np.ndarray | jax.Array) -> bytes:
         with no_mesh():
             part = jax.random.key_data(part)
     return np.asarray(part).astype(_dtype(part), copy=False).tobytes()
+
+
+def padded_alike(
+    name: str, values: Mapping[int, Any], devices: tuple[jax.Device, ...]
+) -> Mapping[int, Any]:
+    """`values` with every IndexedSlices padded to the longest one in its place.
+
+    Returns:
+      The same values where none is sparse; structures that disagree are left for others to
+      refuse. Cost: where other processes have replicas, an exchange of lengths.
+    """
+    first = next(iter(values.values()), None)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(first, is_leaf=is_sparse)
+    rows = {i: jax.tree.leaves(value, is_leaf=is_sparse) for i, value in values.items()}
+    alike = all(jax.tree.structure(v, is_leaf=is_sparse) == treedef for v in values.values())
+    if not alike or not any(is_sparse(leaf) for row in rows.values() for leaf in row):
+        return values
+    sparse = []
+    for k, (path, _) in enumerate(flat):
+        leaf = where(jax.tree_util.keystr(path))
+        if _is_sparse_everywhere(f"`{name}`: {leaf}", {i: row[k] for i, row in rows.items()}):
+            sparse.append(k)
+    lengths = _longest(name, {i: [row[k] for k in sparse] for i, row in rows.items()}, devices)
+    for row in rows.values():
+        for k, length in zip(sparse, lengths, strict=True):
+            row[k] = row[k].padded(length)
+    return {i: treedef.unflatten(row) for i, row in rows.items()}
+
+
+def _longest(
+    name: str, rows: Mapping[int, list[Any]], devices: tuple[jax.Device, ...]
+) -> list[int]:
+    """The length of the longest of all replicas' slices, for each leaf that is sparse."""
+    facts = {
+        i: [fact for slices in row for fact in (slices.indices.shape[0], _shape_hash(slices))]
+        for i, row in rows.items()
+    }
+    table = known_to_all(facts, devices, f"{name} of IndexedSlices")
+    lengths, hashes = table[:, ::2], table[:, 1::2]
+    if (hashes != hashes[:1]).any():
+        shapes = [slices.dense_shape for slices in next(iter(rows.values()))]
+        raise ValueError(
+            f"`{name}` expects the IndexedSlices of all replicas to be rows of one array; those "
+            f"here have the dense_shape {', '.join(map(str, shapes))}, and other processes have "
+            "others."
+        )
+    return lengths.max(0).tolist()
+
+
+def _shape_hash(slices: Any) -> int:
+    """31 bits of the dense shape, for a table of 32-bit integers."""
+    return zlib.crc32(repr(slices.dense_shape).encode()) >> 1
+
+
+def _is_sparse_everywhere(name: str, leaves: Mapping[int, Any]) -> bool:
+    """Whether a leaf is sparse, which it is on all replicas or on none."""
+    sparse = {i: leaf for i, leaf in leaves.items() if is_sparse(leaf)}
+    if not sparse:
+        return False
+    first = next(iter(sparse))
+    dense = next((i for i in leaves if i not in sparse), None)
+    if dense is not None:
+        raise ValueError(
+            f"{name} is an IndexedSlices on replica {first}, but of type "
+            f"{type(leaves[dense]).__name__} on replica {dense}; it must be sparse on all replicas "
+            "or dense on all. `slices.to_dense()` makes it dense."
+        )
+    for i, slices in sparse.items():
+        slices.check(f"{name} of replica {i}")
+        if slices.dense_shape != sparse[first].dense_shape:
+            raise ValueError(
+                f"{name} has dense_shape {slices.dense_shape} on replica {i}, "
+                f"{sparse[first].dense_shape} on replica {first}; all replicas' rows must be rows "
+                "of one array."
+            )
+    return True

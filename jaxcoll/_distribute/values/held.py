@@ -19,15 +19,10 @@ _MOST = 32  # dimensions of an array, and letters of a dtype's name
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """This process's parts of a value; every other process of `devices` brings its own.
+    """This process's parts of a value; every other process of `devices` brings its own."""
 
-    Attributes:
-      parts: pytrees of arrays, by replica, whose shapes may differ.
-      devices: one for each replica, of all processes.
-    """
-
-    parts: Mapping[int, Any]
-    devices: tuple[jax.Device, ...]
+    parts: Mapping[int, Any]  # pytrees of arrays, by replica, whose shapes may differ
+    devices: tuple[jax.Device, ...]  # one for each replica, of all processes
 
     @classmethod
     def of_process(cls, parts: Sequence[Any], devices: tuple[jax.Device, ...]) -> Self:
@@ -49,13 +44,8 @@ class Held:
     ) -> list[list[jax.ShapeDtypeStruct]]:
         """For each leaf the shape and dtype of every replica's part, known to all processes.
 
-        Args:
-          caller: for messages.
-          axes: for each leaf, the only dimensions along which its parts may differ, from 0.
-          timeout_seconds: bounds the exchange with other processes, if there are any.
-
-        Raises:
-          ValueError: they differ otherwise, on every process; or a part is a typed PRNG key.
+        `axes` are, for each leaf, the only dimensions along which its parts may differ, from 0:
+        parts that differ otherwise are refused on every process.
         """
         # One exchange for all leaves: it is a round trip, whatever it carries.
         facts = {
@@ -78,14 +68,9 @@ def held(
     """`value` if it lies over all of `group`; else this process's parts of one that does.
 
     TensorFlow's workers pass what is theirs, and get the result of all. So it is here for whatever
-    has a group of devices.
-
-    Args:
-      name: of the cross-device op or strategy, for messages.
-      value: over the group, or over the first device of each of its processes; or over this
-        process's devices of it. A `Mirrored` of one process counts as a row for each replica: the
-        copies of other processes may differ from it.
-      group: one device for each replica; (): any.
+    has a group of devices, one for each replica; (): any. A value over the first device of each
+    process of the group is one of all, too. A `Mirrored` of one process counts as a row for each
+    replica: the copies of other processes may differ from it.
 
     Raises:
       ValueError: it lies on other devices.

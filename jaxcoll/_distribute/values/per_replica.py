@@ -9,12 +9,12 @@ from typing import Any, ClassVar, NoReturn, Self, final
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._distribute.values.assemble import assembled, own_devices, part_on, viewed
+from jaxcoll._distribute.values.assemble import assembled, own_devices
 from jaxcoll._distribute.values.replica_axis import AXIS, copies_over, rows_over, without_row
 from jaxcoll._mesh.mesh import checked_devices, no_mesh
-from jaxcoll._mesh.placement import is_in_place
+from jaxcoll._mesh.placement import is_in_place, viewed
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._show.units import counted
 
@@ -179,7 +179,11 @@ class DistributedValues:
     @final
     def part(self, device: jax.Device) -> Any:
         """What lies on `device`, of which a row has its leading dimension still."""
-        return jax.tree.map(lambda leaf: part_on(leaf, device), self._tree)
+
+        def here(leaf: jax.Array) -> jax.Array:
+            return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
+
+        return jax.tree.map(here, self._tree)
 
     @final
     @classmethod
@@ -228,7 +232,7 @@ class DistributedValues:
           ValueError: there is no leaf, one is not a global array, or lies differently.
         """
         devices = self.devices
-        sharding = (copies_over if self.replicated else rows_over)(devices)
+        sharding = self._over(devices)
         if is_in_place(self._tree, sharding):
             return self
 
@@ -251,7 +255,7 @@ class DistributedValues:
         """A view whose replicas are counted in the order of `devices`: nothing is copied."""
         if devices == self.devices:
             return self
-        sharding = (copies_over if self.replicated else rows_over)(devices)
+        sharding = self._over(devices)
         return self.of(jax.tree.map(lambda leaf: viewed(leaf, sharding), self._tree))
 
     def _usual_devices_of(self, leaf: Any) -> tuple[jax.Device, ...] | None:
@@ -261,10 +265,12 @@ class DistributedValues:
         if isinstance(leaf, Tracer) or not isinstance(mesh, Mesh):
             return None
         devices = tuple(mesh.devices.flat)
-        if self.replicated:
-            return devices if leaf.sharding == copies_over(devices) else None
-        fits = leaf.shape[:1] == (len(devices),) and leaf.sharding == rows_over(devices)
-        return devices if fits else None
+        rows = self.replicated or leaf.shape[:1] == (len(devices),)
+        return devices if rows and leaf.sharding == self._over(devices) else None
+
+    def _over(self, devices: tuple[jax.Device, ...]) -> NamedSharding:
+        """How each leaf lies on `devices`."""
+        return (copies_over if self.replicated else rows_over)(devices)
 
     @final
     def _devices_of(self, path: Any, leaf: Any) -> tuple[jax.Device, ...]:

@@ -73,13 +73,8 @@ def known_to_all(
     """A row of integers for each replica, of which each process brings those of its replicas.
 
     A program depends on such facts (lengths, say) before all processes can compile the same one.
-
-    Args:
-      facts: rows of 32-bit integers, all of one length, by replica: of this process's replicas.
-      devices: one for each replica. If all belong to this process, nothing is sent.
-      what: the caller, for messages.
-      timeout_seconds: bounds the wait for the other processes.
-      settings: a text that all processes must have in common; "": `what`.
+    If all devices belong to this process, nothing is sent. All rows have one length, and integers
+    of 32 bits. `settings` is a text that all processes must have in common; "": `what`.
     """
     here = of_this_process(devices)
     rows = [np.asarray(facts[i], np.int32)[None] for i in here]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
+from jaxcoll._compat import marks
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._spmd.axes import bound_axes
@@ -73,9 +73,7 @@ class _Reduction:
             self.reduce_op, tree, self.axes, scope=self.scope, reasons=(_REASON,), in_backward=True
         )
         return {
-            i: functools.reduce(
-                _compat.as_same, self.axes, _compat.as_varying(x, tuple(varying[i]))
-            )
+            i: marks.marked(_compat.as_varying(x, tuple(varying[i])), marks.SAME, axes=self.axes)
             for i, x in zip(held, jax.tree.leaves(reduced), strict=True)
         }
 

@@ -176,7 +176,9 @@ class _Traffic:
             reasons = ("when: after the backward pass of all layers, of leaves that are whole",)
             whole = all_reduce(self._op, whole, tuple(self.axes), scope=self.scope, reasons=reasons)
         found: dict[int, jax.Array] = {
-            i: marks.parts(_compat.as_invariant(x, self._settled(over[i])), over[i])
+            i: marks.marked(
+                _compat.as_invariant(x, self._settled(over[i])), marks.PARTS, axes=over[i]
+            )
             if over[i]
             else whole[names[i]]
             for i, x in gradients.items()

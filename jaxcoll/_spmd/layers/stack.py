@@ -244,7 +244,7 @@ def _marked(
     """A leaf for readers of the program, wherever no type shows whether it varies."""
     along = scope.marked | retyped()
     for axis in along.intersection(over):
-        array = marks.rows(array, axis, name)
+        array = marks.marked(array, marks.ROWS, axis=axis, path=name)
     rest = along.intersection(axes).difference(over)
     if jnp.issubdtype(array.dtype, jnp.inexact):
         (array,) = watched([array], {name: array}, rest, CALLER)
