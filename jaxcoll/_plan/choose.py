@@ -20,23 +20,15 @@ from jaxcoll._plan.world import World
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What the options ask for, and why it is that, in words a plan can show.
+    """What the options ask for, and why it is that, in words a plan can show."""
 
-    Attributes:
-      packing: which leaves travel together; None: whatever is predicted to be fastest.
-      algorithm: a canonical name.
-      fixed: it was asked for; otherwise another may stand in for it where that is faster.
-      parts: how many arrays each pack is then cut in.
-      owners: shards of an outermost shuffle; 0: one for each replica.
-      reasons: one sentence for each decision.
-    """
-
+    # Which leaves travel together; None: whatever is predicted to be fastest
     packing: PackingRule | None
-    algorithm: str
-    fixed: bool
-    parts: int
-    owners: int
-    reasons: tuple[str, ...]
+    algorithm: str  # a canonical name
+    fixed: bool  # it was asked for; otherwise another may stand in for it where that is faster
+    parts: int  # how many arrays each pack is then cut in
+    owners: int  # shards of an outermost shuffle; 0: one for each replica
+    reasons: tuple[str, ...]  # one sentence for each decision
 
 
 def choose(

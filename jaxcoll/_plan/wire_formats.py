@@ -14,13 +14,9 @@ from jaxcoll._plan.power_sgd import PowerSGD
 
 @dataclasses.dataclass(frozen=True)
 class WireFormat:
-    """Codes of a few bits, and for each block of elements a scale of 16 bits.
+    """Codes of a few bits, and for each block of elements a scale of 16 bits."""
 
-    Attributes:
-      block: elements that share a scale. A block ends where its leaf does.
-    """
-
-    block: int
+    block: int  # elements that share a scale. A block ends where its leaf does
 
     name: ClassVar[str] = ""
     bits: ClassVar[int] = 16
