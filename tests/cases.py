@@ -1,15 +1,18 @@
 """Runners, trees and references that the suites share."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxcoll as jc
 from jaxcoll import _compat
+from jaxcoll._observe.parse.hlo import read_hlo
 from jaxcoll._spmd.algorithms import table as algorithms
 
 HUGE = 1e6
@@ -39,17 +42,54 @@ def mesh_of(n, axis="data", kind=AxisType.Auto):
     return Mesh(np.array(jax.devices()[:n]), (axis,), axis_types=(kind,))
 
 
-def run(runner, f, n, *stacked, jit=True):
-    """Call `f` on n replicas; each takes row i of every leaf. Returns the replicas' results, stacked.
+def grid(*shape, kind=AxisType.Auto):
+    """A mesh of several axes, of which "data" is the last, "node" the one before, and so on."""
+    names = ("pod", "node", "data")[-len(shape) :]
+    found = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    return Mesh(found, names, axis_types=(kind,) * len(shape))
 
-    Under the checked runner the result must be invariant: `out_specs=P()` is the proof, and what
-    comes back is what each device holds.
-    """
+
+def devices(n):
+    return jax.devices()[:n]
+
+
+def of_replicas(n, fun):
+    """A value between programs: of replica i, on device i, what `fun` gives for i."""
+    return jc.PerReplica.from_function(fun, devices=devices(n))
+
+
+def each_row(n, tree):
+    """A value between programs of the n rows of every leaf."""
+    return jc.PerReplica([jax.tree.map(lambda a, i=i: a[i], tree) for i in range(n)])
+
+
+def split(n, tree):
+    """Consecutive rows for each of n replicas, as `run` takes them."""
+    return jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), tree)
+
+
+def on_replicas(runner, f, n, *batch, **how):
+    """`f` of consecutive rows of the batch on each replica; what the first one has of it."""
+    return jax.tree.map(lambda x: x[0], run(runner, f, n, *split(n, batch), **how))
+
+
+def vmapped(f, *args):
+    return jax.jit(jax.vmap(f, axis_name="data"))(*args)
+
+
+def refused(words, f, *args, error=ValueError):
+    """Tracing `f` on replicas raises an error of these words."""
+    with pytest.raises(error, match=words):
+        jax.eval_shape(jax.vmap(f, axis_name="data"), *args)
+
+
+def program(runner, f, n, jit=True):
+    """`run` of everything but the values: called again, it is not traced and compiled again."""
     if runner == "vmap":
         mapped = jax.vmap(f, axis_name="data")
-        return (jax.jit(mapped) if jit else mapped)(*stacked)
+        return jax.jit(mapped) if jit else mapped
     if runner == "pmap":
-        return jax.pmap(f, axis_name="data", devices=jax.devices()[:n])(*stacked)
+        return jax.pmap(f, axis_name="data", devices=devices(n))
     checked = runner == "checked"
 
     def body(*blocks):
@@ -64,10 +104,21 @@ def run(runner, f, n, *stacked, jit=True):
         out_specs=PartitionSpec() if checked else spec,
         check_vma=checked,
     )
-    out = (jax.jit(mapped) if jit else mapped)(*stacked)
-    if checked:
-        return jax.tree.map(lambda x: np.stack([s.data for s in x.addressable_shards]), out)
-    return out
+    mapped = jax.jit(mapped) if jit else mapped
+    if not checked:
+        return mapped
+    return lambda *stacked: jax.tree.map(
+        lambda x: np.stack([s.data for s in x.addressable_shards]), mapped(*stacked)
+    )
+
+
+def run(runner, f, n, *stacked, jit=True):
+    """Call `f` on n replicas; each takes row i of every leaf. Returns the replicas' results, stacked.
+
+    Under the checked runner the result must be invariant: `out_specs=P()` is the proof, and what
+    comes back is what each device holds.
+    """
+    return program(runner, f, n, jit)(*stacked)
 
 
 def corrupt_huge_sums(patch):
@@ -117,6 +168,11 @@ def noise(n, *shape, seed=0):
     )
 
 
+def gaussian(n, *shape, seed=0):
+    """n replicas' values of one leaf: normal numbers of one size, in NumPy."""
+    return np.random.default_rng([seed, n, *shape]).standard_normal((n, *shape)).astype("f")
+
+
 def tree(n):
     """A tree with everything that trips packers up."""
     return {
@@ -138,13 +194,19 @@ def assert_trees_equal(got, want):
         assert np.asarray(g).tobytes() == np.asarray(w).tobytes()
 
 
-def close(got, want, *, shapes=False, **tolerance):
-    """Same structure, nearly the same numbers, and if asked the same shapes."""
+def close(got, want, *, shapes=False, dtypes=False, **tolerance):
+    """Same structure, nearly the same numbers, and if asked the same shapes and types."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     tolerance = {"rtol": 1e-5, "atol": 1e-6, **tolerance}
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert not shapes or np.shape(g) == np.shape(w)
+        assert not dtypes or np.asarray(g).dtype == np.asarray(w).dtype
         np.testing.assert_allclose(np.asarray(g), np.asarray(w), **tolerance)
+
+
+def alike(got, want, tolerance=1e-5):
+    """Same structure and types, and numbers that differ by this share or this much at most."""
+    close(got, want, dtypes=True, rtol=tolerance, atol=tolerance)
 
 
 def lowered(f, n, *stacked):
@@ -152,6 +214,21 @@ def lowered(f, n, *stacked):
     body = functools.partial(lambda *b: f(*jax.tree.map(lambda x: x[0], b)))
     mapped = jax.shard_map(body, mesh=mesh_of(n), in_specs=spec, out_specs=PartitionSpec())
     return jax.jit(mapped).lower(*stacked)
+
+
+def compiled_and_planned(shape, value, **asked):
+    """A compiled SUM over a mesh of this shape, its collectives, and its plan."""
+    mesh = grid(*shape)
+    axes = mesh.axis_names if len(shape) > 1 else "data"
+    options = jc.CommunicationOptions(**asked)
+    f = jax.shard_map(
+        lambda t: jc.all_reduce("sum", jax.tree.map(lambda x: x[0], t), axes, options=options),
+        mesh=mesh, in_specs=PartitionSpec(mesh.axis_names), out_specs=PartitionSpec(),
+    )  # fmt: skip
+    stacked = jax.tree.map(lambda x: jnp.zeros((mesh.size, *x.shape), x.dtype), value)
+    program = jax.jit(f).lower(stacked).compile()
+    plan = jc.plan(value, mesh=mesh, axis_name=axes, options=options, reduce_op="sum")
+    return program, read_hlo(program.as_text()), plan
 
 
 class CompileCounter:

@@ -16,10 +16,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # XLA makes (collectives, fusions) are the same. The processes that tests start do so too.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-if jax.__version_info__ < (0, 11):  # the code that XLA then made of a fusion takes half the time
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
-    )
+# The code that XLA made of fusions before JAX 0.11 takes half the time to compile.
+OLD = "--xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = OLD if jax.__version_info__ < (0, 11) else ""
 
 
 # Nobody's own calibration changes a test.
@@ -108,6 +107,20 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def dtypes_may_mix() -> Iterator[None]:
+    """Optax counts in integers and multiplies them with floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def types_may_mix(dtypes_may_mix: None) -> Iterator[None]:
+    """As they do where nobody has forbidden it."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

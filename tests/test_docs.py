@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import os
 import pkgutil
 import re
 import subprocess
@@ -48,8 +49,8 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     script.write_text(code)
     done = subprocess.run(
         [sys.executable, "-W", "error", script], cwd=tmp_path, capture_output=True, text=True,
-        timeout=240, env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(built().site), "PATH": "",
-                          "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        timeout=240, env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(built().site), "PATH": ""} | {
+            name: os.environ[name] for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 

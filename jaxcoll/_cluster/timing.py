@@ -6,9 +6,9 @@ connection tells: a process that is stopped, cut off, or busy in code that holds
 
 from __future__ import annotations
 
-PROGRESS_SECONDS = 1.0
-"""How often the watchdog of a process publishes how many calls it has made. Nobody waits for it, so
-it is half as frequent as an elastic worker's heartbeat."""
+HEARTBEAT_SECONDS = 0.5
+"""How often a process publishes its part in calls and elastic runs, and looks what others published
+and which have ended. Survivors of a failure wait for up to four."""
 
 REPLY_SECONDS = 0.75
 """Timeout of a status query to another process's watchdog, which takes a few milliseconds."""
@@ -22,9 +22,6 @@ COORDINATOR_SECONDS = 10.0
 SILENT_CALLER_SECONDS = 5.0
 """After such a silence a process that must agree on the next program is lost, where its connection
 cannot tell. Longer than `SILENT_WORKER_SECONDS`: the job ends for it, an elastic run goes on."""
-
-HEARTBEAT_SECONDS = 0.5
-"""How often an elastic worker writes its heartbeat. Survivors of a failure wait for up to four."""
 
 SILENT_WORKER_SECONDS = 2.0
 """Without a heartbeat for so long, an elastic worker is not taken in; and one whose connection

@@ -1,9 +1,4 @@
-"""What JAX keeps to itself, and which JAX this is: probes, not version numbers.
-
-The only room that touches it. These names are the ones that other rooms use everywhere; the files
-`callback`, `compiler`, `compiler_process`, `coordination`, `gloo`, `marks` and `service` are
-imported by those that need them.
-"""
+"""What JAX keeps to itself, which no other room touches: probes, not version numbers."""
 
 from jaxcoll._compat.apart import apart as apart
 from jaxcoll._compat.axes import as_varying as as_varying

@@ -6,6 +6,7 @@ JAX gives neither a public name. What is read is text, which is never run or unp
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import jax
@@ -31,9 +32,9 @@ class Store:
         self.process = process
         self.processes = processes
 
-    def is_of(self, other: Store) -> bool:
+    def is_of(self, other: object) -> bool:
         """Whether both use one client: of one world, joined once."""
-        return self._client is other._client
+        return isinstance(other, Store) and self._client is other._client
 
     def set(self, key: str, value: str) -> None:
         """Write a value, also over another one."""
@@ -41,7 +42,7 @@ class Store:
 
     def get(self, key: str, timeout_seconds: float) -> str:
         """The value, waited for; TimeoutError: nobody wrote it in time."""
-        milliseconds = max(1, int(min(timeout_seconds, UNBOUNDED_SECONDS) * 1000))
+        milliseconds = max(1, math.ceil(min(timeout_seconds, UNBOUNDED_SECONDS) * 1000))
         return self._ask("blocking_key_value_get", key, milliseconds)
 
     def agree(self, key: str, value: str) -> str:
@@ -65,10 +66,6 @@ class Store:
         """Every value below `folder/`, by the rest of its key."""
         found = self._ask("key_value_dir_get", folder)
         return {key.removeprefix(folder).lstrip("/"): value for key, value in found}
-
-    def increment(self, key: str, by: int = 1) -> int:
-        """Add to a number that starts at 0, and return it: no two processes get the same."""
-        return self._ask("key_value_increment", key, by)
 
     def delete(self, key: str) -> None:
         """Forget a key, and all below it."""

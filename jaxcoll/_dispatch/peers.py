@@ -1,24 +1,25 @@
 """Messages between processes beside their collectives, over the coordination service's keys.
 
-Every process has an inbox there. Its watchdog replies to every question at once, whatever the
-process is doing: computing, asleep, or stuck in a collective. So a process that does not reply is
-dead, stopped or cut off. Messages are JSON.
+Every process has an inbox there, and a bell beside it. Its watchdog replies to every question at
+once, whatever the process is doing: computing, asleep, or stuck in a collective. So a process that
+does not reply is dead, stopped or cut off. Messages are JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
+import math
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxcoll._cluster.coordinator_client import CoordinatorClient
+from jaxcoll._cluster.key_value import Keys
 from jaxcoll._cluster.liveness import ended, followed
 from jaxcoll._cluster.timing import COORDINATOR_SECONDS, REPLY_SECONDS
-from jaxcoll._compat.coordination import Store, StoreUnreachableError
-from jaxcoll._threads import within
 
 _EACH_SECONDS = 0.02  # more for each process that is asked
 
@@ -35,13 +36,15 @@ class Peers:
         process group, if it published that.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: CoordinatorClient) -> None:
         self.store = store
         self.root = "jaxcoll/watch"
         self.process = store.process
         self.lost: set[int] = set()
         self.gone: dict[int, dict[str, int]] = {}
-        self._questions = itertools.count()
+        # A process that is started again must not take replies to its predecessor for its own.
+        self._name = f"{self.process}.{os.urandom(4).hex()}"
+        self._sent = itertools.count()
 
     def ask(
         self,
@@ -67,34 +70,42 @@ class Peers:
           StoreUnreachableError: nobody can be asked.
         """
         asked = list(processes)
-        question = functools.partial(self._replies, group, position, asked, patience)
-        return bounded(question, patience + coordinator + _EACH_SECONDS * len(asked))
-
-    def _replies(
-        self, group: str, position: int, asked: Sequence[int], patience: float
-    ) -> dict[int, dict[str, Any]]:
-        folder = f"{self.root}/replies/{self.process}.{next(self._questions)}"
-        for process in asked:
-            self.send(process, {"ask": folder, "group": group, "position": position})
+        coordinator += _EACH_SECONDS * len(asked)
+        folder = f"{self.root}/replies/{self._name}.{next(self._sent)}"
+        self._send(asked, {"to": group, "ask": folder, "position": position}, coordinator)
         replies = {}
         until = time.monotonic() + patience
         for process in asked:
             with contextlib.suppress(TimeoutError):
                 left = max(until - time.monotonic(), 0.01)
                 replies[process] = json.loads(self.store.get(f"{folder}/{process}", left))
-        self.store.delete(folder)
+        self.store.request(lambda keys: keys.delete(folder), coordinator)
         return replies
 
-    def alarm(self, group: str, processes: Iterable[int], alarm: dict[str, Any]) -> None:
-        """Tell processes what this one has found; those that do not listen are not waited for."""
-        for process in processes:
-            if process != self.process:
-                self.send(process, {"alarm": alarm, "group": group})
+    def alarm(self, to: str, processes: Iterable[int], alarm: dict[str, Any]) -> None:
+        """Tell what this process has found to a process group, or an elastic run, of others.
 
-    def send(self, process: int, message: dict[str, Any]) -> None:
-        """Put a message into the inbox of a process."""
-        number = self.store.increment(f"{self.root}/sent/{process}")
-        self.store.set(f"{self.root}/inbox/{process}/{number}", json.dumps(message))
+        Processes that do not listen are not waited for.
+        """
+        others = [process for process in processes if process != self.process]
+        self._send(others, {"to": to, "alarm": alarm})
+
+    def _send(
+        self, processes: Sequence[int], message: dict[str, Any], seconds: float = math.inf
+    ) -> None:
+        """Put a message into the inboxes of processes, and then ring their bells."""
+        name, text = f"{self._name}.{next(self._sent)}", json.dumps(message)
+
+        def send(keys: Keys) -> None:
+            for process in processes:
+                keys.set(f"{self.key('inbox', process)}/{name}", text)
+                keys.set(self.key("bell", process), "1")
+
+        self.store.request(send, seconds)
+
+    def key(self, what: str, process: int) -> str:
+        """Where the `inbox`, the `bell` and the `state`, "here" or "ended", of a process stand."""
+        return f"{self.root}/{what}/{process}"
 
     def look(self) -> None:
         """Take note of the processes that have ended."""
@@ -102,11 +113,8 @@ class Peers:
 
     def known(self, process: int) -> str:
         """What is known of a process that does not answer: "ended", "dead", "here"; "": nothing."""
-        if self.store.try_get(f"{self.root}/ended/{process}"):
-            return "ended"
-        if process in ended():
-            return "dead"
-        return "here" if self.store.try_get(f"{self.root}/here/{process}") else ""
+        state = self.store.try_get(self.key("state", process)) or ""
+        return "dead" if state != "ended" and process in ended() else state
 
     def silence(self, process: int) -> str:
         """The same in words."""
@@ -119,11 +127,3 @@ class Peers:
             "dead": "has died, or was cut off: its connection to the coordinator has ended",
             "ended": "has ended",
         }[self.known(process)]
-
-
-def bounded(call: Callable[[], Any], seconds: float) -> Any:
-    """`call()`, which asks the coordinator; StoreUnreachableError: that did not answer in time."""
-    try:
-        return within(seconds, call)
-    except TimeoutError as error:
-        raise StoreUnreachableError(f"the coordinator is stopped or cut off: {error}.") from None

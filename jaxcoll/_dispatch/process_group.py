@@ -33,7 +33,7 @@ class ProcessGroup:
 
     Law: all of them run the same programs in the same order. A program that follows on another as
     it never did before (see `CallPredictor`) is agreed upon before any of its data moves; all else
-    is compared after the fact, about once a second, by neighbours.
+    is compared after the fact, twice a second, by neighbours.
 
     Attributes:
       processes: their numbers, sorted.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxcoll._cluster.liveness import followed
-from jaxcoll._cluster.timing import PROGRESS_SECONDS, SILENT_CALLER_SECONDS
+from jaxcoll._cluster.timing import HEARTBEAT_SECONDS, SILENT_CALLER_SECONDS
 from jaxcoll._dispatch.call_history import Entered
 from jaxcoll._dispatch.fingerprint import first_difference
 from jaxcoll._dispatch.first_values import compared, uncompared
@@ -148,7 +148,7 @@ class _Inquiry:
         if now < self._next:
             return ""
         replies = self._peers.ask(self._group, self._call.position, missing)
-        self._wait = min(2 * self._wait, PROGRESS_SECONDS)
+        self._wait = min(2 * self._wait, 2 * HEARTBEAT_SECONDS)
         self._next = time.monotonic() + self._wait
         lost = [p for p in missing if p not in replies and self._is_lost(p, now)]
         if lost:

@@ -1,6 +1,6 @@
-"""The watchdog: one thread per process that replies to the other processes, and notices their ends.
+"""The watchdog: one thread per process that replies to the others, and publishes its own progress.
 
-It sleeps in a blocking read of its inbox, which costs nothing.
+It sleeps in a blocking read of its bell, which costs nothing.
 """
 
 from __future__ import annotations
@@ -11,43 +11,59 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from jaxcoll._cluster.coordinator import message
+from jaxcoll._cluster.coordinator_client import CoordinatorClient
 from jaxcoll._cluster.coordinator_proxy import give_up_coordinator
+from jaxcoll._cluster.key_value import Keys
 from jaxcoll._cluster.liveness import followed
-from jaxcoll._cluster.timing import COORDINATOR_SECONDS, PROGRESS_SECONDS
-from jaxcoll._compat.coordination import Store, StoreUnreachableError, store
-from jaxcoll._dispatch.peers import Peers, bounded
+from jaxcoll._cluster.timing import COORDINATOR_SECONDS, HEARTBEAT_SECONDS
+from jaxcoll._compat.coordination import StoreUnreachableError, store
+from jaxcoll._dispatch.peers import Peers
 from jaxcoll._dispatch.process_group import ProcessGroup
 from jaxcoll._threads import at_exit, not_at_exit
 
+_END_SECONDS = 2.0  # how long the end waits for the coordinator, and for the thread
+
+OWN_RING = 64
+"""Heartbeats after which a watchdog rings its own bell. Of each read that timed out JAX keeps 20 kB
+here and 15 kB in the coordinator until the key is written (0.10 and 0.12)."""
+
+
+class Watched(Protocol):
+    """What a watchdog speaks for: a process group, or this process's part in an elastic run."""
+
+    def alarmed(self, alarm: dict[str, Any]) -> None: ...
+    def beat(self) -> None: ...
+
 
 class Watchdog:
-    """The thread that speaks for this process's groups, whatever the process itself is doing.
+    """The thread that speaks for this process, whatever the process itself is doing.
 
     Attributes:
       peers: the processes that it speaks to.
-      groups: the groups that it speaks for, by their processes.
+      groups: the process groups that it speaks for, by their processes.
+      watched: all that it speaks for, by names that the other processes use, too.
     """
 
-    def __init__(self, store: Store) -> None:
-        self.peers = Peers(store)
+    def __init__(self, keys: Keys) -> None:
+        self.peers = Peers(CoordinatorClient(keys))
         self.groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self.watched: dict[str, Watched] = {}
         self._ended = False
-        me, root = self.peers.process, self.peers.root
-        self._read = store.increment(f"{root}/sent/{me}", 0)
-        store.set(f"{root}/here/{me}", "1")
         self._thread = threading.Thread(target=self._listen, name="jaxcoll-watchdog", daemon=True)
         self._thread.start()
         at_exit(self.end)
 
     def group(self, processes: tuple[int, ...]) -> ProcessGroup:
         """The group of these processes."""
-        found = self.groups.get(processes)
-        return found or self.groups.setdefault(processes, ProcessGroup(self.peers, processes))
+        if (found := self.groups.get(processes)) is None:
+            found = self.groups.setdefault(processes, ProcessGroup(self.peers, processes))
+            self.watched[found.name] = found
+        return found
 
     def end(self) -> None:
         """Stop listening: a thread that waits in the client while Python ends takes it down."""
@@ -55,27 +71,30 @@ class Watchdog:
         self._ended = True
         self._say_farewell()
         try:
-            if store() is not None:  # None: it has died, and it was given up
-                bounded(self._sign_off, 2 * PROGRESS_SECONDS)
+            self.peers.store.request(self._sign_off, _END_SECONDS)
         except StoreUnreachableError:  # JAX's own farewell would wait for minutes
+            self.peers.store.lose()
             give_up_coordinator()
         except RuntimeError:
             pass
-        self._thread.join(2 * PROGRESS_SECONDS)
+        self._thread.join(_END_SECONDS)
+        self.peers.store.close()
 
     def _say_farewell(self) -> None:
         """Tell the coordinator, on the connection that ends with this process, what was done."""
         if connection := followed():
             connection.say_farewell({group.name: group.done for group in self.groups.values()})
 
-    def _sign_off(self) -> None:
-        peers = self.peers
-        peers.store.set(f"{peers.root}/ended/{peers.process}", "1")
-        peers.send(peers.process, {"end": True})
+    def _sign_off(self, keys: Keys) -> None:
+        keys.set(self.peers.key("state", self.peers.process), "ended")
+        keys.set(self.peers.key("bell", self.peers.process), "1")  # which wakes the thread
 
     def _listen(self) -> None:
         with contextlib.suppress(StoreUnreachableError, RuntimeError):  # it ends with the client
             self._serve()
+        if self._ended:
+            return
+        self.peers.store.lose()
         until = time.monotonic() + COORDINATOR_SECONDS
         while store() is not None and not self._ended and time.monotonic() < until:
             time.sleep(0.02)  # JAX forgets a client after it has shut it down
@@ -83,42 +102,47 @@ class Watchdog:
             self._let_go()
 
     def _serve(self) -> None:
-        """Answer messages until one says that this process ends, and beat in between."""
-        beaten, peers = time.monotonic(), self.peers
+        """Handle messages, and beat in between, until this process ends."""
+        peers, keys = self.peers, self.peers.store
+        inbox, bell, state = (peers.key(x, peers.process) for x in ("inbox", "bell", "state"))
+        keys.delete(inbox)  # what others sent to a predecessor
+        keys.set(state, "here")
+        due, beats = time.monotonic(), 0
         while not self._ended:
-            key = f"{peers.root}/inbox/{peers.process}/{self._read + 1}"
             with contextlib.suppress(TimeoutError):
-                received = message(peers.store.get(key, PROGRESS_SECONDS))
-                self._read += 1
-                peers.store.delete(key)
-                if received.get("end"):  # `_sign_off` sent it, to wake this read
-                    return
-                with contextlib.suppress(KeyError, TypeError):  # anybody may have written it
-                    self._handle(received)
-            if time.monotonic() - beaten >= PROGRESS_SECONDS:
-                beaten = time.monotonic()
+                keys.get(bell, max(0.0, due - time.monotonic()))
+                keys.delete(bell)  # first: what comes after the next look rings again
+                for name, text in keys.all(inbox).items():
+                    # Anybody may have written it.
+                    with contextlib.suppress(KeyError, TypeError, AttributeError):
+                        self._handle(message(text))
+                    keys.delete(f"{inbox}/{name}")
+            if time.monotonic() >= due:
+                due, beats = time.monotonic() + HEARTBEAT_SECONDS, beats + 1
+                if beats % OWN_RING == 0:
+                    keys.set(bell, "1")
                 peers.look()
-                for group in list(self.groups.values()):
-                    group.beat()
+                for each in list(self.watched.values()):
+                    each.beat()
 
     def _let_go(self) -> None:
         """Forget a client that `jax.distributed.shutdown` has ended: it lives while it is known."""
         global _watchdog
         not_at_exit(self.end)
         self._say_farewell()
+        self.peers.store.close()
         with _lock:
             if _watchdog is self:
                 _watchdog = None
 
     def _handle(self, received: dict[str, Any]) -> None:
-        peers, name = self.peers, received["group"]
-        group = next((each for each in list(self.groups.values()) if each.name == name), None)
+        peers, to = self.peers, self.watched.get(received["to"])
         if "alarm" in received:
             peers.lost.update(received["alarm"].get("lost", ()))
-            if group:
-                group.alarmed(received["alarm"])
+            if to is not None:
+                to.alarmed(received["alarm"])
         else:
-            reply = group.status(received["position"]) if group else {"at": 0}
+            reply = to.status(received["position"]) if isinstance(to, ProcessGroup) else {"at": 0}
             peers.store.set(f"{received['ask']}/{peers.process}", json.dumps(reply))
 
 
@@ -133,7 +157,7 @@ def watchdog() -> Watchdog | None:
     if found is None:
         return None
     with _lock:
-        if _watchdog is None or not _watchdog.peers.store.is_of(found):
+        if _watchdog is None or not found.is_of(_watchdog.peers.store.keys):
             _watchdog = Watchdog(found)
         return _watchdog
 

@@ -18,7 +18,7 @@ from jaxcoll._cluster.socket_folder import make_socket_folder
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._compat.gloo import ClientAnew, meets_over_gloo
 from jaxcoll._elastic import reachability
-from jaxcoll._elastic.generation import CoordinatorLostError, Generation, RegroupError
+from jaxcoll._elastic.generation import Generation, RegroupError
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._threads import any_blocked
 
@@ -128,7 +128,7 @@ class Connections:
         client, folder = self._client, "connect"
         assert client is not None
         known: set[str] = set()
-        with contextlib.suppress(CoordinatorLostError, StoreUnreachableError, RuntimeError):
+        with contextlib.suppress(StoreUnreachableError, RuntimeError):
             while not self._ended.wait(_OFTEN if time.monotonic() < self._until else _SELDOM):
                 for key, value in client.addresses().items():
                     if key not in known:

@@ -92,10 +92,6 @@ class RegroupError(Exception):
     """The generation is over: some worker asked for a new one."""
 
 
-class CoordinatorLostError(Exception):
-    """The coordinator does not answer, so nothing can be agreed any more."""
-
-
 def rank_of(name: str) -> int:
     """The process number in a worker's name; its other part differs after a restart."""
     return int(name.split(".")[0])

@@ -18,23 +18,18 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxcoll._cluster.key_value import Keys
-from jaxcoll._cluster.timing import HEARTBEAT_SECONDS
+from jaxcoll._cluster.timing import COORDINATOR_REPLY_SECONDS, HEARTBEAT_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._elastic.coordinator_client import BLOCK, CoordinatorClient, StepKeys
-from jaxcoll._elastic.generation import (
-    CoordinatorLostError,
-    Generation,
-    RegroupError,
-    rank_of,
-    words,
-)
+from jaxcoll._dispatch.watchdog import Watchdog
+from jaxcoll._elastic.generation import Generation, RegroupError, rank_of, words
 from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, StepStatus, has_ended, heartbeat, new_name
 from jaxcoll._elastic.reachability import named_links, to_leave_out
 from jaxcoll._errors import DeadlineExceededError, PeerLostError
-from jaxcoll._threads import abandon
 
 _POLL_SECONDS = 0.02
+
+BLOCK = 1000
+"""Steps whose keys are deleted together, so that their number stays bounded."""
 
 
 class Membership:
@@ -52,42 +47,32 @@ class Membership:
     """
 
     def __init__(
-        self, store: Keys, root: str, *, patience: float, startup: float, most: int | None
+        self, watchdog: Watchdog, root: str, *, patience: float, startup: float, most: int | None
     ) -> None:
-        self.store = store
-        self.name = new_name(store.process)
+        self._watchdog, self._keys = watchdog, watchdog.peers.store
+        self.name = new_name(self._keys.process)
         self.generation: Generation | None = None
         self.woken = threading.Event()
         self._root = root
         self._patience, self.startup = patience, startup
-        self._most = most or store.processes
+        self._most = most or self._keys.processes
         self._asked = self.corrupted = self._ended = self.reconnects = False
         self.broken: set[frozenset[str]] = set()
         self._lock = threading.Lock()
-        self._keys = CoordinatorClient(store, patience, self.woken.set)
         self.status = StepStatus(-1, -1)
-        self._heartbeats = Heartbeats()
-        try:
-            self._write_heartbeat(0)
-        except BaseException:
-            self._keys.close()
-            raise
-        self._listener = threading.Thread(
-            target=self._listen, name="jaxcoll-heartbeat", daemon=True
-        )
-        self._listener.start()
+        self._heartbeats, self._counts = Heartbeats(), itertools.count()
+        self._keys.patience = min(patience, COORDINATOR_REPLY_SECONDS)
+        self._write_heartbeat()
+        watchdog.watched[root] = self
 
     def close(self) -> None:
         """End, so that others take this worker for gone at once."""
-        with self._lock:  # what the listener writes now must come before the end
+        self._watchdog.watched.pop(self._root, None)
+        with self._lock:  # what the watchdog writes now must come before the end
             self._ended = True
-        with contextlib.suppress(CoordinatorLostError, RuntimeError):
+        with contextlib.suppress(StoreUnreachableError, RuntimeError):
             self._keys.set(f"{self._root}/heartbeat/{self.name}", ENDED)
-        if self._keys.lost:
-            abandon(self._listener)
-        else:  # a thread that waits in JAX's client while Python ends would crash the process
-            self._listener.join(3 * HEARTBEAT_SECONDS)
-        self._keys.close()
+        self._keys.patience = math.inf
 
     @property
     def number(self) -> int:
@@ -109,6 +94,7 @@ class Membership:
     def lose_coordinator(self) -> None:
         """Have every wait fail: the coordinator does not answer any more."""
         self._keys.lose()
+        self.woken.set()
 
     def ask(self, why: str, late: bool = False, corrupted: bool = False) -> bool:
         """End this generation on all its members, because (`late`) a deadline passed or otherwise.
@@ -122,19 +108,20 @@ class Membership:
         request = json.dumps({"why": why, "late": late, "corrupted": corrupted, "by": self.name})
         first = self._keys.agree(self._key(self.number + 1, "asked"), request)
         self._asked = True
+        if first == request:
+            self._watchdog.peers.alarm(self._root, map(rank_of, self._members), {})
         return json.loads(first)["late"]
 
     def meet(self) -> None:
         """Wait until every process of the job is here, or was once; the others are named."""
-        self._keys.set(f"{self._root}/here/{self.store.process}", self.name)
+        self._keys.set(f"{self._root}/here/{self._keys.process}", self.name)
         until = time.monotonic() + self.startup
-        while len(here := self._keys.all(f"{self._root}/here")) < self.store.processes:
-            self._keys.check()
+        while len(here := self._keys.all(f"{self._root}/here")) < self._keys.processes:
             if time.monotonic() > until:
-                absent = [r for r in range(self.store.processes) if str(r) not in here]
+                absent = [r for r in range(self._keys.processes) if str(r) not in here]
                 raise DeadlineExceededError(
                     f"Worker{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of "
-                    f"{self.store.processes} did not begin to train within {self.startup:g} s.",
+                    f"{self._keys.processes} did not begin to train within {self.startup:g} s.",
                     ranks=absent,
                 )
             time.sleep(_POLL_SECONDS)
@@ -164,10 +151,14 @@ class Membership:
         assert self.generation is not None
         has_place = len(self.generation.members) < self._most
         answer = "join" if has_place and self._waiting() else "go"
+        steps = self._key(self.number, "step")
         if step % BLOCK < 10 and self.name == self.generation.members[0]:
             self.observe()
-            self._steps.forget(self._heartbeats.begun(self._members, self.number))
-        return self._steps.agree(step, answer) == "join"
+            begun = self._heartbeats.begun(self._members, self.number)
+            for block in range(self._block, begun // BLOCK):
+                self._keys.delete(f"{steps}/{block}")
+            self._block = max(self._block, begun // BLOCK)
+        return self._keys.agree(f"{steps}/{step // BLOCK}/{step}", answer) == "join"
 
     def gather(self, what: str, value: str, *, same: bool = False) -> dict[str, str]:
         """The values of all members, by name, or the end of this generation: a barrier.
@@ -231,7 +222,6 @@ class Membership:
         self._keys.set(self._key(number, f"ready/{self.name}"), json.dumps(offer))
         key, began = self._key(number, "generation"), time.monotonic()
         while (text := self._keys.try_get(key)) is None:
-            self._keys.check()
             self.observe()
             offers = self._keys.all(self._key(number, "ready"))
             ready = {name: json.loads(text) for name, text in offers.items()}
@@ -247,7 +237,7 @@ class Membership:
     def _is_complete(self, ready: Mapping[str, Any], waited: float, number: int) -> bool:
         """Whether nobody else is worth waiting for."""
         if self.generation is None:
-            return len(ready) >= self.store.processes or waited > self.startup
+            return len(ready) >= self._keys.processes or waited > self.startup
         _, odd = self._differ(ready)
         if odd == self._members:
             return True
@@ -332,7 +322,6 @@ class Membership:
                     f"take worker {rank_of(self.name)} in. Start the job again.",
                     ranks=after.ranks,
                 )
-            self._keys.check()
             time.sleep(_POLL_SECONDS)
 
     @property
@@ -340,12 +329,11 @@ class Membership:
         return () if self.generation is None else self.generation.members
 
     def _begin(self, generation: Generation) -> Generation:
-        with self._lock:  # the listener must not end this generation for a request of the last
+        with self._lock:  # the watchdog must not end this generation for a request of the last
             self.generation = generation
             self._asked, self.corrupted, self.broken = False, False, set()
             self.status = StepStatus(generation.number, -1)
-            folder = self._key(generation.number, "step")
-            self._steps = StepKeys(self._keys, folder, generation.step)
+            self._block = generation.step // BLOCK
             self.woken.clear()
         if self.name in generation.members:
             self._keys.delete(f"{self._root}/waiting/{self.name}")
@@ -354,29 +342,21 @@ class Membership:
     def _key(self, number: int, what: str) -> str:
         return f"{self._root}/{number}/{what}"
 
-    def _write_heartbeat(self, count: int) -> None:
-        self._keys.set(f"{self._root}/heartbeat/{self.name}", heartbeat(count, self.status))
+    def _write_heartbeat(self) -> None:
+        text = heartbeat(next(self._counts), self.status)
+        self._keys.set(f"{self._root}/heartbeat/{self.name}", text)
 
-    def _listen(self) -> None:
-        """Wait for requests for a new generation, and write heartbeats in between."""
-        with contextlib.suppress(StoreUnreachableError, CoordinatorLostError, RuntimeError):
-            for count in itertools.count(1):
-                number = self.number
-                try:
-                    # Not through the client: this waits in the store, and would hold others up.
-                    asked = self.store.get(self._key(number + 1, "asked"), HEARTBEAT_SECONDS)
-                    self._end_generation(number, json.loads(asked)["corrupted"])
-                    time.sleep(HEARTBEAT_SECONDS)
-                except TimeoutError:
-                    pass
-                with self._lock:
-                    if self._ended:
-                        return
-                    self._write_heartbeat(count)
-        self.lose_coordinator()
+    def alarmed(self, alarm: dict[str, Any]) -> None:
+        """A member has asked for a new generation."""
+        self.beat()
 
-    def _end_generation(self, number: int, corrupted: bool) -> None:
+    def beat(self) -> None:
+        """Look for a request for a new generation, which may have come unheard, and write."""
         with self._lock:
-            if number == self.number >= 0:
-                self._asked, self.corrupted = True, corrupted
+            if self._ended:
+                return
+            asked = self._keys.try_get(self._key(self.number + 1, "asked"))
+            if asked and self.generation is not None:
+                self._asked, self.corrupted = True, json.loads(asked)["corrupted"]
                 self.woken.set()
+            self._write_heartbeat()

@@ -14,8 +14,9 @@ import jax
 from jaxcoll._cluster.coordinator_proxy import give_up_coordinator, when_coordinator_is_lost
 from jaxcoll._cluster.initialize import outlives_processes
 from jaxcoll._cluster.key_value import LocalKeys
-from jaxcoll._compat.coordination import store
-from jaxcoll._elastic.generation import CoordinatorLostError, WorldChange
+from jaxcoll._compat.coordination import StoreUnreachableError, store
+from jaxcoll._dispatch.watchdog import Watchdog, watchdog
+from jaxcoll._elastic.generation import WorldChange
 from jaxcoll._elastic.last_checkpoint import LAST_PATIENCE, CheckpointFile
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
@@ -191,14 +192,18 @@ class Elastic:
         patience = job.timeout or job.startup
         root = f"jaxcoll/elastic/{next(_runs)}"
         limits = {"patience": patience, "startup": job.startup, "most": job.most}
+        here = watchdog() or Watchdog(LocalKeys())
         try:
-            with contextlib.closing(Membership(keys or LocalKeys(), root, **limits)) as membership:
+            with contextlib.closing(Membership(here, root, **limits)) as membership:
                 membership.meet()
                 _exchange_devices()
                 with when_coordinator_is_lost(membership.lose_coordinator, patience):
                     return Run(job, membership, batches, steps).run()
-        except CoordinatorLostError:
+        except StoreUnreachableError:
             raise self._saved_without_coordinator() from None
+        finally:
+            if keys is None:
+                here.end()
 
     def _saved_without_coordinator(self) -> PeerLostError:
         """Save the state; the error that says so."""

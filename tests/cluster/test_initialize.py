@@ -18,8 +18,6 @@ from jaxcoll._cluster.initialize import _start
 from jaxcoll._cluster.launchers import Member
 from jaxcoll._cluster.liveness import CoordinatorConnection
 from jaxcoll._cluster.rendezvous import arrive
-from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._dispatch.peers import bounded
 
 TIMES = {"heartbeat_timeout_seconds": 1, "shutdown_timeout_seconds": 1}
 
@@ -150,17 +148,6 @@ def test_nobody_there_no_such_host_another_program_and_a_port_in_use():
         ValueError, match="'no-such-host.invalid', where it is to listen, has no addr"
     ):
         _start(Member("no-such-host.invalid:1", 2, 0), None, True, TIMES)
-
-
-def test_nobody_waits_for_a_coordinator_that_is_stopped():
-    stopped = threading.Event()
-    with pytest.raises(
-        StoreUnreachableError, match="is stopped or cut off: it did not answer within 0.05 s"
-    ):
-        bounded(stopped.wait, 0.05)
-    stopped.set()
-    with pytest.raises(ZeroDivisionError):
-        bounded(lambda: 1 / 0, 5)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import HUGE, corrupt_huge_sums, mesh_of, run
+from cases import HUGE, corrupt_huge_sums, each_row, mesh_of, program
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -26,11 +26,15 @@ def corrupted(monkeypatch):
     corrupt_huge_sums(monkeypatch.setattr)
 
 
-def in_step(options, x):
-    step = jc.data_parallel(
+@functools.cache
+def step_of(options):
+    return jc.data_parallel(
         lambda x: jc.all_reduce("sum", {"w": x[0]}, "data"), mesh=mesh_of(4), options=options
     )
-    return step(x)["w"]
+
+
+def in_step(options, x):
+    return step_of(options)(x)["w"]
 
 
 def in_run(x):
@@ -42,23 +46,23 @@ def in_run(x):
 
 
 def in_op(op, x):
-    value = jc.PerReplica([{"w": row} for row in x])
+    value = each_row(4, {"w": x})
     return op.reduce("sum", value, value, options=OPTIONS)[0]["w"]
 
 
 def to_one_device(op, x):
-    value = jc.PerReplica([{"w": row} for row in x])
+    value = each_row(4, {"w": x})
     return op.reduce("sum", value, "cpu:5", options=OPTIONS)["w"]
 
 
 def in_reduce(x):
     strategy = jc.MirroredStrategy([f"cpu:{i}" for i in range(4)])
-    value = jc.PerReplica([{"w": row} for row in x])
+    value = each_row(4, {"w": x})
     return strategy.reduce("sum", value, axis=None, options=OPTIONS)["w"]
 
 
 def in_batch(x):
-    value = jc.PerReplica([{"w": row} for row in x])
+    value = each_row(4, {"w": x})
     small = jc.PerReplica(list(x[:2] * 0))
     results = jc.NcclAllReduce().batch_reduce(
         "sum", [(value, value), (small, small)], options=OPTIONS
@@ -103,10 +107,11 @@ def test_where_nothing_can_be_raised_it_is_logged_once_a_process(runner, caplog)
     def reduced(x):
         return jc.all_reduce("mean", {"a": x, "b": x[:2] * 0}, "data", options=OPTIONS)
 
-    run(runner, reduced, 4, GOOD)
+    call = program(runner, reduced, 4)
+    call(GOOD)
     assert not logged(caplog)
     for times in (1, 2):
-        out = jax.block_until_ready(run(runner, reduced, 4, BAD))
+        out = jax.block_until_ready(call(BAD))
         assert jnp.isnan(out["a"]).all()
         assert not out["b"].any()
         assert len(logged(caplog)) == times
@@ -175,9 +180,10 @@ TIMES = {
 @pytest.mark.parametrize("place", TIMES, ids=lambda place: place.__name__)
 @pytest.mark.parametrize("runner", ["pmap", "checked"])
 def test_every_loop_rule_and_branch_lets_it_through(place, runner, caplog):
-    jax.block_until_ready(run(runner, place, 2, GOOD[:2]))
+    call = program(runner, place, 2)
+    jax.block_until_ready(call(GOOD[:2]))
     assert not logged(caplog)
-    out = jax.block_until_ready(run(runner, place, 2, BAD[:2]))
+    out = jax.block_until_ready(call(BAD[:2]))
     assert jnp.isnan(out).any()
     assert len(logged(caplog)) == TIMES[place]
 

@@ -2,10 +2,9 @@
 
 import re
 
-import jax
 import numpy as np
 import pytest
-from cases import assert_trees_equal, noise, tree
+from cases import assert_trees_equal, devices, each_row, noise, of_replicas, tree
 
 import jaxcoll as jc
 from jaxcoll import (
@@ -16,15 +15,6 @@ from jaxcoll import (
     PerReplica,
 )
 
-
-def devices(n):
-    return jax.devices()[:n]
-
-
-def value_of(x, n):
-    return PerReplica([jax.tree.map(lambda a, i=i: a[i], x) for i in range(n)])
-
-
 # Hierarchical copy
 
 
@@ -32,7 +22,7 @@ def value_of(x, n):
 @pytest.mark.parametrize("packs", [0, 1])
 def test_L16_L17_no_device_is_lost_for_any_number_of_them(n, packs):
     ops = HierarchicalCopyAllReduce(num_packs=packs)
-    value = PerReplica.from_function(lambda i: 10**i, devices=devices(n))
+    value = of_replicas(n, lambda i: 10**i)
     for result in ops.batch_reduce("sum", [(value, value)] * 3):
         copies = [x.item() for x in result] if n > 1 else [result.item()]
         assert copies == [int("1" * n)] * n
@@ -45,7 +35,7 @@ def test_L16_L17_no_device_is_lost_for_any_number_of_them(n, packs):
      (6, ["reduce-scatter", "all-reduce", "all-gather"])],
 )  # fmt: skip
 def test_two_halves_where_there_are_halves(programs, n, want):
-    value = value_of(noise(n, 12), n)
+    value = each_row(n, noise(n, 12))
     HierarchicalCopyAllReduce().reduce("sum", value, value)
     assert [name for name, _ in programs.collectives()] == want
     if n == 6:
@@ -176,12 +166,12 @@ def test_L25_L26_dtypes_may_mix_in_one_pack_of_options():
         ((["cpu:0"], 1, "ring"), "`options` must be a CommunicationOptions or None; got 'ring'"),
     ],
 )  # fmt: skip
-def test_collective_arguments_are_checked(arguments, message):
+def test_G50_collective_arguments_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
         CollectiveAllReduce(*arguments)
 
 
-def test_a_value_on_other_devices_is_refused_and_the_next_call_works():
+def test_G13_G14_G34_L56_a_value_on_other_devices_is_refused_and_the_next_call_works():
     ops = CollectiveAllReduce(devices(3), 3)
     other, own = PerReplica([1.0, 2.0]), PerReplica([1.0, 2.0, 3.0])
     message = "`CollectiveAllReduce` reduces over its own 3 devices, cpu:0, cpu:1, cpu:2; got a value over cpu:0, cpu:1"
@@ -195,8 +185,7 @@ def test_a_value_on_other_devices_is_refused_and_the_next_call_works():
 
 
 def test_results_are_those_of_NcclAllReduce_to_the_bit():
-    x = tree(4)
-    value = value_of(x, 4)
+    value = each_row(4, tree(4))
     want = NcclAllReduce(0).reduce("mean", value, value)
     got = CollectiveAllReduce(devices(4), 4).reduce("mean", value, value)
     assert_trees_equal(got[3], want[3])

@@ -9,7 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CompileCounter, assert_trees_equal, check, on, rows, tree
+from cases import (
+    CompileCounter,
+    assert_trees_equal,
+    check,
+    devices,
+    each_row,
+    of_replicas,
+    on,
+    rows,
+    tree,
+)
 from jax.sharding import NamedSharding
 
 import jaxcoll as jc
@@ -32,18 +42,6 @@ OPS = {
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("ops", OPS.values(), ids=OPS.keys())
 SIMPLE = pytest.mark.parametrize("ops", [OPS["one"], OPS["nccl"]], ids=["one", "nccl"])
-
-
-def devices(n):
-    return jax.devices()[:n]
-
-
-def per_replica(n, fun):
-    return PerReplica.from_function(fun, devices=devices(n))
-
-
-def same_devices(n):
-    return on(devices(n))
 
 
 # Part L
@@ -85,13 +83,6 @@ def test_L4_booleans_are_refused(ops):
         ops.batch_reduce("mean", [(PerReplica([1, 2]), "cpu:0"), (value, "cpu:0")])
     with pytest.raises(ValueError, match=r"cannot reduce the value: a typed PRNG key has no sum"):
         ops.reduce("sum", jax.random.key(0), "cpu:0")
-
-
-def test_L5_replicas_that_disagree_are_refused_before_they_can_be_reduced():
-    with pytest.raises(ValueError, match="has dtype float16 on replica 1, float32 on replica 0"):
-        PerReplica([np.float32(1), np.float16(2)])
-    with pytest.raises(ValueError, match=r"has shape \(1,\) on replica 1, \(2,\) on replica 0"):
-        PerReplica([np.ones(2), np.ones(1)])
 
 
 def test_L7_reduce_to_device_is_only_where_it_is_added():
@@ -153,21 +144,21 @@ def test_a_task_without_a_device_is_its_first_and_one_that_is_not_there_is_refus
     value = PerReplica([1.0, 3.0])
     first = NcclAllReduce().reduce("sum", value, "/job:worker/task:0")
     assert first.devices() == {jax.devices()[0]}
-    for name in ("/job:worker/task:1/device:CPU:0", "/job:worker/task:0/device:CPU:8"):
-        with pytest.raises(ValueError, match="there is no such device. There are: cpu:0, cpu:1"):
-            NcclAllReduce().reduce("sum", value, name)
-    for name in (
-        "/job:ps/task:0/device:CPU:0",
-        "/job:worker/device:CPU:0",
-        "/job:worker/task:0cpu:1",
+    absent = "there is no such device. There are: cpu:0, cpu:1"
+    for name, words in (
+        ("/job:worker/task:1/device:CPU:0", absent),
+        ("/job:worker/task:0/device:CPU:8", absent),
+        ("/job:ps/task:0/device:CPU:0", "expects a device string such as"),
+        ("/job:worker/device:CPU:0", "expects a device string such as"),
+        ("/job:worker/task:0cpu:1", "expects a device string such as"),
     ):
-        with pytest.raises(ValueError, match="expects a device string such as"):
+        with pytest.raises(ValueError, match=words):
             NcclAllReduce().reduce("sum", value, name)
 
 
 def test_an_array_over_several_devices_is_a_destination():
     wide = jax.device_put(np.ones((3, 2)), NamedSharding(jax.make_mesh((3,), ("x",)), P("x")))
-    check(NcclAllReduce().reduce("sum", PerReplica([1.0, 3.0]), wide), 4.0, same_devices(3))
+    check(NcclAllReduce().reduce("sum", PerReplica([1.0, 3.0]), wide), 4.0, on(devices(3)))
 
 
 @EVERY
@@ -224,13 +215,10 @@ def test_L19_num_packs_cuts_evenly_and_never_mixes_dtypes():
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_the_arithmetic_is_that_of_all_reduce(op):
     """To the bit: the same packs through `jc.all_reduce` under pmap."""
-    x = tree(5)
-    value = PerReplica([jax.tree.map(lambda a, i=i: a[i], x) for i in range(5)])
-    want = jax.pmap(lambda v: jc.all_reduce(op, v, "i"), axis_name="i", devices=devices(5))(
-        value.tree
-    )
+    value = each_row(5, tree(5))
+    reduce = jax.pmap(lambda v: jc.all_reduce(op, v, "i"), axis_name="i", devices=devices(5))
     got = NcclAllReduce(num_packs=0).reduce(op, value, value)
-    assert_trees_equal(got[3], jax.tree.map(lambda a: a[3], want))
+    assert_trees_equal(got[3], jax.tree.map(lambda a: a[3], reduce(value.tree)))
 
 
 @EVERY
@@ -307,7 +295,7 @@ def test_one_replica_in_place_comes_back_as_it_is(ops):
 def test_broadcast_keeps_the_copies_that_are_in_place(ops):
     x = jax.device_put(np.ones(5, "f"), jax.devices()[2])
     pointer = x.unsafe_buffer_pointer()
-    result = ops.broadcast({"x": x}, same_devices(4))
+    result = ops.broadcast({"x": x}, on(devices(4)))
     assert result[2]["x"].unsafe_buffer_pointer() == pointer
     assert ops.broadcast(x, "cpu:2").unsafe_buffer_pointer() == pointer
     again = ops.broadcast(result, on(jax.devices()[3::-1]))
@@ -322,9 +310,8 @@ def test_broadcast_keeps_the_copies_that_are_in_place(ops):
 @EVERY
 def test_a_shape_is_compiled_once(ops):
     def batch(scale):
-        values = [
-            per_replica(3, lambda i, k=k: np.full((k + 2, 3), scale * i, "f")) for k in range(3)
-        ]
+        shapes = [(k + 2, 3) for k in range(3)]
+        values = [of_replicas(3, lambda i, s=s: np.full(s, scale * i, "f")) for s in shapes]
         return [*((v, v) for v in values), (values[0], "cpu:5")]
 
     ops.batch_reduce("sum", batch(1.0))
@@ -442,12 +429,13 @@ def test_with_a_deadline_it_is_traced_in_the_callers_thread_and_once():
 @EVERY
 @pytest.mark.parametrize("op", ["max", "", None, 3, jnp.maximum])
 def test_an_op_that_is_no_reduction_is_refused(ops, op):
-    value = PerReplica([1.0, 2.0])
-    with pytest.raises(
-        ValueError, match="`reduce_op` must be a ReduceOp or one of the strings SUM"
-    ):
+    value, words = (
+        PerReplica([1.0, 2.0]),
+        "`reduce_op` must be a ReduceOp or one of the strings SUM",
+    )
+    with pytest.raises(ValueError, match=words):
         ops.reduce(op, value, value)
-    with pytest.raises(ValueError, match="`reduce_op` must be"):
+    with pytest.raises(ValueError, match=words):
         ops.batch_reduce(op, [(value, value)])
 
 
@@ -466,9 +454,7 @@ def test_a_value_that_is_none_is_refused(ops, bad):
 @SIMPLE
 def test_an_array_over_several_devices_must_say_what_it_is(ops):
     wide = jax.pmap(lambda x: x)(np.arange(8.0))
-    with pytest.raises(
-        ValueError, match="`reduce` got an array over 8 devices, which does not say"
-    ):
+    with pytest.raises(ValueError, match="got an array over 8 devices, which does not say"):
         ops.reduce("sum", wide, wide)
     assert ops.reduce("sum", PerReplica.from_global(wide), wide)[7].item() == 28.0
 
@@ -513,10 +499,8 @@ def test_reduce_to_device_and_accumulation_fn_are_checked(arguments, message):
 def test_one_device_stays_within_a_process(monkeypatch):
     value = PerReplica([1.0, 2.0])
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with pytest.raises(
-        ValueError,
-        match=r"between the devices of one process; cpu:0 belongs to process 0\. Reduce to",
-    ):
+    words = r"between the devices of one process; cpu:0 belongs to process 0\. Reduce to"
+    with pytest.raises(ValueError, match=words):
         ReductionToOneDevice().reduce("sum", value, value)
 
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from cases import assert_trees_equal, rows
+from cases import assert_trees_equal, devices, each_row, of_replicas, rows
 
 import jaxcoll as jc
 from jaxcoll import Mirrored, MultiWorkerAllReduce, PerReplica
@@ -14,16 +14,8 @@ EIGHT = (
 ALGORITHM = pytest.mark.parametrize("alg", EIGHT)
 
 
-def devices(n):
-    return jax.devices()[:n]
-
-
 def names(workers):
     return [f"/job:worker/replica:0/task:{i}" for i in range(workers)]
-
-
-def per_replica(n, fun):
-    return PerReplica.from_function(fun, devices=devices(n))
 
 
 def copies(result):
@@ -34,52 +26,31 @@ def copies(result):
     )
 
 
-# Part C: the rows of part B, for 2 workers of 1 and 2 devices
-
-
 # Laws
 
 
-@pytest.mark.parametrize("alg", ["nccl", "pscpu", "xring"])
-@pytest.mark.parametrize("shards", [1, 2, 3])
-def test_L68_L80_lengths_that_do_not_divide_are_exact(alg, shards):
-    x = [rows(6, length) for length in (1, 3, 7, 10, 91)]
-    value = per_replica(6, lambda d: [a[d] for a in x])
-    got = MultiWorkerAllReduce(names(3), 2, (alg, shards)).reduce("sum", value, value)
+@pytest.mark.parametrize(
+    ("workers", "gpus", "spec"),
+    [
+        *((3, 2, spec) for spec in (("nccl", 3), ("pscpu", 2), ("xring", 1), ("xring", 3))),
+        *((2, 2, spec) for spec in (("pscpu/pscpu", 2), ("pscpu", 1), ("xring", 2))),
+        # What TensorFlow could not build.
+        (2, 1, ("nccl/xring", 2)), (2, 3, ("nccl/xring", 2)), (3, 1, "nccl/rechd"),
+        (3, 2, "nccl/rechd"), (2, 4, "nccl/rechd"), (5, 1, ("nccl/rechd", 3)),
+    ],
+)  # fmt: skip
+def test_L67_L68_L70_L80_lengths_that_do_not_divide_are_exact(workers, gpus, spec):
+    n = workers * gpus
+    x = [rows(n, *shape) for shape in ((1,), (3,), (7,), (2, 4), (91,))]
+    value = each_row(n, x)
+    got = MultiWorkerAllReduce(names(workers), gpus, spec).reduce("sum", value, value)
     for replica in got:
         assert [a.tolist() for a in replica] == [np.asarray(a).sum(0).tolist() for a in x]
 
 
-@pytest.mark.parametrize("alg", ["pscpu/pscpu", "pscpu", "xring"])
-@pytest.mark.parametrize("shards", [1, 2])
-def test_L67_two_workers_of_two(alg, shards):
-    base = np.arange(8.0)
-    ops = MultiWorkerAllReduce(names(2), 2, (alg, shards))
-    pairs = [
-        per_replica(4, lambda d, k=k, s=s: (base + 100 * k + d).reshape(s))
-        for k, s in enumerate([(8,), (2, 4)])
-    ]
-    for k, got in enumerate(ops.batch_reduce("sum", [(v, v) for v in pairs])):
-        want = (4 * base + 400 * k + 6).reshape(pairs[k][0].shape)
-        assert copies(got) == [want.tolist()] * 4
-
-
-@pytest.mark.parametrize(
-    ("workers", "gpus", "spec", "length"),
-    [(2, 1, ("nccl/xring", 2), 8), (2, 3, ("nccl/xring", 2), 7), (3, 1, "nccl/rechd", 8),
-     (3, 2, "nccl/rechd", 7), (2, 4, "nccl/rechd", 7), (5, 1, ("nccl/rechd", 3), 1)],
-)  # fmt: skip
-def test_L70_what_TensorFlow_could_not_build_works(workers, gpus, spec, length):
-    n = workers * gpus
-    x = rows(n, length)
-    value = per_replica(n, lambda d: x[d])
-    got = MultiWorkerAllReduce(names(workers), gpus, spec).reduce("sum", value, value)
-    assert copies(got) == [np.asarray(x).sum(0).tolist()] * n
-
-
 @ALGORITHM
 def test_what_is_asked_is_in_the_program(programs, alg):
-    value = per_replica(8, lambda d: np.full((16,), d, "f"))
+    value = of_replicas(8, lambda d: np.full((16,), d, "f"))
     inside, _, between = alg.rpartition("/")
     shards = {"pscpu": 2 if inside else 8, "psgpu": 8}.get(between, 1)
     MultiWorkerAllReduce(names(2), 4, (alg, shards)).reduce("sum", value, value)
@@ -96,7 +67,7 @@ def test_what_is_asked_is_in_the_program(programs, alg):
 def test_L71_each_size_takes_its_tuple_and_the_results_keep_their_order(programs):
     """Limits are bytes and inclusive: 16 float32 are 64 bytes."""
     counts = [64, 16, 17, 4, 64, 4]
-    pairs = [per_replica(4, lambda d, i=i, c=c: np.full((c,), 10 * i + d, "f"))
+    pairs = [of_replicas(4, lambda d, i=i, c=c: np.full((c,), 10 * i + d, "f"))
              for i, c in enumerate(counts)]  # fmt: skip
     spec = [("nccl", 1, 16), ("xring", 1, 64), ("pscpu", 4, -1)]
     ops = MultiWorkerAllReduce(names(2), 2, spec)
@@ -105,14 +76,14 @@ def test_L71_each_size_takes_its_tuple_and_the_results_keep_their_order(programs
     found = programs.count()
     assert found["all-reduce"] == 2, "of both arrays of 4"
     assert found["collective-permute"] == 6, "a ring of four devices for the one of 16"
-    tree = per_replica(4, lambda d: {"a": np.full((4,), d, "f"), "b": np.full((16,), d, "f")})
+    tree = of_replicas(4, lambda d: {"a": np.full((4,), d, "f"), "b": np.full((16,), d, "f")})
     ops.reduce("sum", tree, tree)
     assert programs.count() == {"all-reduce": 1, "collective-permute": 6}
 
 
 def test_packing_is_within_the_tuple(programs):
     counts = [2, 2, 100, 2, 2, 2]
-    value = per_replica(4, lambda d: [np.full((c,), d, "f") for c in counts])
+    value = of_replicas(4, lambda d: [np.full((c,), d, "f") for c in counts])
     want = [[6.0] * c for c in counts]
     spec = [("xring", 1, 40), ("nccl", 1, -1)]
     for more, permutes in (
@@ -128,7 +99,7 @@ def test_packing_is_within_the_tuple(programs):
 
 
 def test_shards_travel_side_by_side(programs):
-    value = per_replica(4, lambda d: np.full((64,), d, "f"))
+    value = of_replicas(4, lambda d: np.full((64,), d, "f"))
     for shards in (1, 2, 3):
         MultiWorkerAllReduce(names(2), 2, ("xring", shards)).reduce("sum", value, value)
         assert programs.count()["collective-permute"] == 6 * shards
@@ -164,7 +135,7 @@ def test_dtypes_order_and_structure():
         "h": rows(4, 3, dtype=np.float16),
         "f": [rows(4, 7), rows(4)],
     }
-    value = per_replica(4, lambda d: jax.tree.map(lambda a: a[d], x))
+    value = each_row(4, x)
     ops = MultiWorkerAllReduce(names(2), 2, [("xring", 2, 8), ("pscpu/pscpu", 2, -1)], num_packs=2)
     want = jc.ReductionToOneDevice().reduce("sum", value, "cpu:0")
     assert_trees_equal(ops.reduce("sum", value, value)[3], want)

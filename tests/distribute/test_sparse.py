@@ -88,7 +88,7 @@ F8 = [*F7, sparse([[5], [6]], [7, 8], (10, 1)), sparse([[7], [8]], [3, 2], (10, 
 
 
 @EVERY
-def test_F7_F8_reduce_sparse(ops):
+def test_F7_F8_L31_L43_reduce_sparse(ops):
     two, four = PerReplica(F7), PerReplica(F8)
     total = one(ops.reduce("sum", two, two))
     assert dense_rows(total) == {0: [1], 1: [5], 2: [4]}

@@ -3,28 +3,16 @@
 import threading
 
 from jaxcoll._cluster.key_value import LocalKeys
-from jaxcoll._elastic import membership as memberships
-from jaxcoll._elastic.coordinator_client import BLOCK, StepKeys
+from jaxcoll._dispatch.watchdog import Watchdog
 from jaxcoll._elastic.heartbeat import StepStatus
-from jaxcoll._elastic.membership import Membership
+from jaxcoll._elastic.membership import BLOCK, Membership
 
 
-def test_what_is_kept_is_bounded_and_nobody_loses_what_it_has_not_passed():
-    keys = LocalKeys()
-    ahead, behind = (StepKeys(keys, "run/step", 0) for _ in range(2))
-    for step in range(0, 20 * BLOCK, 10):
-        ahead.agree(step, f"of {step}")
-        late = max(step - BLOCK - 70, 0)  # who lags is asked about what it has begun
-        ahead.forget(late)
-        assert behind.agree(late, "something else") == f"of {late}"
-        assert len(keys.all("run")) <= 3 * BLOCK / 10
-
-
-def test_members_forget_only_what_all_have_begun(monkeypatch):
-    monkeypatch.setattr(memberships, "HEARTBEAT_SECONDS", 0.05)
+def test_members_forget_only_what_all_have_begun():
     keys = LocalKeys(processes=2)
     membership = [
-        Membership(keys.of(r), "run", patience=5.0, startup=5.0, most=None) for r in range(2)
+        Membership(Watchdog(keys.of(r)), "run", patience=5.0, startup=5.0, most=None)
+        for r in range(2)
     ]
     entering = threading.Thread(target=membership[1].enter, args=(0,))
     entering.start()
@@ -34,7 +22,7 @@ def test_members_forget_only_what_all_have_begun(monkeypatch):
     def begin(*steps):
         for one, step in zip(membership, steps, strict=True):
             one.status = StepStatus(0, step)
-            one._write_heartbeat(step)
+            one._write_heartbeat()
 
     for step in range(0, 3 * BLOCK, 10):
         begin(step, 0)
@@ -46,3 +34,4 @@ def test_members_forget_only_what_all_have_begun(monkeypatch):
     assert len(keys.all("run/0/step")) == BLOCK / 10 + 1
     for one in membership:
         one.close()
+        one._watchdog.end()

@@ -19,6 +19,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
+from jaxcoll._compat.coordination import store  # noqa: E402
 from jaxcoll._dispatch import call_predictor, watchdog  # noqa: E402
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
@@ -67,7 +68,7 @@ def attempt(name, call):
 
 
 def meet(name, processes=None):
-    WATCH.peers.store._ask("wait_at_barrier", name, 60_000, processes)
+    store()._ask("wait_at_barrier", name, 60_000, processes)
 
 
 def out_of_step():

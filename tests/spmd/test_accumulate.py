@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, close, lowered, mesh_of, run
+from cases import RUNNERS, close, grid, lowered, on_replicas, run
 
 import jaxcoll as jc
 
@@ -59,56 +59,42 @@ def whole(loss):
     return jax.value_and_grad(value)(PARAMS)
 
 
-def on_replicas(runner, f, n=4, batch=BATCH):
-    shares = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
-    return jax.tree.map(lambda x: x[0], run(runner, f, n, shares))
+LOSSES = [mean_loss, sum_loss, weighted_loss, scanned_loss, checkpointed_loss]
 
 
-LOSSES = [
-    (mean_loss, "mean"),
-    (sum_loss, "sum"),
-    (weighted_loss, "mean"),
-    (scanned_loss, "mean"),
-    (checkpointed_loss, "mean"),
-]
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_K32_micro_batches_equal_the_whole_batch(runner):
+    """Every loss, several batch arguments, keywords and argnums; one program for each way to map."""
+
+    def product(x, s, p, y, *, scale):
+        return scale * s * mean_loss(p, {"x": x, "y": y})
+
+    def f(b):
+        found = []
+        for loss in LOSSES:
+            step = jc.accumulate(loss, "data", 4, reduce_op="sum" if loss is sum_loss else "mean")
+            found.append(step(PARAMS, b))
+        step = jc.accumulate(product, "data", 2, batch_argnums=(0, 3), argnums=(2, 1))
+        return found, step(b["x"], 2.0, PARAMS, b["y"], scale=3.0)
+
+    found, of_product = on_replicas(runner, f, 4, BATCH)
+    for got, loss in zip(found, LOSSES, strict=True):
+        close(got, whole(loss), rtol=3e-5)
+    close(of_product, jax.value_and_grad(product, argnums=(2, 1))(X, 2.0, PARAMS, Y, scale=3.0))
 
 
-@pytest.mark.parametrize(
-    ("runner", "loss", "op"),
-    [
-        *(("checked", *each) for each in LOSSES),
-        *(("unchecked", *each) for each in LOSSES[2:]),
-        *((runner, *each) for runner in ("pmap", "vmap") for each in LOSSES[1:3]),
-    ],
-)
-def test_micro_batches_equal_the_whole_batch(runner, loss, op):
-    step = jc.accumulate(loss, "data", 4, reduce_op=op)
-    close(on_replicas(runner, lambda b: step(PARAMS, b)), whole(loss), rtol=3e-5)
-
-
-@pytest.mark.parametrize("pieces", [1, 2, 16])
-def test_any_number_that_divides(pieces):
-    step = jc.accumulate(weighted_loss, "data", pieces)
-    close(on_replicas("checked", lambda b: step(PARAMS, b)), whole(weighted_loss))
+def test_any_number_that_divides():
+    steps = [jc.accumulate(weighted_loss, "data", pieces) for pieces in (1, 2, 16)]
+    for got in on_replicas("checked", lambda b: [step(PARAMS, b) for step in steps], 4, BATCH):
+        close(got, whole(weighted_loss))
 
 
 def test_over_two_axes_and_in_data_parallel_with_another_axis_of_copies():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
-    both = ("node", "data")
+    mesh, both = grid(2, 4), ("node", "data")
     step = jc.data_parallel(jc.accumulate(mean_loss, both, 4), mesh=mesh, axis_name=both)
     close(step(PARAMS, BATCH), whole(mean_loss))
     copies = jc.data_parallel(jc.accumulate(mean_loss, "data", 4), mesh=mesh)
     close(copies(PARAMS, BATCH), whole(mean_loss))
-
-
-def test_several_batch_arguments_keywords_and_argnums():
-    def loss(x, s, p, y, *, scale):
-        return scale * s * mean_loss(p, {"x": x, "y": y})
-
-    step = jc.accumulate(loss, "data", 2, batch_argnums=(0, 3), argnums=(2, 1))
-    got = on_replicas("checked", lambda b: step(b["x"], 2.0, PARAMS, b["y"], scale=3.0))
-    want = jax.value_and_grad(loss, argnums=(2, 1))(X, 2.0, PARAMS, Y, scale=3.0)
-    close(got, want)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -130,7 +116,7 @@ def test_metrics_become_one_number_and_other_aux_is_stacked(runner):
         assert firsts.shape == (4,)
         return value, metrics, grads, jc.all_reduce("sum", firsts, "data")
 
-    value, metrics, grads, firsts = on_replicas(runner, both)
+    value, metrics, grads, firsts = on_replicas(runner, both, 4, BATCH)
     close((value, grads), whole(mean_loss))
     close(metrics["error"], whole(weighted_loss)[0])
     assert int(metrics["tokens"]) == REAL.sum()
@@ -211,10 +197,10 @@ def test_a_reduction_that_is_only_added_up_or_kept_is_warned_of(runner, what):
         with pytest.raises(
             jc.AlreadyReducedError, match="`jc.accumulate` over 'data': the loss is"
         ):
-            on_replicas(runner, f)
+            on_replicas(runner, f, 4, BATCH)
     else:
         with expected:
-            on_replicas(runner, f)
+            on_replicas(runner, f, 4, BATCH)
 
 
 def test_statistics_over_replicas_inside_the_loss_are_no_repetition():
@@ -224,7 +210,7 @@ def test_statistics_over_replicas_inside_the_loss_are_no_repetition():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        on_replicas("checked", lambda b: jc.accumulate(loss, "data", 4)(PARAMS, b))
+        on_replicas("checked", lambda b: jc.accumulate(loss, "data", 4)(PARAMS, b), 4, BATCH)
 
 
 @pytest.mark.parametrize(
@@ -242,18 +228,6 @@ def test_a_batch_that_cannot_be_cut_is_refused(asked, args, message):
         run("vmap", lambda _: step(*args), 2, jnp.ones(2))
 
 
-@pytest.mark.parametrize("count", [0, -1, True, 2.0])
-def test_a_number_of_micro_batches_that_is_none_is_refused(count):
-    with pytest.raises(ValueError, match="`num_micro_batches` to be an integer above 0; got"):
-        jc.accumulate(mean_loss, "data", count)
-
-
-@pytest.mark.parametrize("positions", [(), "1", None])
-def test_batch_positions_that_are_none_are_refused(positions):
-    with pytest.raises(ValueError, match="`batch_argnums` to be a position or several; got"):
-        jc.accumulate(mean_loss, "data", 2, batch_argnums=positions)
-
-
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
@@ -269,12 +243,22 @@ def test_a_loss_that_is_no_scalar_is_refused(loss, message, made):
         run("vmap", lambda x: step(jnp.float32(1), x), 2, jnp.ones((2, 4)))
 
 
-@pytest.mark.parametrize("argnums", [(), "p", 1.0, None])
-def test_what_is_no_loss_or_no_position_is_refused_when_it_is_said(argnums):
-    with pytest.raises(ValueError, match="`jc.grad` expects `argnums` to be a position or several"):
-        jc.grad(mean_loss, "data", argnums=argnums)
-    with pytest.raises(ValueError, match="`jc.value_and_grad` expects a function, the loss; got "):
-        jc.value_and_grad(argnums, "data")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *((lambda n=n: jc.accumulate(mean_loss, "data", n),
+           "`num_micro_batches` to be an integer above 0; got") for n in (0, -1, True, 2.0)),
+        *((lambda n=n: jc.accumulate(mean_loss, "data", 2, batch_argnums=n),
+           "`batch_argnums` to be a position or several; got") for n in ((), "1", None)),
+        *((lambda n=n: jc.grad(mean_loss, "data", argnums=n),
+           "`jc.grad` expects `argnums` to be a position or several") for n in ((), "p", 1.0, None)),
+        (lambda: jc.value_and_grad("p", "data"),
+         "`jc.value_and_grad` expects a function, the loss; got "),
+    ],
+)  # fmt: skip
+def test_what_is_no_number_position_or_loss_is_refused_when_it_is_given(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_has_aux_without_a_pair_is_refused():
@@ -290,4 +274,3 @@ def test_the_program_holds_the_loss_once():
         *(1, jax.tree.map(lambda x: x[None], BATCH)),
     ).as_text()
     assert text.count("stablehlo.tanh") == 1
-    assert mesh_of(1).size == 1

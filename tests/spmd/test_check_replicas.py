@@ -82,28 +82,29 @@ def check(value):
     return jc.check_replicas(value, "data")
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("runner", "n"), [*((runner, 3) for runner in RUNNERS), ("checked", 1), ("checked", 8)]
+)
 def test_replicas_that_hold_the_same_pass(runner, n):
-    if runner == "unchecked":
-        found = unchecked(n)(held(n))
-    else:
-        found = run(runner, check, n, held(n))
+    found = found_by(runner, n, held(n))
     assert not found.differs.any()
     assert found.divergent() == {}
     found.raise_if_differs()
 
 
-def unchecked(n):
-    def body(block):
-        return check(jax.tree.map(lambda x: x[0], block))
-
-    return jax.jit(jax.shard_map(body, mesh=mesh_of(n), in_specs=P("data"), out_specs=P(), check_vma=False))  # fmt: skip
+def found_by(runner, n, value):
+    if runner != "unchecked":
+        return run(runner, check, n, value)
+    body = lambda block: check(jax.tree.map(lambda x: x[0], block))
+    mapped = jax.shard_map(
+        body, mesh=mesh_of(n), in_specs=P("data"), out_specs=P(), check_vma=False
+    )
+    return jax.jit(mapped)(value)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_who_differs_is_named_by_leaf_and_replica(runner):
-    found = unchecked(8)(held(8, [5])) if runner == "unchecked" else run(runner, check, 8, held(8, [5]))  # fmt: skip
+    found = found_by(runner, 8, held(8, [5]))
     with pytest.raises(
         jc.ReplicaDivergenceError,
         match=r"1 of 7 leaves differs between 8 replicas.*\n  leaf \['odd'\]\[1\]\[0\]: replica 5 from the other 7",

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import BRIEF, OPTIONS, RUNNERS, lowered, mesh_of, rows, run
+from cases import OPTIONS, assert_trees_equal, lowered, rows, run, vmapped
 
 import jaxcoll as jc
 
@@ -13,51 +13,36 @@ FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32]
 INTS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32]
 
 
-def both(op, x):
-    """jaxcoll's result and lax's own on the same values, under vmap."""
-    lax_op = jax.lax.psum if op == "sum" else jax.lax.pmean
-    f = lambda v: (jc.all_reduce(op, v, "i"), lax_op(v, "i"))
-    return jax.jit(jax.vmap(f, axis_name="i"))(x)
+def check_both(x):
+    """jaxcoll's results and lax's own on the same values are the same."""
+
+    def f(v):
+        ours = [jc.all_reduce(op, v, "data") for op in ("sum", "mean")]
+        return ours, [jax.lax.psum(v, "data"), jax.lax.pmean(v, "data")]
+
+    assert_trees_equal(*vmapped(f, x))
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTS, np.complex64], ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_result_and_its_dtype_are_those_of_lax(dtype, op):
-    x = np.abs(rows(4, 6)).astype(dtype)
-    ours, theirs = both(op, x)
-    assert ours.dtype == theirs.dtype
-    np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+def test_result_and_its_dtype_are_those_of_lax(dtype):
+    check_both(np.abs(rows(4, 6)).astype(dtype))
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.int64, np.int32, np.complex128])
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_64_bit_types_are_those_of_lax_too(dtype, op):
+def test_64_bit_types_are_those_of_lax_too(dtype):
     with jax.enable_x64(True):
-        ours, theirs = both(op, jnp.asarray(np.arange(12).reshape(4, 3), dtype))
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+        check_both(jnp.asarray(np.arange(12).reshape(4, 3), dtype))
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_8_bit_floats_are_summed_in_float32(dtype, runner):
+def test_8_bit_floats_are_summed_in_float32(dtype):
+    """Eight times 100 is more than one of them holds."""
     x = jnp.full((8, 3), 100.0).astype(dtype)
-    got = run(runner, lambda v: jc.all_reduce("mean", v, "data"), 8, x)
+    got = run("checked", lambda v: jc.all_reduce("mean", v, "data"), 8, x)
     assert got.dtype == dtype
     np.testing.assert_array_equal(got[0].astype("f"), x[0].astype("f"))
     text = lowered(lambda v: jc.all_reduce("mean", v, "data"), 8, x).as_text()
     assert text.count("tensor<3xf32>) -> tensor<3xf32>") >= 1
-
-
-@pytest.mark.parametrize(("name", "runner", "n"), [c for c in BRIEF if "-" not in c[0]])
-def test_L3_a_float16_mean_does_not_overflow_where_the_mean_fits(name, runner, n):
-    options = OPTIONS[name]
-    x = np.full((n, 5), 60000, np.float16)
-    f = lambda v: [jc.all_reduce(op, v, "data", options=options) for op in ("mean", "sum")]
-    mean, total = run(runner, f, n, x)
-    np.testing.assert_allclose(np.asarray(mean, "f"), 60000, rtol=1e-3)
-    assert mean.dtype == jnp.float16
-    assert np.all(np.isinf(total)), "a SUM that does not fit is infinite, as everywhere"
 
 
 def test_a_float16_mean_travels_as_float16():
@@ -98,6 +83,7 @@ def test_numbers_and_numpy_leaves_are_arrays():
         (True, "booleans have no sum"),
         (np.zeros(3, jax.dtypes.float0), "float0 is the gradient of an integer input"),
         (np.array(["a"]), "expected an array or a number, got an array of <U1"),
+        (jax.random.key(0), "a typed PRNG key has no"),
         (jax.ShapeDtypeStruct((2,), "f"), "got ShapeDtypeStruct"),
         ("text", "expected an array or a number, got str"),
         (object(), "expected an array or a number, got object"),
@@ -108,10 +94,8 @@ def test_a_leaf_without_a_sum_is_refused_with_its_path(leaf, words):
         run("vmap", lambda x: jc.all_reduce("sum", {"a": [x, leaf]}, "data"), 2, rows(2))
 
 
-def test_a_typed_key_is_refused_with_its_path():
+def test_a_typed_key_alone_is_refused():
     keys = jax.random.split(jax.random.key(0), 2)
-    with pytest.raises(ValueError, match=r"cannot reduce leaf \['key'\]: a typed PRNG key has no"):
-        run("vmap", lambda k: jc.all_reduce("sum", {"key": k}, "data"), 2, keys)
     with pytest.raises(ValueError, match="cannot reduce the value: a typed PRNG key"):
         run("vmap", lambda k: jc.all_reduce("sum", k, "data"), 2, keys)
 
@@ -150,4 +134,3 @@ def test_a_leaf_sharded_over_another_axis_keeps_its_shape(name):
     np.testing.assert_array_equal(out["split"][0], np.asarray(rows(4, 6)).sum(0))
     np.testing.assert_array_equal(out["other"][0], np.asarray(rows(4, 5)).sum(0))
     assert out["split"].sharding.spec[1] == "model"
-    assert mesh_of(2).size == 2

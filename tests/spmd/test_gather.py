@@ -6,7 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, assert_trees_equal, lowered, mesh_of, per_replica, rows, run
+from cases import (
+    RUNNERS,
+    assert_trees_equal,
+    grid,
+    lowered,
+    mesh_of,
+    per_replica,
+    refused,
+    rows,
+    run,
+)
 
 import jaxcoll as jc
 
@@ -20,10 +30,6 @@ OPTIONS = {
     "shuffle": jc.CommunicationOptions(algorithm="shuffle", shards=2),
 }
 EVERY = pytest.mark.parametrize("runner", RUNNERS)
-SOME = pytest.mark.parametrize(
-    ("runner", "name"),
-    [(r, "auto") for r in RUNNERS] + [(r, n) for r in ("checked", "pmap") for n in [*OPTIONS][1:]],
-)
 
 
 def everything(n):
@@ -36,46 +42,41 @@ def everything(n):
     }
 
 
-@SOME
-def test_it_is_concatenation_in_replica_order_to_the_bit(runner, name):
-    n = 5 if name == "auto" else 3
+@pytest.mark.parametrize(("runner", "n"), [*((r, 3) for r in RUNNERS), ("checked", 5)])
+def test_it_is_concatenation_in_replica_order_to_the_bit(runner, n):
     tree = everything(n)
-    gather = lambda v, axis: jc.all_gather(v, "data", axis=axis, options=OPTIONS[name])
-    outs = run(runner, lambda v: [gather(v, axis) for axis in (-1, 0)], n, tree)
-    for axis, out in zip((-1, 0), outs, strict=True):
-        want = jax.tree.map(lambda x, a=axis: np.concatenate(list(np.asarray(x)), a), tree)
-        for i in range(n):
-            assert_trees_equal(jax.tree.map(lambda x, i=i: x[i], out), want)
+    names = OPTIONS if runner in ("checked", "pmap") else ["auto"]
 
+    def f(v):
+        gather = lambda name, axis: jc.all_gather(v, "data", axis=axis, options=OPTIONS[name])
+        return {name: [gather(name, axis) for axis in (-1, 0)] for name in names}
 
-@SOME
-def test_K12_the_derivative_is_the_own_slice_of_the_summed_cotangents(runner, name):
-    """Row K12's kind: y = gather(x) · c with another c on each replica."""
-    n = 5
-
-    def grad(x, c):
-        loss = lambda v: jnp.sum(jc.all_gather(v, "data", axis=1, options=OPTIONS[name]) * c)
-        return jax.grad(loss)(x)
-
-    weights = rows(n, 2, 3 * n)
-    got = per_replica(runner, grad, n, rows(n, 2, 3), weights)
-    total = np.asarray(weights).sum(0)
-    for i in range(n):
-        np.testing.assert_array_equal(got[i], total[:, 3 * i : 3 * i + 3])
+    for outs in run(runner, f, n, tree).values():
+        for axis, out in zip((-1, 0), outs, strict=True):
+            want = jax.tree.map(lambda x, a=axis: np.concatenate(list(np.asarray(x)), a), tree)
+            for i in range(n):
+                assert_trees_equal(jax.tree.map(lambda x, i=i: x[i], out), want)
 
 
 @EVERY
-@pytest.mark.parametrize("name", ["auto", "packed"])
-def test_K13_the_derivative_by_one_leaf_of_several(runner, name):
-    def grad(x, other, c):
-        def loss(v):
-            first, second = jc.all_gather([v, other], "data", axis=-1, options=OPTIONS[name])
-            return jnp.sum(first * c) + jnp.sum(second)
+def test_K12_K13_the_derivative_is_the_own_slice_of_the_summed_cotangents(runner):
+    """Of one array, and of one leaf of several; another c on each replica."""
+    n = 5
+    names = OPTIONS if runner in ("checked", "pmap") else ["auto", "packed"]
 
-        return jax.grad(loss)(x)
+    def grads(x, other, c):
+        def loss(v, name):
+            gather = lambda tree: jc.all_gather(tree, "data", axis=-1, options=OPTIONS[name])
+            first, second = gather([v, other])
+            return jnp.sum(gather(v) * c) + jnp.sum(first * c) + jnp.sum(second)
 
-    got = per_replica(runner, grad, 2, rows(2, 3), rows(2, 1, 4), jnp.array([1.0, 2.0]))
-    np.testing.assert_array_equal(got, np.full((2, 3), 3.0))
+        return [jax.grad(loss)(x, name) for name in names]
+
+    weights = rows(n, 2, 3 * n)
+    total = 2 * np.asarray(weights).sum(0)
+    for got in per_replica(runner, grads, n, rows(n, 2, 3), rows(n, 1, 4), weights):
+        for i in range(n):
+            np.testing.assert_array_equal(got[i], total[:, 3 * i : 3 * i + 3])
 
 
 @EVERY
@@ -108,7 +109,7 @@ def test_what_the_options_ask_is_in_the_program():
 
 
 def test_several_axes_count_the_outer_one_slowest():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
+    mesh = grid(2, 4)
     for algorithm in (None, "ring", "native/ring", "ring/native"):
         options = jc.CommunicationOptions(algorithm=algorithm)
         f = functools.partial(jc.all_gather, axis_name=("node", "data"), options=options)
@@ -141,42 +142,38 @@ def test_inside_a_loss_whose_types_were_given_up_jax_speaks_for_itself():
 @EVERY
 def test_a_dimension_that_is_not_there_is_refused_by_name(runner):
     tree = {"a": rows(2, 3, 4), "b": rows(2, 3)}
-    for axis, message in (
-        (
-            1,
-            r"`all_gather`: leaf \['b'\] has shape \(3,\) and so no axis 1; expected one from -1 to 0",
-        ),
-        (-3, r"leaf \['a'\] has shape \(3, 4\) and so no axis -3; expected one from -2 to 1"),
-        (0.0, "expected `axis` to be an integer; got 0.0"),
-        (True, "expected `axis` to be an integer; got True"),
-        (None, "expected `axis` to be an integer; got None"),
-    ):
+    for value, axis, message in (
+        (tree, 1, r"`all_gather`: leaf \['b'\] has shape \(3,\) and so no axis 1; expected one from -1 to 0"),
+        (tree, -3, r"leaf \['a'\] has shape \(3, 4\) and so no axis -3; expected one from -2 to 1"),
+        (tree, 0.0, "expected `axis` to be an integer; got 0.0"),
+        (tree, True, "expected `axis` to be an integer; got True"),
+        (tree, None, "expected `axis` to be an integer; got None"),
+        (rows(2), 0, r"the value is a scalar, which has no axis 0; .*`x\[None\]`"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            run(runner, lambda v, axis=axis: jc.all_gather(v, "data", axis=axis), 2, tree)
-    with pytest.raises(
-        ValueError, match=r"the value is a scalar, which has no axis 0; .*`x\[None\]`"
-    ):
-        run(runner, lambda v: jc.all_gather(v, "data"), 2, rows(2))
+            run(runner, lambda v, axis=axis: jc.all_gather(v, "data", axis=axis), 2, value)
 
 
-def test_what_cannot_be_gathered_is_refused_by_name():
-    def gather(leaf):
-        return run("checked", lambda x: jc.all_gather({"k": leaf(x)}, "data"), 2, rows(2, 3))
+@pytest.mark.parametrize(
+    ("leaf", "error", "words"),
+    [
+        (lambda x: jax.random.key(0), ValueError, r"cannot gather leaf \['k'\]: it is a typed PRNG key"),
+        (lambda x: "x", ValueError, r"cannot gather leaf \['k'\]: expected an array, got str"),
+        (lambda x: np.array([None]), ValueError, "expected an array, got an array of object"),
+        (lambda x: jc.IndexedSlices(x[:, None], jnp.arange(3), (3, 1)), NotImplementedError,
+         r"leaf \['k'\] is an IndexedSlices. `all_reduce` gathers"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_gathered_is_refused_by_name(leaf, error, words):
+    with pytest.raises(error, match=words):
+        run("checked", lambda x: jc.all_gather({"k": leaf(x)}, "data"), 2, rows(2, 3))
 
-    with pytest.raises(ValueError, match=r"cannot gather leaf \['k'\]: it is a typed PRNG key"):
-        gather(lambda x: jax.random.key(0))
-    with pytest.raises(ValueError, match=r"cannot gather leaf \['k'\]: expected an array, got str"):
-        gather(lambda x: "x")
-    with pytest.raises(ValueError, match="expected an array, got an array of object"):
-        gather(lambda x: np.array([None]))
-    with pytest.raises(
-        NotImplementedError, match=r"leaf \['k'\] is an IndexedSlices. `all_reduce` gathers"
-    ):
-        gather(lambda x: jc.IndexedSlices(x[:, None], jnp.arange(3), (3, 1)))
-    with pytest.raises(NameError, match="`all_gather` over axis 'nope': no such axis here"):
-        run("vmap", lambda v: jc.all_gather(v, "nope"), 2, rows(2, 3))
-    with pytest.raises(ValueError, match="`options` must be a CommunicationOptions"):
-        run("vmap", lambda v: jc.all_gather(v, "data", options=3), 2, rows(2, 3))
+
+def test_an_axis_and_options_that_are_none_are_refused():
+    words = "`all_gather` over axis 'nope': no such axis here"
+    refused(words, lambda v: jc.all_gather(v, "nope"), rows(2, 3), error=NameError)
+    words = "`options` must be a CommunicationOptions"
+    refused(words, lambda v: jc.all_gather(v, "data", options=3), rows(2, 3))
 
 
 # broadcast
@@ -209,11 +206,7 @@ def test_the_derivative_of_a_broadcast_goes_to_its_source(runner):
 
 @pytest.mark.parametrize("source", [3, -1, 1.0, True, None])
 def test_a_source_that_is_no_replica_is_refused(source):
-    message = f"expects `source` to be an integer from 0 to 2, .* along 'data'; got {source}"
-    with pytest.raises(ValueError, match=message):
-        run("vmap", lambda v: jc.broadcast(v, "data", source=source), 3, rows(3))
-    with pytest.raises(
-        ValueError,
-        match=r"cannot send leaf \['k'\]: .* got key<fry>; send its `jax.random.key_data`",
-    ):
-        run("vmap", lambda v: jc.broadcast({"k": jax.random.key(0)}, "data"), 3, rows(3))
+    words = f"expects `source` to be an integer from 0 to 2, .* along 'data'; got {source}"
+    refused(words, lambda v: jc.broadcast(v, "data", source=source), rows(3))
+    words = r"cannot send leaf \['k'\]: .* got key<fry>; send its `jax.random.key_data`"
+    refused(words, lambda v: jc.broadcast({"k": jax.random.key(0)}, "data"), rows(3))

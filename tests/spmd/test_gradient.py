@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import OPTIONS, RUNNERS, close, lowered, mesh_of, run
+from cases import OPTIONS, RUNNERS, close, grid, lowered, on_replicas, run, split
 
 import jaxcoll as jc
 
@@ -16,6 +16,9 @@ RNG = np.random.default_rng(0)
 X = RNG.standard_normal((16, 5)).astype("f")
 Y = RNG.standard_normal((16, 3)).astype("f")
 PARAMS = {"w": RNG.standard_normal((5, 3)).astype("f"), "b": np.zeros(3, "f")}
+# Of eight replicas the share of one is all padding, of another half of it.
+WEIGHT = np.repeat([1.0, 0.0, 1.0, 1.0], 4).astype("f")
+WEIGHT[5:9] = [0, 0, 1, 0]
 
 
 def predict(p, x):
@@ -63,12 +66,17 @@ MEANS = {
 }
 
 
-def shards(n, tree):
-    return jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), tree)
+def weighted_loss(p, x, y, w):
+    errors = jnp.mean((predict(p, x) - y) ** 2, axis=1)
+    return jc.WeightedLoss(jnp.sum(w * errors), jnp.sum(w))
 
 
-def on_replicas(runner, f, n, *batch):
-    return jax.tree.map(lambda x: x[0], run(runner, functools.partial(f), n, *shards(n, batch)))
+def scaled_loss(s, p, x, y):
+    return s * mean_loss(p, x, y)
+
+
+def with_aux(p, x, y):
+    return mean_loss(p, x, y), x[0, 0]
 
 
 @functools.cache
@@ -76,100 +84,83 @@ def on_one_device(loss):
     return jax.jit(jax.value_and_grad(loss))(PARAMS, X, Y)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("n", [1, 8])
-def test_mean(runner, n):
-    """Every loss in one program."""
+@functools.cache
+def found(runner, n):
+    """What every kind of loss and call gives, in one program for each way to map."""
 
-    def f(x, y):
-        return {k: jc.value_and_grad(loss, "data")(PARAMS, x, y) for k, loss in MEANS.items()}
+    def f(x, y, w):
+        call = lambda loss, *args, **how: jc.value_and_grad(loss, "data", **how)(*args)
+        (value, aux), grads = call(with_aux, PARAMS, x, y, has_aux=True)
+        again, aux_again = jc.grad(with_aux, "data", has_aux=True)(PARAMS, x, y)
+        found = {
+            "means": {k: call(loss, PARAMS, x, y) for k, loss in MEANS.items()},
+            # The batch enters through the closure: autodiff must still not sum by itself.
+            "captured": call(lambda p: mean_loss(p, x, y), PARAMS),
+            "sum": call(sum_loss, PARAMS, x, y, reduce_op="SUM"),
+            "weighted": call(weighted_loss, PARAMS, x, y, w),
+            "aux": ((value, grads), again, jc.all_reduce("sum", [aux - aux_again, aux], "data")),
+            "argnums": [
+                call(scaled_loss, 2.0, PARAMS, x, y, argnums=k) for k in (1, -3, (0, 1), (1, 0))
+            ],
+        }
+        if runner != "vmap":
+            # Reverse mode cannot pass a fori_loop with a traced bound; a static one is a scan.
+            found["means"]["while"] = call(while_loss, PARAMS, x, y)
+            ones = jax.tree.map(jnp.ones_like, PARAMS)
+            g = lambda p: jc.grad(mean_loss, "data")(p, x, y)
+            found["hessian"] = jax.jvp(g, (PARAMS,), (ones,))[1]
+        return found
 
-    for name, got in on_replicas(runner, f, n, X, Y).items():
-        close(got, on_one_device(mean_loss), err_msg=name)
+    return on_replicas(runner, f, n, X, Y, WEIGHT)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_sum(runner):
-    f = jc.value_and_grad(sum_loss, "data", reduce_op="SUM")
-    got = on_replicas(runner, lambda x, y: f(PARAMS, x, y), 4, X, Y)
-    close(got, on_one_device(sum_loss), rtol=1e-4, atol=1e-4)
+EVERY = pytest.mark.parametrize(("runner", "n"), [(r, n) for r in RUNNERS for n in (1, 8)])
 
 
-@pytest.mark.parametrize("runner", ["unchecked", "checked", "pmap"])
-def test_a_while_loop_in_the_value(runner):
-    """Reverse mode cannot pass a fori_loop with a traced bound; a static one is a scan."""
-    got = on_replicas(
-        runner, lambda x, y: jc.value_and_grad(while_loss, "data")(PARAMS, x, y), 8, X, Y
-    )
-    close(got, on_one_device(mean_loss))
+@EVERY
+def test_means_and_sums_are_those_of_one_device(runner, n):
+    got = found(runner, n)
+    for name, each in {**got["means"], "captured": got["captured"]}.items():
+        close(each, on_one_device(mean_loss), err_msg=name)
+    close(got["sum"], on_one_device(sum_loss), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_a_weighted_mean_is_exact_for_uneven_shares(runner):
-    """One replica's share is all padding, another's none."""
-    weight = np.repeat([1.0, 0.0, 1.0, 1.0], 4).astype("f")
-    weight[5:9] = [0, 0, 1, 0]
-
-    def local(p, x, y, w):
-        errors = jnp.mean((predict(p, x) - y) ** 2, axis=1)
-        return jc.WeightedLoss(jnp.sum(w * errors), jnp.sum(w))
-
+@EVERY
+def test_a_weighted_mean_is_exact_for_uneven_shares(runner, n):
     def whole(p):
-        loss = local(p, X, Y, weight)
+        loss = weighted_loss(p, X, Y, WEIGHT)
         return loss.total / loss.weight
 
-    f = jc.value_and_grad(local, "data")
-    got = on_replicas(runner, lambda x, y, w: f(PARAMS, x, y, w), 4, X, Y, weight)
-    close(got, jax.value_and_grad(whole)(PARAMS))
+    close(found(runner, n)["weighted"], jax.value_and_grad(whole)(PARAMS))
+
+
+@EVERY
+def test_aux_comes_back_as_each_replicas_own(runner, n):
+    got, again, (zero, firsts) = found(runner, n)["aux"]
+    close(got, on_one_device(mean_loss))
+    close(again, got[1])
+    assert zero == 0
+    np.testing.assert_allclose(firsts, X[:: 16 // n, 0].sum(), rtol=1e-6)
+
+
+@EVERY
+def test_gradients_are_by_the_arguments_that_are_named(runner, n):
+    got = found(runner, n)["argnums"]
+    for argnums, each in zip((1, 1, (0, 1), (1, 0)), got, strict=True):
+        close(each, jax.value_and_grad(scaled_loss, argnums=argnums)(2.0, PARAMS, X, Y))
+
+
+@pytest.mark.parametrize("runner", ["checked", "unchecked", "pmap"])
+def test_hessian_vector_products_go_through(runner):
+    ones = jax.tree.map(jnp.ones_like, PARAMS)
+    want = jax.jvp(lambda p: jax.grad(mean_loss)(p, X, Y), (PARAMS,), (ones,))[1]
+    close(found(runner, 8)["hessian"], want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_weighted_loss_has_no_sum():
     f = jc.value_and_grad(lambda w, x: jc.WeightedLoss(w * x, 1.0), "data", reduce_op="sum")
     with pytest.raises(ValueError, match="got a WeightedLoss with reduce_op SUM"):
         run("vmap", lambda x: f(1.0, x), 2, jnp.ones(2))
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_parameters_captured_or_data_captured(runner):
-    """The batch enters through the closure: autodiff must still not sum by itself."""
-
-    def f(x, y):
-        return jc.value_and_grad(lambda p: mean_loss(p, x, y), "data")(PARAMS)
-
-    close(on_replicas(runner, f, 8, X, Y), on_one_device(mean_loss))
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_has_aux_comes_back_as_each_replicas_own(runner):
-    f = jc.value_and_grad(lambda p, x, y: (mean_loss(p, x, y), x[0, 0]), "data", has_aux=True)
-    g = jc.grad(lambda p, x, y: (mean_loss(p, x, y), x[0, 0]), "data", has_aux=True)
-
-    def both(x, y):
-        (value, aux), grads = f(PARAMS, x, y)
-        grads2, aux2 = g(PARAMS, x, y)
-        return value, jc.all_reduce("sum", aux - aux2, "data"), jc.all_reduce("sum", aux, "data"), (
-            grads, grads2)  # fmt: skip
-
-    value, zero, firsts, (grads, grads2) = on_replicas(runner, both, 4, X, Y)
-    close((value, grads), on_one_device(mean_loss))
-    close(grads2, grads)
-    assert zero == 0
-    np.testing.assert_allclose(firsts, X[::4, 0].sum(), rtol=1e-6)
-
-
-@pytest.mark.parametrize("runner", ["pmap", "checked", "unchecked"])
-@pytest.mark.parametrize("argnums", [1, -1, (0, 1), (1, 0)])
-def test_argnums(runner, argnums):
-    loss = lambda s, p, x, y: s * mean_loss(p, x, y)
-    swapped = lambda x, y, s, p: loss(s, p, x, y)
-    if argnums == -1:
-        f = jc.value_and_grad(swapped, "data", argnums=-1)
-        got = on_replicas(runner, lambda x, y: f(x, y, 2.0, PARAMS), 4, X, Y)
-        close(got, jax.value_and_grad(swapped, argnums=-1)(X, Y, 2.0, PARAMS))
-        return
-    f = jc.value_and_grad(loss, "data", argnums=argnums)
-    got = on_replicas(runner, lambda x, y: f(2.0, PARAMS, x, y), 4, X, Y)
-    close(got, jax.value_and_grad(loss, argnums=argnums)(2.0, PARAMS, X, Y))
 
 
 def test_keyword_arguments_are_handed_on():
@@ -180,25 +171,20 @@ def test_keyword_arguments_are_handed_on():
 @pytest.mark.parametrize("name", ["ring", "packed"])
 def test_options_reach_the_reduction(name):
     f = jc.value_and_grad(mean_loss, "data", options=OPTIONS[name])
-    text = lowered(lambda x, y: f(PARAMS, x, y), 4, *shards(4, (X, Y))).as_text()
+    text = lowered(lambda x, y: f(PARAMS, x, y), 4, *split(4, (X, Y))).as_text()
     assert ("collective_permute" in text) == (name == "ring")
     assert text.count('"stablehlo.all_reduce"') == (0 if name == "ring" else 2)
 
 
-def test_value_and_gradient_travel_together_and_autodiff_adds_nothing():
+@pytest.mark.parametrize(
+    ("call", "loss", "count"),
+    [(jc.value_and_grad, mean_loss, 3), (jc.grad, mean_loss, 2), (jc.value_and_grad, scanned_loss, 3)],
+)  # fmt: skip
+def test_value_and_gradient_travel_together_and_autodiff_adds_nothing(call, loss, count):
     """One requested all-reduce a leaf: loss, bias, weight. None that autodiff put there."""
-    f = jc.value_and_grad(mean_loss, "data")
-    text = lowered(lambda x, y: f(PARAMS, x, y), 8, *shards(8, (X, Y))).as_text()
-    assert text.count('"stablehlo.all_reduce"') == 3
-    g = jc.grad(mean_loss, "data")
-    text = lowered(lambda x, y: g(PARAMS, x, y), 8, *shards(8, (X, Y))).as_text()
-    assert text.count('"stablehlo.all_reduce"') == 2
-
-
-def test_a_scanned_loss_asks_for_no_more_collectives_either():
-    f = jc.value_and_grad(scanned_loss, "data")
-    text = lowered(lambda x, y: f(PARAMS, x, y), 8, *shards(8, (X, Y))).as_text()
-    assert text.count('"stablehlo.all_reduce"') == 3
+    f = call(loss, "data")
+    text = lowered(lambda x, y: f(PARAMS, x, y), 8, *split(8, (X, Y))).as_text()
+    assert text.count('"stablehlo.all_reduce"') == count
 
 
 def test_a_loss_that_reduces_itself_is_refused():
@@ -276,13 +262,11 @@ def test_a_type_error_of_the_users_own_stays_their_own():
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("name", ["auto", "ring", "halving_doubling"])
-@pytest.mark.parametrize("scanned", [False, True])
-def test_a_loss_may_reduce_statistics_on_the_way(runner, name, scanned):
+def test_a_loss_may_reduce_statistics_on_the_way(runner):
     """Batch normalisation over all replicas; with a constant carry too, where types allow it."""
-    options = OPTIONS[name] if name in OPTIONS else jc.CommunicationOptions(algorithm=name)
+    asked = [jc.CommunicationOptions(algorithm=a) for a in (None, "ring", "halving_doubling")]
 
-    def loss(p, x, y):
+    def loss(p, x, y, options, scanned):
         h = predict(p, x)
         mean = jc.all_reduce("mean", jnp.mean(h, axis=0, keepdims=True), "data", options=options)
         errors = (h - mean - y) ** 2
@@ -290,32 +274,27 @@ def test_a_loss_may_reduce_statistics_on_the_way(runner, name, scanned):
             return jnp.mean(errors)
         return jax.lax.scan(lambda c, e: (c + jnp.mean(e), None), 0.0, errors)[0] / x.shape[0]
 
-    if scanned and runner == "checked":
+    def grads(x, y, scanned):
+        call = jc.value_and_grad(loss, "data")
+        return [call(PARAMS, x, y, options, scanned) for options in asked]
+
+    kinds = (False, True)
+    if runner == "checked":
+        kinds = (False,)
         with pytest.raises(TypeError, match="manual axis types"):
-            on_replicas(runner, lambda x, y: jc.grad(loss, "data")(PARAMS, x, y), 4, X, Y)
-        return
-    got = on_replicas(runner, lambda x, y: jc.value_and_grad(loss, "data")(PARAMS, x, y), 4, X, Y)
+            on_replicas(runner, lambda x, y: grads(x, y, True), 4, X, Y)
 
     def whole(p):
         h = predict(p, X)
         return jnp.mean((h - jnp.mean(h, axis=0, keepdims=True) - Y) ** 2)
 
-    close(got, jax.value_and_grad(whole)(PARAMS))
-
-
-def test_hessian_vector_products_go_through():
-    v = jax.tree.map(jnp.ones_like, PARAMS)
-
-    def f(x, y):
-        return jax.jvp(lambda p: jc.grad(mean_loss, "data")(p, x, y), (PARAMS,), (v,))[1]
-
-    want = jax.jvp(lambda p: jax.grad(mean_loss)(p, X, Y), (PARAMS,), (v,))[1]
-    for runner in ("checked", "unchecked", "pmap"):
-        close(on_replicas(runner, f, 4, X, Y), want, rtol=1e-4, atol=1e-5)
+    got = on_replicas(runner, lambda x, y: [grads(x, y, kind) for kind in kinds], 4, X, Y)
+    want = jax.value_and_grad(whole)(PARAMS)
+    for each in (one for kind in got for one in kind):
+        close(each, want)
 
 
 def test_a_step_of_optax_on_a_two_axis_mesh():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
     tx = optax.adam(1e-2)
     state = tx.init(PARAMS)
 
@@ -326,9 +305,9 @@ def test_a_step_of_optax_on_a_two_axis_mesh():
         return optax.apply_updates(p, updates), s
 
     rowwise = P(("node", "data"))
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), rowwise, rowwise), out_specs=P())
+    specs = (P(), P(), rowwise, rowwise)
+    mapped = jax.shard_map(step, mesh=grid(2, 4), in_specs=specs, out_specs=P())
     got, _ = jax.jit(mapped, donate_argnums=1)(PARAMS, jax.tree.map(jnp.array, state), X, Y)
     with jax.numpy_dtype_promotion("standard"):
         updates, _ = tx.update(jax.grad(mean_loss)(PARAMS, X, Y), state, PARAMS)
     close(got, optax.apply_updates(PARAMS, updates), atol=1e-5)
-    assert mesh_of(1).size == 1

@@ -1,13 +1,12 @@
 """One algorithm within groups of replicas, another between them: any two, over any mesh."""
 
-import itertools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import noise, rows
+from cases import grid, noise, rows
 
 import jaxcoll as jc
 
@@ -18,53 +17,57 @@ MESHES = ((2, 4), (1, 8), (8, 1), (1, 1))
 
 
 def mapped(f, shape, *, checked=True, in_specs=None, out_specs=None):
-    names = "pod node data".split()[-len(shape) :]
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), names)
+    mesh = grid(*shape)
+    names = mesh.axis_names
     return jax.jit(
         jax.shard_map(
-            lambda *args: f(tuple(names), *args), mesh=mesh, check_vma=checked,
-            in_specs=P(tuple(names)) if in_specs is None else in_specs,
+            lambda *args: f(names, *args), mesh=mesh, check_vma=checked,
+            in_specs=P(names) if in_specs is None else in_specs,
             out_specs=P() if out_specs is None else out_specs,
         )
     )  # fmt: skip
 
 
-def reduced(algorithm, shape, x, *, checked=True, op="sum", **more):
-    options = jc.CommunicationOptions(algorithm=algorithm, **more)
+def reduced(algorithms, shape, x, *, checked=True, op="sum", **more):
+    """The sum by each algorithm, in one program."""
+    asked = [jc.CommunicationOptions(algorithm=a, **more) for a in algorithms]
     return mapped(
-        lambda names, v: jc.all_reduce(op, v, names, options=options), shape, checked=checked
-    )(x)
+        lambda names, v: [jc.all_reduce(op, v, names, options=options) for options in asked],
+        shape, checked=checked,
+    )(x)  # fmt: skip
 
 
-def agrees(got, x):
-    for g, v in zip(jax.tree.leaves(got), jax.tree.leaves(x), strict=True):
-        np.testing.assert_array_equal(g[0], np.asarray(v).sum(0))
-        assert len({np.asarray(s.data).tobytes() for s in g.addressable_shards}) == 1
+def agrees(found, x):
+    for got in found:
+        for g, v in zip(jax.tree.leaves(got), jax.tree.leaves(x), strict=True):
+            np.testing.assert_array_equal(g[0], np.asarray(v).sum(0))
+            assert len({np.asarray(s.data).tobytes() for s in g.addressable_shards}) == 1
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "shape", "checked"),
+    ("algorithms", "shape", "checked"),
     [
-        *((f"{a}/{b}", (2, 3), True) for a, b in itertools.product(ALL, ALL)),
-        *((name, shape, True) for name in TENSORFLOW[1:3] for shape in MESHES),
-        *((name, (4, 2), True) for name in TENSORFLOW),
-        *((name, (2, 3), False) for name in TENSORFLOW),
+        *(([f"{a}/{b}" for b in ALL], (2, 3), True) for a in ALL),
+        *((TENSORFLOW[1:3], shape, True) for shape in MESHES),
+        (TENSORFLOW, (4, 2), True),
+        (TENSORFLOW, (2, 3), False),
     ],
 )
-def test_any_two_algorithms_make_an_all_reduce(algorithm, shape, checked):
+def test_any_two_algorithms_make_an_all_reduce(algorithms, shape, checked):
     n = math.prod(shape)
     x = {"a": rows(n, 3, 5), "b": rows(n), "c": rows(n, 7, dtype=np.int32)}
-    agrees(reduced(algorithm, shape, x, checked=checked), x)
+    agrees(reduced(algorithms, shape, x, checked=checked), x)
 
 
-@pytest.mark.parametrize("algorithm", ["nccl/rechd", "ring/shuffle", "ring/native/ring"])
-def test_of_three_axes_the_last_part_of_a_name_takes_what_is_left(algorithm):
+def test_of_three_axes_the_last_part_of_a_name_takes_what_is_left():
+    algorithms = ["nccl/rechd", "ring/shuffle", "ring/native/ring"]
     x = rows(8, 11)
-    agrees(reduced(algorithm, (2, 2, 2), x), x)
-    options = jc.CommunicationOptions(algorithm=algorithm)
-    plan = jc.plan(np.zeros(11), axis_size=(2, 3, 5), options=options)
-    spans = [stage.axes for stage in plan.stages(plan.packs[0])]
-    assert spans == ([(2,), (0, 1)] if algorithm.count("/") == 1 else [(2,), (1,), (0,)])
+    agrees(reduced(algorithms, (2, 2, 2), x), x)
+    for algorithm in algorithms:
+        options = jc.CommunicationOptions(algorithm=algorithm)
+        plan = jc.plan(np.zeros(11), axis_size=(2, 3, 5), options=options)
+        spans = [stage.axes for stage in plan.stages(plan.packs[0])]
+        assert spans == ([(2,), (0, 1)] if algorithm.count("/") == 1 else [(2,), (1,), (0,)])
 
 
 @pytest.mark.parametrize("algorithm", ["nccl/xring", "halving_doubling/shuffle"])
@@ -77,19 +80,20 @@ def test_two_nested_vmaps_are_a_mesh_too(algorithm):
 
 
 @pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("algorithm", ["nccl/xring", "nccl/rechd", "pscpu/pscpu"])
-def test_the_derivative_is_the_same_reduction(algorithm, checked):
-    options = jc.CommunicationOptions(algorithm=algorithm)
-
+def test_the_derivative_is_the_same_reduction(checked):
     def f(names, x, ct):
-        reduce = lambda v: jc.all_reduce("sum", v, names, options=options)
-        return jax.grad(lambda v: jnp.vdot(reduce(v), ct))(x)
+        found = []
+        for algorithm in ("nccl/xring", "nccl/rechd", "pscpu/pscpu"):
+            options = jc.CommunicationOptions(algorithm=algorithm)
+            reduce = lambda v, o=options: jc.all_reduce("sum", v, names, options=o)
+            found.append(jax.grad(lambda v, reduce=reduce: jnp.vdot(reduce(v), ct))(x))
+        return found
 
     ct = noise(6, 5)
     spec = P(("node", "data"))
-    got = mapped(f, (2, 3), checked=checked, in_specs=spec, out_specs=spec)(rows(6, 5), ct)
     want = np.broadcast_to(np.asarray(ct, np.float64).sum(0), ct.shape)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    for got in mapped(f, (2, 3), checked=checked, in_specs=spec, out_specs=spec)(rows(6, 5), ct):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_leaf_that_varies_along_one_axis_only_needs_one_of_the_two():
@@ -110,19 +114,19 @@ def test_a_leaf_that_varies_along_one_axis_only_needs_one_of_the_two():
 
 def test_a_mean_over_both_axes():
     x = rows(6, 5)
-    got = reduced("nccl/xring", (2, 3), x, op="mean")
+    (got,) = reduced(["nccl/xring"], (2, 3), x, op="mean")
     np.testing.assert_allclose(got[0], np.asarray(x).mean(0), rtol=1e-6)
 
 
 def test_shards_are_owned_by_workers_where_a_shuffle_is_between_them():
     x = rows(8, 13)
     for shards in (1, 2, 4):
-        agrees(reduced("nccl/pscpu", (4, 2), x, shards=shards), x)
+        agrees(reduced(["nccl/pscpu"], (4, 2), x, shards=shards), x)
     with pytest.raises(
         ValueError, match=r"`shards` is 5, but the shuffle of 'native/shuffle' runs over 4 replicas"
     ):
-        reduced("nccl/pscpu", (4, 2), x, shards=5)
-    agrees(reduced("pscpu/xring", (4, 2), x, shards=5), x)
+        reduced(["nccl/pscpu"], (4, 2), x, shards=5)
+    agrees(reduced(["pscpu/xring"], (4, 2), x, shards=5), x)
 
 
 def test_a_single_axis_is_told_that_a_pair_is_needed():
@@ -137,24 +141,21 @@ def test_a_single_axis_is_told_that_a_pair_is_needed():
     )
 
 
-@pytest.mark.parametrize("algorithm", ["native", "ring", "halving_doubling", "shuffle"])
 @pytest.mark.parametrize(
     ("order", "checks"), [("acb", True), ("bca", True), ("cba", True), ("bca", False)]
 )
-def test_axes_in_another_order_than_the_meshs_are_the_same_sum(algorithm, order, checks):
+def test_axes_in_another_order_than_the_meshs_are_the_same_sum(order, checks):
     """JAX's ppermute counts replicas in the mesh's order, its axis_index in that of the names."""
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    options = jc.CommunicationOptions(algorithm=algorithm)
-    spec = jax.sharding.PartitionSpec
+    asked = [jc.CommunicationOptions(algorithm=algorithm) for algorithm in ALL]
+    axes = tuple(order)
     x = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (8, 11)), jnp.float32)
 
     def f(v):
-        total = jc.all_reduce("sum", v[0], tuple(order), options=options)
-        return total, jc.all_gather(v, tuple(order), options=options)
+        sums = [jc.all_reduce("sum", v[0], axes, options=options) for options in asked]
+        return sums, [jc.all_gather(v, axes, options=options) for options in asked]
 
-    mapped = jax.shard_map(
-        f, mesh=mesh, in_specs=spec(tuple(order)), out_specs=spec(), check_vma=checks
-    )
-    total, rows = jax.jit(mapped)(x)
-    np.testing.assert_array_equal(total, np.asarray(x).sum(0))
-    np.testing.assert_array_equal(rows, x)
+    program = jax.shard_map(f, mesh=mesh, in_specs=P(axes), out_specs=P(), check_vma=checks)
+    for total, gathered in zip(*jax.jit(program)(x), strict=True):
+        np.testing.assert_array_equal(total, np.asarray(x).sum(0))
+        np.testing.assert_array_equal(gathered, x)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import RUNNERS, run
+from cases import RUNNERS, grid, run
 
 import jaxcoll as jc
 
@@ -41,7 +41,7 @@ def test_of_shards_over_all_replicas(runner):
 
 def test_what_every_replica_holds_counts_once_beside_shards():
     """Over two axes: whole, a shard over one axis, a shard over both. One scalar travels."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
+    mesh = grid(2, 4)
     both, spec = ("node", "data"), jax.sharding.PartitionSpec
     specs = {"whole": spec(), "some": spec("data"), "all": spec(both)}
     tree = {k: RNG.standard_normal(16).astype("f") for k in specs}
@@ -61,7 +61,7 @@ def test_what_every_replica_holds_counts_once_beside_shards():
 @pytest.mark.parametrize("checks", [True, False])
 def test_shards_and_what_stands_beside_them_count_once_whatever_types_say(checks):
     """Shards over one axis and over both, and an array that all replicas hold."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
+    mesh = grid(2, 4)
     both, arrays = ("node", "data"), [RNG.standard_normal(300).astype("f") for _ in range(3)]
     tree = [jc.shard(arrays[0], "data", mesh=mesh), jc.shard(arrays[1], both, mesh=mesh), arrays[2]]
 

@@ -8,18 +8,15 @@ import numpy as np
 import optax
 import pytest
 from cases import close as nearly
-from cases import mesh_of
+from cases import grid, mesh_of
 from jax import lax
-from jax.sharding import AxisType
 
 import jaxcoll as jc
 from jaxcoll import _compat
 
 P = jax.sharding.PartitionSpec
 RNG = np.random.default_rng(3)
-MESH = jax.sharding.Mesh(
-    np.array(jax.devices()).reshape(2, 4), ("node", "data"), axis_types=(AxisType.Auto,) * 2
-)
+MESH = grid(2, 4)
 BOTH = ("node", "data")
 close = functools.partial(nearly, shapes=True, rtol=1e-4, atol=1e-5)
 ROWS = 4

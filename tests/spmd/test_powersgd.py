@@ -5,9 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from cases import RUNNERS, mesh_of, per_replica
+from cases import RUNNERS, grid, mesh_of, per_replica, refused, vmapped
 
 import jaxcoll as jc
 from jaxcoll._feedback.all_reduce import all_reduce
@@ -145,8 +144,6 @@ def test_right_factors_follow_the_gradients():
 def test_the_mean_of_many_sums_is_the_sum_with_feedback_alone(feedback):
     g, steps = gaussian(4, 24, 20), 200
 
-    @jax.jit
-    @functools.partial(jax.vmap, axis_name="data")
     def f(g):
         start = jc.residual(g, "data", options=OPTIONS)
 
@@ -160,7 +157,7 @@ def test_the_mean_of_many_sums_is_the_sum_with_feedback_alone(feedback):
         return jax.lax.scan(turn, (start, 0 * g), None, length=steps)[0][1] / steps
 
     want = g.astype("f8").sum(0)
-    error = np.linalg.norm(np.float64(f(g)[0]) - want) / np.linalg.norm(want)
+    error = np.linalg.norm(np.float64(vmapped(f, g)[0]) - want) / np.linalg.norm(want)
     assert error < 0.05 if feedback else error > 0.5
 
 
@@ -180,7 +177,7 @@ def test_factors_are_sums_like_any_other(more):
 @pytest.mark.parametrize("op", ["mean", "sum"])
 def test_what_a_narrow_type_cannot_hold_is_owed_too(op):
     g = jnp.asarray(gaussian(3, 40, 30), jnp.bfloat16)
-    total, residual = jax.jit(jax.vmap(lambda g: reduced(op, {"w": g}), axis_name="data"))(g)
+    total, residual = vmapped(lambda g: reduced(op, {"w": g}), g)
     assert total["w"].dtype == jnp.bfloat16
     sent = np.asarray(total["w"][0], "f8") * (3 if op == "mean" else 1)
     want = np.asarray(g, "f8").sum(0)
@@ -225,8 +222,7 @@ def test_rounding_is_the_identity_to_derivatives(runner):
 
 
 def test_derivatives_pass_an_axis_of_size_1():
-    axes, x = ("node", "data"), gaussian(2, 20, 20)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(1, 2), axes)
+    mesh, axes, x = grid(1, 2), ("node", "data"), gaussian(2, 20, 20)
 
     def f(x):
         residual = jc.residual(x, axes, options=OPTIONS)
@@ -243,26 +239,6 @@ def loss(w, x):
 
 def parameters():
     return {"w": gaussian(40, 30), "b": np.ones(3, "f")}
-
-
-@pytest.mark.parametrize("call", ["value_and_grad", "grad", "accumulate"])
-def test_gradients_take_and_return_the_residual_through_data_parallel(call):
-    mesh, w, x = mesh_of(N), parameters(), gaussian(8 * N, 40)
-    more = (2,) if call == "accumulate" else ()
-    take = lambda options, **on: getattr(jc, call)(loss, "data", *more, options=options, **on)
-
-    def step(w, residual, x):
-        found = take(OPTIONS, feedback=True)(w, x, residual=residual)
-        exact = take(None)(w, x)
-        return *found, exact if call == "grad" else exact[1]
-
-    residual = jc.residual(w, mesh=mesh, options=OPTIONS)
-    assert residual.right["['w']"].sharding.spec == P()
-    *_, grads, residual, exact = jc.data_parallel(step, mesh=mesh)(w, residual, x)
-    left = jc.unshard(residual).owed
-    for leaf in w:
-        np.testing.assert_allclose(grads[leaf] + left[leaf] / N, exact[leaf], rtol=1e-4, atol=1e-5)
-    assert np.abs(left["w"]).max() > 0.1
 
 
 def test_gradients_of_what_is_a_replicas_own_travel_exactly_beside_it():
@@ -283,39 +259,6 @@ def test_gradients_of_what_is_a_replicas_own_travel_exactly_beside_it():
     np.testing.assert_allclose(own, want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(grad, want.sum(0), atol=1e-4)  # of rank 1
     assert jc.unshard(left)["own"].sum() == 0
-
-
-def test_an_optax_chain_keeps_it_as_its_state():
-    mesh, w, x = mesh_of(N), parameters(), gaussian(8 * N, 40)
-    link = jc.all_reduce_updates("data", options=OPTIONS, feedback=True, mesh=mesh)
-    tx = optax.chain(link, optax.sgd(1.0))
-
-    def step(w, state, x):
-        own = jax.tree.map(lambda v: jax.lax.pcast(v, ("data",), to="varying"), w)
-        return tx.update(jax.grad(loss)(own, x), state)
-
-    updates, state = jc.data_parallel(step, mesh=mesh)(w, tx.init(w), x)
-    exact, left = jax.grad(loss)(w, x), jc.unshard(state[0]).owed
-    np.testing.assert_allclose(-updates["w"] + left["w"] / N, exact["w"], rtol=1e-4, atol=1e-5)
-
-
-def test_a_checkpoint_goes_on_with_any_number_of_replicas(tmp_path):
-    w, step = parameters(), jax.jit(lambda r, g: reduced("sum", g, r)[1])
-    f = lambda r, g: step(r, {k: x[0] for k, x in g.items()})
-    g = {"w": gaussian(N, 40, 30), "b": gaussian(N, 3)}
-    start = jc.residual(w, mesh=mesh_of(N), options=OPTIONS)
-    specs = jax.tree.map(lambda x: x.sharding.spec, start)
-    run = jax.shard_map(f, mesh=mesh_of(N), in_specs=(specs, P("data")), out_specs=specs)
-    residual = jax.jit(run)(start, g)
-    jc.save_checkpoint(tmp_path / "r.npz", residual)
-    total = jc.unshard(residual)
-    assert np.abs(total.owed["w"]).max() > 1
-    for n in (1, 3):
-        like = jc.residual(w, mesh=mesh_of(n), options=OPTIONS)
-        again, _ = jc.restore_checkpoint(tmp_path / "r.npz", like)
-        assert again.owed.layout.replicas == n
-        for a, b in zip(jax.tree.leaves(jc.unshard(again)), jax.tree.leaves(total), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_bytes_are_those_of_the_plan_in_the_compiled_program():
@@ -381,11 +324,6 @@ def test_a_rank_larger_than_pays_sends_all_exactly():
         assert (plan.nbytes == 4 * 1205) == exactly
         assert (jc.residual(value, mesh=mesh_of(2), options=options).right == {}) == exactly
     assert "0 matrices" in str(plan)
-
-
-def refused(words, f, *args, error=ValueError):
-    with pytest.raises(error, match=words):
-        jax.eval_shape(jax.vmap(f, axis_name="data"), *args)
 
 
 def test_no_feedback_or_none_that_could_be_kept_is_refused():
@@ -454,14 +392,6 @@ def test_another_format_keeps_the_right_factors():
         total, after = jc.all_reduce("sum", g, "data", residual=residual)
         return total, after, residual
 
-    total, after, before = jax.jit(jax.vmap(f, axis_name="data"))(g)
+    total, after, before = vmapped(f, g)
     np.testing.assert_allclose(total["w"][0], g["w"].sum(0), atol=1e-6)
     np.testing.assert_array_equal(after.right["['w']"], before.right["['w']"])
-
-
-def test_shapes_alone_are_enough_for_a_residual():
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parameters())
-    abstract = jax.sharding.AbstractMesh((2,), ("data",))
-    for mesh in (abstract, mesh_of(2)):
-        residual = jc.residual(shapes, mesh=mesh, options=OPTIONS)
-        assert [x.shape for x in jax.tree.leaves(residual)] == [(2, 128), (20, 128), (30, 2)]

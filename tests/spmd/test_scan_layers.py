@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import close, mesh_of
+from cases import close, grid, mesh_of
 from jax import lax
-from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxcoll as jc
@@ -194,9 +193,7 @@ def test_gradients_in_shards_are_reduced_no_more(again, checks):
         jc.data_parallel(step, checks=checks).lower({"large": shards, "norm": STACK["b"]}, X)
 
 
-HYBRID = Mesh(
-    np.array(jax.devices()).reshape(2, 4), ("node", "data"), axis_types=(AxisType.Auto,) * 2
-)
+HYBRID = grid(2, 4)
 WORDS = {"w": "data", "v": "data", "b": False}
 
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OPTIONS, RUNNERS, mesh_of, per_replica
+from cases import OPTIONS, RUNNERS, grid, mesh_of, per_replica, split
 from cases import close as nearly
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jaxcoll as jc
 from jaxcoll import _compat
@@ -103,28 +103,29 @@ def out_of_rows(shards):
     return jax.tree.map(whole, shards)
 
 
-@pytest.mark.parametrize(
-    ("runner", "loss", "name"),
-    [
-        *((runner, loss, "auto") for runner in RUNNERS for loss in (mean, weighted)),
-        ("checked", total, "ring"),
-        ("unchecked", mean, "shuffle"),
-        ("pmap", total, "halving_doubling"),
-    ],
-)
-def test_gradients_come_in_the_same_shards_reduced(runner, loss, name):
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_gradients_come_in_the_same_shards_reduced(runner):
     n = 3
-    op = "sum" if loss is total else "mean"
-    step = jc.value_and_grad(
-        gathering(loss, options=OPTIONS[name]), "data", reduce_op=op, options=OPTIONS[name]
-    )
-    shares = [x.reshape(n, -1, *x.shape[1:]) for x in (X, MASK)]
+    cases = [(mean, "auto"), (weighted, "auto")]
+    cases += {"checked": [(total, "ring")], "unchecked": [(mean, "shuffle")],
+              "pmap": [(total, "halving_doubling")]}.get(runner, [])  # fmt: skip
+
+    def steps(shards, x, mask):
+        found = []
+        for loss, name in cases:
+            options, op = OPTIONS[name], "sum" if loss is total else "mean"
+            f = gathering(loss, options=options)
+            take = jc.value_and_grad(f, "data", reduce_op=op, options=options)
+            found.append(take(shards, x, mask))
+        return found
+
     shards = in_shards(n)
-    value, grads = per_replica(runner, step, n, in_rows(n, shards), *shares)
-    assert jax.tree.structure(grads) == jax.tree.structure(shards)
-    want, want_grads = on_one_device(loss)
-    np.testing.assert_allclose(value, np.full(n, want), rtol=1e-5)
-    close(jc.unshard(out_of_rows(grads)), want_grads)
+    found = per_replica(runner, steps, n, in_rows(n, shards), *split(n, (X, MASK)))
+    for (loss, _), (value, grads) in zip(cases, found, strict=True):
+        assert jax.tree.structure(grads) == jax.tree.structure(shards)
+        want, want_grads = on_one_device(loss)
+        np.testing.assert_allclose(value, np.full(n, want), rtol=1e-5)
+        close(jc.unshard(out_of_rows(grads)), want_grads)
 
 
 @pytest.mark.parametrize("checks", [None, True, False])
@@ -148,24 +149,29 @@ def test_a_wrapped_step_sends_two_gathers_and_one_reduce_scatter(checks):
     assert kinds == ["all_gather", "all_gather", "reduce_scatter", "reduce_scatter", "all_reduce"]
 
 
-@pytest.mark.parametrize(("pieces", "loss"), [(3, mean), (3, weighted), (1, mean)])
-def test_micro_batches_are_added_up_in_shards(pieces, loss):
+def test_micro_batches_are_added_up_in_shards():
     """Each piece's gradients are reduce-scattered: whole ones would have no room."""
-    ring = OPTIONS["ring"]
-    f = jc.accumulate(
-        gathering(loss, options=ring), "data", pieces, batch_argnums=(1, 2), options=ring
-    )
-    step = jc.data_parallel(f, mesh=mesh_of(4), batch_argnums=(1, 2))
-    value, grads = step(in_shards(4), X, MASK)
-    want, want_grads = on_one_device(loss)
-    np.testing.assert_allclose(value, want, rtol=1e-5)
-    close(jc.unshard(grads), want_grads)
+    ring, cases = OPTIONS["ring"], [(3, mean), (3, weighted), (1, mean)]
+
+    def steps(shards, x, mask):
+        more = {"batch_argnums": (1, 2), "options": ring}
+        calls = [
+            jc.accumulate(gathering(loss, options=ring), "data", pieces, **more)
+            for pieces, loss in cases
+        ]
+        return [call(shards, x, mask) for call in calls]
+
+    step = jc.data_parallel(steps, mesh=mesh_of(4), batch_argnums=(1, 2))
+    for (_, loss), (value, grads) in zip(cases, step(in_shards(4), X, MASK), strict=True):
+        want, want_grads = on_one_device(loss)
+        np.testing.assert_allclose(value, want, rtol=1e-5)
+        close(jc.unshard(grads), want_grads)
 
 
 @pytest.mark.parametrize("checks", [True, False])
 def test_shards_within_a_host_are_copied_between_hosts(checks):
     """Hybrid sharding: the gradients of the copies are reduced, and nothing else is."""
-    mesh = jax.make_mesh((2, 4), ("node", "data"), axis_types=(AxisType.Auto,) * 2)
+    mesh = grid(2, 4)
     both = ("node", "data")
     step = jc.data_parallel(
         jc.value_and_grad(gathering(mean), both),

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, lowered, mesh_of, noise, rows, run
-from jax.sharding import Mesh
+from cases import RUNNERS, grid, lowered, mesh_of, noise, per_replica, rows, run
 
 import jaxcoll as jc
 from jaxcoll import IndexedSlices
@@ -140,24 +139,17 @@ def test_it_is_the_reduction_of_the_dense_array_with_every_row_kept(runner, n, o
 )
 def test_L44_its_derivative_is_that_of_the_dense_reduction(runner, op):
     n = 4
-    x, i, weight = noise(n, 3, 2), indices(n, 3), rows(n, 6, 2, seed=5)
 
-    def loss(sparsely):
-        def f(v, i, w):
-            whole = IndexedSlices(v, i, (6, 2))
-            if sparsely:
-                total = jc.all_reduce(op, whole, "data").to_dense()
-            else:
-                total = jc.all_reduce(op, whole.to_dense(), "data")
-            return jnp.sum(total * w)
+    def f(v, i, w):
+        def loss(v, sparsely):
+            rows = IndexedSlices(v, i, (6, 2))
+            total = jc.all_reduce(op, rows if sparsely else rows.to_dense(), "data")
+            return jnp.sum((total.to_dense() if sparsely else total) * w)
 
-        if runner == "checked":
-            body = lambda v, i, w: jax.grad(f)(v[0], i[0], w[0])[None]
-            mapped = jax.shard_map(body, mesh=mesh_of(n), in_specs=P("data"), out_specs=P("data"))
-            return jax.jit(mapped)(x, i, weight)
-        return run(runner, jax.jit(jax.grad(f)), n, x, i, weight)
+        return [jax.grad(loss)(v, sparsely) for sparsely in (True, False)]
 
-    np.testing.assert_allclose(loss(True), loss(False), rtol=1e-5)
+    got, want = per_replica(runner, f, n, noise(n, 3, 2), indices(n, 3), rows(n, 6, 2, seed=5))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_L44_the_derivative_from_outside_is_each_replicas_own_slice():
@@ -171,7 +163,7 @@ def test_L44_the_derivative_from_outside_is_each_replicas_own_slice():
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_F19_F20_H19_dense_and_sparse_in_one_call_keep_their_places(runner):
+def test_F16_F17_F19_F20_H19_dense_and_sparse_in_one_call_keep_their_places(runner):
     x = rows(3, 2)
 
     def f(x):
@@ -187,25 +179,24 @@ def test_F19_F20_H19_dense_and_sparse_in_one_call_keep_their_places(runner):
 
 
 @pytest.mark.parametrize("runner", ["pmap", "checked"])
-@pytest.mark.parametrize("what", ["values", "indices"])
-def test_rows_that_differ_at_indices_that_do_not_or_the_reverse(runner, what):
+def test_rows_that_differ_at_indices_that_do_not_or_the_reverse(runner):
     def f(x, i):
-        v = x if what == "values" else jnp.ones((2, 3))
-        i = i if what == "indices" else jnp.arange(2)
-        return jc.all_reduce("sum", IndexedSlices(v, i), "data")
+        both = IndexedSlices(x, jnp.arange(2)), IndexedSlices(jnp.ones((2, 3)), i)
+        return [jc.all_reduce("sum", slices, "data") for slices in both]
 
-    x, i = rows(4, 2, 3), indices(4, 2)
-    got = run(runner, f, 4, x, i)
-    assert got.values.shape == (4, 8, 3)
-    want = np.concatenate(i) if what == "indices" else np.tile([0, 1], 4)
-    assert got.indices[0].tolist() == want.tolist()
+    i = indices(4, 2)
+    for got, want in zip(
+        run(runner, f, 4, rows(4, 2, 3), i), (np.tile([0, 1], 4), np.concatenate(i)), strict=True
+    ):
+        assert got.values.shape == (4, 8, 3)
+        assert got.indices[0].tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (3, 2), (8, 1), (1, 1)])
 @pytest.mark.parametrize("checked", [True, False])
 def test_replicas_along_several_axes_are_in_the_order_of_the_axes(shape, checked):
     n = shape[0] * shape[1]
-    mesh = Mesh(np.array(jax.devices()[:n]).reshape(shape), ("node", "data"))
+    mesh = grid(*shape)
     f = jax.shard_map(
         lambda i: jc.all_reduce("sum", IndexedSlices(i.astype(jnp.float32), i), ("node", "data")),
         mesh=mesh, in_specs=P(("node", "data")), out_specs=P(), check_vma=checked,
@@ -223,18 +214,18 @@ def test_a_vmap_inside_reduces_each_by_itself():
         np.testing.assert_array_equal(run(runner, jax.jit(f), 4, x, i)[0], want)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "mean"),
-    [("float16", "float16"), ("bfloat16", "bfloat16"), ("int8", "float32"), ("int32", "float32"),
-     ("complex64", "complex64"), ("float8_e5m2", "float8_e5m2")],
-)  # fmt: skip
-def test_dtypes_are_those_of_the_dense_reduction(dtype, mean):
-    x = jnp.asarray(np.arange(6).reshape(2, 3)).astype(dtype)
-    f = lambda op: lambda v: jc.all_reduce(op, IndexedSlices(v, jnp.arange(3)), "data").values
-    assert run("checked", f("sum"), 2, x).dtype == dtype
-    got = run("checked", f("mean"), 2, x)
-    assert got.dtype == mean
-    np.testing.assert_array_equal(np.asarray(got[0], "c8").real, [0, 0.5, 1, 1.5, 2, 2.5])
+def test_dtypes_are_those_of_the_dense_reduction():
+    means = {"float16": "float16", "bfloat16": "bfloat16", "int8": "float32", "int32": "float32",
+             "complex64": "complex64", "float8_e5m2": "float8_e5m2"}  # fmt: skip
+    x = {dtype: jnp.asarray(np.arange(6).reshape(2, 3)).astype(dtype) for dtype in means}
+
+    def f(x):
+        reduce = lambda op, v: jc.all_reduce(op, IndexedSlices(v, jnp.arange(3)), "data").values
+        return {k: (reduce("sum", v), reduce("mean", v)) for k, v in x.items()}
+
+    for dtype, (total, mean) in run("checked", f, 2, x).items():
+        assert (total.dtype, mean.dtype) == (dtype, means[dtype])
+        np.testing.assert_array_equal(np.asarray(mean[0], "c8").real, [0, 0.5, 1, 1.5, 2, 2.5])
 
 
 def test_the_mean_of_float16_neither_overflows_nor_loses_small_numbers():
@@ -245,12 +236,12 @@ def test_the_mean_of_float16_neither_overflows_nor_loses_small_numbers():
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize(("k", "row"), [(0, 3), (2, 0)])
-def test_nothing_to_gather(runner, k, row):
-    x, i = jnp.zeros((3, k, row)), jnp.zeros((3, k), jnp.int32)
-    f = jax.jit(lambda v, i: jc.all_reduce("mean", IndexedSlices(v, i), "data"))
-    got = run(runner, f, 3, x, i)
-    assert (got.values.shape, got.indices.shape) == ((3, 3 * k, row), (3, 3 * k))
+def test_nothing_to_gather(runner):
+    shapes = [(0, 3), (2, 0)]
+    x = [(jnp.zeros((3, k, row)), jnp.zeros((3, k), jnp.int32)) for k, row in shapes]
+    f = lambda x: [jc.all_reduce("mean", IndexedSlices(v, i), "data") for v, i in x]
+    for got, (k, row) in zip(run(runner, f, 3, x), shapes, strict=True):
+        assert (got.values.shape, got.indices.shape) == ((3, 3 * k, row), (3, 3 * k))
 
 
 def test_one_replica_emits_no_collective():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, close, lowered, mesh_of, run
+from cases import RUNNERS, close, grid, lowered, on_replicas, refused, run, split
 
 import jaxcoll as jc
 from jaxcoll import _compat
@@ -88,14 +88,6 @@ def weighted(model, sync, p, x, weight):
     )
 
 
-def shards(n, tree):
-    return jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), tree)
-
-
-def on_replicas(runner, f, n, *batch, **how):
-    return jax.tree.map(lambda x: x[0], run(runner, f, n, *shards(n, batch), **how))
-
-
 CASES = [("checked", name) for name in MODELS]
 CASES += [("unchecked", name) for name in ("nested", "used_twice", "partly")]
 CASES += [("pmap", "nested"), ("vmap", "nested"), ("vmap", "partly")]
@@ -148,7 +140,7 @@ def test_autodiff_adds_no_sum_of_its_own(typed):
         assert {"data" in _compat.varying_axes(g) for g in grads.values()} == {typed == "varying"}
         return jax.tree.map(lambda g: jax.lax.pmax(g, "data"), grads)
 
-    text = lowered(replica, 4, shards(4, X)).as_text()
+    text = lowered(replica, 4, split(4, X)).as_text()
     assert text.count('"stablehlo.all_reduce"') == 2 + 2  # ours, and `pmax`
 
 
@@ -197,7 +189,7 @@ def test_a_gradient_travels_in_the_parameters_dtype():
         text = lowered(
             lambda x: jax.grad(functools.partial(loss, sync))(PARAMS["stack"]["w"], x),
             4,
-            shards(4, X),
+            split(4, X),
         ).as_text()
         chunks = text.split('"stablehlo.all_reduce"')[1:]
         return {chunk.split("stablehlo.add", 1)[1].split("tensor<")[1][:4] for chunk in chunks}
@@ -261,7 +253,7 @@ def test_without_jit_and_under_vmap(runner):
 
 @pytest.mark.slow
 def test_along_one_of_two_axes_the_other_is_still_to_be_reduced():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
+    mesh = grid(2, 4)
     loss = functools.partial(mean_loss, scanned, sync)
     both = functools.partial(jc.sync_in_backward, axis_name=("node", "data"))
 
@@ -279,7 +271,7 @@ def test_along_one_of_two_axes_the_other_is_still_to_be_reduced():
 
 def test_one_replica_has_no_collective():
     f = jc.value_and_grad(functools.partial(mean_loss, nested, sync), "data")
-    assert "all_reduce" not in lowered(lambda x: f(PARAMS, x), 1, shards(1, X)).as_text().replace(
+    assert "all_reduce" not in lowered(lambda x: f(PARAMS, x), 1, split(1, X)).as_text().replace(
         "all_reduce_", ""
     )
 
@@ -330,26 +322,24 @@ def test_inside_a_strategys_replica_function():
     strategy = jc.MirroredStrategy(devices=jax.devices()[:4])
     f = jc.grad(functools.partial(mean_loss, scanned, lambda p: jc.sync_in_backward(p, "replica")),
                 "replica")  # fmt: skip
-    x = jc.PerReplica([jnp.asarray(row) for row in shards(4, X)])
+    x = jc.PerReplica([jnp.asarray(row) for row in split(4, X)])
     got = strategy.run(lambda p, x: f(p, x), args=(PARAMS, x))
     want = jax.grad(functools.partial(mean_loss, scanned, same))(PARAMS, X)
     close(jax.tree.map(np.asarray, strategy.experimental_local_results(got)[0]), want)
 
 
-def refused(match, tree, **given):
-    with pytest.raises(ValueError, match=match):
-        run("vmap", lambda x: sync(tree, **given) and x, 2, jnp.ones(2))
-
-
-def test_what_has_no_gradient_is_refused_by_its_path():
-    refused(r"leaf \['ids'\]: an array of int32 has no gradient.*None may stand", {"ids": np.ones(3, "i")})  # fmt: skip
-    refused(r"leaf \[1\]: an array of bool", [np.ones(3, "f"), True])
-    refused(r"the value: an array of key<fry>", jax.random.key(0))
-    refused(r"leaf \['name'\]: expected a floating array, got str", {"name": "w"})
-    refused(r"an array of float0", np.zeros(3, jax.dtypes.float0))
-
-
-def test_none_and_the_empty_tree_pass():
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"ids": np.ones(3, "i")}, r"leaf \['ids'\]: an array of int32 has no gradient.*None may stand"),
+        ([np.ones(3, "f"), True], r"leaf \[1\]: an array of bool"),
+        (jax.random.key(0), r"the value: an array of key<fry>"),
+        ({"name": "w"}, r"leaf \['name'\]: expected a floating array, got str"),
+        (np.zeros(3, jax.dtypes.float0), r"an array of float0"),
+    ],
+)  # fmt: skip
+def test_what_has_no_gradient_is_refused_by_its_path(tree, words):
+    refused(words, lambda x: sync(tree) and x, jnp.ones(2))
     assert run("vmap", lambda x: (sync(None), sync({"a": None})) and x, 2, jnp.ones(2)).tolist()
 
 
@@ -361,6 +351,7 @@ def test_a_sum_inside_a_gradient_that_is_reduced_is_refused():
 
 
 def test_an_axis_that_is_not_mapped_is_refused():
-    with pytest.raises(NameError, match="`sync_in_backward` over axis 'model': no such axis"):
-        run("vmap", lambda x: jc.sync_in_backward(x, "model"), 2, jnp.ones(2))
-    assert mesh_of(1).size == 1
+    refused(
+        "`sync_in_backward` over axis 'model': no such axis",
+        lambda x: jc.sync_in_backward(x, "model"), jnp.ones(2), error=NameError,
+    )  # fmt: skip

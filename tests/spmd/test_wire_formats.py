@@ -6,12 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, mesh_of, per_replica, run
+from cases import (
+    RUNNERS,
+    compiled_and_planned,
+    gaussian,
+    grid,
+    mesh_of,
+    per_replica,
+    refused,
+    run,
+    vmapped,
+)
 
 import jaxcoll as jc
 from jaxcoll._compat.compiler_process import has_compiler
 from jaxcoll._mesh.plan import plan_in
-from jaxcoll._observe.parse.hlo import read_hlo
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.wire_formats import int4
@@ -24,10 +33,6 @@ TOP = {"bf16": 127, "int8": 127, "int4": 7}
 ERROR = {"bf16": 0.0026, "int8": 0.0100, "int4": 0.125}
 N = 4
 P = jax.sharding.PartitionSpec
-
-
-def gaussian(n, *shape, seed=0):
-    return np.random.default_rng([seed, n, *shape]).standard_normal((n, *shape)).astype("f")
 
 
 def error(got, want):
@@ -107,8 +112,7 @@ def test_the_error_does_not_grow_with_the_replicas(name):
     errors = {}
     for n in (2, 64):
         x = gaussian(n, 1 << 17)
-        got = jax.jit(jax.vmap(f, axis_name="data"))(x)[0]
-        errors[n] = error(got, x.astype("f8").sum(0))
+        errors[n] = error(vmapped(f, x)[0], x.astype("f8").sum(0))
         assert errors[n] < ERROR[name]
     assert errors[64] / errors[2] <= 1.02
 
@@ -124,7 +128,7 @@ def test_what_a_vmap_does_not_map_is_summed_as_well(call, asked):
         value, options = jnp.full(512, 127.0), jc.CommunicationOptions(**asked)
         return getattr(jc, call)("sum", value, "data", options=options)
 
-    (found,) = jax.tree.leaves(jax.jit(jax.vmap(f, axis_name="data"))(np.zeros(2)))
+    (found,) = jax.tree.leaves(vmapped(f, np.zeros(2)))
     assert (found == 254).all()
 
 
@@ -202,30 +206,13 @@ def test_rounding_is_the_identity_to_derivatives(name, runner):
     np.testing.assert_allclose(forward, want, atol=1e-5)
 
 
-def wire(value, shape=(N,), **asked):
-    """The compiled program's collectives, and the plan."""
-    names = ("data",) if len(shape) == 1 else ("node", "data")
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), names)
-    options = jc.CommunicationOptions(**asked)
-    axes = names if len(names) > 1 else names[0]
-    f = jax.shard_map(
-        lambda t: jc.all_reduce("sum", jax.tree.map(lambda x: x[0], t), axes, options=options),
-        mesh=mesh, in_specs=P(names), out_specs=P(),
-    )  # fmt: skip
-    stacked = jax.tree.map(lambda x: jnp.zeros((mesh.size, *x.shape), x.dtype), value)
-    text = jax.jit(f).lower(stacked).compile().as_text()
-    return read_hlo(text), jc.plan(
-        value, mesh=mesh, axis_name=axes, options=options, reduce_op="sum"
-    )
-
-
 @pytest.mark.parametrize(("name", "ratio"), [("bf16", 0.503), ("int8", 0.255), ("int4", 0.135)])
 def test_bytes_are_the_formulas_in_the_compiled_program(name, ratio):
     value = {"w": np.zeros((3, 64, 256), "f"), "v": np.zeros(8192, "f"), "b": np.zeros(12, "f")}
-    collectives, plan = wire(value, compression=name)
+    _, collectives, plan = compiled_and_planned((N,), value, compression=name)
     sent = sum(c.wire_bytes for c in collectives)
     assert sent == plan.wire_bytes
-    _, exact = wire(value)
+    _, _, exact = compiled_and_planned((N,), value)
     assert sent <= ratio * exact.wire_bytes
     coded = [c for c in collectives if c.kind != "all-reduce"]
     assert {c.kind for c in coded} == {"all-to-all", "all-gather"}
@@ -262,7 +249,9 @@ def test_levels_of_int4_are_the_fitted_ones_to_the_bit(feedback):
 
 def test_a_hierarchy_codes_between_hosts_only():
     value = np.zeros((64, 256), "f")
-    collectives, plan = wire(value, (2, 4), algorithm="native/shuffle", compression="int8")
+    _, collectives, plan = compiled_and_planned(
+        (2, 4), value, algorithm="native/shuffle", compression="int8"
+    )
     assert sum(c.wire_bytes for c in collectives) == plan.wire_bytes
     coded = [c for c in collectives if "u8" in c.dtypes]
     assert [c.group_size for c in coded] == [2, 2]
@@ -272,16 +261,15 @@ def test_a_hierarchy_codes_between_hosts_only():
 
 def test_a_hierarchy_rounds_twice():
     x = gaussian(8, 5000)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
     options = jc.CommunicationOptions(algorithm="shuffle/native", compression="int8")
     f = lambda v: jc.all_reduce("sum", v[0], ("node", "data"), options=options)
-    got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(("node", "data")), out_specs=P()))(x)
+    over = jax.shard_map(f, mesh=grid(2, 4), in_specs=P(("node", "data")), out_specs=P())
+    got = jax.jit(over)(x)
     assert error(got, x.astype("f8").sum(0)) < 1.05 * ERROR["int8"]
 
 
 def test_a_hierarchy_of_one_host_rounds_nothing():
     x = gaussian(4, 600)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("node", "data"))
     options = jc.CommunicationOptions(algorithm="shuffle/native", compression="int8")
     axes = ("node", "data")
 
@@ -290,7 +278,7 @@ def test_a_hierarchy_of_one_host_rounds_nothing():
         owed = jc.residual(v[0], axes)
         return plain, *jc.all_reduce("sum", v[0], axes, options=options, residual=owed)
 
-    over = jax.shard_map(f, mesh=mesh, in_specs=P(axes), out_specs=(P(), P(), P(axes)))
+    over = jax.shard_map(f, mesh=grid(1, 4), in_specs=P(axes), out_specs=(P(), P(), P(axes)))
     plain, total, owed = jax.jit(over)(x)
     for got in (plain, total):
         np.testing.assert_allclose(got, x.astype("f8").sum(0), atol=1e-5)
@@ -318,8 +306,7 @@ def test_metrics_and_the_loss_beside_gradients_are_not_rounded():
 
     step = jc.value_and_grad(loss, "data", has_aux=True, options=OPTIONS["int4"])
     w, x = np.ones((128,), "f"), gaussian(2, 5, 128)
-    mapped = jax.jit(jax.vmap(step, in_axes=(None, 0), axis_name="data"))
-    (value, total), grads = mapped(w, x)
+    (value, total), grads = vmapped(functools.partial(step, w), x)
     np.testing.assert_allclose(value[0], x.astype("f8").sum(-1).mean(), rtol=1e-5)
     np.testing.assert_allclose(total[0], x[:, 0, :64].sum(), rtol=1e-5)
     assert 0.001 < error(grads[0], x.astype("f8").mean((0, 1))) < 0.2
@@ -412,23 +399,22 @@ def test_bfloat16_leaves_travel_as_16_bits_over_gloo_unless_something_else_is_as
 
 def test_integers_under_an_explicit_format_alone_are_refused():
     f = lambda x: jc.all_reduce("sum", x, "data", options=OPTIONS["int8"])
-    with pytest.raises(ValueError, match="reduces only int32, which travel exactly"):
-        jax.vmap(f, axis_name="data")(np.zeros((2, 600), np.int32))
+    refused("reduces only int32, which travel exactly", f, np.zeros((2, 600), np.int32))
     with pytest.raises(ValueError, match="reduces only int32"):
         jc.plan(np.zeros(600, np.int32), axis_size=2, options=OPTIONS["int8"])
 
 
-@pytest.mark.parametrize("call", ["all_gather", "broadcast", "global_norm"])
-def test_calls_that_send_exactly_refuse_a_format(call):
-    f = lambda x: getattr(jc, call)(x, "data", options=OPTIONS["int8"])
-    with pytest.raises(ValueError, match=f"`{call}` sends every value exactly"):
-        jax.vmap(f, axis_name="data")(np.zeros((2, 600), "f"))
-
-
-def test_a_half_of_a_sum_refuses_a_format():
-    f = lambda x: jc.reduce_scatter("sum", x, "data", options=OPTIONS["int8"])
-    with pytest.raises(ValueError, match="`reduce_scatter` travels exactly"):
-        jax.vmap(f, axis_name="data")(np.zeros((2, 600), "f"))
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        *((call, "sends every value exactly") for call in ("all_gather", "broadcast", "global_norm")),
+        ("reduce_scatter", "travels exactly"),
+    ],
+)  # fmt: skip
+def test_calls_that_send_exactly_refuse_a_format(call, words):
+    op = ("sum",) if call == "reduce_scatter" else ()
+    f = lambda x: getattr(jc, call)(*op, x, "data", options=OPTIONS["int8"])
+    refused(f"`{call}` {words}", f, np.zeros((2, 600), "f"))
 
 
 def test_defaults_of_a_step_do_not_round_what_is_not_a_gradient():
