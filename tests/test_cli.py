@@ -14,7 +14,7 @@ from jaxcoll.cli.main import COMMANDS, main
 
 HLO = str(Path(__file__).parent / "observe" / "golden" / "gpu-0.12.0.1-overlapped.hlo")
 RUNS = {
-    "plan": ["plan"],
+    "plan": ["plan", "--simulate", "--json", "-"],
     "inspect": ["inspect", HLO, "--json", "-"],
     "help": ["launch", "--help"],
     "doctor": ["doctor", "--json"],
@@ -42,8 +42,13 @@ def test_standard_output_that_is_closed_is_no_error(name, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize("name", [each for each in EACH if "help" not in each.values])
+# What prints by itself and what prints by a console fail at their end, or at their first write.
+@pytest.mark.parametrize(
+    ("name", "unbuffered"),
+    [pytest.param(name, unbuffered, marks=[pytest.mark.slow] * (name in SLOW))
+     for name in RUNS if name != "help"
+     for unbuffered in ("", *["1"] * (name in ("inspect", "bench")))],
+)  # fmt: skip
 def test_a_full_disk_at_standard_output_is_one_line_and_status_2(name, unbuffered, tmp_path):
     done = ran(name, ">/dev/full", tmp_path, unbuffered)
     words = f"jaxcoll {name}: standard output cannot be written: No space left on device."

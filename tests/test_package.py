@@ -36,22 +36,15 @@ def test_import_costs_less_than_a_second_beyond_jax():
         "import time, jax; start = time.process_time(); import jaxcoll; "
         "print(time.process_time() - start)"
     )
-    assert min(float(python(code)) for _ in range(3)) < 1.0
+    assert any(float(python(code)) < 1.0 for _ in range(3))
 
 
-def test_import_brings_in_nothing_optional():
-    code = (
-        "import sys, jaxcoll; "
-        "print(*sorted({'rich', 'matplotlib', 'optax', 'sklearn', 'chex'} & set(sys.modules)))"
-    )
-    assert python(code) == ""
-
-
-def test_import_leaves_the_backend_alone():
+def test_import_brings_in_nothing_optional_and_leaves_the_backend_alone():
     # JAX refuses to change the number of CPU devices once a backend exists.
     code = (
-        "import jax, jaxcoll; jax.config.update('jax_num_cpu_devices', 3); "
-        "print(jax.device_count())"
+        "import sys, jax, jaxcoll; "
+        "print(*sorted({'rich', 'matplotlib', 'optax', 'sklearn', 'chex'} & set(sys.modules))); "
+        "jax.config.update('jax_num_cpu_devices', 3); print(jax.device_count())"
     )
     assert python(code, XLA_FLAGS="") == "3"
 

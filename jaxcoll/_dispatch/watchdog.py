@@ -102,12 +102,12 @@ class Watchdog:
             self._let_go()
 
     def _serve(self) -> None:
-        """Handle messages, and beat in between, until this process ends."""
+        """Handle messages, with a heartbeat in between, until this process ends."""
         peers, keys = self.peers, self.peers.store
         inbox, bell, state = (peers.key(x, peers.process) for x in ("inbox", "bell", "state"))
         keys.delete(inbox)  # what others sent to a predecessor
         keys.set(state, "here")
-        due, beats = time.monotonic(), 0
+        due, heartbeats = time.monotonic(), 0
         while not self._ended:
             with contextlib.suppress(TimeoutError):
                 keys.get(bell, max(0.0, due - time.monotonic()))
@@ -118,8 +118,8 @@ class Watchdog:
                         self._handle(message(text))
                     keys.delete(f"{inbox}/{name}")
             if time.monotonic() >= due:
-                due, beats = time.monotonic() + HEARTBEAT_SECONDS, beats + 1
-                if beats % OWN_RING == 0:
+                due, heartbeats = time.monotonic() + HEARTBEAT_SECONDS, heartbeats + 1
+                if heartbeats % OWN_RING == 0:
                     keys.set(bell, "1")
                 peers.look()
                 for each in list(self.watched.values()):

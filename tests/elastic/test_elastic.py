@@ -14,7 +14,6 @@ from jaxcoll._cluster.rendezvous import reach
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._elastic import replicated_state
 from jaxcoll._elastic.generation import Generation, RegroupError
-from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState, agreeing
 from jaxcoll._elastic.step_call import outcome_of
 
@@ -117,22 +116,17 @@ def test_a_step_that_returns_no_state_is_refused(function, words):
         ({"min_workers": 3, "max_workers": 2}, r"`max_workers` \(2\) is below `min_workers` \(3\)"),
         ({"timeout_seconds": float("nan")}, "`timeout_seconds` to be a number of seconds above 0; got nan"),
         ({"startup_seconds": -1}, "`startup_seconds` to be a number of seconds above 0; got -1"),
+        ({"step": lambda s, x: (s, x)}, "made by `jc.data_parallel`, or by `jc.local_updates`; got function"),
+        ({"step": jc.data_parallel(lambda s, x: (s, x), donate_argnums=0)},
+         r"must not donate it; got donate_argnums=\(0,\)"),
+        ({"step": jc.data_parallel(lambda s, x: (s, x), axis_name=("a", "b"))},
+         "over one axis, along which workers may leave"),
     ],
 )  # fmt: skip
-def test_bad_numbers_are_refused(settings, words):
+def test_bad_numbers_and_steps_that_do_not_fit_are_refused(settings, words):
+    settings = {"step": step, **settings}
     with pytest.raises(ValueError, match=words):
-        jc.Elastic(step, START, **settings)
-
-
-def test_steps_that_do_not_fit_are_refused():
-    with pytest.raises(
-        ValueError, match="made by `jc.data_parallel`, or by `jc.local_updates`; got function"
-    ):
-        jc.Elastic(lambda s, x: (s, x), START)
-    with pytest.raises(ValueError, match=r"must not donate it; got donate_argnums=\(0,\)"):
-        jc.Elastic(jc.data_parallel(lambda s, x: (s, x), donate_argnums=0), START)
-    with pytest.raises(ValueError, match="over one axis, along which workers may leave"):
-        jc.Elastic(jc.data_parallel(lambda s, x: (s, x), axis_name=("a", "b")), START)
+        jc.Elastic(settings.pop("step"), START, **settings)
 
 
 class Present:
@@ -279,9 +273,8 @@ def test_what_fails_because_time_was_up_is_no_failure(monkeypatch):
     def fails(call, membership, seconds, what):
         if what == "step 1" and left[0]:
             left[0] -= 1
-            membership.ask(
-                "step 1 did not finish within 60 s", late=True
-            )  # on another worker, first
+            # On another worker, first.
+            membership.ask("step 1 did not finish within 60 s", late=True)
             raise RuntimeError("Connection closed by peer")
         return outcome_of(call, membership, seconds, what)
 
@@ -291,17 +284,10 @@ def test_what_fails_because_time_was_up_is_no_failure(monkeypatch):
     assert (trainer.finished, left) == (3, [0])
 
 
-@pytest.mark.parametrize(("by_others", "step_saved"), [(0, 3), (50, 50)])
+@pytest.mark.parametrize(("by_others", "step_saved"), [(0, 3), (7, 7)])
 def test_when_the_coordinator_dies_the_state_is_saved_and_it_says_so(
-    tmp_path, monkeypatch, by_others, step_saved
+    tmp_path, memberships, by_others, step_saved
 ):
-    memberships = []
-    enter = Membership.enter
-    monkeypatch.setattr(
-        Membership,
-        "enter",
-        lambda membership, *at: memberships.append(membership) or enter(membership, *at),
-    )
     path = tmp_path / "last.npz"
 
     def die(finished, loss):
@@ -329,28 +315,7 @@ def test_a_coordinator_that_died_before_the_run_is_an_error_in_words(monkeypatch
         assert not thread.is_alive(), thread.name
 
 
-def test_one_that_was_stopped_meanwhile_leaves_the_others_checkpoint(tmp_path, monkeypatch):
-    enter, path = Membership.enter, tmp_path / "last.npz"
-    memberships = []
-    monkeypatch.setattr(
-        Membership,
-        "enter",
-        lambda membership, *at: memberships.append(membership) or enter(membership, *at),
-    )
-
-    def wake(finished, loss):
-        if finished == 3:
-            jc.save_checkpoint(path, START, step=7)
-            memberships[0].lose_coordinator()
-
-    with pytest.raises(jc.PeerLostError, match="The state after step 7 is saved in"):
-        jc.Elastic(step, START, checkpoint=path, report=wake).run(rows, 9)
-    assert jc.restore_checkpoint(path, START)[1] == 7
-
-
 def test_a_job_that_is_over_cannot_be_joined_again():
-    member = Member("127.0.0.1:1", 3, 1)
-    with pytest.raises(
-        jc.DeadlineExceededError, match="the coordinator at 127.0.0.1:1 is not there"
-    ):
-        reach(member, 1.0)
+    words = "the coordinator at 127.0.0.1:1 is not there"
+    with pytest.raises(jc.DeadlineExceededError, match=words):
+        reach(Member("127.0.0.1:1", 3, 1), 1.0)

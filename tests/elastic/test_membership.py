@@ -46,7 +46,7 @@ def with_a_spare_taken_in():
     membership, found = members_of_a_run(3, most=2), []
     spare = threading.Thread(target=lambda: found.append(membership[2].enter(0)))
     spare.start()
-    first = at_once(*(lambda c=c: c.enter(0) for c in membership[:2]))
+    first = each(membership[:2], lambda c: c.enter(0))
     assert first[0].ranks == (0, 1)
     while not membership[0]._waiting():
         time.sleep(0.01)
@@ -57,8 +57,28 @@ def with_a_spare_taken_in():
     return membership, second
 
 
-def ended(membership):
-    for one in membership:
+def each(members, call):
+    """What `call` gives for each, all at once."""
+    return at_once(*(lambda one=one: call(one) for one in members))
+
+
+@pytest.fixture
+def working():
+    """From a number to so many members of a run that work together; all end with the test."""
+    made = []
+
+    def make(n):
+        members = members_of_a_run(n)
+        each(members, lambda one: one.enter(0))
+        made.extend(members)
+        return members
+
+    yield make
+    ended(made)
+
+
+def ended(members):
+    for one in members:
         one.close()
         one._watchdog.end()
 
@@ -80,7 +100,7 @@ def test_the_end_of_a_worker_is_the_last_that_it_writes():
 
 def test_survivors_agree_on_members_and_on_the_last_step_that_all_have():
     membership = members_of_a_run(4)
-    first = at_once(*(lambda c=c: c.enter(0) for c in membership))
+    first = each(membership, lambda c: c.enter(0))
     assert [d.ranks for d in first] == [(0, 1, 2, 3)] * 4
     membership[1].close()
     membership[0].ask("somebody died")
@@ -98,33 +118,29 @@ def test_survivors_agree_on_members_and_on_the_last_step_that_all_have():
     ended(membership)
 
 
-def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often():
-    membership = members_of_a_run(3)
-    at_once(*(lambda c=c: c.enter(0) for c in membership))
+def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often(working):
+    membership = working(3)
     membership[0].ask("step 3 did not finish", late=True)
-    second = at_once(*(lambda c=c: c.regroup(3, (2, 3)) for c in membership[:2]))
+    second = each(membership[:2], lambda c: c.regroup(3, (2, 3)))
     assert second[0].ranks == (0, 1)
     late = membership[2].regroup(3, (2, 3))
     assert membership[2].name not in late.members
     # Nobody is lost, and the same two go on, each time with connections of their own.
     for number in range(2, 12):
-        again = at_once(*(lambda c=c: c.regroup(4, (3, 4)) for c in membership[:2]))
+        again = each(membership[:2], lambda c: c.regroup(4, (3, 4)))
         assert [(d.number, d.ranks, d.lost, d.reconnects) for d in again] == [
             (number, (0, 1), (), True)
         ] * 2
-    ended(membership)
 
 
-def test_who_cannot_connect_to_another_is_left_out_and_the_link_is_named():
-    membership = members_of_a_run(3)
-    at_once(*(lambda c=c: c.enter(0) for c in membership))
+def test_who_cannot_connect_to_another_is_left_out_and_the_link_is_named(working):
+    membership = working(3)
     membership[1].broken = {frozenset((membership[1].name, membership[2].name))}
     membership[1].ask("workers 1 and 2 cannot connect to each other")
-    found = at_once(*(lambda c=c: c.regroup(3, (2, 3)) for c in membership))
+    found = each(membership, lambda c: c.regroup(3, (2, 3)))
     assert len(set(found)) == 1
     assert (found[0].ranks, found[0].lost) == ((0, 1), (membership[2].name,))
     assert found[0].why == "workers 1 and 2 cannot connect to each other"
-    ended(membership)
 
 
 def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
@@ -145,7 +161,7 @@ def test_a_spare_and_one_started_again_are_taken_in_and_given_the_state():
     assert found["again"] == fourth
     assert (fourth.ranks, fourth.step, fourth.given) == ((0, 1), 20, True)
     assert fourth.why == "a worker joined"
-    at_once(*(lambda c=c: c.gather("finished", "") for c in (membership[0], again)))
+    each((membership[0], again), lambda c: c.gather("finished", ""))
     membership[0].finish()
     late = worker(keys_of(membership[0]).of(2), most=2)
     assert late.enter(0) is None
@@ -165,7 +181,7 @@ def test_one_taken_in_that_was_not_given_the_state_yet_takes_nobody_back():
 
 def test_nobody_is_waited_for_who_has_ended_without_finishing():
     first = members_of_a_run(2)
-    at_once(*(lambda c=c: c.enter(0) for c in first))
+    each(first, lambda c: c.enter(0))
     ended(first)
     again = worker(keys_of(first[0]).of(1))
     with pytest.raises(
@@ -180,7 +196,7 @@ def test_a_spare_that_says_nothing_is_not_taken_in_until_it_does(monkeypatch):
     membership = members_of_a_run(3, most=2)
     spare = threading.Thread(target=lambda: membership[2].enter(0), daemon=True)
     spare.start()
-    at_once(*(lambda c=c: c.enter(0) for c in membership[:2]))
+    each(membership[:2], lambda c: c.enter(0))
     while not membership[0]._waiting():
         time.sleep(0.01)
     says, membership[2]._write_heartbeat = membership[2]._write_heartbeat, lambda: None
@@ -196,18 +212,15 @@ def test_a_spare_that_says_nothing_is_not_taken_in_until_it_does(monkeypatch):
     ended(membership)
 
 
-def test_a_barrier_that_a_worker_does_not_reach_ends_the_generation():
-    membership = members_of_a_run(2)
-    at_once(*(lambda c=c: c.enter(0) for c in membership))
+def test_a_barrier_that_a_worker_does_not_reach_ends_the_generation(working):
+    membership = working(2)
     membership[1].close()
     with pytest.raises(RegroupError):
         membership[0].gather("compiled", "")
-    ended(membership)
 
 
-def test_one_that_ended_after_a_barrier_is_no_loss_for_it(monkeypatch):
-    here, gone = members_of_a_run(2)
-    at_once(*(lambda c=c: c.enter(0) for c in (here, gone)))
+def test_one_that_ended_after_a_barrier_is_no_loss_for_it(working, monkeypatch):
+    here, gone = working(2)
     look, looks = here._keys.all, []
 
     def read(folder):
@@ -219,12 +232,10 @@ def test_one_that_ended_after_a_barrier_is_no_loss_for_it(monkeypatch):
 
     monkeypatch.setattr(here._keys, "all", read)
     assert len(here.gather("finished", "")) == 2
-    ended((here, gone))
 
 
-def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other():
-    membership = members_of_a_run(3)
-    at_once(*(lambda c=c: c.enter(0) for c in membership))
+def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other(working):
+    membership = working(3)
     membership[0].status = StepStatus(
         0, 6, False, "known"
     )  # and waits for the others in its collective
@@ -232,18 +243,17 @@ def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other():
     membership[1].status = StepStatus(0, 6, True, "new")
     with pytest.raises(RegroupError):
         membership[1].gather("program/6", "new", same=True)
-    found = at_once(*(lambda c=c: c.regroup(6, (5, 6)) for c in membership[:2]))
+    found = each(membership[:2], lambda c: c.regroup(6, (5, 6)))
     assert found[0] == found[1]
     assert (found[0].members, tuple(map(rank_of, found[0].differ))) == ((), (0, 1))
     for one in membership[:2]:
         show(one.generation, one, (f"of {rank_of(one.name)}",))
-    sides = at_once(*(lambda c=c: _sides(c.generation, c) for c in membership[:2]))
+    sides = each(membership[:2], lambda c: _sides(c.generation, c))
     assert sides == [{0: ["of 0"], 1: ["of 1"]}] * 2
     late = membership[2].regroup(6, (5, 6))
     assert late == found[0]
     found = str(mismatch(late, membership[2], ()))
     assert found.startswith("Workers bring different programs to step 6, and none goes on.")
-    ended(membership)
 
 
 def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
@@ -259,7 +269,7 @@ def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
         lambda: newcomer.gather("program/9", "other", same=True),
     )
     assert [type(error) for error in both()] == [RegroupError] * 2
-    one, other = at_once(*(lambda c=c: c.regroup(9, (8, 9)) for c in (staying, newcomer)))
+    one, other = each((staying, newcomer), lambda c: c.regroup(9, (8, 9)))
     assert one == other
     assert (one.ranks, tuple(map(rank_of, one.lost))) == ((0,), (2,))
     assert not one.ends_for_its_program(staying.name)
@@ -299,68 +309,58 @@ def writes(membership, fails, every=lambda one: 10):
     def last(one):
         return written_by_one(one, writers_of(one, one.generation, every(one)), lambda: write(one))
 
-    return at_once(*(lambda c=c: last(c) for c in membership)), wrote
+    return each(membership, lambda c: last(c)), wrote
 
 
 @pytest.mark.parametrize("fails", [(), (0,), (0, 1), (1,)])
-def test_the_first_that_can_writes_the_last_checkpoint_while_all_wait(fails):
-    membership = members_of_a_run(3)
-    at_once(*(lambda c=c: c.enter(0) for c in membership))
+def test_the_first_that_can_writes_the_last_checkpoint_while_all_wait(working, fails):
+    membership = working(3)
     found, wrote = writes(membership, fails)
     (writer,) = wrote
     assert writer == min({0, 1, 2} - set(fails))
     for rank, (name, failure) in enumerate(found):
         assert rank_of(name) == writer
         assert isinstance(failure, OSError) == (rank in fails and rank < writer)
-    ended(membership)
 
 
 @pytest.mark.parametrize("having", [(), (1,), (1, 2)])
-def test_who_has_a_file_writes_and_those_who_have_none_wait_for_it(having):
-    membership = members_of_a_run(3)
-    at_once(*(lambda c=c: c.enter(0) for c in membership))
+def test_who_has_a_file_writes_and_those_who_have_none_wait_for_it(working, having):
+    membership = working(3)
     every = lambda one: 10 * rank_of(one.name) if rank_of(one.name) in having else 0
     found, wrote = writes(membership, (), every)
     assert wrote == list(having[:1])
     assert [name and rank_of(name) for name, _ in found] == [having[0] if having else ""] * 3
-    again = at_once(*(lambda c=c: c.regroup(9, (9,)) for c in membership))
+    again = each(membership, lambda c: c.regroup(9, (9,)))
     assert len(set(again)) == 1
-    agreed = at_once(*(lambda c=c: writers_of(c, c.generation, every(c)) for c in membership))
+    agreed = each(membership, lambda c: writers_of(c, c.generation, every(c)))
     assert [[w.are_due(at - 1, at) for at in (10, 15, 20)] for w in agreed] == [
         [bool(having), False, bool(having)]
     ] * 3
-    ended(membership)
 
 
-def test_if_nobody_can_write_the_last_checkpoint_each_has_its_error():
-    membership = members_of_a_run(2)
-    at_once(*(lambda c=c: c.enter(0) for c in membership))
+def test_if_nobody_can_write_the_last_checkpoint_each_has_its_error(working):
+    membership = working(2)
     found, wrote = writes(membership, (0, 1))
     assert (wrote, [name for name, _ in found]) == ([], ["", ""])
     assert all(isinstance(failure, OSError) for _, failure in found)
-    ended(membership)
 
 
-def test_a_writer_that_dies_over_the_last_checkpoint_is_a_loss_and_the_next_one_writes():
-    membership = members_of_a_run(3)
-    at_once(*(lambda c=c: c.enter(0) for c in membership))
+def test_a_writer_that_dies_over_the_last_checkpoint_is_a_loss_and_the_next_one_writes(working):
+    membership = working(3)
     membership[0].close()  # before it had written
     found, wrote = writes(membership[1:], ())
     assert ([type(error) for error in found], wrote) == ([RegroupError] * 2, [])
-    at_once(*(lambda c=c: c.regroup(9, (8, 9)) for c in membership[1:]))
+    each(membership[1:], lambda c: c.regroup(9, (8, 9)))
     found, wrote = writes(membership[1:], ())
     assert ([rank_of(name) for name, _ in found], wrote) == ([1, 1], [1])
-    ended(membership)
 
 
-def test_all_say_the_same_or_end_the_generation():
-    membership = members_of_a_run(2)
-    at_once(*(lambda c=c: c.enter(0) for c in membership))
-    same = at_once(*(lambda c=c: c.gather("program/0", "a", same=True) for c in membership))
+def test_all_say_the_same_or_end_the_generation(working):
+    membership = working(2)
+    same = each(membership, lambda c: c.gather("program/0", "a", same=True))
     assert [set(found.values()) for found in same] == [{"a"}] * 2
-    found = at_once(*(lambda c=c: c.gather("program/1", c.name, same=True) for c in membership))
+    found = each(membership, lambda c: c.gather("program/1", c.name, same=True))
     assert [type(error) for error in found] == [RegroupError] * 2
-    ended(membership)
 
 
 @pytest.mark.parametrize(
@@ -389,21 +389,20 @@ def test_who_did_not_begin_is_named():
     ended(membership)
 
 
-def test_without_a_coordinator_nothing_is_agreed():
-    membership = members_of_a_run(2)
-    at_once(*(lambda c=c: c.enter(0) for c in membership))
+def test_without_a_coordinator_nothing_is_agreed(working):
+    membership = working(2)
     membership[0].lose_coordinator()
     with pytest.raises(StoreUnreachableError):
         membership[0].gather("compiled", "")
     with pytest.raises(StoreUnreachableError):
         membership[0].regroup(0, (0,))
-    ended(membership)
 
 
-def test_a_coordinator_that_does_not_answer_is_lost_and_one_that_answers_late_is_not(monkeypatch):
+def test_a_coordinator_that_does_not_answer_is_lost_and_one_that_answers_late_is_not(
+    working, monkeypatch
+):
     monkeypatch.setattr(memberships, "COORDINATOR_REPLY_SECONDS", 0.4)
-    late, goes_on = members_of_a_run(2)
-    at_once(*(lambda c=c: c.enter(0) for c in (late, goes_on)))
+    late, goes_on = working(2)
     stopped = threading.Event()
     for membership, seconds in ((goes_on, 0.1), (late, 20)):
         wait = lambda key, value, seconds=seconds: stopped.wait(seconds) or value
@@ -412,4 +411,3 @@ def test_a_coordinator_that_does_not_answer_is_lost_and_one_that_answers_late_is
     with pytest.raises(StoreUnreachableError):
         late.ask("")
     stopped.set()
-    ended((late, goes_on))

@@ -6,19 +6,14 @@ import jax
 import numpy as np
 import optax
 import pytest
+from cases import assert_trees_equal
 from local_simulation import PARAMS, local_step, rows
 
 import jaxcoll as jc
-from jaxcoll._elastic.membership import Membership
+
+pytestmark = pytest.mark.usefixtures("dtypes_may_mix")
 
 ADAM = optax.adam(1e-2)
-
-
-@pytest.fixture(autouse=True)
-def _dtypes_may_mix():
-    """Optax counts in integers and multiplies them with floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def train_of(**more):
@@ -41,11 +36,6 @@ def loop(train, state, begin, end):
     return state
 
 
-def equal(one, other):
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
 def test_it_trains_as_a_loop_does_and_a_checkpoint_begins_at_the_shared_parameters(tmp_path):
     train, path, reported = train_of(), tmp_path / "last.npz", []
     report = lambda finished, losses: reported.append((finished, np.shape(losses)))
@@ -53,17 +43,17 @@ def test_it_trains_as_a_loop_does_and_a_checkpoint_begins_at_the_shared_paramete
     state = first.run(batches, 10)
     assert reported == [(n, (8,)) for n in range(1, 11)]
     want = loop(train, start_of(train), 0, 10)
-    equal(state, want)
+    assert_trees_equal(state, want)
     assert (first.finished, first.workers, first.changes) == (10, (0,), [])
     one = jax.tree.map(lambda x: np.repeat(x[:1], 8, 0), want.replicas[1])
     began = train.restart(want)
     began = dataclasses.replace(began, replicas=(began.replicas[0], one))
     again = jc.Elastic(train, start_of(train), checkpoint=path)
-    equal(again.run(batches, 15), loop(train, began, 10, 15))
+    assert_trees_equal(again.run(batches, 15), loop(train, began, 10, 15))
 
 
-def test_one_that_is_interrupted_in_a_round_repeats_no_local_step(monkeypatch):
-    train, begun, interrupts, memberships = train_of(fragments=1), [], [7, 9], []
+def test_one_that_is_interrupted_in_a_round_repeats_no_local_step(memberships):
+    train, begun, interrupts = train_of(fragments=1), [], [7, 9]
 
     def interrupted(at, rank, world):
         begun.append(at)
@@ -71,17 +61,11 @@ def test_one_that_is_interrupted_in_a_round_repeats_no_local_step(monkeypatch):
             memberships[0].ask("somebody died")
         return batches(at, rank, world)
 
-    enter = Membership.enter
-    monkeypatch.setattr(
-        Membership,
-        "enter",
-        lambda membership, *at: memberships.append(membership) or enter(membership, *at),
-    )
     trainer = jc.Elastic(train, start_of(train))
     state = trainer.run(interrupted, 10)
     assert begun == list(range(10))
     assert [change.step for change in trainer.changes] == [5, 5]
-    equal(state, loop(train, start_of(train), 0, 10))
+    assert_trees_equal(state, loop(train, start_of(train), 0, 10))
 
 
 def test_what_cannot_be_elastic_is_refused():

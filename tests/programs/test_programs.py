@@ -6,10 +6,11 @@ Each is written as the guide of its library writes it, once plain and once with 
 import difflib
 import inspect
 
-import jax
 import numpy as np
 import pytest
 from programs import with_equinox, with_flax, with_haiku_and_optax
+
+pytestmark = pytest.mark.usefixtures("types_may_mix")
 
 PROGRAMS = {  # module and name: lines of the plain program that change or go, and lines that come
     (with_flax, "train_state"): (2, 2),
@@ -23,13 +24,6 @@ PROGRAMS = {  # module and name: lines of the plain program that change or go, a
     (with_haiku_and_optax, "accumulated"): (9, 6),
     (with_haiku_and_optax, "lookahead"): (2, 2),
 }
-
-
-@pytest.fixture(autouse=True)
-def _types_may_mix():
-    """As they do where nobody has forbidden it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.mark.parametrize(("module", "name"), PROGRAMS, ids=[name for _, name in PROGRAMS])

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from programs.data import BATCH, SEQUENCES, STEPS, X, Y
+from programs.data import BATCH, SEQUENCES, Y, losses
 
 import jaxcoll as jc
 
@@ -37,11 +37,7 @@ def filtered_plain():
 
     module = eqx.nn.MLP(6, 3, 16, 1, key=jax.random.key(0))
     state = TX.init(eqx.filter(module, eqx.is_inexact_array))
-    losses = []
-    for _ in range(STEPS):
-        module, state, value = step(module, state, X, Y)
-        losses.append(value)
-    return losses
+    return losses(step, module, state, batch=BATCH)
 
 
 def filtered_parallel():
@@ -57,11 +53,7 @@ def filtered_parallel():
     module = eqx.nn.MLP(6, 3, 16, 1, key=jax.random.key(0))
     params, static = eqx.partition(module, eqx.is_inexact_array)
     state = TX.init(params)
-    losses = []
-    for _ in range(STEPS):
-        params, state, value = step(params, state, X, Y)
-        losses.append(value)
-    return losses
+    return losses(step, params, state, batch=BATCH)
 
 
 def recurrent_plain():
@@ -73,11 +65,7 @@ def recurrent_plain():
 
     module = Recurrent(jax.random.key(0))
     state = TX.init(module)
-    losses = []
-    for _ in range(STEPS):
-        module, state, value = step(module, state, (SEQUENCES, BATCH[1]))
-        losses.append(value)
-    return losses
+    return losses(step, module, state, batch=[(SEQUENCES, Y)])
 
 
 def recurrent_parallel():
@@ -89,8 +77,4 @@ def recurrent_parallel():
 
     module = Recurrent(jax.random.key(0))
     state = TX.init(module)
-    losses = []
-    for _ in range(STEPS):
-        module, state, value = step(module, state, (SEQUENCES, BATCH[1]))
-        losses.append(value)
-    return losses
+    return losses(step, module, state, batch=[(SEQUENCES, Y)])

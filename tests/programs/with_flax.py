@@ -5,7 +5,7 @@ import jax
 import optax
 from flax import nnx
 from flax.training.train_state import TrainState
-from programs.data import BATCH, STEPS, X
+from programs.data import BATCH, STEPS, X, losses
 
 import jaxcoll as jc
 
@@ -40,11 +40,7 @@ def train_state_plain():
 
     params = NET.init(jax.random.key(0), X)
     state = TrainState.create(apply_fn=NET.apply, params=params, tx=optax.adam(1e-2))
-    losses = []
-    for _ in range(STEPS):
-        state, value = step(state, BATCH)
-        losses.append(value)
-    return losses
+    return losses(step, state)
 
 
 def train_state_parallel():
@@ -58,11 +54,7 @@ def train_state_parallel():
 
     params = NET.init(jax.random.key(0), X)
     state = TrainState.create(apply_fn=NET.apply, params=params, tx=optax.adam(1e-2))
-    losses = []
-    for _ in range(STEPS):
-        state, value = step(state, BATCH)
-        losses.append(value)
-    return losses
+    return losses(step, state)
 
 
 def batch_norm_plain():
@@ -82,11 +74,7 @@ def batch_norm_plain():
 
     variables = NORMED.init(jax.random.key(0), X)
     state = tx.init(variables["params"])
-    losses = []
-    for _ in range(STEPS):
-        variables, state, value = step(variables, state, BATCH)
-        losses.append(value)
-    return losses
+    return losses(step, variables, state)
 
 
 def batch_norm_parallel():
@@ -106,11 +94,7 @@ def batch_norm_parallel():
 
     variables = NORMED.init(jax.random.key(0), X)
     state = tx.init(variables["params"])
-    losses = []
-    for _ in range(STEPS):
-        variables, state, value = step(variables, state, BATCH)
-        losses.append(value)
-    return losses
+    return losses(step, variables, state)
 
 
 def nnx_in_place_plain():
@@ -125,11 +109,11 @@ def nnx_in_place_plain():
 
     module = Module()
     optimizer = nnx.Optimizer(module, optax.adam(1e-2), wrt=nnx.Param)
-    losses = []
+    found = []
     for _ in range(STEPS):
         value = step(module, optimizer, BATCH)
-        losses.append(value)
-    return losses
+        found.append(value)
+    return found
 
 
 def nnx_in_place_parallel():
@@ -144,11 +128,11 @@ def nnx_in_place_parallel():
 
     module = Module()
     optimizer = nnx.Optimizer(module, optax.adam(1e-2), wrt=nnx.Param)
-    losses = []
+    found = []
     for _ in range(STEPS):
         value, module, optimizer = step(module, optimizer, BATCH)
-        losses.append(value)
-    return losses
+        found.append(value)
+    return found
 
 
 def nnx_functional_plain():
@@ -165,11 +149,7 @@ def nnx_functional_plain():
         return optax.apply_updates(params, updates), state, value
 
     state = tx.init(params)
-    losses = []
-    for _ in range(STEPS):
-        params, state, value = step(params, state, BATCH)
-        losses.append(value)
-    return losses
+    return losses(step, params, state)
 
 
 def nnx_functional_parallel():
@@ -186,8 +166,4 @@ def nnx_functional_parallel():
         return optax.apply_updates(params, updates), state, value
 
     state = tx.init(params)
-    losses = []
-    for _ in range(STEPS):
-        params, state, value = step(params, state, BATCH)
-        losses.append(value)
-    return losses
+    return losses(step, params, state)

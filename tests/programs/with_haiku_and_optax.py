@@ -4,7 +4,7 @@ import chex
 import haiku as hk
 import jax
 import optax
-from programs.data import BATCH, STEPS, X
+from programs.data import BATCH, STEPS, X, losses
 
 import jaxcoll as jc
 
@@ -30,11 +30,11 @@ def averaged_plain():
 
     params = average = NET.init(jax.random.key(0), X)
     state = tx.init(params)
-    losses = []
+    found = []
     for _ in range(STEPS):
         params, average, state, value = step(params, average, state, BATCH)
-        losses += [value, loss(average, BATCH)]
-    return losses
+        found += [value, loss(average, BATCH)]
+    return found
 
 
 def averaged_parallel():
@@ -49,11 +49,11 @@ def averaged_parallel():
 
     params = average = NET.init(jax.random.key(0), X)
     state = tx.init(params)
-    losses = []
+    found = []
     for _ in range(STEPS):
         params, average, state, value = step(params, average, state, BATCH)
-        losses += [value, loss(average, BATCH)]
-    return losses
+        found += [value, loss(average, BATCH)]
+    return found
 
 
 def clipped_plain():
@@ -65,11 +65,7 @@ def clipped_plain():
 
     params = NET.init(jax.random.key(0), X)
     state = CLIPPED.init(params)
-    losses = []
-    for _ in range(STEPS):
-        params, state, value = step(params, state, BATCH)
-        losses.append(value)
-    return losses
+    return losses(step, params, state)
 
 
 def clipped_parallel():
@@ -81,11 +77,7 @@ def clipped_parallel():
 
     params = NET.init(jax.random.key(0), X)
     state = CLIPPED.init(params)
-    losses = []
-    for _ in range(STEPS):
-        params, state, value = step(params, state, BATCH)
-        losses.append(value)
-    return losses
+    return losses(step, params, state)
 
 
 def accumulated_plain():
@@ -97,14 +89,14 @@ def accumulated_plain():
 
     params = NET.init(jax.random.key(0), X)
     state = FOUR.init(params)
-    losses = []
+    found = []
     for _ in range(STEPS):
         values = []
         for k in range(4):  # rows k, k + 4, ...: one micro-batch
             params, state, value = step(params, state, jax.tree.map(lambda x, k=k: x[k::4], BATCH))
             values.append(value)
-        losses.append(sum(values) / 4)
-    return losses
+        found.append(sum(values) / 4)
+    return found
 
 
 def accumulated_parallel():
@@ -116,11 +108,11 @@ def accumulated_parallel():
 
     params = NET.init(jax.random.key(0), X)
     state = FOUR.inner_opt.init(params)
-    losses = []
+    found = []
     for _ in range(STEPS):
         params, state, value = step(params, state, BATCH)
-        losses.append(value)
-    return losses
+        found.append(value)
+    return found
 
 
 def lookahead_plain():
@@ -139,11 +131,7 @@ def lookahead_plain():
 
     params = optax.LookaheadParams.init_synced(NET.init(jax.random.key(0), X))
     state = State(params=params, opt=tx.init(params))
-    losses = []
-    for _ in range(STEPS):
-        state, value = step(state, BATCH)
-        losses.append(value)
-    return losses
+    return losses(step, state)
 
 
 def lookahead_parallel():
@@ -162,8 +150,4 @@ def lookahead_parallel():
 
     params = optax.LookaheadParams.init_synced(NET.init(jax.random.key(0), X))
     state = State(params=params, opt=tx.init(params))
-    losses = []
-    for _ in range(STEPS):
-        state, value = step(state, BATCH)
-        losses.append(value)
-    return losses
+    return losses(step, state)

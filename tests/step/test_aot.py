@@ -74,12 +74,12 @@ def test_a_step_is_written_once_for_here_and_for_any_cluster(way, topology):
 
 
 def test_a_mesh_of_set_mesh_grows_or_shrinks_to_the_cluster():
-    context = jax.jit(lambda w, x: jax.shard_map(step, in_specs=(P(), P("data")), out_specs=P())(w, x))  # fmt: skip
+    mapped = lambda w, x: jax.shard_map(step, in_specs=(P(), P("data")), out_specs=P())(w, x)
+    context = jax.jit(mapped)
     for topology in ("h100:4", "h100:8", "h100:2x8"):
         with jax.set_mesh(LINE):
-            assert (
-                partitions(requested(context, topology=topology)) == topology_named(topology).size
-            )
+            text = requested(context, topology=topology)
+        assert partitions(text) == topology_named(topology).size
     mesh = AbstractMesh((16,), ("data",), axis_types=(AxisType.Auto,))
     assert partitions(requested(context, mesh=mesh)) == 16
     assert jax.sharding.get_abstract_mesh().empty

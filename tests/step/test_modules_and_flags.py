@@ -13,16 +13,11 @@ from flax import nnx
 
 import jaxcoll as jc
 
+pytestmark = pytest.mark.usefixtures("types_may_mix")
+
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((16, 3)).astype("f")
 BATCH = X, X.sum(1)
-
-
-@pytest.fixture(autouse=True)
-def _types_may_mix():
-    """As they do where nobody has forbidden it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 class Net(nnx.Module):

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import close, grid, mesh_of
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 
 import jaxcoll as jc
 
@@ -20,14 +21,12 @@ PARAMS = {"b": np.zeros(2, "f"), "w": RNG.standard_normal((5, 2)).astype("f")}
 BATCH = {"x": X, "y": Y}
 
 MESHES = {
-    "line": (jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), "data"),
-    "two levels": (jax.make_mesh((2, 4), ("node", "data")), ("node", "data")),
+    "line": (mesh_of(8), "data"),
+    "two levels": (grid(2, 4, kind=AxisType.Explicit), ("node", "data")),
     "beside a model axis": (
-        jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2),
-        "data",
-    ),
-    "one device": (Mesh(np.array(jax.devices()[:1]), ("data",)), "data"),
-}
+        jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2), "data"),
+    "one device": (mesh_of(1), "data"),
+}  # fmt: skip
 
 
 def loss(p, batch):
@@ -144,9 +143,7 @@ def step_of(style, axis, f):
     return step
 
 
-def assert_close(got, want):
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(g, w, rtol=2e-5, atol=1e-6)
+assert_close = functools.partial(close, rtol=2e-5)
 
 
 @functools.cache
@@ -345,19 +342,18 @@ def haiku_rnn():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("types_may_mix")
 @pytest.mark.parametrize("library", [linen_rnn, nnx_rnn, haiku_rnn])
 def test_recurrent_cells_of_other_libraries_run_as_they_are(library):
     """They scan from a constant, in a loss as well as in an evaluation."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        params, f = library()
-        want, grads = jax.jit(jax.value_and_grad(f))(params, X)
-        assert_close(
-            jc.data_parallel(jax.jit(lambda p, x: lax.pmean(f(p, x), "data")))(params, X), want
-        )
-        for style in ("pmap", "jc.grad"):
-            assert_close(
-                jc.data_parallel(lambda p, x, s=style: STYLES[s](p, x, "data", f))(params, X), grads
-            )
+    params, f = library()
+    want = jax.jit(jax.value_and_grad(f))(params, X)
+
+    def step(p, x):
+        grads = [STYLES[style](p, x, "data", f) for style in ("pmap", "jc.grad")]
+        return lax.pmean(f(p, x), "data"), grads
+
+    assert_close(jc.data_parallel(step)(params, X), (want[0], [want[1]] * 2))
 
 
 def test_the_meaning_is_decided_once_a_shape_and_everybody_sees_the_same():

@@ -4,27 +4,21 @@ import jax
 import numpy as np
 import optax
 import pytest
-from cases import mesh_of
-from jax.sharding import Mesh
+from cases import close as nearly
+from cases import grid, mesh_of
 from local_simulation import PARAMS, PARTS, local_step, loss, rows, simulated
 
 import jaxcoll as jc
 from jaxcoll._train.local_state import Schedule, fragments_of
 
+pytestmark = pytest.mark.usefixtures("dtypes_may_mix")
+
 ADAM = optax.adam(1e-2)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
-@pytest.fixture(autouse=True)
-def _dtypes_may_mix():
-    """Optax counts in integers and multiplies them with floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def close(got, want, tolerance=1e-5):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=tolerance)
+    nearly(got, want, rtol=0, atol=tolerance)
 
 
 def trained(train, state, steps, n, begin=0):
@@ -149,10 +143,9 @@ def test_what_is_on_its_way_is_applied_when_the_round_becomes_shorter():
 
 
 def test_replicas_lie_on_a_mesh_of_several_axes_and_another_order():
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("inner", "outer"))
     sgd = optax.sgd(0.1)
     train = jc.local_updates(
-        local_step(sgd), every=2, mesh=mesh, axis_name=("outer", "inner"),
+        local_step(sgd), every=2, mesh=grid(2, 2), axis_name=("data", "node"),
         options=jc.CommunicationOptions(algorithm="native/native"),
     )  # fmt: skip
     state, losses = trained(train, train.init(PARAMS, sgd.init(PARAMS)), 4, 4)
@@ -212,7 +205,6 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs():
     train = jc.local_updates(descent, mesh=mesh_of(2))
     state = train.init(np.ones(3, "f"), ())
     batch = np.ones(4, "f")
-    two = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     refused = {
         r"params\['n'\] is of int32, whose mean has another type": lambda: train.init(
             {"n": np.arange(3), "w": np.ones(3)}, ()
@@ -233,8 +225,8 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs():
         "the state is of 1 fragments without a delay, and here are 1 and a delay of 2": lambda: (
             jc.local_updates(descent, delay=2, mesh=mesh_of(2))(state, batch)
         ),
-        "each device is a replica, and the mesh has the axes {'model': 2} beside": lambda: (
-            jc.local_updates(descent, mesh=two).init(np.ones(3), ())
+        "each device is a replica, and the mesh has the axes {'node': 2} beside": lambda: (
+            jc.local_updates(descent, mesh=grid(2, 2)).init(np.ones(3), ())
         ),
         r"returns \(params, opt_state, metrics\); this one returns 2 values": lambda: (
             jc.local_updates(lambda w, s, x: (w, s), mesh=mesh_of(2))(state, batch)

@@ -7,18 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import mesh_of
+from cases import alike, mesh_of, refused
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import jaxcoll as jc
 
-
-@pytest.fixture(autouse=True)
-def _dtypes_may_mix():
-    """Optax counts in integers and multiplies them with floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("dtypes_may_mix")
 
 
 def normal(seed, *shape):
@@ -57,13 +52,6 @@ def train_step(optimizer, n, grads="scatter"):
     return jc.data_parallel(step, mesh=mesh_of(n))
 
 
-def close(got, want, tolerance=1e-5):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert np.asarray(a).dtype == np.asarray(b).dtype
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
-
-
 SAME = {
     "adam": (optax.adam(1e-2), optax.adam(1e-2), {}),
     "clipped": (
@@ -92,9 +80,9 @@ def test_fifty_steps_are_those_of_one_device(name, n, grads):
     for i in range(50):
         params, state = step(params, state, BATCHES[i % 2])
         want, want_state = one(want, want_state, BATCHES[i % 2])
-    close(params, want)
+    alike(params, want)
     if name != "clipped":  # there the reference has a state more, that of the clipping
-        close(optimizer.unshard(state), want_state)
+        alike(optimizer.unshard(state), want_state)
 
 
 def test_clipping_is_by_the_norm_of_all_shards_and_only_if_that_is_large():
@@ -105,7 +93,7 @@ def test_clipping_is_by_the_norm_of_all_shards_and_only_if_that_is_large():
             lambda g, x, o=optimizer: o.update(g, o.init(g), g, reduced=True)[0]
         )
         want, _ = optax.clip_by_global_norm(largest).update(grads, optax.EmptyState())
-        close(step(grads, np.zeros(8)), jax.tree.map(lambda x: -x, want), 1e-3)
+        alike(step(grads, np.zeros(8)), jax.tree.map(lambda x: -x, want), 1e-3)
 
 
 def test_each_device_holds_an_eighth_of_the_state():
@@ -144,8 +132,8 @@ def test_a_checkpoint_goes_from_eight_devices_to_three_and_back(tmp_path):
         )
         loaded = np.load(tmp_path / "state.npz").values()
         saved = structure.unflatten(x.astype(y.dtype) for x, y in zip(loaded, leaves, strict=True))
-    close(params, want, 1e-3)
-    close(
+    alike(params, want, 1e-3)
+    alike(
         jax.tree.map(lambda x: np.asarray(x, "f"), saved),
         jax.tree.map(lambda x: np.asarray(x, "f"), want_state),
         1e-2,
@@ -159,7 +147,7 @@ def test_a_state_made_inside_a_program_is_the_one_made_outside():
     )
     outside = jax.tree.map(lambda x: x + 1, optimizer.init(PARAMS))
     assert jax.tree.structure(made) == jax.tree.structure(outside)
-    close(optimizer.unshard(made), optimizer.unshard(outside), 0)
+    alike(optimizer.unshard(made), optimizer.unshard(outside), 0)
 
 
 @pytest.mark.slow
@@ -172,7 +160,7 @@ def test_under_pmap_parts_stay_on_their_devices():
     params, state = jax.pmap(step, "data", in_axes=(None, 0))(PARAMS, BATCHES[0].reshape(8, 3, 32))
     tx = optax.adam(1e-2)
     want, _ = jax.jit(functools.partial(_one, tx))(PARAMS, tx.init(PARAMS), BATCHES[0])
-    close(jax.tree.map(lambda x: x[5], params), want)
+    alike(jax.tree.map(lambda x: x[5], params), want)
     assert state[0].mu.parts[0].shape == (8, 3, 128)
     optimizer = jc.sharded_optimizer(optax.adam(1e-2), "data")
     with pytest.raises(
@@ -209,15 +197,6 @@ NOT_ELEMENTWISE = {
     "what is finite elsewhere": optax.apply_if_finite(optax.sgd(0.1), 3),
     "random numbers": optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(0)), optax.sgd(0.1)),
 }
-
-
-@pytest.mark.parametrize("what", NOT_ELEMENTWISE)
-def test_what_is_not_elementwise_is_refused(what):
-    with pytest.raises(
-        ValueError,
-        match=r"expects an elementwise optimizer.*as one and in 2 shards.*pass `max_norm`",
-    ):
-        jc.sharded_optimizer(NOT_ELEMENTWISE[what], "data")
 
 
 SKIPS = {
@@ -273,12 +252,13 @@ MIXING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", MIXING)
+@pytest.mark.parametrize("what", [*NOT_ELEMENTWISE, *MIXING])
 def test_what_mixes_elements_is_refused_however_rarely_it_does(what):
-    with pytest.raises(
-        ValueError, match=r"expects an elementwise optimizer.*should_skip_update_fn"
-    ):
-        jc.sharded_optimizer(optax.chain(MIXING[what], optax.scale(0.1)), "data")
+    tx, words = NOT_ELEMENTWISE.get(what), "as one and in 2 shards.*pass `max_norm`"
+    if tx is None:
+        tx, words = optax.chain(MIXING[what], optax.scale(0.1)), "should_skip_update_fn"
+    with pytest.raises(ValueError, match=f"expects an elementwise optimizer.*{words}"):
+        jc.sharded_optimizer(tx, "data")
 
 
 ELEMENTWISE = {
@@ -323,7 +303,7 @@ def test_init_can_be_jitted_and_asked_for_its_shapes(n, kind):
     optimizer = jc.sharded_optimizer(optax.adamw(1e-2), "data", mesh=mesh_of(n, kind=kind))
     want = optimizer.init(PARAMS)
     got = jax.jit(optimizer.init)(PARAMS)
-    close(got, want, 0)
+    alike(got, want, 0)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
     shapes = jax.eval_shape(optimizer.init, PARAMS)
@@ -333,7 +313,7 @@ def test_init_can_be_jitted_and_asked_for_its_shapes(n, kind):
     )
     nonzero = optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s))
     copy = jc.sharded_optimizer(nonzero, "data", mesh=mesh_of(n))
-    close(copy.unshard(jax.jit(copy.init)(PARAMS)), jax.tree.map(np.asarray, PARAMS), 0)
+    alike(copy.unshard(jax.jit(copy.init)(PARAMS)), jax.tree.map(np.asarray, PARAMS), 0)
     train_step(optimizer, n)(PARAMS, got, BATCHES[0])
 
 
@@ -353,7 +333,7 @@ def test_what_is_given_to_an_update_is_the_same_on_all_replicas():
 
     p, x = {"w": np.ones(3, "f")}, np.arange(16, dtype="f")
     updates = jc.data_parallel(functools.partial(step, True))(p, x)
-    close(updates, {"w": np.full(3, 22.5 * 7.5, "f")})
+    alike(updates, {"w": np.full(3, 22.5 * 7.5, "f")})
     with pytest.raises(
         ValueError, match=r"`sharded_optimizer.update`: \['value'\] differs between"
     ):
@@ -372,7 +352,7 @@ def test_what_mixes_elements_only_with_an_argument_more_is_refused_when_it_comes
     def step(p, x, **more):
         return optimizer.update(p, optimizer.init(p), reduced=True, **more)[0]
 
-    close(jc.data_parallel(step)(p, np.ones(8, "f")), p)
+    alike(jc.data_parallel(step)(p, np.ones(8, "f")), p)
     with pytest.raises(
         ValueError, match=r"the update of .* depends on several elements \(by `reduce_sum"
     ):
@@ -406,25 +386,26 @@ def test_masks_by_name_are_found_out_by_the_parameters():
         jc.sharded_optimizer(needs, "data")
     word = jc.sharded_optimizer(needs, "data", assume_elementwise=True)
     step = jc.data_parallel(lambda p, x: word.update(p, word.init(p), reduced=True, value=2.0)[0])
-    close(step(PARAMS, np.ones(8)), jax.tree.map(lambda x: 2 * x, PARAMS), 0)
+    alike(step(PARAMS, np.ones(8)), jax.tree.map(lambda x: 2 * x, PARAMS), 0)
 
 
-def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match=r"something with `init` and `update`; got float"):
-        jc.sharded_optimizer(0.1, "data")
-    with pytest.raises(ValueError, match=r"`max_norm` must be None or a positive number; got 0"):
-        jc.sharded_optimizer(optax.sgd(0.1), "data", max_norm=0)
-    with pytest.raises(
-        ValueError, match=r"`sharded_optimizer` over axis 'x': the mesh has no such axis"
-    ):
-        jc.sharded_optimizer(optax.sgd(0.1), "x", mesh=mesh_of(2))
-    with pytest.raises(ValueError, match=r"over axis 'x': the mesh has no such axis"):
-        jc.sharded_optimizer(optax.sgd(0.1), "x", mesh=AbstractMesh((2,), ("data",)))
-    optimizer = jc.sharded_optimizer(optax.sgd(0.1), "data")
-    with pytest.raises(
-        NameError, match=r"`sharded_optimizer.update` over axis 'data': no such axis here"
-    ):
-        optimizer.update(PARAMS, optimizer.init(PARAMS))
+@pytest.mark.parametrize(
+    ("error", "call", "words"),
+    [
+        (ValueError, lambda: jc.sharded_optimizer(0.1, "data"),
+         r"something with `init` and `update`; got float"),
+        (ValueError, lambda: jc.sharded_optimizer(optax.sgd(0.1), "data", max_norm=0),
+         r"`max_norm` must be None or a positive number; got 0"),
+        *((ValueError, lambda mesh=mesh: jc.sharded_optimizer(optax.sgd(0.1), "x", mesh=mesh),
+           r"`sharded_optimizer` over axis 'x': the mesh has no such axis")
+          for mesh in (mesh_of(2), AbstractMesh((2,), ("data",)))),
+        (NameError, lambda: jc.sharded_optimizer(optax.sgd(0.1), "data").update(PARAMS, ()),
+         r"`sharded_optimizer.update` over axis 'data': no such axis here"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused(error, call, words):
+    with pytest.raises(error, match=words):
+        call()
 
 
 ADAM = optax.adam(1e-2)
@@ -433,23 +414,14 @@ ADAM = optax.adam(1e-2)
 @pytest.mark.parametrize(
     ("params", "match"),
     [
-        (
-            {**PARAMS, "scale": np.ones(2, "f")},
-            r"leaf \['scale'\] is float32\[2\], and was float32\[\]",
-        ),
-        (
-            {**PARAMS, "scale": np.float16(1)},
-            r"leaf \['scale'\] is float16\[\], and was float32\[\]",
-        ),
+        ({**PARAMS, "scale": np.ones(2, "f")}, r"leaf \['scale'\] is float32\[2\], and was float32\[\]"),
+        ({**PARAMS, "scale": np.float16(1)}, r"leaf \['scale'\] is float16\[\], and was float32\[\]"),
         ({**PARAMS, "more": np.ones(2, "f")}, r"leaf \['more'\] \(float32\[2\]\) is new"),
-        (
-            {k: v for k, v in PARAMS.items() if k != "scale"},
-            r"leaf \['scale'\] \(float32\[\]\) is gone",
-        ),
+        ({k: v for k, v in PARAMS.items() if k != "scale"}, r"leaf \['scale'\] \(float32\[\]\) is gone"),
         ({**PARAMS, "out": tuple(PARAMS["out"])}, r"its structure is PyTreeDef"),
     ],
     ids=["shape", "dtype", "new", "gone", "structure"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("given", ["shards", "tree"])
 def test_a_tree_that_has_changed_since_the_state_was_made_is_named(params, match, given):
     optimizer = jc.sharded_optimizer(ADAM, "data")
@@ -467,42 +439,31 @@ def test_a_tree_that_has_changed_since_the_state_was_made_is_named(params, match
 def test_a_state_that_does_not_belong_is_refused():
     optimizer = jc.sharded_optimizer(ADAM, "data")
     step, state = train_step(optimizer, 8), optimizer.init(PARAMS)
-    with pytest.raises(
-        ValueError, match=r"expects a state with Shards in it.*`shard` the state of the unsharded"
-    ):
-        step(PARAMS, ADAM.init(PARAMS), BATCHES[0])
-    with pytest.raises(
-        ValueError, match=r"expects a state like PyTreeDef.*this optimizer's `init` or `shard`"
-    ):
-        step(PARAMS, state[0], BATCHES[0])
-    with pytest.raises(
-        ValueError,
-        match=r"Shards of 8 replicas along 'data' do not fit the mesh \(data=3\).*`unshard`",
-    ):
-        train_step(optimizer, 3)(PARAMS, state, BATCHES[0])
-    packed = jc.sharded_optimizer(
-        ADAM, "data", options=jc.CommunicationOptions(bytes_per_pack=1 << 10)
-    )
-    with pytest.raises(
-        ValueError, match=r"packed otherwise.*5 leaves in 3 packs.*Give `bytes_per_pack` to both"
-    ):
-        step(PARAMS, packed.init(PARAMS), BATCHES[0])
+    options = jc.CommunicationOptions(bytes_per_pack=1 << 10)
+    packed = jc.sharded_optimizer(ADAM, "data", options=options)
+    of_two = jc.sharded_optimizer(ADAM, "data", mesh=mesh_of(2)).init(PARAMS)
+    wider = ADAM.init({**PARAMS, "in": {"w": np.ones((32, 49)), "b": np.ones(49)}})
+    for words, call in (
+        (r"expects a state with Shards in it.*`shard` the state of the unsharded",
+         lambda: step(PARAMS, ADAM.init(PARAMS), BATCHES[0])),
+        (r"expects a state like PyTreeDef.*this optimizer's `init` or `shard`",
+         lambda: step(PARAMS, state[0], BATCHES[0])),
+        (r"Shards of 8 replicas along 'data' do not fit the mesh \(data=3\).*`unshard`",
+         lambda: train_step(optimizer, 3)(PARAMS, state, BATCHES[0])),
+        (r"packed otherwise.*5 leaves in 3 packs.*Give `bytes_per_pack` to both",
+         lambda: step(PARAMS, packed.init(PARAMS), BATCHES[0])),
+        (r"this one has another structure", lambda: optimizer.shard((1, 2, 3), PARAMS)),
+        (r"not like the parameters. It has leaves of shapes \[\(49,\)",
+         lambda: optimizer.shard(wider, PARAMS)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            call()
     with pytest.raises(jc.AlreadyReducedError, match=r"leaf \['in'\]\['b'\] is already the same"):
         train_step(optimizer, 8, grads="")(PARAMS, state, BATCHES[0])
-    with pytest.raises(ValueError, match=r"this one has another structure"):
-        optimizer.shard((1, 2, 3), PARAMS)
-    with pytest.raises(
-        ValueError, match=r"not like the parameters. It has leaves of shapes \[\(49,\)"
-    ):
-        optimizer.shard(
-            ADAM.init({**PARAMS, "in": {"w": np.ones((32, 49)), "b": np.ones(49)}}), PARAMS
-        )
-
-    of_two = jc.sharded_optimizer(ADAM, "data", mesh=mesh_of(2)).init(PARAMS)
-    with pytest.raises(
-        ValueError, match=r"these shards are one of 2 each, and here are 8 replicas"
-    ):
-        jax.vmap(lambda x: optimizer.update(PARAMS, of_two, PARAMS), axis_name="data")(np.ones(8))
+    refused(
+        r"these shards are one of 2 each, and here are 8 replicas",
+        lambda x: optimizer.update(PARAMS, of_two, PARAMS), np.ones(8),
+    )  # fmt: skip
 
 
 def test_a_model_without_parameters_has_a_state_without_shards():

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import mesh_of
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxcoll as jc
@@ -64,15 +64,15 @@ def scaled(reduce_op, scale):
     return reduced
 
 
-@pytest.mark.parametrize("rate", [0.1, 1e-4])
 @pytest.mark.parametrize(
-    ("reduced", "factor", "words"),
+    ("reduced", "factor", "words", "rate"),
     [
-        (by("sum"), "8.0", "summed where a mean is expected, or a sum is reduced again"),
-        (scaled("mean", lambda n: 1 / n), "0.125", "divided by the number of replicas once"),
-        (scaled("sum", lambda n: n), "64.0", "8 squared: summed twice"),
-        (scaled("mean", lambda n: 1 / n**2), "0.0156", "one part in 8 squared"),
-        (scaled("mean", lambda n: n**-0.5), "0.354", "no power of the 8 devices"),
+        (by("sum"), "8.0", "summed where a mean is expected, or a sum is reduced again", 0.1),
+        (by("sum"), "8.0", "summed where a mean is expected, or a sum is reduced again", 1e-4),
+        (scaled("mean", lambda n: 1 / n), "0.125", "divided by the number of replicas once", 0.1),
+        (scaled("sum", lambda n: n), "64.0", "8 squared: summed twice", 1e-4),
+        (scaled("mean", lambda n: 1 / n**2), "0.0156", "one part in 8 squared", 1e-4),
+        (scaled("mean", lambda n: n**-0.5), "0.354", "no power of the 8 devices", 0.1),
     ],
 )
 def test_a_wrong_reduction_is_named_by_its_factor(reduced, factor, words, rate):
@@ -144,9 +144,9 @@ def test_a_tolerance_and_whole_numbers_and_keys():
 def test_what_cannot_be_compared_is_refused():
     with pytest.raises(ValueError, match="expects a `jc.data_parallel` step, or a function with a"):
         jc.n_devices_equal_one(lambda x: x, 1.0)
-    one = Mesh(np.array(jax.devices()[:1]), ("data",))
+    alone = jc.data_parallel(updated(by("mean")), mesh=mesh_of(1))
     with pytest.raises(ValueError, match="compares one device with more"):
-        jc.n_devices_equal_one(jc.data_parallel(updated(by("mean")), mesh=one), PARAMS, BATCH)
+        jc.n_devices_equal_one(alone, PARAMS, BATCH)
 
 
 D = 8
@@ -183,14 +183,10 @@ def trained(loss, tx, scale=lambda g, n: g):
 
 @pytest.mark.parametrize(
     ("loss", "tx"),
-    [
-        (attention, optax.adam(1e-3)),
-        (attention, optax.sign_sgd(1e-3)),
-        (normed, optax.adam(1e-3)),
-        (normed, optax.sgd(0.1)),
-    ],
+    [(attention, optax.adam(1e-3)), (attention, optax.sign_sgd(1e-3)), (normed, optax.adam(1e-3)),
+     (normed, optax.sgd(0.1))],
     ids=["attention-adam", "attention-sign", "normed-adam", "normed-sgd"],
-)
+)  # fmt: skip
 def test_a_gradient_that_is_zero_but_for_rounding_is_no_error(loss, tx):
     jc.n_devices_equal_one(trained(loss, tx), FUSED, tx.init(FUSED), TOKENS)
 
@@ -228,9 +224,8 @@ def test_rows_that_come_back_in_their_order_are_compared_as_they_were():
 
 def test_what_is_infinite_on_many_devices_only_is_an_error():
     step = jc.data_parallel(lambda w, x: w / jnp.maximum(2.0 - lax.axis_size("data"), 0.0))
-    with pytest.raises(
-        AssertionError, match=r"the output: is infinite or no number on one side only, in 3 of 3"
-    ):
+    words = r"the output: is infinite or no number on one side only, in 3 of 3"
+    with pytest.raises(AssertionError, match=words):
         jc.n_devices_equal_one(step, np.ones(3, "f"), BATCH["x"])
 
 
