@@ -26,6 +26,7 @@ from jaxcoll.bench.table import wide_console
 from jaxcoll.bench.terminal import new_table
 from jaxcoll.bench.timing import interleaved
 from jaxcoll.cli.bench_command import check_unset, progress_of
+from jaxcoll.cli.flags import check_least
 from jaxcoll.cli.results import check_results, write_lines
 
 _OF_WORLDS = ("devices", "processes", "platform", "rate", "hosts", "per_host")
@@ -50,8 +51,8 @@ PROCESSES = (2, 4, 8)
 def run(args: argparse.Namespace) -> None:
     """The automatic choice beside hand-made ones; what an earlier run has written stays."""
     check_unset(args, "--regret chooses its own trees and worlds", dict.fromkeys(_OF_WORLDS))
-    if args.cases < 1 or args.seed < 0 or args.rounds < 1:
-        raise ValueError("--cases and --rounds must be at least 1, and --seed at least 0.")
+    check_least(args, 1, "cases")
+    check_least(args, 0, "seed")
     check_results(args.json)
     file = None if args.json in (None, "-") else Path(args.json)
     text = file.read_text() if file is not None and file.exists() else ""

@@ -259,16 +259,7 @@ def _gradient(
     with_value: bool = True,
     pieces: MicroBatches | None = None,
 ) -> Callable[..., Any]:
-    return gradient.reduced_gradient(
-        fun,
-        axis_name,
-        reduce_op=ReduceOp.of(reduce_op),
-        argnums=argnums,
-        has_aux=has_aux,
-        scatter=scatter,
-        feedback=with_feedback if feedback else None,  # this room alone knows both
-        with_value=with_value,
-        scope=scope_here,
-        options=checked(options),
-        micro_batches=pieces,
-    )
+    feeding = with_feedback if feedback else None  # this room alone knows both
+    op = ReduceOp.of(reduce_op)
+    asked = gradient.Asked(fun, op, argnums, has_aux, scatter, feeding, with_value, pieces)
+    return gradient.reduced_gradient(asked, axis_name, scope=scope_here, options=checked(options))

@@ -47,15 +47,10 @@ _OTHER_FACTORS = """\
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRankResidual:
-    """A residual, and the right factors with which PowerSGD begins the next call.
+    """A residual, and the right factors with which PowerSGD begins the next call."""
 
-    Attributes:
-      owed: what this replica owes; *varying*.
-      right: by the paths of matrices, float32 of shape (columns, rank); *invariant*.
-    """
-
-    owed: Shards
-    right: dict[str, Any]
+    owed: Shards  # what this replica owes; *varying*
+    right: dict[str, Any]  # by the paths of matrices, float32 of shape (columns, rank); *invariant*
 
 
 def is_residual(x: Any) -> bool:

@@ -33,20 +33,13 @@ def report_of(
     """
     program = read_program(compiled)
     asked, more = (None, []) if requested is None else _requested(requested)
-    origins = join(asked or (), program.collectives)
+    known = program._asdict() | {"notes": (*program.notes, *more, *notes)}
     return Report(
-        name=program.name,
+        **known,
         where=where,
-        devices=program.devices,
         requested=asked,
-        collectives=program.collectives,
-        origins=origins,
+        origins=join(asked or (), program.collectives),
         packs=tuple(_packed(plans)),
-        matmuls=program.matmuls,
-        loops=program.loops,
-        instructions=program.instructions,
-        uncounted=program.uncounted,
-        notes=(*program.notes, *more, *notes),
         terms=terms,
         memory_bytes=sum(memory[x] for x in _HELD) - memory["alias"] if memory else None,
         plans=tuple(plans),

@@ -18,28 +18,19 @@ REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 
 class Share(NamedTuple):
-    """Bytes of collectives of one kind, each turn of a loop counted.
+    """Bytes of collectives of one kind, each turn of a loop counted."""
 
-    Attributes:
-      nbytes: what one device puts in.
-      behind: of these, bytes in asynchronous collectives that have a matrix product scheduled
-        between their start and their end.
-    """
-
-    nbytes: int = 0
+    nbytes: int = 0  # what one device puts in
+    # Of these, bytes in asynchronous collectives that have a matrix product scheduled between their
+    # start and their end
     behind: int = 0
 
 
 class Overlap(NamedTuple):
-    """What the compiler's schedule hides.
+    """What the compiler's schedule hides."""
 
-    Attributes:
-      shares: for each kind of collective that sends anything, its share.
-      flops: operations of the matrix products between a start and an end, each product once.
-    """
-
-    shares: dict[str, Share]
-    flops: int
+    shares: dict[str, Share]  # for each kind of collective that sends anything, its share
+    flops: int  # operations of the matrix products between a start and an end, each product once
 
     @property
     def reduced(self) -> Share:

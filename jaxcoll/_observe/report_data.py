@@ -18,19 +18,12 @@ from jaxcoll._plan.scope_names import names, pack_of
 
 @dataclasses.dataclass(frozen=True)
 class PackedLeaves:
-    """What one pack of a plan carries.
+    """What one pack of a plan carries."""
 
-    Attributes:
-      name: the reduction's name and the pack's number, as the program's scopes have them.
-      dtype: the type it was planned to travel in.
-      nbytes: bytes of it that one replica puts in.
-      leaves: their paths in the reduced tree, "" for a bare array.
-    """
-
-    name: str
-    dtype: str
-    nbytes: int
-    leaves: tuple[str, ...]
+    name: str  # the reduction's name and the pack's number, as the program's scopes have them
+    dtype: str  # the type it was planned to travel in
+    nbytes: int  # bytes of it that one replica puts in
+    leaves: tuple[str, ...]  # their paths in the reduced tree, "" for a bare array
 
 
 @dataclasses.dataclass(frozen=True)

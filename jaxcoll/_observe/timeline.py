@@ -14,37 +14,23 @@ MOST_TURNS = 200
 
 
 class Sent(NamedTuple):
-    """One collective, carried out once.
+    """One collective, carried out once."""
 
-    Attributes:
-      k: its position in `report.collectives`.
-      start: seconds at which the program starts it.
-      begins: when it has the links for itself.
-      ends: when it is through.
-      done: when the program goes on behind its end; from when it asked to, it waited.
-      asked: when the program came to its end.
-    """
-
-    k: int
-    start: float
-    begins: float
-    ends: float
-    asked: float
-    done: float
+    k: int  # its position in `report.collectives`
+    start: float  # seconds at which the program starts it
+    begins: float  # when it has the links for itself
+    ends: float  # when it is through
+    asked: float  # when the program came to its end
+    done: float  # when the program goes on behind its end; from when it asked to, it waited
 
 
 class Timeline(NamedTuple):
-    """A run of the program by the cost model, in seconds from its beginning.
+    """A run of the program by the cost model, in seconds from its beginning."""
 
-    Attributes:
-      products: when matrix products begin and end, one after another.
-      sent: every collective that is carried out.
-      seconds: when everything is through.
-    """
-
+    # When matrix products begin and end, one after another
     products: tuple[tuple[float, float], ...]
-    sent: tuple[Sent, ...]
-    seconds: float
+    sent: tuple[Sent, ...]  # every collective that is carried out
+    seconds: float  # when everything is through
 
     @property
     def waited(self) -> float:

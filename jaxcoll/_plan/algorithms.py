@@ -81,21 +81,13 @@ def canonical(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One algorithm of a composition, at work along its own axes.
+    """One algorithm of a composition, at work along its own axes."""
 
-    Attributes:
-      algorithm: its name.
-      axes: positions of its axes among those of the reduction, outer first.
-      replicas: replicas along those axes together.
-      shards: how many parts it cuts its array into; part j is summed by replica j.
-      format: the wire format its parts travel in; "": exactly.
-    """
-
-    algorithm: str
-    axes: tuple[int, ...]
-    replicas: int
-    shards: int
-    format: str = ""
+    algorithm: str  # its name
+    axes: tuple[int, ...]  # positions of its axes among those of the reduction, outer first
+    replicas: int  # replicas along those axes together
+    shards: int  # how many parts it cuts its array into; part j is summed by replica j
+    format: str = ""  # the wire format its parts travel in; "": exactly
 
 
 def coded_by(algorithm: str) -> str:

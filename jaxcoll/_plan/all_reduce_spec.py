@@ -15,17 +15,11 @@ EXPECTED = (
 
 
 class SpecTuple(NamedTuple):
-    """One line of a specification.
+    """One line of a specification."""
 
-    Attributes:
-      algorithm: a canonical name.
-      shards: how many parts each array is cut in, or how many owners a shuffle has.
-      limit: bytes up to which an array is for this line; -1: any.
-    """
-
-    algorithm: str
-    shards: int = 1
-    limit: int = -1
+    algorithm: str  # a canonical name
+    shards: int = 1  # how many parts each array is cut in, or how many owners a shuffle has
+    limit: int = -1  # bytes up to which an array is for this line; -1: any
 
 
 def parse_spec(spec: Any) -> tuple[SpecTuple, ...]:

@@ -20,23 +20,15 @@ from jaxcoll._plan.world import World
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What the options ask for, and why it is that, in words a plan can show.
+    """What the options ask for, and why it is that, in words a plan can show."""
 
-    Attributes:
-      packing: which leaves travel together; None: whatever is predicted to be fastest.
-      algorithm: a canonical name.
-      fixed: it was asked for; otherwise another may stand in for it where that is faster.
-      parts: how many arrays each pack is then cut in.
-      owners: shards of an outermost shuffle; 0: one for each replica.
-      reasons: one sentence for each decision.
-    """
-
+    # Which leaves travel together; None: whatever is predicted to be fastest
     packing: PackingRule | None
-    algorithm: str
-    fixed: bool
-    parts: int
-    owners: int
-    reasons: tuple[str, ...]
+    algorithm: str  # a canonical name
+    fixed: bool  # it was asked for; otherwise another may stand in for it where that is faster
+    parts: int  # how many arrays each pack is then cut in
+    owners: int  # shards of an outermost shuffle; 0: one for each replica
+    reasons: tuple[str, ...]  # one sentence for each decision
 
 
 def choose(
@@ -66,13 +58,14 @@ def choose(
             "order: every element is summed in pairs of replicas, then pairs of pairs, so that its "
             "bits are the same however it is packed, placed and carried",
         )
-    if not options.shards:
-        return Choice(packing, algorithm, fixed, 1, 0, reasons)
-    if owns_shards(algorithm):
-        why_shards = f"shards: {options.shards} for each pack, each with an owner, as asked"
-        return Choice(packing, algorithm, fixed, 1, options.shards, (*reasons, why_shards))
-    why_shards = f"shards: each pack is cut in {options.shards}, reduced side by side, as asked"
-    return Choice(packing, algorithm, fixed, options.shards, 0, (*reasons, why_shards))
+    parts, owners = 1, 0
+    if options.shards and owns_shards(algorithm):
+        owners = options.shards
+        reasons += (f"shards: {owners} for each pack, each with an owner, as asked",)
+    elif options.shards:
+        parts = options.shards
+        reasons += (f"shards: each pack is cut in {parts}, reduced side by side, as asked",)
+    return Choice(packing, algorithm, fixed, parts, owners, reasons)
 
 
 def _check_carries_codes(asked: str, options: CommunicationOptions) -> None:

@@ -14,18 +14,13 @@ from jaxcoll._plan.power_sgd import PowerSGD
 
 @dataclasses.dataclass(frozen=True)
 class WireFormat:
-    """Codes of a few bits, and for each block of elements a scale of 16 bits.
+    """Codes of a few bits, and for each block of elements a scale of 16 bits."""
 
-    Attributes:
-      block: elements that share a scale. A block ends where its leaf does.
-    """
-
-    block: int
+    block: int  # elements that share a scale. A block ends where its leaf does
 
     name: ClassVar[str] = ""
     bits: ClassVar[int] = 16
     scale_bytes: ClassVar[int] = 2
-    usual: ClassVar[int] = 1
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
     """Types that are coded; others travel exactly. float64 may exceed what a scale holds."""
     # Of 16 MiB on one core of an EPYC, 2026-11-22, less the adding, which is priced by itself.
@@ -36,11 +31,11 @@ class WireFormat:
         if not is_integer(self.block) or self.block < 2 or self.block % 2:
             raise ValueError(
                 f"`block` of jc.{type(self).__name__} must be a multiple of 2, in elements (the "
-                f"usual one is {self.usual}); got {shown(self.block)}."
+                f"usual one is {type(self).block}); got {shown(self.block)}."
             )
 
     def __str__(self) -> str:
-        return self.name if self.block == self.usual else f"{self.name}/{self.block}"
+        return self.name if self.block == type(self).block else f"{self.name}/{self.block}"
 
     @property
     def least(self) -> int:
@@ -103,7 +98,6 @@ class Int8(WireFormat):
 
     name: ClassVar[str] = "int8"
     bits: ClassVar[int] = 8
-    usual: ClassVar[int] = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +122,6 @@ class Int4(WireFormat):
 
     name: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
-    usual: ClassVar[int] = 64
     passes: ClassVar[float] = 2.2
 
 

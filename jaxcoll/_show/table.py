@@ -30,13 +30,6 @@ this.after(...[...table.tBodies].sort((a, b) => turned * order(a, b)));
 class Table:
     """A table of text that is built already; it only aligns and escapes.
 
-    Attributes:
-      columns: the names above them.
-      align: a character for each column, "<" for left and ">" for right.
-      rows: the cells of each row, one for each column.
-      below: for each row, a line beneath it that spans all columns but the first; "" for none.
-      more: a last line, which says what is left out; "" for none.
-
     Examples:
       >>> print(Table(("pack", "carries"), "><", [("0", "['w']"), ("12", "['b']")]).text())
       pack  carries
@@ -44,11 +37,12 @@ class Table:
         12  ['b']
     """
 
-    columns: tuple[str, ...]
-    align: str
-    rows: Sequence[Sequence[str]]
+    columns: tuple[str, ...]  # the names above them
+    align: str  # a character for each column, "<" for left and ">" for right
+    rows: Sequence[Sequence[str]]  # the cells of each row, one for each column
+    # For each row, a line beneath it that spans all columns but the first; "" for none
     below: Sequence[str] = ()
-    more: str = ""
+    more: str = ""  # a last line, which says what is left out; "" for none
 
     def text(self, width: int | None = None) -> str:
         """The table in columns; lines longer than `width` end in "…"."""

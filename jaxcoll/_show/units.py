@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 WIDTH = 118
@@ -79,9 +80,10 @@ def shortened(line: str, width: int) -> str:
 
 def fold(line: str, width: int = WIDTH) -> str:
     """`line` in lines of at most `width`."""
-    lines = [""]
-    for word in line.split():
-        if len(lines[-1]) + len(word) >= width and lines[-1]:
-            lines.append(" ")
-        lines[-1] += (" " if lines[-1] else "") + word
-    return "\n".join(lines)
+    return textwrap.fill(
+        " ".join(line.split()),
+        width,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -14,25 +14,17 @@ from jaxcoll import _compat
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How the leaves of one pack are treated alike; two leaves share a pack if it is equal.
+    """How the leaves of one pack are treated alike; two leaves share a pack if it is equal."""
 
-    Attributes:
-      over: axes the sum is over, those of size one left out; empty: nothing travels.
-      axes: all axes of the reduction, over which the result is invariant.
-      varying: every axis that the leaf varies over, so that packing gives none a wider type.
-      dtype: the leaf's type.
-      wire: the type it travels and is summed in.
-      times: what a sum is multiplied by: the replicas that hold the same value.
-      divisor: what makes a mean of the sum; None for a sum.
-    """
-
+    # Axes the sum is over, those of size one left out; empty: nothing travels
     over: tuple[str, ...]
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # all axes of the reduction, over which the result is invariant
+    # Every axis that the leaf varies over, so that packing gives none a wider type
     varying: frozenset[str]
-    dtype: np.dtype
-    wire: np.dtype
-    times: int
-    divisor: int | None
+    dtype: np.dtype  # the leaf's type
+    wire: np.dtype  # the type it travels and is summed in
+    times: int  # what a sum is multiplied by: the replicas that hold the same value
+    divisor: int | None  # what makes a mean of the sum; None for a sum
 
     @property
     def halvings(self) -> int:

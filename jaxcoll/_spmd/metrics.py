@@ -74,18 +74,13 @@ class Total:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What of a metric travels: floats, so that one pack takes all.
+    """What of a metric travels: floats, so that one pack takes all."""
 
-    Attributes:
-      total: float32[], or wider where the metric is.
-      weight: likewise; None for a `Total`.
-      whole: the integer type that the result has again; None for a float.
-      own: the total is a constant of the program, of which each replica's copy counts.
-    """
-
-    total: Any
-    weight: Any
+    total: Any  # float32[], or wider where the metric is
+    weight: Any  # likewise; None for a `Total`
+    # The integer type that the result has again; None for a float
     whole: Any = dataclasses.field(metadata={"static": True})
+    # The total is a constant of the program, of which each replica's copy counts
     own: bool = dataclasses.field(metadata={"static": True})
 
 

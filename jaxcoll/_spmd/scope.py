@@ -26,32 +26,26 @@ from jaxcoll._spmd.checks.corruption_callback import Heard
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """A frozen value; its functions are values, too, so that equal programs share their traces.
+    """A frozen value; its functions are values, too, so that equal programs share their traces."""
 
-    Attributes:
-      world: from the axes of a reduction and their sizes to where it runs.
-      terms: what a world costs, for the plans' choices and predictions.
-      options: defaults under the options of each call.
-      record: called with each plan that is carried out.
-      heard: called for each device, when a program runs, with the packs that were corrupted; see
-        `corruption_callback.py`.
-      deadline: called with each deadline that a call inside is given; None: the program is called
-        by others, so that nobody could keep one.
-      marked: axes along which no type, but a mark, says that results are equal (see
-        `replication.py`).
-      once: whether a reduction along them of what is the same everywhere is refused, as types
-        refuse it.
-      watched: axes along which results are marked whatever the types say, for `summed_again.py`.
-    """
-
+    # From the axes of a reduction and their sizes to where it runs
     world: Callable[[dict[str, int]], World]
+    # What a world costs, for the plans' choices and predictions
     terms: Callable[[World], Terms] = preset
+    # Defaults under the options of each call
     options: CommunicationOptions = CommunicationOptions()
-    record: Callable[[Plan], None] = lambda plan: None
+    record: Callable[[Plan], None] = lambda plan: None  # called with each plan that is carried out
+    # Called for each device, when a program runs, with the packs that were corrupted; see
+    # `corruption_callback.py`
     heard: Heard = lambda found, group, member: None
+    # Called with each deadline that a call inside is given; None: the program is called by others,
+    # so that nobody could keep one
     deadline: Callable[[float], None] | None = None
+    # Axes along which no type, but a mark, says that results are equal (see `replication.py`)
     marked: frozenset[str] = frozenset()
+    # Whether a reduction along them of what is the same everywhere is refused, as types refuse it
     once: bool = False
+    # Axes along which results are marked whatever the types say, for `summed_again.py`
     watched: frozenset[str] = frozenset()
 
     def merged(self, options: CommunicationOptions | None) -> Scope:
@@ -104,19 +98,13 @@ class Scope:
 
 @dataclasses.dataclass(frozen=True)
 class Differentiation:
-    """That what is traced is a loss whose gradient is going to be reduced; equal by value.
+    """That what is traced is a loss whose gradient is going to be reduced; equal by value."""
 
-    Attributes:
-      axes: what the gradient is reduced over.
-      options: of that reduction.
-      untyped: whether types have been taken away that tell replicas apart along `axes`.
-      enclosing: axes of all losses around this one.
-    """
-
-    axes: tuple[str, ...]
-    options: CommunicationOptions = CommunicationOptions()
+    axes: tuple[str, ...]  # what the gradient is reduced over
+    options: CommunicationOptions = CommunicationOptions()  # of that reduction
+    # Whether types have been taken away that tell replicas apart along `axes`
     untyped: bool = False
-    enclosing: frozenset[str] = frozenset()
+    enclosing: frozenset[str] = frozenset()  # axes of all losses around this one
 
 
 _current = jax.make_user_context(default_value=None)

@@ -37,27 +37,18 @@ class Round:
 
 @dataclasses.dataclass
 class Contestant:
-    """One way to reduce the workload, and its figures so far.
+    """One way to reduce the workload, and its figures so far."""
 
-    Attributes:
-      name: as its team spells it.
-      team: that carries it out.
-      compile_seconds: of the slowest rank, each time that it was built.
-      description: of `Rank.describe`; the error is the largest of all ranks.
-      warm: seconds of the last call that did not count.
-      calls: in one round.
-      barrier_bytes: that the barrier before a round sends.
-      rounds: what was measured.
-    """
-
-    name: str
-    team: Team
+    name: str  # as its team spells it
+    team: Team  # that carries it out
+    # Of the slowest rank, each time that it was built
     compile_seconds: list[float] = dataclasses.field(default_factory=list)
+    # Of `Rank.describe`; the error is the largest of all ranks
     description: dict[str, Any] = dataclasses.field(default_factory=dict)
-    warm: float = 0.0
-    calls: int = 1
-    barrier_bytes: float = 0.0
-    rounds: list[Round] = dataclasses.field(default_factory=list)
+    warm: float = 0.0  # seconds of the last call that did not count
+    calls: int = 1  # in one round
+    barrier_bytes: float = 0.0  # that the barrier before a round sends
+    rounds: list[Round] = dataclasses.field(default_factory=list)  # what was measured
 
     def compile(self) -> float | None:
         """Build it anew; seconds on the slowest rank, or None where nothing is built."""

@@ -26,27 +26,16 @@ STEPS = len(PROBES.sizes) + len(PROBES.exchanged) + 3 + WARM + MOST + 2
 
 @dataclasses.dataclass(frozen=True)
 class Calibrated:
-    """Measured cost terms.
+    """Measured cost terms."""
 
-    Attributes:
-      terms: as measured.
-      usual: those of the preset, which they replace.
-      measured_on: the circumstances that they hold for.
-      file: where they are kept for this user by default.
-      rounds: over which each term is a median.
-      held_out: a tree that the terms were not fitted to.
-      predicted: seconds of its automatic reduction, by the terms.
-      measured: seconds of the same.
-    """
-
-    terms: Terms
-    usual: Terms
-    measured_on: Mapping[str, Any]
-    file: Path
-    rounds: int
-    held_out: str
-    predicted: float
-    measured: float
+    terms: Terms  # as measured
+    usual: Terms  # those of the preset, which they replace
+    measured_on: Mapping[str, Any]  # the circumstances that they hold for
+    file: Path  # where they are kept for this user by default
+    rounds: int  # over which each term is a median
+    held_out: str  # a tree that the terms were not fitted to
+    predicted: float  # seconds of its automatic reduction, by the terms
+    measured: float  # seconds of the same
 
 
 def calibrate(

@@ -19,8 +19,6 @@ def devices_of(platform: str, count: int | None) -> list[jax.Device]:
     Raises:
       ValueError: there are fewer, or none of that platform; the message says what there is.
     """
-    if count is not None and count < 1:
-        raise ValueError(f"--devices must be at least 1; got {count}.")
     if platform == "cpu":
         # Both must be set before the first backend exists; JAX refuses it later.
         jax.config.update("jax_platforms", "cpu")

@@ -87,16 +87,11 @@ def _gathered(reply: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where launched ranks run: by default all in this machine's own network.
+    """Where launched ranks run: by default all in this machine's own network."""
 
-    Attributes:
-      network: what joins their hosts, in words; "": they are on one.
-      on: what to put before the command of a rank.
-      sent_bytes: bytes that the kernel has counted between them; None: it does not count.
-    """
-
-    network: str = ""
-    on: Callable[[int], Sequence[str]] = lambda rank: ()
+    network: str = ""  # what joins their hosts, in words; "": they are on one
+    on: Callable[[int], Sequence[str]] = lambda rank: ()  # what to put before the command of a rank
+    # Bytes that the kernel has counted between them; None: it does not count
     sent_bytes: Callable[[], int | None] = loopback_bytes
 
 

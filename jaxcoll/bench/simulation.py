@@ -21,22 +21,14 @@ RANKS = tuple(2**k for k in range(1, 15))
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """Predictions for one array.
+    """Predictions for one array."""
 
-    Attributes:
-      what: its name.
-      nbytes: its bytes on one replica.
-      where: the devices, in words.
-      island: replicas of one island (a host of GPUs, a slice of TPUs, a CPU process).
-      terms: what they cost.
-      lines: for each algorithm the costs over so many replicas as `RANKS` has.
-    """
-
-    what: str
-    nbytes: int
-    where: str
-    island: int
-    terms: Terms
+    what: str  # its name
+    nbytes: int  # its bytes on one replica
+    where: str  # the devices, in words
+    island: int  # replicas of one island (a host of GPUs, a slice of TPUs, a CPU process)
+    terms: Terms  # what they cost
+    # For each algorithm the costs over so many replicas as `RANKS` has
     lines: dict[str, list[Cost]]
 
     def to_dict(self) -> dict[str, object]:

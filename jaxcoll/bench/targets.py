@@ -59,9 +59,7 @@ def teams_of(
             "start one process for each host with a launcher that JAX knows, and leave --processes "
             "out."
         )
-    devices = 1 if devices is None else devices
-    if devices < 1:
-        raise ValueError(f"--devices must be at least 1; got {devices}.")
+    devices = devices or 1
     if against and devices > 1:
         raise ValueError("--against compares processes of one device each: leave --devices out.")
     with contextlib.ExitStack() as stack:
@@ -85,8 +83,6 @@ def on_hosts(
     network: Network, entries: Sequence[Entry], devices: int, timeout: float
 ) -> Iterator[tuple[Team, Lab]]:
     """A team of JAX whose ranks are on hosts of their own, and these hosts."""
-    if network.per_host < 1:
-        raise ValueError(f"--per-host must be at least 1; got {network.per_host}.")
     with lab(network.hosts, network.rate) as made:
         variables = made.variables(network.per_host)
         places = Places(

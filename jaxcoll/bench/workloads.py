@@ -65,19 +65,12 @@ TREES = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A tree or an array to reduce.
+    """A tree or an array to reduce."""
 
-    Attributes:
-      name: of the tree, or the size of the array.
-      leaves: shapes and dtypes on one replica.
-      is_size: whether it is one of several sizes, rather than a tree.
-      names: of the leaves; (): their numbers.
-    """
-
-    name: str
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-    is_size: bool = False
-    names: tuple[str, ...] = ()
+    name: str  # of the tree, or the size of the array
+    leaves: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes on one replica
+    is_size: bool = False  # whether it is one of several sizes, rather than a tree
+    names: tuple[str, ...] = ()  # of the leaves; (): their numbers
 
     @property
     def tree(self) -> OrderedDict[str, jax.ShapeDtypeStruct]:

@@ -18,7 +18,7 @@ from jaxcoll.bench.lab.namespaces import Network
 from jaxcoll.bench.naming import BASELINE, PEERS, TWIN, options_of, sizes_of
 from jaxcoll.bench.terminal import new_console, progress_bars
 from jaxcoll.bench.workloads import Workload, array_of, tree_of
-from jaxcoll.cli.flags import add_devices, add_platform, add_tree
+from jaxcoll.cli.flags import add_devices, add_platform, add_tree, check_least
 from jaxcoll.cli.results import check_installed, check_results, write_lines
 from jaxcoll.cli.streams import complain
 
@@ -135,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, show and write; the exit status, as `EPILOG` has it."""
     try:
         with _terminable():
+            check_least(args, 1, "rounds", "devices", "per_host")
             check_installed("bench", "rich", *["matplotlib"] * (args.plot is not None))
             if args.calibrate:
                 _calibrate(args)
@@ -261,11 +262,7 @@ def _network(args: argparse.Namespace) -> Network | None:
         if args.hosts is not None or args.per_host is not None:
             raise ValueError("--hosts and --per-host need --rate; --rate none limits nothing.")
         return None
-    return Network(
-        2 if args.hosts is None else args.hosts,
-        1 if args.per_host is None else args.per_host,
-        args.rate,
-    )
+    return Network(2 if args.hosts is None else args.hosts, args.per_host or 1, args.rate)
 
 
 @contextlib.contextmanager
@@ -275,17 +272,13 @@ def progress_of(steps: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
     Yields:
       What to call at each step, with words for what is being done.
     """
-    if not shown:
-        yield lambda words: None
-        return
-    with progress_bars(new_console(stderr=True), [""], steps, transient=True) as advance:
+    console = new_console(stderr=True, quiet=not shown)
+    with progress_bars(console, [""], steps, transient=True) as advance:
         yield lambda words: advance("", words)
 
 
 def _checked(args: argparse.Namespace) -> tuple[list[Workload], list[str]]:
     """The workloads and algorithms; everything that can be refused is refused before the work."""
-    if args.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1; got {args.rounds}.")
     asked = _listed(args.algorithms)
     for name in asked:
         if name not in (BASELINE, TWIN):

@@ -32,19 +32,13 @@ _LOOPBACK_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was looked at."""
 
-    Attributes:
-      level: "ok"; "warn": it works, and could do better or surprise; "bad": it will not work.
-      what: was looked at.
-      found: in words.
-      fix: what to do; empty where nothing is wrong.
-    """
-
+    # "ok"; "warn": it works, and could do better or surprise; "bad": it will not work
     level: Literal["ok", "warn", "bad"]
-    what: str
-    found: str
-    fix: str = ""
+    what: str  # was looked at
+    found: str  # in words
+    fix: str = ""  # what to do; empty where nothing is wrong
 
 
 def machine_findings(facts: Mapping[str, Any], bandwidth: float | None) -> list[Finding]:

@@ -20,7 +20,7 @@ from jaxcoll._observe.report_text import text as text_of
 from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._show.units import WIDTH
 from jaxcoll.bench.devices import SIMULATED
-from jaxcoll.cli.flags import add_devices, add_platform
+from jaxcoll.cli.flags import add_devices, add_platform, check_least
 from jaxcoll.cli.results import check_results, write_lines
 from jaxcoll.cli.streams import patience, terminal_width
 
@@ -110,8 +110,7 @@ def _report(target: str, args: argparse.Namespace) -> Report:
     from jaxcoll._inspect import inspect
 
     if args.platform == "cpu":
-        if args.devices is not None and args.devices < 1:
-            raise ValueError(f"--devices must be at least 1; got {args.devices}.")
+        check_least(args, 1, "devices")
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices or SIMULATED)
     elif args.platform != "auto":

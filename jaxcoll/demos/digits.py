@@ -13,19 +13,12 @@ BATCH = 256
 
 @dataclasses.dataclass(frozen=True)
 class Digits:
-    """Real images, split once and for all.
+    """Real images, split once and for all."""
 
-    Attributes:
-      images: float32 of shape (1437, 8, 8), from 0 to 1.
-      labels: int32 of shape (1437,).
-      test_images: float32 of shape (360, 8, 8); no training sees them.
-      test_labels: int32 of shape (360,).
-    """
-
-    images: np.ndarray
-    labels: np.ndarray
-    test_images: np.ndarray
-    test_labels: np.ndarray
+    images: np.ndarray  # float32 of shape (1437, 8, 8), from 0 to 1
+    labels: np.ndarray  # int32 of shape (1437,)
+    test_images: np.ndarray  # float32 of shape (360, 8, 8); no training sees them
+    test_labels: np.ndarray  # int32 of shape (360,)
 
 
 def load() -> Digits:

@@ -66,13 +66,8 @@ def show(outcome: Outcome, picture: Path, *, to_stderr: bool) -> None:
     console.print()
     console.print(
         _figures(
-            *(
-                (name, kinds_in_words(traffic), _carried(traffic))
-                for name, traffic in (
-                    ("requested", outcome.requested),
-                    ("compiled", outcome.compiled),
-                )
-            ),
+            ("requested", *_in_words(outcome.requested)),
+            ("compiled", *_in_words(outcome.compiled)),
             (
                 "wire bytes a step",
                 f"{outcome.wire_bytes_per_step:,}",
@@ -92,9 +87,9 @@ def _figures(*rows: tuple[str, str, str]) -> Table:
     return table
 
 
-def _carried(traffic: Traffic) -> str:
-    """What a program's collectives carry, in words."""
+def _in_words(traffic: Traffic) -> tuple[str, str]:
+    """A program's collectives, and what they carry."""
     if not traffic.kinds:
-        return "nothing to sum on one device"
-    arrays = counted(traffic.operands, "array")
-    return f"{arrays}, {traffic.bytes:,} bytes of {', '.join(traffic.dtypes)}"
+        return kinds_in_words(traffic), "nothing to sum on one device"
+    carried = f"{counted(traffic.operands, 'array')}, {traffic.bytes:,} bytes"
+    return kinds_in_words(traffic), f"{carried} of {', '.join(traffic.dtypes)}"

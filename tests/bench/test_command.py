@@ -165,7 +165,7 @@ def children(parent, count):
         (["--calibrate", "--rounds", "3"], "--calibrate measures what the cost model needs: leave --rounds"),
         (["--regret", "--tree", "one-big"], "--regret chooses its own trees and worlds: leave --tree"),
         (["--regret", "--rate", "1gbit"], "--regret chooses its own trees and worlds: leave --rate"),
-        (["--regret", "--cases", "0"], "--cases and --rounds must be at least 1"),
+        (["--regret", "--cases", "0"], "--cases must be at least 1; got 0"),
         (["--plot", "plot.pdf"], "--plot: expected a name that ends in .png; got plot.pdf"),
     ],
 )  # fmt: skip

@@ -12,52 +12,33 @@ from jaxcoll._observe.parse.collective import Collective, Kernels, Meanwhile
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """A computation carried out from within another.
+    """A computation carried out from within another."""
 
-    Attributes:
-      site: the instruction that calls.
-      callee: the computation that it calls.
-      trips: how often, each time; None when the text does not say.
-      is_async: other work may run meanwhile.
-      branch: which branch it is, when `site` is a conditional.
-      is_loop: `site` is a loop.
-      is_part: `callee` spells out what `site` does, as for a fusion, rather than a program.
-      at: the line of `site` in its computation.
-      until: the line where it ends, when it is asynchronous.
-      meanwhile: what is scheduled between the two.
-      kernels: those around it, when it is asynchronous.
-    """
-
-    site: str
-    callee: str
-    trips: int | None = 1
-    is_async: bool = False
-    branch: int | None = None
-    is_loop: bool = False
+    site: str  # the instruction that calls
+    callee: str  # the computation that it calls
+    trips: int | None = 1  # how often, each time; None when the text does not say
+    is_async: bool = False  # other work may run meanwhile
+    branch: int | None = None  # which branch it is, when `site` is a conditional
+    is_loop: bool = False  # `site` is a loop
+    # `callee` spells out what `site` does, as for a fusion, rather than a program
     is_part: bool = False
-    at: int = 0
-    until: int = 0
-    meanwhile: Meanwhile | None = None
-    kernels: Kernels | None = None
+    at: int = 0  # the line of `site` in its computation
+    until: int = 0  # the line where it ends, when it is asynchronous
+    meanwhile: Meanwhile | None = None  # what is scheduled between the two
+    kernels: Kernels | None = None  # those around it, when it is asynchronous
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matmul:
-    """An instruction that multiplies matrices, by itself or in what it fuses.
+    """An instruction that multiplies matrices, by itself or in what it fuses."""
 
-    Attributes:
-      name: the instruction's name.
-      flops: floating-point operations each time.
-      trips: how often one run carries it out; None when a loop does not say how often it turns.
-      at: its place in the schedule, as in `Collective`.
-      dtype: the element type of what it multiplies (of several, of the largest); "" if the text
-        does not say.
-    """
-
-    name: str
-    flops: int
+    name: str  # the instruction's name
+    flops: int  # floating-point operations each time
+    # How often one run carries it out; None when a loop does not say how often it turns
     trips: int | None = 1
-    at: int = 0
+    at: int = 0  # its place in the schedule, as in `Collective`
+    # The element type of what it multiplies (of several, of the largest); "" if the text does not
+    # say
     dtype: str = ""
 
     @property
@@ -68,19 +49,13 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
-    """A loop that collectives or matrix products stand in.
+    """A loop that collectives or matrix products stand in."""
 
-    Attributes:
-      name: the instruction's name.
-      trips: how often it turns in one run of the program; None when the text does not say.
-      at: its place in the schedule.
-      until: the place of its end.
-    """
-
-    name: str
+    name: str  # the instruction's name
+    # How often it turns in one run of the program; None when the text does not say
     trips: int | None
-    at: int
-    until: int
+    at: int  # its place in the schedule
+    until: int  # the place of its end
 
 
 Bodies = Mapping[str, Sequence[Collective | Call | Matmul]]

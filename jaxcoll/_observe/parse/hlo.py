@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxcoll._observe.parse.calls import Call, Event, Loop, Matmul, carried_out
@@ -73,18 +74,7 @@ def read_hlo(text: str) -> tuple[Collective, ...]:
 
 
 class Program(NamedTuple):
-    """A compiled program, as far as its text tells.
-
-    Attributes:
-      name: what it was jitted from, as in jit_step.
-      devices: how many it runs on.
-      instructions: of one run, the body of each loop once.
-      collectives: in the order of the text.
-      matmuls: the instructions that multiply matrices, likewise.
-      loops: those that either of them stand in.
-      uncounted: what may send and could not be counted, a sentence each.
-      notes: what else could not be counted.
-    """
+    """A compiled program, as far as its text tells; `Report` says what each field is."""
 
     name: str
     devices: int
@@ -134,8 +124,9 @@ class _Reader:
         self._module = module
         self._uncounted = uncounted
         self._frames = StackFrames(module.tables)
-        self._definitions: dict[str, dict[str, str]] = {}
-        self._taken_apart: dict[str, dict[str, dict[int, str]]] = {}
+        # One computation's at a time: a large program's would take as much as its text.
+        self._defined = functools.lru_cache(1)(lambda x: definitions(module.computations[x]))
+        self._elements = functools.lru_cache(1)(lambda x: _elements(module.computations[x]))
 
     def body(self, computation: str) -> list[Collective | Call | Matmul]:
         """The collectives of one computation, and what it calls, in order."""
@@ -201,23 +192,15 @@ class _Reader:
         several = [elements.get(k, "") for k in range(operands)]
         return f"({':'.join(several)})" if all(several) and len(set(several)) > 1 else own
 
-    def _defined(self, computation: str) -> dict[str, str]:
-        if computation not in self._definitions:
-            # One computation's at a time: a large program's would take as much as its text.
-            self._definitions = {computation: definitions(self._module.computations[computation])}
-        return self._definitions[computation]
 
-    def _elements(self, computation: str) -> dict[str, dict[int, str]]:
-        """Scopes of the instructions that take a tuple apart, by the tuple's name and index."""
-        if computation not in self._taken_apart:
-            lines = self._module.computations[computation]
-            starts = {name: start for _, name, _, start in pair_ends(lines)}
-            found: dict[str, dict[int, str]] = {}
-            for element in filter(None, map(_ELEMENT.search, lines)):
-                whole = starts.get(element[1], element[1])
-                found.setdefault(whole, {})[int(element[2])] = op_name_of(element.string)
-            self._taken_apart = {computation: found}
-        return self._taken_apart[computation]
+def _elements(lines: Sequence[str]) -> dict[str, dict[int, str]]:
+    """Scopes of the instructions that take a tuple apart, by the tuple's name and index."""
+    starts = {name: start for _, name, _, start in pair_ends(lines)}
+    found: dict[str, dict[int, str]] = {}
+    for element in filter(None, map(_ELEMENT.search, lines)):
+        whole = starts.get(element[1], element[1])
+        found.setdefault(whole, {})[int(element[2])] = op_name_of(element.string)
+    return found
 
 
 def _is_collective(instruction: Instruction) -> bool:

@@ -32,22 +32,14 @@ class Instruction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program: the lines of its computations, and how many devices it is for.
+    """A program: the lines of its computations, and how many devices it is for."""
 
-    Attributes:
-      name: what it was jitted from, as in jit_step.
-      computations: their lines, by name, in the text's order.
-      entry: the name of the one that runs.
-      replicas: of the program.
-      partitions: of each replica.
-      tables: what stands before the computations.
-    """
-
-    name: str
-    computations: dict[str, list[str]]
-    entry: str
-    replicas: int
-    partitions: int
+    name: str  # what it was jitted from, as in jit_step
+    computations: dict[str, list[str]]  # their lines, by name, in the text's order
+    entry: str  # the name of the one that runs
+    replicas: int  # of the program
+    partitions: int  # of each replica
+    # What stands before the computations
     tables: list[str] = dataclasses.field(default_factory=list)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -61,9 +62,10 @@ class KernelReader:
     """
 
     def __init__(self, module: Module) -> None:
-        self._module = module
-        self._graphs: dict[str, _Graph] = {}
-        self._known: dict[str, _Fused] = {}
+        computations = module.computations
+        # One computation's at a time: a large program's would take more than its text.
+        self._graph = functools.lru_cache(1)(lambda name: _Graph(computations[name]))
+        self._fused = functools.cache(lambda name: _fused(computations[name]))
 
     def around(self, computation: str, name: str) -> Kernels:
         """The kernels around one instruction of a computation."""
@@ -91,12 +93,6 @@ class KernelReader:
                 waiting += beyond(each)
         return Kernels(len(found), sum(kernel.nbytes for kernel in found.values()))
 
-    def _graph(self, computation: str) -> _Graph:
-        if computation not in self._graphs:
-            # One computation's at a time: a large program's would take more than its text.
-            self._graphs = {computation: _Graph(self._module.computations[computation])}
-        return self._graphs[computation]
-
     def _kernel(self, instruction: Instruction, defined: Mapping[str, str]) -> _Kernel | None:
         """The kernel of an instruction; None if it is none of those that are counted."""
         opcode = instruction.opcode
@@ -118,11 +114,6 @@ class KernelReader:
             return None
         read = sum(fused.reads.get(k, nbytes) for k, nbytes in enumerate(given))
         return _Kernel(read + (result if fused.writes is None else fused.writes), fused.only_copies)
-
-    def _fused(self, computation: str) -> _Fused:
-        if computation not in self._known:
-            self._known[computation] = _fused(self._module.computations[computation])
-        return self._known[computation]
 
 
 def _fused(lines: Sequence[str]) -> _Fused:

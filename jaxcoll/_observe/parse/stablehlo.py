@@ -81,18 +81,12 @@ def read_stablehlo(text: str) -> tuple[Collective, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Region:
-    """A stretch of lines between braces.
+    """A stretch of lines between braces."""
 
-    Attributes:
-      body: where what it contains belongs; loops and branches have bodies of their own.
-      site: the operation that carries the region out, if it is a loop or a conditional.
-      branch: which branch of `site` it is.
-      collective: the line of the collective whose sum it spells out; the types follow after.
-    """
-
-    body: str
-    site: str = ""
-    branch: int | None = None
+    body: str  # where what it contains belongs; loops and branches have bodies of their own
+    site: str = ""  # the operation that carries the region out, if it is a loop or a conditional
+    branch: int | None = None  # which branch of `site` it is
+    # The line of the collective whose sum it spells out; the types follow after
     collective: str = ""
 
 

@@ -89,25 +89,16 @@ CHIPS: dict[str, Gpu | Tpu | None] = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A cluster to compile for, which need not be here.
+    """A cluster to compile for, which need not be here."""
 
-    Attributes:
-      name: as the user wrote it.
-      chip: the part of the name before the colon.
-      platform: "gpu", "tpu" or "cpu", as JAX calls it.
-      kind: what JAX calls `device_kind`.
-      shape: the numbers of the name: hosts and GPUs of a host, or chips along each dimension.
-      hosts: processes, one per host.
-      size: replicas it has room for, over all hosts.
-    """
-
-    name: str
-    chip: str
-    platform: str
-    kind: str
+    name: str  # as the user wrote it
+    chip: str  # the part of the name before the colon
+    platform: str  # "gpu", "tpu" or "cpu", as JAX calls it
+    kind: str  # what JAX calls `device_kind`
+    # The numbers of the name: hosts and GPUs of a host, or chips along each dimension
     shape: tuple[int, ...]
-    hosts: int
-    size: int
+    hosts: int  # processes, one per host
+    size: int  # replicas it has room for, over all hosts
 
     @property
     def lowers_as(self) -> str:

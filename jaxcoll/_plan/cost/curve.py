@@ -25,13 +25,6 @@ class Curve:
     logarithms; what is read is the geometric mean of the two. Above the largest size the last
     slope goes on; below the smallest only latency is left.
 
-    Attributes:
-      points: pairs of bytes and seconds; bytes rise. Seconds that fall are noise, and read as
-        the geometric mean of the fewest neighbours that then rise (isotonic regression by
-        pooling: Ayer et al., 1955).
-      replicas: devices it was measured over.
-      islands: hosts (TPU: slices; CPU: processes) that those belonged to.
-
     Raises:
       ValueError: fewer than two points; bytes or seconds that are not positive; bytes that do
         not rise; numbers of replicas or islands that cannot be.
@@ -42,9 +35,12 @@ class Curve:
       [1.0, 1.7, 3.0, 5.67]
     """
 
+    # Pairs of bytes and seconds; bytes rise. Seconds that fall are noise, and read as the geometric
+    # mean of the fewest neighbours that then rise (isotonic regression by pooling: Ayer et al.,
+    # 1955)
     points: tuple[tuple[int, float], ...]
-    replicas: int
-    islands: int = 1
+    replicas: int  # devices it was measured over
+    islands: int = 1  # hosts (TPU: slices; CPU: processes) that those belonged to
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]

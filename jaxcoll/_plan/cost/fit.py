@@ -19,19 +19,12 @@ ONE = 16 * MiB
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """One program to measure: a sum of `count` arrays of `nbytes` each.
+    """One program to measure: a sum of `count` arrays of `nbytes` each."""
 
-    Attributes:
-      algorithm: a canonical name.
-      count: arrays.
-      nbytes: bytes of each, on one replica.
-      packed: whether they are copied into one.
-    """
-
-    algorithm: str
-    count: int
-    nbytes: int
-    packed: bool = False
+    algorithm: str  # a canonical name
+    count: int  # arrays
+    nbytes: int  # bytes of each, on one replica
+    packed: bool = False  # whether they are copied into one
 
     def load(self, sizes: tuple[int, ...]) -> Load:
         """It as the cost model has it, over axes of these sizes."""
@@ -43,18 +36,12 @@ class Probe:
 
 @dataclasses.dataclass(frozen=True)
 class Probes:
-    """What is measured in order to know a world.
+    """What is measured in order to know a world."""
 
-    Attributes:
-      sizes: of one array that the backend sums; the packs' sizes are among them.
-      exchanged: of one array that an exchange of our own sums.
-      arrays: how many of the smallest size are handed over in one program.
-      packs: arrays and bytes of each, copied into one: large ones and small ones.
-    """
-
-    sizes: tuple[int, ...]
-    exchanged: tuple[int, ...]
-    arrays: int
+    sizes: tuple[int, ...]  # of one array that the backend sums; the packs' sizes are among them
+    exchanged: tuple[int, ...]  # of one array that an exchange of our own sums
+    arrays: int  # how many of the smallest size are handed over in one program
+    # Arrays and bytes of each, copied into one: large ones and small ones
     packs: tuple[tuple[int, int], tuple[int, int]]
 
     def of(self, axes: int, terms: Terms) -> tuple[Probe, ...]:

@@ -75,19 +75,13 @@ class Cost:
 
 
 class Load(NamedTuple):
-    """Arrays that cost the same: packs of one size that travel alike.
+    """Arrays that cost the same: packs of one size that travel alike."""
 
-    Attributes:
-      stages: what sums each of them; see `jaxcoll._plan.algorithms`.
-      nbytes: bytes of one.
-      pieces: pieces of leaves that are copied into one and out again; 0: it is a leaf itself.
-      times: how many there are.
-    """
-
-    stages: tuple[Stage, ...]
-    nbytes: int
+    stages: tuple[Stage, ...]  # what sums each of them; see `jaxcoll._plan.algorithms`
+    nbytes: int  # bytes of one
+    # Pieces of leaves that are copied into one and out again; 0: it is a leaf itself
     pieces: int = 0
-    times: int = 1
+    times: int = 1  # how many there are
 
 
 def loads(

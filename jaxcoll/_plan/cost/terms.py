@@ -23,21 +23,13 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """The kind of world that terms hold for.
+    """The kind of world that terms hold for."""
 
-    Attributes:
-      backend: what carries collectives: "nccl", "tpu", "gloo" or "memory" (one CPU process).
-      device_kind: what JAX calls the device; "" where it was not asked.
-      replicas: devices.
-      processes: processes they belong to.
-      hosts: hosts (TPU: slices) they belong to.
-    """
-
-    backend: str
-    device_kind: str
-    replicas: int
-    processes: int
-    hosts: int
+    backend: str  # what carries collectives: "nccl", "tpu", "gloo" or "memory" (one CPU process)
+    device_kind: str  # what JAX calls the device; "" where it was not asked
+    replicas: int  # devices
+    processes: int  # processes they belong to
+    hosts: int  # hosts (TPU: slices) they belong to
 
     @classmethod
     def of(cls, world: World) -> Key:
@@ -74,17 +66,11 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What one exchange between neighbours costs.
+    """What one exchange between neighbours costs."""
 
-    Attributes:
-      step: seconds from one device to the next before the first byte is there.
-      per_byte: seconds per byte that leaves a device, while all devices of its island send.
-      torus: dimensions of the torus that joins the devices; 0: a switch joins them all.
-    """
-
-    step: float
-    per_byte: float
-    torus: int = 0
+    step: float  # seconds from one device to the next before the first byte is there
+    per_byte: float  # seconds per byte that leaves a device, while all devices of its island send
+    torus: int = 0  # dimensions of the torus that joins the devices; 0: a switch joins them all
 
     def steps(self, n: int) -> float:
         """Dependent steps of the fastest reduction, or of the fastest broadcast, over n devices.
@@ -102,37 +88,27 @@ class Link:
 class Terms:
     """The measured or published numbers for one kind of world.
 
-    Attributes:
-      key: the world they hold for.
-      source: which preset or which calibration file they are from.
-      within: the link between devices of one island.
-      between: the link between devices of different islands.
-      call: seconds that one collective costs before anything moves.
-      array: seconds for each array that is handed to the backend's own all-reduce, beyond `call`.
-      reduce: seconds per byte that a device adds to what it holds.
-      copy: seconds per byte copied into a pack, and again per byte copied out of it.
-      slice: seconds for each piece of a leaf that is copied into a pack and out of it.
-      combine: bytes up to which the compiler makes one collective of several of its own
-        all-reduces; 0: the runtime takes them one by one.
-      native: curves of the backend's own all-reduce; those between islands included.
-      rates: for element types, as HLO spells them ("f8" for all of 8 bits), floating-point
-        operations a second that matrix products reach; () where that is not known.
-
     Raises:
       ValueError: a number is negative or not finite, or a rate is zero.
     """
 
-    key: Key
-    source: str
-    within: Link
-    between: Link
-    call: float = 0.0
+    key: Key  # the world they hold for
+    source: str  # which preset or which calibration file they are from
+    within: Link  # the link between devices of one island
+    between: Link  # the link between devices of different islands
+    call: float = 0.0  # seconds that one collective costs before anything moves
+    # Seconds for each array that is handed to the backend's own all-reduce, beyond `call`
     array: float = 0.0
-    reduce: float = 0.0
-    copy: float = 0.0
-    slice: float = 0.0
+    reduce: float = 0.0  # seconds per byte that a device adds to what it holds
+    copy: float = 0.0  # seconds per byte copied into a pack, and again per byte copied out of it
+    slice: float = 0.0  # seconds for each piece of a leaf that is copied into a pack and out of it
+    # Bytes up to which the compiler makes one collective of several of its own all-reduces; 0: the
+    # runtime takes them one by one
     combine: int = 0
+    # Curves of the backend's own all-reduce; those between islands included
     native: tuple[Curve, ...] = ()
+    # For element types, as HLO spells them ("f8" for all of 8 bits), floating-point operations a
+    # second that matrix products reach; () where that is not known
     rates: tuple[tuple[str, float], ...] = dataclasses.field(default=(), metadata=codec.OPTIONAL)
 
     def __post_init__(self) -> None:

@@ -74,34 +74,22 @@ FREE = 8 * MiB
 
 @dataclasses.dataclass(frozen=True)
 class Alternative:
-    """One way to pack, and what it is predicted to take.
+    """One way to pack, and what it is predicted to take."""
 
-    Attributes:
-      packing: the rule, in words.
-      packs: how many arrays travel.
-      seconds: the prediction.
-    """
-
-    packing: str
-    packs: int
-    seconds: float
+    packing: str  # the rule, in words
+    packs: int  # how many arrays travel
+    seconds: float  # the prediction
 
 
 class Way(NamedTuple):
-    """A rule, the packs that it makes, and what they are predicted to cost.
+    """A rule, the packs that it makes, and what they are predicted to cost."""
 
-    Attributes:
-      rule: it.
-      packs: what it makes.
-      cost: the prediction.
-      price: seconds by which ways are compared: an exchange of ours counts for more than it takes,
-        by as much as where the sum of a pack is chosen. Otherwise two packs of exchanges would win
-        against one that is too large to be worth it, although that one is faster either way.
-    """
-
-    rule: PackingRule
-    packs: tuple[Pack, ...]
-    cost: Cost
+    rule: PackingRule  # it
+    packs: tuple[Pack, ...]  # what it makes
+    cost: Cost  # the prediction
+    # Seconds by which ways are compared: an exchange of ours counts for more than it takes, by as
+    # much as where the sum of a pack is chosen. Otherwise two packs of exchanges would win against
+    # one that is too large to be worth it, although that one is faster either way
     price: float
 
 

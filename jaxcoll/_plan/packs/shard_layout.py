@@ -47,18 +47,12 @@ class ShardLayout:
 
     A pack's elements, in the order of its leaves and followed by zeros, make n × rows × 128; the
     first rows are the first replica's, and so on. The zeros are fewer than 128 n.
-
-    Attributes:
-      treedef: the tree's structure.
-      leaves: its leaves, in order; what they vary over beside is their `kind`.
-      packs: which leaves lie one after another, of one dtype each.
-      replicas: n.
     """
 
-    treedef: Hashable
-    leaves: tuple[Leaf, ...]
-    packs: tuple[Pack, ...]
-    replicas: int
+    treedef: Hashable  # the tree's structure
+    leaves: tuple[Leaf, ...]  # its leaves, in order; what they vary over beside is their `kind`
+    packs: tuple[Pack, ...]  # which leaves lie one after another, of one dtype each
+    replicas: int  # n
 
     def rows(self, pack: Pack) -> int:
         """Rows of 128 elements that one replica has of `pack`.

@@ -31,12 +31,12 @@ def plan_half(
     terms: Terms,
 ) -> Plan:
     """What carries the packs of `layout`."""
-    packs, reasons = _parts(half, layout.packs, leaves, options, world)
+    plan = _plan(half, reduce_op, layout.packs, leaves, options, world, terms)
     how = (
-        f"packs: {len(packs)}, laid out in rows of {LANES}, as many on each of "
+        f"packs: {len(plan.packs)}, laid out in rows of {LANES}, as many on each of "
         f"{counted(layout.replicas, 'replica')}"
     )
-    return _plan(half, reduce_op, leaves, packs, (how, *reasons), options, world, terms)
+    return dataclasses.replace(plan, reasons=(how, *plan.reasons))
 
 
 def plan_rows(
@@ -63,18 +63,14 @@ def plan_rows(
     ]
     apart = world.platform == "gpu" if options.overlap is None else options.overlap
     unasked = options.replace(overlap=UNSET)
-    parts, reasons = _parts(half, whole, leaves, unasked, world)
-    widened = [p for p in parts if p.algorithm == "native" and p.dtype.name == "bfloat16"]
+    plan = _plan(half, reduce_op, whole, leaves, unasked, world, terms)
+    plan = dataclasses.replace(plan, lanes=1, overlap=apart, in_backward=True)
+    reasons = plan.reasons
+    widened = [p for p in plan.packs if p.algorithm == "native" and p.dtype.name == "bfloat16"]
     if widened and world.platform == "cpu":
         reasons += ("dtypes: bfloat16, which the compiler for CPUs widens to float32 on the wire",)
     if apart:
         reasons += (overlap.reason_in_loops(world.platform),)
-    plan = dataclasses.replace(
-        _plan(half, reduce_op, leaves, parts, reasons, unasked, world, terms),
-        lanes=1,
-        overlap=apart,
-        in_backward=True,
-    )
     times = (
         f"layers: one at a time, {when}: {counted(turns, 'time')}, and so "
         f"{counted(turns * plan.wire_bytes, 'wire byte')} a device in all"
@@ -82,14 +78,16 @@ def plan_rows(
     return dataclasses.replace(plan, reasons=(times, *reasons))
 
 
-def _parts(
+def _plan(
     half: Half,
+    reduce_op: ReduceOp,
     packs: Sequence[Pack],
     leaves: Sequence[Leaf],
     options: CommunicationOptions,
     world: World,
-) -> tuple[tuple[Pack, ...], tuple[str, ...]]:
-    """The packs with what carries them, and why."""
+    terms: Terms,
+) -> Plan:
+    """What carries the packs, and why."""
     if options.shards:
         raise ValueError(
             f"`{half}` has one shard for each replica, and `shards={options.shards}` asks for "
@@ -107,37 +105,22 @@ def _parts(
         )
     choice = choose(options.replace(bytes_per_pack=UNSET), world)
     algorithm, reason = _carried(choice.algorithm, choice.reasons[0], world)
-    carried = tuple(
-        dataclasses.replace(
-            pack,
-            dtype=leaves[pack.segments[0].leaf].wire,
-            over=world.sizes,
-            kind=(),
-            algorithm=algorithm,
-        )
-        for pack in packs
-    )
     reasons = (reason, *choice.reasons[1:])
     if options.overlap:
         reasons += (overlap.by_options(world.platform, half.replace("_", "-")),)
-    return carried, reasons
-
-
-def _plan(
-    half: Half,
-    reduce_op: ReduceOp,
-    leaves: Sequence[Leaf],
-    packs: tuple[Pack, ...],
-    reasons: tuple[str, ...],
-    options: CommunicationOptions,
-    world: World,
-    terms: Terms,
-) -> Plan:
-    shown = tuple(Leaf(x.path, x.shape, x.dtype, x.wire, world.sizes) for x in leaves)
     return Plan(
         reduce_op=reduce_op,
-        leaves=shown,
-        packs=packs,
+        leaves=tuple(Leaf(x.path, x.shape, x.dtype, x.wire, world.sizes) for x in leaves),
+        packs=tuple(
+            dataclasses.replace(
+                pack,
+                dtype=leaves[pack.segments[0].leaf].wire,
+                over=world.sizes,
+                kind=(),
+                algorithm=algorithm,
+            )
+            for pack in packs
+        ),
         owners=0,
         world=world,
         terms=terms,

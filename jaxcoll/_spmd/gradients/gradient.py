@@ -67,18 +67,40 @@ class _Local(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
-    """What the caller of `jc.value_and_grad` and its like asked for; see `reduced_gradient`."""
+class Asked:
+    """What the caller of `jc.value_and_grad` and its like asks for, checked; see there."""
 
-    caller: str
     fun: Callable[..., Any]
     reduce_op: ReduceOp
     argnums: int | Sequence[int]
     has_aux: bool
     scatter: bool
+    feedback: Callable[..., Any] | None
     with_value: bool
     micro_batches: MicroBatches | None
-    feedback: Callable[..., Any] | None
+
+    def __post_init__(self) -> None:
+        if not callable(self.fun):
+            got = type(self.fun).__name__
+            raise ValueError(f"`{self.caller}` expects a function, the loss; got {got}.")
+        positions = self.argnums if isinstance(self.argnums, Sequence) else (self.argnums,)
+        if not positions or not all(isinstance(i, int) for i in positions):
+            raise ValueError(
+                f"`{self.caller}` expects `argnums` to be a position or several; got "
+                f"{self.argnums!r}."
+            )
+        if self.scatter and self.feedback:
+            raise ValueError(
+                f"`{self.caller}`: with scatter=True gradients travel exactly, so that there is "
+                "nothing to feed back: leave one of the two out."
+            )
+
+    @property
+    def caller(self) -> str:
+        """The function to name in a message."""
+        if self.micro_batches is not None:
+            return "jc.accumulate"
+        return "jc.value_and_grad" if self.with_value else "jc.grad"
 
     def places(self, args: tuple[Any, ...]) -> list[int]:
         """Positions of the arguments that are differentiated."""
@@ -95,42 +117,19 @@ class _Asked:
 
 
 def reduced_gradient(
-    fun: Callable[..., Any],
+    asked: Asked,
     axis_name: str | tuple[str, ...],
     *,
-    reduce_op: ReduceOp,
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    scatter: bool,
-    with_value: bool,
     scope: Callable[[], Scope],
     options: CommunicationOptions,
-    micro_batches: MicroBatches | None = None,
-    feedback: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """The body of `jc.value_and_grad`, `jc.grad` and `jc.accumulate`, which say what it does."""
-    caller = "jc.value_and_grad" if with_value else "jc.grad"
-    caller = caller if micro_batches is None else "jc.accumulate"
-    if not callable(fun):
-        raise ValueError(f"`{caller}` expects a function, the loss; got {type(fun).__name__}.")
-    positions = argnums if isinstance(argnums, Sequence) else (argnums,)
-    if not positions or not all(isinstance(i, int) for i in positions):
-        raise ValueError(
-            f"`{caller}` expects `argnums` to be a position or several; got {argnums!r}."
-        )
-    if scatter and feedback:
-        raise ValueError(
-            f"`{caller}`: with scatter=True gradients travel exactly, so that there is nothing "
-            "to feed back: leave one of the two out."
-        )
-    asked = _Asked(
-        caller, fun, reduce_op, argnums, has_aux, scatter, with_value, micro_batches, feedback
-    )
+    caller = asked.caller
 
     def reduced(*args: Any, **kwargs: Any) -> Any:
         axes = bound_axes(axis_name, caller)
-        residual = kwargs.pop("residual", None) if feedback else None
-        if feedback and residual is None:
+        residual = kwargs.pop("residual", None) if asked.feedback else None
+        if asked.feedback and residual is None:
             raise ValueError(
                 f"`{caller}` with feedback=True expects the keyword argument `residual` beside the "
                 "loss's own: what `jc.residual(params)` returns, then what the last call returned."
@@ -148,7 +147,7 @@ def reduced_gradient(
 
 
 def _of_share(
-    asked: _Asked,
+    asked: Asked,
     axes: dict[str, int],
     here: Differentiation,
     args: tuple[Any, ...],
@@ -189,7 +188,7 @@ def _of_share(
 
 
 def _reduced(
-    asked: _Asked,
+    asked: Asked,
     program: Traced,
     args: tuple[Any, ...],
     axes: dict[str, int],
@@ -242,7 +241,7 @@ def _together(
     program: Traced,
     axes: Mapping[str, int],
     scope: Scope,
-    asked: _Asked,
+    asked: Asked,
     residual: Shards | None,
 ) -> tuple[_Local, Shards | None]:
     """One reduction for everything that replicas have in common, and the next residual."""
@@ -288,7 +287,7 @@ def _together(
     return reduced, residual
 
 
-def _halvings(asked: _Asked, axes: Mapping[str, int]) -> int:
+def _halvings(asked: Asked, axes: Mapping[str, int]) -> int:
     """Powers of two taken off a float16 of a weighted mean, whose sums may be too large for it."""
     return halvings(count(axes) * (1 if asked.micro_batches is None else asked.micro_batches.count))
 

@@ -18,20 +18,14 @@ Arrays = list[jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class LayerProgram:
-    """What a layer does to its carry, with nothing left that it captures.
+    """What a layer does to its carry, with nothing left that it captures."""
 
-    Attributes:
-      program: from carry, parameters and what is captured to the next carry and a result of its
-        own.
-      captured: traced values that the layer's Python reads from around it.
-      carried: how many arrays are carried.
-      policy: what of a layer is kept for the backward pass: True nothing but its carry, False all
-        that the backward pass reads, otherwise what a policy of `jax.checkpoint` says.
-    """
-
+    # From carry, parameters and what is captured to the next carry and a result of its own
     program: Traced
-    captured: tuple[Any, ...]
-    carried: int
+    captured: tuple[Any, ...]  # traced values that the layer's Python reads from around it
+    carried: int  # how many arrays are carried
+    # What of a layer is kept for the backward pass: True nothing but its carry, False all that the
+    # backward pass reads, otherwise what a policy of `jax.checkpoint` says
     policy: Any
 
     def run(self, carry: Arrays, params: Arrays, captured: Arrays) -> tuple[Arrays, Arrays]:
@@ -52,18 +46,12 @@ class Residuals:
 
     What depends on the carry is saved. What is made of parameters and captured values alone is
     made again when they are there again: no gathered parameter outlives its layer.
-
-    Attributes:
-      program: from carry, parameters and captured values to results and all residuals.
-      results: how many arrays come first in it.
-      again: the program of what is made again.
-      saved: the positions, among all residuals, of what is saved.
     """
 
-    program: Traced
-    results: int
-    again: ClosedJaxpr
-    saved: tuple[int, ...]
+    program: Traced  # from carry, parameters and captured values to results and all residuals
+    results: int  # how many arrays come first in it
+    again: ClosedJaxpr  # the program of what is made again
+    saved: tuple[int, ...]  # the positions, among all residuals, of what is saved
 
     @property
     def saved_avals(self) -> list[Any]:

@@ -76,21 +76,14 @@ def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation 
 
 @dataclasses.dataclass(frozen=True)
 class _Traffic:
-    """What of a stack travels, and how gradients are handed on.
+    """What of a stack travels, and how gradients are handed on."""
 
-    Attributes:
-      stack: the parameters.
-      axes: outer first.
-      asked: what the caller asked for.
-      inside: whether a `jc.value_and_grad` around this reduces what is whole, and divides sums.
-      scope: options and world.
-    """
-
-    stack: Stack
-    axes: Mapping[str, int]
-    asked: Asked
+    stack: Stack  # the parameters
+    axes: Mapping[str, int]  # outer first
+    asked: Asked  # what the caller asked for
+    # Whether a `jc.value_and_grad` around this reduces what is whole, and divides sums
     inside: bool
-    scope: Scope
+    scope: Scope  # options and world
 
     @property
     def _op(self) -> ReduceOp:

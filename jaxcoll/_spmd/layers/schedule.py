@@ -19,23 +19,15 @@ Arrays = list[jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What is gathered, computed and scattered when, for arrays of certain types.
+    """What is gathered, computed and scattered when, for arrays of certain types."""
 
-    Attributes:
-      layers: how many.
-      ahead: layers whose parameters are gathered, or under way, while another is computed.
-      unroll: turns of a loop that are one turn of the compiled loop.
-      layer: the program of one of them.
-      gathers: by the leaves of the stack that travel together; others every replica holds whole.
-      varying: axes that everything in the loops is typed as varying over.
-    """
-
-    layers: int
-    ahead: int
-    unroll: int
-    layer: LayerProgram
+    layers: int  # how many
+    ahead: int  # layers whose parameters are gathered, or under way, while another is computed
+    unroll: int  # turns of a loop that are one turn of the compiled loop
+    layer: LayerProgram  # the program of one of them
+    # By the leaves of the stack that travel together; others every replica holds whole
     gathers: dict[tuple[int, ...], Exchange]
-    varying: tuple[str, ...]
+    varying: tuple[str, ...]  # axes that everything in the loops is typed as varying over
 
     def _fetched(
         self, stack: Arrays, index: Any, after: dict[int, jax.Array] | None = None

@@ -50,19 +50,13 @@ gather: use `jax.lax.scan`; or pass the large leaves in rows (`in_specs=P(None, 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Parameters of all layers as flat arrays, `Shards` by their parts.
+    """Parameters of all layers as flat arrays, `Shards` by their parts."""
 
-    Attributes:
-      names: of the arrays, as in the tree.
-      arrays: with the layers first.
-      over: for each the axes that its rows are cut over, outer first; () if it is whole.
-      treedef: of the tree.
-    """
-
-    names: tuple[str, ...]
-    arrays: tuple[jax.Array, ...]
+    names: tuple[str, ...]  # of the arrays, as in the tree
+    arrays: tuple[jax.Array, ...]  # with the layers first
+    # For each the axes that its rows are cut over, outer first; () if it is whole
     over: tuple[tuple[str, ...], ...]
-    treedef: Any
+    treedef: Any  # of the tree
 
     @property
     def layers(self) -> int:

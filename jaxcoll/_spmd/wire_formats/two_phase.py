@@ -42,31 +42,19 @@ CODECS: dict[str, Codec] = {"bf16": bf16, "int8": int8, "int4": int4}
 
 
 class How(NamedTuple):
-    """How numbers are coded.
+    """How numbers are coded."""
 
-    Attributes:
-      feedback: whether what is lost is sent the next time.
-      platform: "cpu", "gpu" or "tpu".
-    """
-
-    feedback: bool
-    platform: str
+    feedback: bool  # whether what is lost is sent the next time
+    platform: str  # "cpu", "gpu" or "tpu"
 
 
 class Coded(NamedTuple):
-    """What this replica coded, from which follows what it lost: blocks, and their codes.
+    """What this replica coded, from which follows what it lost: blocks, and their codes."""
 
-    Attributes:
-      flat: what it sent.
-      sent: the codes of that, of shape (n, m, w).
-      own: the sum of the shard that it owns, of shape (m, block).
-      again: the codes of that.
-    """
-
-    flat: jax.Array
-    sent: jax.Array
-    own: jax.Array
-    again: jax.Array
+    flat: jax.Array  # what it sent
+    sent: jax.Array  # the codes of that, of shape (n, m, w)
+    own: jax.Array  # the sum of the shard that it owns, of shape (m, block)
+    again: jax.Array  # the codes of that
 
 
 def all_reduce(
