@@ -103,19 +103,29 @@ def test_what_is_asked_for_is_no_longer_chosen():
         assert choose(jc.CommunicationOptions(**given), World("cpu", (8,), 1)).fixed
 
 
-def test_bad_arguments_are_named():
-    with pytest.raises(
-        ValueError, match="`axis_size` must be a positive integer, or a tuple of them; got 0"
-    ):
-        jc.plan(TREE, axis_size=0)
-    with pytest.raises(ValueError, match="takes `axis_size` or `mesh`, not both"):
-        jc.plan(TREE, axis_size=2, mesh=jax.make_mesh((8,), ("data",)))
-    with pytest.raises(
-        ValueError, match=r"over axis 'model': the mesh has no such axis. .* 'data'"
-    ):
-        jc.plan(TREE, mesh=jax.make_mesh((8,), ("data",)), axis_name="model")
-    with pytest.raises(ValueError, match=r"cannot reduce leaf \['k'\]: booleans have no sum"):
-        jc.plan({"k": np.zeros(3, bool)}, axis_size=2)
+MESH = jax.make_mesh((8,), ("data",))
+
+
+@pytest.mark.parametrize(
+    ("tree", "more", "words"),
+    [
+        (TREE, {"axis_size": 0},
+         "`axis_size` must be a positive integer, or a tuple of them; got 0"),
+        (TREE, {"axis_size": 2, "mesh": MESH}, "takes `axis_size` or `mesh`, not both"),
+        (TREE, {"mesh": MESH, "axis_name": "model"},
+         r"over axis 'model': the mesh has no such axis. .* 'data'"),
+        ({"k": np.zeros(3, bool)}, {"axis_size": 2},
+         r"cannot reduce leaf \['k'\]: booleans have no sum"),
+        ({"q": "text"}, {"axis_size": 2}, r"`plan`: leaf \['q'\]: expected an array or a number"),
+        ({"q": object()}, {"axis_size": 2}, r"`plan`: leaf \['q'\]: expected an array or a number"),
+        ({"a": np.zeros(3, jax.dtypes.float0)}, {"axis_size": 2},
+         r"leaf \['a'\]: float0 is the gradient of an integer"),
+        ({"a": np.array(["x"])}, {"axis_size": 2}, r"leaf \['a'\]: an array of <U1 holds no"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_named(tree, more, words):
+    with pytest.raises(ValueError, match=words):
+        jc.plan(tree, **more)
 
 
 def test_reads_the_mesh():
@@ -123,12 +133,6 @@ def test_reads_the_mesh():
     assert jc.plan(TREE, mesh=mesh).world.replicas == 4
     assert jc.plan(TREE, mesh=mesh, axis_name=("node", "data")).world.replicas == 8
     assert jc.plan(TREE).world.replicas == 8
-
-
-@pytest.mark.parametrize("leaf", ["text", object()])
-def test_a_leaf_that_is_no_array_is_named(leaf):
-    with pytest.raises(ValueError, match=r"`plan`: leaf \['q'\]: expected an array or a number"):
-        jc.plan({"q": leaf}, axis_size=2)
 
 
 @pytest.mark.parametrize(
@@ -152,14 +156,6 @@ def test_the_halves_keep_clear_of_gloos_own_reduce_scatter(world, asked, planned
         assert (plan.algorithm, plan.steps) == (planned, steps)
         spared = planned != (asked or "native")
         assert any("Gloo's own reduce-scatter sends more" in r for r in plan.reasons) == spared
-
-
-def test_a_gradient_of_an_integer_and_what_is_not_an_array_are_refused_by_their_path():
-    words = r"leaf \['a'\]: float0 is the gradient of an integer"
-    with pytest.raises(ValueError, match=words):
-        jc.plan({"a": np.zeros(3, jax.dtypes.float0)}, axis_size=2)
-    with pytest.raises(ValueError, match=r"leaf \['a'\]: an array of <U1 holds no"):
-        jc.plan({"a": np.array(["x"])}, axis_size=2)
 
 
 def test_usual_packs_of_shards_hold_16_mib_and_larger_leaves_than_2_mib_are_alone():
