@@ -33,7 +33,7 @@ def report_of(
     """
     program = read_program(compiled)
     asked, more = (None, []) if requested is None else _requested(requested)
-    known = program._asdict() | {"notes": (*program.notes, *more, *notes)}
+    known = program._replace(notes=(*program.notes, *more, *notes))._asdict()
     return Report(
         **known,
         where=where,
