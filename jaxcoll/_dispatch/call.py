@@ -53,30 +53,21 @@ class InnerDeadlines:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a jitted program, by every process that has some of its devices.
+    """A call of a jitted program, by every process that has some of its devices."""
 
-    Attributes:
-      program: what `jax.jit` returned.
-      args: positional arguments, placed.
-      devices: those of the program's mesh.
-      name: for messages.
-      options: `timeout_seconds` bounds the call; with `checksum` a corrupted reduction raises.
-      kwargs: arguments by name, placed.
-      settings: what all processes must have in common beside the program; hashable, and its
-        `repr` is compared. None: `options`, of which a program has one value.
-      rows: whether arrays that are split are a batch, of which each process has its own rows.
-      inner: deadlines that reductions inside the program ask for.
-    """
-
-    program: Any
-    args: Sequence[Any]
-    devices: Sequence[jax.Device]
-    name: str
+    program: Any  # what `jax.jit` returned
+    args: Sequence[Any]  # positional arguments, placed
+    devices: Sequence[jax.Device]  # those of the program's mesh
+    name: str  # for messages
+    # `timeout_seconds` bounds the call; with `checksum` a corrupted reduction raises
     options: CommunicationOptions = _NO_OPTIONS
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # arguments by name, placed
+    # What all processes must have in common beside the program; hashable, and its `repr` is
+    # compared. None: `options`, of which a program has one value
     settings: Any = None
+    # Whether arrays that are split are a batch, of which each process has its own rows
     rows: bool = False
-    inner: InnerDeadlines | None = None
+    inner: InnerDeadlines | None = None  # deadlines that reductions inside the program ask for
 
     @property
     def timeout_seconds(self) -> float | None:

@@ -20,21 +20,13 @@ SHOWN = 32
 
 @dataclasses.dataclass(frozen=True)
 class Entered:
-    """One call of a program.
+    """One call of a program."""
 
-    Attributes:
-      position: its sequence number in the group.
-      mark: a hash of the program's fingerprint.
-      name: of the program, for messages.
-      digest: of the marks up to here, in order.
-      lines: the program's fingerprint.
-    """
-
-    position: int
-    mark: str
-    name: str
-    digest: int
-    lines: tuple[str, ...] = ()
+    position: int  # its sequence number in the group
+    mark: str  # a hash of the program's fingerprint
+    name: str  # of the program, for messages
+    digest: int  # of the marks up to here, in order
+    lines: tuple[str, ...] = ()  # the program's fingerprint
 
 
 class CallHistory:

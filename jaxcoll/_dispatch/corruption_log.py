@@ -41,11 +41,9 @@ class Reports:
     A report goes to the calls that are waited for over these devices, whatever thread has traced,
     compiled or called the program. Where there are none, to the log, once for all devices of this
     process: the n-th report of each of them is one of the same reduction.
-
-    Attributes:
-      devices: those of the program; none: they are not known, as in a user's own.
     """
 
+    # Those of the program; none: they are not known, as in a user's own
     devices: frozenset[jax.Device] = frozenset()
 
     def __call__(self, found: tuple[Corruption, ...], group: Hashable, member: int) -> None:

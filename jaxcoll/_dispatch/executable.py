@@ -22,22 +22,14 @@ _PACK = re.compile(r"(\w+_[0-9a-f]{6})/(pack|rows)(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program.
+    """A compiled program."""
 
-    Attributes:
-      compiled: what is called.
-      name: for messages.
-      lines: its fingerprint, which processes compare.
-      mark: a hash of these lines.
-      moved: its collectives, one line each.
-      first: what this process brings to its first run; None: nothing is compared.
-    """
-
-    compiled: jax.stages.Compiled
-    name: str
-    lines: tuple[str, ...] = ()
-    mark: str = ""
-    moved: tuple[str, ...] = ()
+    compiled: jax.stages.Compiled  # what is called
+    name: str  # for messages
+    lines: tuple[str, ...] = ()  # its fingerprint, which processes compare
+    mark: str = ""  # a hash of these lines
+    moved: tuple[str, ...] = ()  # its collectives, one line each
+    # What this process brings to its first run; None: nothing is compared
     first: FirstValues | None = None
 
     @property

@@ -36,18 +36,13 @@ of it, as in `rows[jax.process_index()::jax.process_count()]`."""
 
 @dataclasses.dataclass
 class FirstValues:
-    """Digests of one process's arguments.
+    """Digests of one process's arguments."""
 
-    Attributes:
-      replicated: of each leaf that every replica gets in full, by its path.
-      rows: of each leaf of which this process has its share; leaves that hold one number in every
-        place are left out, because equal ones prove nothing.
-      done: whether they were compared, and nothing differed that should be the same.
-    """
-
-    replicated: dict[str, str]
+    replicated: dict[str, str]  # of each leaf that every replica gets in full, by its path
+    # Of each leaf of which this process has its share; leaves that hold one number in every place
+    # are left out, because equal ones prove nothing
     rows: dict[str, str]
-    done: bool = False
+    done: bool = False  # whether they were compared, and nothing differed that should be the same
 
     @property
     def short(self) -> str:

@@ -24,15 +24,10 @@ _BAD_FILE = (zipfile.BadZipFile, KeyError, EOFError, TypeError, AttributeError, 
 
 
 class Stamp(NamedTuple):
-    """When a tree was the state of a run: the greater of two is the newer.
+    """When a tree was the state of a run: the greater of two is the newer."""
 
-    Attributes:
-      step: finished steps.
-      term: counts generations over all runs, so that a repeated step has a later one.
-    """
-
-    step: int
-    term: int
+    step: int  # finished steps
+    term: int  # counts generations over all runs, so that a repeated step has a later one
 
 
 def save_checkpoint(path: str | Path, tree: Any, *, step: int = 0) -> None:

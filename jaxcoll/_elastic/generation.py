@@ -10,37 +10,25 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """One membership view and the step from which it goes on.
+    """One membership view and the step from which it goes on."""
 
-    Attributes:
-      number: of the generation, from 0.
-      members: names of its workers, by number, as in the mesh.
-      step: finished steps, from which it goes on.
-      source: the member that has the state after that step.
-      given: whether some member lacks that state and receives it.
-      lost: names of members of the previous generation that are not in this one.
-      joined: names of members that were not in the previous one.
-      why: what ended the previous generation, in words.
-      ended: the work is done; there are no members.
-      differ: workers that bring different programs to the step. Where there are members, one of
-        them is the first of these, and the others had just been taken in; else nobody goes on.
-      reconnects: whether its members make new connections; else they use JAX's own.
-      term: counts generations, those of earlier runs that wrote this one's checkpoint included.
-      residual: root mean square of the norms of what its members, but for newcomers, owe.
-    """
-
-    number: int
-    members: tuple[str, ...]
-    step: int
-    source: str = ""
-    given: bool = False
+    number: int  # of the generation, from 0
+    members: tuple[str, ...]  # names of its workers, by number, as in the mesh
+    step: int  # finished steps, from which it goes on
+    source: str = ""  # the member that has the state after that step
+    given: bool = False  # whether some member lacks that state and receives it
+    # Names of members of the previous generation that are not in this one
     lost: tuple[str, ...] = ()
-    joined: tuple[str, ...] = ()
-    why: str = ""
-    ended: bool = False
+    joined: tuple[str, ...] = ()  # names of members that were not in the previous one
+    why: str = ""  # what ended the previous generation, in words
+    ended: bool = False  # the work is done; there are no members
+    # Workers that bring different programs to the step. Where there are members, one of them is the
+    # first of these, and the others had just been taken in; else nobody goes on
     differ: tuple[str, ...] = ()
-    reconnects: bool = False
+    reconnects: bool = False  # whether its members make new connections; else they use JAX's own
+    # Counts generations, those of earlier runs that wrote this one's checkpoint included
     term: int = 0
+    # Root mean square of the norms of what its members, but for newcomers, owe
     residual: float = 0.0
 
     @property

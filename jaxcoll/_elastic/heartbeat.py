@@ -22,19 +22,12 @@ _UNFOLLOWED = ".unfollowed"
 
 @dataclasses.dataclass(frozen=True)
 class StepStatus:
-    """The step that a worker is in. A statement about a step of a generation stays true.
+    """The step that a worker is in. A statement about a step of a generation stays true."""
 
-    Attributes:
-      generation: its number.
-      step: finished steps before this one.
-      is_new: it takes a program that it had not run before, which workers do together.
-      fingerprint: of the program; "": it is not compiled yet.
-    """
-
-    generation: int
-    step: int
-    is_new: bool = False
-    fingerprint: str = ""
+    generation: int  # its number
+    step: int  # finished steps before this one
+    is_new: bool = False  # it takes a program that it had not run before, which workers do together
+    fingerprint: str = ""  # of the program; "": it is not compiled yet
 
     def contradicts(self, other: StepStatus) -> bool:
         """Whether both are in one step of one generation, with different programs."""

@@ -45,15 +45,10 @@ class CheckpointFile:
 
 @dataclasses.dataclass(frozen=True)
 class Writers:
-    """Who writes checkpoints in a generation: the same on all members, who wait for them.
+    """Who writes checkpoints in a generation: the same on all members, who wait for them."""
 
-    Attributes:
-      names: members that have a file, in the order in which they try.
-      every: steps between two checkpoints, as the first of them has it; 0: there are none.
-    """
-
-    names: tuple[str, ...]
-    every: int
+    names: tuple[str, ...]  # members that have a file, in the order in which they try
+    every: int  # steps between two checkpoints, as the first of them has it; 0: there are none
 
     def are_due(self, before: int, finished: int) -> bool:
         """Whether all compare their states, and the first writes, after these steps."""
