@@ -58,7 +58,7 @@ THREE = ("--steps", 2, "--devices", 3, "--seed", 5, "--bytes-per-pack", 32_768)
 
 @pytest.fixture(scope="module")
 def over_three(tmp_path_factory):
-    return figures(here, tmp_path_factory.mktemp("three"), *THREE)
+    return figures(demo, tmp_path_factory.mktemp("three"), *THREE)
 
 
 def wire_bytes(n, *sizes):
@@ -148,7 +148,7 @@ def test_one_device_sends_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_figures_in_a_process_of_its_own(tmp_path, over_three):
+def test_the_same_seed_gives_the_same_figures(tmp_path, over_three):
     again = figures(demo, tmp_path, *THREE)
     own = dict.fromkeys(("seconds", "seconds_one_device", "picture"))
     assert {**again, **own} == {**over_three, **own}
