@@ -42,19 +42,14 @@ def short(monkeypatch):
         yield
 
 
-@functools.cache
-def on_one_device():
-    return trained(None)
-
-
-def trained(mode):
-    return gpt.train(mode, jax.devices(), 50, 0)
+def trained(mode, steps):
+    return gpt.train(mode, jax.devices(), steps, 0)
 
 
 @pytest.mark.usefixtures("short")
 def test_every_mode_is_one_model_and_sends_what_it_says():
-    one = on_one_device()
-    found = {name: trained(mode) for name, mode in gpt.MODES.items()}
+    one = trained(None, 8)
+    found = {name: trained(mode, 8) for name, mode in gpt.MODES.items()}
     assert one.losses[-1] < one.losses[0]
     for name, mode in found.items():
         assert gpt.difference(one, mode) < 1e-5, name
@@ -80,7 +75,7 @@ def test_fifty_steps_in_shards_are_those_of_one_device():
     mode = dataclasses.replace(
         gpt.MODES["parameters"], value_and_grad=jc.value_and_grad(how, gpt.AXIS)
     )
-    assert gpt.difference(on_one_device(), trained(mode)) < 1e-5
+    assert gpt.difference(trained(None, 50), trained(mode, 50)) < 1e-5
 
 
 @pytest.mark.slow
