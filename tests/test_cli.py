@@ -35,6 +35,7 @@ def ran(name, redirection, folder, unbuffered="", **more):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_standard_output_that_is_closed_is_no_error(name, tmp_path):
     done = ran(name, ">&-", tmp_path)
@@ -66,6 +67,7 @@ def test_who_reads_no_further_is_no_verdict(name, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_standard_error_that_is_closed_or_full_changes_no_status(tmp_path):
     for redirection in ("2>&-", "2>/dev/full"):
         command = f'"{sys.executable}" -m jaxcoll plan --tree no-such {redirection}'

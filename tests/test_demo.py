@@ -104,6 +104,7 @@ def test_a_full_run_meets_its_bars_and_shows_what_it_sent(tmp_path):
         assert figure in printed
 
 
+@pytest.mark.slow
 def test_packs_of_a_size_and_a_number_of_devices_that_nothing_divides_by(over_three):
     found = over_three
     assert (found["devices"], found["batch_size"]) == (3, 255)
@@ -140,6 +141,7 @@ def test_a_process_that_fails_is_named_with_its_last_words(tmp_path, capsys, mon
     assert "neither" in captured.out + captured.err
 
 
+@pytest.mark.slow
 def test_one_device_sends_nothing(tmp_path):
     found = figures(here, tmp_path, "--steps", 2, "--devices", 1)
     assert found["largest_relative_difference"] == 0

@@ -27,6 +27,7 @@ def lines_of(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_one_line_a_result_a_table_and_a_picture(tmp_path):
     tree, picture = tmp_path / "mine.json", tmp_path / "out" / "plot.png"
     tree.write_text('[{"shape": [100]}, {"shape": [3], "dtype": "bfloat16"}]')

@@ -148,6 +148,7 @@ def test_the_port_is_free_only_once_the_service_is_loaded(monkeypatch):
     assert begun._service == "the service"
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_dies_early_is_not_waited_for():
     started = start_coordinator("127.0.0.1:0", 2)
     threading.Timer(0.3, started.process.kill).start()

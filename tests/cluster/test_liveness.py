@@ -38,6 +38,7 @@ def test_lines_are_heard_whole_however_they_arrive(coordinator):
     assert liveness.ended() == liveness.ended() == {0: {}, 2: {}, 10: {"0-1": 7}}
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_keep_the_connection_of_its_parent():
     done = subprocess.run(
         [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True

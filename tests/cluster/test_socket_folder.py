@@ -25,6 +25,7 @@ def home(monkeypatch):
     return path
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_killed_process_is_removed_by_the_next_and_that_of_a_live_one_stays(home):
     owners = [
         subprocess.Popen(

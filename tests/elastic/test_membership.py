@@ -118,6 +118,7 @@ def test_survivors_agree_on_members_and_on_the_last_step_that_all_have():
     ended(membership)
 
 
+@pytest.mark.slow
 def test_who_is_late_is_left_behind_and_learns_it_and_others_go_on_however_often(working):
     membership = working(3)
     membership[0].ask("step 3 did not finish", late=True)
@@ -191,6 +192,7 @@ def test_nobody_is_waited_for_who_has_ended_without_finishing():
     ended([again])
 
 
+@pytest.mark.slow
 def test_a_spare_that_says_nothing_is_not_taken_in_until_it_does(monkeypatch):
     monkeypatch.setattr(heartbeat, "is_followed", lambda name: True)
     membership = members_of_a_run(3, most=2)

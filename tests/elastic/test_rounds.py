@@ -36,6 +36,7 @@ def loop(train, state, begin, end):
     return state
 
 
+@pytest.mark.slow
 def test_it_trains_as_a_loop_does_and_a_checkpoint_begins_at_the_shared_parameters(tmp_path):
     train, path, reported = train_of(), tmp_path / "last.npz", []
     report = lambda finished, losses: reported.append((finished, np.shape(losses)))

@@ -46,6 +46,7 @@ def trained(mode, steps):
     return gpt.train(mode, jax.devices(), steps, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_every_mode_is_one_model_and_sends_what_it_says():
     one = trained(None, 8)
@@ -88,6 +89,7 @@ def test_a_run_over_a_prime_number_of_devices_prints_a_row_for_each_mode():
     assert [row.split()[0] for row in rows] == ["plain", "sharded"]
 
 
+@pytest.mark.slow
 @jax.numpy_rank_promotion("allow")
 @jax.numpy_dtype_promotion("standard")
 def test_a_flax_model_with_scanned_layers_is_moved_by_few_lines():
@@ -135,6 +137,7 @@ def test_a_stack_and_its_plain_twin_have_the_same_arguments(name):
     assert args == same
 
 
+@pytest.mark.slow
 def test_local_updates_are_measured_in_one_process_too():
     flags = "--compute 0.001 --every 4 --fragments 2 --size 2000 --only int4".split()
     done = subprocess.run(

@@ -256,6 +256,7 @@ def test_a_process_that_dies_leaves_its_last_words(tmp_path, monkeypatch):
         compile_for(jc.data_parallel(step), (W, X), {}, "h100:8")
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
     stand_in(tmp_path, monkeypatch, f"""
         other = subprocess.Popen(["sleep", "600"])

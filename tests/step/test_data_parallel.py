@@ -327,6 +327,7 @@ def test_a_step_that_is_no_function_and_an_argument_that_is_not_there():
         step(X)
 
 
+@pytest.mark.slow
 def test_a_step_past_its_deadline_names_itself_and_the_next_one_works():
     def spin(x):
         def body(i, c):
