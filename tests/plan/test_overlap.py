@@ -67,7 +67,7 @@ def test_where_gradients_appear_nothing_holds_them_up():
     options = found.compiler_options()
     assert options["xla_gpu_all_reduce_combine_threshold_bytes"] == 1
     assert any(all(name in reason for name in options) for reason in found.reasons)
-    assert not any(reason.startswith("order:") for reason in found.reasons)
+    assert not any(reason.startswith(("order:", "apart: each")) for reason in found.reasons)
     assert not plan(leaves=bare.leaves[1:3]).overlap  # tiny
     assert not plan(jc.CommunicationOptions(overlap=False)).compiler_options()
 
@@ -101,6 +101,8 @@ def test_on_cpus_the_plan_says_that_nothing_is_computed_meanwhile():
     assert plan.overlap
     assert any("waits for each collective" in reason for reason in plan.reasons)
     assert plan.predicted.latency > jc.plan(layers(2, 512), axis_size=8).predicted.latency
+    within = make_plan(ReduceOp.MEAN, plan.leaves, ASKED, plan.world, in_backward=True)
+    assert any("waits for each collective" in reason for reason in within.reasons)
 
 
 def test_a_plan_that_overlaps_survives_json():

@@ -42,6 +42,13 @@ def test_of_fewer_elements_than_replicas_only_our_own_programs_send_padding(algo
         assert plan.headline.endswith("1 array, 1 step, 24 wire bytes a device")
 
 
+def test_of_a_sparse_gradient_rows_and_indices_are_arrays_of_their_own():
+    rows = jc.IndexedSlices(np.zeros((3, 4), "f"), np.zeros(3, np.int32), (100, 4))
+    plan = jc.plan({"dense": np.zeros(5, "f"), "sparse": rows}, axis_size=8)
+    assert (len(plan.packs), len(plan.gathers)) == (1, 1)
+    assert f": 3 arrays, {plan.steps} steps, " in plan.headline
+
+
 def test_one_replica_sends_nothing():
     plan = jc.plan(TREE, axis_size=1)
     assert plan.packs == ()
