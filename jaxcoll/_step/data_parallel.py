@@ -137,24 +137,21 @@ class DataParallel:
     """A step that runs on every replica; made by `data_parallel`, called like the step.
 
     Attributes:
-      axis_name: the axis, or axes, that a batch is split over.
-      donate_argnums: positions of the arguments whose memory may be reused.
-      options: defaults for the reductions inside.
       signature: which arguments of a call are the batch.
     """
 
     _step: Callable[..., Any]
     _mesh: Mesh | None
-    axis_name: str | tuple[str, ...]
+    _axis_name: str | tuple[str, ...]
     _batch_argnums: tuple[Slot, ...] | None
-    donate_argnums: tuple[Any, ...]
-    options: CommunicationOptions
+    _donate_argnums: tuple[Any, ...]
+    _options: CommunicationOptions
     _varying_outputs: Any
     _checks: bool | None
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self._step, updated=())
-        self._axes = axis_names(self.axis_name)
+        self._axes = axis_names(self._axis_name)
         self.signature = Signature(self._step, self._batch_argnums)
         self._calls = 0
         self._known: dict[Any, Any] = {}
@@ -163,7 +160,7 @@ class DataParallel:
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The mesh it runs on; without one given, all devices at the time of the first use."""
-        return checked_mesh(self._mesh, self.axis_name, "data_parallel")
+        return checked_mesh(self._mesh, self._axis_name, "data_parallel")
 
     @functools.cached_property
     def _scope(self) -> Scope:
@@ -176,7 +173,7 @@ class DataParallel:
     @functools.cached_property
     def _arguments(self) -> Arguments:
         return Arguments(
-            self.signature, self.mesh, self.axis_name, self._processes, self.donate_argnums
+            self.signature, self.mesh, self._axis_name, self._processes, self._donate_argnums
         )
 
     @functools.cached_property
@@ -193,6 +190,21 @@ class DataParallel:
         of = (None, instance) if isinstance(step, classmethod) else (instance,)
         step = step.__get__(*of)
         return self._twin(_step=step, signature=Signature(step, self._batch_argnums))
+
+    @property
+    def axis_name(self) -> str | tuple[str, ...]:
+        """The axis, or axes, that a batch is split over."""
+        return self._axis_name
+
+    @property
+    def donate_argnums(self) -> tuple[Any, ...]:
+        """Positions of the arguments whose memory may be reused."""
+        return self._donate_argnums
+
+    @property
+    def options(self) -> CommunicationOptions:
+        """Defaults for the reductions inside."""
+        return self._options
 
     @property
     def num_replicas(self) -> int:
@@ -213,7 +225,7 @@ class DataParallel:
         self._calls += 1
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
         call = self._arguments.ready(args, kwargs)
-        given = self._compiled(call), call.args, self._devices, name, self.options, call.kwargs
+        given = self._compiled(call), call.args, self._devices, name, self._options, call.kwargs
         return dispatched.Call(*given, rows=True, inner=self._inner)
 
     def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:
@@ -251,7 +263,7 @@ class DataParallel:
         Raises:
           ValueError: the mesh lacks the axis.
         """
-        return self._twin(_mesh=checked_mesh(mesh, self.axis_name, "data_parallel"))
+        return self._twin(_mesh=checked_mesh(mesh, self._axis_name, "data_parallel"))
 
     def _twin(self, **changed: Any) -> DataParallel:
         twin = copy.copy(self)
@@ -330,7 +342,7 @@ class DataParallel:
 
         program = functools.partial(self._program, noted, call.batch)
         functools.update_wrapper(program, self._step, updated=())
-        jitted = functools.partial(jax.jit, program, donate_argnums=self.donate_argnums)
+        jitted = functools.partial(jax.jit, program, donate_argnums=self._donate_argnums)
         bare = jitted()
         bare.trace(*call.args, **call.kwargs)
         if not wanted:
@@ -348,12 +360,12 @@ class DataParallel:
         **kwargs: Any,
     ) -> Any:
         """What is traced: the step on every device of the mesh; see `StepProgram`."""
-        rows = PartitionSpec(self.axis_name)
+        rows = PartitionSpec(self._axis_name)
         lying = (
             tuple(rows if i in batch else specs_of(arg) for i, arg in enumerate(args)),
             {name: rows if name in batch else specs_of(arg) for name, arg in kwargs.items()},
         )
-        scope = dataclasses.replace(self._scope, options=self.options, deadline=self._inner.ask)
+        scope = dataclasses.replace(self._scope, options=self._options, deadline=self._inner.ask)
         how = self._checks, self._varying_outputs, lying
         program = StepProgram(self._step, self.mesh, self._axes, scope, *how, (args, kwargs))
         return program.traced(record)

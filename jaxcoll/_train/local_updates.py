@@ -138,7 +138,7 @@ def local_updates(
     return LocalUpdates(step, schedule, outer, float(mixing), mesh, axis_name, checked(options))
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LocalUpdates:
     """Replicas that train by themselves; made by `local_updates`.
 

@@ -34,12 +34,10 @@ def ran(*flags):
 
 
 @pytest.fixture
-def short(monkeypatch):
+def short(monkeypatch, types_may_mix):
     """Texts and batches of the GPT that take little time, and its model as it is."""
     monkeypatch.setattr(gpt, "LENGTH", 16)
     monkeypatch.setattr(gpt, "TEXTS", 16)
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def trained(mode, steps):
@@ -90,8 +88,7 @@ def test_a_run_over_a_prime_number_of_devices_prints_a_row_for_each_mode():
 
 
 @pytest.mark.slow
-@jax.numpy_rank_promotion("allow")
-@jax.numpy_dtype_promotion("standard")
+@pytest.mark.usefixtures("types_may_mix")
 def test_a_flax_model_with_scanned_layers_is_moved_by_few_lines():
     """Of a training script, its model among it: what a new user has to change."""
     plain, moved = (

@@ -627,3 +627,12 @@ def test_a_trace_without_values_is_that_of_the_call():
     half.lower(1, 2.0, X.astype("float16"))
     half(1, 2.0, X.astype("float16"))
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", ["axis_name", "donate_argnums", "options"])
+def test_settings_of_a_wrapped_step_are_read_only(name):
+    """A program that is compiled already would not follow."""
+    step = jc.data_parallel(lambda w, x: w)
+    assert getattr(step, name) in ("data", (), jc.CommunicationOptions())
+    with pytest.raises(AttributeError):
+        setattr(step, name, "other")
