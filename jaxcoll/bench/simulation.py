@@ -68,8 +68,7 @@ def simulate(
     host. The first part of an algorithm "inner/outer" works within an island.
 
     Raises:
-      ValueError: there is no such algorithm, or it is of more than two parts; the topology is of
-        simulated devices.
+      ValueError: there is no such algorithm, or the topology is of simulated devices.
     """
     where, island, world = _island(topology)
     terms = preset(world)

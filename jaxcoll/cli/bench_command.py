@@ -236,11 +236,7 @@ def _kept(asked: str | None, file: Path, one_process: bool) -> str:
 def teams_of(
     args: argparse.Namespace, entries: Sequence[Entry]
 ) -> Iterator[tuple[list[Team], bool]]:
-    """The teams that the flags ask for; none is left at the end.
-
-    Yields:
-      The teams, JAX's first, and whether this process is the one that prints and writes.
-    """
+    """The teams that the flags ask for, and whether this process prints and writes."""
     from jaxcoll.bench import targets
 
     names = args.against or ()
@@ -267,11 +263,7 @@ def _network(args: argparse.Namespace) -> Network | None:
 
 @contextlib.contextmanager
 def progress_of(steps: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error, where that is a terminal.
-
-    Yields:
-      What to call at each step, with words for what is being done.
-    """
+    """A bar on standard error, where that is a terminal; call it at each step, with words."""
     console = new_console(stderr=True, quiet=not shown)
     with progress_bars(console, [""], steps, transient=True) as advance:
         yield lambda words: advance("", words)

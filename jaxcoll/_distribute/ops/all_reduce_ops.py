@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxcoll._dispatch.call import Call
-from jaxcoll._distribute.ops.cross_device_ops import Batch, CrossDeviceOps
+from jaxcoll._distribute.ops.cross_device_ops import Batch, CrossDeviceOps, Reduction
 from jaxcoll._distribute.ops.one_device import ReductionToOneDevice
 from jaxcoll._distribute.values.device_names import devices_named
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
@@ -105,15 +105,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         mesh, options = arrangement(devices, self._algorithm)
         return mesh, (Route(options, self._packing),)
 
-    def _prepare(self, batch: Batch) -> list[tuple[Call, list[int]]]:
-        together: dict[frozenset[jax.Device] | None, list[int]] = {}
-        for i, r in enumerate(batch.reductions):
+    def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
+        together: dict[frozenset[jax.Device] | None, list[Reduction]] = {None: []}
+        for r in batch.reductions:
             over = frozenset(r.value.devices) if r.is_all_reduce else None
-            together.setdefault(over, []).append(i)
-        alone = together.pop(None, [])
-        calls = [(self._all_reduce(batch.of(each)), each) for each in together.values()]
-        rest = self._otherwise._prepare(batch.of(alone))
-        return calls + [(call, [alone[i] for i in positions]) for call, positions in rest]
+            together.setdefault(over, []).append(r)
+        alone, *others = (dataclasses.replace(batch, reductions=x) for x in together.values())
+        calls = [(self._all_reduce(each), each.reductions) for each in others]
+        return calls + self._otherwise._prepare(alone)
 
     def _all_reduce(self, batch: Batch) -> Call:
         """The call that all-reduces values over the same devices, to a list of them."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxcoll._observe.parse.calls import Call, Event, Loop, Matmul, carried_out
+from jaxcoll._observe.parse.calls import Call, Loop, Matmul, carried_out
 from jaxcoll._observe.parse.collective import KINDS, Collective, Groups
 from jaxcoll._observe.parse.hlo_text import (
     Instruction,
@@ -42,35 +42,14 @@ _IS_SYNC = re.compile(r'is_sync\\?":\s*true')
 
 
 def read_hlo(text: str) -> tuple[Collective, ...]:
-    """The collectives of a compiled program.
+    """The collectives of what `compiled.as_text()` returns, in the order of the text.
 
     Law: nothing is skipped in silence. An asynchronous pair counts once; every operand of a
     combined collective is listed, in the element type that the compiler settled on; loops,
     calls, fusions and conditionals are followed from the entry; what is not understood is an
-    error.
-
-    Args:
-      text: what `compiled.as_text()` returns, of any backend.
-
-    Returns:
-      The collectives in the order of the text, which is the schedule where the compiler has
-      made one. Cost: a few seconds for 100 MB.
-
-    Raises:
-      ValueError: the text is not HLO, is cut off, or uses a notation that is not known here.
-
-    Examples:
-      >>> program = '''HloModule jit_f, replica_count=4
-      ... ENTRY %main (x: f32[100]) -> f32[100] {
-      ...   %x = f32[100]{0} parameter(0)
-      ...   ROOT %sum = f32[100]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}
-      ... }'''
-      >>> collective, = read_hlo(program)
-      >>> collective.kind, collective.operands[0].dtype, collective.group_size
-      ('all-reduce', 'f32', 2)
+    error. The order is the schedule where the compiler has made one.
     """
-    program = read_program(text, strict=True)
-    return program.collectives
+    return read_program(text, strict=True).collectives
 
 
 class Program(NamedTuple):
@@ -101,20 +80,17 @@ def read_program(text: str, *, strict: bool = False) -> Program:
         bodies = Schedule(module, bodies, uncounted, notes).bodies()
     lengths = {name: len(lines) for name, lines in module.computations.items()}
     events = carried_out(bodies, module.entry, lengths)
+    ends = (event.at if isinstance(event, Matmul) else event.until for event in events)
     return Program(
         name=module.name,
         devices=module.replicas * module.partitions,
-        instructions=max([lengths[module.entry], *(_end(event) + 1 for event in events)]),
+        instructions=max([lengths[module.entry], *(end + 1 for end in ends)]),
         collectives=tuple(e for e in events if isinstance(e, Collective)),
         matmuls=tuple(e for e in events if isinstance(e, Matmul)),
         loops=tuple(e for e in events if isinstance(e, Loop)),
         uncounted=tuple(dict.fromkeys(uncounted)),
         notes=tuple(dict.fromkeys(notes)),
     )
-
-
-def _end(event: Event) -> int:
-    return event.at if isinstance(event, Matmul) else event.until
 
 
 class _Reader:

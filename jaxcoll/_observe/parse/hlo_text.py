@@ -81,16 +81,7 @@ def parse_module(text: str) -> Module:
 
 
 def parse_instruction(line: str) -> Instruction:
-    """Take a line apart.
-
-    Raises:
-      ValueError: it is not an instruction.
-
-    Examples:
-      >>> i = parse_instruction("  ROOT %x.1 = (f32[2]{0}, s8[]) all-reduce(%a, %b), channel_id=1")
-      >>> i.type, i.opcode, i.operands
-      ('(f32[2]{0}, s8[])', 'all-reduce', '%a, %b')
-    """
+    """Take a line apart."""
     found = _INSTRUCTION.match(line)
     close = _closing(line, found.end() - 1) if found else -1
     if found and close > 0:
@@ -144,17 +135,14 @@ def operand_names(instruction: Instruction) -> tuple[str, ...]:
 
 
 def pair_ends(lines: Sequence[str]) -> Iterator[tuple[int, str, str, str]]:
-    """The ends of asynchronous instructions: line number, name, opcode, and the start's name.
-
-    Yields:
-      One for each; what only prolongs another (`-update`) stands for the start afterwards.
-    """
+    """The ends of asynchronous instructions: line number, name, opcode, and the start's name."""
     first: dict[str, str] = {}
     for at, line in enumerate(lines):
         if "-done(" in line or "-update(" in line:
             instruction = parse_instruction(line)
             if instruction.opcode.endswith(("-done", "-update")):
                 start = next(iter(operand_names(instruction)), "")
+                # What only prolongs another (`-update`) stands for the start afterwards.
                 first[instruction.name] = first.get(start, start)
                 yield at, instruction.name, instruction.opcode, first[instruction.name]
 

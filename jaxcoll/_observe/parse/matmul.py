@@ -33,11 +33,8 @@ def flops(instruction: Instruction, defined: Mapping[str, str]) -> int | None:
     Law: a product with an output of N elements that sums over K has 2·N·K of them. A convolution
     has 2 for each element of an output and of its kernel that meet an element of the input, and
     neither padding nor what dilation puts between elements; a library's convolution, whose text
-    says less, has those, too.
-
-    Returns:
-      The number; 0 if it multiplies no matrices; None if it does, and its text does not say
-      how large they are.
+    says less, has those, too. It is 0 if it multiplies no matrices; None if it does, and its text
+    does not say how large they are.
 
     Examples:
       >>> from jaxcoll._observe.parse.hlo_text import parse_instruction
