@@ -47,7 +47,7 @@ def join(requested: Sequence[Collective], compiled: Sequence[Collective]) -> tup
     own name; in a text without names, sizes decide, and then order, and the result says so.
     """
     joiner = _Joiner(requested, compiled)
-    for alike in (operator.eq, _becomes):
+    for alike in (operator.eq, lambda asked, made: made in _BECOMES.get(asked, ())):
         for in_loop in (True, False):
             joiner.spend(functools.partial(_fits, alike, in_loop))
     joiner.repeat()
@@ -60,10 +60,6 @@ def _fits(alike: Callable[[str, str], bool], in_loop: bool, r: Collective, c: Co
         and (not in_loop or bool(r.loops) == bool(c.loops))
         and (r.kind != c.kind or _members(r) == _members(c))
     )
-
-
-def _becomes(requested: str, compiled: str) -> bool:
-    return compiled in _BECOMES.get(requested, ())
 
 
 def _members(c: Collective) -> frozenset[tuple[int, ...]]:

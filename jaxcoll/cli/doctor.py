@@ -126,6 +126,7 @@ def _between_neighbours() -> dict[tuple[int, int], float]:
     import jax
     import numpy as np
     from jax import lax
+    from jax.experimental.multihost_utils import process_allgather
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     count = jax.process_count()
@@ -153,15 +154,9 @@ def _between_neighbours() -> dict[tuple[int, int], float]:
             jax.block_until_ready(compiled(values))
             seconds.append(time.perf_counter() - start)
         # Every process takes the slower of the two ends: only these took part.
-        found[a, b] = _BLOCK / _slowest(sorted(seconds)[_CALLS // 2])
+        medians = process_allgather(np.array([sorted(seconds)[_CALLS // 2]], np.float32))
+        found[a, b] = _BLOCK / float(np.max(np.asarray(medians)))
     return found
-
-
-def _slowest(seconds: float) -> float:
-    import numpy as np
-    from jax.experimental.multihost_utils import process_allgather
-
-    return float(np.max(np.asarray(process_allgather(np.array([seconds], np.float32)))))
 
 
 def _show(findings: list[Finding]) -> None:

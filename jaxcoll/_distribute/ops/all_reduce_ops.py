@@ -246,7 +246,9 @@ def all_reduce_program(
     def reduced(values: list[PerReplica | Mirrored]) -> list[Mirrored]:
         local = [v.local(v.tree) for v in values]
         leaves, treedef = jax.tree.flatten(local, is_leaf=is_sparse)
-        taken = [_route_of(leaf, routes) for leaf in leaves]
+        arrays = [leaf.values if is_sparse(leaf) else leaf for leaf in leaves]
+        limits = [route.limit for route in routes]
+        taken = [first_that_takes(limits, x.size * x.dtype.itemsize) for x in arrays]
         results: dict[int, Any] = {}
         for k, route in enumerate(routes):
             mine = [leaf if taker == k else None for leaf, taker in zip(leaves, taken, strict=True)]
@@ -271,11 +273,6 @@ def all_reduce_program(
         )(values)
 
     return jax.jit(batch_reduce)
-
-
-def _route_of(leaf: Any, routes: tuple[Route, ...]) -> int:
-    array = leaf.values if is_sparse(leaf) else leaf
-    return first_that_takes((r.limit for r in routes), array.size * array.dtype.itemsize)
 
 
 @functools.lru_cache(maxsize=256)

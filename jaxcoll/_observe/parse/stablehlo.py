@@ -97,8 +97,9 @@ class _Reader:
             self._add(closed.body, closed.collective, types=line)
         if line.endswith("{"):
             self.open.append(self._region(line, closed))
-        elif line.startswith("sdy.mesh "):
-            self._add_mesh(line)
+        elif mesh := _MESH.match(line):
+            sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh[2])}
+            self._meshes[mesh[1]] = (sizes, np.array(numbers(mesh[3])) if mesh[3] else None)
         elif self.open and not closed:
             body = self.open[-1].body
             if _COMMUNICATES.search(line):
@@ -183,12 +184,6 @@ class _Reader:
             replicas=self._replicas,
             partitions=self._partitions,
         )
-
-    def _add_mesh(self, line: str) -> None:
-        if found := _MESH.match(line):
-            sizes = {name: int(size) for name, size in _MESH_AXIS.findall(found[2])}
-            devices = np.array(numbers(found[3])) if found[3] else None
-            self._meshes[found[1]] = (sizes, devices)
 
 
 def _dense(text: str, rows: int, columns: int) -> Groups:
