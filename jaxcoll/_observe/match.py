@@ -25,19 +25,14 @@ _BECOMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The requested collectives that a compiled one carries out.
+    """The requested collectives that a compiled one carries out."""
 
-    Attributes:
-      requested: their positions among the requested ones; () if none is known.
-      by: how that is known. "name": the compiler kept their names. "shape": sizes, kinds and
-        groups fit in one way only. "order": several fit, and were taken in their order. "":
-        it is not known, or the compiler added the collective.
-      again: it carries out once more what another already does, as when a loop is unrolled.
-    """
-
-    requested: tuple[int, ...] = ()
+    requested: tuple[int, ...] = ()  # their positions among the requested ones; () if none is known
+    # How that is known. "name": the compiler kept their names. "shape": sizes, kinds and groups
+    # fit in one way only. "order": several fit, and were taken in their order. "": it is not
+    # known, or the compiler added the collective
     by: By = ""
-    again: bool = False
+    again: bool = False  # it repeats what another already does, as when a loop is unrolled
 
 
 def join(requested: Sequence[Collective], compiled: Sequence[Collective]) -> tuple[Origin, ...]:

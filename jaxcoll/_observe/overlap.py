@@ -68,11 +68,8 @@ def exposed(
     are under way: of those it stands between start and end of, the one that ends first and is
     not hidden yet. No other choice hides more in all (F. Glover, Maximum matching in a convex
     bipartite graph, Naval Research Logistics Quarterly 14, 1967). Only matrix products hide:
-    what else runs meanwhile is not priced.
-
-    Returns:
-      Seconds, never below 0; None if products stand beside collectives, and how fast any type is
-      multiplied is not known. A product of a type of unknown rate hides nothing.
+    what else runs meanwhile is not priced. A product of a type of unknown rate hides nothing; it is
+    None if products stand beside collectives, and the rate of no type is known.
     """
     left = [c.turns * each for c, each in zip(collectives, seconds, strict=True)]
     for m, open_now in _meetings(collectives, matmuls):

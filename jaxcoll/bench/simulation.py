@@ -108,10 +108,5 @@ def _island(topology: Topology | None) -> tuple[str, int, World]:
 
 
 def _power_of_two(most: int) -> int:
-    """The largest that is not larger.
-
-    Examples:
-      >>> _power_of_two(8960)
-      8192
-    """
+    """The largest that is not larger."""
     return 1 << (most.bit_length() - 1)

@@ -92,12 +92,7 @@ class Outcome:
 
 
 def kinds_in_words(traffic: Traffic) -> str:
-    """How many collectives of which kind.
-
-    Examples:
-      >>> kinds_in_words(Traffic({"all-reduce": 9}, 9, 9, 40, ("f32",)))
-      '9 all-reduces'
-    """
+    """How many collectives of which kind."""
     return ", ".join(counted(n, kind) for kind, n in traffic.kinds.items()) or "none"
 
 

@@ -26,15 +26,9 @@ _BITS = re.compile(r"(?:bf|[sufc])(\d+)(?:e\d+m\d+\w*)?")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operand:
-    """An array that one device hands to a collective.
+    """An array that one device hands to a collective."""
 
-    Examples:
-      >>> Operand("bf16", (3, 5)).nbytes, Operand("s4", (7,)).nbytes
-      (30, 4)
-    """
-
-    dtype: str
-    """Element type, spelled as in HLO: f32, bf16, f8e4m3fn, s4, pred, c64."""
+    dtype: str  # element type, spelled as in HLO: f32, bf16, f8e4m3fn, s4, pred, c64
     shape: tuple[int, ...]
 
     @property

@@ -124,12 +124,7 @@ def operands_of(instruction: Instruction, defined: Mapping[str, str]) -> tuple[O
 
 
 def operand_names(instruction: Instruction) -> tuple[str, ...]:
-    """The names of what an instruction is given.
-
-    Examples:
-      >>> operand_names(parse_instruction("  %x = s8[] add(s8[] %a, /*index=1*/b)"))
-      ('a', 'b')
-    """
+    """The names of what an instruction is given."""
     pieces = _pieces(_COMMENT.sub("", instruction.operands))
     return tuple(piece.rpartition(" ")[2].lstrip("%") for piece in pieces)
 

@@ -31,13 +31,6 @@ def narrow_sums(text: str) -> list[str]:
     Autodiff makes such sums of a float32 parameter that is used in bfloat16 wherever it sums by
     itself (under a checked `shard_map`): it sums the gradient of the bfloat16 copy, and casts the
     sum to float32 after that. A cast to the narrow type right before says that it was asked for.
-
-    Examples:
-      >>> narrow_sums('''
-      ...   %3 = "stablehlo.all_reduce"(%2) <{}> ({
-      ...   }) : (tensor<8xbf16>) -> tensor<8xbf16>
-      ...   %4 = stablehlo.convert %3 : (tensor<8xbf16>) -> tensor<8xf32>''')[0][:54]
-      '1 sum over devices is requested in bf16 and widened to'
     """
     lines = text.splitlines()
     locations = Locations(lines)
