@@ -8,9 +8,8 @@ from typing import Any
 
 from jaxcoll._errors import ReductionInLoopWarning
 from jaxcoll._jaxpr.loop_reductions import described
-from jaxcoll._observe.build import report_of
 from jaxcoll._observe.parse.collective import KINDS
-from jaxcoll._observe.report import Report
+from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.report_text import carried, like
 from jaxcoll._show.units import counted, size
 from jaxcoll._step.aot import compile_for

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 from typing import Any
 
 from jaxcoll._observe.match import Origin
-from jaxcoll._observe.parse.calls import Loop, Matmul
 from jaxcoll._observe.parse.collective import Collective, Groups
 from jaxcoll._observe.report_data import PackedLeaves, ReportData
 from jaxcoll._plan.cost.terms import terms_of
 from jaxcoll._show import codec
+
+_SAME = ("name", "where", "devices", "matmuls", "loops", "instructions", "uncounted", "notes")
 
 
 def to_dict(report: ReportData) -> dict[str, Any]:
@@ -74,8 +76,9 @@ def fields(data: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the `Report` that `to_dict` took apart."""
     groups = codec.read(tuple[Groups, ...], data["groups"])
     asked, made = data["requested"], data["compiled"]
+    kinds = typing.get_type_hints(ReportData)
     return {
-        **{name: data[name] for name in ("name", "where", "devices", "instructions")},
+        **{name: codec.read(kinds[name], data[name]) for name in _SAME},
         "requested": None if asked is None else tuple(_read(r, groups) for r in asked),
         "collectives": tuple(_read(c, groups) for c in made),
         "origins": codec.read(
@@ -86,10 +89,6 @@ def fields(data: Mapping[str, Any]) -> dict[str, Any]:
             tuple[PackedLeaves, ...],
             [[p[key] for key in ("name", "dtype", "bytes", "leaves")] for p in data["packs"]],
         ),
-        "matmuls": codec.read(tuple[Matmul, ...], data["matmuls"]),
-        "loops": codec.read(tuple[Loop, ...], data["loops"]),
-        "uncounted": codec.read(tuple[str, ...], data["uncounted"]),
-        "notes": codec.read(tuple[str, ...], data["notes"]),
         "terms": None if data["terms"] is None else terms_of(data["terms"]),
         "memory_bytes": data.get("memory_bytes_per_device"),
     }

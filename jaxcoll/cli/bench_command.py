@@ -9,21 +9,27 @@ import json
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll._mesh.machine_costs import FILE, calibration
+from jaxcoll.bench import targets
 from jaxcoll.bench.checkout import from_checkout
 from jaxcoll.bench.lab.namespaces import Network
 from jaxcoll.bench.naming import BASELINE, PEERS, TWIN, options_of, sizes_of
+from jaxcoll.bench.rank_pool import Entry, Team
 from jaxcoll.bench.terminal import new_console, progress_bars
 from jaxcoll.bench.workloads import Workload, array_of, tree_of
-from jaxcoll.cli.flags import add_devices, add_platform, add_tree, check_least
-from jaxcoll.cli.results import check_installed, check_results, write_lines
+from jaxcoll.cli.flags import (
+    add_devices,
+    add_platform,
+    add_tree,
+    check_installed,
+    check_least,
+    check_results,
+    write_lines,
+)
 from jaxcoll.cli.streams import complain
-
-if TYPE_CHECKING:
-    from jaxcoll.bench.rank_pool import Entry, Team
 
 EPILOG = """\
 Without --devices, --processes and --platform it enters a job that was launched by a launcher that
@@ -237,16 +243,13 @@ def teams_of(
     args: argparse.Namespace, entries: Sequence[Entry]
 ) -> Iterator[tuple[list[Team], bool]]:
     """The teams that the flags ask for, and whether this process prints and writes."""
-    from jaxcoll.bench import targets
-
-    names = args.against or ()
     with targets.teams_of(
         entries,
         processes=args.processes,
         devices=args.devices,
         platform=args.platform,
         network=_network(args),
-        against={name: getattr(args, f"{name}_python") for name in names},
+        against={name: getattr(args, f"{name}_python") for name in args.against or ()},
         timeout=args.timeout,
     ) as teams:
         yield teams, targets.is_first(teams)

@@ -15,8 +15,14 @@ from jaxcoll._cluster.launch.local import join, world
 from jaxcoll._cluster.launch.supervisor import Job, Owner
 from jaxcoll._files import check_writable, write_result
 from jaxcoll.bench.devices import devices_of
-from jaxcoll.cli.flags import add_devices, add_platform, check_least
-from jaxcoll.cli.results import check_installed, check_results, write_lines
+from jaxcoll.cli.flags import (
+    add_devices,
+    add_platform,
+    check_installed,
+    check_least,
+    check_results,
+    write_lines,
+)
 from jaxcoll.cli.streams import complain
 
 EPILOG = """\

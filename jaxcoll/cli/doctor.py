@@ -18,7 +18,7 @@ from jaxcoll.cli.diagnosis import (
     machine_findings,
     pair_findings,
 )
-from jaxcoll.cli.results import check_results, write_lines
+from jaxcoll.cli.flags import check_results, write_lines
 from jaxcoll.cli.streams import complain, patience
 
 EPILOG = """\

@@ -13,15 +13,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxcoll._files import check_writable, write_result
 from jaxcoll._mesh.mesh import abstract_mesh, checked_mesh, takes_mesh
-from jaxcoll._observe.build import report_of
 from jaxcoll._observe.compare import against
-from jaxcoll._observe.report import Report
+from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.report_text import text as text_of
 from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._show.units import WIDTH
 from jaxcoll.bench.devices import SIMULATED
-from jaxcoll.cli.flags import add_devices, add_platform, check_least
-from jaxcoll.cli.results import check_results, write_lines
+from jaxcoll.cli.flags import add_devices, add_platform, check_least, check_results, write_lines
 from jaxcoll.cli.streams import patience, terminal_width
 
 EPILOG = """\

@@ -19,8 +19,14 @@ from jaxcoll._plan.world import World
 from jaxcoll.bench.naming import options_of
 from jaxcoll.bench.simulation import ALGORITHMS, Simulation, simulate
 from jaxcoll.bench.workloads import Workload, tree_of
-from jaxcoll.cli.flags import add_devices, add_tree, check_least
-from jaxcoll.cli.results import check_installed, check_results, write_lines
+from jaxcoll.cli.flags import (
+    add_devices,
+    add_tree,
+    check_installed,
+    check_least,
+    check_results,
+    write_lines,
+)
 from jaxcoll.cli.streams import patience, terminal_width
 
 EPILOG = """\
