@@ -20,15 +20,7 @@ from jaxcoll.bench.naming import BASELINE, PEERS, TWIN, options_of, sizes_of
 from jaxcoll.bench.rank_pool import Entry, Team
 from jaxcoll.bench.terminal import new_console, progress_bars
 from jaxcoll.bench.workloads import Workload, array_of, tree_of
-from jaxcoll.cli.flags import (
-    add_devices,
-    add_platform,
-    add_tree,
-    check_installed,
-    check_least,
-    check_results,
-    write_lines,
-)
+from jaxcoll.cli import flags
 from jaxcoll.cli.streams import complain
 
 EPILOG = """\
@@ -42,7 +34,7 @@ status is 0; 2 with one line on standard error when something cannot be done or 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
-    what = add_tree(parser, several=True)
+    what = flags.add_tree(parser, several=True)
     what.add_argument(
         "--sizes",
         metavar="RANGE",
@@ -68,11 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--rounds", type=int, default=20, help="timed rounds (default: 20)")
     where = parser.add_argument_group("where")
-    add_devices(where, "of each process (default: all, or {simulated} simulated)")
+    flags.add_devices(where, "of each process (default: all, or {simulated} simulated)")
     where.add_argument(
         "--processes", type=int, metavar="N", help="start N CPU processes here, over Gloo"
     )
-    add_platform(where, default=None, help="of this process's devices")
+    flags.add_platform(where, default=None, help="of this process's devices")
     where.add_argument(
         "--rate",
         metavar="RATE",
@@ -141,8 +133,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, show and write; the exit status, as `EPILOG` has it."""
     try:
         with _terminable():
-            check_least(args, 1, "rounds", "devices", "per_host")
-            check_installed("bench", "rich", *["matplotlib"] * (args.plot is not None))
+            flags.check_least(args, 1, "rounds", "devices", "per_host")
+            flags.check_installed("bench", "rich", *["matplotlib"] * (args.plot is not None))
             if args.calibrate:
                 _calibrate(args)
                 return 0
@@ -187,7 +179,7 @@ def _compare(args: argparse.Namespace, workloads: list[Workload], names: list[st
             from jaxcoll.bench.chart import draw
 
             write_result("--plot", args.plot, functools.partial(draw, results))
-        write_lines(args.json, "".join(json.dumps(each.to_dict()) + "\n" for each in results))
+        flags.write_lines(args.json, "".join(json.dumps(each.to_dict()) + "\n" for each in results))
         show(results, to_stderr=args.json == "-")
 
 
@@ -197,7 +189,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     from jaxcoll.bench.table import show_calibration
 
     check_unset(args, "--calibrate measures what the cost model needs", {"rounds": 20})
-    check_results(args.json)
+    flags.check_results(args.json)
 
     def writes(file: Path) -> None:
         if args.json is None:
@@ -212,7 +204,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     if args.json is None:
         write_text("--calibrate", found.file, text)
     else:
-        write_lines(args.json, text)
+        flags.write_lines(args.json, text)
     one_process = found.terms.key.processes == 1
     show_calibration(found, _kept(args.json, found.file, one_process), to_stderr=args.json == "-")
 
@@ -288,7 +280,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[Workload], list[str]]:
         workloads += [array_of(size, args.dtype) for size in sizes_of(args.sizes)]
     if args.against and any(len({x.dtype for x in w.leaves}) > 1 for w in workloads):
         raise ValueError("--against: the others take trees of one dtype only.")
-    check_results(args.json, args.plot)
+    flags.check_results(args.json, args.plot)
     return workloads, list(dict.fromkeys([BASELINE, TWIN, *asked]))
 
 

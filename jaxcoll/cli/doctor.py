@@ -10,14 +10,7 @@ import time
 from typing import Any
 
 from jaxcoll.bench.terminal import new_console, new_table
-from jaxcoll.cli.diagnosis import (
-    Finding,
-    job_findings,
-    loopback_bandwidth,
-    machine_facts,
-    machine_findings,
-    pair_findings,
-)
+from jaxcoll.cli import diagnosis
 from jaxcoll.cli.flags import check_results, write_lines
 from jaxcoll.cli.streams import complain, patience
 
@@ -63,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return 2 if "bad" in levels else 1 if "warn" in levels else 0
 
 
-def _findings(timeout: float) -> list[Finding] | None:
+def _findings(timeout: float) -> list[diagnosis.Finding] | None:
     """All findings; None: process 0 reports them."""
     import jax
 
@@ -74,12 +67,12 @@ def _findings(timeout: float) -> list[Finding] | None:
     store = coordination.store()
     if store is not None:
         _meet(store, timeout)  # before JAX looks for devices together, and waits long for the dead
-    mine = machine_facts()
+    mine = diagnosis.machine_facts()
     try:
-        bandwidth = loopback_bandwidth()
+        bandwidth = diagnosis.loopback_bandwidth()
     except OSError:
         bandwidth = None
-    here = machine_findings(mine, bandwidth)
+    here = diagnosis.machine_findings(mine, bandwidth)
     if store is None or store.processes == 1:
         return here
     address = own_address() or socket.gethostname()  # on the way to the coordinator
@@ -87,11 +80,11 @@ def _findings(timeout: float) -> list[Finding] | None:
     others = _reports(store, "jaxcoll/doctor", timeout)
     # A collective among processes that differ may hang: links are measured only between equals.
     alike = None not in others and len({facts["devices"] for facts in others if facts}) == 1
-    measured = pair_findings(_between_neighbours()) if alike else []
+    measured = diagnosis.pair_findings(_between_neighbours()) if alike else []
     if store.process == 0:
         addresses = [facts["interface"] for facts in others if facts]
         assert jax.process_count() == store.processes
-        return [*here, *job_findings(others, addresses), *measured]
+        return [*here, *diagnosis.job_findings(others, addresses), *measured]
     return None
 
 
@@ -159,7 +152,7 @@ def _between_neighbours() -> dict[tuple[int, int], float]:
     return found
 
 
-def _show(findings: list[Finding]) -> None:
+def _show(findings: list[diagnosis.Finding]) -> None:
     from rich.text import Text
 
     console = new_console(highlight=False)

@@ -19,14 +19,7 @@ from jaxcoll._plan.world import World
 from jaxcoll.bench.naming import options_of
 from jaxcoll.bench.simulation import ALGORITHMS, Simulation, simulate
 from jaxcoll.bench.workloads import Workload, tree_of
-from jaxcoll.cli.flags import (
-    add_devices,
-    add_tree,
-    check_installed,
-    check_least,
-    check_results,
-    write_lines,
-)
+from jaxcoll.cli import flags
 from jaxcoll.cli.streams import patience, terminal_width
 
 EPILOG = """\
@@ -39,13 +32,13 @@ with one line on standard error.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
-    what = add_tree(parser)
+    what = flags.add_tree(parser)
     what.add_argument(
         "--algorithm", default="auto", metavar="NAME", help="and packs, as in ring@4MiB"
     )
     where = parser.add_argument_group("where").add_mutually_exclusive_group()
     where.add_argument("--topology", metavar="NAME", help="a cluster, such as h100:2x8 or v5e:4x4")
-    add_devices(where, "of one CPU process (default: {simulated})")
+    flags.add_devices(where, "of one CPU process (default: {simulated})")
     where.add_argument(
         "--processes", type=int, metavar="N", help="CPU processes on this machine, over Gloo"
     )
@@ -73,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         from jaxcoll.bench.chart import draw_simulation
 
         write_result("--plot", args.plot, functools.partial(draw_simulation, found))
-    write_lines(args.json, text + "\n")
+    flags.write_lines(args.json, text + "\n")
     if args.json != "-":
         rows = None if args.all_rows else MOST_ROWS
         print(found.text(rows, terminal_width()) if isinstance(found, Plan) else found)
@@ -82,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _checked(args: argparse.Namespace) -> Workload:
     """The tree; everything that can be refused is refused before the work."""
-    check_least(args, 1, "devices", "processes")
+    flags.check_least(args, 1, "devices", "processes")
     if not args.simulate and (args.plot or args.algorithms):
         flag = "--plot draws" if args.plot else "--algorithms is for"
         raise ValueError(f"{flag} what --simulate predicts; add --simulate.")
@@ -90,9 +83,9 @@ def _checked(args: argparse.Namespace) -> Workload:
         raise ValueError("--all-rows is for a plan's table; leave it out.")
     if args.simulate and args.algorithm != "auto":
         raise ValueError("--simulate takes --algorithms, a list, in the place of --algorithm.")
-    check_results(args.json, args.plot)
+    flags.check_results(args.json, args.plot)
     if args.plot:
-        check_installed("cli", "matplotlib", flag="--plot")
+        flags.check_installed("cli", "matplotlib", flag="--plot")
     return tree_of(args.tree, args.dtype)
 
 
