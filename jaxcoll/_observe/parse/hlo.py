@@ -7,17 +7,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from jaxcoll._observe.parse import hlo_text
 from jaxcoll._observe.parse.calls import Call, Loop, Matmul, carried_out
 from jaxcoll._observe.parse.collective import KINDS, Collective, Groups
-from jaxcoll._observe.parse.hlo_text import (
-    Instruction,
-    Module,
-    definitions,
-    operands_of,
-    pair_ends,
-    parse_instruction,
-    parse_module,
-)
+from jaxcoll._observe.parse.hlo_text import Computation, Instruction, Module, parse_instruction
 from jaxcoll._observe.parse.loops import turns
 from jaxcoll._observe.parse.replica_groups import device_groups, group_size, read_groups
 from jaxcoll._observe.parse.schedule import Schedule
@@ -71,7 +64,7 @@ def read_program(text: str, *, strict: bool = False) -> Program:
     Law: as `read_hlo`; but what is not understood is listed in `uncounted`. If `strict`, it is an
     error, and the arithmetic is left out.
     """
-    module = parse_module(text)
+    module = hlo_text.parse_module(text)
     uncounted: list[str] = []
     notes: list[str] = []
     reader = _Reader(module, None if strict else uncounted)
@@ -101,7 +94,7 @@ class _Reader:
         self._uncounted = uncounted
         self._frames = StackFrames(module.tables)
         # One computation's at a time: a large program's would take as much as its text.
-        self._defined = functools.lru_cache(1)(lambda x: definitions(module.computations[x]))
+        self._opened = functools.lru_cache(1)(lambda x: Computation(module.computations[x]))
         self._elements = functools.lru_cache(1)(lambda x: _elements(module.computations[x]))
 
     def body(self, computation: str) -> list[Collective | Call | Matmul]:
@@ -130,13 +123,13 @@ class _Reader:
         if known := _TRIPS.search(loop.attributes):
             return int(known[1])
         try:
-            return turns(self._module, loop, self._defined(computation))
+            return turns(self._module, loop, self._opened(computation))
         except (LookupError, ValueError):
             return None  # something of the loop is missing, or of a form that is not known here
 
     def _collective(self, computation: str, instruction: Instruction, at: int) -> Collective:
         kind, attributes = instruction.opcode.removesuffix("-start"), instruction.attributes
-        operands = operands_of(instruction, self._defined(computation))
+        operands = self._opened(computation).operands(instruction)
         if kind == "ragged-all-to-all":
             operands = operands[:1]  # the others are the result's memory, and sizes that stay here
         if kind == "collective-permute" and "slice_sizes=" in attributes:
@@ -171,7 +164,7 @@ class _Reader:
 
 def _elements(lines: Sequence[str]) -> dict[str, dict[int, str]]:
     """Scopes of the instructions that take a tuple apart, by the tuple's name and index."""
-    starts = {name: start for _, name, _, start in pair_ends(lines)}
+    starts = {name: start for _, name, _, start in hlo_text.pair_ends(lines)}
     found: dict[str, dict[int, str]] = {}
     for element in filter(None, map(_ELEMENT.search, lines)):
         whole = starts.get(element[1], element[1])

@@ -11,10 +11,9 @@ from typing import NamedTuple
 from jaxcoll._observe.parse.calls import Bodies, Call, Matmul, busy_among
 from jaxcoll._observe.parse.collective import Collective, Kernels, Meanwhile
 from jaxcoll._observe.parse.hlo_text import (
+    Computation,
     Module,
     defined_name,
-    definitions,
-    operands_of,
     pair_ends,
     parse_instruction,
 )
@@ -171,8 +170,7 @@ class Schedule:
 
     def _own_work(self, name: str) -> dict[int, Work]:
         found: dict[int, Work] = {}
-        lines = self._module.computations[name]
-        defined = None
+        lines, inside = self._module.computations[name], None
         for at, line in enumerate(lines):
             if not is_matmul(line):
                 continue
@@ -184,16 +182,15 @@ class Schedule:
                         f"custom call {defined_name(line)!r} ({target[1]}) may send by itself, "
                         "which is not counted."
                     )
-            defined = definitions(lines) if defined is None else defined
-            instruction = parse_instruction(line)
-            operations = flops(instruction, defined)
+            inside, instruction = inside or Computation(lines), parse_instruction(line)
+            operations = flops(instruction, inside)
             if operations is None:
                 self._notes.append(
                     f"{defined_name(line)!r} multiplies matrices of sizes that its text does not "
                     "say: its floating-point operations are not counted."
                 )
             if operations != 0:
-                operands = operands_of(instruction, defined)
+                operands = inside.operands(instruction)
                 found[at] = Work(1, operations or 0, operands[0].dtype if operands else "")
         return found
 
