@@ -13,6 +13,7 @@ from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._plan.scope_names import names
 
 By = Literal["name", "shape", "order", ""]
+Fits = Callable[[Collective, Collective], bool]
 
 _BECOMES = {
     "all-reduce": {"reduce-scatter", "all-gather", "collective-permute"},
@@ -79,18 +80,15 @@ class _Joiner:
         for i, r in enumerate(requested):
             self._by_name.setdefault(r.op_name, []).append(i)
 
-    def spend(self, fits: Callable[[Collective, Collective], bool]) -> None:
+    def spend(self, fits: Fits) -> None:
         """Join what fits: by name first, and what then remains by size."""
         waiting = [k for k, origin in enumerate(self.origins) if not origin.requested]
         # All names before any size: a guess must not take what another bears the name of.
         for k in waiting:
-            free = [i for i in self._named(k) if self._left[i]]
-            self._join(k, [i for i in free if fits(self._requested[i], self._compiled[k])], "name")
+            self._join(k, self._named(k), fits, "name")
         for k in waiting:
             if not self.origins[k].requested:
-                free = [i for i, left in enumerate(self._left) if left]
-                fitting = [i for i in free if fits(self._requested[i], self._compiled[k])]
-                self._join(k, fitting, "shape")
+                self._join(k, range(len(self._left)), fits, "shape")
 
     def repeat(self) -> None:
         """What is left over and bears a name that is spent already is a copy."""
@@ -111,11 +109,13 @@ class _Joiner:
                 found.update(dict.fromkeys(known))
         return sorted(found)
 
-    def _join(self, k: int, free: Sequence[int], by: By) -> None:
-        taken, is_certain = self._chosen(free, self._compiled[k])
+    def _join(self, k: int, among: Sequence[int], fits: Fits, by: By) -> None:
+        c = self._compiled[k]
+        free = [i for i in among if self._left[i] and fits(self._requested[i], c)]
+        taken, is_certain = self._chosen(free, c)
         if taken:
             self.origins[k] = Origin(tuple(sorted(taken)), by if is_certain else "order")
-            left = _size(self._compiled[k])
+            left = _size(c)
             for i in taken:
                 spent = min(self._left[i], left)
                 self._left[i] -= spent

@@ -35,12 +35,11 @@ def narrow_sums(text: str) -> list[str]:
     lines = text.splitlines()
     locations = Locations(lines)
     found: dict[tuple[str, str], list[str]] = {}
-    for function in _functions(lines):
-        for narrow, wide, line in _widened(function):
-            name, source = locations.of(line)
-            # What jaxcoll scatters travels as its plan shows, in the type it was gathered in.
-            if not pack_of(name).startswith("reduce_scatter"):
-                found.setdefault((narrow, wide), []).append(source)
+    for narrow, wide, line in _widened(lines):
+        name, source = locations.of(line)
+        # What jaxcoll scatters travels as its plan shows, in the type it was gathered in.
+        if not pack_of(name).startswith("reduce_scatter"):
+            found.setdefault((narrow, wide), []).append(source)
     return [
         _note(narrow, wide, len(where), dict.fromkeys(filter(None, where)))
         for (narrow, wide), where in found.items()
@@ -58,23 +57,14 @@ def _note(narrow: str, wide: str, count: int, sources: Iterable[str]) -> str:
     )
 
 
-def _functions(lines: Iterable[str]) -> Iterator[list[str]]:
-    """The lines of each function, in which a value has one name."""
-    own: list[str] = []
-    for line in lines:
-        if _FUNCTION.search(line):
-            yield own
-            own = []
-        own.append(line)
-    yield own
-
-
 def _widened(lines: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Each such sum of a function: its type, the wider one, and the line that ends it."""
+    """Each such sum: its type, the wider one, and the line that ends it."""
     narrowed: set[str] = set()
     sums: dict[str, list[str]] = {}
     ends: list[str] = []
     for line in lines:
+        if _FUNCTION.search(line):  # in each of which a value has one name
+            narrowed, sums, ends = set(), {}, []
         defined = _DEFINES.match(line)
         name = defined[1] if defined else ""
         sums.pop(name, None)
