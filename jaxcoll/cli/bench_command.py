@@ -34,14 +34,14 @@ status is 0; 2 with one line on standard error when something cannot be done or 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
-    what = flags.add_tree(parser, several=True)
-    what.add_argument(
+    add = flags.add_tree(parser, several=True).add_argument
+    add(
         "--sizes",
         metavar="RANGE",
         help="one array of each size: 1MiB, 1KiB:256MiB (powers of 2), 1KiB:1GiB:4 (times 4)",
     )
-    how = parser.add_argument_group("how")
-    how.add_argument(
+    add = parser.add_argument_group("how").add_argument
+    add(
         "--algorithms",
         default="auto",
         metavar="LIST",
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "says what travels, @4MiB or @all how large its packs are (default: auto); "
         f"{BASELINE} and its A/A twin always take part",
     )
-    how.add_argument(
+    add(
         "--overlap",
         type=int,
         metavar="N",
@@ -58,36 +58,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "place of an accelerator's backward pass, and measure what of it a step waits for; needs a "
         "checkout",
     )
-    how.add_argument("--rounds", type=int, default=20, help="timed rounds (default: 20)")
+    add("--rounds", type=int, default=20, help="timed rounds (default: 20)")
     where = parser.add_argument_group("where")
     flags.add_devices(where, "of each process (default: all, or {simulated} simulated)")
-    where.add_argument(
-        "--processes", type=int, metavar="N", help="start N CPU processes here, over Gloo"
-    )
+    add = where.add_argument
+    add("--processes", type=int, metavar="N", help="start N CPU processes here, over Gloo")
     flags.add_platform(where, default=None, help="of this process's devices")
-    where.add_argument(
+    add(
         "--rate",
         metavar="RATE",
         help="start CPU processes on hosts of their own, network namespaces on this machine, whose "
         "links carry so much each way: 200mbit, 1gbit, none (for no limit)",
     )
-    where.add_argument("--hosts", type=int, metavar="H", help="with --rate (default: 2)")
-    where.add_argument(
-        "--per-host", type=int, metavar="P", help="processes on each, with --rate (default: 1)"
-    )
-    where.add_argument(
-        "--timeout", type=float, default=600, help="seconds for any single step (default: 600)"
-    )
-    calibration = parser.add_argument_group("what the automatic choice goes by")
-    calibration.add_argument(
+    add("--hosts", type=int, metavar="H", help="with --rate (default: 2)")
+    add("--per-host", type=int, metavar="P", help="processes on each, with --rate (default: 1)")
+    add("--timeout", type=float, default=600, help="seconds for any single step (default: 600)")
+    add = parser.add_argument_group("what the automatic choice goes by").add_argument
+    add(
         "--calibrate",
         action="store_true",
         help="measure, for about ten seconds, what the cost model says of this machine and world, "
         "and keep it where programs here find it; with --json, in that file, to be named by "
         "JAXCOLL_TERMS",
     )
-    regret = parser.add_argument_group("what the automatic choice costs")
-    regret.add_argument(
+    add = parser.add_argument_group("what the automatic choice costs").add_argument
+    add(
         "--regret",
         action="store_true",
         help="measure it beside hand-made choices, on random trees over 2, 4 and 8 processes of "
@@ -95,10 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "line for each case as soon as it is known, and cases whose lines are there are left out; "
         "needs a checkout",
     )
-    regret.add_argument("--cases", type=int, default=40, help="with --regret (default: 40)")
-    regret.add_argument("--seed", type=int, default=0, help="of these cases (default: 0)")
-    peers = parser.add_argument_group("against other libraries, in the same run")
-    peers.add_argument(
+    add("--cases", type=int, default=40, help="with --regret (default: 40)")
+    add("--seed", type=int, default=0, help="of these cases (default: 0)")
+    add = parser.add_argument_group("against other libraries, in the same run").add_argument
+    add(
         "--against",
         default="",
         metavar="LIST",
@@ -106,14 +101,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(MultiWorkerMirroredStrategy, RING); needs --processes, and a checkout",
     )
     for name in PEERS:
-        peers.add_argument(
-            f"--{name}-python", metavar="PATH", help=f"an interpreter with {name} (default: this)"
-        )
-    out = parser.add_argument_group("results")
-    out.add_argument(
-        "--json", metavar="FILE", help="one JSON line per result; - for standard output"
-    )
-    out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture of the results")
+        add(f"--{name}-python", metavar="PATH", help=f"an interpreter with {name} (default: this)")
+    add = parser.add_argument_group("results").add_argument
+    add("--json", metavar="FILE", help="one JSON line per result; - for standard output")
+    add("--plot", type=Path, metavar="FILE.png", help="draw a picture of the results")
 
 
 _OF_OTHERS: dict[str, Any] = {

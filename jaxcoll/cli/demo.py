@@ -32,38 +32,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "what", choices=["digits"], nargs="?", default="digits", help="default: digits"
-    )
+    add = parser.add_argument
+    add("what", choices=["digits"], nargs="?", default="digits", help="default: digits")
     flags.add_platform(parser)
     flags.add_devices(
         parser, "how many (default: {simulated} simulated ones, or all accelerators; 1 a process)"
     )
-    parser.add_argument(
+    add(
         "--processes",
         type=int,
         metavar="N",
         help="start N CPU processes here, over Gloo, between which gradients are packed",
     )
-    parser.add_argument(
+    add(
         "--steps",
         type=int,
         default=600,
         metavar="N",
         help="updates of the parameters (default: 600)",
     )
-    parser.add_argument(
+    add(
         "--bytes-per-pack",
         type=int,
         default=0,
         metavar="N",
         help="close a pack of gradients before it exceeds N bytes (default: decided automatically)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write all figures to FILE; - for here, in place of words"
-    )
-    parser.add_argument(
+    add("--seed", type=int, default=0, metavar="N", help="default: 0")
+    add("--json", metavar="FILE", help="write all figures to FILE; - for here, in place of words")
+    add(
         "--out",
         type=Path,
         default=Path("jaxcoll-out"),

@@ -29,10 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
     words = "write lines of JSON to FILE, in the place of a table; - or nothing for here"
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=words)
-    parser.add_argument(
-        "--timeout", type=float, default=60, help="seconds for the others to answer (default: 60)"
-    )
+    add = parser.add_argument
+    add("--json", nargs="?", const="-", metavar="FILE", help=words)
+    add("--timeout", type=float, default=60, help="seconds for the others to answer (default: 60)")
 
 
 def run(args: argparse.Namespace) -> int:

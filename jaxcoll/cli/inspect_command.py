@@ -37,20 +37,17 @@ status is 0, or 2 with one line on standard error.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
-    parser.add_argument("target", metavar="TARGET", help="FILE.hlo, or module:name")
-    parser.add_argument(
-        "--against", metavar="OTHER", help="another TARGET, of which the figures stand beside"
-    )
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="FILE.hlo, or module:name")
+    add("--against", metavar="OTHER", help="another TARGET, of which the figures stand beside")
     add_devices(
         parser,
         "simulated CPU devices to compile for (default: {simulated}, unless the module says)",
     )
     add_platform(parser)
-    parser.add_argument(
-        "--topology", metavar="NAME", help="a cluster that is not here, to compile module:name for"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the report to FILE; - for here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the schedule, as in a.png")
+    add("--topology", metavar="NAME", help="a cluster that is not here, to compile module:name for")
+    add("--json", metavar="FILE", help="write the report to FILE; - for here")
+    add("--plot", type=Path, metavar="FILE", help="draw the schedule, as in a.png")
 
 
 def run(args: argparse.Namespace) -> int:

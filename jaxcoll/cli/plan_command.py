@@ -32,28 +32,23 @@ with one line on standard error.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
-    what = flags.add_tree(parser)
-    what.add_argument(
-        "--algorithm", default="auto", metavar="NAME", help="and packs, as in ring@4MiB"
-    )
+    add = flags.add_tree(parser).add_argument
+    add("--algorithm", default="auto", metavar="NAME", help="and packs, as in ring@4MiB")
     where = parser.add_argument_group("where").add_mutually_exclusive_group()
-    where.add_argument("--topology", metavar="NAME", help="a cluster, such as h100:2x8 or v5e:4x4")
+    add = where.add_argument
+    add("--topology", metavar="NAME", help="a cluster, such as h100:2x8 or v5e:4x4")
     flags.add_devices(where, "of one CPU process (default: {simulated})")
-    where.add_argument(
-        "--processes", type=int, metavar="N", help="CPU processes on this machine, over Gloo"
-    )
-    out = parser.add_argument_group("results")
-    out.add_argument(
+    add("--processes", type=int, metavar="N", help="CPU processes on this machine, over Gloo")
+    add = parser.add_argument_group("results").add_argument
+    add(
         "--simulate",
         action="store_true",
         help="predict it for 2 to 16,384 replicas of these devices (default: h100:2x8)",
     )
-    out.add_argument("--algorithms", metavar="LIST", help=f"for --simulate (default: {ALGORITHMS})")
-    out.add_argument(
-        "--all-rows", action="store_true", help="show all rows of a long table, not the first"
-    )
-    out.add_argument("--json", metavar="FILE", help="write it to FILE as JSON; - for here")
-    out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what --simulate predicts")
+    add("--algorithms", metavar="LIST", help=f"for --simulate (default: {ALGORITHMS})")
+    add("--all-rows", action="store_true", help="show all rows of a long table, not the first")
+    add("--json", metavar="FILE", help="write it to FILE as JSON; - for here")
+    add("--plot", type=Path, metavar="FILE.png", help="draw what --simulate predicts")
 
 
 def run(args: argparse.Namespace) -> int:
