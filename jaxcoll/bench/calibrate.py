@@ -94,11 +94,9 @@ def _measured(
     once = sum(c.warm * c.calls for c in turns.values())
     rounds = min(MOST, max(FEWEST, int(SECONDS / once)))
 
-    def turn(name: str) -> float:
-        return turns[name].turn().seconds
-
     found: list[dict[str, float]] = []
-    for measured in interleaved({k: lambda k=k: turn(k) for k in turns}, rounds):
+    each = {k: lambda c=c: c.turn().seconds for k, c in turns.items()}
+    for measured in interleaved(each, rounds):
         progress(f"measure, round {len(found) + 1} of {rounds}")
         found.append(measured)
     return {

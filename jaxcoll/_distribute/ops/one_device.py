@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -80,16 +80,17 @@ class ReductionToOneDevice(CrossDeviceOps):
             f"accumulation_fn={self._accumulation_fn})"
         )
 
-    def _prepare(self, batch: Batch) -> list[tuple[Call, list[int]]]:
+    def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
         op, options = batch.reduce_op, batch.options
         carried = CommunicationOptions(reproducible=options.reproducible, checksum=options.checksum)
         calls = []
-        for i, reduction in enumerate(batch.reductions):
+        for reduction in batch.reductions:
             device = self._reduce_to_device or reduction.destinations[0]
             moved = jax.device_put(_components(reduction, device), device)
             rows = isinstance(reduction.value, PerReplica)
             program = one_device_program(device, op, self._accumulation_fn, rows, carried)
-            calls.append((Call(program, (moved,), (device,), batch.name, options), [i]))
+            call = Call(program, (moved,), (device,), batch.name, options)
+            calls.append((call, [reduction]))
         return calls
 
 
