@@ -161,14 +161,9 @@ def abandon(thread: Worker | threading.Thread) -> None:
 
 
 def ahead(items: Iterator[Any], size: int, place: Callable[[Any], Any]) -> Iterator[Any]:
-    """Items that are made in a thread before they are asked for, and then placed.
-
-    At most `size` are made and not yet given; 0: there is no thread. `place` is called in the
-    caller's thread, as soon as the caller asks for any item.
-
-    Yields:
-      `place(item)` of every item, in order.
-    """
+    """`place(item)` of every item, in order, made in a thread before it is asked for."""
+    # At most `size` are made and not yet given; 0: there is no thread. `place` is called in the
+    # caller's thread, as soon as the caller asks for any item.
     if not size:
         yield from map(place, items)
         return

@@ -20,20 +20,13 @@ class CoordinatorClient:
 
     Requests raise StoreUnreachableError where there will be no reply. One thread makes them all,
     because JAX's client has no timeout for most: what is blocked in it can only be abandoned.
-
-    Attributes:
-      keys: of the coordinator, where requests wait without a limit.
-      process: the number of this process.
-      processes: how many there are.
-      patience: seconds without a reply after which the coordinator counts as dead.
-      lost: whether it does, or this was closed.
     """
 
     def __init__(self, keys: Keys) -> None:
         self.process, self.processes = keys.process, keys.processes
-        self.patience = math.inf
-        self.lost = False
-        self.keys = keys
+        self.patience = math.inf  # seconds without a reply after which the coordinator is lost
+        self.lost = False  # or this was closed
+        self.keys = keys  # of the coordinator, where requests wait without a limit
         self._worker = Worker("jaxcoll-client")
         self._pending: set[Task] = set()
 

@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
 
-
-class Keys(Protocol):
-    """What an elastic run needs of a store."""
-
-    process: int
-    processes: int
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str, timeout_seconds: float) -> str: ...
-    def try_get(self, key: str) -> str | None: ...
-    def all(self, folder: str) -> dict[str, str]: ...
-    def agree(self, key: str, value: str) -> str: ...
-    def delete(self, key: str) -> None: ...
+from jaxcoll._compat.coordination import Store
 
 
 class LocalKeys:
-    """Keys and values in memory, safe to use from several threads.
-
-    Attributes:
-      process: the number of the process.
-      processes: how many there are.
-    """
+    """Keys and values in memory, safe to use from several threads."""
 
     def __init__(self, process: int = 0, processes: int = 1) -> None:
         self.process = process
@@ -76,3 +58,6 @@ class LocalKeys:
         with self._changed:
             for k in [k for k in self._held if k == key or k.startswith(f"{key}/")]:
                 del self._held[k]
+
+
+Keys = Store | LocalKeys

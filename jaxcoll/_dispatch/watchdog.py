@@ -83,7 +83,7 @@ class Watchdog:
     def _say_farewell(self) -> None:
         """Tell the coordinator, on the connection that ends with this process, what was done."""
         if connection := followed():
-            connection.say_farewell({group.name: group.done for group in self.groups.values()})
+            connection.report(done={group.name: group.done for group in self.groups.values()})
 
     def _sign_off(self, keys: Keys) -> None:
         keys.set(self.peers.key("state", self.peers.process), "ended")

@@ -54,14 +54,8 @@ def make_plan(
 ) -> Plan:
     """Everything about one reduction, decided from shapes, options and the world.
 
-    Args:
-      reduce_op: SUM or MEAN.
-      leaves: the tree.
-      options: what the user asks for.
-      world: where it runs.
-      packing: a rule that was asked for by other means (`num_packs`), which then stands.
-      terms: what that world costs; None: as the preset for it says.
-      in_backward: whether it stands in the backward pass, where these gradients appear.
+    A `packing` that was asked for by other means (`num_packs`) stands. Without `terms` the preset
+    for the world holds. `in_backward`: it stands in the backward pass, where gradients appear.
     """
     terms = terms or preset(world)
     choice = choose(options, world, packing)

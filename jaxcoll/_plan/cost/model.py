@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -56,20 +57,10 @@ class Cost:
         return self.latency + self.bandwidth + self.reduction + self.copy
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.latency + other.latency,
-            self.bandwidth + other.bandwidth,
-            self.reduction + other.reduction,
-            self.copy + other.copy,
-        )
+        return Cost(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, count: float) -> Cost:
-        return Cost(
-            self.latency * count,
-            self.bandwidth * count,
-            self.reduction * count,
-            self.copy * count,
-        )
+        return Cost(*(part * count for part in vars(self).values()))
 
     __rmul__ = __mul__
 

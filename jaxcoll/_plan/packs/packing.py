@@ -33,16 +33,15 @@ class BytesPerPack:
         return self.limit if self.alone is None else min(self.limit, self.alone)
 
 
+UNPACKED = BytesPerPack(0)
+"""Every leaf travels alone, in its own shape."""
+
+
 @dataclasses.dataclass(frozen=True)
 class NumPacks:
     """`count` packs of near-equal bytes; leaves are cut where a pack ends."""
 
     count: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Unpacked:
-    """Every leaf travels alone, in its own shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +72,7 @@ class ReadyOrder:
     small: int
 
 
-PackingRule = BytesPerPack | NumPacks | GroupSmall | ReadyOrder | Unpacked
+PackingRule = BytesPerPack | NumPacks | GroupSmall | ReadyOrder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +141,9 @@ def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
     they carry; with `ReadyOrder` leaves and packs are in the order in which they are ready.
     """
     packs = [
-        Pack(*_agreement(leaf)[:3], (_whole(leaves, i),), leaf.solid, format=leaf.format)
+        Pack(*_agreement(leaf)[:3], (_whole(leaves, i),), solid=True, format=leaf.format)
         for i, leaf in enumerate(leaves)
-        if leaf.travels and (leaf.solid or isinstance(rule, Unpacked))
+        if leaf.travels and leaf.solid
     ]
     packs += [
         Pack(*_agreement(first)[:3], tuple(segments), format=first.format)
@@ -270,14 +269,9 @@ def _small_runs(leaves: Sequence[Leaf], rule: GroupSmall) -> Iterator[list[int]]
 def _close_before(
     leaves: Sequence[Leaf], members: Sequence[int], rule: BytesPerPack
 ) -> Iterator[list[Segment]]:
-    """Greedy, in order: the pack at hand is closed when the next leaf would pass the limit.
-
-    A leaf that travels alone is passed over, so that the small leaves between large ones
-    (a bias after every matrix) still meet.
-
-    Yields:
-      The segments of one pack.
-    """
+    """Greedy, in order: the pack at hand is closed when the next leaf would pass the limit."""
+    # A leaf that travels alone is passed over, so that the small leaves between large ones (a bias
+    # after every matrix) still meet.
     pack: list[Segment] = []
     nbytes = 0
     for i in members:

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from jaxcoll._plan.packs.leaves import Leaf, where
-from jaxcoll._plan.packs.packing import BytesPerPack, Pack, Unpacked, plan_packs
+from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack, Pack, plan_packs
 from jaxcoll._show.units import counted
 
 LANES = 128
@@ -97,7 +97,7 @@ def summed_layout(treedef: Hashable, leaves: Sequence[Leaf], replicas: int) -> S
     """The layout of float32 summands of a tree, one on each of `replicas`."""
     f32 = np.dtype(np.float32)
     alike = tuple(dataclasses.replace(x, dtype=f32, wire=f32, kind=()) for x in leaves)
-    return SummedLayout(treedef, alike, plan_packs(alike, Unpacked()), replicas)
+    return SummedLayout(treedef, alike, plan_packs(alike, UNPACKED), replicas)
 
 
 @functools.lru_cache(maxsize=256)
