@@ -21,16 +21,12 @@ _EXIT_SECONDS = 0.5  # how long the exit waits for abandoned calls to return
 
 
 class Task:
-    """One call for a worker to make. It is settled once, by whatever comes first.
-
-    Attributes:
-      is_settled: whether `result` returns at once.
-    """
+    """One call for a worker to make. It is settled once, by whatever comes first."""
 
     def __init__(
         self, worker: Worker, call: Callable[[], Any], then: Callable[[], Any] | None = None
     ) -> None:
-        self.is_settled = False
+        self.is_settled = False  # whether `result` returns at once
         self._worker, self._then = worker, then
         self._call: Callable[[], Any] | None = call
         self._outcome: tuple[BaseException | None, Any] = None, None

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxcoll._errors import ReductionCorruptedError
-from jaxcoll._plan.corruption import Corruption
+from jaxcoll._plan.plan import Corruption
 
 _LOG = logging.getLogger("jaxcoll")
 

@@ -16,8 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxcoll._cluster.coordinator_client import CoordinatorClient
-from jaxcoll._cluster.key_value import Keys
+from jaxcoll._cluster.key_value import CoordinatorClient, Keys
 from jaxcoll._cluster.liveness import ended, followed
 from jaxcoll._cluster.timing import COORDINATOR_SECONDS, REPLY_SECONDS
 

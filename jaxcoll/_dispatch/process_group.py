@@ -34,19 +34,13 @@ class ProcessGroup:
     Law: all of them run the same programs in the same order. A program that follows on another as
     it never did before (see `CallPredictor`) is agreed upon before any of its data moves; all else
     is compared after the fact, twice a second, by neighbours.
-
-    Attributes:
-      processes: their numbers, sorted.
-      name: short for them.
-      failure: the error that all calls raise from now on.
-      done: the last call of which this process has done its part.
     """
 
     def __init__(self, peers: Peers, processes: tuple[int, ...]) -> None:
-        self.processes = processes
+        self.processes = processes  # their numbers, sorted
         self.name = f"{processes[0]}-{processes[-1]}-{zlib.crc32(repr(processes).encode()):08x}"
-        self.failure: Exception | None = None
-        self.done = 0
+        self.failure: Exception | None = None  # the error that all calls raise from now on
+        self.done = 0  # the last call of which this process has done its part
         self._peers = peers
         self._waiting: list[Task] = []
         self._history = CallHistory()

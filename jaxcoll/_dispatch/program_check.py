@@ -124,15 +124,12 @@ class ProgramCheck:
 
 
 class _Inquiry:
-    """Asks processes that do not come, at growing intervals, what they do instead.
-
-    Attributes:
-      alike: those that run the same program here, and saw nothing to agree upon.
-    """
+    """Asks processes that do not come, at growing intervals, what they do instead."""
 
     def __init__(self, peers: Peers, group: str, call: Entered) -> None:
         self._peers, self._group, self._call = peers, group, call
         self._silent_since: dict[int, float] = {}
+        # Those that run the same program here, and saw nothing to agree upon
         self.alike: set[int] = set()
         self._wait = PATIENCE_SECONDS
         self._next = time.monotonic() + self._wait

@@ -40,9 +40,6 @@ class Connections:
     cannot disturb it, and there may be as many generations as there are losses. The first
     generation has the devices of `jax.devices()`, unless their connections may be broken; over
     another transport than Gloo all generations have them.
-
-    Attributes:
-      devices: of all processes.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -53,7 +50,7 @@ class Connections:
         self._ended = threading.Event()
         self._client: ClientAnew | None = None
         self._thread: threading.Thread | None = None
-        self.devices: list[jax.Device] = jax.devices()
+        self.devices: list[jax.Device] = jax.devices()  # of all processes
         if generation.reconnects and meets_over_gloo():
             self._client = ClientAnew(own_address(), make_socket_folder)
             self.devices = self._client.client.devices()

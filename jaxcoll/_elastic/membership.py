@@ -39,33 +39,24 @@ BLOCK = 1000
 
 
 class Membership:
-    """One worker's part in a run.
-
-    Attributes:
-      name: of this worker.
-      startup: seconds for which a live worker is waited for at the beginning of a generation.
-      generation: the present one; before the first it is number -1, without members.
-      status: the step that this worker is in, which its heartbeat tells the others.
-      corrupted: whether the present generation is over because of a corrupted sum.
-      reconnects: whether JAX's own connections may be broken here.
-      broken: pairs of workers of this generation that cannot connect to each other.
-      woken: set whenever something has happened that a waiting worker should look at.
-    """
+    """One worker's part in a run."""
 
     def __init__(
         self, watchdog: Watchdog, root: str, *, patience: float, startup: float, most: int | None
     ) -> None:
         self._watchdog, self._keys = watchdog, watchdog.peers.store
         self.name = new_name(self._keys.process)
-        self.generation = Generation(-1, (), 0)
-        self.woken = threading.Event()
-        self._root = root
-        self._patience, self.startup = patience, startup
+        self.generation = Generation(-1, (), 0)  # the present one
+        self.status = StepStatus(-1, -1)  # the step that this worker is in, as its heartbeat says
+        self.startup = startup  # seconds for which a live worker is waited for in a generation
+        self.corrupted = False  # whether this generation is over because of a corrupted sum
+        self.reconnects = False  # whether JAX's own connections may be broken here
+        self.broken: set[frozenset[str]] = set()  # pairs of its workers that cannot connect
+        self.woken = threading.Event()  # something has happened that a waiting worker looks at
+        self._root, self._patience = root, patience
         self._most = most or self._keys.processes
-        self._asked = self.corrupted = self._ended = self.reconnects = False
-        self.broken: set[frozenset[str]] = set()
+        self._asked = self._ended = False
         self._lock = threading.Lock()
-        self.status = StepStatus(-1, -1)
         self._heartbeats, self._counts = Heartbeats(), itertools.count()
         self._keys.patience = min(patience, COORDINATOR_REPLY_SECONDS)
         self._write_heartbeat()

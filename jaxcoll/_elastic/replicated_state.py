@@ -45,14 +45,11 @@ class ReplicatedState:
 
     All workers hold the same, but for residuals: of these each has its replicas' rows, and all of
     them know the sum with which the run began, until no worker can go back there.
-
-    Attributes:
-      finished: steps that are finished.
-      term: counts generations, those of earlier runs that wrote its checkpoint included.
     """
 
     def __init__(self, state: Any) -> None:
-        self.finished = self.term = 0
+        self.finished = 0  # steps
+        self.term = 0  # counts generations, also of the runs that wrote the checkpoint before
         self._held: dict[int, Any] = {}
         # Sums of residuals over all workers, by step: at the beginning, and of checkpoints.
         self._begun: dict[int, list[Shards]] = {}

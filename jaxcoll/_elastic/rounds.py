@@ -25,11 +25,9 @@ class RoundsState(ReplicatedState):
 
     Each worker has the rows of its own replicas. A newcomer, and a run that restores a checkpoint,
     begin with the shared parameters and the optimizer state of one replica.
-
-    Attributes:
-      ahead: by the step of an exchange, the state and metrics after the local steps that followed.
     """
 
+    # By the step of an exchange, the state and metrics after the local steps that followed
     ahead: dict[int, tuple[LocalState, Any]]
 
     def reset(self, state: Any, step: int) -> None:

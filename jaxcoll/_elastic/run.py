@@ -54,16 +54,11 @@ class Job:
 
 
 class Attempts:
-    """The attempts at one step.
-
-    Attributes:
-      times: how often in a row the present workers began this step.
-      error: what failed on this worker in the last attempt, if anything did.
-    """
+    """The attempts at one step."""
 
     def __init__(self) -> None:
-        self.times = 0
-        self.error: Exception | None = None
+        self.times = 0  # how often in a row the present workers began it
+        self.error: Exception | None = None  # what failed on this worker in the last attempt
         self._failed: Exception | None = None
         self._last: object = None
 

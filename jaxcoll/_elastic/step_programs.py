@@ -35,9 +35,6 @@ class StepPrograms:
     meets one writes so in its heartbeat before it compiles, and waits for all others to have
     compiled the same. A worker that repeats a program writes that, too: else a mismatch would leave
     one of them waiting for ever.
-
-    Attributes:
-      lines: the program that this worker ran last, as workers compare it; (): none yet.
     """
 
     def __init__(self, step: DataParallel, mesh: Mesh, membership: Membership) -> None:
@@ -46,6 +43,7 @@ class StepPrograms:
         self._devices = tuple(mesh.devices.flat)
         self._membership = membership
         self._known: dict[Any, list[Program]] = {}
+        # The program that this worker ran last, as workers compare it; (): none yet
         self.lines: tuple[str, ...] = ()
 
     def prepared(

@@ -7,7 +7,7 @@ import pytest
 from at_once import at_once
 
 import jaxcoll as jc
-from jaxcoll._cluster import coordinator_client, timing
+from jaxcoll._cluster import key_value, timing
 from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch import watchdog
@@ -23,7 +23,7 @@ from jaxcoll._elastic.step_programs import _sides, mismatch, show
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch):
-    for module in (memberships, coordinator_client, watchdog):
+    for module in (memberships, key_value, watchdog):
         monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(heartbeat, "SILENT_WORKER_SECONDS", 0.4)
 
