@@ -6,7 +6,8 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+
+from jaxcoll._show import codec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +43,11 @@ class Generation:
         return bool(self.differ) and (not self.members or name in self.differ[1:])
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(codec.plain(self))
 
     @classmethod
     def from_json(cls, text: str) -> Generation:
-        fields: dict[str, Any] = json.loads(text)
-        for name in ("members", "lost", "joined", "differ"):
-            fields[name] = tuple(fields[name])
-        return cls(**fields)
+        return codec.read(cls, json.loads(text))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from jaxcoll._plan.packs.shard_layout import layout_of
 from jaxcoll._plan.packs.shard_plan import Half, plan_half
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import in_factors, make_plan
-from jaxcoll._plan.power_sgd import PowerSGD
+from jaxcoll._plan.wire_formats import PowerSGD
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.reduce_scatter import plan_scatter
 from jaxcoll._spmd.scope import Scope

@@ -28,8 +28,7 @@ from jaxcoll._plan.packs.automatic import (
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import Pack, PackingRule, cut
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.power_sgd import PowerSGD
-from jaxcoll._plan.wire_formats import named
+from jaxcoll._plan.wire_formats import PowerSGD, named
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 
