@@ -40,10 +40,6 @@ class Cost:
       bandwidth: bytes on links; for a measured curve all that grows with the size.
       reduction: adding, where the backend does not do it on the way.
       copy: into packs and out of them.
-
-    Examples:
-      >>> (Cost(latency=1.0) + 2 * Cost(copy=0.5)).seconds
-      2.0
     """
 
     latency: float = 0.0
@@ -93,15 +89,6 @@ class Prices:
       terms: what the world costs.
       sizes: replicas along each of the reduction's axes, outer first, islands one after another
         along the outer ones; replicas beyond those of `terms.key` are on further islands.
-
-    Examples:
-      >>> from jaxcoll._plan.algorithms import stages
-      >>> from jaxcoll._plan.cost.terms import Key, Link
-      >>> link = Link(step=1e-6, per_byte=1e-9)
-      >>> terms = Terms(Key("memory", "", 8, 1, 1), "an example", link, link)
-      >>> cost = Prices(terms, (8,)).of(stages("ring", 0, (8,)), 8000)
-      >>> round(cost.latency * 1e6), round(cost.bandwidth * 1e6)
-      (14, 14)
     """
 
     def __init__(self, terms: Terms, sizes: Sequence[int]) -> None:

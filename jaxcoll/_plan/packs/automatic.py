@@ -115,12 +115,7 @@ def temporary_bytes(packs: Sequence[Pack], leaves: Sequence[Leaf]) -> int:
 
 
 def in_words(rule: PackingRule) -> str:
-    """A rule in words.
-
-    Examples:
-      >>> in_words(BytesPerPack(8 << 20, 1 << 20))
-      'leaves over 1 MiB alone, others in packs of at most 8 MiB'
-    """
+    """A rule in words."""
     if rule == UNPACKED:
         return "every leaf alone"
     if isinstance(rule, ReadyOrder):
