@@ -33,19 +33,12 @@ OPERANDS = 256
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Seconds, by what they are spent on.
+    """Seconds, by what they are spent on."""
 
-    Attributes:
-      latency: starting collectives, and waiting for first bytes.
-      bandwidth: bytes on links; for a measured curve all that grows with the size.
-      reduction: adding, where the backend does not do it on the way.
-      copy: into packs and out of them.
-    """
-
-    latency: float = 0.0
-    bandwidth: float = 0.0
-    reduction: float = 0.0
-    copy: float = 0.0
+    latency: float = 0.0  # starting collectives, and waiting for first bytes
+    bandwidth: float = 0.0  # bytes on links; for a measured curve all that grows with the size
+    reduction: float = 0.0  # adding, where the backend does not do it on the way
+    copy: float = 0.0  # into packs and out of them
 
     @property
     def seconds(self) -> float:

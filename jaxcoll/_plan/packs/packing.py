@@ -86,24 +86,16 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """What travels as one array: segments of one dtype, in order.
+    """What travels as one array: segments of one dtype, in order."""
 
-    Attributes:
-      dtype: the type it is summed in, and travels in where no format is named.
-      over: sizes of the reduction's axes, outer first; 1 along those it is not summed over.
-      kind: what its leaves agree in beside.
-      segments: what it carries.
-      solid: it is one whole leaf, which must keep its shape.
-      algorithm: what sums it, a canonical name; "inner/outer" for one of two parts.
-      format: the wire format it travels in; of two parts the outer one does. "": exactly.
-    """
-
-    dtype: np.dtype
+    dtype: np.dtype  # the type it is summed in, and travels in where no format is named
+    # Sizes of the reduction's axes, outer first; 1 along those it is not summed over
     over: tuple[int, ...]
-    kind: Hashable
-    segments: tuple[Segment, ...]
-    solid: bool = False
-    algorithm: str = "native"
+    kind: Hashable  # what its leaves agree in beside
+    segments: tuple[Segment, ...]  # what it carries
+    solid: bool = False  # it is one whole leaf, which must keep its shape
+    algorithm: str = "native"  # what sums it, a canonical name; "inner/outer" for one of two parts
+    # The wire format it travels in; of two parts the outer one does. "": exactly
     format: str = dataclasses.field(default="", metadata=OPTIONAL)
 
     @property
