@@ -129,12 +129,12 @@ class ProcessGroup:
             raise self._lost(error.ranks, str(error)) from None
         if disagreement is None:
             return
-        problem, nobody_ran = disagreement
+        error, nobody_ran = disagreement
         if not nobody_ran:
-            self._fail(ProgramMismatchError(str(problem)))
+            self._fail(error)
         self._history.take_back()
         self._predictor.interrupt()
-        raise problem if isinstance(problem, Exception) else ProgramMismatchError(problem)
+        raise error
 
     def explained(self, error: Exception) -> Exception:
         """A transport's error as the loss of a process, if one is lost; else the error itself."""
@@ -201,7 +201,7 @@ class ProcessGroup:
         alarm = {"error": type(failure).__name__, "text": str(failure), **more}
         self._peers.alarm(self.name, [p for p in self.others if p not in self._peers.lost], alarm)
 
-    def _fail(self, failure: ProgramMismatchError) -> None:
+    def _fail(self, failure: Exception) -> None:
         """Have every process of the group raise this, from now on."""
         self.failure = self.failure or failure
         self._interrupt(self.failure)
