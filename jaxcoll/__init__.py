@@ -42,10 +42,10 @@ from jaxcoll._plan.options import CommunicationImplementation as CommunicationIm
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
 from jaxcoll._plan.options import ReduceOp as ReduceOp
 from jaxcoll._plan.plan import Plan as Plan
-from jaxcoll._plan.power_sgd import PowerSGD as PowerSGD
 from jaxcoll._plan.wire_formats import Bf16 as Bf16
 from jaxcoll._plan.wire_formats import Int4 as Int4
 from jaxcoll._plan.wire_formats import Int8 as Int8
+from jaxcoll._plan.wire_formats import PowerSGD as PowerSGD
 from jaxcoll._spmd.checks.check_replicas import ReplicaCheck as ReplicaCheck
 from jaxcoll._spmd.gradients.loss import WeightedLoss as WeightedLoss
 from jaxcoll._spmd.indexed_slices import IndexedSlices as IndexedSlices

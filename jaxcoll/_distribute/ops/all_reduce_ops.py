@@ -23,7 +23,7 @@ from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
 from jaxcoll._plan.all_reduce_spec import first_that_takes
 from jaxcoll._plan.checks import count, is_integer
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.packing import GroupSmall, NumPacks, PackingRule, Unpacked
+from jaxcoll._plan.packs.packing import UNPACKED, GroupSmall, NumPacks, PackingRule
 from jaxcoll._spmd import reduce
 from jaxcoll._spmd.sparse import is_sparse
 
@@ -312,7 +312,7 @@ def _algorithm(name: Any) -> str | None:
 def _packing(num_packs: int, max_bytes: int, max_group: int) -> PackingRule:
     if num_packs:
         return NumPacks(num_packs)
-    return GroupSmall(max_bytes, max_group) if max_bytes and max_group else Unpacked()
+    return GroupSmall(max_bytes, max_group) if max_bytes and max_group else UNPACKED
 
 
 def _of_all_workers(devices: tuple[jax.Device, ...], group_size: int) -> tuple[jax.Device, ...]:

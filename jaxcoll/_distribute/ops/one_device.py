@@ -19,7 +19,7 @@ from jaxcoll._mesh.mesh import line_of
 from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import where
-from jaxcoll._plan.packs.packing import Unpacked
+from jaxcoll._plan.packs.packing import UNPACKED
 from jaxcoll._spmd import reduce
 from jaxcoll._spmd.sparse import is_sparse
 
@@ -128,7 +128,7 @@ def one_device_program(
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *components)
         # Replicas of a `vmap` share a device; so the arithmetic is that of every other reduction.
         replicas = jax.vmap(
-            lambda x: reduce.all_reduce(reduce_op, x, AXIS, scope=scope, packing=Unpacked()),
+            lambda x: reduce.all_reduce(reduce_op, x, AXIS, scope=scope, packing=UNPACKED),
             axis_name=AXIS,
         )(stacked)
         return jax.tree.map(lambda x: x[0], replicas)
