@@ -41,10 +41,10 @@ def _tree(n):
 @pytest.mark.parametrize(
     ("algorithm", "runner", "n", "as_users_do"),
     [
+        *(("native", *case, False) for case in (("vmap", 3), ("pmap", 2))),
+        ("ring", "vmap", 3, False),
         *((algorithm, "checked", 5, algorithm == "native") for algorithm in CARRIERS),
         ("halving_doubling", "checked", 8, True),
-        *(("native", *case, False) for case in (("pmap", 2), ("vmap", 3))),
-        ("ring", "vmap", 3, False),
     ],
 )
 def test_a_right_sum_has_the_bits_that_it_has_without_a_checksum(

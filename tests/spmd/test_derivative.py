@@ -11,9 +11,8 @@ from cases import OPTIONS, RUNNERS, per_replica, rows
 import jaxcoll as jc
 
 # Each kind of options, and each runner with the compiler's algorithm and with one of ours.
-CASES = {("checked", 5): [*OPTIONS]}
-CASES |= {(runner, 3): ["auto", "ring"] for runner in RUNNERS if runner != "checked"}
-CASES |= {(runner, 1): ["auto"] for runner in RUNNERS}
+CASES = {(runner, 3): ["auto", "ring"] for runner in RUNNERS if runner != "checked"}
+CASES |= {(runner, 1): ["auto"] for runner in RUNNERS} | {("checked", 5): [*OPTIONS]}
 EVERY = pytest.mark.parametrize(("runner", "n"), CASES)
 
 

@@ -64,12 +64,12 @@ def differing(got, want):
 @pytest.mark.parametrize(
     ("runner", "n", "asked", "narrow", "as_users_do"),
     [
+        *(("checked", n, [s], [s] * (n == 6), False)
+          for n, s in ((2, "auto"), (5, "shuffled-pack"), (6, "auto"), (7, "shuffled-pack"))),
         ("checked", 3, [*ASKED][:5], [], True),
         ("checked", 8, [*ASKED], ["auto", "shuffle"], True),
         *((runner, *case) for runner in RUNNERS if runner != "checked"
           for case in ((3, ["one-pack"], [], False), (8, ["shuffled-pack", "in-three"], [], True))),
-        *(("checked", n, [s], [s] * (n == 6), False)
-          for n, s in ((2, "auto"), (5, "shuffled-pack"), (6, "auto"), (7, "shuffled-pack"))),
     ],
     ids=str,
 )  # fmt: skip
