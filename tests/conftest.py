@@ -21,6 +21,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # XLA's older code for fusions takes half as long to make. Collectives and fusions are the same. The
 # processes that tests start do so, too; the fixture `optimized` compiles as users do.
 QUICK = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
+# In parts, for threads of which all are busy, machine code takes a seventh longer to make.
+ALWAYS = {"xla_cpu_parallel_codegen_split_count": 1}
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 as_asked = compiler.get_compile_options
@@ -28,7 +30,7 @@ as_asked = compiler.get_compile_options
 
 def compile_options(*args: Any, env_options_overrides: Any = None, **kwargs: Any) -> Any:
     quick = QUICK if jax.config.read("jax_disable_most_optimizations") else {}
-    overrides = {**quick, **(env_options_overrides or {})}
+    overrides = {**ALWAYS, **quick, **(env_options_overrides or {})}
     return as_asked(*args, env_options_overrides=overrides, **kwargs)
 
 
@@ -156,4 +158,5 @@ def types_may_mix(dtypes_may_mix: None) -> Iterator[None]:
 def _eight_devices() -> None:
     assert jax.device_count() == 8, "the tests need the eight devices that conftest asks for"
     # From here on XLA reads it in other processes only.
-    os.environ["XLA_FLAGS"] = " ".join(f"--{name}={on}".lower() for name, on in QUICK.items())
+    flags = {**ALWAYS, **QUICK}
+    os.environ["XLA_FLAGS"] = " ".join(f"--{name}={value}".lower() for name, value in flags.items())
