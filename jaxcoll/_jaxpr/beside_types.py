@@ -114,7 +114,8 @@ class _Hidden(_ByType):
     def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
         name, params = eqn.primitive.name, eqn.params
         if names_axis(params, self.axis) and name not in RETYPING:
-            if name == marks.GRADIENT and ins[1] == _HIDDEN and self.settled:
+            common = name == marks.GRADIENT and not params["own"]
+            if common and ins[1] == _HIDDEN and self.settled:
                 leaf = where(params["path"])
                 raise ValueError(GRADIENT_OF_DIFFERENT.format(leaf=leaf, **params))
             in_groups = params.get("axis_index_groups") is not None
