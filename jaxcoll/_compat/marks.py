@@ -49,6 +49,10 @@ _marks[SAME] = unchanged(
 )
 
 
+ALL = (GRADIENT, *_marks)
+"""The names of all of these primitives."""
+
+
 def in_backward(eqn: Any) -> bool:
     """Whether an equation was made by the transposition of a derivative.
 

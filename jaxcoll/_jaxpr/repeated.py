@@ -26,7 +26,8 @@ _LINEAR |= {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim"
 _LINEAR |= {"dynamic_slice", "dynamic_update_slice", "concatenate", "stack", "unstack", "rev"}
 _LINEAR |= {"tile", "real", "imag", "complex", "conj", "reduce_precision"}
 _LINEAR |= {"optimization_barrier", "as_stored", "needing", "select_n"}
-_LINEAR |= {_compat.THROUGH, marks.PARTS, *RETYPING}
+_LINEAR |= {_compat.THROUGH, *RETYPING, *marks.ALL}
+_LINEAR |= {*_SUMMED, *_SENT, "all_gather"}  # over other axes
 
 
 def is_own(fact: int) -> bool:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import grid
 from jax import lax
 
 import jaxcoll as jc
@@ -273,6 +274,23 @@ def test_whatever_is_linear_may_come_before_the_mean_of_a_derivative():
     moved = X + np.sign(jax.grad(loss, 1)(W, X))
     np.testing.assert_allclose(signs, jax.grad(loss)(W, moved), rtol=1e-4, atol=1e-6)
     assert finite
+
+
+def test_a_mean_over_one_axis_after_another_is_the_mean_of_a_derivative():
+    both = ("node", "data")
+
+    def step(w, x):
+        own, half = (
+            jax.grad(lambda w, a=axes: lax.pmean(looping(w, x), a))(w) for axes in (both, "node")
+        )
+        twice = lax.pmean(lax.pmean(own, "node"), "data")
+        return twice, lax.pmean(half, both), jc.all_reduce("mean", own, both)
+
+    for mean in jc.data_parallel(step, mesh=grid(2, 4), axis_name=both)(W, X):
+        np.testing.assert_allclose(mean, WANT, rtol=1e-4, atol=1e-6)
+    summed = lambda w, x: lax.psum(step(w, x)[0] + lax.pmean(by_params(w, x), "node"), "data")
+    with pytest.raises(ValueError, match="derivative of a loss that was reduced over 'data'"):
+        jc.data_parallel(summed, mesh=grid(2, 4), axis_name=both).trace(W, X)
 
 
 def test_what_a_reduced_loss_leaves_unsaid_is_not_refused():
