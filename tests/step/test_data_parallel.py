@@ -136,7 +136,7 @@ def test_what_is_in_place_is_not_copied():
     assert pointers(relabelled) == pointers(elsewhere)
 
 
-@pytest.mark.parametrize("place", ["host", "one device", "replicated"])
+@pytest.mark.parametrize("place", ["host", "one device", "twice on one device", "replicated"])
 def test_an_array_that_is_passed_twice_may_be_donated(place):
     """Weights and their average are one array before the first step."""
     x = np.arange(16, dtype="f").reshape(8, 2)
@@ -149,8 +149,9 @@ def test_an_array_that_is_passed_twice_may_be_donated(place):
     w = np.ones(2, "f") if place == "host" else jnp.ones(2)
     if place == "replicated":
         w = jc.data_parallel(lambda w, batch: 1 * w)(w, x)
+    average = jax.device_put(w, w.sharding) if place == "twice on one device" else w
     step = jc.data_parallel(update, donate_argnums=0)
-    state, shown = step({"w": w, "average": w}, w, x)
+    state, shown = step({"w": w, "average": average}, w, x)
     np.testing.assert_array_equal(state["average"], np.ones(2))
     np.testing.assert_allclose(state["w"], 1 - x.mean(0))
     np.testing.assert_array_equal(shown, 2 * np.ones(2))

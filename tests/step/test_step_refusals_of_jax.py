@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType
@@ -206,7 +207,6 @@ CHOICES = {
     "used": lambda w, x: jax.jit(lambda w: lax.cond(x[0, 0] > 0, lambda: w, lambda: 3 * w) + w)(w),
     "skipped step": lambda w, x: lax.cond(jnp.isfinite(x.sum()), lambda w, g: w - g,
                                           lambda w, g: w, w, jc.grad(plain, "data")(w, x)),
-    "gradient": lambda w, x: jax.grad(lambda w: lax.pmean(own_branch(w, x), "data"))(w),
 }  # fmt: skip
 
 
@@ -233,3 +233,48 @@ def test_what_every_choice_hands_on_and_what_is_reduced_afterwards_is_returned(c
     np.testing.assert_allclose(total, factors.sum())
     want = np.mean(factors * X.reshape(8, 10).mean(1))
     np.testing.assert_allclose(gradient, np.full(5, want), rtol=1e-5)
+
+
+def branch_of_rows(w, x):
+    """What types would sum stands in one of the branches, which not all replicas take."""
+    return lax.cond(x[0, 0] > 0, lambda: plain(w, x), lambda: 0 * jnp.sum(x))
+
+
+def weighted_by_choice(w, x):
+    return lax.cond(x[0, 0] > 0, lambda: 1.0, lambda: 3.0) * plain(w, x)
+
+
+@pytest.mark.parametrize("f", [own_branch, branch_of_rows, weighted_by_choice,
+                               jax.checkpoint(weighted_by_choice)])  # fmt: skip
+def test_a_derivative_through_what_each_replica_chooses_is_right_or_refused(f):
+    """Types sum before the choice and not after it; or in one branch, where the others never come."""
+    want = np.mean([jax.grad(f)(W, x) for x in X.reshape(8, 2, 5)], axis=0)
+    typed = lambda w, x: jax.grad(lambda w: lax.pmean(f(w, x), "data"))(w)
+    averaged = lambda w, x: lax.pmean(typed(w, x), "data")
+    by_jc = lambda w, x: jc.grad(f, "data")(w, x)
+    found = jc.data_parallel(lambda w, x: (averaged(w, x), by_jc(w, x)))(W, X)
+    for each in found:
+        np.testing.assert_allclose(each, want, rtol=1e-4, atol=1e-6)
+    if f not in (own_branch, branch_of_rows):  # no cotangent meets the choice before it is summed
+        np.testing.assert_allclose(jc.data_parallel(typed)(W, X), want, rtol=1e-4, atol=1e-6)
+        return
+    for step, checks in ((typed, None), (typed, True), (averaged, True)):
+        with pytest.raises(ValueError, match=r"goes through a branch or a loop that each replica "
+                           r"chooses for itself \(.*refusals_of_jax.py:\d+\).*float32\[5\]"):  # fmt: skip
+            jc.data_parallel(step, checks=checks).trace(W, X)
+
+
+USED = {
+    "jc.grad": lambda w, x: jc.grad(plain, "data")(w, x),
+    "jc.accumulate": lambda w, x: jc.accumulate(plain, "data", 2)(w, x)[1],
+    "sharded": lambda w, x: jc.sharded_optimizer(optax.adam(0.1), "data").init(w),
+}
+
+
+@pytest.mark.usefixtures("types_may_mix")
+@pytest.mark.parametrize("checks", [None, True, False])
+@pytest.mark.parametrize("name", USED)
+def test_what_each_replica_chooses_for_itself_is_not_taken_for_a_parameter(name, checks):
+    step = lambda w, x: USED[name](CHOICES["cond"](w, x), x)
+    with pytest.raises(ValueError, match="differs between replicas, or nothing shows that it does"):
+        jc.data_parallel(step, checks=checks).trace(W, X)
