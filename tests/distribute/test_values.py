@@ -125,6 +125,23 @@ def test_python_numbers_have_jaxs_default_types():
     assert not any(x.weak_type for x in value.tree)
 
 
+@pytest.mark.parametrize(
+    "take",
+    [
+        *[lambda x, kind=kind: kind([x, x]) for kind in KINDS],
+        lambda x: jc.NcclAllReduce().broadcast({"x": x}, "cpu:1"),
+        lambda x: jc.NcclAllReduce().reduce("sum", x, "cpu:1"),
+        lambda x: jc.MirroredStrategy().reduce("mean", x, axis=None),
+        lambda x: jc.MirroredStrategy().run(lambda x: x, (x,)),
+        lambda x: jc.Elastic(jc.data_parallel(lambda s, x: (s, 0)), x),
+    ],
+)
+def test_a_python_integer_that_does_not_fit_is_refused_and_never_cut(take):
+    take(2**31 - 1)
+    with pytest.raises(OverflowError, match="int32"):
+        take(2**31)
+
+
 def test_the_repr_says_structure_shapes_and_devices():
     assert repr(jc.PerReplica([1.0, 2.0])) == "PerReplica(float32[] on 2: cpu:0, cpu:1)"
     value = jc.Mirrored.from_function(
