@@ -242,8 +242,6 @@ class ProcessGroup:
 
     def confirm(self) -> None:
         """Ask all others now for what a heartbeat compares with one."""
-        if self.failure:
-            raise self.failure
         now, here = self._history.agreed, self._peers.process
         replies = self._peers.ask(self.name, now.position, self.others)
         for process, reply in sorted(replies.items()):
