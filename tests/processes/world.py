@@ -183,11 +183,38 @@ def outside():
     for _ in range(2):
         out = step(w, x)
     jax.block_until_ready(out)
+    try:
+        checked = jc.check_replicas(w).divergent()
+    except ValueError as error:
+        checked = str(error)
     strategy = jc.MultiWorkerMirroredStrategy()
     return {
+        "checked": checked,
         "parts": [shard.data.tolist() for shard in out.addressable_shards],
         "after": float(strategy.reduce("sum", 1.0, axis=None)),
     }
+
+
+def failing():
+    """A callback fails on process 0, in whose program the other waits for it."""
+
+    def call_back(x):
+        if jax.process_index() == 0:
+            raise OSError("no such host")
+        return x
+
+    def step(x):
+        x = jax.pure_callback(call_back, jax.ShapeDtypeStruct((), "f"), x.sum())
+        return jc.all_reduce("sum", x, "data")
+
+    failing = jc.data_parallel(step, options=jc.CommunicationOptions(timeout_seconds=1))
+    try:
+        failing(np.ones(2, "f"))
+    except jc.DeadlineExceededError as error:
+        return {"error": str(error), "ranks": error.ranks}
+    except jax.errors.JaxRuntimeError as error:
+        time.sleep(2)
+        return {"error": str(error)}
 
 
 def forked():
