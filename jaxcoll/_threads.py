@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from jaxcoll._compat.coordination import leave_coordinator
+from jaxcoll._compat.settings import checks_of_thread
 
 _LOOK_SECONDS = 0.02
 _EXIT_SECONDS = 0.5  # how long the exit waits for abandoned calls to return
@@ -29,6 +30,7 @@ class Task:
         self.is_settled = False  # whether `result` returns at once
         self._worker, self._then = worker, then
         self._call: Callable[[], Any] | None = call
+        self._checks = checks_of_thread()
         self._outcome: tuple[BaseException | None, Any] = None, None
         # A bare lock: its hand-over between threads takes half the time of an event's.
         self._settling, self._unsettled = threading.Lock(), threading.Lock()
@@ -73,7 +75,8 @@ class Task:
         call, self._call = self._call, None  # its arguments may be large
         try:
             assert call is not None
-            return None, call()
+            with self._checks():
+                return None, call()
         except BaseException as error:
             return error, None
 

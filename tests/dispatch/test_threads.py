@@ -3,6 +3,7 @@
 import gc
 import threading
 
+import jax
 import pytest
 
 from jaxcoll import _threads
@@ -32,6 +33,17 @@ def test_the_thread_of_a_worker_that_nobody_has_any_more_ends():
     gc.collect()
     thread.join(5)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("check", ["debug_nans", "debug_infs"])
+def test_results_are_checked_as_the_thread_that_asks_for_them_has_it(check):
+    worker = Worker("checked")
+    with getattr(jax, check)(True):
+        checked = worker.submit(lambda: getattr(jax.config, f"jax_{check}"))
+    plain = worker.submit(lambda: getattr(jax.config, f"jax_{check}"))
+    assert checked.wait(5)
+    assert plain.wait(5)
+    assert (checked.result(), plain.result()) == (True, False)
 
 
 def test_what_a_call_raises_is_raised_where_its_result_is_asked_for():
