@@ -82,13 +82,14 @@ def host_array(x: Any) -> Any:
 
     Raises:
       OverflowError: a Python integer does not fit, as in all programs of JAX.
+      ValueError: it is a masked array, likewise.
     """
     if isinstance(x, jax.Array):
         return x
     dtype = np.asarray(x).dtype
     if not any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool_)):
         return x
-    return np.asarray(x, jax.dtypes.canonicalize_dtype(dtype))
+    return np.asarray(x, jax.typeof(x if is_array(x) else np.asarray(x)).dtype)
 
 
 def shape_of(x: Any) -> Any:
