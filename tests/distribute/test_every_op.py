@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from at_once import at_once
 from cases import assert_trees_equal, check, devices, each_row, noise, of_replicas, on, tree
 
 import jaxcoll as jc
@@ -303,6 +304,38 @@ def test_F23_threads_that_launch_in_crossing_order_do_not_interleave():
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert got == {0: [2.0, 2.0], 1: [4.0, 4.0]}
+
+
+def called_back(call):
+    """A function of one replica whose program calls `call` on the host."""
+    return lambda x: jax.pure_callback(lambda x: (call(), x)[1], jax.ShapeDtypeStruct((), "f"), x)
+
+
+def test_calls_of_several_threads_overlap_under_a_deadline_too():
+    met = threading.Barrier(2, timeout=15)
+    run = called_back(met.wait)
+    bounded = CommunicationOptions(timeout_seconds=60)
+    strategies = [jc.MirroredStrategy([f"cpu:{k}"]) for k in range(2)]
+    found = at_once(
+        *[lambda s=s: s.run(run, (2.0,), options=bounded)[0].item() for s in strategies]
+    )
+    assert found == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("inner", [None, 30])
+def test_a_program_whose_call_is_bounded_may_make_calls_in_a_callback(inner):
+    strategy, found = jc.MirroredStrategy(["cpu:0"]), []
+    other, value = (
+        jc.MirroredStrategy(["cpu:1", "cpu:2"]),
+        PerReplica([1.0, 2.0], devices=devices(3)[1:]),
+    )
+    options = CommunicationOptions(timeout_seconds=inner)
+    call = called_back(
+        lambda: found.append(other.reduce("sum", value, None, options=options).item())
+    )
+    bounded = CommunicationOptions(timeout_seconds=60)
+    assert strategy.run(call, (2.0,), options=bounded)[0].item() == 2.0
+    assert found == [3.0]
 
 
 def test_G47_many_reductions_of_a_group_of_one():

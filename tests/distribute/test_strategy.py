@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CompileCounter, assert_trees_equal
+from cases import CompileCounter, assert_trees_equal, devices
 
 import jaxcoll as jc
 from jaxcoll import Mirrored, PerReplica, get_replica_context
@@ -117,6 +117,15 @@ def test_A23_local_results_are_one_structure_for_each_replica(s):
 
 def test_local_results_of_plain_values_are_themselves():
     assert PAIR.experimental_local_results({"a": 1}) == ({"a": 1},)
+
+
+def test_local_results_that_lie_elsewhere_are_counted_in_their_own_order_and_none_is_lost():
+    one, two, three, four = devices(4)
+    values = {(two, one): [2.0, 1.0], (two, three): [1.0, 2.0], (four, one): [1.0, 2.0]}
+    for places, want in values.items():
+        assert local(PAIR, PerReplica([1.0, 2.0], devices=places)) == want
+    with pytest.raises(ValueError, match="has 2 replicas in this process, .* which has 3 there"):
+        local(PAIR, PerReplica([1.0, 2.0, 3.0], devices=[two, three, four]))
 
 
 # Part H

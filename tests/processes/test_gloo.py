@@ -21,7 +21,7 @@ def in_world(what, processes, env=None):
 @pytest.fixture(scope="module")
 def pair():
     """One world of two processes for all tests that need no more."""
-    return in_world("train late first_values in_shards local coded low_rank", 2)
+    return in_world("train late first_values in_shards local coded low_rank forked failing", 2)
 
 
 def test_training_equals_one_device_and_all_processes_agree_to_the_bit(pair):
@@ -44,8 +44,34 @@ def test_parameters_in_shards_are_cut_trained_and_saved_over_processes(pair):
         assert "Call `whole = jc.unshard(tree)` in all processes" in found["refused"]
 
 
-def test_a_bare_call_packs_for_gloo_too():
-    for found in in_world("bare", 3):
+@pytest.fixture(scope="module")
+def three():
+    """Likewise of three processes."""
+    return in_world("bare outside", 3)
+
+
+def test_a_process_without_devices_of_a_mesh_may_call_what_runs_on_it(three):
+    parts = [found["outside"]["parts"] for found in three]
+    assert parts == [[], [[6.0, 7.0, 8.0, 9.0]], [[6.0, 7.0, 8.0, 9.0]]]
+    assert [found["outside"]["after"] for found in three] == [3.0] * 3
+    absent, *checked = (found["outside"]["checked"] for found in three)
+    assert "all copies of these leaves lie in other processes" in absent
+    assert checked == [{}, {}]
+
+
+def test_a_process_in_which_a_program_failed_is_named_where_others_wait(pair):
+    failed, waited = (found["failing"] for found in pair)
+    assert "no such host" in failed["error"]
+    assert waited["ranks"] == [0]
+    assert "Process 0 of 2 failed in it: process 0 has OSError: no such host." in waited["error"]
+
+
+def test_a_forked_child_saves_without_asking_others(pair):
+    assert [found["forked"] for found in pair] == [{"status": 0, "w": [0, 1, 2]}] * 2
+
+
+def test_a_bare_call_packs_for_gloo_too(three):
+    for found in three:
         result = found["bare"]
         assert result["auto"] == {"all_reduce": 0, "permute": 0}  # one shuffle, by all-to-alls
         assert result["ring"] == {"all_reduce": 0, "permute": 4}
