@@ -109,14 +109,18 @@ class Browser:
 
     def open(self, address, width, *, dark=False):
         """Load a page in a window of this width, as somebody with this preference sees it."""
-        self("Emulation.setDeviceMetricsOverride",
-             width=width, height=900, deviceScaleFactor=1, mobile=width < 600)  # fmt: skip
+        self.resize(width)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self("Emulation.setEmulatedMedia", features=[scheme])
         self._events.clear()
         self("Page.navigate", url=address)
         while not self._events:
             self._next()
+
+    def resize(self, width):
+        """Make the window so wide."""
+        self("Emulation.setDeviceMetricsOverride",
+             width=width, height=900, deviceScaleFactor=1, mobile=width < 600)  # fmt: skip
 
     def value(self, script):
         """What a script makes of the page."""

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import jax
 import pytest
 from jax._src import compiler
+from jax._src.interpreters import mlir
+from jaxlib.mlir import ir
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -32,6 +35,20 @@ def compile_options(*args: Any, env_options_overrides: Any = None, **kwargs: Any
 
 
 compiler.get_compile_options = compile_options
+if jax.__version_info__ < (0, 11):
+    # As later versions do by themselves: MLIR's context takes longer to make than to fill.
+    contexts = threading.local()
+    anew = mlir.make_ir_context
+
+    def context_of_thread() -> Any:
+        if ir.Context.current is not None:  # in the midst of another program
+            return anew()
+        contexts.uses = getattr(contexts, "uses", 0) + 1
+        if contexts.uses % 20 == 1:
+            contexts.last = anew()
+        return contexts.last
+
+    mlir.make_ir_context = context_of_thread
 
 
 # Nobody's own calibration changes a test.

@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import forks
 import jax
 import numpy as np
 import pytest
@@ -19,18 +21,35 @@ LEAVES = 9  # four layers' kernels and biases, and the loss
 BYTES = 153_132  # 38,282 parameters and the loss, in float32
 
 
-def demo(*flags, **variables):
-    """Run it with warnings as errors; returns standard output and standard error."""
+def as_users_do(*flags):
+    """Run it in a process of its own, with warnings as errors; returns what it prints."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "jaxcoll", "demo", *map(str, flags)],
-        env={**os.environ, "COLUMNS": "100", **variables},
+        env={
+            **os.environ,
+            "COLUMNS": "100",
+            "XLA_FLAGS": "",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+        },
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=200,
     )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    return done.stdout
+
+
+def forked(*flags):
+    """Run it in a process that has imported what it needs."""
+    done = forks.with_commands().run(forks.COMMAND, "jaxcoll", "demo", *flags, cwd=Path(os.sep))
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, done.stderr
+
+
+@jax.numpy_rank_promotion("allow")
+@jax.numpy_dtype_promotion("standard")
+def here(*flags):
+    assert main(["demo", *map(str, flags)]) == 0
 
 
 def refused(*flags):
@@ -42,15 +61,9 @@ def refused(*flags):
 
 
 def figures(run, folder, *flags):
-    """What `run` writes to a file: `demo` in a process of its own, `here` in this one."""
+    """What `run` writes to a file."""
     run("--out", folder, "--json", folder / "demo.json", *flags)
     return json.loads((folder / "demo.json").read_text())
-
-
-@jax.numpy_rank_promotion("allow")
-@jax.numpy_dtype_promotion("standard")
-def here(*flags):
-    assert main(["demo", "--platform", "auto", *map(str, flags)]) == 0
 
 
 THREE = ("--steps", 2, "--devices", 3, "--seed", 5, "--bytes-per-pack", 32_768)
@@ -58,7 +71,7 @@ THREE = ("--steps", 2, "--devices", 3, "--seed", 5, "--bytes-per-pack", 32_768)
 
 @pytest.fixture(scope="module")
 def over_three(tmp_path_factory):
-    return figures(demo, tmp_path_factory.mktemp("three"), *THREE)
+    return figures(forked, tmp_path_factory.mktemp("three"), *THREE)
 
 
 def wire_bytes(n, *sizes):
@@ -68,11 +81,8 @@ def wire_bytes(n, *sizes):
 @pytest.mark.slow
 def test_a_full_run_meets_its_bars_and_shows_what_it_sent(tmp_path):
     out = tmp_path / "pictures"
-    as_users_do = {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
-    printed, complaints = demo("--out", out, "--json", tmp_path / "demo.json", **as_users_do)
+    printed = as_users_do("--out", out, "--json", tmp_path / "demo.json")
     found = json.loads((tmp_path / "demo.json").read_text())
-
-    assert complaints == ""
     assert f"jaxcoll {jaxcoll.__version__}" in printed
     assert f"{STEPS}/{STEPS}" in printed
     assert str(out / "demo.png") in printed
@@ -117,8 +127,9 @@ def test_packs_of_a_size_and_a_number_of_devices_that_nothing_divides_by(over_th
 
 
 @pytest.mark.processes
-def test_over_processes_gradients_are_packed_and_the_model_is_the_same(tmp_path):
-    printed, complaints = demo("--steps", 3, "--processes", 2, "--out", tmp_path, "--json", "-")
+def test_over_processes_gradients_are_packed_and_the_model_is_the_same(tmp_path, capsys):
+    here("--steps", 3, "--processes", 2, "--out", tmp_path, "--json", "-")
+    printed, complaints = capsys.readouterr()
     found = json.loads(printed)
     assert (found["processes"], found["devices"], found["batch_size"]) == (2, 2, 256)
     (pack,) = found["plan"]["packs"]
@@ -143,15 +154,15 @@ def test_a_process_that_fails_is_named_with_its_last_words(tmp_path, capsys, mon
 
 @pytest.mark.slow
 def test_one_device_sends_nothing(tmp_path):
-    found = figures(here, tmp_path, "--steps", 2, "--devices", 1)
+    found = figures(here, tmp_path, "--platform", "auto", "--steps", 2, "--devices", 1)
     assert found["largest_relative_difference"] == 0
     assert found["wire_bytes_per_step"] == 0
     assert found["requested"]["all_reduces"] == found["compiled"]["all_reduces"] == 0
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_figures(tmp_path, over_three):
-    again = figures(demo, tmp_path, *THREE)
+def test_the_same_seed_gives_the_same_figures_in_every_process(tmp_path, over_three):
+    again = figures(here, tmp_path, "--platform", "auto", *THREE)
     own = dict.fromkeys(("seconds", "seconds_one_device", "picture"))
     assert {**again, **own} == {**over_three, **own}
 

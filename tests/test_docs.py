@@ -6,10 +6,10 @@ import importlib
 import os
 import pkgutil
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import jax
 import pytest
 from wheel import built
@@ -39,33 +39,37 @@ import os
 import jaxcoll
 assert jaxcoll.__file__.startswith(os.environ["PYTHONPATH"]), jaxcoll.__file__
 """
+AS_USERS_COMPILE = """
+import jax
+jax.config.update("jax_disable_most_optimizations", False)
+"""
+
+
+@pytest.fixture(scope="module")
+def python():
+    """What has only the wheel, and compiles as the tests do."""
+    own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(built().site), "PATH": "", "PYTHONUTF8": "1"}
+    quick = {name: os.environ[name] for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")}
+    return forks.Python(("jaxcoll",), own | quick)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, python):
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
-    code += FROM_THE_WHEEL
-    script = tmp_path / f"{page.stem}.py"
-    script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script], cwd=tmp_path, capture_output=True, text=True,
-        timeout=240, env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(built().site), "PATH": ""} | {
-            name: os.environ[name] for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")},
-    )  # fmt: skip
+    (tmp_path / "page.py").write_text(code + FROM_THE_WHEEL)
+    done = python.run(forks.SCRIPT, "page.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_the_report_that_a_page_shows_is_what_its_code_prints(tmp_path):
+def test_the_report_that_a_page_shows_is_what_its_code_prints(tmp_path, python):
     page = (ROOT / "docs/reading_a_report.md").read_text()
     code, shown = (
         re.search(f"^```{kind}\n(.*?)^```", page, re.M | re.S)[1] for kind in ("python", "text")
     )
     # A file, because Python from 3.13 on finds the lines of `-c` as well, and older ones do not.
     (tmp_path / "train.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240,
-        env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PATH": "", "PYTHONUTF8": "1"},
-    )  # fmt: skip
+    as_users_do = AS_USERS_COMPILE + forks.SCRIPT
+    done = python.run(as_users_do, "train.py", cwd=tmp_path, XLA_FLAGS="")
     assert done.returncode == 0, done.stderr
     # What differs from machine to machine is left out, by "…".
     assert re.fullmatch(re.escape(shown).replace("…", ".*"), done.stdout), done.stdout

@@ -4,11 +4,10 @@ import errno
 import os
 import socket
 import stat
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 
@@ -41,7 +40,7 @@ def by_checkpoint(path):
 
 
 def subprocess_free_report():
-    from jaxcoll._observe.build import report_of
+    from jaxcoll._observe.report import report_of
 
     return report_of(Path(HLO).read_text()).to_json()
 
@@ -106,16 +105,14 @@ def test_a_device_stays_a_device(write):
 
 @pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link"])
 def test_an_open_file_of_this_process_is_written_where_it_stands(name, tmp_path):
-    file = tmp_path / "out"
     (tmp_path / "link").symlink_to("/dev/stdout")
     code = (
         "import os, pathlib, sys; from jaxcoll._files import write_text\n"
-        "os.write(1, b'before '); write_text('--json', pathlib.Path(sys.argv[1]), 'result')\n"
+        "os.write(1, b'before '); write_text('--json', pathlib.Path(sys.argv[0]), 'result')\n"
         "os.write(1, b' after')"
     )
-    with file.open("wb") as out:
-        subprocess.run([sys.executable, "-c", code, name], stdout=out, cwd=tmp_path, check=True)
-    assert file.read_text() == "before result after"
+    done = forks.with_commands().run(code, name, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "before result after"), done.stderr
 
 
 @pytest.mark.parametrize(

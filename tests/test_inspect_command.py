@@ -1,10 +1,9 @@
 """`jaxcoll inspect` over files and modules, and its errors in one line."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 import jaxcoll as jc
@@ -113,10 +112,7 @@ def test_modules(tmp_path):
         "for target in sys.argv[1:]: print(main(['inspect', target, '--json', '-']), flush=True)"
     )
     targets = [f"mine:{n}" for n in ("step", "example", "broken", "needs", "number", "nothing")]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *targets], cwd=tmp_path, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
+    done = forks.with_commands().run(script, "", *targets, cwd=tmp_path)
     decoder, rest = json.JSONDecoder(), done.stdout
     for _ in range(2):
         report, end = decoder.raw_decode(rest)

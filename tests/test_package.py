@@ -1,5 +1,6 @@
 """What a person who installs jaxcoll gets: a typed wheel, and a light import."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,7 +9,6 @@ import tarfile
 import types
 from pathlib import Path
 
-import pytest
 import trove_classifiers
 from wheel import built
 
@@ -17,36 +17,32 @@ import jaxcoll
 REPOSITORY = Path(jaxcoll.__file__).parents[1]
 
 
-def python(code: str, **environment: str) -> str:
-    """Run `code` in a Python of its own, with warnings as errors, and return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-W", "error", "-c", code],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+IMPORT = """
+import json, sys, time, jax
+start = time.process_time()
+import jaxcoll
+found = {"seconds": time.process_time() - start, "file": jaxcoll.__file__}
+found["optional"] = sorted({'rich', 'matplotlib', 'optax', 'sklearn', 'chex'} & set(sys.modules))
+jax.config.update('jax_num_cpu_devices', 3)
+print(json.dumps({**found, "devices": jax.device_count()}))
+"""
 
 
-def test_import_costs_less_than_a_second_beyond_jax():
-    code = (
-        "import time, jax; start = time.process_time(); import jaxcoll; "
-        "print(time.process_time() - start)"
-    )
-    assert any(float(python(code)) < 1.0 for _ in range(3))
-
-
-def test_import_brings_in_nothing_optional_and_leaves_the_backend_alone():
+def test_import_is_light_and_leaves_the_backend_alone_and_needs_the_wheel_alone():
     # JAX refuses to change the number of CPU devices once a backend exists.
-    code = (
-        "import sys, jax, jaxcoll; "
-        "print(*sorted({'rich', 'matplotlib', 'optax', 'sklearn', 'chex'} & set(sys.modules))); "
-        "jax.config.update('jax_num_cpu_devices', 3); print(jax.device_count())"
-    )
-    assert python(code, XLA_FLAGS="") == "3"
+    variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(built().site)}
+    command = [sys.executable, "-P", "-W", "error", "-c", IMPORT]
+    for _ in range(3):
+        done = subprocess.run(
+            command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert (found["optional"], found["devices"]) == ([], 3)
+        assert Path(found["file"]).is_relative_to(built().site)
+        if found["seconds"] < 1:
+            break
+    assert found["seconds"] < 1, "beyond what JAX takes, of three times"
 
 
 def test_every_public_name_is_in_the_reference():
@@ -59,8 +55,7 @@ def test_every_public_name_is_in_the_reference():
     assert public == set(re.findall(r"^::: jaxcoll\.(\w+)$", page, re.MULTILINE))
 
 
-@pytest.mark.slow
-def test_wheel_is_typed_and_complete_and_imports_by_itself():
+def test_wheel_is_typed_and_complete():
     names, metadata = built().names, built().metadata
     sources = {
         str(path.relative_to(REPOSITORY).as_posix())
@@ -73,11 +68,7 @@ def test_wheel_is_typed_and_complete_and_imports_by_itself():
     needs = [r for r in metadata.get_all("Requires-Dist") if "extra ==" not in r]
     assert sorted(needs) == ["jax>=0.10", "jaxlib>=0.10", "numpy"]
 
-    imported = python("import jaxcoll; print(jaxcoll.__file__)", PYTHONPATH=str(built().site))
-    assert Path(imported).is_relative_to(built().site)
 
-
-@pytest.mark.slow
 def test_what_a_package_index_reads_of_the_wheel_is_complete():
     metadata = built().metadata
     assert metadata["Name"] == "jaxcoll"
@@ -90,7 +81,6 @@ def test_what_a_package_index_reads_of_the_wheel_is_complete():
     assert any(name.endswith("licenses/LICENSE") for name in built().names)
 
 
-@pytest.mark.slow
 def test_the_source_archive_has_what_a_packager_needs_and_nothing_else():
     with tarfile.open(built().sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

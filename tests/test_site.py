@@ -129,20 +129,39 @@ def test_no_page_asks_another_host_for_anything(site):
         assert asked.findall(path.read_text("utf8")) == [], path
 
 
+SCHEME = "document.body.dataset.mdColorScheme"
+CHOOSE = """
+document.head.insertAdjacentHTML("beforeend", "<style>* {{transition: none !important}}</style>");
+document.querySelector("input[data-md-color-scheme={}]").click();
+"""
+
+
 @in_a_browser
-@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)], ids=["phone", "desk"])
-def test_every_page_is_legible_in_a_browser_and_runs_without_an_error(site, width, dark):
+def test_every_page_is_legible_in_a_browser_and_runs_without_an_error(site):
+    """On a phone in the dark, and at a desk in the light."""
     folder, pages = site
     found = {}
     with served(folder) as address, Browser() as browser:
         for name in pages:
-            browser.open(f"{address}{name}/", width, dark=dark)
-            scheme = browser.value("document.body.dataset.mdColorScheme")
-            assert scheme == ("slate" if dark else "default")
-            found[name] = browser.value(ILLEGIBLE) + browser.errors
+            browser.open(f"{address}{name}/", 390)
+            found[name] = []
+            for scheme, width in (("slate", 390), ("default", 1280)):
+                browser.resize(width)
+                browser.value(CHOOSE.format(scheme))
+                assert browser.value(SCHEME) == scheme
+                found[name] += browser.value(ILLEGIBLE)
+            found[name] += browser.errors
             browser.errors.clear()
     assert len(found) > 30
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+@in_a_browser
+@pytest.mark.parametrize(("dark", "scheme"), [(True, "slate"), (False, "default")])
+def test_who_prefers_the_dark_sees_a_page_so(site, dark, scheme):
+    with served(site[0]) as address, Browser() as browser:
+        browser.open(address, 1280, dark=dark)
+        assert browser.value(SCHEME) == scheme
 
 
 @in_a_browser

@@ -1,13 +1,15 @@
 """The package as a user gets it: built, and unpacked beside nothing of this repository."""
 
+import contextlib
 import functools
-import subprocess
-import sys
+import tarfile
 import tempfile
 import zipfile
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
+
+from hatchling.build import build_sdist, build_wheel
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -26,15 +28,12 @@ class Built:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="jaxcoll-wheel-")
         folder = Path(self._folder.name)
-        subprocess.run(
-            [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, "."],
-            cwd=REPOSITORY,
-            stdin=subprocess.DEVNULL,
-            check=True,
-            capture_output=True,
-            timeout=240,
-        )
-        (self.sdist,), (self.wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+        with contextlib.chdir(REPOSITORY):
+            self.sdist = folder / build_sdist(str(folder))
+        with tarfile.open(self.sdist) as archive:
+            archive.extractall(folder, filter="data")
+        with contextlib.chdir(folder / self.sdist.name.removesuffix(".tar.gz")):
+            self.wheel = folder / build_wheel(str(folder))
         self.site = folder / "site"
         with zipfile.ZipFile(self.wheel) as archive:
             self.names = archive.namelist()

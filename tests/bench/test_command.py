@@ -2,39 +2,40 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from processes.ranks import launch
 
+from jaxcoll.bench import all_reduce
+from jaxcoll.bench.checkout import from_checkout
+from jaxcoll.bench.lab import namespaces
 from jaxcoll.bench.naming import BASELINE, TWIN
+from jaxcoll.cli.main import main
 
 OURS = ["auto", "native@all", "ring", "halving-doubling", "shuffle"]
-
-
-def bench(*flags, timeout=240, within=(), **more):
-    return subprocess.run(
-        [*within, sys.executable, "-m", "jaxcoll", "bench", *flags],
-        capture_output=True, text=True, timeout=timeout, **more,
-    )  # fmt: skip
 
 
 def lines_of(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.slow
-def test_one_line_a_result_a_table_and_a_picture(tmp_path):
+def test_one_line_a_result_a_table_and_a_picture(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(all_reduce, "COMPILES", 1)
     tree, picture = tmp_path / "mine.json", tmp_path / "out" / "plot.png"
     tree.write_text('[{"shape": [100]}, {"shape": [3], "dtype": "bfloat16"}]')
-    done = bench("--devices", "3", "--tree", str(tree), "--sizes", "1KiB:2KiB", "--algorithms", "auto,ring@all",
-                 "--rounds", "3", "--json", "-", "--plot", str(picture), "--reduce-op", "sum")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = lines_of(done.stdout)
+    done = main(["bench", "--platform", "auto", "--devices", "3", "--tree", str(tree),
+                 "--sizes", "1KiB:2KiB", "--algorithms", "auto,ring@all", "--rounds", "3",
+                 "--json", "-", "--plot", str(picture), "--reduce-op", "sum"])  # fmt: skip
+    out, err = capsys.readouterr()
+    assert done == 0
+    lines = lines_of(out)
     names = [BASELINE, TWIN, "auto", "ring@all"]
     assert [(x["workload"], x["algorithm"]) for x in lines] == [
         (workload, name) for workload in ("mine", "1KiB", "2KiB") for name in names
@@ -48,8 +49,8 @@ def test_one_line_a_result_a_table_and_a_picture(tmp_path):
     assert [x["operands"] for x in lines[:4]] == [2, 2, 2, 8]
     assert picture.read_bytes().startswith(b"\x89PNG")
     for words in ("mine, 0.0 MB in 2 arrays of float32, bfloat16", TWIN, "ring@all", "build s"):
-        assert words in done.stderr, "the table goes where the lines do not"
-    assert max(map(len, done.stderr.splitlines())) <= 120
+        assert words in err, "the table goes where the lines do not"
+    assert max(map(len, err.splitlines())) <= 120
     assert {p.name for p in tmp_path.rglob("*")} == {"mine.json", "out", "plot.png"}
 
 
@@ -75,8 +76,10 @@ def a_network_of_its_own():
 @pytest.mark.processes
 def test_the_compiled_program_and_the_kernel_count_the_same_bytes(tmp_path):
     processes, file = 3, tmp_path / "lines.json"
-    done = bench("--processes", str(processes), "--sizes", "6MiB", "--rounds", "6", "--json", str(file),
-                 "--algorithms", ",".join(OURS), within=a_network_of_its_own())  # fmt: skip
+    command = [*a_network_of_its_own(), sys.executable, "-m", "jaxcoll", "bench",
+               "--processes", str(processes), "--sizes", "6MiB", "--rounds", "6",
+               "--json", str(file), "--algorithms", ",".join(OURS)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     lines = lines_of(file.read_text())
     assert [x["algorithm"] for x in lines] == [BASELINE, TWIN, *OURS]
@@ -99,10 +102,10 @@ def interruptible():
 @pytest.mark.processes
 @pytest.mark.usefixtures("interruptible")
 def test_a_killed_rank_and_an_interrupt_leave_nothing_behind(tmp_path):
-    file = tmp_path / "lines.json"
     command = [sys.executable, "-m", "jaxcoll", "bench", "--processes", "2", "--tree", "200x1KiB",
-               "--rounds", "100000", "--json", str(file)]  # fmt: skip
-    for end in ("kill", "interrupt"):
+               "--rounds", "100000", "--json", str(tmp_path / "lines.json")]  # fmt: skip
+
+    def ended(end):
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
             try:
                 # Before the ranks, the coordinator and the watch are started.
@@ -116,16 +119,18 @@ def test_a_killed_rank_and_an_interrupt_leave_nothing_behind(tmp_path):
                 _, errors = started.communicate(timeout=60)
             finally:
                 started.kill()
-        assert started.returncode == (2 if end == "kill" else 130), errors
-        words = (
-            "jax: process 1 of 2 was killed by SIGKILL" if end == "kill" else "interrupted; nothing"
-        )
-        assert errors.startswith(f"jaxcoll bench: {words}"), errors
-        assert len(errors.splitlines()) == 1
-        assert list(tmp_path.iterdir()) == []
         for rank in ranks:
             with pytest.raises(ProcessLookupError):
                 os.kill(rank, 0)
+        return started.returncode, errors
+
+    with ThreadPoolExecutor() as both:
+        killed, interrupted = both.map(ended, ("kill", "interrupt"))
+    words = r"jaxcoll bench: jax: process 1 of 2 was killed by SIGKILL.*\n"
+    assert killed[0] == 2
+    assert re.fullmatch(words, killed[1])
+    assert interrupted == (130, "jaxcoll bench: interrupted; nothing was written.\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def children(parent, count):
@@ -171,8 +176,6 @@ def children(parent, count):
     ],
 )  # fmt: skip
 def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
-    from jaxcoll.cli.main import main
-
     assert main(["bench", *flags]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("jaxcoll bench: ")
@@ -181,9 +184,6 @@ def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
 
 
 def test_where_there_can_be_no_network_it_says_so(monkeypatch, capsys):
-    from jaxcoll.bench.lab import namespaces
-    from jaxcoll.cli.main import main
-
     monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None)
     assert main(["bench", "--rate", "1gbit"]) == 2
     needed = "a network with a rate needs `ip`, `tc`, `nsenter`, `unshare` (iproute2, util-linux)"
@@ -191,9 +191,6 @@ def test_where_there_can_be_no_network_it_says_so(monkeypatch, capsys):
 
 
 def test_cases_whose_regret_is_written_are_not_measured_again(tmp_path, capsys):
-    from jaxcoll.bench.checkout import from_checkout
-    from jaxcoll.cli.main import main
-
     regret = from_checkout("--regret: it is", "regret")
     seconds = {regret.AUTO: (1.5, 1.5), regret.TWIN: (1.5, 1.5), "native@all": (1.0, 1.0)}
     cases = regret.cases(3, seed=7)
@@ -207,8 +204,6 @@ def test_cases_whose_regret_is_written_are_not_measured_again(tmp_path, capsys):
 
 
 def test_the_others_take_one_dtype_only(tmp_path, capsys):
-    from jaxcoll.cli.main import main
-
     tree = tmp_path / "mixed.json"
     tree.write_text('[{"shape": [1]}, {"shape": [1], "dtype": "int32"}]')
     assert main(["bench", "--processes", "2", "--against", "torch", "--tree", str(tree)]) == 2

@@ -1,8 +1,6 @@
 """`jaxcoll bench --overlap`: what of an exchange a step waits for."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -83,13 +81,10 @@ def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
 
 
 @pytest.mark.processes
-def test_over_two_processes(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxcoll", "bench", "--processes", "2", "--tree", "200x1KiB",
-         "--overlap", "3", "--rounds", "2", "--json", "-"],
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (line,) = map(json.loads, done.stdout.splitlines())
+def test_over_two_processes(capsys):
+    assert main(["bench", "--processes", "2", "--tree", "200x1KiB", "--overlap", "3",
+                 "--rounds", "2", "--json", "-"]) == 0  # fmt: skip
+    out, err = capsys.readouterr()
+    (line,) = map(json.loads, out.splitlines())
     assert (line["processes"], line["parts"], line["bytes"]) == (2, 3, 204800)
-    assert "exposed" in done.stderr
+    assert "exposed" in err

@@ -3,12 +3,11 @@
 import dataclasses
 import difflib
 import functools
-import subprocess
-import sys
 from pathlib import Path
 
 import flax_plain
 import flax_shards
+import forks
 import gpt
 import jax
 import numpy as np
@@ -26,11 +25,8 @@ from jaxcoll._plan.cost.clusters import topology_named
 EXAMPLES = Path(gpt.__file__).parent
 
 
-def ran(*flags):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "gpt", *flags],
-        cwd=EXAMPLES, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+def ran(example, *flags):
+    return forks.with_commands().run(forks.SCRIPT, f"{example}.py", *flags, cwd=EXAMPLES)
 
 
 @pytest.fixture
@@ -79,7 +75,7 @@ def test_fifty_steps_in_shards_are_those_of_one_device():
 
 @pytest.mark.slow
 def test_a_run_over_a_prime_number_of_devices_prints_a_row_for_each_mode():
-    done = ran("--devices", "7", "--steps", "3", "--modes", "plain,sharded")
+    done = ran("gpt", "--devices", "7", "--steps", "3", "--modes", "plain,sharded")
     assert done.returncode == 0, done.stdout + done.stderr
     first, header, *rows = done.stdout.splitlines()
     assert first.startswith("one device: last loss ")
@@ -103,7 +99,7 @@ def test_a_flax_model_with_scanned_layers_is_moved_by_few_lines():
 
 
 def test_an_unknown_mode_is_refused():
-    done = ran("--modes", "plain,magic")
+    done = ran("gpt", "--modes", "plain,magic")
     assert done.returncode == 2
     assert "--modes: no 'magic'; choose from plain, overlap, sync" in done.stderr
 
@@ -137,10 +133,7 @@ def test_a_stack_and_its_plain_twin_have_the_same_arguments(name):
 @pytest.mark.slow
 def test_local_updates_are_measured_in_one_process_too():
     flags = "--compute 0.001 --every 4 --fragments 2 --size 2000 --only int4".split()
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "local_updates", *flags],
-        cwd=EXAMPLES, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = ran("local_updates", *flags)
     assert done.returncode == 0, done.stderr
     rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
     assert rows == ["data parallel int4", "local int4", "streaming int4"]
