@@ -12,6 +12,8 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 # Neither a newer pyright nor a newer site generator is news to somebody who runs what is locked.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export NO_MKDOCS_2_WARNING := 1
+# Containers often set it: every process that a test starts would compile all of jaxcoll anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

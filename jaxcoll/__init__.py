@@ -19,29 +19,6 @@ from jaxcoll._cluster.resolvers import ClusterResolver as ClusterResolver
 from jaxcoll._cluster.resolvers import SlurmClusterResolver as SlurmClusterResolver
 from jaxcoll._cluster.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
 from jaxcoll._distribute.check_replicas import check_replicas as check_replicas
-from jaxcoll._distribute.ops.all_reduce_ops import (
-    AllReduceCrossDeviceOps as AllReduceCrossDeviceOps,
-)
-from jaxcoll._distribute.ops.all_reduce_ops import CollectiveAllReduce as CollectiveAllReduce
-from jaxcoll._distribute.ops.all_reduce_ops import (
-    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-)
-from jaxcoll._distribute.ops.all_reduce_ops import NcclAllReduce as NcclAllReduce
-from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps as CrossDeviceOps
-from jaxcoll._distribute.ops.hints import CollectiveHints as CollectiveHints
-from jaxcoll._distribute.ops.multi_worker_all_reduce import (
-    MultiWorkerAllReduce as MultiWorkerAllReduce,
-)
-from jaxcoll._distribute.ops.one_device import ReductionToOneDevice as ReductionToOneDevice
-from jaxcoll._distribute.strategy.mirrored import MirroredStrategy as MirroredStrategy
-from jaxcoll._distribute.strategy.mirrored import (
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
-from jaxcoll._distribute.strategy.replica_context import ReplicaContext as ReplicaContext
-from jaxcoll._distribute.strategy.replica_context import get_replica_context as get_replica_context
-from jaxcoll._distribute.values.per_replica import DistributedValues as DistributedValues
-from jaxcoll._distribute.values.per_replica import Mirrored as Mirrored
-from jaxcoll._distribute.values.per_replica import PerReplica as PerReplica
 from jaxcoll._elastic.checkpoint import restore_checkpoint as restore_checkpoint
 from jaxcoll._elastic.checkpoint import save_checkpoint as save_checkpoint
 from jaxcoll._elastic.generation import WorldChange as WorldChange
@@ -65,10 +42,10 @@ from jaxcoll._plan.options import CommunicationImplementation as CommunicationIm
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
 from jaxcoll._plan.options import ReduceOp as ReduceOp
 from jaxcoll._plan.plan import Plan as Plan
-from jaxcoll._plan.power_sgd import PowerSGD as PowerSGD
 from jaxcoll._plan.wire_formats import Bf16 as Bf16
 from jaxcoll._plan.wire_formats import Int4 as Int4
 from jaxcoll._plan.wire_formats import Int8 as Int8
+from jaxcoll._plan.wire_formats import PowerSGD as PowerSGD
 from jaxcoll._spmd.checks.check_replicas import ReplicaCheck as ReplicaCheck
 from jaxcoll._spmd.gradients.loss import WeightedLoss as WeightedLoss
 from jaxcoll._spmd.indexed_slices import IndexedSlices as IndexedSlices
@@ -90,5 +67,20 @@ from jaxcoll._train.shard import unshard as unshard
 from jaxcoll._train.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from jaxcoll._train.sharded_optimizer import sharded_optimizer as sharded_optimizer
 from jaxcoll._train.step_test import n_devices_equal_one as n_devices_equal_one
+from jaxcoll.distribute import AllReduceCrossDeviceOps as AllReduceCrossDeviceOps
+from jaxcoll.distribute import CollectiveAllReduce as CollectiveAllReduce
+from jaxcoll.distribute import CollectiveHints as CollectiveHints
+from jaxcoll.distribute import CrossDeviceOps as CrossDeviceOps
+from jaxcoll.distribute import DistributedValues as DistributedValues
+from jaxcoll.distribute import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+from jaxcoll.distribute import Mirrored as Mirrored
+from jaxcoll.distribute import MirroredStrategy as MirroredStrategy
+from jaxcoll.distribute import MultiWorkerAllReduce as MultiWorkerAllReduce
+from jaxcoll.distribute import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from jaxcoll.distribute import NcclAllReduce as NcclAllReduce
+from jaxcoll.distribute import PerReplica as PerReplica
+from jaxcoll.distribute import ReductionToOneDevice as ReductionToOneDevice
+from jaxcoll.distribute import ReplicaContext as ReplicaContext
+from jaxcoll.distribute import get_replica_context as get_replica_context
 
 __version__ = "0.2.0"

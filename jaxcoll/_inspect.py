@@ -8,9 +8,8 @@ from typing import Any
 
 from jaxcoll._errors import ReductionInLoopWarning
 from jaxcoll._jaxpr.loop_reductions import described
-from jaxcoll._observe.build import report_of
 from jaxcoll._observe.parse.collective import KINDS
-from jaxcoll._observe.report import Report
+from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.report_text import carried, like
 from jaxcoll._show.units import counted, size
 from jaxcoll._step.aot import compile_for
@@ -131,11 +130,8 @@ def assert_collectives(
     report = fun if isinstance(fun, Report) else None
     if report is None:
         report = _report(fun, args, kwargs, topology, "assert_collectives")
-    complaints = [
-        *_too_many(report, max_count, max_wire_bytes),
-        *_unlike(report, max_operands, none_in_loops, *allowed),
-    ]
-    if complaints:
+    limits = max_count, max_wire_bytes, max_operands, none_in_loops, *allowed
+    if complaints := list(_complaints(report, *limits)):
         raise AssertionError("\n".join([f"{report.name} exceeds its limits.", *complaints]))
     return report
 
@@ -180,9 +176,16 @@ def _words(name: str, given: Iterable[str] | None) -> set[str] | None:
     return set(words)
 
 
-def _too_many(report: Report, max_count: int | None, max_wire_bytes: int | None) -> Iterable[str]:
-    """Limits on everything together."""
-    everything = range(report.count)
+def _complaints(
+    report: Report,
+    max_count: int | None,
+    max_wire_bytes: int | None,
+    max_operands: int | None,
+    none_in_loops: bool,
+    dtypes: set[str] | None,
+    kinds: set[str] | None,
+) -> Iterable[str]:
+    """What exceeds the limits on everything together, and those on each collective by itself."""
     for name, limit, found, text in (
         ("max_count", max_count, report.runs, f"{counted(report.runs, 'collective')} in one run"),
         (
@@ -193,37 +196,28 @@ def _too_many(report: Report, max_count: int | None, max_wire_bytes: int | None)
         ),
     ):
         if limit is not None and found > limit:
-            yield from _complaint(report, f"{name}={limit:,}, found {text}:", everything)
+            text = f"{name}={limit:,}, found {text}:"
+            yield from _complaint(report, text, range(report.count))
         elif limit is not None and report.uncounted:
             yield f"{name}={limit:,}, found {text}, but that is not all:"
             yield from (f"  {note}" for note in report.uncounted)
-
-
-def _unlike(
-    report: Report,
-    max_operands: int | None,
-    none_in_loops: bool,
-    dtypes: set[str] | None,
-    kinds: set[str] | None,
-) -> Iterable[str]:
-    """Limits on each one by itself."""
-    found = list(enumerate(report.collectives))
+    each = list(enumerate(report.collectives))
     if max_operands is not None:
-        large = [k for k, c in found if len(c.operands) > max_operands]
-        most = max((len(c.operands) for _, c in found), default=0)
+        large = [k for k, c in each if len(c.operands) > max_operands]
+        most = max((len(c.operands) for _, c in each), default=0)
         yield from _complaint(report, f"max_operands={max_operands}, found {most} in one:", large)
     if none_in_loops:
-        inside = [k for k, c in found if c.loops]
+        inside = [k for k, c in each if c.loops]
         text = f"none_in_loops=True, found {counted(len(inside), 'collective')} in loops:"
         yield from _complaint(report, text, inside)
     if dtypes is not None:
-        other = sorted({d for _, c in found for d in c.dtypes} - dtypes)
+        other = sorted({d for _, c in each for d in c.dtypes} - dtypes)
         text = f"dtypes={sorted(dtypes)}, found {', '.join(other)}:"
-        yield from _complaint(report, text, [k for k, c in found if not set(c.dtypes) <= dtypes])
+        yield from _complaint(report, text, [k for k, c in each if not set(c.dtypes) <= dtypes])
     if kinds is not None:
-        other = sorted({c.kind for _, c in found} - kinds)
+        other = sorted({c.kind for _, c in each} - kinds)
         text = f"kinds={sorted(kinds)}, found {', '.join(other)}:"
-        yield from _complaint(report, text, [k for k, c in found if c.kind not in kinds])
+        yield from _complaint(report, text, [k for k, c in each if c.kind not in kinds])
 
 
 def _complaint(report: Report, text: str, offending: Iterable[int]) -> Iterable[str]:

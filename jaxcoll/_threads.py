@@ -21,16 +21,12 @@ _EXIT_SECONDS = 0.5  # how long the exit waits for abandoned calls to return
 
 
 class Task:
-    """One call for a worker to make. It is settled once, by whatever comes first.
-
-    Attributes:
-      is_settled: whether `result` returns at once.
-    """
+    """One call for a worker to make. It is settled once, by whatever comes first."""
 
     def __init__(
         self, worker: Worker, call: Callable[[], Any], then: Callable[[], Any] | None = None
     ) -> None:
-        self.is_settled = False
+        self.is_settled = False  # whether `result` returns at once
         self._worker, self._then = worker, then
         self._call: Callable[[], Any] | None = call
         self._outcome: tuple[BaseException | None, Any] = None, None
@@ -161,14 +157,9 @@ def abandon(thread: Worker | threading.Thread) -> None:
 
 
 def ahead(items: Iterator[Any], size: int, place: Callable[[Any], Any]) -> Iterator[Any]:
-    """Items that are made in a thread before they are asked for, and then placed.
-
-    At most `size` are made and not yet given; 0: there is no thread. `place` is called in the
-    caller's thread, as soon as the caller asks for any item.
-
-    Yields:
-      `place(item)` of every item, in order.
-    """
+    """`place(item)` of every item, in order, made in a thread before it is asked for."""
+    # At most `size` are made and not yet given; 0: there is no thread. `place` is called in the
+    # caller's thread, as soon as the caller asks for any item.
     if not size:
         yield from map(place, items)
         return

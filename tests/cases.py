@@ -28,15 +28,6 @@ OPTIONS = {
     "one-owner": jc.CommunicationOptions(algorithm="shuffle", bytes_per_pack=1 << 10, shards=1),
 }
 
-# Every algorithm under every runner, and under the checked one in other packs and shares, too.
-BRIEF = [
-    (name, runner, n)
-    for name in ("auto", "ring", "halving_doubling", "shuffle")
-    for runner in RUNNERS
-    for n in ((2, 5, 8) if runner == "checked" else (3,))
-]
-BRIEF += [(name, "checked", n) for name in ("packed", "ring-in-2", "one-owner") for n in (5, 8)]
-
 
 def mesh_of(n, axis="data", kind=AxisType.Auto):
     return Mesh(np.array(jax.devices()[:n]), (axis,), axis_types=(kind,))
@@ -60,7 +51,7 @@ def of_replicas(n, fun):
 
 def each_row(n, tree):
     """A value between programs of the n rows of every leaf."""
-    return jc.PerReplica([jax.tree.map(lambda a, i=i: a[i], tree) for i in range(n)])
+    return jc.PerReplica([jax.tree.map(lambda a, i=i: jnp.asarray(a[i]), tree) for i in range(n)])
 
 
 def split(n, tree):
@@ -74,7 +65,7 @@ def on_replicas(runner, f, n, *batch, **how):
 
 
 def vmapped(f, *args):
-    return jax.jit(jax.vmap(f, axis_name="data"))(*args)
+    return fetched(jax.jit(jax.vmap(f, axis_name="data"))(*args))
 
 
 def refused(words, f, *args, error=ValueError):
@@ -83,13 +74,20 @@ def refused(words, f, *args, error=ValueError):
         jax.eval_shape(jax.vmap(f, axis_name="data"), *args)
 
 
+def fetched(tree):
+    """The leaves in NumPy: every operation on a `jax.Array` would be compiled by itself."""
+    return jax.tree.map(np.asarray, tree)
+
+
 def program(runner, f, n, jit=True):
     """`run` of everything but the values: called again, it is not traced and compiled again."""
-    if runner == "vmap":
-        mapped = jax.vmap(f, axis_name="data")
-        return jax.jit(mapped) if jit else mapped
-    if runner == "pmap":
-        return jax.pmap(f, axis_name="data", devices=devices(n))
+    if runner in ("vmap", "pmap"):
+        over = {"axis_name": "data"}
+        mapped = (
+            jax.vmap(f, **over) if runner == "vmap" else jax.pmap(f, **over, devices=devices(n))
+        )
+        mapped = jax.jit(mapped) if jit and runner == "vmap" else mapped
+        return lambda *stacked: fetched(mapped(*stacked))
     checked = runner == "checked"
 
     def body(*blocks):
@@ -106,7 +104,7 @@ def program(runner, f, n, jit=True):
     )
     mapped = jax.jit(mapped) if jit else mapped
     if not checked:
-        return mapped
+        return lambda *stacked: fetched(mapped(*stacked))
     return lambda *stacked: jax.tree.map(
         lambda x: np.stack([s.data for s in x.addressable_shards]), mapped(*stacked)
     )
@@ -146,26 +144,21 @@ def per_replica(runner, f, n, *stacked):
     def body(*blocks):
         return jax.tree.map(lambda x: x[None], f(*jax.tree.map(lambda x: x[0], blocks)))
 
-    return jax.jit(jax.shard_map(body, mesh=mesh_of(n), in_specs=spec, out_specs=spec))(*stacked)
+    mapped = jax.shard_map(body, mesh=mesh_of(n), in_specs=spec, out_specs=spec)
+    return fetched(jax.jit(mapped)(*stacked))
 
 
 def rows(n, *shape, dtype=np.float32, seed=0):
     """n replicas' values of one leaf: small integers and halves, so that sums can be exact."""
     rng = np.random.default_rng([seed, n, *shape])
     x = rng.integers(-8, 8, (n, *shape))
-    return (
-        jnp.asarray(x, dtype)
-        if np.issubdtype(np.dtype(dtype), np.number)
-        else jnp.asarray(x.astype(np.float32)).astype(dtype)
-    )
+    return x.astype(dtype)
 
 
 def noise(n, *shape, seed=0):
     """n replicas' values of one leaf: normal numbers of very different sizes."""
     rng = np.random.default_rng([seed, n, *shape])
-    return jnp.asarray(
-        (rng.standard_normal((n, *shape)) * 10.0 ** rng.integers(-3, 4, (n, *shape))).astype("f")
-    )
+    return (rng.standard_normal((n, *shape)) * 10.0 ** rng.integers(-3, 4, (n, *shape))).astype("f")
 
 
 def gaussian(n, *shape, seed=0):

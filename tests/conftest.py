@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import jax
 import pytest
 from jax._src import compiler
+from jax._src.interpreters import mlir
+from jaxlib.mlir import ir
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -18,6 +21,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # XLA's older code for fusions takes half as long to make. Collectives and fusions are the same. The
 # processes that tests start do so, too; the fixture `optimized` compiles as users do.
 QUICK = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
+# In parts, for threads of which all are busy, machine code takes a seventh longer to make.
+ALWAYS = {"xla_cpu_parallel_codegen_split_count": 1}
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 as_asked = compiler.get_compile_options
@@ -25,11 +30,25 @@ as_asked = compiler.get_compile_options
 
 def compile_options(*args: Any, env_options_overrides: Any = None, **kwargs: Any) -> Any:
     quick = QUICK if jax.config.read("jax_disable_most_optimizations") else {}
-    overrides = {**quick, **(env_options_overrides or {})}
+    overrides = {**ALWAYS, **quick, **(env_options_overrides or {})}
     return as_asked(*args, env_options_overrides=overrides, **kwargs)
 
 
 compiler.get_compile_options = compile_options
+if jax.__version_info__ < (0, 11):
+    # As later versions do by themselves: MLIR's context takes longer to make than to fill.
+    contexts = threading.local()
+    anew = mlir.make_ir_context
+
+    def context_of_thread() -> Any:
+        if ir.Context.current is not None:  # in the midst of another program
+            return anew()
+        contexts.uses = getattr(contexts, "uses", 0) + 1
+        if contexts.uses % 20 == 1:
+            contexts.last = anew()
+        return contexts.last
+
+    mlir.make_ir_context = context_of_thread
 
 
 # Nobody's own calibration changes a test.
@@ -139,4 +158,5 @@ def types_may_mix(dtypes_may_mix: None) -> Iterator[None]:
 def _eight_devices() -> None:
     assert jax.device_count() == 8, "the tests need the eight devices that conftest asks for"
     # From here on XLA reads it in other processes only.
-    os.environ["XLA_FLAGS"] = " ".join(f"--{name}={on}".lower() for name, on in QUICK.items())
+    flags = {**ALWAYS, **QUICK}
+    os.environ["XLA_FLAGS"] = " ".join(f"--{name}={value}".lower() for name, value in flags.items())

@@ -11,6 +11,7 @@ from pathlib import Path
 import forks
 import pytest
 
+from jaxcoll._cluster.launch.subprocesses import surely_ended
 from jaxcoll.bench.terminal import new_console
 from jaxcoll.cli.main import COMMANDS, main
 
@@ -101,22 +102,25 @@ def test_an_interruption_is_one_line(name, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_demo_is_interrupted_while_it_trains(tmp_path):
+    command = [sys.executable, "-u", "-m", "jaxcoll", "demo", "--steps", "100000", "--devices", "2"]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background
-    try:
-        started = subprocess.Popen(
-            [sys.executable, "-u", "-m", "jaxcoll", "demo", "--steps", "100000", "--devices", "2"],
-            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert "handwritten digits" in started.stdout.readline()
-    errors = ""
-    while not errors:
-        started.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one within a callback is lost
-            _, errors = started.communicate(timeout=20)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with surely_ended() as running:
+        try:
+            started = running.start(command, {}, cwd=tmp_path, **streams)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert "handwritten digits" in started.stdout.readline()
+        # Python reports and drops one that comes within JAX's callback of the garbage collector.
+        for _ in range(6):
+            started.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, errors = started.communicate(timeout=10)
+                break
     assert started.returncode == 130, errors
-    assert errors.endswith("jaxcoll demo: interrupted.\n")
+    *dropped, last = errors.strip().split("\n")
+    assert last == "jaxcoll demo: interrupted."
+    assert not dropped or "_xla_gc_callback" in dropped[0], errors
 
 
 def test_a_console_tells_its_program_that_nobody_reads():

@@ -40,7 +40,7 @@ def by_checkpoint(path):
 
 
 def subprocess_free_report():
-    from jaxcoll._observe.build import report_of
+    from jaxcoll._observe.report import report_of
 
     return report_of(Path(HLO).read_text()).to_json()
 

@@ -20,7 +20,7 @@ from jaxcoll.bench.terminal import new_table
 from jaxcoll.bench.timing import Estimate, estimate, interleaved
 from jaxcoll.bench.workloads import Workload
 from jaxcoll.cli.bench_command import progress_of, teams_of
-from jaxcoll.cli.results import write_lines
+from jaxcoll.cli.flags import write_lines
 
 WARM = 3
 

@@ -26,8 +26,7 @@ from jaxcoll.bench.table import wide_console
 from jaxcoll.bench.terminal import new_table
 from jaxcoll.bench.timing import interleaved
 from jaxcoll.cli.bench_command import check_unset, progress_of
-from jaxcoll.cli.flags import check_least
-from jaxcoll.cli.results import check_results, write_lines
+from jaxcoll.cli.flags import check_least, check_results, write_lines
 
 _OF_WORLDS = ("devices", "processes", "platform", "rate", "hosts", "per_host")
 _LEGEND = """\

@@ -233,9 +233,10 @@ def measured(teams: dict[str, Any], rounds: int) -> None:
 
 def main(torch_python: str, processes: int = 4, rounds: int = 12) -> None:
     """Measure; see above."""
+    from peer import _worlds
+
     from jaxcoll._cluster.launch.local import world
     from jaxcoll.bench.rank_pool import launched
-    from jaxcoll.bench.targets import _worlds
 
     print("| model | jaxcoll ms | DDP ms | jaxcoll ÷ DDP | jaxcoll's twin | DDP's twin |")
     print("| --- | --- | --- | --- | --- | --- |")

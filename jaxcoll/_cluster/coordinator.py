@@ -131,46 +131,12 @@ def start_coordinator(
     return started
 
 
-class _Arrivals:
-    """Who has arrived, until all have or it is clear that they will not."""
-
-    def __init__(self, num_processes: int) -> None:
-        self.expected = num_processes
-        self.present: dict[int, dict[str, Any]] = {}
-        self.deadline = float("inf")
-
-    def arrive(self, hello: dict[str, Any]) -> str:
-        """Note an arrival; the text of what is wrong with it, or ""."""
-        rank, who = hello["process_id"], hello["who"]
-        if hello["num_processes"] != self.expected:
-            return (
-                f"process {rank} ({who}) expects {hello['num_processes']} processes, and the "
-                f"coordinator {self.expected}: give all the same number."
-            )
-        if rank in self.present:
-            return (
-                f"two processes say that they are process {rank} of {self.expected}: "
-                f"{self.present[rank]['who']} and {who} (host:pid)."
-            )
-        self.present[rank] = hello
-        self.deadline = min(self.deadline, time.monotonic() + hello["patience"])
-        return ""
-
-    def missing(self) -> dict[str, Any]:
-        """The reply that names the processes that did not come."""
-        absent = [rank for rank in range(self.expected) if rank not in self.present]
-        patience = min(hello["patience"] for hello in self.present.values())
-        words = (
-            f"process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} of {self.expected} "
-            f"did not arrive within the {patience:.1f} s of the first that waits no longer."
-        )
-        return {"error": words, "kind": "deadline", "ranks": absent}
-
-
 class _Coordinator:
     def __init__(self, listener: socket.socket, settings: dict[str, Any]) -> None:
         self._listener, self._settings = listener, settings
-        self._arrivals = _Arrivals(settings["num_processes"])
+        self._expected: int = settings["num_processes"]
+        self._arrived: dict[int, dict[str, Any]] = {}  # what each process reported, by its number
+        self._deadline = float("inf")  # of the first that waits no longer
         self._received: dict[socket.socket, bytes] = {}  # of each connection
         self._members: dict[socket.socket, int] = {}
         self._service: Any = None
@@ -184,9 +150,9 @@ class _Coordinator:
         while self._wanted or self._members:
             waits = None
             if self._service is None and self._members:
-                waits = self._arrivals.deadline - time.monotonic()
+                waits = self._deadline - time.monotonic()
                 if waits <= 0:
-                    self._refuse(self._arrivals.missing())
+                    self._refuse(self._missing())
             for key, _ in self._selector.select(waits):
                 key.data(key.fileobj)
 
@@ -235,11 +201,38 @@ class _Coordinator:
                 return self._close(connection)
             self._members[connection] = hello["process_id"]
             self._received[connection] = b""
-            if wrong := self._arrivals.arrive(hello):
+            if wrong := self._arrive(hello):
                 return self._refuse({"error": wrong, "kind": "world"})
-            if len(self._arrivals.present) == self._arrivals.expected:
+            if len(self._arrived) == self._expected:
                 return self._begin()
         return None
+
+    def _arrive(self, hello: dict[str, Any]) -> str:
+        """Note an arrival; the text of what is wrong with it, or ""."""
+        rank, who = hello["process_id"], hello["who"]
+        if hello["num_processes"] != self._expected:
+            return (
+                f"process {rank} ({who}) expects {hello['num_processes']} processes, and the "
+                f"coordinator {self._expected}: give all the same number."
+            )
+        if rank in self._arrived:
+            return (
+                f"two processes say that they are process {rank} of {self._expected}: "
+                f"{self._arrived[rank]['who']} and {who} (host:pid)."
+            )
+        self._arrived[rank] = hello
+        self._deadline = min(self._deadline, time.monotonic() + hello["patience"])
+        return ""
+
+    def _missing(self) -> dict[str, Any]:
+        """The reply that names the processes that did not come."""
+        absent = [rank for rank in range(self._expected) if rank not in self._arrived]
+        patience = min(hello["patience"] for hello in self._arrived.values())
+        words = (
+            f"process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))} of {self._expected} "
+            f"did not arrive within the {patience:.1f} s of the first that waits no longer."
+        )
+        return {"error": words, "kind": "deadline", "ranks": absent}
 
     def _close(self, connection: socket.socket) -> None:
         """Forget a stranger; report the end of a process."""
@@ -250,10 +243,8 @@ class _Coordinator:
         if rank is None:
             return
         if self._service is None:
-            who = self._arrivals.present[rank]["who"]
-            wrong = (
-                f"process {rank} ({who}) ended before all {self._arrivals.expected} had arrived."
-            )
+            who = self._arrived[rank]["who"]
+            wrong = f"process {rank} ({who}) ended before all {self._expected} had arrived."
             self._refuse({"error": wrong, "kind": "lost", "ranks": [rank]})
         _send({"ended": rank} | _reported(report), self._members)
 
@@ -263,7 +254,7 @@ class _Coordinator:
         self._listener.close()  # the service listens at the same port
         try:
             self._service = start_service(
-                self._settings["address"], self._arrivals.expected, **self._settings["service"]
+                self._settings["address"], self._expected, **self._settings["service"]
             )
         except RuntimeError as error:
             return self._refuse({"error": f"the service did not start: {error}", "kind": "world"})

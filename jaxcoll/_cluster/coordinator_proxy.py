@@ -29,18 +29,11 @@ _proxy: CoordinatorProxy | None = None
 
 
 class CoordinatorProxy:
-    """A way to the coordinator whose loss is reported to Python first.
+    """A way to the coordinator at `upstream` whose loss is reported to Python first.
 
-    Attributes:
-      address: what the client is given for the coordinator's address.
-      callbacks: called, from another thread, when the coordinator has died.
-      is_left: this process has given it up by itself, and JAX must not notice its end.
-
-    Args:
-      upstream: the coordinator's address.
-      heartbeat: seconds of silence after which JAX takes the coordinator for dead, and so does the
-        proxy unless `hurry` asks for less.
-      when_parted: called, from another thread, when JAX's client has ended, and the proxy with it.
+    After `heartbeat` seconds of silence JAX takes the coordinator for dead, and so does the proxy
+    unless `hurry` asks for less. When JAX's client has ended, and the proxy with it, another thread
+    calls `when_parted`.
     """
 
     def __init__(
@@ -51,8 +44,8 @@ class CoordinatorProxy:
         self._heartbeat = self._silence = heartbeat
         self._far: list[socket.socket] = []
         self._lost = threading.Event()
-        self.callbacks: list[Callable[[], None]] = []
-        self.is_left = False
+        self.callbacks: list[Callable[[], None]] = []  # for when the coordinator has died
+        self.is_left = False  # this process has given it up, and JAX must not notice its end
         self._when_parted = when_parted
         self._listener = socket.socket(socket.AF_UNIX)
         self._folder = ""

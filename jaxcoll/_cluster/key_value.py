@@ -1,32 +1,22 @@
-"""The key-value store of a coordination service, and one for a process that is alone."""
+"""Keys and values of a process that is alone, or of a coordinator that may have died."""
 
 from __future__ import annotations
 
+import math
 import threading
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
+from jaxcoll._cluster.timing import HEARTBEAT_SECONDS
+from jaxcoll._compat.coordination import Store, StoreUnreachableError
+from jaxcoll._threads import Task, Worker
 
-class Keys(Protocol):
-    """What an elastic run needs of a store."""
-
-    process: int
-    processes: int
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str, timeout_seconds: float) -> str: ...
-    def try_get(self, key: str) -> str | None: ...
-    def all(self, folder: str) -> dict[str, str]: ...
-    def agree(self, key: str, value: str) -> str: ...
-    def delete(self, key: str) -> None: ...
+_LOST = "the coordinator is dead, stopped or cut off."
+_SILENT = "the coordinator is stopped or cut off: it did not answer within {limit:g} s."
 
 
 class LocalKeys:
-    """Keys and values in memory, safe to use from several threads.
-
-    Attributes:
-      process: the number of the process.
-      processes: how many there are.
-    """
+    """Keys and values in memory, safe to use from several threads."""
 
     def __init__(self, process: int = 0, processes: int = 1) -> None:
         self.process = process
@@ -76,3 +66,77 @@ class LocalKeys:
         with self._changed:
             for k in [k for k in self._held if k == key or k.startswith(f"{key}/")]:
                 del self._held[k]
+
+
+Keys = Store | LocalKeys
+
+
+class CoordinatorClient:
+    """The keys and values of a coordinator that may have died, or be stopped.
+
+    Requests raise StoreUnreachableError where there will be no reply. One thread makes them all,
+    because JAX's client has no timeout for most: what is blocked in it can only be abandoned.
+    """
+
+    def __init__(self, keys: Keys) -> None:
+        self.process, self.processes = keys.process, keys.processes
+        self.patience = math.inf  # seconds without a reply after which the coordinator is lost
+        self.lost = False  # or this was closed
+        self.keys = keys  # of the coordinator, where requests wait without a limit
+        self._worker = Worker("jaxcoll-client")
+        self._pending: set[Task] = set()
+
+    def get(self, key: str, timeout_seconds: float) -> str:
+        """The value, waited for; TimeoutError: nobody wrote it in time."""
+        self.check()
+        # In the caller's thread: it has a timeout of its own, and would hold up other requests.
+        return self.keys.get(key, timeout_seconds)
+
+    def set(self, key: str, value: str) -> None:
+        self.request(lambda keys: keys.set(key, value))
+
+    def try_get(self, key: str) -> str | None:
+        return self.request(lambda keys: keys.try_get(key))
+
+    def all(self, folder: str) -> dict[str, str]:
+        return self.request(lambda keys: keys.all(folder))
+
+    def agree(self, key: str, value: str) -> str:
+        return self.request(lambda keys: keys.agree(key, value))
+
+    def delete(self, key: str) -> None:
+        self.request(lambda keys: keys.delete(key))
+
+    def check(self) -> None:
+        """Refuse to wait for values of others, who cannot write any."""
+        if self.lost:
+            raise StoreUnreachableError(_LOST)
+
+    def lose(self) -> None:
+        """Have every wait for a reply fail, from now on."""
+        self.lost = True
+        for task in list(self._pending):
+            task.abandon(StoreUnreachableError(_LOST))  # no effect on one that has its reply
+
+    def close(self) -> None:
+        """Make no more requests, and end the thread."""
+        self.lost = True
+        self._worker.close()
+
+    def request(self, call: Callable[[Keys], Any], seconds: float = math.inf) -> Any:
+        """`call(keys)`, waited for so long; after that it is made once the coordinator goes on."""
+        self.check()
+        task = self._worker.submit(lambda: call(self.keys))
+        self._pending.add(task)
+        try:
+            left = limit = min(seconds, self.patience)
+            while left > 0 and not task.wait(min(left, HEARTBEAT_SECONDS)):
+                self.check()
+                left -= HEARTBEAT_SECONDS  # no clock: a process that is stopped has not waited
+            if not task.is_settled:
+                task.abandon(StoreUnreachableError(_SILENT.format(limit=limit)))
+                if limit == self.patience:
+                    self.lose()
+            return task.result()
+        finally:
+            self._pending.discard(task)

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 from jaxcoll._cluster.coordinator import news_of
@@ -25,13 +24,7 @@ _LONGEST = 1 << 17
 class CoordinatorConnection:
     """This process's connection to the coordinator, which is read without waiting.
 
-    It stays open until the system closes it, after all else. Any thread may use it.
-
-    Args:
-      fd: the descriptor of its socket, which it owns from now on.
-
-    Attributes:
-      is_broken: the coordinator has ended, or is cut off, as of the last read.
+    It owns its socket's descriptor, which the system closes after all else. Any thread may use it.
     """
 
     def __init__(self, fd: int) -> None:
@@ -40,7 +33,7 @@ class CoordinatorConnection:
         self._lock = threading.Lock()
         self._rest = b""
         self._news: dict[int, dict[str, Any]] = {}
-        self.is_broken = False
+        self.is_broken = False  # the coordinator has ended, or is cut off, as of the last read
 
     def news(self) -> dict[int, dict[str, Any]]:
         """What was reported of each process that has ended; see `news_of`."""
@@ -69,15 +62,8 @@ class CoordinatorConnection:
             self.is_broken = True
         return received
 
-    def say(self, stage: str) -> None:
-        """When this process has ended, the others are to learn how far it had come."""
-        self._write({"stage": stage})
-
-    def say_farewell(self, done: Mapping[str, int]) -> None:
-        """When this process has ended, the others are to learn what it had done."""
-        self._write({"done": done})
-
-    def _write(self, fields: Mapping[str, Any]) -> None:
+    def report(self, **fields: Any) -> None:
+        """When this process has ended, the others learn its `stage`, or what it had `done`."""
         with contextlib.suppress(OSError):
             os.write(self.fd, json.dumps(fields).encode() + b"\n")
 
@@ -107,10 +93,9 @@ def followed() -> CoordinatorConnection | None:
 
 
 def ended() -> dict[int, dict[str, int]]:
-    """Processes of this job that have ended, or were cut off for longer than a heartbeat may take.
+    """Processes that have ended, or were cut off for longer than a heartbeat may take.
 
-    Returns:
-      For each what it had done, by its `say_farewell`; nothing for one that died.
+    For each what it had done, by its `report`; nothing for one that died.
     """
     connection = _connection  # which another thread may let go meanwhile
     news = connection.news() if connection is not None else {}

@@ -68,9 +68,9 @@ def _barrier(connection: CoordinatorConnection | None, *stages: str) -> Iterator
     try:
         yield functools.partial(_check_live, connection, stages)
     except (TimeoutError, PeerLostError):
-        connection.say(LEFT)  # so that those who notice this end later do not blame this process
+        connection.report(stage=LEFT)  # lest those who notice this end later blame this process
         raise
-    connection.say(stages[0])
+    connection.report(stage=stages[0])
 
 
 def _check_live(connection: CoordinatorConnection, stages: Sequence[str]) -> None:

@@ -30,18 +30,13 @@ class Entered:
 
 
 class CallHistory:
-    """The calls of a group that this process has entered. Any thread may ask.
-
-    Attributes:
-      agreed: the last that is known to run.
-      is_inside: whether the last has not ended.
-    """
+    """The calls of a group that this process has entered. Any thread may ask."""
 
     def __init__(self) -> None:
         self._entered: deque[Entered] = deque([Entered(0, "", "nothing", 0)], maxlen=RECENT)
         self._lock = threading.Lock()
-        self.agreed = self._entered[0]
-        self.is_inside, self._since = False, time.monotonic()
+        self.agreed = self._entered[0]  # the last that is known to run
+        self.is_inside, self._since = False, time.monotonic()  # whether the last has not ended
 
     @property
     def last(self) -> Entered:

@@ -36,19 +36,6 @@ class CallPredictor:
     occurred before, as in prediction by partial matching (J. G. Cleary, I. H. Witten, "Data
     Compression Using Adaptive Coding and Partial String Matching", IEEE Transactions on
     Communications 32, 1984).
-
-    Examples:
-      >>> predictor = CallPredictor()
-      >>> def call(mark):
-      ...     surprise = predictor.is_unexpected(mark)
-      ...     predictor.follow(mark, surprise)
-      ...     return surprise
-      >>> [call(mark) for mark in "ttte" * 4].count(True) < 9
-      True
-      >>> [call(mark) for mark in "ttte"]
-      [False, False, False, False]
-      >>> [call(mark) for mark in "tte"]
-      [False, False, True]
     """
 
     def __init__(self) -> None:

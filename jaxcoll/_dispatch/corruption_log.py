@@ -12,25 +12,15 @@ from typing import Any
 import jax
 
 from jaxcoll._errors import ReductionCorruptedError
-from jaxcoll._plan.corruption import Corruption
+from jaxcoll._plan.plan import Corruption
 
 _LOG = logging.getLogger("jaxcoll")
 
 
-class _Listener:
-    """A call that is being waited for, and what was reported of its devices meanwhile."""
-
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
-        self.devices = frozenset(devices)
-        self.found: dict[str, Corruption] = {}
-
-    def take(self, found: Corruption) -> None:
-        known = self.found.get(found.pack, found)
-        self.found[found.pack] = max(known, found, key=lambda each: each.wrong)
-
-
 _lock = threading.Lock()
-_listeners: list[_Listener] = []
+_listeners: list[tuple[frozenset[jax.Device], dict[str, Corruption]]] = []
+"""For each call that is waited for, its devices, and of each pack the worst that they reported."""
+
 _reports: dict[Any, collections.Counter[int]] = {}
 
 
@@ -49,13 +39,14 @@ class Reports:
     def __call__(self, found: tuple[Corruption, ...], group: Hashable, member: int) -> None:
         """Take note of what one device reports."""
         with _lock:
-            listeners = [
-                each for each in _listeners if self.devices and self.devices <= each.devices
+            heard = [
+                worst for devices, worst in _listeners if self.devices and self.devices <= devices
             ]
-            for listener in listeners:
+            for worst in heard:
                 for each in found:
-                    listener.take(each)
-            if listeners:
+                    known = worst.get(each.pack, each)
+                    worst[each.pack] = max(known, each, key=lambda one: one.wrong)
+            if heard:
                 return
             key = (self.devices, group, tuple(each.pack for each in found))
             reports = _reports.setdefault(key, collections.Counter())
@@ -67,15 +58,16 @@ class Reports:
 
 def listening(call: Callable[[], Any], what: str, across: Sequence[jax.Device]) -> Any:
     """`call()`, waited for, unless a reduction over some of `across` was corrupted meanwhile."""
-    listener = _Listener(across)
+    worst: dict[str, Corruption] = {}
+    listener = frozenset(across), worst
     with _lock:
         _listeners.append(listener)
     try:
         result = jax.block_until_ready(call())
     finally:
         with _lock:
-            _listeners.remove(listener)
-    if found := tuple(listener.found.values()):
+            _listeners[:] = [each for each in _listeners if each is not listener]
+    if found := tuple(worst.values()):
         raise ReductionCorruptedError(
             f"{what} was corrupted: what came back is not the sum of what was put in, in "
             f"{_text(found)}. Its result is dropped. Nothing else is wrong with these processes: "

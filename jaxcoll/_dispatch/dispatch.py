@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,15 +55,12 @@ def _await_started() -> None:
 
 
 def run_all(calls: Sequence[Call]) -> list[Any]:
-    """Make calls one after another; the name and the options of the first hold for all.
+    """What each call returns, made one after another; the name and options of the first hold.
 
     Results are waited for if there is a deadline, a checksum, or Gloo below them. The programs then
     run in another thread, because a backend may run a program while it dispatches it, as XLA's CPU
     backend does with small ones; and over several processes always, so that news of another's
     failure ends the wait.
-
-    Returns:
-      What each program returns.
 
     Raises:
       PeerLostError: another process has died, or was cut off.
@@ -79,11 +75,7 @@ def run_all(calls: Sequence[Call]) -> list[Any]:
     if len(calls) > 1:
         devices = tuple(dict.fromkeys(device for call in calls for device in call.devices))
     if first.options.checksum:
-        return listening(functools.partial(_run, calls, devices), first.name, devices)
-    return _run(calls, devices)
-
-
-def _run(calls: Sequence[Call], devices: Sequence[jax.Device]) -> list[Any]:
+        return listening(lambda: _begin(calls, devices)[1](), first.name, devices)
     return _begin(calls, devices)[1]()
 
 
@@ -134,33 +126,28 @@ def _begin(
 
 
 class _Execution:
-    """Calls that one worker makes, and how far it is.
-
-    Attributes:
-      groups: the processes that make each of them; None: this one alone.
-      is_waited_for: whether results are.
-    """
+    """Calls that one worker makes, each with a process group or alone, and how far it is."""
 
     def __init__(self, calls: Sequence[Call], groups: Sequence[ProcessGroup | None]) -> None:
-        self._calls, self.groups = calls, groups
+        self._calls, self._groups = calls, groups
         self._programs = [
             compiled_for(call, shared=group is not None)
             for call, group in zip(calls, groups, strict=True)
         ]
-        self.is_waited_for = True
+        self.is_waited_for = True  # whether results are
         self._begun: tuple[ProcessGroup, Program, int] | None = None
 
     def run(self) -> list[Any]:
         """Make them all, in the worker's thread."""
         results = []
-        for call, group, program in zip(self._calls, self.groups, self._programs, strict=True):
+        for call, group, program in zip(self._calls, self._groups, self._programs, strict=True):
             if group is None:
                 result = program.compiled(*call.args, **call.kwargs)
             else:
                 self._begun = group, program, group.position + 1
                 result = group.run(program, call.args, call.kwargs, self.is_waited_for)
             results.append(result)
-        if self.is_waited_for and None in self.groups:  # a group has waited for its own
+        if self.is_waited_for and None in self._groups:  # a group has waited for its own
             jax.block_until_ready(results)
         return results
 
@@ -170,7 +157,7 @@ class _Execution:
             group, program, position = self._begun
             ranks, who = group.arrivals(position)
             return ranks, f" {who} {program.starts_with}"
-        if not any(self.groups):
+        if not any(self._groups):
             return (), ""
         return (), (
             " It has not begun: an earlier call over the same processes, which was given up, has "

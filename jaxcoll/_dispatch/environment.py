@@ -47,13 +47,7 @@ _KIND = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "uar
 
 
 def environment(device: jax.Device) -> tuple[str, ...]:
-    """Everything that programs for `device` depend on beside their text, one line each.
-
-    Examples:
-      >>> import jax
-      >>> environment(jax.devices()[0])[0].partition(" ")[0]
-      'XLA_FLAGS'
-    """
+    """Everything that programs for `device` depend on beside their text, one line each."""
     here = object()
     settings = ((name, getattr(jax.config, name, here)) for name in SETTINGS)
     return (

@@ -123,13 +123,7 @@ def mark(lines: Sequence[str]) -> str:
 
 
 def first_difference(sides: Mapping[int, Sequence[str]]) -> str:
-    """The lines of two processes where they first differ, in words.
-
-    Examples:
-      >>> print(first_difference({0: ["program a", "x: f32[4]"], 2: ["program a", "x: f32[8]"]}))
-      process 0: x: f32[4]
-      process 2: x: f32[8]
-    """
+    """The lines of two processes where they first differ, in words."""
     pairs = itertools.zip_longest(*sides.values(), fillvalue="(nothing more)")
     lines = next((pair for pair in pairs if len(set(pair)) > 1), ("(no difference)",) * len(sides))
     return "\n".join(f"process {p}: {line}" for p, line in zip(sides, lines, strict=True))

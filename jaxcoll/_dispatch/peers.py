@@ -16,8 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxcoll._cluster.coordinator_client import CoordinatorClient
-from jaxcoll._cluster.key_value import Keys
+from jaxcoll._cluster.key_value import CoordinatorClient, Keys
 from jaxcoll._cluster.liveness import ended, followed
 from jaxcoll._cluster.timing import COORDINATOR_SECONDS, REPLY_SECONDS
 
@@ -25,22 +24,15 @@ _EACH_SECONDS = 0.02  # more for each process that is asked
 
 
 class Peers:
-    """The other processes, as this one can reach them beside its collectives.
-
-    Attributes:
-      store: the coordination service's keys and values.
-      root: the folder in it under which everything stands.
-      process: this one.
-      lost: processes that are known to be lost.
-      gone: processes that have ended, each with the last call of which it had done its part, by
-        process group, if it published that.
-    """
+    """The other processes, as this one can reach them beside its collectives."""
 
     def __init__(self, store: CoordinatorClient) -> None:
         self.store = store
-        self.root = "jaxcoll/watch"
+        self.root = "jaxcoll/watch"  # the folder of the keys under which everything stands
         self.process = store.process
-        self.lost: set[int] = set()
+        self.lost: set[int] = set()  # processes that are known to be
+        # Processes that have ended, each with the last call of which it had done its part, by
+        # process group, if it published that
         self.gone: dict[int, dict[str, int]] = {}
         # A process that is started again must not take replies to its predecessor for its own.
         self._name = f"{self.process}.{os.urandom(4).hex()}"
@@ -54,20 +46,10 @@ class Peers:
         patience: float = REPLY_SECONDS,
         coordinator: float = COORDINATOR_SECONDS,
     ) -> dict[int, dict[str, Any]]:
-        """Ask processes where they are.
+        """Ask processes where they are in a group's calls; silent ones are not in the result.
 
-        Args:
-          group: in the calls of which process group.
-          position: where this process is.
-          processes: whom to ask.
-          patience: seconds that all replies together are waited for.
-          coordinator: seconds beside, after which a coordinator that does not answer is given up.
-
-        Returns:
-          The replies; there is none of a process that does not answer.
-
-        Raises:
-          StoreUnreachableError: nobody can be asked.
+        `patience` is for all replies together; after `coordinator` seconds more, a coordinator that
+        does not answer is given up (StoreUnreachableError).
         """
         asked = list(processes)
         coordinator += _EACH_SECONDS * len(asked)

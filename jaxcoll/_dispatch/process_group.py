@@ -34,19 +34,13 @@ class ProcessGroup:
     Law: all of them run the same programs in the same order. A program that follows on another as
     it never did before (see `CallPredictor`) is agreed upon before any of its data moves; all else
     is compared after the fact, twice a second, by neighbours.
-
-    Attributes:
-      processes: their numbers, sorted.
-      name: short for them.
-      failure: the error that all calls raise from now on.
-      done: the last call of which this process has done its part.
     """
 
     def __init__(self, peers: Peers, processes: tuple[int, ...]) -> None:
-        self.processes = processes
+        self.processes = processes  # their numbers, sorted
         self.name = f"{processes[0]}-{processes[-1]}-{zlib.crc32(repr(processes).encode()):08x}"
-        self.failure: Exception | None = None
-        self.done = 0
+        self.failure: Exception | None = None  # the error that all calls raise from now on
+        self.done = 0  # the last call of which this process has done its part
         self._peers = peers
         self._waiting: list[Task] = []
         self._history = CallHistory()
@@ -135,12 +129,12 @@ class ProcessGroup:
             raise self._lost(error.ranks, str(error)) from None
         if disagreement is None:
             return
-        problem, nobody_ran = disagreement
+        error, nobody_ran = disagreement
         if not nobody_ran:
-            self._fail(ProgramMismatchError(str(problem)))
+            self._fail(error)
         self._history.take_back()
         self._predictor.interrupt()
-        raise problem if isinstance(problem, Exception) else ProgramMismatchError(problem)
+        raise error
 
     def explained(self, error: Exception) -> Exception:
         """A transport's error as the loss of a process, if one is lost; else the error itself."""
@@ -207,7 +201,7 @@ class ProcessGroup:
         alarm = {"error": type(failure).__name__, "text": str(failure), **more}
         self._peers.alarm(self.name, [p for p in self.others if p not in self._peers.lost], alarm)
 
-    def _fail(self, failure: ProgramMismatchError) -> None:
+    def _fail(self, failure: Exception) -> None:
         """Have every process of the group raise this, from now on."""
         self.failure = self.failure or failure
         self._interrupt(self.failure)

@@ -18,7 +18,7 @@ from jaxcoll._dispatch.call_history import Entered
 from jaxcoll._dispatch.fingerprint import first_difference
 from jaxcoll._dispatch.first_values import compared, uncompared
 from jaxcoll._dispatch.peers import Peers
-from jaxcoll._errors import PeerLostError
+from jaxcoll._errors import PeerLostError, ProgramMismatchError
 
 PATIENCE_SECONDS = 0.25
 """How long a mark is waited for before its process is asked what it does instead."""
@@ -41,10 +41,10 @@ class ProgramCheck:
         self._peers, self._group, self._processes = peers, group, processes
         self._last_folder = ""
 
-    def disagreement(self, program: Any, call: Entered) -> tuple[str | Exception, bool] | None:
+    def disagreement(self, program: Any, call: Entered) -> tuple[Exception, bool] | None:
         """Wait until all processes are about to run the same `Program`: None.
 
-        Or what differs, in words or as an error, and whether nobody has run anything.
+        Or the error that says what differs, and whether nobody has run anything.
         """
         peers = self._peers
         folder = f"{peers.root}/agree/{self._group}/{call.position}"
@@ -65,10 +65,9 @@ class ProgramCheck:
 
     def _mismatch(
         self, program: Any, call: Entered, verdict: dict[str, Any], folder: str
-    ) -> tuple[str, bool]:
-        """What differs, in words, and whether nobody has run anything."""
+    ) -> tuple[Exception, bool]:
         if not verdict.get("show"):
-            return verdict["text"], False
+            return ProgramMismatchError(verdict["text"]), False
         store, me = self._peers.store, self._peers.process
         if me in verdict["show"]:
             store.set(f"{folder}/lines/{me}", json.dumps(program.lines))
@@ -80,8 +79,8 @@ class ProgramCheck:
                 sides[process] = ("(its lines did not arrive)",)
         ran = verdict["ran"]
         done = f"process {ran[0]} runs one and waits in it" if ran else "nothing was run"
-        difference = first_difference(sides)
-        return _MISMATCH.format(position=call.position, done=done, sides=difference), not ran
+        text = _MISMATCH.format(position=call.position, done=done, sides=first_difference(sides))
+        return ProgramMismatchError(text), not ran
 
     def _judge(self, call: Entered, folder: str) -> dict[str, Any]:
         """Read all marks, and write the verdict."""
@@ -124,15 +123,12 @@ class ProgramCheck:
 
 
 class _Inquiry:
-    """Asks processes that do not come, at growing intervals, what they do instead.
-
-    Attributes:
-      alike: those that run the same program here, and saw nothing to agree upon.
-    """
+    """Asks processes that do not come, at growing intervals, what they do instead."""
 
     def __init__(self, peers: Peers, group: str, call: Entered) -> None:
         self._peers, self._group, self._call = peers, group, call
         self._silent_since: dict[int, float] = {}
+        # Those that run the same program here, and saw nothing to agree upon
         self.alike: set[int] = set()
         self._wait = PATIENCE_SECONDS
         self._next = time.monotonic() + self._wait

@@ -16,9 +16,8 @@ from typing import Any, Protocol
 import jax
 
 from jaxcoll._cluster.coordinator import message
-from jaxcoll._cluster.coordinator_client import CoordinatorClient
 from jaxcoll._cluster.coordinator_proxy import give_up_coordinator
-from jaxcoll._cluster.key_value import Keys
+from jaxcoll._cluster.key_value import CoordinatorClient, Keys
 from jaxcoll._cluster.liveness import followed
 from jaxcoll._cluster.timing import COORDINATOR_SECONDS, HEARTBEAT_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError, store
@@ -41,17 +40,12 @@ class Watched(Protocol):
 
 
 class Watchdog:
-    """The thread that speaks for this process, whatever the process itself is doing.
-
-    Attributes:
-      peers: the processes that it speaks to.
-      groups: the process groups that it speaks for, by their processes.
-      watched: all that it speaks for, by names that the other processes use, too.
-    """
+    """The thread that speaks for this process, whatever the process itself is doing."""
 
     def __init__(self, keys: Keys) -> None:
         self.peers = Peers(CoordinatorClient(keys))
-        self.groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self.groups: dict[tuple[int, ...], ProcessGroup] = {}  # by their processes
+        # All that it speaks for, by names that the other processes use, too
         self.watched: dict[str, Watched] = {}
         self._ended = False
         self._thread = threading.Thread(target=self._listen, name="jaxcoll-watchdog", daemon=True)
@@ -83,7 +77,7 @@ class Watchdog:
     def _say_farewell(self) -> None:
         """Tell the coordinator, on the connection that ends with this process, what was done."""
         if connection := followed():
-            connection.say_farewell({group.name: group.done for group in self.groups.values()})
+            connection.report(done={group.name: group.done for group in self.groups.values()})
 
     def _sign_off(self, keys: Keys) -> None:
         keys.set(self.peers.key("state", self.peers.process), "ended")

@@ -17,8 +17,7 @@ from jaxcoll._cluster.initialize import own_address
 from jaxcoll._cluster.socket_folder import make_socket_folder
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._compat.gloo import ClientAnew, meets_over_gloo
-from jaxcoll._elastic import reachability
-from jaxcoll._elastic.generation import Generation, RegroupError
+from jaxcoll._elastic.generation import RegroupError, named_links
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._threads import any_blocked
 
@@ -41,19 +40,17 @@ class Connections:
     cannot disturb it, and there may be as many generations as there are losses. The first
     generation has the devices of `jax.devices()`, unless their connections may be broken; over
     another transport than Gloo all generations have them.
-
-    Attributes:
-      devices: of all processes.
     """
 
-    def __init__(self, membership: Membership, generation: Generation) -> None:
-        self._membership, self._number = membership, generation.number
+    def __init__(self, membership: Membership) -> None:
+        self._membership, generation = membership, membership.generation
+        self._number = generation.number  # which the thread needs when the next one has begun
         self._made = gloo_sockets.GenerationSockets(())
         self._until = float("inf")  # how long addresses of others are looked for
         self._ended = threading.Event()
         self._client: ClientAnew | None = None
         self._thread: threading.Thread | None = None
-        self.devices: list[jax.Device] = jax.devices()
+        self.devices: list[jax.Device] = jax.devices()  # of all processes
         if generation.reconnects and meets_over_gloo():
             self._client = ClientAnew(own_address(), make_socket_folder)
             self.devices = self._client.client.devices()
@@ -87,10 +84,10 @@ class Connections:
         others = {name: port for name, port in ports.items() if name != self._membership.name}
         missing = reachable.unreachable(others, reachable.CONNECT_SECONDS)
         texts = self._membership.gather("unreachable", json.dumps(missing))
-        broken = reachability.broken({name: json.loads(text) for name, text in texts.items()})
-        if broken:
+        broken = {frozenset((name, other)) for name in texts for other in json.loads(texts[name])}
+        if broken:  # at one end at least
             self._membership.broken = broken
-            self._membership.ask(reachability.named_links(broken))
+            self._membership.ask(named_links(broken))
             raise RegroupError
 
     def forget_others(self) -> None:

@@ -21,9 +21,15 @@ from typing import Any
 from jaxcoll._cluster.timing import COORDINATOR_REPLY_SECONDS, HEARTBEAT_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch.watchdog import Watchdog
-from jaxcoll._elastic.generation import Generation, RegroupError, rank_of, words
+from jaxcoll._elastic.generation import (
+    Generation,
+    RegroupError,
+    named_links,
+    rank_of,
+    to_leave_out,
+    words,
+)
 from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, StepStatus, has_ended, heartbeat, new_name
-from jaxcoll._elastic.reachability import named_links, to_leave_out
 from jaxcoll._errors import DeadlineExceededError, PeerLostError
 
 _POLL_SECONDS = 0.02
@@ -33,33 +39,24 @@ BLOCK = 1000
 
 
 class Membership:
-    """One worker's part in a run.
-
-    Attributes:
-      name: of this worker.
-      startup: seconds for which a live worker is waited for at the beginning of a generation.
-      generation: the present one; None: none yet.
-      status: the step that this worker is in, which its heartbeat tells the others.
-      corrupted: whether the present generation is over because of a corrupted sum.
-      reconnects: whether JAX's own connections may be broken here.
-      broken: pairs of workers of this generation that cannot connect to each other.
-      woken: set whenever something has happened that a waiting worker should look at.
-    """
+    """One worker's part in a run."""
 
     def __init__(
         self, watchdog: Watchdog, root: str, *, patience: float, startup: float, most: int | None
     ) -> None:
         self._watchdog, self._keys = watchdog, watchdog.peers.store
         self.name = new_name(self._keys.process)
-        self.generation: Generation | None = None
-        self.woken = threading.Event()
-        self._root = root
-        self._patience, self.startup = patience, startup
+        self.generation = Generation(-1, (), 0)  # the present one
+        self.status = StepStatus(-1, -1)  # the step that this worker is in, as its heartbeat says
+        self.startup = startup  # seconds for which a live worker is waited for in a generation
+        self.corrupted = False  # whether this generation is over because of a corrupted sum
+        self.reconnects = False  # whether JAX's own connections may be broken here
+        self.broken: set[frozenset[str]] = set()  # pairs of its workers that cannot connect
+        self.woken = threading.Event()  # something has happened that a waiting worker looks at
+        self._root, self._patience = root, patience
         self._most = most or self._keys.processes
-        self._asked = self.corrupted = self._ended = self.reconnects = False
-        self.broken: set[frozenset[str]] = set()
+        self._asked = self._ended = False
         self._lock = threading.Lock()
-        self.status = StepStatus(-1, -1)
         self._heartbeats, self._counts = Heartbeats(), itertools.count()
         self._keys.patience = min(patience, COORDINATOR_REPLY_SECONDS)
         self._write_heartbeat()
@@ -74,11 +71,6 @@ class Membership:
             self._keys.set(f"{self._root}/heartbeat/{self.name}", ENDED)
         self._keys.patience = math.inf
 
-    @property
-    def number(self) -> int:
-        """Of the present generation; -1 before the first."""
-        return -1 if self.generation is None else self.generation.number
-
     def check(self) -> None:
         """Raise RegroupError if a worker has asked for a new generation."""
         self._keys.check()
@@ -87,7 +79,7 @@ class Membership:
 
     def check_members(self) -> None:
         """Ask for a new generation, and raise RegroupError, if a member has ended."""
-        if gone := [name for name in self._members if has_ended(name)]:
+        if gone := [name for name in self.generation.members if has_ended(name)]:
             self.ask(f"{words(gone)} ended")
             raise RegroupError
 
@@ -106,10 +98,10 @@ class Membership:
           Whether a deadline passed first, here or elsewhere: failures after that follow from it.
         """
         request = json.dumps({"why": why, "late": late, "corrupted": corrupted, "by": self.name})
-        first = self._keys.agree(self._key(self.number + 1, "asked"), request)
+        first = self._keys.agree(self._key(self.generation.number + 1, "asked"), request)
         self._asked = True
         if first == request:
-            self._watchdog.peers.alarm(self._root, map(rank_of, self._members), {})
+            self._watchdog.peers.alarm(self._root, map(rank_of, self.generation.members), {})
         return json.loads(first)["late"]
 
     def meet(self) -> None:
@@ -148,13 +140,12 @@ class Membership:
 
     def joins_at(self, step: int) -> bool:
         """Whether a worker is to be taken in before `step`: the same answer on all members."""
-        assert self.generation is not None
         has_place = len(self.generation.members) < self._most
         answer = "join" if has_place and self._waiting() else "go"
-        steps = self._key(self.number, "step")
+        steps = self._key(self.generation.number, "step")
         if step % BLOCK < 10 and self.name == self.generation.members[0]:
             self.observe()
-            begun = self._heartbeats.begun(self._members, self.number)
+            begun = self._heartbeats.begun(self.generation.members, self.generation.number)
             for block in range(self._block, begun // BLOCK):
                 self._keys.delete(f"{steps}/{block}")
             self._block = max(self._block, begun // BLOCK)
@@ -170,18 +161,18 @@ class Membership:
           value: of this worker.
           same: all values have to be equal, and all members in the step that this worker is in.
         """
-        assert self.generation is not None
-        self._keys.set(self._key(self.number, f"{what}/{self.name}"), value)
-        until, mine = time.monotonic() + self.startup, {self.name: self.status}
+        self._keys.set(self._key(self.generation.number, f"{what}/{self.name}"), value)
+        members, mine = self.generation.members, {self.name: self.status}
+        until = time.monotonic() + self.startup
         while True:
             self.observe()  # before the values: a worker that ended since may have written its own
-            values = self._keys.all(self._key(self.number, what))
-            missing = [m for m in self.generation.members if m not in values]
+            values = self._keys.all(self._key(self.generation.number, what))
+            missing = [m for m in members if m not in values]
             if not missing and not (same and len(set(values.values())) > 1):
                 return values
             self.check()
             silent = [m for m in missing if self._heartbeats.is_silent(m)]
-            if not missing or (same and self._heartbeats.contradicting(self._members, mine)):
+            if not missing or (same and self._heartbeats.contradicting(members, mine)):
                 self.ask("workers bring different programs")
             elif silent:
                 self.ask(f"{words(silent)} ended")
@@ -203,13 +194,13 @@ class Membership:
 
     def finish(self) -> None:
         """Tell workers that still wait that the work is done."""
-        done = Generation(self.number + 1, (), 0, ended=True)
+        done = Generation(self.generation.number + 1, (), 0, ended=True)
         self._keys.agree(self._key(done.number, "generation"), done.to_json())
 
     def _agreed(
         self, finished: int, held: Sequence[int], term: int = 0, residual: float = 0.0
     ) -> Generation:
-        number = self.number + 1
+        number = self.generation.number + 1
         offer = {
             "finished": finished,
             "held": list(held),
@@ -225,7 +216,7 @@ class Membership:
             self.observe()
             offers = self._keys.all(self._key(number, "ready"))
             ready = {name: json.loads(text) for name, text in offers.items()}
-            if self.generation is None:  # one that was started again counts once
+            if self.generation.number < 0:  # one that was started again counts once
                 ready = {k: v for k, v in ready.items() if not self._heartbeats.is_silent(k)}
             if self._is_complete(ready, time.monotonic() - began, number):
                 # Proposals differ; the first to be written counts, and the loop reads it.
@@ -236,12 +227,12 @@ class Membership:
 
     def _is_complete(self, ready: Mapping[str, Any], waited: float, number: int) -> bool:
         """Whether nobody else is worth waiting for."""
-        if self.generation is None:
+        if self.generation.number < 0:
             return len(ready) >= self._keys.processes or waited > self.startup
         _, odd = self._differ(ready)
-        if odd == self._members:
+        if odd == self.generation.members:
             return True
-        missing = [m for m in self._members if m not in ready and m not in odd]
+        missing = [m for m in self.generation.members if m not in ready and m not in odd]
         asked = self._keys.try_get(self._key(number, "asked"))
         patience = HEARTBEAT_SECONDS if asked and json.loads(asked)["late"] else self._patience
         if any(not self._heartbeats.is_silent(m) for m in missing) and waited < patience:
@@ -252,18 +243,16 @@ class Membership:
     def _differ(self, ready: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Members that bring different programs to a step, and those that end for it."""
         known = {m: StepStatus(*offer["status"]) for m, offer in ready.items()}
-        joined = () if self.generation is None else self.generation.joined
-        return self._heartbeats.differing(self._members, joined, known)
+        return self._heartbeats.differing(self.generation.members, self.generation.joined, known)
 
     def _proposal(self, number: int, ready: Mapping[str, Any]) -> Generation:
         asked = self._keys.try_get(self._key(number, "asked"))
         why = json.loads(asked)["why"] if asked else "a worker joined" if number else ""
         last = self.generation
-        before = sorted(ready, key=rank_of) if last is None else last.members
+        before = last.members if number else sorted(ready, key=rank_of)
         broken = {frozenset(pair) for r in ready.values() for pair in r["broken"]}
-        joined = () if last is None else last.joined
         differ, odd = self._differ(ready)
-        out = to_leave_out((pair for pair in broken if pair <= set(ready)), joined) | set(odd)
+        out = to_leave_out((pair for pair in broken if pair <= set(ready)), last.joined) | set(odd)
         staying = [m for m in before if m in ready and m not in out][: self._most]
         why = named_links(broken) if out - set(odd) else why
         if not staying:
@@ -272,10 +261,10 @@ class Membership:
         members = tuple(sorted([*staying, *coming], key=rank_of))
         # Survivors can all go back to the slowest one's step; at the start the newest state counts.
         # One that was taken in, and lost another before it was given the state, has an older one.
-        choose, since = (max, 0) if last is None else (min, last.step)
+        choose, since = (min, last.step) if number else (max, 0)
         had = [m for m in staying if ready[m]["finished"] >= since] or staying
         step = choose(ready[m]["finished"] for m in had)
-        term = max(ready[m]["term"] for m in staying) if last is None else last.term
+        term = last.term if number else max(ready[m]["term"] for m in staying)
         having = [m for m in staying if step in ready[m]["held"]]
         return Generation(
             number,
@@ -304,7 +293,7 @@ class Membership:
     def _waiting(self) -> list[str]:
         """Names of workers that want to be taken in, and are in no generation."""
         waiting = self._keys.all(f"{self._root}/waiting")
-        return sorted((w for w in waiting if w not in self._members), key=rank_of)
+        return sorted((w for w in waiting if w not in self.generation.members), key=rank_of)
 
     def _awaited(self, after: Generation) -> Generation:
         """The next generation, on which others agree."""
@@ -323,10 +312,6 @@ class Membership:
                     ranks=after.ranks,
                 )
             time.sleep(_POLL_SECONDS)
-
-    @property
-    def _members(self) -> tuple[str, ...]:
-        return () if self.generation is None else self.generation.members
 
     def _begin(self, generation: Generation) -> Generation:
         with self._lock:  # the watchdog must not end this generation for a request of the last
@@ -355,8 +340,8 @@ class Membership:
         with self._lock:
             if self._ended:
                 return
-            asked = self._keys.try_get(self._key(self.number + 1, "asked"))
-            if asked and self.generation is not None:
+            asked = self._keys.try_get(self._key(self.generation.number + 1, "asked"))
+            if asked and self.generation.number >= 0:
                 self._asked, self.corrupted = True, json.loads(asked)["corrupted"]
                 self.woken.set()
             self._write_heartbeat()

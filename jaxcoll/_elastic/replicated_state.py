@@ -8,6 +8,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._api.collectives import broadcast
 from jaxcoll._elastic import residuals
-from jaxcoll._elastic.checkpoint import on_host
+from jaxcoll._elastic.checkpoint import (
+    Stamp,
+    on_host,
+    restore_checkpoint,
+    save_newest,
+    stamp_of_checkpoint,
+)
 from jaxcoll._elastic.generation import Generation, RegroupError, rank_of, words
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._errors import ProgramMismatchError, ReplicaDivergenceError
@@ -38,14 +45,11 @@ class ReplicatedState:
 
     All workers hold the same, but for residuals: of these each has its replicas' rows, and all of
     them know the sum with which the run began, until no worker can go back there.
-
-    Attributes:
-      finished: steps that are finished.
-      term: counts generations, those of earlier runs that wrote its checkpoint included.
     """
 
     def __init__(self, state: Any) -> None:
-        self.finished = self.term = 0
+        self.finished = 0  # steps
+        self.term = 0  # counts generations, also of the runs that wrote the checkpoint before
         self._held: dict[int, Any] = {}
         # Sums of residuals over all workers, by step: at the beginning, and of checkpoints.
         self._begun: dict[int, list[Shards]] = {}
@@ -97,29 +101,42 @@ class ReplicatedState:
         self.finished = step
         self._held[step] = self.host(step)
 
+    def restore(self, path: Path) -> None:
+        """Begin with the state in a file, if there is one."""
+        if path.exists():
+            self.reset(*restore_checkpoint(path, self.like()))
+            self.term = stamp_of_checkpoint(path).term
+
+    def save(self, path: Path, step: int, patience: float) -> int:
+        """Write the state after `step`, unless a later one is there; the step in the file then."""
+        if step not in self._held:
+            raise OSError(f"worker {jax.process_index()} does not hold the state after step {step}")
+        found = save_newest(path, self.to_save(step), Stamp(step, self.term), patience).step
+        if found > step:
+            words = "%s holds the state after step %d, and stays: that after step %d is older."
+            _LOG.warning(words, path, found, step)
+        return found
+
     def keep(self, step: int, state: Any) -> None:
         """Hold this state and the last one before it."""
         self._held = {self.finished: self.latest, step: state}
         self._begun = {k: sums for k, sums in self._begun.items() if k in self._held}
         self.finished, self._added = step, {}
 
-    def settle(
-        self, generation: Generation, membership: Membership, mesh: Mesh, together: Together
-    ) -> None:
-        """Hold the state after the step of this generation, on the devices of `mesh`."""
+    def settle(self, membership: Membership, mesh: Mesh, together: Together) -> None:
+        """Hold the state after the step of the present generation, on the devices of `mesh`."""
+        generation = membership.generation
         step = generation.step if generation.step in self._held else self.finished
-        state = self.host(step)
+        state, start = self.host(step), not generation.number
         structures = membership.gather("structure", _structure(self.types(state)))
-        _check_agreed(
-            structures, generation, membership, _other_structure, start=not generation.number
-        )
+        _check_agreed(structures, membership, _other_structure, start)
         alike = self.alike(state)
         if generation.given:
             give = functools.partial(together, seconds=membership.startup, what="giving the state")
             alike = _given(alike, generation, mesh, give)
         digests = membership.gather("digest", _digests(self.compared(alike)))
-        _check_agreed(digests, generation, membership, _other_values, start=not generation.number)
-        placed = self.placed(state, alike, generation, membership, mesh)
+        _check_agreed(digests, membership, _other_values, start)
+        placed = self.placed(state, alike, membership, mesh)
         self.finished, self._held = generation.step, {generation.step: placed}
         self._added, self._adder = {}, None
         self._begun = {k: sums for k, sums in self._begun.items() if k in self._held}
@@ -140,39 +157,35 @@ class ReplicatedState:
         """What has the same values on all workers."""
         return residuals.without_residuals(state)
 
-    def placed(
-        self, state: Any, alike: Any, generation: Generation, membership: Membership, mesh: Mesh
-    ) -> Any:
+    def placed(self, state: Any, alike: Any, membership: Membership, mesh: Mesh) -> Any:
         """What is alike on all workers, and what this one has for itself, on the devices."""
-        own = [residuals.placed(x, mesh) for x in self._own(state, generation, membership, mesh)]
+        own = [residuals.placed(x, mesh) for x in self._own(state, membership, mesh)]
         with no_mesh():
             alike = place(alike, NamedSharding(mesh, PartitionSpec()))
         return residuals.with_residuals(alike, own)
 
-    def _own(
-        self, state: Any, generation: Generation, membership: Membership, mesh: Mesh
-    ) -> list[Shards]:
+    def _own(self, state: Any, membership: Membership, mesh: Mesh) -> list[Shards]:
         """The residuals with which this worker's replicas go on."""
-        found = residuals.residuals_in(state)
+        found, step = residuals.residuals_in(state), membership.generation.step
         if not found:
             return []
         mine = "nothing"
-        if generation.step in self._held:
-            mine = "sum" if generation.step in self._begun else "rows"
+        if step in self._held:
+            mine = "sum" if step in self._begun else "rows"
         held = [*membership.gather("residuals", mine).values()]
         if mine == "rows":
             return found
         # Workers that went on from there have it all. A file may hold it, too, for a newcomer.
         shared = mine == "sum" and "rows" not in held
-        totals = self._begun[generation.step] if shared else map(residuals.summed, found)
+        totals = self._begun[step] if shared else map(residuals.summed, found)
         workers = held.count("sum") if shared else 0
         return [residuals.shared_out(x, workers, len(mesh.local_devices)) for x in totals]
 
-    def compare(self, generation: Generation, membership: Membership) -> None:
+    def compare(self, membership: Membership) -> None:
         """Compare the last state with that of all members, bit by bit."""
         # Every copy of it here is read once, in about a second per gigabyte.
         digests = membership.gather(f"digest/{self.finished}", _digests(self.compared(self.latest)))
-        _check_agreed(digests, generation, membership, _other_values)
+        _check_agreed(digests, membership, _other_values)
 
     def add_up(self, membership: Membership, together: Together) -> None:
         """Have the sum of residuals over all workers, which all call this, for a checkpoint."""
@@ -229,7 +242,6 @@ def _difference(one: str, other: str, of_one: str, of_other: str) -> str:
 
 def _check_agreed(
     values: dict[str, str],
-    generation: Generation,
     membership: Membership,
     error: Callable[[dict[str, str]], Exception],
     start: bool = False,
@@ -243,6 +255,7 @@ def _check_agreed(
     """
     if len(set(values.values())) == 1:
         return
+    generation = membership.generation
     agree = () if start else agreeing(values, generation)
     if membership.name not in agree:
         raise error(values)

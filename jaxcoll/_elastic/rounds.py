@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._elastic.generation import Generation
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState, Together
 from jaxcoll._elastic.step_programs import StepPrograms
@@ -26,11 +25,9 @@ class RoundsState(ReplicatedState):
 
     Each worker has the rows of its own replicas. A newcomer, and a run that restores a checkpoint,
     begin with the shared parameters and the optimizer state of one replica.
-
-    Attributes:
-      ahead: by the step of an exchange, the state and metrics after the local steps that followed.
     """
 
+    # By the step of an exchange, the state and metrics after the local steps that followed
     ahead: dict[int, tuple[LocalState, Any]]
 
     def reset(self, state: Any, step: int) -> None:
@@ -41,13 +38,12 @@ class RoundsState(ReplicatedState):
         super().keep(step, state)
         self.ahead = {k: found for k, found in self.ahead.items() if k in self.held}
 
-    def settle(
-        self, generation: Generation, membership: Membership, mesh: Mesh, together: Together
-    ) -> None:
+    def settle(self, membership: Membership, mesh: Mesh, together: Together) -> None:
         # A worker that was in the middle of a round goes on from there, on its new devices.
-        ahead = self.ahead.get(generation.step) if generation.step in self.held else None
-        super().settle(generation, membership, mesh, together)
-        self.ahead = {} if ahead is None else {generation.step: jax.tree.map(np.asarray, ahead)}
+        step = membership.generation.step
+        ahead = self.ahead.get(step) if step in self.held else None
+        super().settle(membership, mesh, together)
+        self.ahead = {} if ahead is None else {step: jax.tree.map(np.asarray, ahead)}
 
     def like(self) -> Any:
         return self.alike(self.host(self.finished))
@@ -67,14 +63,9 @@ class RoundsState(ReplicatedState):
         return dataclasses.replace(state, replicas=((), ()))
 
     def placed(
-        self,
-        state: LocalState,
-        alike: LocalState,
-        generation: Generation,
-        membership: Membership,
-        mesh: Mesh,
+        self, state: LocalState, alike: LocalState, membership: Membership, mesh: Mesh
     ) -> LocalState:
-        if generation.step in self.held and jax.tree.leaves(state.replicas[0]):
+        if membership.generation.step in self.held and jax.tree.leaves(state.replicas[0]):
             return state
         here = len(mesh.local_devices)
         rows = functools.partial(jax.tree.map, lambda x: np.repeat(x, here, 0))

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
 from jax.sharding import Mesh
 
+from jaxcoll._cluster.timing import HEARTBEAT_SECONDS, SILENT_WORKER_SECONDS
 from jaxcoll._elastic.connections import Connections, may_be_broken
 from jaxcoll._elastic.generation import Generation, RegroupError, WorldChange, listed, rank_of
 from jaxcoll._elastic.last_checkpoint import (
     LAST_PATIENCE,
     PATIENCE,
-    CheckpointFile,
     Writers,
     writers_of,
     written_by_one,
 )
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
-from jaxcoll._elastic.step_call import outcome_of
 from jaxcoll._elastic.step_programs import StepPrograms, mismatch, show
 from jaxcoll._errors import DeadlineExceededError, PeerLostError, ReductionCorruptedError
 from jaxcoll._mesh.mesh import line_of
+from jaxcoll._threads import Worker, abandon
 
 _LOG = logging.getLogger("jaxcoll")
 _JOIN_EVERY = 10  # steps between two looks for workers that want to be taken in
@@ -45,7 +46,7 @@ class Job:
     most: int | None
     timeout: float | None
     startup: float
-    file: CheckpointFile | None
+    file: Path | None
     every: int
     report: Callable[[int, Any], None]
     changes: list[WorldChange] = dataclasses.field(default_factory=list)
@@ -53,16 +54,11 @@ class Job:
 
 
 class Attempts:
-    """The attempts at one step.
-
-    Attributes:
-      times: how often in a row the present workers began this step.
-      error: what failed on this worker in the last attempt, if anything did.
-    """
+    """The attempts at one step."""
 
     def __init__(self) -> None:
-        self.times = 0
-        self.error: Exception | None = None
+        self.times = 0  # how often in a row the present workers began it
+        self.error: Exception | None = None  # what failed on this worker in the last attempt
         self._failed: Exception | None = None
         self._last: object = None
 
@@ -99,15 +95,14 @@ class Run:
 
     def run(self) -> Any:
         self._membership.reconnects = may_be_broken()
-        entered = self._membership.enter(self._state.finished, self._state.term)
-        if entered is None:
+        if self._membership.enter(self._state.finished, self._state.term) is None:
             return None
-        generation, self._began = entered, time.monotonic()
+        self._began = time.monotonic()
         try:
-            while not (generation.ended and self._state.finished >= self._steps):
+            while not (self._generation.ended and self._state.finished >= self._steps):
                 try:
-                    self._train(generation, self._settle(generation))
-                    self._end(generation)
+                    self._train(self._settle())
+                    self._end()
                     self._end_connections(broken=False)
                     break
                 except BaseException as error:
@@ -123,32 +118,36 @@ class Run:
             self._date_changes()
         return self._state.latest
 
+    @property
+    def _generation(self) -> Generation:
+        return self._membership.generation
+
     def _end_connections(self, *, broken: bool) -> None:
         if self._connections is not None:
             self._connections.end(broken=broken)
         self._connections = None
 
-    def _end(self, generation: Generation) -> None:
+    def _end(self) -> None:
         """No worker leaves before all agree on the state and, with a file, one has written it."""
         assert self._programs is not None
         self._programs.end(self._steps)
-        self._compare(generation)
+        self._compare()
         writer, failure = self._written(self._state.finished)
         if writer or not self._writers.names:
             self._membership.finish()
         if failure:
             raise failure
 
-    def _compare(self, generation: Generation) -> None:
+    def _compare(self) -> None:
         """Compare the state on all members; where it is to be written, add up residuals."""
-        self._state.compare(generation, self._membership)
+        self._state.compare(self._membership)
         if self._writers.names:
             self._state.add_up(self._membership, self._together)
 
     def _written(self, step: int) -> tuple[str, OSError | None]:
         file = self._job.file  # that of a writer: others wait for it, and write nothing
-        write = file and functools.partial(file.save, self._state, step, LAST_PATIENCE)
-        return written_by_one(self._membership, self._writers, write or (lambda: None))
+        write = (lambda: self._state.save(file, step, LAST_PATIENCE)) if file else (lambda: None)
+        return written_by_one(self._membership, self._writers, write)
 
     def _date_changes(self) -> None:
         for began, change in self._changes:
@@ -156,27 +155,28 @@ class Run:
             self._job.changes.append(dataclasses.replace(change, seconds=seconds))
         self._changes.clear()
 
-    def _settle(self, generation: Generation) -> StepPrograms:
-        """Take this worker's place in a generation: connections, mesh and state."""
-        self._check_place(generation)
-        self._job.workers = generation.ranks
-        if generation.number:
-            self._announce(generation)
-        self._connections = Connections(self._membership, generation)
+    def _settle(self) -> StepPrograms:
+        """Take this worker's place in the generation: connections, mesh and state."""
+        self._check_place()
+        self._job.workers = self._generation.ranks
+        if self._generation.number:
+            self._announce()
+        self._connections = Connections(self._membership)
         self._connections.begin()
-        mesh = line_of(self._connections.of(generation.ranks), self._job.axis)
+        mesh = line_of(self._connections.of(self._job.workers), self._job.axis)
         self._programs = self._job.programs(mesh, self._membership)
-        self._state.settle(generation, self._membership, mesh, self._together)
+        self._state.settle(self._membership, mesh, self._together)
         self._connections.forget_others()
         return self._programs
 
-    def _check_place(self, generation: Generation) -> None:
+    def _check_place(self) -> None:
         """End this worker where the generation is not to train, or not with it."""
         job, membership, name = self._job, self._membership, self._membership.name
+        generation = self._generation
         mine = self._programs.lines if self._programs else ()
         if generation.ends_for_its_program(name):
-            raise mismatch(generation, membership, mine)
-        show(generation, membership, mine)
+            raise mismatch(membership, mine)
+        show(membership, mine)
         is_member = name in generation.members
         if is_member:
             self._state.term = generation.term
@@ -184,15 +184,14 @@ class Run:
         few = few and not generation.ended
         if few or is_member:
             # Workers that are too few to train, a dropped one among them, still save together.
-            self._writers = writers_of(membership, generation, job.every if job.file else 0)
+            self._writers = writers_of(membership, job.every if job.file else 0)
         if few:
             self._give_up(
-                generation,
                 PeerLostError(
                     f"{len(generation.members)} workers are left ({listed(generation.ranks)}), and "
                     f"`min_workers` is {job.fewest}: {generation.why}.",
                     ranks=tuple(map(rank_of, generation.lost)),
-                ),
+                )
             )
         if not is_member:
             went_on = (
@@ -206,9 +205,10 @@ class Run:
                 ranks=(rank_of(name),),
             )
         if self._attempts.are_over:
-            self._give_up(generation, self._attempts.error or _always_late(generation))
+            self._give_up(self._attempts.error or _always_late(generation))
 
-    def _announce(self, generation: Generation) -> None:
+    def _announce(self) -> None:
+        generation = self._generation
         lost = tuple(map(rank_of, generation.lost))
         joined = tuple(map(rank_of, generation.joined))
         _LOG.warning(
@@ -225,17 +225,19 @@ class Run:
         )
         self._changes.append((self._began, change))
 
-    def _give_up(self, generation: Generation, error: Exception) -> NoReturn:
+    def _give_up(self, error: Exception) -> NoReturn:
         """Save the state that all have, and end."""
-        writer, failure = self._written(generation.step)
+        step = self._generation.step
+        writer, failure = self._written(step)
         if writer and self._job.file:
-            saved = f"The state after step {generation.step} is saved in {self._job.file.path}."
+            saved = f"The state after step {step} is saved in {self._job.file}."
             error.args = (f"{error} {saved}",)
         elif failure:
             error.args = (f"{error} The state could not be saved: {failure}.",)
         raise error
 
-    def _train(self, generation: Generation, programs: StepPrograms) -> None:
+    def _train(self, programs: StepPrograms) -> None:
+        generation = self._generation
         place_here, world = generation.members.index(self._membership.name), len(generation.members)
 
         def batches(at: int) -> Any:
@@ -256,7 +258,7 @@ class Run:
                 self._connections.settle()
             self._date_changes()
             self._job.report(step, metrics)
-            self._save_if_due(before, step, generation)
+            self._save_if_due(before, step)
 
     def _together(self, call: Callable[[], Any], seconds: float | None, what: str) -> Any:
         try:
@@ -271,14 +273,14 @@ class Run:
                 self._attempts.fail(error)
             raise RegroupError from error
 
-    def _save_if_due(self, before: int, finished: int, generation: Generation) -> None:
+    def _save_if_due(self, before: int, finished: int) -> None:
         if finished == self._steps or not self._writers.are_due(before, finished):
             return  # `_end` saves the last state
-        self._compare(generation)
+        self._compare()
         if self._membership.name != self._writers.names[0] or self._job.file is None:
             return
         try:
-            self._job.file.save(self._state, finished, PATIENCE)
+            self._state.save(self._job.file, finished, PATIENCE)
         except OSError as error:  # a later checkpoint may succeed; that of the end must
             _LOG.warning("%s %s", error, " ".join(getattr(error, "__notes__", ())))
 
@@ -290,3 +292,48 @@ def _always_late(generation: Generation) -> DeadlineExceededError:
         f"each other. The last time, {generation.why}. A larger `timeout_seconds` waits longer.",
         ranks=(),
     )
+
+
+_worker: Worker | None = None
+
+
+def outcome_of(
+    call: Callable[[], Any], membership: Membership, seconds: float | None, what: str
+) -> Any:
+    """`call()`, which traces nothing, waited for until it is done or this generation is over.
+
+    When a worker dies in a collective, only its neighbours get an error; others wait for a message
+    that nobody sends. So another thread makes the call, and is abandoned then.
+
+    Raises:
+      RegroupError: the generation is over.
+    """
+    global _worker
+    worker = _worker = _worker or Worker("jaxcoll-step")
+    task = worker.submit(lambda: jax.block_until_ready(call()), then=membership.woken.set)
+    until = time.monotonic() + (seconds or float("inf"))
+    try:
+        while True:
+            membership.woken.clear()  # first: what comes after it wakes the wait below
+            if task.is_settled:
+                break
+            membership.check()
+            membership.check_members()
+            left = until - time.monotonic()
+            if left <= 0:
+                membership.ask(f"{what} did not finish within {seconds:g} s", late=True)
+                raise RegroupError
+            # Who stopped writing must be known by the time a new generation is asked for.
+            if left < SILENT_WORKER_SECONDS + HEARTBEAT_SECONDS:
+                membership.observe()
+            membership.woken.wait(min(left, HEARTBEAT_SECONDS))
+    except BaseException as error:  # Ctrl-C, too
+        # One worker's corrupted sum ends the generation; the others have it too, and must count it.
+        over = isinstance(error, RegroupError) and membership.corrupted
+        if over and task.wait(SILENT_WORKER_SECONDS):
+            return task.result()
+        _worker = None  # the next call must not wait behind this one
+        worker.close()
+        abandon(worker)
+        raise
+    return task.result()

@@ -15,7 +15,7 @@ from jaxcoll._dispatch.call import settings_of
 from jaxcoll._dispatch.corruption_log import listening
 from jaxcoll._dispatch.executable import Program, shared_program
 from jaxcoll._dispatch.fingerprint import first_difference
-from jaxcoll._elastic.generation import Generation, listed, rank_of
+from jaxcoll._elastic.generation import listed, rank_of
 from jaxcoll._elastic.heartbeat import StepStatus
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
@@ -35,9 +35,6 @@ class StepPrograms:
     meets one writes so in its heartbeat before it compiles, and waits for all others to have
     compiled the same. A worker that repeats a program writes that, too: else a mismatch would leave
     one of them waiting for ever.
-
-    Attributes:
-      lines: the program that this worker ran last, as workers compare it; (): none yet.
     """
 
     def __init__(self, step: DataParallel, mesh: Mesh, membership: Membership) -> None:
@@ -46,6 +43,7 @@ class StepPrograms:
         self._devices = tuple(mesh.devices.flat)
         self._membership = membership
         self._known: dict[Any, list[Program]] = {}
+        # The program that this worker ran last, as workers compare it; (): none yet
         self.lines: tuple[str, ...] = ()
 
     def prepared(
@@ -80,7 +78,9 @@ class StepPrograms:
         """The programs of this kind, compared with those of all members where they are new."""
         programs = self._known.get(kind)
         self.lines = _lines(programs or [])
-        status = functools.partial(StepStatus, self._membership.number, step, programs is None)
+        status = functools.partial(
+            StepStatus, self._membership.generation.number, step, programs is None
+        )
         if programs is None:
             self._membership.status = status()
             called = getattr(self._twin, "__name__", "step")
@@ -102,7 +102,8 @@ class StepPrograms:
     def end(self, step: int) -> None:
         """Wait until all workers have taken their last step."""
         self.lines = ("", "no program: its training ends here")
-        self._membership.status = StepStatus(self._membership.number, step, True, "end")
+        number = self._membership.generation.number
+        self._membership.status = StepStatus(number, step, True, "end")
         self._membership.gather("finished", "", same=True)
 
 
@@ -114,12 +115,10 @@ def _mark(programs: Sequence[Program]) -> str:
     return " ".join(program.mark for program in programs)
 
 
-def mismatch(
-    generation: Generation, membership: Membership, mine: tuple[str, ...]
-) -> ProgramMismatchError:
+def mismatch(membership: Membership, mine: tuple[str, ...]) -> ProgramMismatchError:
     """The error for workers that end for their programs; each publishes its own."""
-    show(generation, membership, mine)
-    sides = _sides(generation, membership)
+    show(membership, mine)
+    generation, sides = membership.generation, _sides(membership)
     if min(map(len, sides.values())) <= 2:  # one worker has no whole program to show
         sides = {p: lines[1:2] or ["a program that is new to it"] for p, lines in sides.items()}
     who = f"workers {listed(generation.ranks)} go" if generation.members else "none goes"
@@ -131,15 +130,16 @@ def mismatch(
     )
 
 
-def show(generation: Generation, membership: Membership, mine: tuple[str, ...]) -> None:
+def show(membership: Membership, mine: tuple[str, ...]) -> None:
     """Publish this worker's program if it was found to differ from others'."""
+    generation = membership.generation
     if membership.name in generation.differ and mine:
         membership.share(generation.number, f"lines/{membership.name}", json.dumps(mine))
 
 
-def _sides(generation: Generation, membership: Membership) -> dict[int, list[str]]:
+def _sides(membership: Membership) -> dict[int, list[str]]:
     """The programs that were found to differ, by process."""
-    until = time.monotonic() + _SHOW_SECONDS
+    generation, until = membership.generation, time.monotonic() + _SHOW_SECONDS
     while True:
         shown = membership.shared(generation.number, "lines")
         if not set(generation.differ) - set(shown) or time.monotonic() > until:

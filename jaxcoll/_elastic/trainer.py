@@ -17,7 +17,7 @@ from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._compat.coordination import StoreUnreachableError, store
 from jaxcoll._dispatch.watchdog import Watchdog, watchdog
 from jaxcoll._elastic.generation import WorldChange
-from jaxcoll._elastic.last_checkpoint import LAST_PATIENCE, CheckpointFile
+from jaxcoll._elastic.last_checkpoint import LAST_PATIENCE
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.residuals import residuals_in
@@ -128,7 +128,7 @@ class Elastic:
             most=most,
             timeout=timeout_seconds,
             startup=seconds("Elastic", "startup_seconds", startup_seconds),
-            file=None if checkpoint is None else CheckpointFile(Path(checkpoint)),
+            file=None if checkpoint is None else Path(checkpoint),
             every=positive("Elastic", "every", every),
             report=report,
         )
@@ -181,7 +181,7 @@ class Elastic:
                 f"`local_updates`, so that nothing of the last round is lost; got {steps}."
             )
         if job.file is not None:
-            job.file.restore(job.state)
+            job.state.restore(job.file)
         keys = store()
         if keys is not None and not outlives_processes():
             raise ValueError(
@@ -213,8 +213,8 @@ class Elastic:
         if file is not None:
             # Workers that are not cut off may have gone on. What they saved is newer and stays.
             try:
-                step = file.save(state, self.finished, LAST_PATIENCE).step
-                saved = f"The state after step {step} is saved in {file.path}."
+                step = state.save(file, self.finished, LAST_PATIENCE)
+                saved = f"The state after step {step} is saved in {file}."
             except OSError as error:
                 saved = f"The state after step {self.finished} could not be saved: {error}."
         return PeerLostError(

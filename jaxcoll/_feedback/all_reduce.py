@@ -17,7 +17,7 @@ from jaxcoll._feedback.residual import closed, opened, right_factor
 from jaxcoll._plan.algorithms import stages
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import flattened
-from jaxcoll._plan.power_sgd import PowerSGD
+from jaxcoll._plan.wire_formats import PowerSGD
 from jaxcoll._spmd import reduce
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.axes import bound_axes, count

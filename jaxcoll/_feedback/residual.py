@@ -15,7 +15,7 @@ import numpy as np
 from jaxcoll import _compat
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._plan.packs.shard_layout import LANES, SummedLayout, first_difference, summed_layout
-from jaxcoll._plan.power_sgd import PowerSGD
+from jaxcoll._plan.wire_formats import PowerSGD
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.shards import Shards, is_shards, sharded_leaves

@@ -164,15 +164,9 @@ def _is_placed(x: jax.Array, sharding: NamedSharding) -> bool:
 def check_rows(
     tree: Any, argument: str, replicas: int, processes: int, axis: Any
 ) -> dict[tuple[int, ...], Callable[[], str]]:
-    """Refuse a batch with a leaf whose rows do not divide over the replicas.
-
-    Returns:
-      The shapes of the leaves' shares on one replica, and what makes the name of the first leaf
-      of each: naming it is slow, and every call comes this way.
-
-    Raises:
-      ValueError: there is one.
-    """
+    """The shapes of a batch's shares on a replica; it is refused if its rows do not divide."""
+    # Beside each stands what makes the name of the first leaf of it: naming it is slow, and every
+    # call comes this way.
     shares: dict[tuple[int, ...], Callable[[], str]] = {}
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         shape = np.shape(leaf)

@@ -16,7 +16,7 @@ from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.world import mesh_world, topology_world
 from jaxcoll._plan import wire_formats
 from jaxcoll._plan.checks import is_integer
-from jaxcoll._plan.cost.clusters import Topology, topology_named
+from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
@@ -25,7 +25,7 @@ from jaxcoll._plan.packs.shard_layout import layout_of
 from jaxcoll._plan.packs.shard_plan import Half, plan_half
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import in_factors, make_plan
-from jaxcoll._plan.power_sgd import PowerSGD
+from jaxcoll._plan.wire_formats import PowerSGD
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.reduce_scatter import plan_scatter
 from jaxcoll._spmd.scope import Scope
@@ -78,12 +78,9 @@ def plan(
       16 × gpu, 2 processes
     """
     op = ReduceOp.of(reduce_op)
-    if topology is None:
-        world = _world(axis_size, mesh, axis_name)
-        terms = terms_here(world)
-    else:
-        world = _world_of(topology_named(topology), axis_size, mesh, axis_name)
-        terms = preset(world)  # what was measured on this machine says nothing of that one
+    world = _world(topology, axis_size, mesh, axis_name)
+    # What was measured on this machine says nothing of another cluster.
+    terms = terms_here(world) if topology is None else preset(world)
     if collective == "all_reduce":
         return plan_in(value, world, terms, options, op)
     if collective not in get_args(Half):
@@ -145,35 +142,29 @@ def _leaf(
 
 
 def _world(
-    axis_size: int | tuple[int, ...] | None, mesh: Mesh | None, axis_name: str | tuple[str, ...]
-) -> World:
-    if axis_size is None:
-        mesh = checked_mesh(mesh, axis_name, "plan")
-        return mesh_world(mesh, {name: mesh.shape[name] for name in axis_names(axis_name)})
-    if mesh is not None:
-        raise ValueError("`plan` takes `axis_size` or `mesh`, not both.")
-    kind = jax.devices()[0].device_kind if jax.default_backend() != "cpu" else ""
-    return World(jax.default_backend(), _sizes(axis_size), device_kind=kind)
-
-
-def _world_of(
-    topology: Topology,
+    topology: str | None,
     axis_size: int | tuple[int, ...] | None,
     mesh: Mesh | None,
     axis_name: str | tuple[str, ...],
 ) -> World:
-    if mesh is not None:
-        raise ValueError("`plan` takes `topology` or `mesh`, not both.")
+    cluster = None if topology is None else topology_named(topology)
+    if mesh is not None and (cluster or axis_size is not None):
+        other = "topology" if cluster else "axis_size"
+        raise ValueError(f"`plan` takes `{other}` or `mesh`, not both.")
+    if cluster is not None:
+        asked = axis_size is not None
+        sizes = _sizes(axis_size) if asked else cluster.sizes(len(axis_names(axis_name)))
+        if math.prod(sizes) != cluster.size:
+            raise ValueError(
+                f"`axis_size` {axis_size!r} makes {math.prod(sizes)} replicas, but {cluster} has "
+                f"{cluster.size}."
+            )
+        return topology_world(cluster, sizes)
     if axis_size is None:
-        sizes = topology.sizes(len(axis_names(axis_name)))
-    else:
-        sizes = _sizes(axis_size)
-    if math.prod(sizes) != topology.size:
-        raise ValueError(
-            f"`axis_size` {axis_size!r} makes {math.prod(sizes)} replicas, but {topology} has "
-            f"{topology.size}."
-        )
-    return topology_world(topology, sizes)
+        mesh = checked_mesh(mesh, axis_name, "plan")
+        return mesh_world(mesh, {name: mesh.shape[name] for name in axis_names(axis_name)})
+    kind = jax.devices()[0].device_kind if jax.default_backend() != "cpu" else ""
+    return World(jax.default_backend(), _sizes(axis_size), device_kind=kind)
 
 
 def _sizes(axis_size: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -19,13 +19,6 @@ class ReplicaRows:
     Law: the two views share their memory, and nothing is sent. Each device of the mesh is a
     replica, and they count in the order of its axes as given, outer first.
 
-    Attributes:
-      devices: those of this process, in the order of their replicas.
-      replicas: the numbers of these replicas.
-      mesh: of these devices alone, on one axis.
-      rows: the sharding of this process's rows, each on its device.
-      copies: the sharding of a value that each device of this process holds.
-
     Raises:
       ValueError: the mesh has other axes, or no device of this process.
     """
@@ -40,16 +33,16 @@ class ReplicaRows:
         order = [mesh.axis_names.index(a) for a in axes]
         rest = [i for i in range(len(mesh.axis_names)) if i not in order]
         every = list(mesh.devices.transpose(*order, *rest).flat)
-        self.replicas = of_this_process(every)
+        self.replicas = of_this_process(every)  # their numbers
         if not self.replicas:
             raise ValueError(
                 f"`{caller}`: no device of the mesh belongs to this process, number "
                 f"{jax.process_index()}. Only processes that have devices in a mesh train on it."
             )
-        self.devices = tuple(every[i] for i in self.replicas)
+        self.devices = tuple(every[i] for i in self.replicas)  # in the same order
         self.mesh = line_of(self.devices, _ROW)
-        self.rows = NamedSharding(self.mesh, PartitionSpec(_ROW))
-        self.copies = NamedSharding(self.mesh, PartitionSpec())
+        self.rows = NamedSharding(self.mesh, PartitionSpec(_ROW))  # each row on its device
+        self.copies = NamedSharding(self.mesh, PartitionSpec())  # one on each device
         self._all_rows = NamedSharding(mesh, PartitionSpec(axes))
         self._all_copies = NamedSharding(mesh, PartitionSpec())
         self._count = len(every)

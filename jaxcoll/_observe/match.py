@@ -13,6 +13,7 @@ from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._plan.scope_names import names
 
 By = Literal["name", "shape", "order", ""]
+Fits = Callable[[Collective, Collective], bool]
 
 _BECOMES = {
     "all-reduce": {"reduce-scatter", "all-gather", "collective-permute"},
@@ -25,19 +26,14 @@ _BECOMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The requested collectives that a compiled one carries out.
+    """The requested collectives that a compiled one carries out."""
 
-    Attributes:
-      requested: their positions among the requested ones; () if none is known.
-      by: how that is known. "name": the compiler kept their names. "shape": sizes, kinds and
-        groups fit in one way only. "order": several fit, and were taken in their order. "":
-        it is not known, or the compiler added the collective.
-      again: it carries out once more what another already does, as when a loop is unrolled.
-    """
-
-    requested: tuple[int, ...] = ()
+    requested: tuple[int, ...] = ()  # their positions among the requested ones; () if none is known
+    # How that is known. "name": the compiler kept their names. "shape": sizes, kinds and groups
+    # fit in one way only. "order": several fit, and were taken in their order. "": it is not
+    # known, or the compiler added the collective
     by: By = ""
-    again: bool = False
+    again: bool = False  # it repeats what another already does, as when a loop is unrolled
 
 
 def join(requested: Sequence[Collective], compiled: Sequence[Collective]) -> tuple[Origin, ...]:
@@ -47,7 +43,7 @@ def join(requested: Sequence[Collective], compiled: Sequence[Collective]) -> tup
     own name; in a text without names, sizes decide, and then order, and the result says so.
     """
     joiner = _Joiner(requested, compiled)
-    for alike in (operator.eq, _becomes):
+    for alike in (operator.eq, lambda asked, made: made in _BECOMES.get(asked, ())):
         for in_loop in (True, False):
             joiner.spend(functools.partial(_fits, alike, in_loop))
     joiner.repeat()
@@ -60,10 +56,6 @@ def _fits(alike: Callable[[str, str], bool], in_loop: bool, r: Collective, c: Co
         and (not in_loop or bool(r.loops) == bool(c.loops))
         and (r.kind != c.kind or _members(r) == _members(c))
     )
-
-
-def _becomes(requested: str, compiled: str) -> bool:
-    return compiled in _BECOMES.get(requested, ())
 
 
 def _members(c: Collective) -> frozenset[tuple[int, ...]]:
@@ -88,18 +80,15 @@ class _Joiner:
         for i, r in enumerate(requested):
             self._by_name.setdefault(r.op_name, []).append(i)
 
-    def spend(self, fits: Callable[[Collective, Collective], bool]) -> None:
+    def spend(self, fits: Fits) -> None:
         """Join what fits: by name first, and what then remains by size."""
         waiting = [k for k, origin in enumerate(self.origins) if not origin.requested]
         # All names before any size: a guess must not take what another bears the name of.
         for k in waiting:
-            free = [i for i in self._named(k) if self._left[i]]
-            self._join(k, [i for i in free if fits(self._requested[i], self._compiled[k])], "name")
+            self._join(k, self._named(k), fits, "name")
         for k in waiting:
             if not self.origins[k].requested:
-                free = [i for i, left in enumerate(self._left) if left]
-                fitting = [i for i in free if fits(self._requested[i], self._compiled[k])]
-                self._join(k, fitting, "shape")
+                self._join(k, range(len(self._left)), fits, "shape")
 
     def repeat(self) -> None:
         """What is left over and bears a name that is spent already is a copy."""
@@ -120,11 +109,13 @@ class _Joiner:
                 found.update(dict.fromkeys(known))
         return sorted(found)
 
-    def _join(self, k: int, free: Sequence[int], by: By) -> None:
-        taken, is_certain = self._chosen(free, self._compiled[k])
+    def _join(self, k: int, among: Sequence[int], fits: Fits, by: By) -> None:
+        c = self._compiled[k]
+        free = [i for i in among if self._left[i] and fits(self._requested[i], c)]
+        taken, is_certain = self._chosen(free, c)
         if taken:
             self.origins[k] = Origin(tuple(sorted(taken)), by if is_certain else "order")
-            left = _size(self._compiled[k])
+            left = _size(c)
             for i in taken:
                 spent = min(self._left[i], left)
                 self._left[i] -= spent

@@ -44,20 +44,6 @@ def overlap(collectives: Sequence[Collective], matmuls: Sequence[Matmul]) -> Ove
 
     Law: a loop that does not say how often it turns counts one turn; of a conditional every
     branch counts; a collective among one device sends nothing and does not count.
-
-    Examples:
-      >>> from jaxcoll._observe.parse.collective import Meanwhile, Operand
-      >>> pair = tuple(range(2))
-      >>> def sends(n, at, until, trips):
-      ...     there = [m for m in products if at < m.at < until]
-      ...     during = Meanwhile(len(there), len(there), sum(m.flops for m in there))
-      ...     data = (Operand("f32", (n,)),)
-      ...     return Collective("all-reduce", "ar", data, 2, (pair,), "main", trips, True,
-      ...         at=at, until=until, meanwhile=during)
-      >>> products = [Matmul("dot", 1000, 3, at=5)]
-      >>> found = overlap([sends(100, 4, 6, 3), sends(200, 7, 8, 1)], products)
-      >>> found.shares["all-reduce"], found.flops
-      (Share(nbytes=2000, behind=1200), 3000)
     """
     shares: dict[str, Share] = {}
     for c in collectives:
@@ -82,11 +68,8 @@ def exposed(
     are under way: of those it stands between start and end of, the one that ends first and is
     not hidden yet. No other choice hides more in all (F. Glover, Maximum matching in a convex
     bipartite graph, Naval Research Logistics Quarterly 14, 1967). Only matrix products hide:
-    what else runs meanwhile is not priced.
-
-    Returns:
-      Seconds, never below 0; None if products stand beside collectives, and how fast any type is
-      multiplied is not known. A product of a type of unknown rate hides nothing.
+    what else runs meanwhile is not priced. A product of a type of unknown rate hides nothing; it is
+    None if products stand beside collectives, and the rate of no type is known.
     """
     left = [c.turns * each for c, each in zip(collectives, seconds, strict=True)]
     for m, open_now in _meetings(collectives, matmuls):
@@ -123,20 +106,7 @@ def _meetings(
 
 
 def predicted(c: Collective, terms: Terms) -> float:
-    """Seconds of `c` each time it is carried out, alone; 0.0 for a group of one.
-
-    Its devices are numbered island by island.
-
-    Examples:
-      >>> from jaxcoll._observe.parse.collective import Operand
-      >>> from jaxcoll._plan.cost.terms import Key, Link
-      >>> link = Link(step=1e-6, per_byte=1e-9)
-      >>> terms = Terms(Key("memory", "", 8, 1, 1), "an example", link, link)
-      >>> eight = tuple(range(8))
-      >>> c = Collective("all-reduce", "ar", (Operand("f32", (2000,)),), 8, (eight,), "main")
-      >>> round(predicted(c, terms) * 1e6)
-      20
-    """
+    """Seconds of `c` each time it is carried out, alone; 0.0 for a group of one."""
     met = _met(c.groups, terms.key.per_island)
     if met[0] == 1:
         return 0.0

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 from typing import Any
 
 from jaxcoll._observe.match import Origin
-from jaxcoll._observe.parse.calls import Loop, Matmul
 from jaxcoll._observe.parse.collective import Collective, Groups
 from jaxcoll._observe.report_data import PackedLeaves, ReportData
 from jaxcoll._plan.cost.terms import terms_of
 from jaxcoll._show import codec
+
+_SAME = ("name", "where", "devices", "matmuls", "loops", "instructions", "uncounted", "notes")
 
 
 def to_dict(report: ReportData) -> dict[str, Any]:
@@ -73,53 +75,32 @@ def to_dict(report: ReportData) -> dict[str, Any]:
 def fields(data: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the `Report` that `to_dict` took apart."""
     groups = codec.read(tuple[Groups, ...], data["groups"])
-    asked = data["requested"]
-    same = {name: data[name] for name in ("name", "where", "devices", "instructions")}
-    read = {
-        name: codec.read(kind, data[name])
-        for name, kind in (
-            ("matmuls", tuple[Matmul, ...]),
-            ("loops", tuple[Loop, ...]),
-            ("uncounted", tuple[str, ...]),
-            ("notes", tuple[str, ...]),
-        )
+    asked, made = data["requested"], data["compiled"]
+    kinds = typing.get_type_hints(ReportData)
+    return {
+        **{name: codec.read(kinds[name], data[name]) for name in _SAME},
+        "requested": None if asked is None else tuple(_read(r, groups) for r in asked),
+        "collectives": tuple(_read(c, groups) for c in made),
+        "origins": codec.read(
+            tuple[Origin, ...],
+            [[c["requested"], c["requested_known_by"], c["again"]] for c in made],
+        ),
+        "packs": codec.read(
+            tuple[PackedLeaves, ...],
+            [[p[key] for key in ("name", "dtype", "bytes", "leaves")] for p in data["packs"]],
+        ),
+        "terms": None if data["terms"] is None else terms_of(data["terms"]),
+        "memory_bytes": data.get("memory_bytes_per_device"),
     }
-    return (
-        same
-        | read
-        | {
-            "requested": None if asked is None else tuple(_read(r, groups) for r in asked),
-            "collectives": tuple(_read(c, groups) for c in data["compiled"]),
-            "origins": tuple(
-                codec.read(Origin, [c["requested"], c["requested_known_by"], c["again"]])
-                for c in data["compiled"]
-            ),
-            "packs": tuple(
-                codec.read(PackedLeaves, [p["name"], p["dtype"], p["bytes"], p["leaves"]])
-                for p in data["packs"]
-            ),
-            "terms": None if data["terms"] is None else terms_of(data["terms"]),
-            "memory_bytes": data.get("memory_bytes_per_device"),
-        }
-    )
 
 
 def _collective(c: Collective, groups: dict[Groups, int]) -> dict[str, Any]:
-    derived = {
+    return codec.plain(c) | {
         "operands": [[operand.dtype, list(operand.shape)] for operand in c.operands],
+        "groups": groups.setdefault(c.groups, len(groups)),  # each once; they are long
         "bytes": c.nbytes,
         "wire_bytes": c.wire_bytes,
-        "groups": groups.setdefault(c.groups, len(groups)),  # each once; they are long
     }
-    data = codec.plain(c) | derived
-    return {name: data[name] for name in _IN_ORDER}
-
-
-_IN_ORDER = (
-    *("kind", "name", "operands", "bytes", "wire_bytes", "trips", "group_size", "groups"),
-    *("computation", "loops", "branches", "is_async", "meanwhile", "at", "until", "op_name"),
-    *("source", "kernels"),
-)
 
 
 def _read(data: Mapping[str, Any], groups: tuple[Groups, ...]) -> Collective:

@@ -77,12 +77,7 @@ def memory(report: ReportData) -> str:
 
 
 def totals(collectives: Sequence[Collective], trips: Sequence[int | None]) -> str:
-    """How many of which kind, and their bytes, each turn of a loop counted.
-
-    Examples:
-      >>> totals([], [])
-      'no collectives'
-    """
+    """How many of which kind, and their bytes, each turn of a loop counted."""
     if not collectives:
         return "no collectives"
     kinds: Counter[str] = Counter()

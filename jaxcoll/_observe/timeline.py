@@ -43,11 +43,8 @@ def timeline(report: ReportData) -> Timeline:
 
     Law: instructions are carried out in the compiler's order; a matrix product takes its operations
     at the rate of its type, everything else no time; collectives have the links one after another,
-    in the order of their starts; behind the end of one the program goes on when it is through.
-
-    Args:
-      report: whose `terms` are known, with rates if it multiplies matrices. Each loop is played as
-        often as it turns, at most 200 times; one that does not say so once.
+    in the order of their starts; behind the end of one the program goes on when it is through. Each
+    loop is played as often as it turns, at most 200 times; one that does not say so once.
 
     Raises:
       ValueError: the terms are not known.

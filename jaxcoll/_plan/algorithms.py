@@ -57,10 +57,9 @@ def exchange_within(replicas: int, world: World) -> str:
 
 
 def canonical(name: str) -> str:
-    """The name of an algorithm in our words; TensorFlow's are taken too, in any case.
+    """The name of an algorithm in our words, or of several from inner to outer with "/" between.
 
-    Args:
-      name: one algorithm, or several from inner to outer with "/" between them.
+    TensorFlow's names are taken too, in any case.
 
     Raises:
       ValueError: a part does not name an algorithm; the message lists the names.
@@ -106,20 +105,12 @@ def coded_by(algorithm: str) -> str:
 def stages(
     algorithm: str, shards: int, over: tuple[int, ...], format: str = ""
 ) -> tuple[Stage, ...]:
-    """What a named algorithm does along each axis, inner first.
+    """What a named algorithm does along each of the axes `over`, inner first.
 
     Every stage but the last reduce-scatters, hands its shard to the next, and all-gathers what
-    comes back; the last one all-reduces. An axis of size 1 has no stage.
-
-    Args:
-      algorithm: a canonical name. The first part of one with "/" takes the innermost axis, the
-        next the one around it, and the last part all those that remain.
-      shards: shards of an outermost shuffle; 0: one for each replica.
-      over: sizes of the reduction's axes, outer first; 1 where nothing is summed.
-      format: the wire format of the outermost part; "": all travels exactly.
-
-    Returns:
-      The stages; none where nothing is summed.
+    comes back; the last one all-reduces. An axis of size 1 has no stage. The first part of a name
+    with "/" takes the innermost axis, the next the one around it, and the last part all those that
+    remain; it has the wire format, and if it is a shuffle the `shards` (0: one for each replica).
 
     Examples:
       >>> [(s.algorithm, s.axes, s.replicas) for s in stages("native/ring", 0, (2, 4))]
@@ -220,12 +211,8 @@ _STEPS: dict[str, Callable[[Stage, bool], int]] = {
 def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
     """Bytes of an array of `size` that leave the device that sends most, padding included.
 
-    Law: a stage with a wire format sends 2(n-1) shards of whole blocks, coded.
-
-    Args:
-      stages: what sums it.
-      size: its elements, of a wire format whole blocks of them.
-      itemsize: bytes of one that travels exactly.
+    Law: a stage with a wire format sends 2(n-1) shards of whole blocks, coded; `itemsize` is of an
+    element that travels exactly.
 
     Examples:
       >>> wire_bytes(stages("ring", 0, (8,)), 80, 4)

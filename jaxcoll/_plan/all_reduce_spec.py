@@ -62,12 +62,7 @@ def parse_spec(spec: Any) -> tuple[SpecTuple, ...]:
 
 
 def first_that_takes(limits: Iterable[int], nbytes: int) -> int:
-    """The number of the first limit that an array of `nbytes` does not exceed; -1 is none.
-
-    Examples:
-      >>> [first_that_takes([32, 64, -1], nbytes) for nbytes in (32, 33, 65)]
-      [0, 1, 2]
-    """
+    """The number of the first limit that an array of `nbytes` does not exceed; -1 is none."""
     return next(k for k, limit in enumerate(limits) if limit == -1 or nbytes <= limit)
 
 

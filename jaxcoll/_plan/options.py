@@ -12,7 +12,7 @@ import jax
 from jaxcoll._plan import wire_formats
 from jaxcoll._plan.algorithms import canonical
 from jaxcoll._plan.checks import count, is_number, shown
-from jaxcoll._plan.power_sgd import PowerSGD
+from jaxcoll._plan.wire_formats import PowerSGD
 
 
 class ReduceOp(enum.Enum):

@@ -328,3 +328,22 @@ class Plan:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
+
+
+@dataclasses.dataclass(frozen=True)
+class Corruption:
+    """A pack that came back as what cannot be the sum of what was put in."""
+
+    pack: str  # what it is called in programs, as "all_reduce_4a5596/pack0"
+    leaves: str  # the first and the last that it carries
+    wrong: int  # how many replicas hold such a sum
+    replicas: int  # how many there are
+
+    @classmethod
+    def of(cls, plan: Plan, pack: int, wrong: int) -> Corruption:
+        """The words for one pack of a plan."""
+        name = f"{plan.name}/pack{pack}"
+        return cls(name, plan.carried(pack), wrong, math.prod(plan.packs[pack].over))
+
+    def __str__(self) -> str:
+        return f"{self.pack} of {self.leaves}, on {self.wrong} of {self.replicas} replicas"

@@ -28,8 +28,7 @@ from jaxcoll._plan.packs.automatic import (
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import Pack, PackingRule, cut
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.power_sgd import PowerSGD
-from jaxcoll._plan.wire_formats import named
+from jaxcoll._plan.wire_formats import PowerSGD, named
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 
@@ -54,14 +53,8 @@ def make_plan(
 ) -> Plan:
     """Everything about one reduction, decided from shapes, options and the world.
 
-    Args:
-      reduce_op: SUM or MEAN.
-      leaves: the tree.
-      options: what the user asks for.
-      world: where it runs.
-      packing: a rule that was asked for by other means (`num_packs`), which then stands.
-      terms: what that world costs; None: as the preset for it says.
-      in_backward: whether it stands in the backward pass, where these gradients appear.
+    A `packing` that was asked for by other means (`num_packs`) stands. Without `terms` the preset
+    for the world holds. `in_backward`: it stands in the backward pass, where gradients appear.
     """
     terms = terms or preset(world)
     choice = choose(options, world, packing)

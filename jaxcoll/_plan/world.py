@@ -10,25 +10,17 @@ from jaxcoll._show import codec
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """A frozen description, read once above the traced program and handed down.
+    """A frozen description, read once above the traced program and handed down."""
 
-    Attributes:
-      platform: "cpu", "gpu" or "tpu".
-      sizes: replicas along each of the reduced axes, outer first.
-      processes: processes that those devices belong to; 1 when nothing leaves the process.
-      partly_mapped: some axis of the mesh is not mapped at this point.
-      device_kind: what JAX calls the devices ("NVIDIA H100 80GB HBM3"); "" where it is not known.
-      hosts: hosts (TPU: slices) that those devices belong to.
-      inner: how many of the axes, counted from the last, stay within a host each; 0 where there is
-        one host, or where that is not known.
-    """
-
-    platform: str = "cpu"
-    sizes: tuple[int, ...] = (1,)
-    processes: int = 1
-    partly_mapped: bool = False
+    platform: str = "cpu"  # "cpu", "gpu" or "tpu"
+    sizes: tuple[int, ...] = (1,)  # replicas along each of the reduced axes, outer first
+    processes: int = 1  # processes that those devices belong to; 1 when nothing leaves the process
+    partly_mapped: bool = False  # some axis of the mesh is not mapped at this point
+    # What JAX calls the devices ("NVIDIA H100 80GB HBM3"); "" where it is not known
     device_kind: str = ""
-    hosts: int = 1
+    hosts: int = 1  # hosts (TPU: slices) that those devices belong to
+    # How many of the axes, counted from the last, stay within a host each; 0 where there is one
+    # host, or where that is not known
     inner: int = dataclasses.field(default=0, metadata=codec.OPTIONAL)
 
     @property

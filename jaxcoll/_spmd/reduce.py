@@ -29,7 +29,7 @@ from jaxcoll._plan.packs.leaves import (
 from jaxcoll._plan.packs.packing import Pack, PackingRule
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import make_plan, stages_of_checksum
-from jaxcoll._plan.power_sgd import PowerSGD
+from jaxcoll._plan.wire_formats import PowerSGD
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.table import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before

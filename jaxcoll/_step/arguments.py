@@ -183,14 +183,16 @@ def bound_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
     except TypeError:  # it has slots, and room for nothing else
         return bind(instance)
     key = f"_data_parallel_{id(step)}"
-    if key not in held or held[key][0] is not instance:
-        # With the instance beside it, a copy of whose attributes has no step of its own yet.
-        found = (instance, bind(instance))
+    found = held.get(key)
+    if found is None or found[0] is not instance or found[1] is not step:
+        # With the instance beside it, a copy of whose attributes has no step of its own yet; and
+        # with the step, whose number another one gets once nobody holds it.
+        found = (instance, step, bind(instance))
         if isinstance(instance, type):  # whose attributes can be read as a dict, but not written
             setattr(instance, key, found)
         else:
             held[key] = found
-    return held[key][1]
+    return found[2]
 
 
 def _shown(slot: Slot, name: str) -> str:

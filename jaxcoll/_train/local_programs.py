@@ -1,4 +1,4 @@
-"""The programs that a process runs for its own replicas: none of them sends anything."""
+"""A local step of the replicas of a process, which sends nothing, and the usual outer optimizer."""
 
 from __future__ import annotations
 
@@ -35,37 +35,6 @@ def step_program(step: Callable[..., Any], places: ReplicaRows) -> Any:
         check_vma=False,
     )
     return jax.jit(functools.update_wrapper(mapped, step, updated=()))
-
-
-def spread_program(places: ReplicaRows) -> Any:
-    """From a tree that all replicas share to rows of it."""
-    n = len(places.devices)
-
-    def spread(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (n, *x.shape)), tree)
-
-    return jax.jit(spread, out_shardings=places.rows)
-
-
-def update_program(outer: Any, places: ReplicaRows) -> Any:
-    """The outer optimizer's step: of shared parameters, its state and the mean difference."""
-
-    def update(shared: Any, state: Any, mean: Any) -> Any:
-        updates, state = outer.update(mean, state, shared)
-        return jax.tree.map(lambda y, u: (y + u).astype(y.dtype), shared, updates), state
-
-    return jax.jit(update, out_shardings=places.copies)
-
-
-def mix_program(mixing: float, places: ReplicaRows) -> Any:
-    """What replicas go on with: of their own parameters by rows, and the shared ones."""
-
-    def mixed(x: Any, y: Any) -> Any:
-        if mixing == 1:  # bit by bit, even where `x` is not finite
-            return jnp.broadcast_to(y[None], x.shape)
-        return ((1 - mixing) * x + mixing * y[None]).astype(x.dtype)
-
-    return jax.jit(functools.partial(jax.tree.map, mixed), out_shardings=places.rows)
 
 
 def _rows_of_step(step: Callable[..., Any], replica: Any, batch: Any) -> Any:

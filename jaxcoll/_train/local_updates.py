@@ -20,13 +20,7 @@ from jaxcoll._mesh.replica_rows import ReplicaRows
 from jaxcoll._plan.checks import is_integer, is_number, shown
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
-from jaxcoll._train.local_programs import (
-    Average,
-    mix_program,
-    spread_program,
-    step_program,
-    update_program,
-)
+from jaxcoll._train.local_programs import Average, step_program
 from jaxcoll._train.local_state import (
     LocalState,
     Schedule,
@@ -190,15 +184,31 @@ class LocalUpdates:
 
     @functools.cached_property
     def _spread(self) -> Any:
-        return spread_program(self._places)
+        """From a tree that all replicas share to rows of it."""
+        n = len(self._places.devices)
+        spread = functools.partial(jax.tree.map, lambda x: jnp.broadcast_to(x[None], (n, *x.shape)))
+        return jax.jit(spread, out_shardings=self._places.rows)
 
     @functools.cached_property
     def _update(self) -> Any:
-        return update_program(self._outer, self._places)
+        """The outer optimizer's step: of shared parameters, its state and the mean difference."""
+
+        def update(shared: Any, state: Any, mean: Any) -> Any:
+            updates, state = self._outer.update(mean, state, shared)
+            return jax.tree.map(lambda y, u: (y + u).astype(y.dtype), shared, updates), state
+
+        return jax.jit(update, out_shardings=self._places.copies)
 
     @functools.cached_property
     def _mix(self) -> Any:
-        return mix_program(self._mixing, self._places)
+        """What replicas go on with: of their own parameters by rows, and the shared ones."""
+
+        def mixed(x: Any, y: Any) -> Any:
+            if self._mixing == 1:  # bit by bit, even where `x` is not finite
+                return jnp.broadcast_to(y[None], x.shape)
+            return ((1 - self._mixing) * x + self._mixing * y[None]).astype(x.dtype)
+
+        return jax.jit(functools.partial(jax.tree.map, mixed), out_shardings=self._places.rows)
 
     def init(self, params: Any, opt_state: Any) -> LocalState:
         """The state before the first step.

@@ -19,7 +19,7 @@ from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import abstract, spec_of
 from jaxcoll._plan.options import CommunicationOptions, checked
-from jaxcoll._plan.power_sgd import PowerSGD
+from jaxcoll._plan.wire_formats import PowerSGD
 from jaxcoll._spmd.shards import Shards
 
 _CALLER = "residual"

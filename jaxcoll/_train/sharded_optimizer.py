@@ -153,31 +153,11 @@ class ShardedOptimizer:
           ValueError: a leaf cannot be cut, or differs between replicas where that is known; or `tx`
             goes by names or ranks of leaves; or arrays stand beside Shards.
         """
-        if shards_in(params):
-            return self._init_in_shards(params)
-        if set(self._axes) <= set(_compat.axes_in_scope()):
-            scope = scope_here().merged(self._options)
-            own = own_part(params, self._axis_name, _CALLER, scope=scope)
-            self._check(params, own.layout)
-            return _varying(self._tx.init(own))
-        layout, leaves = self._layout(params)
-        self._check(params, layout)
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
-            return self._laid_out(self._tx.init(all_parts(params, layout, self._axes)))
-        shapes = jax.eval_shape(self._tx.init, abstract(layout, self._axes))
-        if isinstance(self.mesh, AbstractMesh) or any(
-            isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves
-        ):
-            return shapes
-        with no_mesh():
-            parts = cut(leaves, layout, self.mesh, self._axes)
-            over = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs_of(shapes))
-            return jax.jit(self._tx.init, out_shardings=over)(parts)
-
-    def _init_in_shards(self, params: Any) -> Any:
-        """The state for parameters that are in shards already."""
-        check_all_in_shards(params)
         own = set(self._axes) <= set(_compat.axes_in_scope())
+        if shards_in(params):
+            check_all_in_shards(params)
+        else:
+            params = self._in_shards(params, own)
         shapes = jax.eval_shape(lambda: params)
         if not self._assumed:
             whole = jax.tree.map(whole_shapes, shapes, is_leaf=is_shards)
@@ -191,10 +171,26 @@ class ShardedOptimizer:
         state = jax.eval_shape(self._tx.init, shapes)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return state
+        mesh = leaves[0].sharding.mesh if leaves else self.mesh
+        if isinstance(mesh, AbstractMesh):
+            return state
         with no_mesh():
-            mesh = leaves[0].sharding.mesh
             over = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(state))
             return jax.jit(self._tx.init, out_shardings=over)(params)
+
+    def _in_shards(self, params: Any, own: bool) -> Shards:
+        """Whole parameters in shards: this replica's `own` in a program, else those of all."""
+        if own:
+            scope = scope_here().merged(self._options)
+            return own_part(params, self._axis_name, _CALLER, scope=scope)
+        layout, leaves = self._layout(params)
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            return all_parts(params, layout, self._axes)
+        shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+        if isinstance(self.mesh, AbstractMesh) or shapes:
+            return abstract(layout, self._axes)
+        with no_mesh():
+            return cut(leaves, layout, self.mesh, self._axes)
 
     def update(
         self, grads: Any, state: Any, params: Any = None, *, reduced: bool = False, **extra: Any
@@ -338,10 +334,6 @@ class ShardedOptimizer:
         explicit = AxisType.Explicit in self.mesh.axis_types
         bound = jax.device_put if explicit else jax.lax.with_sharding_constraint
         return treedef.unflatten(map(bound, nodes, over))
-
-    def _check(self, params: Any, layout: ShardLayout) -> None:
-        if not self._assumed:
-            check_on_structure(self._tx, params, own_shapes(abstract(layout, self._axes)))
 
     def _layout(self, params: Any) -> tuple[ShardLayout, list[Any]]:
         """The layout over this mesh, and the leaves."""

@@ -232,17 +232,10 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _complaint(output: _Output, n: int) -> str:
-    """What is wrong with an output that is off."""
-    one, many = output.one, output.many
+    """How an output that is off differs, by which factor, and what that means."""
+    one, many, base = _wide(output.one), _wide(output.many), output.base
     if one.shape != many.shape:
         return f"has shape {many.shape}, and {one.shape} on one device; is it a value per replica?"
-    return _explained(_wide(one), _wide(many), output, n)
-
-
-def _explained(one: np.ndarray, many: np.ndarray, output: _Output, n: int) -> str:
-    """How the output differs, by which factor, and what that means."""
-    # After a large step an output is near no argument, but its change may tell the factor.
-    base, rounding = output.base, output.rounding
     odd = np.count_nonzero(apart(one, many) == np.inf)
     if odd:
         return (
@@ -250,9 +243,10 @@ def _explained(one: np.ndarray, many: np.ndarray, output: _Output, n: int) -> st
             f"{counted(one.size, 'element')}; does a sum overflow?"
         )
     found = []
+    # After a large step an output is near no argument, but its change may tell the factor.
     for start in (base, None, *output.others) if base else (None, *output.others):
         shift = 0.0 if start is None else start.value.astype(one.dtype)
-        factor = _factor(one - shift, many - shift, rounding)
+        factor = _factor(one - shift, many - shift, output.rounding)
         if factor is not None:
             found.append((_meaning(factor, n) is None, len(found), start, factor))
     if not found:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxcoll._plan.cost.fit import PROBES, Probe, fitted
+from jaxcoll._plan.cost.fit import EXCHANGED, SIZES, Probe, fitted, probes_of
 from jaxcoll._plan.cost.terms import Terms, terms_of
 from jaxcoll.bench.all_reduce import WARM, Contestant
 from jaxcoll.bench.naming import BASELINE
@@ -21,7 +21,7 @@ SECONDS = 8.0
 FEWEST, MOST = 3, 40
 """Rounds: fewer give no median, more find nothing new."""
 HELD_OUT, HELD_OUT_ROUNDS = "resnet50", 5
-STEPS = len(PROBES.sizes) + len(PROBES.exchanged) + 3 + WARM + MOST + 2
+STEPS = len(SIZES) + len(EXCHANGED) + 3 + WARM + MOST + 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _measured(
     team: Team, usual: Terms, sizes: tuple[int, ...], progress: Callable[[str], None]
 ) -> tuple[dict[Probe, float], int]:
     """Median seconds of every probe, and of how many rounds."""
-    probes = PROBES.of(len(sizes), usual)
+    probes = probes_of(len(sizes), usual)
     progress("values")
     leaves = [
         {"shape": (probe.nbytes // 4,), "dtype": "float32"}
@@ -94,11 +94,9 @@ def _measured(
     once = sum(c.warm * c.calls for c in turns.values())
     rounds = min(MOST, max(FEWEST, int(SECONDS / once)))
 
-    def turn(name: str) -> float:
-        return turns[name].turn().seconds
-
     found: list[dict[str, float]] = []
-    for measured in interleaved({k: lambda k=k: turn(k) for k in turns}, rounds):
+    each = {k: lambda c=c: c.turn().seconds for k, c in turns.items()}
+    for measured in interleaved(each, rounds):
         progress(f"measure, round {len(found) + 1} of {rounds}")
         found.append(measured)
     return {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, WIDE, bare, page
 from jaxcoll.bench.naming import BASELINE, TWIN, duration, spelled
@@ -70,7 +70,7 @@ def draw_simulation(simulation: Simulation, path: Path) -> None:
     axes.xaxis.set_major_locator(FixedLocator(RANKS))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{round(x):,}"))
     axes.yaxis.set_major_locator(LogLocator(subs=(1,)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _tick(y)))
+    axes.yaxis.set_major_formatter(EngFormatter("s", places=0))
     axes.set_xlim(RANKS[0] * 0.94, RANKS[-1])
     axes.set_xlabel("devices", color=FAINT, size=10.5, loc="right")
     axes.set_title("Predicted time", loc="left", size=13, weight="bold", color=INK, pad=12)
@@ -250,16 +250,3 @@ def _short(value: float) -> str:
       ('0.034', '1.04', '12.3', '140')
     """
     return f"{value:#.{2 if value < 0.995 else 3}g}".rstrip(".")
-
-
-def _tick(seconds: float) -> str:
-    """A power of ten in the unit that suits it.
-
-    Examples:
-      >>> _tick(1e-5), _tick(0.01), _tick(10.0)
-      ('10 µs', '10 ms', '10 s')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size * 0.999:
-            return f"{seconds / size:g} {unit}"
-    return f"{seconds * 1e6:g} µs"

@@ -9,16 +9,7 @@ SIMULATED = 8
 
 
 def devices_of(platform: str, count: int | None) -> list[jax.Device]:
-    """The devices that the flags `--platform` and `--devices` ask for.
-
-    Args:
-      platform: "cpu": simulated, as many as wanted. "gpu", "tpu": those of this machine.
-        "auto": those that JAX prefers here.
-      count: how many; None: eight on a simulated CPU, otherwise all there are.
-
-    Raises:
-      ValueError: there are fewer, or none of that platform; the message says what there is.
-    """
+    """The devices that `--platform` and `--devices` ask for; those of "cpu" are simulated."""
     if platform == "cpu":
         # Both must be set before the first backend exists; JAX refuses it later.
         jax.config.update("jax_platforms", "cpu")

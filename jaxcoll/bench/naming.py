@@ -27,10 +27,9 @@ _EVERYTHING = 1 << 60
 def options_of(name: str) -> CommunicationOptions:
     """The options that an algorithm's name stands for; "auto" leaves all of them unset.
 
-    Args:
-      name: "auto", "reproducible", or an algorithm with - or _ in it ("halving-doubling"), or
-        "inner/outer" for two axes; then perhaps "+" and a wire format ("auto+int8"), `FEEDBACK`
-        behind that, and "@" and the largest pack ("ring@4MiB"), or "@all" for one pack.
+    A name is "auto", "reproducible", or an algorithm with - or _ in it ("halving-doubling"), or
+    "inner/outer" for two axes; then perhaps "+" and a wire format ("auto+int8"), `FEEDBACK`
+    behind that, and "@" and the largest pack ("ring@4MiB"), or "@all" for one pack.
 
     Raises:
       ValueError: there is no such algorithm, format or pack.

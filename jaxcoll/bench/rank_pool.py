@@ -27,23 +27,15 @@ Entry = tuple[str, ...]
 
 
 class Team(abc.ABC):
-    """Ranks of one library that carry out the same requests at the same time.
+    """Ranks of one library that carry out the same requests at the same time."""
 
-    Attributes:
-      entries: the contestants.
-      world: how its first rank describes it; see `Rank.world`.
-      on_this_host: whether all ranks are known to run on this machine.
-      launched: whether they are processes of their own.
-      network: what joins their hosts, in words; "": it is one host, or that is not known.
-    """
-
-    on_this_host = False
-    launched = False
-    network = ""
+    on_this_host = False  # whether all ranks are known to run on this machine
+    launched = False  # whether they are processes of their own
+    network = ""  # what joins their hosts, in words; "": it is one host, or that is not known
 
     def __init__(self, entries: Sequence[Entry], world: dict[str, Any]) -> None:
         self.entries = tuple(entries)
-        self.world = world
+        self.world = world  # as its first rank describes it; see `Rank.world`
 
     def sent_bytes(self) -> int | None:
         """Bytes that the kernel has counted of what ranks exchange; None: it does not."""
@@ -183,14 +175,7 @@ def launched(
     timeout: float,
     places: Places | None = None,
 ) -> Iterator[Launched]:
-    """Start a team of processes that run `command`, one for each of `worlds`; none outlives it.
-
-    Yields:
-      The team, whose ranks have met.
-
-    Raises:
-      LaunchError: they did not meet.
-    """
+    """Start a team of processes that run `command`, one for each of `worlds`; none outlives it."""
     with (
         tempfile.TemporaryDirectory(prefix="jaxcoll-") as folder,
         surely_ended() as running,

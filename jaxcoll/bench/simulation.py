@@ -68,8 +68,7 @@ def simulate(
     host. The first part of an algorithm "inner/outer" works within an island.
 
     Raises:
-      ValueError: there is no such algorithm, or it is of more than two parts; the topology is of
-        simulated devices.
+      ValueError: there is no such algorithm, or the topology is of simulated devices.
     """
     where, island, world = _island(topology)
     terms = preset(world)
@@ -109,10 +108,5 @@ def _island(topology: Topology | None) -> tuple[str, int, World]:
 
 
 def _power_of_two(most: int) -> int:
-    """The largest that is not larger.
-
-    Examples:
-      >>> _power_of_two(8960)
-      8192
-    """
+    """The largest that is not larger."""
     return 1 << (most.bit_length() - 1)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from jaxcoll._plan.algorithms import stages
@@ -49,7 +48,10 @@ def show(results: Sequence[Result], *, to_stderr: bool) -> None:
         results, lambda r: (r.is_size, not r.is_size and r.workload)
     ):
         rows = list(found)
-        table = _results_table(_title(rows), by_size=is_size)
+        columns = [*["size"] * is_size, "algorithm", *_COLUMNS, *_OF_TREES * (not is_size)]
+        align = ">" * is_size + "<" + ">" * (len(columns) - 1 - is_size)
+        table = new_table(columns, align, _title(rows), no_wrap=True)
+        table.padding, table.pad_edge = (0, 0), False
         for workload, group in groupby(rows, lambda r: r.workload):
             for k, row in enumerate(group):
                 cells = [Text(cell) for cell in _cells(row)]
@@ -106,14 +108,6 @@ def _title(rows: Sequence[Result]) -> str:
     if not first.is_size:
         what += f" in {first.leaves:,} {'array' if first.leaves == 1 else 'arrays'}"
     return f"{what} of {', '.join(first.dtypes)}: {first.reduce_op} over {first.world}"
-
-
-def _results_table(title: str, *, by_size: bool) -> Table:
-    columns = [*["size"] * by_size, "algorithm", *_COLUMNS, *_OF_TREES * (not by_size)]
-    align = ">" * by_size + "<" + ">" * (len(columns) - 1 - by_size)
-    table = new_table(columns, align, title, no_wrap=True)
-    table.padding, table.pad_edge = (0, 0), False
-    return table
 
 
 def _cells(row: Result) -> list[str]:

@@ -24,19 +24,10 @@ def teams_of(
     devices: int | None = None,
     platform: str | None = None,
     network: Network | None = None,
-    against: Mapping[str, str | None] | None = None,
+    against: Mapping[str, str | None] | None = None,  # of `PEERS`, with their interpreters
     timeout: float = 600,
 ) -> Iterator[list[Team]]:
-    """The teams that the command's flags ask for, JAX's first; none is left at the end.
-
-    `against` has names of `naming.PEERS`, each with its interpreter; None: this one.
-
-    Yields:
-      The teams.
-
-    Raises:
-      ValueError: the flags ask for what is not there.
-    """
+    """The teams that the command's flags ask for, JAX's first; none is left at the end."""
     if network is not None:
         if processes is not None or against or platform not in (None, "cpu"):
             raise ValueError(

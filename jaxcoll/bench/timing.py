@@ -29,11 +29,7 @@ class Estimate:
 
 
 def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[dict[str, T]]:
-    """Make every call once per round, in an order that is reversed every other round.
-
-    Yields:
-      What the calls returned, by name, one dictionary per round.
-    """
+    """Make every call once per round, in turned order every other one; yields results by name."""
     names = list(calls)
     for k in range(rounds):
         # Reversed, so that a drift of the machine within rounds cancels over two of them.

@@ -94,15 +94,7 @@ def array_of(nbytes: int, dtype: str) -> Workload:
 
 
 def tree_of(name: str, dtype: str) -> Workload:
-    """A named tree, or one from a JSON file of `[{"shape": .., "dtype": .., "name": ..}, ..]`.
-
-    Args:
-      name: one of `TREES`, or a path that ends in .json.
-      dtype: of leaves that do not say; those without a name are numbered.
-
-    Raises:
-      ValueError: there is no such tree, or the file does not hold one.
-    """
+    """One of `TREES`, or that of a .json file of `[{"shape": .., "dtype": .., "name": ..}, ..]`."""
     default = _dtype(dtype)
     if name in TREES:
         shapes = TREES[name]()

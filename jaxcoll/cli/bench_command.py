@@ -9,21 +9,19 @@ import json
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll._mesh.machine_costs import FILE, calibration
+from jaxcoll.bench import targets
 from jaxcoll.bench.checkout import from_checkout
 from jaxcoll.bench.lab.namespaces import Network
 from jaxcoll.bench.naming import BASELINE, PEERS, TWIN, options_of, sizes_of
+from jaxcoll.bench.rank_pool import Entry, Team
 from jaxcoll.bench.terminal import new_console, progress_bars
 from jaxcoll.bench.workloads import Workload, array_of, tree_of
-from jaxcoll.cli.flags import add_devices, add_platform, add_tree, check_least
-from jaxcoll.cli.results import check_installed, check_results, write_lines
+from jaxcoll.cli import flags
 from jaxcoll.cli.streams import complain
-
-if TYPE_CHECKING:
-    from jaxcoll.bench.rank_pool import Entry, Team
 
 EPILOG = """\
 Without --devices, --processes and --platform it enters a job that was launched by a launcher that
@@ -36,14 +34,14 @@ status is 0; 2 with one line on standard error when something cannot be done or 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
-    what = add_tree(parser, several=True)
-    what.add_argument(
+    add = flags.add_tree(parser, several=True).add_argument
+    add(
         "--sizes",
         metavar="RANGE",
         help="one array of each size: 1MiB, 1KiB:256MiB (powers of 2), 1KiB:1GiB:4 (times 4)",
     )
-    how = parser.add_argument_group("how")
-    how.add_argument(
+    add = parser.add_argument_group("how").add_argument
+    add(
         "--algorithms",
         default="auto",
         metavar="LIST",
@@ -52,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "says what travels, @4MiB or @all how large its packs are (default: auto); "
         f"{BASELINE} and its A/A twin always take part",
     )
-    how.add_argument(
+    add(
         "--overlap",
         type=int,
         metavar="N",
@@ -60,36 +58,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "place of an accelerator's backward pass, and measure what of it a step waits for; needs a "
         "checkout",
     )
-    how.add_argument("--rounds", type=int, default=20, help="timed rounds (default: 20)")
+    add("--rounds", type=int, default=20, help="timed rounds (default: 20)")
     where = parser.add_argument_group("where")
-    add_devices(where, "of each process (default: all, or {simulated} simulated)")
-    where.add_argument(
-        "--processes", type=int, metavar="N", help="start N CPU processes here, over Gloo"
-    )
-    add_platform(where, default=None, help="of this process's devices")
-    where.add_argument(
+    flags.add_devices(where, "of each process (default: all, or {simulated} simulated)")
+    add = where.add_argument
+    add("--processes", type=int, metavar="N", help="start N CPU processes here, over Gloo")
+    flags.add_platform(where, default=None, help="of this process's devices")
+    add(
         "--rate",
         metavar="RATE",
         help="start CPU processes on hosts of their own, network namespaces on this machine, whose "
         "links carry so much each way: 200mbit, 1gbit, none (for no limit)",
     )
-    where.add_argument("--hosts", type=int, metavar="H", help="with --rate (default: 2)")
-    where.add_argument(
-        "--per-host", type=int, metavar="P", help="processes on each, with --rate (default: 1)"
-    )
-    where.add_argument(
-        "--timeout", type=float, default=600, help="seconds for any single step (default: 600)"
-    )
-    calibration = parser.add_argument_group("what the automatic choice goes by")
-    calibration.add_argument(
+    add("--hosts", type=int, metavar="H", help="with --rate (default: 2)")
+    add("--per-host", type=int, metavar="P", help="processes on each, with --rate (default: 1)")
+    add("--timeout", type=float, default=600, help="seconds for any single step (default: 600)")
+    add = parser.add_argument_group("what the automatic choice goes by").add_argument
+    add(
         "--calibrate",
         action="store_true",
         help="measure, for about ten seconds, what the cost model says of this machine and world, "
         "and keep it where programs here find it; with --json, in that file, to be named by "
         "JAXCOLL_TERMS",
     )
-    regret = parser.add_argument_group("what the automatic choice costs")
-    regret.add_argument(
+    add = parser.add_argument_group("what the automatic choice costs").add_argument
+    add(
         "--regret",
         action="store_true",
         help="measure it beside hand-made choices, on random trees over 2, 4 and 8 processes of "
@@ -97,10 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "line for each case as soon as it is known, and cases whose lines are there are left out; "
         "needs a checkout",
     )
-    regret.add_argument("--cases", type=int, default=40, help="with --regret (default: 40)")
-    regret.add_argument("--seed", type=int, default=0, help="of these cases (default: 0)")
-    peers = parser.add_argument_group("against other libraries, in the same run")
-    peers.add_argument(
+    add("--cases", type=int, default=40, help="with --regret (default: 40)")
+    add("--seed", type=int, default=0, help="of these cases (default: 0)")
+    add = parser.add_argument_group("against other libraries, in the same run").add_argument
+    add(
         "--against",
         default="",
         metavar="LIST",
@@ -108,14 +101,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(MultiWorkerMirroredStrategy, RING); needs --processes, and a checkout",
     )
     for name in PEERS:
-        peers.add_argument(
-            f"--{name}-python", metavar="PATH", help=f"an interpreter with {name} (default: this)"
-        )
-    out = parser.add_argument_group("results")
-    out.add_argument(
-        "--json", metavar="FILE", help="one JSON line per result; - for standard output"
-    )
-    out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture of the results")
+        add(f"--{name}-python", metavar="PATH", help=f"an interpreter with {name} (default: this)")
+    add = parser.add_argument_group("results").add_argument
+    add("--json", metavar="FILE", help="one JSON line per result; - for standard output")
+    add("--plot", type=Path, metavar="FILE.png", help="draw a picture of the results")
 
 
 _OF_OTHERS: dict[str, Any] = {
@@ -135,8 +124,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, show and write; the exit status, as `EPILOG` has it."""
     try:
         with _terminable():
-            check_least(args, 1, "rounds", "devices", "per_host")
-            check_installed("bench", "rich", *["matplotlib"] * (args.plot is not None))
+            flags.check_least(args, 1, "rounds", "devices", "per_host")
+            flags.check_installed("bench", "rich", *["matplotlib"] * (args.plot is not None))
             if args.calibrate:
                 _calibrate(args)
                 return 0
@@ -181,7 +170,7 @@ def _compare(args: argparse.Namespace, workloads: list[Workload], names: list[st
             from jaxcoll.bench.chart import draw
 
             write_result("--plot", args.plot, functools.partial(draw, results))
-        write_lines(args.json, "".join(json.dumps(each.to_dict()) + "\n" for each in results))
+        flags.write_lines(args.json, "".join(json.dumps(each.to_dict()) + "\n" for each in results))
         show(results, to_stderr=args.json == "-")
 
 
@@ -191,7 +180,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     from jaxcoll.bench.table import show_calibration
 
     check_unset(args, "--calibrate measures what the cost model needs", {"rounds": 20})
-    check_results(args.json)
+    flags.check_results(args.json)
 
     def writes(file: Path) -> None:
         if args.json is None:
@@ -206,7 +195,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     if args.json is None:
         write_text("--calibrate", found.file, text)
     else:
-        write_lines(args.json, text)
+        flags.write_lines(args.json, text)
     one_process = found.terms.key.processes == 1
     show_calibration(found, _kept(args.json, found.file, one_process), to_stderr=args.json == "-")
 
@@ -236,21 +225,14 @@ def _kept(asked: str | None, file: Path, one_process: bool) -> str:
 def teams_of(
     args: argparse.Namespace, entries: Sequence[Entry]
 ) -> Iterator[tuple[list[Team], bool]]:
-    """The teams that the flags ask for; none is left at the end.
-
-    Yields:
-      The teams, JAX's first, and whether this process is the one that prints and writes.
-    """
-    from jaxcoll.bench import targets
-
-    names = args.against or ()
+    """The teams that the flags ask for, and whether this process prints and writes."""
     with targets.teams_of(
         entries,
         processes=args.processes,
         devices=args.devices,
         platform=args.platform,
         network=_network(args),
-        against={name: getattr(args, f"{name}_python") for name in names},
+        against={name: getattr(args, f"{name}_python") for name in args.against or ()},
         timeout=args.timeout,
     ) as teams:
         yield teams, targets.is_first(teams)
@@ -267,11 +249,7 @@ def _network(args: argparse.Namespace) -> Network | None:
 
 @contextlib.contextmanager
 def progress_of(steps: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error, where that is a terminal.
-
-    Yields:
-      What to call at each step, with words for what is being done.
-    """
+    """A bar on standard error, where that is a terminal; call it at each step, with words."""
     console = new_console(stderr=True, quiet=not shown)
     with progress_bars(console, [""], steps, transient=True) as advance:
         yield lambda words: advance("", words)
@@ -293,7 +271,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[Workload], list[str]]:
         workloads += [array_of(size, args.dtype) for size in sizes_of(args.sizes)]
     if args.against and any(len({x.dtype for x in w.leaves}) > 1 for w in workloads):
         raise ValueError("--against: the others take trees of one dtype only.")
-    check_results(args.json, args.plot)
+    flags.check_results(args.json, args.plot)
     return workloads, list(dict.fromkeys([BASELINE, TWIN, *asked]))
 
 

@@ -15,8 +15,7 @@ from jaxcoll._cluster.launch.local import join, world
 from jaxcoll._cluster.launch.supervisor import Job, Owner
 from jaxcoll._files import check_writable, write_result
 from jaxcoll.bench.devices import devices_of
-from jaxcoll.cli.flags import add_devices, add_platform, check_least
-from jaxcoll.cli.results import check_installed, check_results, write_lines
+from jaxcoll.cli import flags
 from jaxcoll.cli.streams import complain
 
 EPILOG = """\
@@ -33,38 +32,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "what", choices=["digits"], nargs="?", default="digits", help="default: digits"
-    )
-    add_platform(parser)
-    add_devices(
+    add = parser.add_argument
+    add("what", choices=["digits"], nargs="?", default="digits", help="default: digits")
+    flags.add_platform(parser)
+    flags.add_devices(
         parser, "how many (default: {simulated} simulated ones, or all accelerators; 1 a process)"
     )
-    parser.add_argument(
+    add(
         "--processes",
         type=int,
         metavar="N",
         help="start N CPU processes here, over Gloo, between which gradients are packed",
     )
-    parser.add_argument(
+    add(
         "--steps",
         type=int,
         default=600,
         metavar="N",
         help="updates of the parameters (default: 600)",
     )
-    parser.add_argument(
+    add(
         "--bytes-per-pack",
         type=int,
         default=0,
         metavar="N",
         help="close a pack of gradients before it exceeds N bytes (default: decided automatically)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write all figures to FILE; - for here, in place of words"
-    )
-    parser.add_argument(
+    add("--seed", type=int, default=0, metavar="N", help="default: 0")
+    add("--json", metavar="FILE", help="write all figures to FILE; - for here, in place of words")
+    add(
         "--out",
         type=Path,
         default=Path("jaxcoll-out"),
@@ -76,16 +72,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, show, and write the picture; the exit status, as `EPILOG` has it."""
     picture = args.out / "demo.png"
-    check_installed("cli,train", "rich", "matplotlib", "optax", "sklearn")
+    flags.check_installed("cli,train", "rich", "matplotlib", "optax", "sklearn")
     from jaxcoll.demos.digits import TRAINING_IMAGES
 
-    check_least(args, 1, "steps", "devices", "processes")
-    check_least(args, 0, "seed")
+    flags.check_least(args, 1, "steps", "devices", "processes")
+    flags.check_least(args, 0, "seed")
     check_writable("--out", picture)
-    check_results(args.json)
+    flags.check_results(args.json)
     if (args.devices or 1) * (args.processes or 1) > TRAINING_IMAGES:
-        flags = [f"--{name} {getattr(args, name)}" for name in ("processes", "devices")]
-        asked = " ".join(flag for flag in flags if not flag.endswith("None"))
+        given = [f"--{name} {getattr(args, name)}" for name in ("processes", "devices")]
+        asked = " ".join(flag for flag in given if not flag.endswith("None"))
         raise ValueError(
             f"{asked}: there are {TRAINING_IMAGES} images to train on, and each device needs one "
             "in each step."
@@ -122,7 +118,7 @@ def _train(
         return 0
     write_result("--out", picture, functools.partial(draw, outcome))
     figures = {**outcome.to_dict(), "picture": str(picture)}
-    write_lines(args.json, json.dumps(figures, indent=2) + "\n")
+    flags.write_lines(args.json, json.dumps(figures, indent=2) + "\n")
     show(outcome, picture, to_stderr=to_stderr)
     for shortfall in outcome.shortfalls():
         complain("demo", shortfall)
@@ -148,9 +144,9 @@ class _First(Owner):
 
 def _start(args: argparse.Namespace) -> int:
     """This command in several processes, each of which has `--devices` devices."""
-    flags = {name: getattr(args, name) for name in ("processes", "steps", "seed", "out", "json")}
-    flags = {**flags, "bytes-per-pack": args.bytes_per_pack}
-    given = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    asked = {name: getattr(args, name) for name in ("processes", "steps", "seed", "out", "json")}
+    asked = {**asked, "bytes-per-pack": args.bytes_per_pack}
+    given = [f"--{name}={value}" for name, value in asked.items() if value is not None]
     own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(args.devices or 1)}
     if (sys.stderr if args.json == "-" else sys.stdout).isatty():
         own["TTY_COMPATIBLE"] = "1"  # for rich, which writes to a pipe

@@ -10,15 +10,8 @@ import time
 from typing import Any
 
 from jaxcoll.bench.terminal import new_console, new_table
-from jaxcoll.cli.diagnosis import (
-    Finding,
-    job_findings,
-    loopback_bandwidth,
-    machine_facts,
-    machine_findings,
-    pair_findings,
-)
-from jaxcoll.cli.results import check_results, write_lines
+from jaxcoll.cli import diagnosis
+from jaxcoll.cli.flags import check_results, write_lines
 from jaxcoll.cli.streams import complain, patience
 
 EPILOG = """\
@@ -36,10 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
     words = "write lines of JSON to FILE, in the place of a table; - or nothing for here"
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=words)
-    parser.add_argument(
-        "--timeout", type=float, default=60, help="seconds for the others to answer (default: 60)"
-    )
+    add = parser.add_argument
+    add("--json", nargs="?", const="-", metavar="FILE", help=words)
+    add("--timeout", type=float, default=60, help="seconds for the others to answer (default: 60)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     return 2 if "bad" in levels else 1 if "warn" in levels else 0
 
 
-def _findings(timeout: float) -> list[Finding] | None:
+def _findings(timeout: float) -> list[diagnosis.Finding] | None:
     """All findings; None: process 0 reports them."""
     import jax
 
@@ -74,12 +66,12 @@ def _findings(timeout: float) -> list[Finding] | None:
     store = coordination.store()
     if store is not None:
         _meet(store, timeout)  # before JAX looks for devices together, and waits long for the dead
-    mine = machine_facts()
+    mine = diagnosis.machine_facts()
     try:
-        bandwidth = loopback_bandwidth()
+        bandwidth = diagnosis.loopback_bandwidth()
     except OSError:
         bandwidth = None
-    here = machine_findings(mine, bandwidth)
+    here = diagnosis.machine_findings(mine, bandwidth)
     if store is None or store.processes == 1:
         return here
     address = own_address() or socket.gethostname()  # on the way to the coordinator
@@ -87,11 +79,11 @@ def _findings(timeout: float) -> list[Finding] | None:
     others = _reports(store, "jaxcoll/doctor", timeout)
     # A collective among processes that differ may hang: links are measured only between equals.
     alike = None not in others and len({facts["devices"] for facts in others if facts}) == 1
-    measured = pair_findings(_between_neighbours()) if alike else []
+    measured = diagnosis.pair_findings(_between_neighbours()) if alike else []
     if store.process == 0:
         addresses = [facts["interface"] for facts in others if facts]
         assert jax.process_count() == store.processes
-        return [*here, *job_findings(others, addresses), *measured]
+        return [*here, *diagnosis.job_findings(others, addresses), *measured]
     return None
 
 
@@ -126,6 +118,7 @@ def _between_neighbours() -> dict[tuple[int, int], float]:
     import jax
     import numpy as np
     from jax import lax
+    from jax.experimental.multihost_utils import process_allgather
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     count = jax.process_count()
@@ -153,18 +146,12 @@ def _between_neighbours() -> dict[tuple[int, int], float]:
             jax.block_until_ready(compiled(values))
             seconds.append(time.perf_counter() - start)
         # Every process takes the slower of the two ends: only these took part.
-        found[a, b] = _BLOCK / _slowest(sorted(seconds)[_CALLS // 2])
+        medians = process_allgather(np.array([sorted(seconds)[_CALLS // 2]], np.float32))
+        found[a, b] = _BLOCK / float(np.max(np.asarray(medians)))
     return found
 
 
-def _slowest(seconds: float) -> float:
-    import numpy as np
-    from jax.experimental.multihost_utils import process_allgather
-
-    return float(np.max(np.asarray(process_allgather(np.array([seconds], np.float32)))))
-
-
-def _show(findings: list[Finding]) -> None:
+def _show(findings: list[diagnosis.Finding]) -> None:
     from rich.text import Text
 
     console = new_console(highlight=False)

@@ -1,14 +1,19 @@
-"""Flags that several commands have, each declared once."""
+"""Flags that several commands have: declared, checked before the work, and carried out."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
+from jaxcoll._files import check_writable, write_text
 from jaxcoll.bench.devices import SIMULATED
 from jaxcoll.bench.workloads import TREES
 
 PLATFORMS = ("cpu", "gpu", "tpu", "auto")
+_PACKAGES = {"sklearn": "scikit-learn"}
 
 
 def add_platform(parser: Any, *, default: str | None = "cpu", help: str = "") -> None:
@@ -45,3 +50,31 @@ def add_tree(parser: argparse.ArgumentParser, *, several: bool = False) -> Any:
     group.add_argument("--dtype", default="float32", help="of what does not say (default: float32)")
     group.add_argument("--reduce-op", choices=["mean", "sum"], default="mean")
     return group
+
+
+def check_installed(extra: str, *modules: str, flag: str = "") -> None:
+    """Refuse what needs a package that is not installed, and name the extra that brings it."""
+    missing = [_PACKAGES.get(m, m) for m in modules if not importlib.util.find_spec(m)]
+    if missing:
+        raise ValueError(
+            f"{flag} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+            f"installed: pip install 'jaxcoll[{extra}]'".lstrip()
+        )
+
+
+def check_results(json: str | None, plot: Path | None = None) -> None:
+    """Find out before the work whether the files of --json and --plot can be written."""
+    if plot is not None:
+        if plot.suffix != ".png":
+            raise ValueError(f"--plot: expected a name that ends in .png; got {plot}.")
+        check_writable("--plot", plot)
+    if json not in (None, "-"):
+        check_writable("--json", Path(json))
+
+
+def write_lines(json: str | None, text: str) -> None:
+    """Write all of `text` or nothing to the file of --json; "-" is standard output."""
+    if json == "-":
+        sys.stdout.write(text)
+    elif json is not None:
+        write_text("--json", Path(json), text)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -13,15 +15,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxcoll._files import check_writable, write_result
 from jaxcoll._mesh.mesh import abstract_mesh, checked_mesh, takes_mesh
-from jaxcoll._observe.build import report_of
 from jaxcoll._observe.compare import against
-from jaxcoll._observe.report import Report
+from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.report_text import text as text_of
 from jaxcoll._plan.cost.clusters import topology_named
-from jaxcoll._show.units import WIDTH
+from jaxcoll._show.units import WIDTH, shortened
 from jaxcoll.bench.devices import SIMULATED
-from jaxcoll.cli.flags import add_devices, add_platform, check_least
-from jaxcoll.cli.results import check_results, write_lines
+from jaxcoll.cli.flags import add_devices, add_platform, check_least, check_results, write_lines
 from jaxcoll.cli.streams import patience, terminal_width
 
 EPILOG = """\
@@ -37,20 +37,17 @@ status is 0, or 2 with one line on standard error.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
-    parser.add_argument("target", metavar="TARGET", help="FILE.hlo, or module:name")
-    parser.add_argument(
-        "--against", metavar="OTHER", help="another TARGET, of which the figures stand beside"
-    )
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="FILE.hlo, or module:name")
+    add("--against", metavar="OTHER", help="another TARGET, of which the figures stand beside")
     add_devices(
         parser,
         "simulated CPU devices to compile for (default: {simulated}, unless the module says)",
     )
     add_platform(parser)
-    parser.add_argument(
-        "--topology", metavar="NAME", help="a cluster that is not here, to compile module:name for"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the report to FILE; - for here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the schedule, as in a.png")
+    add("--topology", metavar="NAME", help="a cluster that is not here, to compile module:name for")
+    add("--json", metavar="FILE", help="write the report to FILE; - for here")
+    add("--plot", type=Path, metavar="FILE", help="draw the schedule, as in a.png")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,11 +113,9 @@ def _report(target: str, args: argparse.Namespace) -> Report:
     elif args.platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(args.platform, args.platform))
     fun, given, named = _asked_for(module, name, args.topology)
-    try:
+    # Whatever a user's function raises while it is traced, or a compiler while it compiles.
+    with _explained(f"{target} cannot be compiled"):
         return inspect(fun, *given, topology=args.topology, **named)
-    except Exception as error:
-        # Whatever a user's function raises while it is traced, or a compiler while it compiles.
-        raise ValueError(f"{target} cannot be compiled: {_one_line(error)}") from error
 
 
 def _asked_for(
@@ -128,28 +123,19 @@ def _asked_for(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The program that module:name stands for, and its arguments."""
     sys.path.insert(0, "")
-    try:
+    # Importing runs the user's file, which may raise anything.
+    with _explained(f"no {name!r} in {module!r}"):
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        # Importing runs the user's file, which may raise anything.
-        raise ValueError(f"no {name!r} in {module!r}: {_one_line(error)}") from error
     if hasattr(found, "example_args"):
         return found, tuple(found.example_args), dict(getattr(found, "example_kwargs", {}))
     if not callable(found):
         raise ValueError(f"{module}:{name} is not a function; it is {type(found).__name__}.")
-    try:
+    # A platform that is not here, for one, has errors of its own.
+    with _explained(f"no mesh for {module}:{name}"):
         given = {"mesh": _mesh(topology)} if takes_mesh(found, {}) else {}
-    except Exception as error:
-        # A platform that is not here, for one, has errors of its own.
-        raise ValueError(f"no mesh for {module}:{name}: {_one_line(error)}") from error
-    try:
+    alone = "with a `mesh` alone" if given else "without arguments"
+    with _explained(f"{module}:{name} has no `example_args`, and cannot be called {alone}"):
         made = found(**given)
-    except Exception as error:
-        alone = "with a `mesh` alone" if given else "without arguments"
-        raise ValueError(
-            f"{module}:{name} has no `example_args`, and cannot be called {alone}: "
-            f"{_one_line(error)}"
-        ) from error
     if not isinstance(made, tuple):
         return made, (), {}
     if len(made) not in (2, 3) or not isinstance(made[1], tuple | list):
@@ -163,9 +149,13 @@ def _mesh(topology: str | None) -> Mesh | AbstractMesh:
     return abstract_mesh(topology_named(topology), ("data",))
 
 
-def _one_line(error: BaseException) -> str:
-    """An error in one line, with its type where the words alone do not say what it is."""
-    words = " ".join(str(error).split())
-    words = words if len(words) <= 400 else f"{words[:399]}…"
-    known = isinstance(error, ValueError | OSError) and words
-    return words if known else f"{type(error).__name__}: {words}"
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Any error as one line behind `what`, with its type where its words alone do not say it."""
+    try:
+        yield
+    except Exception as error:
+        words = shortened(" ".join(str(error).split()), 400)
+        known = isinstance(error, ValueError | OSError) and words
+        words = words if known else f"{type(error).__name__}: {words}"
+        raise ValueError(f"{what}: {words}") from error

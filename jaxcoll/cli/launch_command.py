@@ -36,43 +36,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
     parser.usage = "jaxcoll launch [-n N] [flags] (script.py | -m module) [arguments ...]"
-    parser.add_argument("-n", "--processes", type=int, default=2, metavar="N", help="(default: 2)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("-n", "--processes", type=int, default=2, metavar="N", help="(default: 2)")
+    add(
         "--devices-per-process",
         type=int,
         metavar="K",
         help="simulated CPU devices, or GPUs, of each process (default: 1)",
     )
-    parser.add_argument(
+    add(
         "--platform",
         choices=["cpu", "gpu"],
         default="cpu",
         help="simulated CPU devices over Gloo (default), or this host's GPUs, K for each process",
     )
-    parser.add_argument(
-        "--logs", type=Path, metavar="DIR", help="write what each prints to DIR/RANK.log as well"
-    )
-    parser.add_argument(
-        "--timeout", type=float, metavar="S", help="end all after S seconds (default: never)"
-    )
-    parser.add_argument(
+    add("--logs", type=Path, metavar="DIR", help="write what each prints to DIR/RANK.log as well")
+    add("--timeout", type=float, metavar="S", help="end all after S seconds (default: never)")
+    add(
         "--keep-going",
         action="store_true",
         help="let the others run on when a process fails, for programs that can go on without it",
     )
-    parser.add_argument(
+    add(
         "--restarts",
         type=int,
         default=0,
         metavar="N",
         help="start what failed again, N times in all (default: 0)",
     )
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module"
-    )
-    parser.add_argument(
-        "program", nargs=argparse.REMAINDER, metavar="script.py ...", help="what to run"
-    )
+    add("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module")
+    add("program", nargs=argparse.REMAINDER, metavar="script.py ...", help="what to run")
 
 
 def run(args: argparse.Namespace) -> int:

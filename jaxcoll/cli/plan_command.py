@@ -19,8 +19,7 @@ from jaxcoll._plan.world import World
 from jaxcoll.bench.naming import options_of
 from jaxcoll.bench.simulation import ALGORITHMS, Simulation, simulate
 from jaxcoll.bench.workloads import Workload, tree_of
-from jaxcoll.cli.flags import add_devices, add_tree, check_least
-from jaxcoll.cli.results import check_installed, check_results, write_lines
+from jaxcoll.cli import flags
 from jaxcoll.cli.streams import patience, terminal_width
 
 EPILOG = """\
@@ -33,28 +32,23 @@ with one line on standard error.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
-    what = add_tree(parser)
-    what.add_argument(
-        "--algorithm", default="auto", metavar="NAME", help="and packs, as in ring@4MiB"
-    )
+    add = flags.add_tree(parser).add_argument
+    add("--algorithm", default="auto", metavar="NAME", help="and packs, as in ring@4MiB")
     where = parser.add_argument_group("where").add_mutually_exclusive_group()
-    where.add_argument("--topology", metavar="NAME", help="a cluster, such as h100:2x8 or v5e:4x4")
-    add_devices(where, "of one CPU process (default: {simulated})")
-    where.add_argument(
-        "--processes", type=int, metavar="N", help="CPU processes on this machine, over Gloo"
-    )
-    out = parser.add_argument_group("results")
-    out.add_argument(
+    add = where.add_argument
+    add("--topology", metavar="NAME", help="a cluster, such as h100:2x8 or v5e:4x4")
+    flags.add_devices(where, "of one CPU process (default: {simulated})")
+    add("--processes", type=int, metavar="N", help="CPU processes on this machine, over Gloo")
+    add = parser.add_argument_group("results").add_argument
+    add(
         "--simulate",
         action="store_true",
         help="predict it for 2 to 16,384 replicas of these devices (default: h100:2x8)",
     )
-    out.add_argument("--algorithms", metavar="LIST", help=f"for --simulate (default: {ALGORITHMS})")
-    out.add_argument(
-        "--all-rows", action="store_true", help="show all rows of a long table, not the first"
-    )
-    out.add_argument("--json", metavar="FILE", help="write it to FILE as JSON; - for here")
-    out.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what --simulate predicts")
+    add("--algorithms", metavar="LIST", help=f"for --simulate (default: {ALGORITHMS})")
+    add("--all-rows", action="store_true", help="show all rows of a long table, not the first")
+    add("--json", metavar="FILE", help="write it to FILE as JSON; - for here")
+    add("--plot", type=Path, metavar="FILE.png", help="draw what --simulate predicts")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         from jaxcoll.bench.chart import draw_simulation
 
         write_result("--plot", args.plot, functools.partial(draw_simulation, found))
-    write_lines(args.json, text + "\n")
+    flags.write_lines(args.json, text + "\n")
     if args.json != "-":
         rows = None if args.all_rows else MOST_ROWS
         print(found.text(rows, terminal_width()) if isinstance(found, Plan) else found)
@@ -76,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _checked(args: argparse.Namespace) -> Workload:
     """The tree; everything that can be refused is refused before the work."""
-    check_least(args, 1, "devices", "processes")
+    flags.check_least(args, 1, "devices", "processes")
     if not args.simulate and (args.plot or args.algorithms):
         flag = "--plot draws" if args.plot else "--algorithms is for"
         raise ValueError(f"{flag} what --simulate predicts; add --simulate.")
@@ -84,9 +78,9 @@ def _checked(args: argparse.Namespace) -> Workload:
         raise ValueError("--all-rows is for a plan's table; leave it out.")
     if args.simulate and args.algorithm != "auto":
         raise ValueError("--simulate takes --algorithms, a list, in the place of --algorithm.")
-    check_results(args.json, args.plot)
+    flags.check_results(args.json, args.plot)
     if args.plot:
-        check_installed("cli", "matplotlib", flag="--plot")
+        flags.check_installed("cli", "matplotlib", flag="--plot")
     return tree_of(args.tree, args.dtype)
 
 

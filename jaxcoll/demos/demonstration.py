@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,16 +13,7 @@ import numpy as np
 
 import jaxcoll as jc
 from jaxcoll._show.units import counted
-from jaxcoll.demos import digits
-from jaxcoll.demos.network import (
-    Training,
-    accuracy,
-    initial,
-    on_one_device,
-    optimizer,
-    over_devices,
-    train,
-)
+from jaxcoll.demos import digits, network
 
 STEPS = 600
 LEAST_ACCURACY = 0.96
@@ -92,12 +84,7 @@ class Outcome:
 
 
 def kinds_in_words(traffic: Traffic) -> str:
-    """How many collectives of which kind.
-
-    Examples:
-      >>> kinds_in_words(Traffic({"all-reduce": 9}, 9, 9, 40, ("f32",)))
-      '9 all-reduces'
-    """
+    """How many collectives of which kind."""
     return ", ".join(counted(n, kind) for kind, n in traffic.kinds.items()) or "none"
 
 
@@ -113,17 +100,18 @@ def demonstrate(
     `progress` gets, at every step, whether the reference trains, and its loss. Over several
     processes the first one makes the outcome, and others return None.
     """
-    data, params = digits.load(), initial(seed)
+    data, params = digits.load(), network.initial(seed)
     size = digits.batch_size(len(devices))
-    step = over_devices(devices, steps, options)
+    step = network.over_devices(devices, steps, options)
 
-    def trained(step: Any, batches: Iterable[Any], *, is_reference: bool) -> Training:
-        return train(step, params, steps, batches, lambda value: progress(is_reference, value))
+    def trained(step: Any, batches: Iterable[Any], *, is_reference: bool) -> network.Training:
+        each = functools.partial(progress, is_reference)
+        return network.train(step, params, steps, batches, each)
 
     shares = map(_share, digits.batches(data, size, steps, seed))
     training = trained(step, shares, is_reference=False)
     one = _share(next(digits.batches(data, size, 1, seed)))
-    example = (params, optimizer(steps).init(params), one)
+    example = (params, network.optimizer(steps).init(params), one)
     report = jc.inspect(step, *example)
     (plan,) = step.plans(*example)
     if jax.process_index():
@@ -131,10 +119,9 @@ def demonstrate(
     # The same platform for both, or their rounding would differ by more than the order of sums.
     with jax.default_device(devices[0]):
         batches = digits.batches(data, size, steps, seed)
-        reference = trained(on_one_device(steps), batches, is_reference=True)
-        scored = [
-            accuracy(t.params, data.test_images, data.test_labels) for t in (training, reference)
-        ]
+        reference = trained(network.on_one_device(steps), batches, is_reference=True)
+        tests = data.test_images, data.test_labels
+        scored = [network.accuracy(t.params, *tests) for t in (training, reference)]
     return Outcome(
         platform=plan.world.platform,
         processes=jax.process_count(),

@@ -26,11 +26,7 @@ from jaxcoll.demos.demonstration import (
 def progress(
     devices: Sequence[jax.Device], steps: int, *, to_stderr: bool
 ) -> Iterator[Callable[[bool, float], None]]:
-    """A bar for the training over all devices, and one for the reference on a single device.
-
-    Yields:
-      What to call at every step, with whether it is the reference's, and its loss.
-    """
+    """Bars of both trainings; yields what to call at a step: is it the reference, and its loss."""
     console = new_console(stderr=to_stderr, highlight=False)
     count, processes = counted(len(devices), "device"), jax.process_count()
     count += f" in {processes} processes" * (processes > 1)

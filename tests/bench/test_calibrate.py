@@ -12,7 +12,7 @@ from processes.ranks import launch
 
 from jaxcoll._mesh import machine_costs
 from jaxcoll._mesh.machine_costs import saved, terms_here
-from jaxcoll._plan.cost.fit import Probes
+from jaxcoll._plan.cost import fit
 from jaxcoll._plan.cost.model import Prices
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import parsed, terms_of
@@ -24,7 +24,12 @@ from jaxcoll.cli.main import main
 
 WORLD = World("cpu", (4,), processes=4)
 KiB = 1 << 10
-FEW = Probes((KiB, 4 * KiB, 8 * KiB, 16 * KiB), (KiB, 16 * KiB), 3, ((4, 4 * KiB), (8, KiB)))
+FEW = {
+    "SIZES": (KiB, 4 * KiB, 8 * KiB, 16 * KiB),
+    "EXCHANGED": (KiB, 16 * KiB),
+    "_ARRAYS": 3,
+    "_PACKS": ((4, 4 * KiB), (8, KiB)),
+}
 
 
 class FakeTeam(teams.Team):
@@ -186,7 +191,8 @@ def few(monkeypatch, tmp_path):
     """A calibration that is over at once."""
     tree = tmp_path / "tree.json"
     tree.write_text('[{"shape": [100]}, {"shape": [3]}]')
-    monkeypatch.setattr(calibrate, "PROBES", FEW)
+    for name, value in FEW.items():
+        monkeypatch.setattr(fit, name, value)
     monkeypatch.setattr(calibrate, "SECONDS", 0.01)
     monkeypatch.setattr(all_reduce, "SHORTEST", 0.0001)
     monkeypatch.setattr(calibrate, "HELD_OUT", str(tree))
@@ -206,7 +212,7 @@ def test_devices_of_this_process_go_by_what_was_measured(monkeypatch, tmp_path, 
         read_once.cache_clear()  # as in a later process
     found = terms_here(World("cpu", (8,)))
     assert found.source.startswith("calibration: memory, 8 replicas, 1 process, 1 host, ")
-    assert [size for size, _ in found.native[0].points] == list(FEW.sizes)
+    assert [size for size, _ in found.native[0].points] == list(FEW["SIZES"])
     assert "where programs of one process on this machine find it" in capsys.readouterr().out
 
 
@@ -230,5 +236,5 @@ def test_processes_that_are_launched_go_by_what_was_measured(monkeypatch, tmp_pa
     printed = capsys.readouterr()
     assert printed.err == ""
     assert f"JAXCOLL_TERMS={file}" in printed.out
-    for ended in launch([sys.executable, "-c", PLANNED], 2, timeout=120):
-        assert "found calibration: gloo, 2 replicas, 2 processes, 1 host" in ended.log
+    for log in launch([sys.executable, "-c", PLANNED], 2, timeout=120):
+        assert "found calibration: gloo, 2 replicas, 2 processes, 1 host" in log

@@ -145,8 +145,8 @@ def test_processes_on_two_hosts_find_out_and_send_between_them_what_two_levels_s
 
 @pytest.mark.processes
 def test_hosts_can_be_named_by_hand():
-    for ended in launch([sys.executable, str(JOB), "named"], 2, timeout=120, env=TWO_DEVICES):
-        check_two_levels(*facts_in(ended.log), "shuffle", "all-to-all")
+    for log in launch([sys.executable, str(JOB), "named"], 2, timeout=120, env=TWO_DEVICES):
+        check_two_levels(*facts_in(log), "shuffle", "all-to-all")
 
 
 @pytest.mark.parametrize("rate", ["", "fast", "0mbit", "100 mbit", "-1gbit", "1tbit"])

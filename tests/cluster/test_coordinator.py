@@ -108,7 +108,7 @@ def test_connections_that_say_nothing_keep_nobody_out_and_are_not_heard_later():
             for each in silent:
                 with contextlib.suppress(OSError):
                     each.sendall(json.dumps(HELLO).encode() + b"\n")
-            there.say_farewell({"team": 3})
+            there.report(done={"team": 3})
             there.close()
             until = time.monotonic() + 20
             while not here.news() and time.monotonic() < until:

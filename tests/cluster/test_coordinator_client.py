@@ -5,15 +5,14 @@ import threading
 import pytest
 from at_once import at_once
 
-from jaxcoll._cluster import coordinator_client
-from jaxcoll._cluster.coordinator_client import CoordinatorClient
-from jaxcoll._cluster.key_value import LocalKeys
+from jaxcoll._cluster import key_value
+from jaxcoll._cluster.key_value import CoordinatorClient, LocalKeys
 from jaxcoll._compat.coordination import StoreUnreachableError
 
 
 @pytest.fixture
 def client(monkeypatch):
-    monkeypatch.setattr(coordinator_client, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(key_value, "HEARTBEAT_SECONDS", 0.05)
     made = CoordinatorClient(LocalKeys())
     yield made
     made.close()

@@ -116,7 +116,7 @@ def test_a_farewell_reaches_the_others_when_its_process_has_ended():
     members = [Member(started.address, 3, rank) for rank in range(3)]
     arrived = at_once(*(lambda m=m: arrive(m, 20).detach() for m in members))
     found = [liveness.CoordinatorConnection(fd) for fd in arrived]
-    found[1].say_farewell({"team": 12})
+    found[1].report(done={"team": 12})
     time.sleep(0.2)
     assert not found[0].news()
     for rank in (1, 2):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcoll as jc
 from jaxcoll._dispatch.corruption_log import Reports, listening
-from jaxcoll._plan.corruption import Corruption
+from jaxcoll._plan.plan import Corruption
 
 OPTIONS = jc.CommunicationOptions(checksum=True)
 GOOD = np.ones((4, 300), np.float32)

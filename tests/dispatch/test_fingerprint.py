@@ -14,8 +14,8 @@ from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.executable import compiled_for
 from jaxcoll._dispatch.fingerprint import collectives, first_difference
 from jaxcoll._dispatch.watchdog import group_of, watchdog
-from jaxcoll._observe.build import report_of
 from jaxcoll._observe.parse.replica_groups import read_groups
+from jaxcoll._observe.report import report_of
 
 GOLDEN = sorted((Path(__file__).parents[1] / "observe" / "golden").rglob("*.hlo*"))
 

@@ -25,7 +25,7 @@ import jaxcoll as jc
 from jaxcoll import Mirrored, NcclAllReduce, PerReplica, ReductionToOneDevice
 from jaxcoll._distribute.ops.all_reduce_ops import Route, all_reduce_program
 from jaxcoll._mesh.mesh import line_of
-from jaxcoll._plan.packs.packing import NumPacks, Unpacked
+from jaxcoll._plan.packs.packing import UNPACKED, NumPacks
 
 P = jax.sharding.PartitionSpec
 
@@ -205,7 +205,7 @@ def test_L19_num_packs_cuts_evenly_and_never_mixes_dtypes():
     value = PerReplica([[np.ones(5, "f"), np.ones(3, "f"), np.ones(2, "f"), np.ones(2, "i4")]] * 2)
     assert requested(value, NumPacks(4)) == [("f32", 4), ("f32", 3), ("f32", 3), ("s32", 2)]
     assert requested(value, NumPacks(1)) == [("f32", 10), ("s32", 2)]
-    assert requested(value, Unpacked()) == [("f32", 5), ("f32", 3), ("f32", 2), ("s32", 2)]
+    assert requested(value, UNPACKED) == [("f32", 5), ("f32", 3), ("f32", 2), ("s32", 2)]
 
 
 # Laws
@@ -240,7 +240,7 @@ def test_dtypes_and_devices_may_mix_in_one_batch_and_keep_their_order(ops):
 
 def test_a_mirrored_value_is_reduced_without_a_collective():
     value = Mirrored.from_function(lambda i: np.arange(3.0))
-    assert requested(value, Unpacked()) == []
+    assert requested(value, UNPACKED) == []
     assert NcclAllReduce().reduce("sum", value, value)[5].tolist() == [0.0, 8.0, 16.0]
     assert NcclAllReduce().reduce("mean", value, value)[5].tolist() == [0.0, 1.0, 2.0]
 
@@ -355,7 +355,7 @@ def requested(value, packing, options=None):
 @pytest.mark.parametrize(("packs", "want"), [(1, 1), (2, 2), (5, 5), (0, 7)])
 def test_num_packs_is_the_number_of_all_reduces_requested(packs, want):
     value = PerReplica([[np.full((k + 3,), k, "f") for k in range(7)]] * 8)
-    assert len(requested(value, NumPacks(packs) if packs else Unpacked())) == want
+    assert len(requested(value, NumPacks(packs) if packs else UNPACKED)) == want
 
 
 @EVERY

@@ -15,7 +15,7 @@ from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._elastic import replicated_state
 from jaxcoll._elastic.generation import Generation, RegroupError
 from jaxcoll._elastic.replicated_state import ReplicatedState, agreeing
-from jaxcoll._elastic.step_call import outcome_of
+from jaxcoll._elastic.run import outcome_of
 
 
 @jc.data_parallel(batch_argnums=1)
@@ -152,12 +152,12 @@ class Present:
         """What becomes of one of them in a generation, at its beginning and at a checkpoint."""
         self.name, self.asked = name, ""
         members = tuple(f"{n}.a" for n in self.states)
-        generation = Generation(number, members, 0, joined=joined)
+        self.generation = Generation(number, members, 0, joined=joined)
         state = self.states[name[0]]
         mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
         for found in (
-            lambda: state.compare(generation, self),
-            lambda: state.settle(generation, self, mesh, None),
+            lambda: state.compare(self),
+            lambda: state.settle(self, mesh, None),
         ):
             try:
                 found()

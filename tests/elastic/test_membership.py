@@ -7,7 +7,7 @@ import pytest
 from at_once import at_once
 
 import jaxcoll as jc
-from jaxcoll._cluster import coordinator_client, timing
+from jaxcoll._cluster import key_value, timing
 from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch import watchdog
@@ -23,7 +23,7 @@ from jaxcoll._elastic.step_programs import _sides, mismatch, show
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch):
-    for module in (memberships, coordinator_client, watchdog):
+    for module in (memberships, key_value, watchdog):
         monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(heartbeat, "SILENT_WORKER_SECONDS", 0.4)
 
@@ -249,12 +249,12 @@ def test_who_repeats_a_program_and_who_brings_a_new_one_find_each_other(working)
     assert found[0] == found[1]
     assert (found[0].members, tuple(map(rank_of, found[0].differ))) == ((), (0, 1))
     for one in membership[:2]:
-        show(one.generation, one, (f"of {rank_of(one.name)}",))
-    sides = each(membership[:2], lambda c: _sides(c.generation, c))
+        show(one, (f"of {rank_of(one.name)}",))
+    sides = each(membership[:2], _sides)
     assert sides == [{0: ["of 0"], 1: ["of 1"]}] * 2
     late = membership[2].regroup(6, (5, 6))
     assert late == found[0]
-    found = str(mismatch(late, membership[2], ()))
+    found = str(mismatch(membership[2], ()))
     assert found.startswith("Workers bring different programs to step 6, and none goes on.")
 
 
@@ -276,8 +276,8 @@ def test_who_was_just_taken_in_and_brings_another_program_ends_alone():
     assert (one.ranks, tuple(map(rank_of, one.lost))) == ((0,), (2,))
     assert not one.ends_for_its_program(staying.name)
     assert one.ends_for_its_program(newcomer.name)
-    show(one, staying, ("JAX", "program `theirs`", "collective"))
-    found = str(mismatch(one, newcomer, ("JAX", "program `other`", "collective")))
+    show(staying, ("JAX", "program `theirs`", "collective"))
+    found = str(mismatch(newcomer, ("JAX", "program `other`", "collective")))
     assert "to step 9, and workers 0 go on. The first difference:\nprocess 0: program `th" in found
     ended(membership)
 
@@ -309,7 +309,7 @@ def writes(membership, fails, every=lambda one: 10):
         wrote.append(rank_of(one.name))
 
     def last(one):
-        return written_by_one(one, writers_of(one, one.generation, every(one)), lambda: write(one))
+        return written_by_one(one, writers_of(one, every(one)), lambda: write(one))
 
     return each(membership, lambda c: last(c)), wrote
 
@@ -334,7 +334,7 @@ def test_who_has_a_file_writes_and_those_who_have_none_wait_for_it(working, havi
     assert [name and rank_of(name) for name, _ in found] == [having[0] if having else ""] * 3
     again = each(membership, lambda c: c.regroup(9, (9,)))
     assert len(set(again)) == 1
-    agreed = each(membership, lambda c: writers_of(c, c.generation, every(c)))
+    agreed = each(membership, lambda c: writers_of(c, every(c)))
     assert [[w.are_due(at - 1, at) for at in (10, 15, 20)] for w in agreed] == [
         [bool(having), False, bool(having)]
     ] * 3

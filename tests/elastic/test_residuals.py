@@ -96,8 +96,8 @@ class Worker:
     def settle(self, held, step, number):
         """Go on from a step with other workers, of whose residuals these parts are held."""
         gathered = lambda what, value: held if what == "residuals" else dict.fromkeys(held, value)
-        self.gather, generation = gathered, Generation(number, tuple(held), step)
-        self.state.settle(generation, self, self.mesh, None)
+        self.gather, self.generation = gathered, Generation(number, tuple(held), step)
+        self.state.settle(self, self.mesh, None)
 
     def works(self, step, seed):
         """Hold the state after another step, with a residual of its own."""

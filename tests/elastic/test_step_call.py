@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from jaxcoll._elastic import step_call
-from jaxcoll._elastic.step_call import outcome_of
+from jaxcoll._elastic import run
+from jaxcoll._elastic.run import outcome_of
 from jaxcoll._threads import any_blocked
 
 
@@ -22,6 +22,6 @@ def test_an_interrupt_in_the_wait_leaves_the_step_to_its_thread():
     )
     with pytest.raises(KeyboardInterrupt):
         outcome_of(release.wait, membership, None, "step 0")
-    assert step_call._worker is None
+    assert run._worker is None
     assert any_blocked()
     release.set()

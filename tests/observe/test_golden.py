@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxcoll._observe.build import report_of
 from jaxcoll._observe.parse.collective import Kernels, Operand, wire_bytes
 from jaxcoll._observe.parse.hlo import read_hlo, read_program
 from jaxcoll._observe.parse.stablehlo import read_stablehlo
+from jaxcoll._observe.report import report_of
 from jaxcoll._plan.scope_names import names, pack_of
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from jaxcoll._observe.build import report_of
 from jaxcoll._observe.parse.collective import Kernels, Operand, wire_bytes
 from jaxcoll._observe.parse.hlo import read_hlo, read_program
+from jaxcoll._observe.report import report_of
 
 ADD = """\
 %add (a: f32[], b: f32[]) -> f32[] {

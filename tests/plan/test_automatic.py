@@ -22,7 +22,7 @@ from jaxcoll._plan.packs.automatic import (
     rules_for,
 )
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import BytesPerPack, NumPacks, Unpacked
+from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack, NumPacks
 from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.world import World
 from jaxcoll.bench.workloads import TREES
@@ -93,8 +93,8 @@ def test_a_pack_is_exchanged_only_where_that_is_worth_its_kernels():
     prices = Prices(preset(world), (4,))
     for nbytes in (1 << 10, 1 << 20, 64 << 20):
         leaf = Leaf("x", (nbytes // 4,), F32, F32, (4,))
-        ((_, (pack,), cost, price),) = priced([leaf], [Unpacked()], algorithms_for(world), prices)
-        ((_, _, own, _),) = priced([leaf], [Unpacked()], ["native"], prices)
+        ((_, (pack,), cost, price),) = priced([leaf], [UNPACKED], algorithms_for(world), prices)
+        ((_, _, own, _),) = priced([leaf], [UNPACKED], ["native"], prices)
         if pack.algorithm == "native":
             assert cost == own
             assert price == own.seconds
@@ -143,7 +143,7 @@ def test_rules_in_words():
     assert in_words(RULES[-1]) == "one pack of each type"
     assert in_words(BytesPerPack(1 << 20)) == "packs of at most 1 MiB"
     assert "NumPacks" in in_words(NumPacks(2))
-    assert rules_for(World("tpu", (8,))) == (Unpacked(),)
+    assert rules_for(World("tpu", (8,))) == (UNPACKED,)
 
 
 def test_the_plan_carries_what_it_predicts_and_from_what():

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import (
+    UNPACKED,
     BytesPerPack,
     GroupSmall,
     NumPacks,
     ReadyOrder,
-    Unpacked,
     plan_packs,
 )
 from jaxcoll._spmd.pack import pack, unpack
@@ -46,7 +46,7 @@ rules = st.one_of(
     st.builds(NumPacks, st.integers(1, 9)),
     st.builds(GroupSmall, st.integers(0, 200), st.integers(1, 5)),
     st.builds(ReadyOrder, st.integers(1, 200), st.integers(1, 60), st.integers(0, 20)),
-    st.just(Unpacked()),
+    st.just(UNPACKED),
 )
 
 

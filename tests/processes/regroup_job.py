@@ -67,7 +67,7 @@ class Late:
         self.late, self.begun, self.open = 6, -1, []
 
     def batches(self, at, place, world):
-        generation = MEMBERSHIPS[0].number
+        generation = MEMBERSHIPS[0].generation.number
         if self.begun == generation and RANK == 1 and self.late:
             self.late -= 1
             MEMBERSHIPS[0].woken.wait(60)  # which the others do when they wait no longer
@@ -152,7 +152,7 @@ class Lost:
         self.steps_of, self.turns = {}, FOLDER / "turns"
 
     def batches(self, at, place, world):
-        generation = MEMBERSHIPS[0].number
+        generation = MEMBERSHIPS[0].generation.number
         steps = self.steps_of[generation] = self.steps_of.get(generation, 0) + (world == 3)
         (last, *turns) = map(int, self.turns.read_text().split())
         if steps > 2 and generation > last and turns and turns[0] == RANK:

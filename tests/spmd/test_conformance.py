@@ -7,37 +7,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BRIEF, OPTIONS, RUNNERS, assert_trees_equal, grid, lowered, noise, rows, run, tree
+from cases import OPTIONS, RUNNERS, grid, lowered, noise, rows, run, tree
 
 import jaxcoll as jc
 
-EVERY = pytest.mark.parametrize(("name", "runner", "n"), BRIEF)
-MATRIX = (3, 5)
+EVERY = pytest.mark.parametrize(
+    ("runner", "n"),
+    [*((r, 3) for r in RUNNERS if r != "checked"), *(("checked", n) for n in (2, 5, 8))],
+)
+BRIEF = ("auto", "ring", "halving_doubling", "shuffle")
 P = jax.sharding.PartitionSpec
 
 
 @functools.cache
-def found(name, runner, n):
-    """What one program of this kind gives, for all the laws below: compiling it is what takes time."""
+def found(runner, n):
+    """What every kind of options gives in one program, for all the laws: compiling takes the time."""
     x, y = rows(n, 9, seed=1), rows(n, 9, seed=2)
     value = {
         "tree": tree(n),
         "noise": noise(n, 37),
-        "rows": rows(n, *MATRIX),
         "large": np.full((n, 5), 60000, np.float16),
+        "linear": (2 * x + y, x, y),
     }
+    matrix = rows(n, 3, 5)
 
-    def f(value, x, y):
-        reduce = lambda v, op="sum": jc.all_reduce(op, v, "data", options=OPTIONS[name])
-        return {
-            "sum": reduce({**value["tree"], "large": value["large"]}),
-            "mean": reduce({**value["tree"], "large": value["large"]}, "mean"),
-            "noise": reduce({"x": value["noise"]})["x"],
-            "each row": jax.vmap(reduce)(value["rows"]),
-            "linear": (reduce(2 * x + y), 2 * reduce(x) + reduce(y)),
-        }
+    def f(value, matrix):
+        def by(options):
+            reduce = lambda v, op="sum": jc.all_reduce(op, v, "data", options=options)
+            mean = reduce({k: value[k] for k in ("tree", "large")}, "mean")
+            return {"sum": reduce(value), "mean": mean, "each row": jax.vmap(reduce)(matrix)}
 
-    return value, jax.tree.map(np.asarray, run(runner, f, n, value, x, y))
+        return {name: by(OPTIONS[name]) for name in (OPTIONS if n in (5, 8) else BRIEF)}
+
+    return value, matrix, run(runner, f, n, value, matrix).items()
 
 
 def equals_the_reference(got, value, op, n):
@@ -56,18 +58,20 @@ def equals_the_reference(got, value, op, n):
 
 
 @EVERY
-def test_G1_G2_G5_G8_G32_a_tree_equals_the_reference_exactly_where_sums_are_exact(name, runner, n):
-    value, got = found(name, runner, n)
-    for op in ("sum", "mean"):
-        small = {k: v for k, v in got[op].items() if k != "large"}
-        equals_the_reference(small, value["tree"], op, n)
+def test_G1_G2_G5_G8_G32_a_tree_equals_the_reference_exactly_where_sums_are_exact(runner, n):
+    value, _, each = found(runner, n)
+    for _, got in each:
+        for op in ("sum", "mean"):
+            equals_the_reference(got[op]["tree"], value["tree"], op, n)
 
 
 @EVERY
-def test_L3_a_float16_mean_does_not_overflow_where_the_mean_fits(name, runner, n):
-    _, got = found(name, runner, n)
-    np.testing.assert_allclose(got["mean"]["large"].astype("f"), 60000, rtol=1e-3)
-    assert np.all(np.isinf(got["sum"]["large"])), "a SUM that does not fit is infinite, everywhere"
+def test_L3_a_float16_mean_does_not_overflow_where_the_mean_fits(runner, n):
+    for _, got in found(runner, n)[2]:
+        np.testing.assert_allclose(got["mean"]["large"].astype("f"), 60000, rtol=1e-3)
+        assert np.all(np.isinf(got["sum"]["large"])), (
+            "a SUM that does not fit is infinite, everywhere"
+        )
 
 
 @pytest.mark.parametrize("n", [1, 4, 6, 7])
@@ -79,32 +83,33 @@ def test_G19_G26_so_does_it_over_other_numbers_of_replicas(n):
 
 
 @EVERY
-def test_float32_sums_stay_within_n_eps_of_the_magnitudes(name, runner, n):
-    value, got = found(name, runner, n)
-    x = np.asarray(value["noise"], np.float64)
+def test_float32_sums_stay_within_n_eps_of_the_magnitudes(runner, n):
+    value, _, each = found(runner, n)
+    x = value["noise"].astype(np.float64)
     bound = n * np.finfo(np.float32).eps * np.abs(x).sum(0)
-    assert np.all(np.abs(got["noise"].astype(np.float64) - x.sum(0)) <= bound)
+    for name, got in each:
+        assert np.all(np.abs(got["sum"]["noise"].astype("f8") - x.sum(0)) <= bound), name
 
 
 @EVERY
-def test_every_replica_ends_with_the_same_bits(name, runner, n):
-    _, got = found(name, runner, n)
-    for leaf in jax.tree.leaves(got):
-        bits = [row.tobytes() for row in leaf]
-        assert len(bits) == n
-        assert len(set(bits)) == 1
+def test_every_replica_ends_with_the_same_bits(runner, n):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(found(runner, n)[2])):
+        assert len(leaf) == n
+        assert len({row.tobytes() for row in leaf}) == 1, path
 
 
 @EVERY
-def test_reduction_is_linear(name, runner, n):
-    _, got = found(name, runner, n)
-    assert_trees_equal(*got["linear"])
+def test_reduction_is_linear(runner, n):
+    for name, got in found(runner, n)[2]:
+        together, x, y = got["sum"]["linear"]
+        assert together.tobytes() == (2 * x + y).tobytes(), name
 
 
 @EVERY
-def test_nested_vmap_reduces_each_row_by_itself(name, runner, n):
-    value, got = found(name, runner, n)
-    np.testing.assert_array_equal(got["each row"][0], np.asarray(value["rows"]).sum(0))
+def test_nested_vmap_reduces_each_row_by_itself(runner, n):
+    _, matrix, each = found(runner, n)
+    for _, got in each:
+        np.testing.assert_array_equal(got["each row"][0], matrix.sum(0))
 
 
 @pytest.mark.parametrize(
@@ -162,15 +167,16 @@ def test_a_tuple_of_axes_is_one_axis(shape, checked):
 
 
 def test_G23_G28_groups_are_axes():
-    x = jnp.arange(6.0)
-    both = ("node", "data")
-    for options in (OPTIONS["auto"], OPTIONS["ring"]):
-        for axis, other, want in (("data", "node", [3, 12]), ("node", "data", [3, 5, 7])):
-            f = jax.shard_map(
-                lambda v, a=axis, o=options: jc.all_reduce("sum", v, a, options=o),
-                mesh=grid(2, 3), in_specs=P(both), out_specs=P(other),
-            )  # fmt: skip
-            assert jax.jit(f)(x).tolist() == want
+    def f(v):
+        both = (OPTIONS["auto"], OPTIONS["ring"])
+        return [
+            [jc.all_reduce("sum", v, axis, options=o) for o in both] for axis in ("data", "node")
+        ]
+
+    outs = [[P("node")] * 2, [P("data")] * 2]
+    mapped = jax.shard_map(f, mesh=grid(2, 3), in_specs=P(("node", "data")), out_specs=outs)
+    for got, want in zip(jax.jit(mapped)(np.arange(6.0)), ([3, 12], [3, 5, 7]), strict=True):
+        assert [x.tolist() for x in got] == [want] * 2
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -206,7 +212,9 @@ def test_the_requested_program_has_one_collective_a_pack():
         options = jc.CommunicationOptions(bytes_per_pack=nbytes)
         program = lowered(lambda x, o=options: jc.all_reduce("sum", x, "data", options=o), 8, value)
         assert program.as_text().count('"stablehlo.all_reduce"') == count
-        assert program.compile().as_text().count(" all-reduce(") == 1, "XLA combines them on CPU"
+        if count == 4:
+            compiled = program.compile().as_text()
+            assert compiled.count(" all-reduce(") == 1, "XLA combines them on CPU"
 
 
 def test_the_ring_is_a_ring_in_the_compiled_program():

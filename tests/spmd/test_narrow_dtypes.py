@@ -62,16 +62,16 @@ def moved(x):
 def test_what_only_moves_arrives_as_it_was(names, runner):
     given = {name: everything(name) for name in names}
     f = lambda tree: {name: moved(x) for name, x in tree.items()}
-    found = run(runner, f, N, jax.tree.map(jnp.asarray, given))
+    found = run(runner, f, N, given)
     for name, x in given.items():
-        got = jax.tree.map(lambda v: np.asarray(v)[0], found[name])
+        got = jax.tree.map(lambda v: v[0], found[name])
         for kind in ("gather", "ring"):
             # Of a float4 XLA's CPU compiler loses the sign of a zero in copies of its own.
             same(got[kind], x.reshape(-1), signs=not name.startswith("float4"))
         same(got["broadcast"], x[2], signs=False)
         if "rows" in got:
             same(got["rows"][:, 0], x.reshape(-1), signs=False)
-        assert len({bytes(np.asarray(d)) for d in got["digests"]}) == N, "each replica's is another"
+        assert len({bytes(d) for d in got["digests"]}) == N, "each replica's is another"
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
@@ -80,7 +80,7 @@ def test_what_is_reduced_is_the_sum_of_its_values(op):
     for name in (*FLOATS, "int4", "uint4"):
         x = np.ones((N, 7), np.float32)
         x[:, 3] = [0.5, 0.5, 1, 2] if name in FLOATS else [0, 1, 2, 1]
-        given[name] = jnp.asarray(x).astype(np.dtype(getattr(jnp, name)))
+        given[name] = x.astype(np.dtype(getattr(jnp, name)))
 
     def both(v):
         shards = jc.reduce_scatter(op, {"a": v, "b": v[:5]}, "data")
@@ -88,10 +88,10 @@ def test_what_is_reduced_is_the_sum_of_its_values(op):
 
     found = run("checked", lambda tree: {name: both(v) for name, v in tree.items()}, N, given)
     for name, x in given.items():
-        values = np.asarray(x).astype(np.float32)
+        values = x.astype(np.float32)
         want = values.sum(0) if op == "sum" else values.mean(0)
         for each in found[name]:
-            same(each[0], jnp.asarray(want).astype(each.dtype), signs=False)
+            same(each[0], want.astype(each.dtype), signs=False)
 
 
 @pytest.mark.parametrize("name", ["int2", "uint2"])

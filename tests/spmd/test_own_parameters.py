@@ -147,7 +147,7 @@ def test_a_sharded_parameter_that_the_loss_gathers(gather, pieces):
         x = X.reshape(-1, 3)
         return squares(params["w"].reshape(3, 4), x) + params["b"] * jnp.mean(x)
 
-    close(got, jax.value_and_grad(whole)(params))
+    close(got, jax.jit(jax.value_and_grad(whole))(params))
 
 
 @pytest.mark.parametrize("argnums", [1, (0, 1), (1, 0)])
@@ -156,11 +156,11 @@ def test_the_gradient_by_the_batch_has_the_batchs_shape(argnums):
     w, x = SHARED[:, None], X.reshape(-1, 3)
     f = jc.value_and_grad(squares, "data", argnums=argnums)
     specs = tuple([P(), ROW][i] for i in argnums) if isinstance(argnums, tuple) else ROW
-    got = on_a_line(f, (P(), ROW), (P(), specs), w, x)
-    close(got, jax.value_and_grad(squares, argnums=argnums)(w, x))
+    want = jax.jit(jax.value_and_grad(squares, argnums=argnums))(w, x)
+    close(on_a_line(f, (P(), ROW), (P(), specs), w, x), want)
     words = jax.tree.map(lambda spec: "concatenate" if spec == ROW else "error", specs)
     step = jc.data_parallel(f, varying_outputs=("error", words))
-    close(step(w, x), jax.value_and_grad(squares, argnums=argnums)(w, x))
+    close(step(w, x), want)
 
 
 def test_what_stays_on_its_replica_is_typed_so():
@@ -242,15 +242,16 @@ def test_what_is_reduced_inside_a_loss_must_be_the_same_everywhere(loss, alone, 
     got = on_a_line(f, (P(), ROW), P(), same, X.reshape(-1, 3))
     close(got, on_a_line(f, (P(), ROW), P(), same, X.reshape(-1, 3), checks=False))
     if not scans:
-        close(got, jax.grad(alone)(same, X.reshape(-1, 3)))
+        close(got, jax.jit(jax.grad(alone))(same, X.reshape(-1, 3)))
 
 
 ALIKE = {"expert": jnp.ones(3), "shared": jnp.ones(3)}
+SGD = optax.sgd(0.1, momentum=0.9)
 
 
 def optimizers(axis):
     """What takes parameters, or reduced gradients, that all replicas hold alike."""
-    sharded = jc.sharded_optimizer(optax.sgd(0.1, momentum=0.9), axis)
+    sharded = jc.sharded_optimizer(SGD, axis)
     link = jc.all_reduce_updates(axis)
     own = lambda: jax.tree.map(lambda x: _compat.as_varying(x, [axis]), ALIKE)
     return {

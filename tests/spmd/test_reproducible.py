@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, lowered, noise, per_replica, rows, run
+from cases import RUNNERS, each_row, lowered, noise, per_replica, rows, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +17,6 @@ from jaxcoll._plan.choose import choose
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.algorithms.exchange import tree_sum
 
-pytestmark = pytest.mark.usefixtures("optimized")
 P = jax.sharding.PartitionSpec
 SHAPES = {"a": (301,), "b": (), "c": (17, 3), "d": (64,)}
 ASKED = {
@@ -46,14 +45,14 @@ def factors(n, dtype, seed=0):
     """Two trees; the products of their leaves are summed, which is where compilers fuse."""
     leaves = {k: noise(n, *shape, seed=seed + i) for i, (k, shape) in enumerate(SHAPES.items())}
     if dtype == "float16":  # keep the products within its range
-        leaves = jax.tree.map(lambda x: jnp.clip(x, -100, 100), leaves)
-    others = {k: noise(n, *shape, seed=seed + 9) for k, shape in SHAPES.items()}
-    return jax.tree.map(lambda x: x.astype(dtype), (leaves, jax.tree.map(jnp.tanh, others)))
+        leaves = jax.tree.map(lambda x: np.clip(x, -100, 100), leaves)
+    others = {k: np.tanh(noise(n, *shape, seed=seed + 9)) for k, shape in SHAPES.items()}
+    return jax.tree.map(lambda x: x.astype(dtype), (leaves, others))
 
 
 def wanted(left, right):
     """The sums of the products: each product rounded, and each sum of the tree."""
-    return jax.tree.map(lambda x, y: pairs_of(list(np.asarray(x) * np.asarray(y))), left, right)
+    return jax.tree.map(lambda x, y: pairs_of(list(x * y)), left, right)
 
 
 def differing(got, want):
@@ -63,48 +62,55 @@ def differing(got, want):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "runner", "n", "asked"),
+    ("runner", "n", "asked", "narrow", "as_users_do"),
     [
-        ("float32", "checked", 3, [*ASKED][:5]),
-        ("float32", "checked", 8, [*ASKED]),
-        *(("float32", r, *case) for r in RUNNERS if r != "checked"
-          for case in ((3, ["one-pack"]), (8, ["shuffled-pack", "in-three"]))),
-        *(("float32", "checked", n, [s]) for n, s in ((2, "auto"), (5, "shuffled-pack"), (6, "auto"), (7, "shuffled-pack"))),
-        *((d, "checked", n, s) for d in ("bfloat16", "float16") for n, s in ((6, ["auto"]), (8, ["auto", "shuffle"]))),
+        *(("checked", n, [s], [s] * (n == 6), False)
+          for n, s in ((2, "auto"), (5, "shuffled-pack"), (6, "auto"), (7, "shuffled-pack"))),
+        ("checked", 3, [*ASKED][:5], [], True),
+        ("checked", 8, [*ASKED], ["auto", "shuffle"], True),
+        *((runner, *case) for runner in RUNNERS if runner != "checked"
+          for case in ((3, ["one-pack"], [], False), (8, ["shuffled-pack", "in-three"], [], True))),
     ],
     ids=str,
 )  # fmt: skip
-def test_every_element_is_summed_in_the_one_tree(dtype, runner, n, asked):
+def test_every_element_is_summed_in_the_one_tree(request, runner, n, asked, narrow, as_users_do):
     """Each reduction in the program is of products of its own, so that any may be fused with it."""
-    products = {s: factors(n, dtype, seed=10 * k) for k, s in enumerate(asked)}
+    if as_users_do:  # who fuses; in what order numbers are added can be seen without
+        request.getfixturevalue("optimized")
+    kinds = [("float32", s) for s in asked]
+    kinds += [(dtype, s) for dtype in ("bfloat16", "float16") for s in narrow]
+    products = {kind: factors(n, kind[0], seed=10 * k) for k, kind in enumerate(kinds)}
 
-    def f(pairs):
-        return {
-            s: jc.all_reduce(
+    def f(*pairs):
+        return [
+            jc.all_reduce(
                 "sum", jax.tree.map(jnp.multiply, *pair), "data", options=reproducible(**ASKED[s])
             )
-            for s, pair in pairs.items()
-        }
+            for (_, s), pair in zip(kinds, pairs, strict=True)
+        ]
 
-    for s, got in run(runner, f, n, products).items():
+    for kind, got in zip(kinds, run(runner, f, n, *products.values()), strict=True):
         got = jax.tree.map(lambda x: x[0], got)
-        assert not any(differing(got, wanted(*products[s])).values()), s
+        assert not any(differing(got, wanted(*products[kind])).values()), kind
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("n", [6, 8])
 def test_a_mean_that_goes_into_another_sum_keeps_its_bits(n):
     """A multiplication by 1/6 and an addition after it may otherwise become one rounding."""
     x, other = noise(n, 301), noise(n, 301, seed=1)[0]
 
-    def program(then, **asked):
-        options = reproducible(**asked)
-        f = lambda v: then(jc.all_reduce("mean", {"a": v, "b": v[:7]}, "data", options=options))
-        return run("checked", f, n, x)[0]
+    def f(alone, unpacked, packed):
+        def mean(v, **asked):
+            tree = {"a": v, "b": v[:7]}
+            return jc.all_reduce("mean", tree, "data", options=reproducible(**asked))["a"]
 
-    alone = program(lambda mean: mean["a"])
-    for nbytes in (0, 1 << 20):
-        got = program(lambda mean: mean["a"] + other, bytes_per_pack=nbytes)
-        assert not any(differing({"": got}, {"": np.asarray(alone) + np.asarray(other)}).values())
+        sums = [mean(v, bytes_per_pack=k) + other for v, k in ((unpacked, 0), (packed, 1 << 20))]
+        return mean(alone), sums
+
+    alone, sums = run("checked", f, n, x, x, x)
+    for got in sums:
+        assert not any(differing({"": got[0]}, {"": alone[0] + other}).values())
 
 
 MESHES = [((2, 4), ("data", "node")), ((2, 2, 2), ("c", "a", "b")), ((3, 2), ("node", "data"))]
@@ -121,12 +127,12 @@ def test_several_axes_are_counted_as_they_are_named(shape, names):
         sizes = dict(zip(names, shape, strict=True))
         mesh = jax.make_mesh(tuple(sizes[a] for a in sorted(names)), tuple(sorted(names)), axis_types=mesh.axis_types)  # fmt: skip
     x = noise(n, 101)
-    for options in asked:
-        f = jax.shard_map(
-            lambda v, o=options: jc.all_reduce("sum", v[0], names, options=reproducible(**o)),
-            mesh=mesh, in_specs=P(names), out_specs=P(),
-        )  # fmt: skip
-        assert not any(differing({"": jax.jit(f)(x)}, {"": pairs_of(list(np.asarray(x)))}).values())
+    f = jax.shard_map(
+        lambda v: [jc.all_reduce("sum", v[0], names, options=reproducible(**o)) for o in asked],
+        mesh=mesh, in_specs=P(names), out_specs=P(),
+    )  # fmt: skip
+    for got in jax.jit(f)(x):
+        assert not any(differing({"": got}, {"": pairs_of(list(x))}).values())
 
 
 @given(st.lists(st.sampled_from(sorted(DESCRIPTIONS)), min_size=1, max_size=3), st.tuples(*[st.integers(1, 5)] * 3))  # fmt: skip
@@ -154,22 +160,22 @@ def test_what_is_called_reproducible_adds_in_that_tree(names, over):
     assert flat.item() == joined(np.array(ranks, dtype=object).reshape(-1).tolist())
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7, 11, 13, 16])
-def test_the_tree_is_that_of_the_next_power_of_two(n):
-    x = np.asarray(noise(n, 3))
-    assert np.asarray(tree_sum(jnp.asarray(x))).tobytes() == pairs_of(list(x)).tobytes()
+def test_the_tree_is_that_of_the_next_power_of_two():
+    terms = [noise(n, 3) for n in (1, 2, 3, 5, 6, 7, 11, 13, 16)]
+    sums = jax.jit(lambda terms: [tree_sum(x) for x in terms])(terms)
+    for x, got in zip(terms, sums, strict=True):
+        assert np.asarray(got).tobytes() == pairs_of(list(x)).tobytes()
 
 
 def test_without_it_the_bits_depend_on_the_packing():
     """What this file's laws are worth: the ring's sums change when the leaves meet in one pack."""
     value = {k: noise(8, *shape, seed=i) for i, (k, shape) in enumerate(SHAPES.items())}
-    got = [
-        run("checked", lambda t, o=o: jc.all_reduce("sum", t, "data", options=o), 8, value)
-        for o in (jc.CommunicationOptions(nbytes, algorithm="ring") for nbytes in (1, 1 << 20))
-    ]
-    assert sum(differing(*got).values())
+    asked = [jc.CommunicationOptions(nbytes, algorithm="ring") for nbytes in (1, 1 << 20)]
+    f = lambda t: [jc.all_reduce("sum", t, "data", options=o) for o in asked]
+    assert sum(differing(*run("checked", f, 8, value)).values())
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("runner", "asked"),
     [("unchecked", "one-pack"), ("unchecked", "shuffle"), ("unchecked", "shuffled-pack"),
@@ -189,19 +195,19 @@ def test_the_cotangent_is_summed_in_the_same_tree(runner, asked):
     assert not any(differing(got, wanted(left, right)).values())
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_gradients_have_the_same_bits_for_every_packing(runner):
+    """Each of an argument of its own, so that nothing of the three is computed once for all."""
     x = noise(8, 6, 5)
     w = {"first": noise(5, 3), "second": noise(3)}
+    loss = lambda w, x: jnp.sum((x @ w["first"]) @ w["second"]) / 7
 
-    def step(options):
-        loss = lambda w, x: jnp.sum((x @ w["first"]) @ w["second"]) / 7
-        return lambda x: jc.grad(loss, "data", options=options)(w, x)
+    def f(*xs):
+        asked = [reproducible(**ASKED[s]) for s in ("one-pack", "auto", "shuffle")]
+        return [jc.grad(loss, "data", options=o)(w, x) for o, x in zip(asked, xs, strict=True)]
 
-    packed, alone, shuffled = (
-        jax.tree.map(lambda g: g[0], run(runner, step(reproducible(**ASKED[s])), 8, x))
-        for s in ("one-pack", "auto", "shuffle")
-    )
+    packed, alone, shuffled = run(runner, f, 8, x, x, x)
     assert not any(differing(packed, alone).values())
     assert not any(differing(packed, shuffled).values())
 
@@ -215,8 +221,8 @@ def test_a_gather_is_as_exact_as_ever_and_so_is_its_derivative():
         return gathered, back(c)[0]
 
     gathered, back = per_replica("unchecked", f, 8, x, ct)
-    np.testing.assert_array_equal(gathered[0], np.asarray(x).reshape(-1))
-    want = pairs_of(list(np.asarray(ct))).reshape(8, 5)
+    np.testing.assert_array_equal(gathered[0], x.reshape(-1))
+    want = pairs_of(list(ct)).reshape(8, 5)
     assert not any(differing({"": back}, {"": want}).values())
 
 
@@ -226,15 +232,13 @@ def test_sparse_rows_are_gathered_in_the_order_of_replicas_as_always():
         return jc.all_reduce("sum", slices, "data", options=reproducible()).values
 
     x = noise(8, 2, 3)
-    np.testing.assert_array_equal(run("checked", f, 8, x)[0], np.asarray(x).reshape(16, 3))
+    np.testing.assert_array_equal(run("checked", f, 8, x)[0], x.reshape(16, 3))
 
 
 def test_one_device_adds_in_the_same_tree():
     x = noise(6, 33)
-    got = jc.ReductionToOneDevice().reduce(
-        "sum", jc.PerReplica(list(x)), "cpu:0", options=reproducible()
-    )
-    assert not any(differing({"": got}, {"": pairs_of(list(np.asarray(x)))}).values())
+    got = jc.ReductionToOneDevice().reduce("sum", each_row(6, x), "cpu:0", options=reproducible())
+    assert not any(differing({"": got}, {"": pairs_of(list(x))}).values())
 
 
 @pytest.mark.parametrize(

@@ -279,9 +279,8 @@ def test_many_leaves_keep_their_types(checks):
     whole_numbers = np.arange(LAYERS * N, dtype=np.int32).reshape(LAYERS, N)
 
     def layer(h, p):
-        for k, each in enumerate(p):
-            h = h + jnp.sin((k + 1) * h) * jnp.ravel(each)[None, :N].astype(h.dtype) / 100
-        return h + p[2][1, 1] - p[11][5, 0], None
+        rows = [(k + 1) * jnp.ravel(each)[:N].astype(h.dtype) / 100 for k, each in enumerate(p)]
+        return jnp.sin(h + sum(rows)[None]) + p[2][1, 1] - p[11][5, 0], None
 
     def loss(scan, stack, numbers, x):
         h, _ = scan(layer, x, [*stack[:3], numbers, *stack[3:]])

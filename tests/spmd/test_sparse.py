@@ -16,7 +16,7 @@ UNUSED = np.iinfo(np.int32).max
 
 
 def indices(n, k, among=6, seed=0):
-    return jnp.asarray(np.random.default_rng([seed, n, k]).integers(0, among, (n, k)), jnp.int32)
+    return np.random.default_rng([seed, n, k]).integers(0, among, (n, k), np.int32)
 
 
 # The value

@@ -93,6 +93,27 @@ CASES += [("unchecked", name) for name in ("nested", "used_twice", "partly")]
 CASES += [("pmap", "nested"), ("vmap", "nested"), ("vmap", "partly")]
 
 
+@functools.cache
+def on_one_device(name):
+    """Value and gradients of the mean loss, and of the weighted one."""
+    model = MODELS[name]
+
+    @jax.jit
+    def both(p):
+        def weights(p):
+            loss = weighted(model, same, p, X, WEIGHT)
+            return loss.total / loss.weight
+
+        mean = jax.value_and_grad(functools.partial(mean_loss, model, same))(p, X)
+        return mean, jax.value_and_grad(weights)(p)
+
+    return jax.tree.map(np.asarray, both(PARAMS))
+
+
+def gradient(name):
+    return on_one_device(name)[0][1]
+
+
 @pytest.mark.parametrize(("runner", "name"), CASES)
 def test_n_devices_equal_one(runner, name):
     """Mean, sum and weighted mean; what is synced and what is not."""
@@ -105,26 +126,19 @@ def test_n_devices_equal_one(runner, name):
         weights = jc.value_and_grad(functools.partial(weighted, model, sync), "data")
         return mean(PARAMS, x), total(PARAMS, x), weights(PARAMS, x, weight)
 
-    @jax.jit
-    def one(p):
-        def weights(p):
-            loss = weighted(model, same, p, X, WEIGHT)
-            return loss.total / loss.weight
-
-        mean = jax.value_and_grad(functools.partial(loss, same))(p, X)
-        return mean, jax.tree.map(lambda g: 4 * g, mean[1]), jax.value_and_grad(weights)(p)
-
-    close(on_replicas(runner, replica, 4, X, WEIGHT), one(PARAMS), rtol=2e-5, atol=2e-6)
+    mean, weights = on_one_device(name)
+    want = mean, jax.tree.map(lambda g: 4 * g, mean[1]), weights
+    close(on_replicas(runner, replica, 4, X, WEIGHT), want, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_plain_grad_has_the_mean_or_the_sum_where_it_is_synced(runner):
     """Under a checked `shard_map`, too, where autodiff would have summed by itself."""
-    want = jax.grad(functools.partial(mean_loss, nested, same))(PARAMS, X)
-    for op, times in (("mean", 1), ("SUM", 4)):
-        f = jax.grad(functools.partial(mean_loss, nested, functools.partial(sync, reduce_op=op)))
-        got = on_replicas(runner, lambda x, f=f: f(PARAMS, x), 4, X)
-        close(got, jax.tree.map(lambda g, k=times: k * g, want), rtol=1e-4)
+    by = lambda op: functools.partial(mean_loss, nested, functools.partial(sync, reduce_op=op))
+    f = lambda x: [jax.grad(by(op))(PARAMS, x) for op in ("mean", "SUM")]
+    mean, total = on_replicas(runner, f, 4, X)
+    close(mean, gradient("nested"), rtol=1e-4)
+    close(total, jax.tree.map(lambda g: 4 * g, gradient("nested")), rtol=1e-4)
 
 
 @pytest.mark.parametrize("typed", ["invariant", "varying"])
@@ -221,10 +235,13 @@ def test_derivatives_of_every_order_and_direction(runner):
             slope = jc.all_reduce("mean", slope, "data")
         return forward_over_reverse(x, ours, f), reverse_over_forward(x, ours, f), slope
 
-    plain = lambda f, w, x: jax.grad(f)(w, x)
-    f = functools.partial(loss, same)
-    want = forward_over_reverse(X, plain, f)
-    slope = jax.jvp(lambda w: f(w, X), (p,), (v,))[1]
+    @jax.jit
+    def one(x):
+        f = functools.partial(loss, same)
+        slope = jax.jvp(lambda w: f(w, x), (p,), (v,))[1]
+        return forward_over_reverse(x, lambda f, w, x: jax.grad(f)(w, x), f), slope
+
+    want, slope = one(X)
     close(on_replicas(runner, replica, 4, X), (want, want, slope), rtol=1e-3, atol=1e-5)
 
 
@@ -247,8 +264,7 @@ def test_without_jit_and_under_vmap(runner):
         rows = lambda p, row: mean_loss(scanned, sync, p, row[None])
         return jc.grad(lambda p: jnp.mean(jax.vmap(rows, (None, 0))(p, x)), "data")(PARAMS)
 
-    want = jax.grad(functools.partial(mean_loss, scanned, same))(PARAMS, X)
-    close(on_replicas(runner, replica, 2, X, jit=False), want, rtol=1e-4)
+    close(on_replicas(runner, replica, 2, X, jit=False), gradient("scanned"), rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -263,8 +279,8 @@ def test_along_one_of_two_axes_the_other_is_still_to_be_reduced():
 
     axes = ("node", "data")
     program = jc.data_parallel(step, mesh=mesh, axis_name=axes)
-    want = [jax.grad(functools.partial(mean_loss, f, same))(PARAMS, X) for f in (scanned, nested)]
-    close(program(PARAMS, X), (jax.tree.map(lambda g: 8 * g, want[0]), want[1]), rtol=1e-4)
+    want = jax.tree.map(lambda g: 8 * g, gradient("scanned")), gradient("nested")
+    close(program(PARAMS, X), want, rtol=1e-4)
     last = [plan for plan in program.plans(PARAMS, X) if ".grads['stack']['w']" in str(plan)]
     assert [leaf.over for leaf in last[0].leaves if "stack" in leaf.path] == [(2, 1)] * 2
 
@@ -304,7 +320,7 @@ def test_a_loop_that_starts_from_a_constant_may_hold_one():
     got = on_replicas(
         "checked", lambda x: jc.grad(functools.partial(loss, sync), "data")(PARAMS, x), 4, X
     )
-    close(got, jax.grad(functools.partial(loss, same))(PARAMS, X))
+    close(got, jax.jit(jax.grad(functools.partial(loss, same)))(PARAMS, X))
 
 
 def test_what_is_not_differentiated_is_not_sent():
@@ -324,8 +340,9 @@ def test_inside_a_strategys_replica_function():
                 "replica")  # fmt: skip
     x = jc.PerReplica([jnp.asarray(row) for row in split(4, X)])
     got = strategy.run(lambda p, x: f(p, x), args=(PARAMS, x))
-    want = jax.grad(functools.partial(mean_loss, scanned, same))(PARAMS, X)
-    close(jax.tree.map(np.asarray, strategy.experimental_local_results(got)[0]), want)
+    close(
+        jax.tree.map(np.asarray, strategy.experimental_local_results(got)[0]), gradient("scanned")
+    )
 
 
 @pytest.mark.parametrize(

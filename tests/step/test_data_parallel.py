@@ -545,6 +545,18 @@ def test_a_step_can_be_a_method():
             np.testing.assert_allclose(of.step(1.0, X), scale * X.sum(), rtol=1e-4)
 
 
+def test_a_method_that_is_replaced_is_not_called_again():
+    """As in a notebook, whatever numbers the objects of former steps had."""
+
+    class Trainer:
+        pass
+
+    trainer = Trainer()
+    for scale in range(6):
+        Trainer.step = jc.data_parallel(lambda self, p, batch, k=scale: k * p)
+        assert trainer.step(1.0, X) == scale
+
+
 @pytest.mark.parametrize(
     "words",
     [np.array(["a"] * 8), np.array([{}] * 8), np.zeros(8, "M8[s]"), np.zeros(8, [("a", "f")])],

@@ -25,6 +25,7 @@ REST = {"in": normal(0, 32, WIDTH), "out": normal(1, WIDTH, 5), "scale": np.floa
 STACK = {"w": normal(2, LAYERS, WIDTH, WIDTH), "b": np.zeros((LAYERS, WIDTH), "f")}
 PARAMS = {"rest": REST, "layers": STACK}
 BATCHES = [np.random.default_rng(k).standard_normal((24, 32)).astype("f") for k in (3, 4)]
+ADAM = optax.adam(1e-2)  # one for all: the programs that try it are kept
 
 
 def loss(params, x, of_layer=lambda layer: layer):
@@ -189,14 +190,14 @@ def test_no_part_is_scaled_or_skipped_by_a_number_of_its_own(tx, checks):
 
 def test_the_state_of_shards_is_made_where_they_lie_and_unsharded_state_is_cut_for_them():
     shards = in_shards(4)
-    optimizer = jc.sharded_optimizer(optax.adam(1e-2), "data", mesh=mesh_of(4))
+    optimizer = jc.sharded_optimizer(ADAM, "data", mesh=mesh_of(4))
     state = optimizer.init(shards)
     assert state[0].mu["layers"].parts[0].sharding == shards["layers"].parts[0].sharding
     shapes = optimizer.init(jax.eval_shape(lambda: shards))
     assert jax.tree.structure(shapes) == jax.tree.structure(state)
     traced = jax.jit(optimizer.init)(shards)
     assert_trees_equal(optimizer.unshard(traced), optimizer.unshard(state))
-    whole = optax.adam(1e-2).init(PARAMS)
+    whole = jax.eval_shape(ADAM.init, PARAMS)
     whole = jax.tree.map(lambda x: np.full(x.shape, 3, x.dtype), whole)
     assert_trees_equal(optimizer.unshard(optimizer.shard(whole, shards)), whole)
     inside = jc.data_parallel(lambda s, x: optimizer.init(s), mesh=mesh_of(4))
@@ -205,12 +206,12 @@ def test_the_state_of_shards_is_made_where_they_lie_and_unsharded_state_is_cut_f
 
 def test_what_belongs_to_other_parameters_or_is_not_elementwise_is_refused():
     shards = in_shards(8)
-    optimizer = jc.sharded_optimizer(optax.adam(1e-2), "data")
+    optimizer = jc.sharded_optimizer(ADAM, "data")
     mixed = {**shards, "rest": REST}
     masked = optax.masked(
         optax.add_decayed_weights(0.1), lambda p: jax.tree.map(lambda x: np.ndim(x) > 1, p)
     )
-    other = optax.adam(1e-2).init({**PARAMS, "rest": {**REST, "in": np.zeros(3, "f")}})
+    other = ADAM.init({**PARAMS, "rest": {**REST, "in": np.zeros(3, "f")}})
 
     def update(params, grads, state=None):
         step = jc.data_parallel(lambda p, g, s, x: optimizer.update(g, s, p)[0], batch_argnums=3)

@@ -36,12 +36,9 @@ class Outcome:
 
 
 class Owner:
-    """Whoever starts a job, and is called while it runs; none of these may wait.
+    """Whoever starts a job, and is called while it runs; none of these may wait."""
 
-    Attributes:
-      signals: that came so far; the first one ends the job, a second one takes the grace away.
-    """
-
+    # That came so far; the first one ends the job, a second one takes the grace away
     signals: Sequence[int] = ()
 
     def show(self, rank: int, stream: str, piece: bytes) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxcoll._dispatch.call import Call
-from jaxcoll._distribute.ops.cross_device_ops import Batch, CrossDeviceOps
+from jaxcoll._distribute.ops.cross_device_ops import Batch, CrossDeviceOps, Reduction
 from jaxcoll._distribute.ops.one_device import ReductionToOneDevice
 from jaxcoll._distribute.values.device_names import devices_named
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
@@ -23,7 +23,7 @@ from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
 from jaxcoll._plan.all_reduce_spec import first_that_takes
 from jaxcoll._plan.checks import count, is_integer
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.packing import GroupSmall, NumPacks, PackingRule, Unpacked
+from jaxcoll._plan.packs.packing import UNPACKED, GroupSmall, NumPacks, PackingRule
 from jaxcoll._spmd import reduce
 from jaxcoll._spmd.sparse import is_sparse
 
@@ -105,15 +105,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         mesh, options = arrangement(devices, self._algorithm)
         return mesh, (Route(options, self._packing),)
 
-    def _prepare(self, batch: Batch) -> list[tuple[Call, list[int]]]:
-        together: dict[frozenset[jax.Device] | None, list[int]] = {}
-        for i, r in enumerate(batch.reductions):
+    def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
+        together: dict[frozenset[jax.Device] | None, list[Reduction]] = {None: []}
+        for r in batch.reductions:
             over = frozenset(r.value.devices) if r.is_all_reduce else None
-            together.setdefault(over, []).append(i)
-        alone = together.pop(None, [])
-        calls = [(self._all_reduce(batch.of(each)), each) for each in together.values()]
-        rest = self._otherwise._prepare(batch.of(alone))
-        return calls + [(call, [alone[i] for i in positions]) for call, positions in rest]
+            together.setdefault(over, []).append(r)
+        alone, *others = (dataclasses.replace(batch, reductions=x) for x in together.values())
+        calls = [(self._all_reduce(each), each.reductions) for each in others]
+        return calls + self._otherwise._prepare(alone)
 
     def _all_reduce(self, batch: Batch) -> Call:
         """The call that all-reduces values over the same devices, to a list of them."""
@@ -247,7 +246,9 @@ def all_reduce_program(
     def reduced(values: list[PerReplica | Mirrored]) -> list[Mirrored]:
         local = [v.local(v.tree) for v in values]
         leaves, treedef = jax.tree.flatten(local, is_leaf=is_sparse)
-        taken = [_route_of(leaf, routes) for leaf in leaves]
+        arrays = [leaf.values if is_sparse(leaf) else leaf for leaf in leaves]
+        limits = [route.limit for route in routes]
+        taken = [first_that_takes(limits, x.size * x.dtype.itemsize) for x in arrays]
         results: dict[int, Any] = {}
         for k, route in enumerate(routes):
             mine = [leaf if taker == k else None for leaf, taker in zip(leaves, taken, strict=True)]
@@ -272,11 +273,6 @@ def all_reduce_program(
         )(values)
 
     return jax.jit(batch_reduce)
-
-
-def _route_of(leaf: Any, routes: tuple[Route, ...]) -> int:
-    array = leaf.values if is_sparse(leaf) else leaf
-    return first_that_takes((r.limit for r in routes), array.size * array.dtype.itemsize)
 
 
 @functools.lru_cache(maxsize=256)
@@ -316,7 +312,7 @@ def _algorithm(name: Any) -> str | None:
 def _packing(num_packs: int, max_bytes: int, max_group: int) -> PackingRule:
     if num_packs:
         return NumPacks(num_packs)
-    return GroupSmall(max_bytes, max_group) if max_bytes and max_group else Unpacked()
+    return GroupSmall(max_bytes, max_group) if max_bytes and max_group else UNPACKED
 
 
 def _of_all_workers(devices: tuple[jax.Device, ...], group_size: int) -> tuple[jax.Device, ...]:

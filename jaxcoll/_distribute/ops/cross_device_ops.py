@@ -29,7 +29,7 @@ from jaxcoll._show.units import counted
 from jaxcoll._spmd.sparse import is_sparse
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Reduction:
     """One value on its way to its destinations, both checked."""
 
@@ -65,10 +65,6 @@ class Batch:
     reductions: Sequence[Reduction]
     options: CommunicationOptions  # those of the call, over those of the object
     name: str
-
-    def of(self, positions: Iterable[int]) -> Batch:
-        """Some of them."""
-        return dataclasses.replace(self, reductions=[self.reductions[i] for i in positions])
 
 
 class CrossDeviceOps(abc.ABC):
@@ -279,11 +275,11 @@ class CrossDeviceOps(abc.ABC):
             return Gather(name, devices, axis, options, self._group).of(per_replica_value)
 
     @abc.abstractmethod
-    def _prepare(self, batch: Batch) -> list[tuple[Call, list[int]]]:
+    def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
         """The calls to make, in this order.
 
-        Each has beside it the positions of the reductions whose results it returns as a list:
-        `Mirrored`s, or plain trees on one device.
+        Each has beside it the reductions whose results it returns as a list: `Mirrored`s, or plain
+        trees on one device.
         """
 
     def _reduced(
@@ -297,18 +293,18 @@ class CrossDeviceOps(abc.ABC):
         _check_between_programs(caller, [pair for _, pair in pairs])
         reductions = [self._checked(caller, name, *pair) for name, pair in pairs]
         moving = [r for r in reductions if not r.is_in_place(op)]
-        results = iter(())
+        made: dict[Reduction, Any] = {}
         if moving:
             values = counted(len(moving), "value")
             what = f"`{type(self).__name__}.{caller}` ({op.name} of {values})"
             with no_mesh():
                 calls = self._prepare(Batch(op, moving, merged, what))
                 returned = run_all([call for call, _ in calls])
-                made: dict[int, Any] = {}
-                for (_, positions), found in zip(calls, returned, strict=True):
-                    made.update(zip(positions, found, strict=True))
-                results = iter([_taken_to(r, made[i]) for i, r in enumerate(moving)])
-        return [r.value[0] if r.is_in_place(op) else next(results) for r in reductions]
+                for (_, reduced), results in zip(calls, returned, strict=True):
+                    for r, result in zip(reduced, results, strict=True):
+                        take = delivered if isinstance(result, Mirrored) else copied
+                        made[r] = take(result, r.destinations)
+        return [made[r] if r in made else r.value[0] for r in reductions]
 
     def _checked(self, caller: str, name: str, value: Any, destinations: Any) -> Reduction:
         caller += name
@@ -333,12 +329,6 @@ class CrossDeviceOps(abc.ABC):
         if not isinstance(value, jax.Array):
             return Mirrored([value], devices=[device])
         return Mirrored.from_global(value)
-
-
-def _taken_to(reduction: Reduction, result: Any) -> Any:
-    """A result on the destinations of its reduction."""
-    take = delivered if isinstance(result, Mirrored) else copied
-    return take(result, reduction.destinations)
 
 
 def _check_between_programs(caller: str, tree: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxcoll._mesh.mesh import line_of
 from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import where
-from jaxcoll._plan.packs.packing import Unpacked
+from jaxcoll._plan.packs.packing import UNPACKED
 from jaxcoll._spmd import reduce
 from jaxcoll._spmd.sparse import is_sparse
 
@@ -80,16 +80,17 @@ class ReductionToOneDevice(CrossDeviceOps):
             f"accumulation_fn={self._accumulation_fn})"
         )
 
-    def _prepare(self, batch: Batch) -> list[tuple[Call, list[int]]]:
+    def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
         op, options = batch.reduce_op, batch.options
         carried = CommunicationOptions(reproducible=options.reproducible, checksum=options.checksum)
         calls = []
-        for i, reduction in enumerate(batch.reductions):
+        for reduction in batch.reductions:
             device = self._reduce_to_device or reduction.destinations[0]
             moved = jax.device_put(_components(reduction, device), device)
             rows = isinstance(reduction.value, PerReplica)
             program = one_device_program(device, op, self._accumulation_fn, rows, carried)
-            calls.append((Call(program, (moved,), (device,), batch.name, options), [i]))
+            call = Call(program, (moved,), (device,), batch.name, options)
+            calls.append((call, [reduction]))
         return calls
 
 
@@ -127,7 +128,7 @@ def one_device_program(
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *components)
         # Replicas of a `vmap` share a device; so the arithmetic is that of every other reduction.
         replicas = jax.vmap(
-            lambda x: reduce.all_reduce(reduce_op, x, AXIS, scope=scope, packing=Unpacked()),
+            lambda x: reduce.all_reduce(reduce_op, x, AXIS, scope=scope, packing=UNPACKED),
             axis_name=AXIS,
         )(stacked)
         return jax.tree.map(lambda x: x[0], replicas)

@@ -132,7 +132,12 @@ def replica_program(
                 ),
                 out_specs=jax.tree.map(lambda v: PartitionSpec(*[AXIS] * v), varies[0]),
             )
-            return jax.tree.map(_wrapped, run(args, kwargs), varies[0], is_leaf=is_sparse)
+            return jax.tree.map(
+                lambda x, v: (PerReplica if any(jax.tree.leaves(v)) else Mirrored).of(x),
+                run(args, kwargs),
+                varies[0],
+                is_leaf=is_sparse,
+            )
 
     one.__name__ = program.__name__ = name  # what messages and profiles show
     return jax.jit(program), inner
@@ -225,7 +230,3 @@ def _varying(traced: Any, arguments: Any, replicas: int) -> Any:
         return jax.tree.map(lambda _: any(jax.tree.leaves(node)), node)
 
     return jax.tree.map(as_one, outputs, is_leaf=is_sparse)
-
-
-def _wrapped(value: Any, varies: Any) -> PerReplica | Mirrored:
-    return (PerReplica if any(jax.tree.leaves(varies)) else Mirrored).of(value)

@@ -155,9 +155,8 @@ def padded_alike(
 ) -> Mapping[int, Any]:
     """`values` with every IndexedSlices padded to the longest one in its place.
 
-    Returns:
-      The same values where none is sparse; structures that disagree are left for others to
-      refuse. Cost: where other processes have replicas, an exchange of lengths.
+    Structures that disagree are left for others to refuse. Where other processes have replicas,
+    lengths are exchanged.
     """
     first = next(iter(values.values()), None)
     flat, treedef = jax.tree_util.tree_flatten_with_path(first, is_leaf=is_sparse)

@@ -62,7 +62,9 @@ class DistributedValues:
         if not values:
             raise ValueError(f"`{name}` got no values; it needs at least one replica.")
         if devices is None:
-            devices = own_devices(values) or _usual_devices(len(values))
+            count, every = len(values), jax.devices()
+            usual = every if len(every) == count else jax.local_devices()[:count]
+            devices = own_devices(values) or usual
         found = checked_devices(devices, name)
         if len(found) != len(values):
             raise ValueError(
@@ -356,12 +358,6 @@ class Mirrored(DistributedValues, replicated=True):
     """
 
     __slots__ = ()
-
-
-def _usual_devices(count: int) -> Sequence[jax.Device]:
-    """All devices if there are as many, else the first ones of this process."""
-    every = jax.devices()
-    return every if len(every) == count else jax.local_devices()[:count]
 
 
 class _Plain(str):

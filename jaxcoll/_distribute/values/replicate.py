@@ -39,9 +39,7 @@ def copied(tree: Any, devices: tuple[jax.Device, ...], timeout_seconds: float | 
 def spread(copy: Any, devices: tuple[jax.Device, ...]) -> Any:
     """A value of which every process has a copy, on `devices`: each fills those that it owns.
 
-    Returns:
-      A `Mirrored` over several devices; the plain value on one. A process without any of them
-      keeps the copy it has: nothing is sent.
+    It is a `Mirrored` over several, plain on one. A process without any of them keeps its copy.
     """
     here = [devices[i] for i in of_this_process(devices)]
     if not here:

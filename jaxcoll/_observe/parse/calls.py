@@ -69,11 +69,8 @@ def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple
     """What one run of `entry` carries out, each with the loops and branches it is called in.
 
     Law: a computation that is called from two places is listed twice, because both send; a
-    collective that no call reaches is an error rather than silence.
-
-    Returns:
-      The events, in program order. Their places count through the program as if each call
-      were written out.
+    collective that no call reaches is an error rather than silence. Their places count through the
+    program as if each call were written out.
 
     Raises:
       ValueError: a call leads nowhere or in a circle, or a collective is reached by no call.

@@ -26,15 +26,9 @@ _BITS = re.compile(r"(?:bf|[sufc])(\d+)(?:e\d+m\d+\w*)?")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operand:
-    """An array that one device hands to a collective.
+    """An array that one device hands to a collective."""
 
-    Examples:
-      >>> Operand("bf16", (3, 5)).nbytes, Operand("s4", (7,)).nbytes
-      (30, 4)
-    """
-
-    dtype: str
-    """Element type, spelled as in HLO: f32, bf16, f8e4m3fn, s4, pred, c64."""
+    dtype: str  # element type, spelled as in HLO: f32, bf16, f8e4m3fn, s4, pred, c64
     shape: tuple[int, ...]
 
     @property
@@ -63,30 +57,19 @@ def bytes_of(dtype: str, size: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meanwhile:
-    """What is scheduled between the start and the end of an asynchronous collective.
+    """What is scheduled between the start and the end of an asynchronous collective."""
 
-    Attributes:
-      instructions: those that do something; constants, tuples and the like are left out.
-      matmuls: matrix products and convolutions among them, a loop's each time.
-      flops: floating-point operations of these, two for each multiplication and addition.
-    """
-
-    instructions: int
-    matmuls: int
-    flops: int
+    instructions: int  # those that do something; constants, tuples and the like are left out
+    matmuls: int  # matrix products and convolutions among them, a loop's each time
+    flops: int  # floating-point operations of these, two for each multiplication and addition
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels that make what a collective sends, or take what it brings, each time.
-
-    Attributes:
-      count: how many.
-      nbytes: bytes of memory that they read and write.
-    """
+    """The kernels that make what a collective sends, or take what it brings, each time."""
 
     count: int
-    nbytes: int
+    nbytes: int  # of memory that they read and write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,17 +165,11 @@ def wire_bytes(collectives: Iterable[Collective], *, unknown_trips: int | None =
     ragged all-to-all at most S, its sizes being known only when it runs. A group of one sends
     nothing. Shares are of whole elements, operand by operand: those of an all-reduce may differ
     by one, and a device sends all but one of them, twice. Where devices differ, the one that
-    sends most counts; of the branches of a conditional, the one that sends most.
-
-    Args:
-      collectives: what `read_hlo` returned.
-      unknown_trips: how often to count a loop that does not say how often it turns.
-
-    Returns:
-      Bytes per device. What a kernel (a custom call) sends by itself is not seen.
+    sends most counts; of the branches of a conditional, the one that sends most. What a kernel (a
+    custom call) sends by itself is not seen.
 
     Raises:
-      ValueError: a loop does not say how often it turns, and `unknown_trips` was not given.
+      ValueError: a loop does not say how often it turns, and `unknown_trips` is None.
 
     Examples:
       >>> eight = tuple(range(8))
@@ -200,23 +177,22 @@ def wire_bytes(collectives: Iterable[Collective], *, unknown_trips: int | None =
       >>> wire_bytes([Collective("all-reduce", "ar", (gradient,), 8, (eight,), "main", trips=5)])
       3520
     """
-    return _dearest([(c.branches, _times(c, unknown_trips) * c.wire_bytes) for c in collectives])
+    sent = []
+    for c in collectives:
+        trips = unknown_trips if c.trips is None else c.trips
+        if trips is None:
+            raise ValueError(
+                f"{c.kind} {c.name!r} in {c.computation!r} is in a loop that does not say how "
+                "often it turns, so its bytes cannot be counted. Pass `unknown_trips` to say how "
+                "often such loops turn."
+            )
+        sent.append((c.branches, trips * c.wire_bytes))
+    return _dearest(sent)
 
 
 def runs(collectives: Iterable[Collective]) -> int:
     """How many collectives one run carries out: of a conditional those of its longest branch."""
     return _dearest([(c.branches, c.turns) for c in collectives])
-
-
-def _times(c: Collective, unknown_trips: int | None) -> int:
-    trips = unknown_trips if c.trips is None else c.trips
-    if trips is None:
-        raise ValueError(
-            f"{c.kind} {c.name!r} in {c.computation!r} is in a loop that does not say how "
-            "often it turns, so its bytes cannot be counted. Pass `unknown_trips` to say how "
-            "often such loops turn."
-        )
-    return trips
 
 
 def _dearest(sent: list[tuple[tuple[tuple[str, int], ...], int]]) -> int:

@@ -7,17 +7,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxcoll._observe.parse.calls import Call, Event, Loop, Matmul, carried_out
+from jaxcoll._observe.parse import hlo_text
+from jaxcoll._observe.parse.calls import Call, Loop, Matmul, carried_out
 from jaxcoll._observe.parse.collective import KINDS, Collective, Groups
-from jaxcoll._observe.parse.hlo_text import (
-    Instruction,
-    Module,
-    definitions,
-    operands_of,
-    pair_ends,
-    parse_instruction,
-    parse_module,
-)
+from jaxcoll._observe.parse.hlo_text import Computation, Instruction, Module, parse_instruction
 from jaxcoll._observe.parse.loops import turns
 from jaxcoll._observe.parse.replica_groups import device_groups, group_size, read_groups
 from jaxcoll._observe.parse.schedule import Schedule
@@ -42,35 +35,14 @@ _IS_SYNC = re.compile(r'is_sync\\?":\s*true')
 
 
 def read_hlo(text: str) -> tuple[Collective, ...]:
-    """The collectives of a compiled program.
+    """The collectives of what `compiled.as_text()` returns, in the order of the text.
 
     Law: nothing is skipped in silence. An asynchronous pair counts once; every operand of a
     combined collective is listed, in the element type that the compiler settled on; loops,
     calls, fusions and conditionals are followed from the entry; what is not understood is an
-    error.
-
-    Args:
-      text: what `compiled.as_text()` returns, of any backend.
-
-    Returns:
-      The collectives in the order of the text, which is the schedule where the compiler has
-      made one. Cost: a few seconds for 100 MB.
-
-    Raises:
-      ValueError: the text is not HLO, is cut off, or uses a notation that is not known here.
-
-    Examples:
-      >>> program = '''HloModule jit_f, replica_count=4
-      ... ENTRY %main (x: f32[100]) -> f32[100] {
-      ...   %x = f32[100]{0} parameter(0)
-      ...   ROOT %sum = f32[100]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}
-      ... }'''
-      >>> collective, = read_hlo(program)
-      >>> collective.kind, collective.operands[0].dtype, collective.group_size
-      ('all-reduce', 'f32', 2)
+    error. The order is the schedule where the compiler has made one.
     """
-    program = read_program(text, strict=True)
-    return program.collectives
+    return read_program(text, strict=True).collectives
 
 
 class Program(NamedTuple):
@@ -92,7 +64,7 @@ def read_program(text: str, *, strict: bool = False) -> Program:
     Law: as `read_hlo`; but what is not understood is listed in `uncounted`. If `strict`, it is an
     error, and the arithmetic is left out.
     """
-    module = parse_module(text)
+    module = hlo_text.parse_module(text)
     uncounted: list[str] = []
     notes: list[str] = []
     reader = _Reader(module, None if strict else uncounted)
@@ -101,20 +73,17 @@ def read_program(text: str, *, strict: bool = False) -> Program:
         bodies = Schedule(module, bodies, uncounted, notes).bodies()
     lengths = {name: len(lines) for name, lines in module.computations.items()}
     events = carried_out(bodies, module.entry, lengths)
+    ends = (event.at if isinstance(event, Matmul) else event.until for event in events)
     return Program(
         name=module.name,
         devices=module.replicas * module.partitions,
-        instructions=max([lengths[module.entry], *(_end(event) + 1 for event in events)]),
+        instructions=max([lengths[module.entry], *(end + 1 for end in ends)]),
         collectives=tuple(e for e in events if isinstance(e, Collective)),
         matmuls=tuple(e for e in events if isinstance(e, Matmul)),
         loops=tuple(e for e in events if isinstance(e, Loop)),
         uncounted=tuple(dict.fromkeys(uncounted)),
         notes=tuple(dict.fromkeys(notes)),
     )
-
-
-def _end(event: Event) -> int:
-    return event.at if isinstance(event, Matmul) else event.until
 
 
 class _Reader:
@@ -125,7 +94,7 @@ class _Reader:
         self._uncounted = uncounted
         self._frames = StackFrames(module.tables)
         # One computation's at a time: a large program's would take as much as its text.
-        self._defined = functools.lru_cache(1)(lambda x: definitions(module.computations[x]))
+        self._opened = functools.lru_cache(1)(lambda x: Computation(module.computations[x]))
         self._elements = functools.lru_cache(1)(lambda x: _elements(module.computations[x]))
 
     def body(self, computation: str) -> list[Collective | Call | Matmul]:
@@ -154,13 +123,13 @@ class _Reader:
         if known := _TRIPS.search(loop.attributes):
             return int(known[1])
         try:
-            return turns(self._module, loop, self._defined(computation))
+            return turns(self._module, loop, self._opened(computation))
         except (LookupError, ValueError):
             return None  # something of the loop is missing, or of a form that is not known here
 
     def _collective(self, computation: str, instruction: Instruction, at: int) -> Collective:
         kind, attributes = instruction.opcode.removesuffix("-start"), instruction.attributes
-        operands = operands_of(instruction, self._defined(computation))
+        operands = self._opened(computation).operands(instruction)
         if kind == "ragged-all-to-all":
             operands = operands[:1]  # the others are the result's memory, and sizes that stay here
         if kind == "collective-permute" and "slice_sizes=" in attributes:
@@ -195,7 +164,7 @@ class _Reader:
 
 def _elements(lines: Sequence[str]) -> dict[str, dict[int, str]]:
     """Scopes of the instructions that take a tuple apart, by the tuple's name and index."""
-    starts = {name: start for _, name, _, start in pair_ends(lines)}
+    starts = {name: start for _, name, _, start in hlo_text.pair_ends(lines)}
     found: dict[str, dict[int, str]] = {}
     for element in filter(None, map(_ELEMENT.search, lines)):
         whole = starts.get(element[1], element[1])

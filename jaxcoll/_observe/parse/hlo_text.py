@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxcoll._observe.parse.collective import Operand
@@ -28,6 +28,49 @@ class Instruction(NamedTuple):
     opcode: str
     operands: str
     attributes: str
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The names of what it is given."""
+        pieces = _pieces(_COMMENT.sub("", self.operands))
+        return tuple(piece.rpartition(" ")[2].lstrip("%") for piece in pieces)
+
+    @property
+    def results(self) -> tuple[Operand, ...]:
+        """The arrays that it makes."""
+        return arrays(self.type)
+
+
+class Computation:
+    """The instructions of a computation by their names, each taken apart when it is asked for."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self.lines = {name: line for line in lines if (name := defined_name(line))}
+
+    def __getitem__(self, name: str) -> Instruction:
+        return parse_instruction(self.lines[name])
+
+    @property
+    def root(self) -> Instruction:
+        """What makes its result."""
+        (root,) = (line for line in self.lines.values() if line.lstrip().startswith("ROOT "))
+        return parse_instruction(root)
+
+    def operands(self, instruction: Instruction) -> tuple[Operand, ...]:
+        """The arrays that an instruction is given, typed in place or where they are defined."""
+        found: list[Operand] = []
+        for piece in _pieces(_COMMENT.sub("", instruction.operands)):
+            # Some compilers print the type of each operand in place, others its name alone.
+            type_text, _, name = piece.rpartition(" ")
+            if not type_text:
+                if name.lstrip("%") not in self.lines:
+                    raise ValueError(
+                        f"{instruction.opcode} {instruction.name!r} has the operand {name!r}, "
+                        "which its computation does not define: the text looks cut off."
+                    )
+                type_text = self[name.lstrip("%")].type
+            found += arrays(type_text)
+        return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +124,7 @@ def parse_module(text: str) -> Module:
 
 
 def parse_instruction(line: str) -> Instruction:
-    """Take a line apart.
-
-    Raises:
-      ValueError: it is not an instruction.
-
-    Examples:
-      >>> i = parse_instruction("  ROOT %x.1 = (f32[2]{0}, s8[]) all-reduce(%a, %b), channel_id=1")
-      >>> i.type, i.opcode, i.operands
-      ('(f32[2]{0}, s8[])', 'all-reduce', '%a, %b')
-    """
+    """Take a line apart."""
     found = _INSTRUCTION.match(line)
     close = _closing(line, found.end() - 1) if found else -1
     if found and close > 0:
@@ -109,52 +143,15 @@ def defined_name(line: str) -> str:
     return found[1] if found else ""
 
 
-def definitions(lines: Sequence[str]) -> dict[str, str]:
-    """The lines of a computation by the name that each defines."""
-    return {name: line for line in lines if (name := defined_name(line))}
-
-
-def operands_of(instruction: Instruction, defined: Mapping[str, str]) -> tuple[Operand, ...]:
-    """The arrays that an instruction is given, typed in place or where they are `defined`."""
-    found: list[Operand] = []
-    for piece in _pieces(_COMMENT.sub("", instruction.operands)):
-        # Some compilers print the type of each operand in place, others its name alone.
-        type_text, _, name = piece.rpartition(" ")
-        if not type_text:
-            definition = defined.get(name.lstrip("%"))
-            if definition is None:
-                raise ValueError(
-                    f"{instruction.opcode} {instruction.name!r} has the operand {name!r}, which "
-                    "its computation does not define: the text looks cut off."
-                )
-            type_text = parse_instruction(definition).type
-        found += arrays(type_text)
-    return tuple(found)
-
-
-def operand_names(instruction: Instruction) -> tuple[str, ...]:
-    """The names of what an instruction is given.
-
-    Examples:
-      >>> operand_names(parse_instruction("  %x = s8[] add(s8[] %a, /*index=1*/b)"))
-      ('a', 'b')
-    """
-    pieces = _pieces(_COMMENT.sub("", instruction.operands))
-    return tuple(piece.rpartition(" ")[2].lstrip("%") for piece in pieces)
-
-
 def pair_ends(lines: Sequence[str]) -> Iterator[tuple[int, str, str, str]]:
-    """The ends of asynchronous instructions: line number, name, opcode, and the start's name.
-
-    Yields:
-      One for each; what only prolongs another (`-update`) stands for the start afterwards.
-    """
+    """The ends of asynchronous instructions: line number, name, opcode, and the start's name."""
     first: dict[str, str] = {}
     for at, line in enumerate(lines):
         if "-done(" in line or "-update(" in line:
             instruction = parse_instruction(line)
             if instruction.opcode.endswith(("-done", "-update")):
-                start = next(iter(operand_names(instruction)), "")
+                start = next(iter(instruction.given), "")
+                # What only prolongs another (`-update`) stands for the start afterwards.
                 first[instruction.name] = first.get(start, start)
                 yield at, instruction.name, instruction.opcode, first[instruction.name]
 

@@ -9,16 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxcoll._observe.parse.collective import Kernels
-from jaxcoll._observe.parse.hlo_text import (
-    Instruction,
-    Module,
-    arrays,
-    definitions,
-    operand_names,
-    operands_of,
-    pair_ends,
-    parse_instruction,
-)
+from jaxcoll._observe.parse.hlo_text import Computation, Instruction, Module, pair_ends
 
 _INSIDE = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
 _NO_KERNELS = frozenset(("bitcast", "get-tuple-element", "copy-done"))
@@ -72,18 +63,16 @@ class KernelReader:
         graph = self._graph(computation)
         found: dict[str, _Kernel] = {}
         ends = graph.ends.get(name, [name])
-        for start, beyond in ((name, graph.operands), *((end, graph.users) for end in ends)):
+        for start, beyond in ((name, graph.makers), *((end, graph.users) for end in ends)):
             waiting = list(beyond(start))
             while waiting:
                 each = waiting.pop()
-                if each in found or each in (name, *ends):
+                if each in found or each in (name, *ends) or each not in graph.lines:
                     continue
-                instruction = graph.instruction(each)
-                if instruction is None:
-                    continue
+                instruction = graph[each]
                 if instruction.opcode not in _NO_KERNELS:
                     if each not in graph.kernels:  # one may be around hundreds of collectives
-                        graph.kernels[each] = self._kernel(instruction, graph.defined)
+                        graph.kernels[each] = self._kernel(instruction, graph)
                     kernel = graph.kernels[each]
                     if kernel is None:
                         continue
@@ -93,13 +82,13 @@ class KernelReader:
                 waiting += beyond(each)
         return Kernels(len(found), sum(kernel.nbytes for kernel in found.values()))
 
-    def _kernel(self, instruction: Instruction, defined: Mapping[str, str]) -> _Kernel | None:
+    def _kernel(self, instruction: Instruction, inside: Computation) -> _Kernel | None:
         """The kernel of an instruction; None if it is none of those that are counted."""
         opcode = instruction.opcode
         if opcode in _GIVEN or (_APART.fullmatch(opcode) and opcode not in _COPIES):
             return None
-        given = [operand.nbytes for operand in operands_of(instruction, defined)]
-        result = sum(x.nbytes for x in arrays(instruction.type))
+        given = [operand.nbytes for operand in inside.operands(instruction)]
+        result = sum(x.nbytes for x in instruction.results)
         if opcode == "copy-start":  # its type has the memory of both ends
             return _Kernel(2 * sum(given), True)
         if opcode in _SLICES:
@@ -117,29 +106,29 @@ class KernelReader:
 
 
 def _fused(lines: Sequence[str]) -> _Fused:
-    defined = definitions(lines)
-    inside = {name: parse_instruction(line) for name, line in defined.items()}
-    sizes = {name: sum(x.size for x in arrays(each.type)) for name, each in inside.items()}
-    (root,) = (name for name, line in defined.items() if line.lstrip().startswith("ROOT "))
+    computation = Computation(lines)
+    inside = {name: computation[name] for name in computation.lines}
+    sizes = {name: sum(x.size for x in each.results) for name, each in inside.items()}
+    root = computation.root.name
     needed = Counter({root: sizes[root]})
     while inside[root].opcode == "bitcast":
-        (root,) = operand_names(inside[root])
+        (root,) = inside[root].given
     is_update = inside[root].opcode == "dynamic-update-slice"
     reads = {}
     for name, each in reversed(inside.items()):  # what uses an array stands behind it
         wanted = min(needed[name], sizes[name])
-        for k, given in enumerate(operand_names(each)):
+        for k, given in enumerate(each.given):
             if given in sizes and not (is_update and name == root and not k):  # updated in place
                 needed[given] += _needed(each, k, wanted, sizes[name], sizes[given])
         if each.opcode == "parameter" and wanted < sizes[name]:
-            nbytes = sum(x.nbytes for x in arrays(each.type))
+            nbytes = sum(x.nbytes for x in each.results)
             reads[int(each.operands)] = nbytes * wanted // sizes[name]
     opcodes = {each.opcode for each in inside.values()}
     return _Fused(
         only_copies=opcodes <= _COPIES | _NO_KERNELS | _GIVEN,
         is_apart=any(map(_APART.fullmatch, opcodes)),
         reads=reads,
-        writes=operands_of(inside[root], defined)[1].nbytes if is_update else None,
+        writes=computation.operands(inside[root])[1].nbytes if is_update else None,
     )
 
 
@@ -150,29 +139,24 @@ def _needed(user: Instruction, k: int, wanted: int, size: int, given: int) -> in
     return min(wanted, given) if user.opcode == "concatenate" else given
 
 
-class _Graph:
+class _Graph(Computation):
     """A computation's instructions, by what they are given and what they are given to."""
 
     def __init__(self, lines: Sequence[str]) -> None:
-        self.defined = definitions(lines)
+        super().__init__(lines)
         self.kernels: dict[str, _Kernel | None] = {}
         self._users: dict[str, list[str]] = {}
-        for user in self.defined:
-            for each in self.operands(user):
+        for user in self.lines:
+            for each in self.makers(user):
                 self._users.setdefault(each, []).append(user)
         self.ends: dict[str, list[str]] = {}
         for _, name, opcode, start in pair_ends(lines):
             if opcode.endswith("-done") and opcode != "copy-done":
                 self.ends.setdefault(start, []).append(name)
 
-    def instruction(self, name: str) -> Instruction | None:
-        """The instruction of a name; None if the computation does not define it."""
-        return parse_instruction(self.defined[name]) if name in self.defined else None
-
-    def operands(self, name: str) -> Sequence[str]:
+    def makers(self, name: str) -> Sequence[str]:
         """Names of what it is given."""
-        found = self.instruction(name)
-        return () if found is None else operand_names(found)
+        return self[name].given if name in self.lines else ()
 
     def users(self, name: str) -> Sequence[str]:
         """Names of the instructions that it is given to."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 
 import numpy as np
 
 from jaxcoll._observe.parse.collective import Operand
-from jaxcoll._observe.parse.hlo_text import Instruction, arrays, operands_of
+from jaxcoll._observe.parse.hlo_text import Computation, Instruction
 
 _CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
 _CONTRACTED_IN_CONFIG = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')  # a GPU library's
@@ -27,22 +26,19 @@ def is_matmul(line: str) -> bool:
     return " dot(" in line or " convolution(" in line or " custom-call(" in line
 
 
-def flops(instruction: Instruction, defined: Mapping[str, str]) -> int | None:
+def flops(instruction: Instruction, inside: Computation) -> int | None:
     """Floating-point operations of an instruction: 2 for each multiplication and addition.
 
     Law: a product with an output of N elements that sums over K has 2·N·K of them. A convolution
     has 2 for each element of an output and of its kernel that meet an element of the input, and
     neither padding nor what dilation puts between elements; a library's convolution, whose text
-    says less, has those, too.
-
-    Returns:
-      The number; 0 if it multiplies no matrices; None if it does, and its text does not say
-      how large they are.
+    says less, has those, too. It is 0 if it multiplies no matrices; None if it does, and its text
+    does not say how large they are.
 
     Examples:
       >>> from jaxcoll._observe.parse.hlo_text import parse_instruction
       >>> text = "  %d = f32[4,6] dot(f32[4,5] %a, f32[5,6] %b), lhs_contracting_dims={1}"
-      >>> flops(parse_instruction(text), {})
+      >>> flops(parse_instruction(text), Computation([]))
       240
     """
     opcode, attributes = instruction.opcode, instruction.attributes
@@ -50,7 +46,7 @@ def flops(instruction: Instruction, defined: Mapping[str, str]) -> int | None:
     convolves = opcode == "convolution" or (target and _CONVOLVES.search(target[1]))
     if not (opcode == "dot" or convolves or (target and _PRODUCT.search(target[1]))):
         return 0
-    results, given = arrays(instruction.type), operands_of(instruction, defined)
+    results, given = instruction.results, inside.operands(instruction)
     if not results or len(given) < 2:
         return None
     if opcode == "convolution":

@@ -31,23 +31,15 @@ def narrow_sums(text: str) -> list[str]:
     Autodiff makes such sums of a float32 parameter that is used in bfloat16 wherever it sums by
     itself (under a checked `shard_map`): it sums the gradient of the bfloat16 copy, and casts the
     sum to float32 after that. A cast to the narrow type right before says that it was asked for.
-
-    Examples:
-      >>> narrow_sums('''
-      ...   %3 = "stablehlo.all_reduce"(%2) <{}> ({
-      ...   }) : (tensor<8xbf16>) -> tensor<8xbf16>
-      ...   %4 = stablehlo.convert %3 : (tensor<8xbf16>) -> tensor<8xf32>''')[0][:54]
-      '1 sum over devices is requested in bf16 and widened to'
     """
     lines = text.splitlines()
     locations = Locations(lines)
     found: dict[tuple[str, str], list[str]] = {}
-    for function in _functions(lines):
-        for narrow, wide, line in _widened(function):
-            name, source = locations.of(line)
-            # What jaxcoll scatters travels as its plan shows, in the type it was gathered in.
-            if not pack_of(name).startswith("reduce_scatter"):
-                found.setdefault((narrow, wide), []).append(source)
+    for narrow, wide, line in _widened(lines):
+        name, source = locations.of(line)
+        # What jaxcoll scatters travels as its plan shows, in the type it was gathered in.
+        if not pack_of(name).startswith("reduce_scatter"):
+            found.setdefault((narrow, wide), []).append(source)
     return [
         _note(narrow, wide, len(where), dict.fromkeys(filter(None, where)))
         for (narrow, wide), where in found.items()
@@ -65,23 +57,14 @@ def _note(narrow: str, wide: str, count: int, sources: Iterable[str]) -> str:
     )
 
 
-def _functions(lines: Iterable[str]) -> Iterator[list[str]]:
-    """The lines of each function, in which a value has one name."""
-    own: list[str] = []
-    for line in lines:
-        if _FUNCTION.search(line):
-            yield own
-            own = []
-        own.append(line)
-    yield own
-
-
 def _widened(lines: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Each such sum of a function: its type, the wider one, and the line that ends it."""
+    """Each such sum: its type, the wider one, and the line that ends it."""
     narrowed: set[str] = set()
     sums: dict[str, list[str]] = {}
     ends: list[str] = []
     for line in lines:
+        if _FUNCTION.search(line):  # in each of which a value has one name
+            narrowed, sums, ends = set(), {}, []
         defined = _DEFINES.match(line)
         name = defined[1] if defined else ""
         sums.pop(name, None)

@@ -13,7 +13,9 @@ from jaxcoll._observe.parse.collective import Groups
 
 _LISTED = re.compile(r"\{((?:\{[\d,\s]*\},?\s*)*)\}")  # {{0,1},{2,3}}
 _COUNTED = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")  # [2,4]<=[4,2]T(1,0)
-_ON_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
+_ON_MESH = re.compile(  # mesh['a'=2,'b'=4] {'b'}
+    r"mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}"
+)
 _NOTATIONS = (_LISTED, _COUNTED, _ON_MESH)
 _ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")  # [4,2]T(1,0)
 _AXIS = re.compile(r"'?([^',=:]+)'?=(\d+)")  # 'a'=2
@@ -24,25 +26,7 @@ SubAxis = tuple[str, int, int | None]
 
 
 def read_groups(text: str) -> Groups:
-    """The groups at the beginning of `text`, which is what follows `replica_groups=` in HLO.
-
-    Args:
-      text: groups written out (`{{0,1},{2,3}}`), counted off (`[2,4]<=[4,2]T(1,0)`), or as
-        axes of a mesh (`mesh['a'=2,'b'=4] {'b'}`), and anything after them.
-
-    Returns:
-      The device numbers of each group, in the group's order; () for `{}`, which means one
-      group of all.
-
-    Raises:
-      ValueError: it is none of these notations.
-
-    Examples:
-      >>> read_groups("mesh['a'=2,'b'=2] {'a'}, use_global_device_ids=true")
-      ((0, 2), (1, 3))
-      >>> read_groups("[2,2]<=[4]")
-      ((0, 1), (2, 3))
-    """
+    """The groups that `text` begins with, in any of `_NOTATIONS`; () for `{}`, one group of all."""
     found = next(filter(None, (notation.match(text) for notation in _NOTATIONS)), None)
     groups = None if found is None else _groups(found[0])
     if groups is None:
@@ -74,12 +58,9 @@ def _groups(text: str) -> Groups | None:
 def mesh_groups(
     sizes: dict[str, int], devices: np.ndarray | None, axes: Iterable[SubAxis]
 ) -> Groups:
-    """Devices that differ along `axes` of a mesh, and only there.
+    """Devices that differ along `axes` of a mesh, and only there; a group counts in their order.
 
-    Args:
-      sizes: the mesh axes and their sizes, outer first.
-      devices: the device numbers, in the mesh's order; None: 0, 1, 2, ...
-      axes: the axes, or parts of them, in the order in which a group counts through them.
+    `sizes` are those of the mesh's axes, outer first; `devices` its device numbers (None: 0, 1, …).
 
     Raises:
       ValueError: an axis is not one of the mesh's, or a part does not fit it.

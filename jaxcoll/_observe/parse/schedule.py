@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxcoll._observe.parse.calls import Bodies, Call, Matmul, busy_among
 from jaxcoll._observe.parse.collective import Collective, Kernels, Meanwhile
 from jaxcoll._observe.parse.hlo_text import (
+    Computation,
     Module,
     defined_name,
-    definitions,
-    operands_of,
     pair_ends,
     parse_instruction,
 )
@@ -55,45 +54,57 @@ class Schedule:
     def __init__(
         self, module: Module, bodies: Bodies, uncounted: list[str], notes: list[str]
     ) -> None:
-        self._module = module
-        self._bodies = bodies
-        self._uncounted = uncounted
-        self._notes = notes
+        self._module, self._bodies = module, bodies
+        self._uncounted, self._notes = uncounted, notes
         self._busy = busy_among(bodies, (Collective,))
+        self._kernels = KernelReader(module)
         self._direct: dict[str, dict[int, Work]] = {}
         self._totals: dict[str, Work] = {}
-        self._called_at: dict[str, dict[int, list[Call]]] = {}
-        self._kernels = KernelReader(module)
+        # The calls of each computation that are programs of their own, by their line.
+        self._programs: dict[str, dict[int, list[Call]]] = {name: {} for name in bodies}
+        for name, body in bodies.items():
+            for item in body:
+                if isinstance(item, Call) and not self._is_dropped(item):
+                    self._programs[name].setdefault(item.at, []).append(item)
 
     def bodies(self) -> Bodies:
         """The bodies with matrix products in their places, and with what runs meanwhile.
 
         What spells out a single instruction and sends nothing is dropped.
         """
-        return {name: list(self._body(name)) for name in self._bodies}
+        return {name: self._body(name) for name in self._bodies}
 
-    def _body(self, name: str) -> Iterator[Collective | Call | Matmul]:
-        lines, direct = self._module.computations[name], self._direct_work(name)
-        ends = self._ends(name)
+    def _body(self, name: str) -> list[Collective | Call | Matmul]:
+        lines, ends = self._module.computations[name], self._ends(name)
         items: list[Collective | Call | Matmul] = [
             Matmul(defined_name(lines[at]), work.flops, at=at, dtype=work.dtype)
-            for at, work in direct.items()
+            for at, work in self._direct_work(name).items()
         ]
         for item in self._bodies[name]:
             if isinstance(item, Matmul) or (isinstance(item, Call) and self._is_dropped(item)):
                 continue
-            own = item.site if isinstance(item, Call) else item.name
-            if isinstance(item, Collective) or (item.is_async and item.callee in self._busy):
-                item = dataclasses.replace(item, kernels=self._kernels_around(name, own))
-            if item.is_async and not (isinstance(item, Call) and item.callee not in self._busy):
-                at, until = ends.get(own, (item.at, item.at))
-                meanwhile = self._meanwhile(name, at, until)
-                items.append(dataclasses.replace(item, at=at, until=until, meanwhile=meanwhile))
-            else:
-                items.append(item)
-            if isinstance(item, Call) and item.is_loop and item.trips is None:
-                self._note_loop(item)
-        yield from sorted(items, key=lambda item: item.at)
+            if isinstance(item, Collective) or item.callee in self._busy:
+                item = self._placed(name, item, ends)
+            items.append(item)
+        return sorted(items, key=lambda item: item.at)
+
+    def _placed(
+        self, computation: str, item: Collective | Call, ends: Mapping[str, tuple[int, int]]
+    ) -> Collective | Call:
+        """A collective, or a call of what sends, with what is around it and runs meanwhile."""
+        name = item.site if isinstance(item, Call) else item.name
+        if isinstance(item, Call) and item.is_loop and item.trips is None:
+            self._uncounted.append(
+                f"loop {name!r} does not say how often it turns: what it sends is counted "
+                "for one turn."
+            )
+        if isinstance(item, Collective) or item.is_async:
+            item = dataclasses.replace(item, kernels=self._kernels_around(computation, name))
+        if not item.is_async:
+            return item
+        at, until = ends.get(name, (item.at, item.at))
+        meanwhile = self._meanwhile(computation, at, until)
+        return dataclasses.replace(item, at=at, until=until, meanwhile=meanwhile)
 
     def _kernels_around(self, computation: str, name: str) -> Kernels | None:
         try:
@@ -105,35 +116,18 @@ class Schedule:
     def _is_dropped(self, call: Call) -> bool:
         return call.is_part and call.callee not in self._busy
 
-    def _note_loop(self, call: Call) -> None:
-        if call.callee in self._busy:
-            self._uncounted.append(
-                f"loop {call.site!r} does not say how often it turns: what it sends is counted "
-                "for one turn."
-            )
-
     def _meanwhile(self, name: str, start: int, end: int) -> Meanwhile:
         """What stands between two lines of a computation."""
-        lines = self._module.computations[name]
-        direct, work = self._direct_work(name), Work()
+        direct, programs, between = self._direct_work(name), self._programs[name], []
+        work = Work()
         for at in range(start + 1, end):
             work = work.plus(direct.get(at, Work()))
-        programs = self._programs(name)
-        between = [call for at in range(start + 1, end) for call in programs.get(at, ())]
+            between += programs.get(at, ())
         work = work.plus(self._called(between))
         # Constants, tuples and the ends of other pairs take no time.
-        count = sum(not _IDLE.search(line) for line in lines[start + 1 : end])
+        lines = self._module.computations[name][start + 1 : end]
+        count = sum(not _IDLE.search(line) for line in lines)
         return Meanwhile(count, work.matmuls, work.flops)
-
-    def _programs(self, name: str) -> dict[int, list[Call]]:
-        """The calls of a computation that are programs of their own, by their line."""
-        if name not in self._called_at:
-            found: dict[int, list[Call]] = {}
-            for item in self._bodies[name]:
-                if isinstance(item, Call) and not self._is_dropped(item):
-                    found.setdefault(item.at, []).append(item)
-            self._called_at[name] = found
-        return self._called_at[name]
 
     def _called(self, calls: Iterable[Call]) -> Work:
         """The work of computations that are called; of a conditional, that of its longest."""
@@ -154,7 +148,7 @@ class Schedule:
         """The work of one computation, with what it calls."""
         if name not in self._totals:
             self._totals[name] = Work()  # for one that calls itself, which is found elsewhere
-            work = self._called(itertools.chain(*self._programs(name).values()))
+            work = self._called(itertools.chain(*self._programs[name].values()))
             for direct in self._direct_work(name).values():
                 work = work.plus(direct)
             self._totals[name] = work
@@ -176,8 +170,7 @@ class Schedule:
 
     def _own_work(self, name: str) -> dict[int, Work]:
         found: dict[int, Work] = {}
-        lines = self._module.computations[name]
-        defined = None
+        lines, inside = self._module.computations[name], None
         for at, line in enumerate(lines):
             if not is_matmul(line):
                 continue
@@ -189,16 +182,15 @@ class Schedule:
                         f"custom call {defined_name(line)!r} ({target[1]}) may send by itself, "
                         "which is not counted."
                     )
-            defined = definitions(lines) if defined is None else defined
-            instruction = parse_instruction(line)
-            operations = flops(instruction, defined)
+            inside, instruction = inside or Computation(lines), parse_instruction(line)
+            operations = flops(instruction, inside)
             if operations is None:
                 self._notes.append(
                     f"{defined_name(line)!r} multiplies matrices of sizes that its text does not "
                     "say: its floating-point operations are not counted."
                 )
             if operations != 0:
-                operands = operands_of(instruction, defined)
+                operands = inside.operands(instruction)
                 found[at] = Work(1, operations or 0, operands[0].dtype if operands else "")
         return found
 

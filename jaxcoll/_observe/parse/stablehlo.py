@@ -39,27 +39,14 @@ _DTYPES = {"i1": "pred", "complex<f32>": "c64", "complex<f64>": "c128"}
 
 
 def read_stablehlo(text: str) -> tuple[Collective, ...]:
-    """The collectives that a program requests, before any compiler has seen it.
+    """The collectives of what `lowered.as_text()` returns, before any compiler has seen it.
 
     Law: as for `read_hlo`, nothing is skipped in silence. A function that is called twice
     counts twice. How often a loop turns is not looked into: `trips` is None inside of one.
-
-    Args:
-      text: what `lowered.as_text()` returns; with `debug_info=True` it also says which line
-        of Python asked for what.
-
-    Returns:
-      The collectives in program order, their kinds and types spelled as in HLO.
+    Kinds and types are spelled as in HLO; `debug_info=True` adds the lines of Python.
 
     Raises:
       ValueError: the text is not StableHLO, is cut off, or uses a notation not known here.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> gather = jax.pmap(lambda x: jax.lax.all_gather(x, "i"), axis_name="i")
-      >>> lowered = gather.lower(jax.ShapeDtypeStruct((1, 4), jnp.int8))
-      >>> [(c.kind, c.operands[0].dtype) for c in read_stablehlo(lowered.as_text())]
-      [('all-gather', 's8')]
     """
     lines = text.splitlines()
     header = next((line for line in lines if line.startswith("module")), None)
@@ -110,8 +97,9 @@ class _Reader:
             self._add(closed.body, closed.collective, types=line)
         if line.endswith("{"):
             self.open.append(self._region(line, closed))
-        elif line.startswith("sdy.mesh "):
-            self._add_mesh(line)
+        elif mesh := _MESH.match(line):
+            sizes = {name: int(size) for name, size in _MESH_AXIS.findall(mesh[2])}
+            self._meshes[mesh[1]] = (sizes, np.array(numbers(mesh[3])) if mesh[3] else None)
         elif self.open and not closed:
             body = self.open[-1].body
             if _COMMUNICATES.search(line):
@@ -196,12 +184,6 @@ class _Reader:
             replicas=self._replicas,
             partitions=self._partitions,
         )
-
-    def _add_mesh(self, line: str) -> None:
-        if found := _MESH.match(line):
-            sizes = {name: int(size) for name, size in _MESH_AXIS.findall(found[2])}
-            devices = np.array(numbers(found[3])) if found[3] else None
-            self._meshes[found[1]] = (sizes, devices)
 
 
 def _dense(text: str, rows: int, columns: int) -> Groups:

@@ -16,6 +16,13 @@ KiB, MiB = 1 << 10, 1 << 20
 ONE = 16 * MiB
 """Largest array that stands for leaves which the compiler combines."""
 
+SIZES = (KiB, 64 * KiB, 256 * KiB, MiB, 4 * MiB, 16 * MiB, 64 * MiB)
+EXCHANGED = (KiB, MiB, 16 * MiB)
+"""Bytes of one array that the backend sums, and of one that an exchange of our own sums."""
+
+_ARRAYS = 16  # of the smallest size are handed over in one program
+_PACKS = (8, 2 * MiB), (256, KiB)  # arrays and bytes of each, copied into one of these sizes
+
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
@@ -34,33 +41,15 @@ class Probe:
         return Load(how, self.nbytes, times=self.count)
 
 
-@dataclasses.dataclass(frozen=True)
-class Probes:
-    """What is measured in order to know a world."""
-
-    sizes: tuple[int, ...]  # of one array that the backend sums; the packs' sizes are among them
-    exchanged: tuple[int, ...]  # of one array that an exchange of our own sums
-    arrays: int  # how many of the smallest size are handed over in one program
-    # Arrays and bytes of each, copied into one: large ones and small ones
-    packs: tuple[tuple[int, int], tuple[int, int]]
-
-    def of(self, axes: int, terms: Terms) -> tuple[Probe, ...]:
-        """All programs, for a world of so many axes; exchanges are over one."""
-        replicas = terms.key.replicas
-        return (
-            *(_whole(size, terms.combine) for size in self.sizes),
-            Probe("native", self.arrays, self.sizes[0]),
-            *(Probe("native", count, size, packed=True) for count, size in self.packs),
-            *(Probe(exchange(replicas), 1, size) for size in self.exchanged if axes == 1),
-        )
-
-
-PROBES = Probes(
-    sizes=(KiB, 64 * KiB, 256 * KiB, MiB, 4 * MiB, 16 * MiB, 64 * MiB),
-    exchanged=(KiB, MiB, 16 * MiB),
-    arrays=16,
-    packs=((8, 2 * MiB), (256, KiB)),
-)
+def probes_of(axes: int, terms: Terms) -> tuple[Probe, ...]:
+    """All programs to measure, for a world of so many axes; exchanges are over one."""
+    own = exchange(terms.key.replicas)
+    return (
+        *(_whole(size, terms.combine) for size in SIZES),
+        Probe("native", _ARRAYS, SIZES[0]),
+        *(Probe("native", count, size, packed=True) for count, size in _PACKS),
+        *(Probe(own, 1, size) for size in EXCHANGED if axes == 1),
+    )
 
 
 def _whole(nbytes: int, combine: int) -> Probe:
@@ -74,7 +63,7 @@ def _whole(nbytes: int, combine: int) -> Probe:
 
 
 def fitted(usual: Terms, sizes: tuple[int, ...], seconds: Mapping[Probe, float]) -> Terms:
-    """The terms that explain the measured seconds of `Probes.of`, in place of the `usual` ones.
+    """The terms that explain the measured seconds of `probes_of`, in place of the `usual` ones.
 
     An exchange gives a latency and a slope, and so no more than two numbers: `call` and the link's
     `step` keep the proportion that they had, and so do its `per_byte` and `reduce`. What was not

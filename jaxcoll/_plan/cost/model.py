@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -32,23 +33,12 @@ OPERANDS = 256
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Seconds, by what they are spent on.
+    """Seconds, by what they are spent on."""
 
-    Attributes:
-      latency: starting collectives, and waiting for first bytes.
-      bandwidth: bytes on links; for a measured curve all that grows with the size.
-      reduction: adding, where the backend does not do it on the way.
-      copy: into packs and out of them.
-
-    Examples:
-      >>> (Cost(latency=1.0) + 2 * Cost(copy=0.5)).seconds
-      2.0
-    """
-
-    latency: float = 0.0
-    bandwidth: float = 0.0
-    reduction: float = 0.0
-    copy: float = 0.0
+    latency: float = 0.0  # starting collectives, and waiting for first bytes
+    bandwidth: float = 0.0  # bytes on links; for a measured curve all that grows with the size
+    reduction: float = 0.0  # adding, where the backend does not do it on the way
+    copy: float = 0.0  # into packs and out of them
 
     @property
     def seconds(self) -> float:
@@ -56,20 +46,10 @@ class Cost:
         return self.latency + self.bandwidth + self.reduction + self.copy
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.latency + other.latency,
-            self.bandwidth + other.bandwidth,
-            self.reduction + other.reduction,
-            self.copy + other.copy,
-        )
+        return Cost(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, count: float) -> Cost:
-        return Cost(
-            self.latency * count,
-            self.bandwidth * count,
-            self.reduction * count,
-            self.copy * count,
-        )
+        return Cost(*(part * count for part in vars(self).values()))
 
     __rmul__ = __mul__
 
@@ -102,15 +82,6 @@ class Prices:
       terms: what the world costs.
       sizes: replicas along each of the reduction's axes, outer first, islands one after another
         along the outer ones; replicas beyond those of `terms.key` are on further islands.
-
-    Examples:
-      >>> from jaxcoll._plan.algorithms import stages
-      >>> from jaxcoll._plan.cost.terms import Key, Link
-      >>> link = Link(step=1e-6, per_byte=1e-9)
-      >>> terms = Terms(Key("memory", "", 8, 1, 1), "an example", link, link)
-      >>> cost = Prices(terms, (8,)).of(stages("ring", 0, (8,)), 8000)
-      >>> round(cost.latency * 1e6), round(cost.bandwidth * 1e6)
-      (14, 14)
     """
 
     def __init__(self, terms: Terms, sizes: Sequence[int]) -> None:

@@ -128,12 +128,9 @@ class Gloo:
         return tuple(found)
 
     def between_hosts(self, key: Key, far: Link, cores: int, kept: bool) -> Iterator[Curve]:
-        """Curves of processes on several hosts, of so many cores, whose links a ring goes through.
-
-        Yields:
-          For each: one where every process has a host and, as in the reduction of `key`, a part of
-          its link; and one where processes of a host are neighbours, so that one of them sends.
-        """
+        """Curves of processes on several hosts of so many cores, by whose links a ring goes."""
+        # For each there is one where every process has a host and, as in the reduction of `key`, a
+        # part of its link; and one where processes of a host are neighbours: one of them sends.
         for curve in self.curves(self.cores, kept):
             n = curve.replicas
             # A process that waits for a core holds up all others, so that few steps take longest.

@@ -11,11 +11,11 @@ from jaxcoll._plan.algorithms import Stage, coded_by, exchange, exchange_within,
 from jaxcoll._plan.cost.model import Cost, Prices, loads
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import (
+    UNPACKED,
     BytesPerPack,
     Pack,
     PackingRule,
     ReadyOrder,
-    Unpacked,
     plan_packs,
 )
 from jaxcoll._plan.world import World
@@ -23,7 +23,7 @@ from jaxcoll._plan.world import World
 KiB, MiB = 1 << 10, 1 << 20
 
 RULES: tuple[PackingRule, ...] = (
-    Unpacked(),
+    UNPACKED,
     # A pack holds eight of the largest leaves it takes: XLA's CPU compiler joins few leaves by a
     # branch for every element, and many by plain copies.
     *(BytesPerPack(8 * alone, alone) for alone in (256 * KiB, MiB, 2 * MiB, 4 * MiB, 8 * MiB)),
@@ -115,13 +115,8 @@ def temporary_bytes(packs: Sequence[Pack], leaves: Sequence[Leaf]) -> int:
 
 
 def in_words(rule: PackingRule) -> str:
-    """A rule in words.
-
-    Examples:
-      >>> in_words(BytesPerPack(8 << 20, 1 << 20))
-      'leaves over 1 MiB alone, others in packs of at most 8 MiB'
-    """
-    if isinstance(rule, Unpacked):
+    """A rule in words."""
+    if rule == UNPACKED:
         return "every leaf alone"
     if isinstance(rule, ReadyOrder):
         return f"as leaves become ready, packs of at most {_size(rule.limit)}"
@@ -138,14 +133,9 @@ def in_words(rule: PackingRule) -> str:
 def priced(
     leaves: Sequence[Leaf], rules: Sequence[PackingRule], names: Sequence[str], prices: Prices
 ) -> Iterator[Way]:
-    """Each rule's packs, each by the algorithm that is predicted to be fastest, and the cost.
-
-    `names` has the algorithm of all packs; or the compiler's own first, and others that may stand
-    in for it. A leaf that must keep its shape has the compiler's own.
-
-    Yields:
-      One way for each rule, but none twice.
-    """
+    """Each rule's packs, each by the algorithm that is predicted to be fastest; none twice."""
+    # `names` has the algorithm of all packs; or the compiler's own first, and others that may stand
+    # in for it. A leaf that must keep its shape has the compiler's own.
     suited: dict[tuple[tuple[int, ...], int, str], str] = {}
     coded = tuple(dict.fromkeys(map(coded_by, names)))
     # Codes are for slow networks, on which two levels gain most; within a host nothing is rounded.
@@ -216,13 +206,13 @@ def rules_for(world: World, leaves: Sequence[Leaf] = ()) -> tuple[PackingRule, .
     if world.over_gloo:
         return RULES
     if not any(leaf.format for leaf in leaves):
-        return (Unpacked(),)
+        return (UNPACKED,)
     return (FEW,) if world.platform == "cpu" else (PACKED,)
 
 
 def usual(world: World) -> PackingRule:
     """How to pack what no cost model speaks of."""
-    return PACKED if world.over_gloo else Unpacked()
+    return PACKED if world.over_gloo else UNPACKED
 
 
 def _kind(name: str) -> tuple[bool, bool]:

@@ -19,30 +19,21 @@ from jaxcoll._show.codec import OPTIONAL
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of a tree, by its shape.
+    """One array of a tree, by its shape."""
 
-    Attributes:
-      path: where it stands, as `jax.tree_util.keystr` writes it ("" for a bare array).
-      shape: its shape on one replica.
-      dtype: the type it has in the tree.
-      wire: the type it travels and is summed in.
-      over: sizes of the reduction's axes, outer first; 1 along those it is not summed over.
-      kind: whatever else must agree before two leaves may share a pack.
-      solid: it must keep its shape, so it shares no pack at all.
-      indices: of rows by their indices, the indices' type: they are gathered, in no pack.
-      ready: its place in the order in which leaves become ready; None: not known.
-      format: the wire format it travels in, by name (see `wire_formats`); "": exactly.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    wire: np.dtype
+    path: str  # where it stands, as `jax.tree_util.keystr` writes it ("" for a bare array)
+    shape: tuple[int, ...]  # its shape on one replica
+    dtype: np.dtype  # the type it has in the tree
+    wire: np.dtype  # the type it travels and is summed in
+    # Sizes of the reduction's axes, outer first; 1 along those it is not summed over
     over: tuple[int, ...]
-    kind: Hashable = ()
-    solid: bool = False
+    kind: Hashable = ()  # whatever else must agree before two leaves may share a pack
+    solid: bool = False  # it must keep its shape, so it shares no pack at all
+    # Of rows by their indices, the indices' type: they are gathered, in no pack
     indices: np.dtype | None = None
+    # Its place in the order in which leaves become ready; None: not known
     ready: int | None = dataclasses.field(default=None, metadata=OPTIONAL)
+    # The wire format it travels in, by name (see `wire_formats`); "": exactly
     format: str = dataclasses.field(default="", metadata=OPTIONAL)
 
     @property

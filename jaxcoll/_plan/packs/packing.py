@@ -33,16 +33,15 @@ class BytesPerPack:
         return self.limit if self.alone is None else min(self.limit, self.alone)
 
 
+UNPACKED = BytesPerPack(0)
+"""Every leaf travels alone, in its own shape."""
+
+
 @dataclasses.dataclass(frozen=True)
 class NumPacks:
     """`count` packs of near-equal bytes; leaves are cut where a pack ends."""
 
     count: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Unpacked:
-    """Every leaf travels alone, in its own shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +72,7 @@ class ReadyOrder:
     small: int
 
 
-PackingRule = BytesPerPack | NumPacks | GroupSmall | ReadyOrder | Unpacked
+PackingRule = BytesPerPack | NumPacks | GroupSmall | ReadyOrder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,24 +86,16 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """What travels as one array: segments of one dtype, in order.
+    """What travels as one array: segments of one dtype, in order."""
 
-    Attributes:
-      dtype: the type it is summed in, and travels in where no format is named.
-      over: sizes of the reduction's axes, outer first; 1 along those it is not summed over.
-      kind: what its leaves agree in beside.
-      segments: what it carries.
-      solid: it is one whole leaf, which must keep its shape.
-      algorithm: what sums it, a canonical name; "inner/outer" for one of two parts.
-      format: the wire format it travels in; of two parts the outer one does. "": exactly.
-    """
-
-    dtype: np.dtype
+    dtype: np.dtype  # the type it is summed in, and travels in where no format is named
+    # Sizes of the reduction's axes, outer first; 1 along those it is not summed over
     over: tuple[int, ...]
-    kind: Hashable
-    segments: tuple[Segment, ...]
-    solid: bool = False
-    algorithm: str = "native"
+    kind: Hashable  # what its leaves agree in beside
+    segments: tuple[Segment, ...]  # what it carries
+    solid: bool = False  # it is one whole leaf, which must keep its shape
+    algorithm: str = "native"  # what sums it, a canonical name; "inner/outer" for one of two parts
+    # The wire format it travels in; of two parts the outer one does. "": exactly
     format: str = dataclasses.field(default="", metadata=OPTIONAL)
 
     @property
@@ -142,9 +133,9 @@ def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
     they carry; with `ReadyOrder` leaves and packs are in the order in which they are ready.
     """
     packs = [
-        Pack(*_agreement(leaf)[:3], (_whole(leaves, i),), leaf.solid, format=leaf.format)
+        Pack(*_agreement(leaf)[:3], (_whole(leaves, i),), solid=True, format=leaf.format)
         for i, leaf in enumerate(leaves)
-        if leaf.travels and (leaf.solid or isinstance(rule, Unpacked))
+        if leaf.travels and leaf.solid
     ]
     packs += [
         Pack(*_agreement(first)[:3], tuple(segments), format=first.format)
@@ -270,14 +261,9 @@ def _small_runs(leaves: Sequence[Leaf], rule: GroupSmall) -> Iterator[list[int]]
 def _close_before(
     leaves: Sequence[Leaf], members: Sequence[int], rule: BytesPerPack
 ) -> Iterator[list[Segment]]:
-    """Greedy, in order: the pack at hand is closed when the next leaf would pass the limit.
-
-    A leaf that travels alone is passed over, so that the small leaves between large ones
-    (a bias after every matrix) still meet.
-
-    Yields:
-      The segments of one pack.
-    """
+    """Greedy, in order: the pack at hand is closed when the next leaf would pass the limit."""
+    # A leaf that travels alone is passed over, so that the small leaves between large ones (a bias
+    # after every matrix) still meet.
     pack: list[Segment] = []
     nbytes = 0
     for i in members:

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from jaxcoll._plan.packs.leaves import Leaf, where
-from jaxcoll._plan.packs.packing import BytesPerPack, Pack, Unpacked, plan_packs
+from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack, Pack, plan_packs
 from jaxcoll._show.units import counted
 
 LANES = 128
@@ -55,15 +55,7 @@ class ShardLayout:
     replicas: int  # n
 
     def rows(self, pack: Pack) -> int:
-        """Rows of 128 elements that one replica has of `pack`.
-
-        Examples:
-          >>> import numpy as np
-          >>> leaf = ShardedLeaf("", (1000,), np.dtype("f"), np.dtype("f"), (4,))
-          >>> layout = layout_of("*", (leaf,), 4)
-          >>> [layout.rows(pack) for pack in layout.packs]
-          [2]
-        """
+        """Rows of 128 elements that one replica has of `pack`."""
         return padded(pack.size, self.replicas) // (self.replicas * LANES)
 
     @property
@@ -97,7 +89,7 @@ def summed_layout(treedef: Hashable, leaves: Sequence[Leaf], replicas: int) -> S
     """The layout of float32 summands of a tree, one on each of `replicas`."""
     f32 = np.dtype(np.float32)
     alike = tuple(dataclasses.replace(x, dtype=f32, wire=f32, kind=()) for x in leaves)
-    return SummedLayout(treedef, alike, plan_packs(alike, Unpacked()), replicas)
+    return SummedLayout(treedef, alike, plan_packs(alike, UNPACKED), replicas)
 
 
 @functools.lru_cache(maxsize=256)
@@ -124,17 +116,7 @@ def laid_over(layout: ShardLayout, sizes: tuple[int, ...]) -> ShardLayout:
 
 
 def first_difference(found: Sequence[Leaf], expected: Sequence[Leaf]) -> str:
-    """In words, the first leaf in which two trees differ; "" if they have the same leaves.
-
-    Examples:
-      >>> import numpy as np
-      >>> f = np.dtype("f")
-      >>> w, longer = (ShardedLeaf("['w']", (k,), f, f, (2,)) for k in (3, 4))
-      >>> first_difference([longer], [w])
-      "leaf ['w'] is float32[4], and was float32[3]"
-      >>> first_difference([], [w])
-      "leaf ['w'] (float32[3]) is gone"
-    """
+    """In words, the first leaf in which two trees differ; "" if they have the same leaves."""
     before, now = {x.path: x for x in expected}, {x.path: x for x in found}
     for leaf in expected:
         if leaf.path not in now:

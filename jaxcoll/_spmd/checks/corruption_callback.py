@@ -11,8 +11,7 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._compat import callback
-from jaxcoll._plan.corruption import Corruption
-from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.plan import Corruption, Plan
 
 Heard = Callable[[tuple[Corruption, ...], Hashable, int], None]
 

@@ -124,15 +124,7 @@ class Lab:
 
 @contextlib.contextmanager
 def lab(hosts: int, rate: str = "none") -> Iterator[Lab]:
-    """Hosts, for as long as the block lasts.
-
-    Yields:
-      The hosts.
-
-    Raises:
-      ValueError: the rate is none, or there are too few hosts, or too many.
-      LabUnavailableError: a tool is missing, or what may not be done here.
-    """
+    """Hosts, for as long as the block lasts; `LabUnavailableError` where none can be made."""
     bits_per_second(rate)
     if not 2 <= hosts <= MOST_HOSTS:
         raise ValueError(f"expected 2 to {MOST_HOSTS} hosts; got {hosts}.")
