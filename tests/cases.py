@@ -79,35 +79,32 @@ def fetched(tree):
     return jax.tree.map(np.asarray, tree)
 
 
-def program(runner, f, n, jit=True):
+def held(array):
+    """What each device holds of an array that is the same on all of them, stacked."""
+    return np.stack([shard.data for shard in array.addressable_shards])
+
+
+def program(runner, f, n, jit=True, varying=False):
     """`run` of everything but the values: called again, it is not traced and compiled again."""
-    if runner in ("vmap", "pmap"):
-        over = {"axis_name": "data"}
-        mapped = (
-            jax.vmap(f, **over) if runner == "vmap" else jax.pmap(f, **over, devices=devices(n))
-        )
-        mapped = jax.jit(mapped) if jit and runner == "vmap" else mapped
-        return lambda *stacked: fetched(mapped(*stacked))
     checked = runner == "checked"
+    if runner == "vmap":
+        mapped = jax.vmap(f, axis_name="data")
+    elif runner == "pmap":
+        mapped = jax.pmap(f, axis_name="data", devices=devices(n))
+    else:
+        spec, stacked = PartitionSpec("data"), varying or not checked
 
-    def body(*blocks):
-        out = f(*jax.tree.map(lambda x: x[0], blocks))
-        return out if checked else jax.tree.map(lambda x: x[None], out)
+        def body(*blocks):
+            out = f(*jax.tree.map(lambda x: x[0], blocks))
+            return jax.tree.map(lambda x: x[None], out) if stacked else out
 
-    spec = PartitionSpec("data")
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh_of(n),
-        in_specs=spec,
-        out_specs=PartitionSpec() if checked else spec,
-        check_vma=checked,
-    )
-    mapped = jax.jit(mapped) if jit else mapped
-    if not checked:
-        return lambda *stacked: fetched(mapped(*stacked))
-    return lambda *stacked: jax.tree.map(
-        lambda x: np.stack([s.data for s in x.addressable_shards]), mapped(*stacked)
-    )
+        outs = spec if stacked else PartitionSpec()
+        mapped = jax.shard_map(
+            body, mesh=mesh_of(n), in_specs=spec, out_specs=outs, check_vma=checked
+        )
+    mapped = jax.jit(mapped) if jit and runner != "pmap" else mapped
+    found = held if checked and not varying else np.asarray
+    return lambda *given: jax.tree.map(found, mapped(*given))
 
 
 def run(runner, f, n, *stacked, jit=True):
@@ -137,15 +134,7 @@ def corrupt_huge_sums(patch):
 
 def per_replica(runner, f, n, *stacked):
     """As `run`, for an `f` whose result varies: every replica's own comes back, stacked."""
-    if runner != "checked":
-        return run(runner, f, n, *stacked)
-    spec = PartitionSpec("data")
-
-    def body(*blocks):
-        return jax.tree.map(lambda x: x[None], f(*jax.tree.map(lambda x: x[0], blocks)))
-
-    mapped = jax.shard_map(body, mesh=mesh_of(n), in_specs=spec, out_specs=spec)
-    return fetched(jax.jit(mapped)(*stacked))
+    return program(runner, f, n, varying=True)(*stacked)
 
 
 def rows(n, *shape, dtype=np.float32, seed=0):

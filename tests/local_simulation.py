@@ -38,34 +38,38 @@ def local_step(tx):
     return step
 
 
+@functools.cache
+def _step(tx):
+    return jax.jit(jax.vmap(local_step(tx)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _applied(outer, mixing, mean, state, old, own):
+    updates, state = outer.update(mean, state, old)
+    new = jax.tree.map(jnp.add, old, updates)
+    mixed = {a: (1 - mixing) * own[a] + mixing * new[a][None] for a in new}
+    return new, mixed, state
+
+
 def simulated(tx, n, steps, every, outer, parts, delay=0, mixing=1.0, options=None):
     """Shared parameters, every replica's parameters and losses after `steps`, by one process."""
-    step, mean_of = jax.jit(jax.vmap(local_step(tx))), jax.jit(functools.partial(_mean, options))
-
-    @jax.jit
-    def applied(mean, state, old, own):
-        updates, state = outer.update(mean, state, old)
-        new = jax.tree.map(jnp.add, old, updates)
-        mixed = {a: (1 - mixing) * own[a] + mixing * new[a][None] for a in new}
-        return new, mixed, state
-
-    own = jax.tree.map(lambda x: jnp.stack([x] * n), PARAMS)
-    state = jax.tree.map(lambda x: jnp.stack([x] * n), tx.init(PARAMS))
+    own, state = jax.tree.map(lambda x: np.stack([x] * n), (PARAMS, tx.init(PARAMS)))
     shared, on_its_way, losses = dict(PARAMS), {}, []
     of = [outer.init({k: PARAMS[k] for k in names}) for names in parts]
     for t in range(1, steps + 1):
-        own, state, value = step(own, state, rows(t, n).reshape(n, 4, 4))
+        own, state, value = _step(tx)(own, state, rows(t, n).reshape(n, 4, 4))
         losses.append(value)
         for k, names in enumerate(parts):
             old, mine = ({a: tree[a] for a in names} for tree in (shared, own))
             if t % every == (k + 1) * every // len(parts) % every:
-                on_its_way[t, k] = mean_of(old, mine)
+                on_its_way[t, k] = _mean(options, old, mine)
             if (mean := on_its_way.pop((t - delay, k), None)) is not None:
-                new, mixed, of[k] = applied(mean, of[k], old, mine)
+                new, mixed, of[k] = _applied(outer, mixing, mean, of[k], old, mine)
                 shared, own = {**shared, **new}, {**own, **mixed}
     return shared, own, np.asarray(losses)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _mean(options, shared, own):
     rows = {a: shared[a][None] - own[a] for a in shared}
     if options is None:

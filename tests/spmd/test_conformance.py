@@ -118,7 +118,7 @@ def test_nested_vmap_reduces_each_row_by_itself(runner, n):
 def test_works_without_jit(name, runner):
     f = lambda x: jc.all_reduce("mean", x, "data", options=OPTIONS[name])
     got = run(runner, f, 2, {"a": rows(2, 4)}, jit=False)
-    np.testing.assert_allclose(got["a"][0], np.asarray(rows(2, 4)).mean(0), rtol=1e-6)
+    np.testing.assert_allclose(got["a"][0], rows(2, 4).mean(0), rtol=1e-6)
 
 
 def test_only_the_compilers_own_crosses_a_vmap_and_devices_at_once():
@@ -134,7 +134,7 @@ def test_only_the_compilers_own_crosses_a_vmap_and_devices_at_once():
         with pytest.raises(ValueError, match=words):
             run(runner, f, 4, rows(4, 3, 5))
         got = run(runner, lambda v: f(v, paired), 4, rows(4, 3, 5))
-        want = np.asarray(rows(4, 3, 5)).sum((0, 1))
+        want = rows(4, 3, 5).sum((0, 1))
         np.testing.assert_array_equal(got[0], np.broadcast_to(want, (3, 5)))
 
 

@@ -111,8 +111,8 @@ def test_a_leaf_keeps_the_variance_of_other_axes():
         rows(4, 3), rows(8, 3), mesh=mesh,
         in_specs=(P("data"), P(("data", "model"))), out_specs=(P(), P("model")),
     )  # fmt: skip
-    np.testing.assert_array_equal(got[0][0], np.asarray(rows(4, 3)).sum(0))
-    np.testing.assert_array_equal(got[1], np.asarray(rows(8, 3)).reshape(4, 2, 3).sum(0))
+    np.testing.assert_array_equal(got[0][0], rows(4, 3).sum(0))
+    np.testing.assert_array_equal(got[1], rows(8, 3).reshape(4, 2, 3).sum(0))
 
 
 def test_where_types_are_not_tracked_nothing_is_inferred():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, grid, mesh_of, per_replica, refused, vmapped
+from cases import RUNNERS, gaussian, grid, mesh_of, per_replica, refused, vmapped
 
 import jaxcoll as jc
 from jaxcoll._feedback.all_reduce import all_reduce
@@ -20,10 +20,6 @@ from jaxcoll._spmd.scope import Scope
 OPTIONS = jc.CommunicationOptions(compression=jc.PowerSGD(rank=2))
 N, STEPS = 4, 2
 P = jax.sharding.PartitionSpec
-
-
-def gaussian(*shape, seed=0):
-    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype("f")
 
 
 def tree(n, seed=0):

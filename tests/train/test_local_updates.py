@@ -107,8 +107,9 @@ def test_a_checkpoint_in_a_round_changes_no_number(tmp_path):
     def begun(n):
         return made(n).init(PARAMS, ADAM.init(PARAMS))
 
-    want, _ = trained(made(4), begun(4), 23, 4)
-    state, _ = trained(made(4), begun(4), 12, 4)
+    train = made(4)
+    want, _ = trained(train, begun(4), 23, 4)
+    state, _ = trained(train, begun(4), 12, 4)
     assert np.flatnonzero(state.sent).size, "nothing is on its way"
     jc.save_checkpoint(tmp_path / "state.npz", state, step=12)
     restored, step = jc.restore_checkpoint(tmp_path / "state.npz", begun(4))
@@ -117,18 +118,20 @@ def test_a_checkpoint_in_a_round_changes_no_number(tmp_path):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
-    applied = made(4).restart(restored)
+    applied = train.restart(restored)
     assert not applied.sent.any()
     for n in (2, 6):
-        other = made(n).restart(restored)
+        train = made(n)
+        other = train.restart(restored)
         close(other.shared, applied.shared, 0)
+        own, before = jax.tree.map(np.asarray, (other.replicas, restored.replicas[1]))
         for i in range(n):
-            mine, optimizer = jax.tree.map(lambda x, i=i: x[i], other.replicas)
+            mine, optimizer = jax.tree.map(lambda x, i=i: x[i], own)
             close(mine, applied.shared, 0)
-            close(optimizer, jax.tree.map(lambda x, i=i: x[i % 4], restored.replicas[1]), 0)
+            close(optimizer, jax.tree.map(lambda x, i=i: x[i % 4], before), 0)
         with pytest.raises(ValueError, match=rf"rows for 4 replicas, and this process has {n}"):
-            made(n)(restored, rows(0, n))
-    trained(made(6), other, 1, 6, begin=12)
+            train(restored, rows(0, n))
+    trained(train, other, 1, 6, begin=12)
 
 
 def test_what_is_on_its_way_is_applied_when_the_round_becomes_shorter():
