@@ -1,7 +1,5 @@
 """A report as a table for people, in plain text and in HTML."""
 
-from __future__ import annotations
-
 import html as _html
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Plays a compiled schedule by the cost model: one lane multiplies, one carries."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The style that all figures share: colours, page, heading, axes. Needs matplotlib."""
 
-from __future__ import annotations
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 

@@ -1,7 +1,5 @@
 """Measure all contestants on one workload, in turn, round by round."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

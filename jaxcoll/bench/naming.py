@@ -1,7 +1,5 @@
 """How algorithms, packs and sizes are spelled on the command line, and in results."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that are measured together: in this process, in others, or in a launched job."""
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """The result of one contestant on one workload."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tables that `jaxcoll bench` prints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 

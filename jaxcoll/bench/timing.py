@@ -1,7 +1,5 @@
 """Interleaved rounds, medians, and bootstrap intervals."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar

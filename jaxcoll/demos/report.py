@@ -1,7 +1,5 @@
 """What the demo shows in a terminal."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

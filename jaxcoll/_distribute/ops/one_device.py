@@ -1,7 +1,5 @@
 """`ReductionToOneDevice`: bring every replica's value to one device, and add them there."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

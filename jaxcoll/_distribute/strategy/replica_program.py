@@ -1,7 +1,5 @@
 """A function of one replica, made one compiled program for all of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import weakref
