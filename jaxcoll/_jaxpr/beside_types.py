@@ -118,6 +118,8 @@ class _Hidden(_ByType):
             if common and ins[1] == _HIDDEN and self.settled:
                 leaf = where(params["path"])
                 raise ValueError(GRADIENT_OF_DIFFERENT.format(leaf=leaf, **params))
+            if name == marks.SAME:  # which `invariant` vouches for
+                return [*map(self._seen, ins, eqn.outvars)]
             in_groups = params.get("axis_index_groups") is not None
             return [_HIDDEN if in_groups else self.by_type(out) for out in eqn.outvars]
         outs = self.inside(eqn, ins) if programs(eqn) else self.opaque(eqn, ins)

@@ -149,10 +149,16 @@ class Signature:
         (chosen,) = call.batch
         mine = _rows(call.at(chosen)) or 0
         for other, value in enumerate(call.args):
-            rows = _rows(value) or 0
-            if other in (0, chosen) or rows <= mine or _alike(value, call.args[0]):
+            if other in (0, chosen) or _alike(value, call.args[0]):
                 continue
-            if any(meets(np.shape(leaf)) for leaf in jax.tree.leaves(value)):
+            shapes = {np.shape(leaf) for leaf in jax.tree.leaves(value)}
+            if _rows(value) is None:  # rows of the batch beside numbers, or a state of parameters
+                of_parameters = {np.shape(leaf) for leaf in jax.tree.leaves(call.args[0])}
+                found = [x for x in shapes - of_parameters if x[:1] == (mine,) and meets(x)]
+            else:
+                found = [x for x in shapes if x[:1] > (mine,) and meets(x)]
+            if found:
+                rows = found[0][0]
                 why = f"has {rows} rows, against which each replica's one row would broadcast"
                 raise ValueError(self._unclear(chosen, other, self._name(other), why))
 

@@ -55,8 +55,9 @@ checks; or pass checks=False if the step corrects for it."""
 _TWO_MEANINGS = """\
 `data_parallel`: {name} of the step comes from the derivative of a loss that was reduced over \
 {axis!r}, and the step has to run as `pmap` would run it, where that derivative is as many times \
-too large as there are replicas. Differentiate this replica's own loss (for the mean's derivative \
-divide by `lax.axis_size({axis!r})`), or pass checks=False if pmap's meaning is meant."""
+too large as there are replicas. Take the mean over the replicas of a parameter's derivative \
+before you use it; or differentiate this replica's own loss (for the mean's derivative divide by \
+`lax.axis_size({axis!r})`); or pass checks=False if pmap's meaning is meant."""
 
 
 class _NotProvenError(ValueError):

@@ -219,6 +219,16 @@ def test_what_each_replica_chooses_for_itself_is_not_returned_as_one(name, check
         jc.data_parallel(CHOICES[name], checks=checks).trace(W, X)
 
 
+def test_nobody_can_vouch_for_a_choice_that_types_do_not_show():
+    def step(w, x):
+        return jc.all_reduce("mean", CHOICES["cond"](w, x), "data", invariant="replicated")
+
+    factors = np.where(X[::2, 0] > 0, 1.0, 3.0)
+    np.testing.assert_allclose(jc.data_parallel(step)(W, X), factors.mean() * W, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"differs between replicas \(it varies over 'data'\)"):
+        jc.data_parallel(step, checks=True).trace(W, X)
+
+
 @pytest.mark.parametrize("checks", [None, True, False])
 def test_what_every_choice_hands_on_and_what_is_reduced_afterwards_is_returned(checks):
     def step(w, x):

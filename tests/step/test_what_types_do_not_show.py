@@ -126,6 +126,15 @@ def test_one_row_for_each_replica_is_no_batch_if_it_broadcasts():
     with pytest.raises(ValueError, match=r"args\[1\] \(`rows`\) has 16 rows, against which each "
                                          r"replica's one row would broadcast.*Pass `batch_argnums`"):  # fmt: skip
         step(1.0, np.ones((16, 8), "f"), np.ones(8, "f"))
+    beside = jc.data_parallel(
+        lambda w, rows, scale: jc.all_reduce("sum", (rows["x"] * rows["by"] * scale).sum(), "data")
+    )
+    with pytest.raises(
+        ValueError, match=r"\(`rows`\) has 8 rows, against which each replica's one"
+    ):
+        beside(1.0, {"x": np.ones((8, 1), "f"), "by": np.float32(2)}, np.ones(8, "f"))
+    # A state of parameters has their shapes, and numbers beside them.
+    assert beside({"w": X[:8]}, {"x": X[:8], "by": np.float32(2)}, np.ones((8, 1), "f"))
     table = jc.data_parallel(lambda w, table, x: jc.all_reduce("sum", (x @ w).sum(), "data"))
     np.testing.assert_allclose(table(W, np.ones((16, 7), "f"), X[:8]), (X[:8] @ W).sum(), rtol=1e-4)
 
