@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from jaxcoll._compat.coordination import leave_coordinator
+from jaxcoll._compat.settings import checks_of_thread
 
 _LOOK_SECONDS = 0.02
 _EXIT_SECONDS = 0.5  # how long the exit waits for abandoned calls to return
@@ -29,6 +30,7 @@ class Task:
         self.is_settled = False  # whether `result` returns at once
         self._worker, self._then = worker, then
         self._call: Callable[[], Any] | None = call
+        self._checks = checks_of_thread()
         self._outcome: tuple[BaseException | None, Any] = None, None
         # A bare lock: its hand-over between threads takes half the time of an event's.
         self._settling, self._unsettled = threading.Lock(), threading.Lock()
@@ -61,12 +63,20 @@ class Task:
         abandon(self._worker)
         self.settle(error)
 
-    def make(self) -> tuple[BaseException | None, Any]:
-        """Make the call, in the worker's thread: what it raised, and what it returned."""
+    def run(self) -> None:
+        """Make the call, in the worker's thread, and settle it."""
+        outcome = self._make()
+        self._worker.returned()
+        # Last: a caller that wakes earlier only contends for the interpreter.
+        self.settle(*outcome)
+
+    def _make(self) -> tuple[BaseException | None, Any]:
+        """What the call raised, and what it returned."""
         call, self._call = self._call, None  # its arguments may be large
         try:
             assert call is not None
-            return None, call()
+            with self._checks():
+                return None, call()
         except BaseException as error:
             return error, None
 
@@ -83,13 +93,18 @@ class Worker:
     """A thread that makes one call after another, and may be abandoned in any of them.
 
     An abandoned call stays in the thread to its end, and what is submitted next begins after it.
+    The thread ends when nobody has the worker any more.
     """
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._submitted = self._returned = 0
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        # Not a method of this worker, which would keep it alive.
+        threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True).start()
+
+    def __del__(self) -> None:
+        self.close()
 
     def is_alive(self) -> bool:
         """Whether it still has a call to make, or is in one."""
@@ -111,13 +126,15 @@ class Worker:
         """End the thread after the calls that it was given."""
         self._tasks.put(None)
 
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            outcome = task.make()
-            self._returned += 1
-            # Last: a caller that wakes earlier only contends for the interpreter.
-            task.settle(*outcome)
-            del task, outcome  # a step's results are large
+    def returned(self) -> None:
+        """A call has returned, in the thread."""
+        self._returned += 1
+
+
+def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # a step's results are large
 
 
 _abandoned: list[Worker | threading.Thread] = []

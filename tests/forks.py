@@ -4,6 +4,7 @@ To import JAX and what a command needs takes seconds, and a fork milliseconds.
 """
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -12,46 +13,76 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jaxcoll
+from jaxcoll._cluster.launchers import OF_A_LAUNCH
 
+# Every request names what one fork does. Replies: who has begun, and who has ended with what.
 SERVER = """
-import importlib, json, os, sys, warnings
+import importlib, json, os, signal, sys, warnings
+import jax
 for name in sys.argv[1:]:
     importlib.import_module(name)
+
+def reap(*_):
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            os.write(1, b"ended %d %d\\n" % (ended[0], os.waitstatus_to_exitcode(ended[1])))
+    except ChildProcessError:
+        pass
+
+signal.signal(signal.SIGCHLD, reap)
 for line in iter(sys.stdin.readline, ""):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # NumPy's threads have nothing to do
         child = os.fork()
     if not child:
         break
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    os.write(1, b"began %d\\n" % child)
 else:
     sys.exit()
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+os.setsid()
 code, sys.argv, folder, variables, out, err = json.loads(line)
 os.chdir(folder)
+os.environ.clear()
 os.environ.update(variables)
+jax.config.update("jax_platforms", variables.get("JAX_PLATFORMS"))
+jax.config.update("jax_num_cpu_devices", int(variables.get("JAX_NUM_CPU_DEVICES", -1)))
+quickly = "JAX_DISABLE_MOST_OPTIMIZATIONS" in variables
+jax.config.update("jax_disable_most_optimizations", quickly)
 for number, path in enumerate((os.devnull, out, err)):
-    os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+    os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
 exec(code, {"__name__": "__main__"})
 """
-COMMAND = "import runpy; runpy.run_module('jaxcoll', run_name='__main__', alter_sys=True)"
-SCRIPT = "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')"
+MODULE = "import runpy; runpy.run_module('{}', run_name='__main__', alter_sys=True)"
+COMMAND = MODULE.format("jaxcoll")
+SCRIPT = """
+import os, runpy, sys
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 class Python:
-    """A Python that a warning ends; each run is a fork of one process.
+    """A Python of which each run is a fork.
 
     Args:
       modules: what it has imported.
-      variables: its environment; what JAX reads when it is imported can be set nowhere else.
+      variables: its environment. Of what JAX reads when it is imported each run has its own
+        platform, number of CPU devices and optimizations.
+      flags: of the interpreter.
     """
 
-    def __init__(self, modules: tuple[str, ...], variables: dict[str, str]) -> None:
+    def __init__(self, modules: tuple[str, ...], variables: dict[str, str], *flags: str) -> None:
+        self._variables, self._began = variables, 0
+        self._ended: dict[int, int] = {}
         self._server = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", SERVER, *modules],
+            [sys.executable, *flags, "-c", SERVER, *modules],
             cwd=os.sep, env=variables, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         atexit.register(self._server.communicate)  # without more requests it ends
@@ -60,24 +91,115 @@ class Python:
         self, code: str, *words: object, cwd: Path, timeout: float = 240, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """As `python -c code` in a folder, where `sys.argv` is `words`."""
-        argv = [str(word) for word in words]
         with tempfile.TemporaryDirectory() as folder:
             streams = [Path(folder) / name for name in ("out", "err")]
-            asked = [code, argv, str(cwd), variables, *map(str, streams)]
-            self._server.stdin.write(json.dumps(asked).encode() + b"\n")
-            child = int(self._server.stdout.readline())
-            if not select.select([self._server.stdout], [], [], timeout)[0]:
-                os.kill(child, signal.SIGKILL)
-            status = int(self._server.stdout.readline())
+            own = {**self._variables, **variables}
+            child = self.start(code, words, own, *streams, cwd=cwd)
+            try:
+                status = child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                status = child.wait()
             out, err = (path.read_text("utf8", "replace") for path in streams)
-        return subprocess.CompletedProcess(argv, status, out, err)
+        return subprocess.CompletedProcess([str(word) for word in words], status, out, err)
+
+    def start(
+        self, code: str, words: object, variables: dict[str, str], out: Path, err: Path, cwd: Path
+    ) -> "Child":
+        """The same, which goes on by itself; what it prints is added to files."""
+        asked = [code, [str(word) for word in words], str(cwd), variables, str(out), str(err)]
+        self._server.stdin.write(json.dumps(asked).encode() + b"\n")
+        self._began = 0
+        while not self._began:
+            self._read(None)
+        return Child(self, self._began)
+
+    def status(self, pid: int, seconds: float | None) -> int | None:
+        """How a fork has ended; None: it has not, so many seconds from now."""
+        until = None if seconds is None else time.monotonic() + seconds
+        while pid not in self._ended:
+            left = None if until is None else max(0, until - time.monotonic())
+            if not self._read(left):
+                return None
+        return self._ended[pid]
+
+    def _read(self, seconds: float | None) -> bool:
+        if not select.select([self._server.stdout], [], [], seconds)[0]:
+            return False
+        match self._server.stdout.readline().split():
+            case [b"began", pid]:
+                self._began = int(pid)
+            case [b"ended", pid, status]:
+                self._ended[int(pid)] = int(status)
+            case _:
+                raise RuntimeError("the process that forks has ended")
+        return True
+
+
+class Child:
+    """One fork, like a `subprocess.Popen`."""
+
+    def __init__(self, python: Python, pid: int) -> None:
+        self._python, self.pid = python, pid
+
+    def poll(self) -> int | None:
+        return self._python.status(self.pid, 0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        status = self._python.status(self.pid, timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return status
+
+
+class Running:
+    """Forks for commands that begin with `python`, like the package's own `Running`."""
+
+    def __init__(self) -> None:
+        self.processes: list[Child] = []
+
+    def start(
+        self, command: list[str], env: dict[str, str], *, stdout: Any, cwd: Path = Path(), **_: Any
+    ) -> Child:
+        """Start one more; `env` is added to the environment, and both streams to this file."""
+        _, *words = map(str, command)
+        code = SCRIPT
+        if words[0] == "-c":
+            code = words.pop(1)
+        elif words[0] == "-m":
+            code = MODULE.format(words.pop(1))
+        own = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
+        log = Path(stdout.name).absolute()
+        child = with_jaxcoll().start(code, words, {**own, **env}, log, log, cwd.absolute())
+        self.processes.append(child)
+        return child
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Running]:
+    """Start processes in here: at the end all are killed, with those that they started."""
+    forks = Running()
+    try:
+        yield forks
+    finally:
+        for child in forks.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        for child in forks.processes:
+            child.wait()
+
+
+@functools.cache
+def with_jaxcoll() -> Python:
+    """What has imported jaxcoll."""
+    return Python(("jaxcoll",), dict(os.environ))
 
 
 @functools.cache
 def with_commands() -> Python:
-    """What has imported the commands, and what the demo needs."""
+    """What has imported the commands, and what the demo needs; a warning ends it."""
     modules = ("jaxcoll.cli.main", "jaxcoll.demos.picture", "jaxcoll.demos.report", "optax",
                "sklearn.datasets", "sklearn.model_selection")  # fmt: skip
     here = str(Path(jaxcoll.__file__).parents[1])
     own = {"PYTHONPATH": here, "PYTHONUNBUFFERED": "", "COLUMNS": "100"}
-    return Python(modules, {**os.environ, **own})
+    return Python(modules, {**os.environ, **own}, "-W", "error")

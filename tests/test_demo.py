@@ -161,8 +161,8 @@ def test_one_device_sends_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_figures_in_every_process(tmp_path, over_three):
-    again = figures(here, tmp_path, "--platform", "auto", *THREE)
+def test_the_same_seed_gives_the_same_figures(tmp_path, over_three):
+    again = figures(forked, tmp_path, *THREE)
     own = dict.fromkeys(("seconds", "seconds_one_device", "picture"))
     assert {**again, **own} == {**over_three, **own}
 

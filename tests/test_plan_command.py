@@ -86,6 +86,7 @@ def test_a_simulation(capsys, tmp_path, where, island):
     [
         (("--tree", "resnet51"), "no tree 'resnet51': choose resnet50"),
         (("--dtype", "float33"), "no dtype 'float33'"),
+        (("--dtype", "float64"), "JAX holds float64 as float32: ask for that, or set JAX_ENABLE"),
         (("--topology", "h101:8"), "There is no topology 'h101:8'. Nearest: 'h100:8'"),
         (("--algorithm", "rnig"), "no algorithm 'rnig'"),
         (("--algorithm", "ring/ring"), "is hierarchical"),

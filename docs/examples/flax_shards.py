@@ -34,7 +34,7 @@ def initial_embedding() -> jax.Array:
 def initial_blocks() -> Any:
     """The parameters of all blocks, stacked."""
     x, keys = jnp.zeros((1, LENGTH, WIDTH)), jax.random.split(jax.random.key(1), LAYERS)
-    return jax.vmap(lambda key: Block().init(key, x)["params"])(keys)
+    return jax.jit(jax.vmap(lambda key: Block().init(key, x)["params"]))(keys)
 
 
 def loss(params: Any, tokens: jax.Array) -> jax.Array:

@@ -77,7 +77,7 @@ def all_reduce(
     scope = scope_here().merged(given)
     check_no_shards(value, axis_name, "all_reduce")
     if invariant != "replicated":
-        value = reduce.reduced_once(value, axis_name, scope=scope)
+        value = reduce.reduced_once(op, value, axis_name, scope=scope)
     if residual is None:
         return reduce.all_reduce(op, value, axis_name, scope=scope, invariant=invariant)
     return _with_feedback.all_reduce(
@@ -194,8 +194,9 @@ def reduce_scatter(
     """
     scope = scope_here().merged(checked(options))
     check_no_shards(value, axis_name, "reduce_scatter")
-    value = reduce.reduced_once(value, axis_name, scope=scope)
-    return _halves.reduce_scatter(ReduceOp.of(reduce_op), value, axis_name, scope=scope)
+    op = ReduceOp.of(reduce_op)
+    value = reduce.reduced_once(op, value, axis_name, scope=scope)
+    return _halves.reduce_scatter(op, value, axis_name, scope=scope)
 
 
 def broadcast(

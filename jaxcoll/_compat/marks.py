@@ -31,7 +31,7 @@ SAME = "same_everywhere"
 COTANGENT = "cotangent_of_same"
 """It is the cotangent of what is marked by `SAME`."""
 ONCE = "reduced_once"
-"""It is going to be reduced along `axis`, where it must differ."""
+"""It is going to be reduced along `axis`, to its `mean` or a sum, where it must differ."""
 ROWS = "own_rows"
 """It is going to be gathered along `axis`, where it must differ."""
 PARTS = "parts_of_sum"
@@ -47,6 +47,10 @@ _marks = {name: unchanged(name) for name in (COTANGENT, ONCE, ROWS, PARTS)}
 _marks[SAME] = unchanged(
     SAME, transpose=lambda cotangent, *, axes: [marked(cotangent, COTANGENT, axes=axes)]
 )
+
+
+ALL = (GRADIENT, *_marks)
+"""The names of all of these primitives."""
 
 
 def in_backward(eqn: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,6 +31,20 @@ def has_backend() -> bool:
 def configured(name: str) -> Any:
     """The value of an option of JAX: `jax.config.jax_<name>`, unknown to type checkers."""
     return getattr(jax.config, f"jax_{name}")
+
+
+def checks_of_thread() -> Callable[[], contextlib.ExitStack]:
+    """The checks of results that this thread has asked for, to be entered in another one."""
+    both = {"debug_nans": jax.debug_nans, "debug_infs": jax.debug_infs}
+    asked = [check for name, check in both.items() if configured(name)]
+
+    def entered() -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        for check in asked:
+            stack.enter_context(check(True))
+        return stack
+
+    return entered
 
 
 def users_line(eqn: Any) -> str:

@@ -37,6 +37,7 @@ class CallHistory:
         self._lock = threading.Lock()
         self.agreed = self._entered[0]  # the last that is known to run
         self.is_inside, self._since = False, time.monotonic()  # whether the last has not ended
+        self._failed = 0, ""
 
     @property
     def last(self) -> Entered:
@@ -57,6 +58,11 @@ class CallHistory:
         """The last call has ended."""
         self.is_inside, self._since = False, time.monotonic()
 
+    def fail(self, call: Entered, error: Exception) -> None:
+        """A call in which others may wait has failed here; a callback's error is the last line."""
+        words = str(error).strip() or type(error).__name__
+        self._failed = call.position, words.splitlines()[-1][:300]
+
     def take_back(self) -> None:
         """Nobody ran the last call: it keeps its number, and is no part of the digest."""
         with self._lock:
@@ -73,6 +79,7 @@ class CallHistory:
                 "name": self.last.name,
                 "inside": self.is_inside,
                 "seconds": time.monotonic() - self._since,
+                "failed": self._failed[1] if self._failed[0] == position else "",
                 "mark": then and then.mark,
                 "digest": then and then.digest,
                 "then": then and then.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +19,12 @@ from jaxcoll._errors import DeadlineExceededError
 from jaxcoll._threads import Task, Worker, abandon, at_exit, not_at_exit
 
 _workers: dict[str, Worker] = {}
-"""One worker for each process group ("" for calls within this process). Groups have connections of
-their own, so that their calls may overlap; two programs of one group would mix their messages."""
+"""One worker for each process group. Groups have connections of their own, so that their calls may
+overlap; two programs of one group would mix their messages."""
+
+_alone = threading.local()
+"""For calls within this process each thread has a worker: so they overlap, as without a deadline,
+and a callback of a program may make some, too."""
 
 _started: list[tuple[Task, Callable[[], Any]]] = []
 """Calls that may still run, and that nobody may ever wait for; and what waits for them."""
@@ -84,8 +89,7 @@ def _begin(
 ) -> tuple[Task | None, Callable[[], list[Any]]]:
     """Begin calls: the task of a worker that makes them, if one does; and what waits for them."""
     first, group = calls[0], group_of(devices)
-    key = group.name if group else ""
-    worker = _workers.get(key)
+    worker = getattr(_alone, "worker", None) if group is None else _workers.get(group.name)
     # After a call that was given up, others wait in its worker, so that none overtakes it.
     is_busy = worker is not None and worker.is_alive()
     if group is None and not first.timeout_seconds and not is_busy:
@@ -96,7 +100,12 @@ def _begin(
     groups = [group] if len(calls) == 1 else [group_of(call.devices) for call in calls]
     execution = _Execution(calls, groups)
     seconds = first.timeout_seconds
-    worker = worker or _workers.setdefault(key, Worker("jaxcoll-worker"))
+    if worker is None:
+        worker = Worker("jaxcoll-worker")
+        if group is None:
+            _alone.worker = worker
+        else:
+            worker = _workers.setdefault(group.name, worker)
     # Something that failed over Gloo may never be ready: whoever waited for it would hang.
     over_gloo = group is not None and devices[0].platform == "cpu"
     execution.is_waited_for = bool(seconds) or over_gloo or first.options.checksum

@@ -118,6 +118,8 @@ class ProcessGroup:
                 ranks=(),
             ) from error
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # Gloo's errors are the latter
+            if self._history.agreed is call:
+                self._history.fail(call, error)
             raise self.explained(error) from error
         finally:
             self._history.leave()
@@ -223,12 +225,15 @@ class ProcessGroup:
         except (StoreUnreachableError, RuntimeError) as error:
             return (), f"Who did not arrive is not known: {error}"
         words |= {p: in_words(a) for p, a in replies.items() if a["at"] < position}
+        what = "did not arrive" if words else "failed in it"
+        # A transport's error on one process may follow from another's absence, which comes first.
+        words = words or {p: f"has {a['failed']}" for p, a in replies.items() if a.get("failed")}
         if not words:
             return (), "All processes have arrived: the call is slow, or its transport is stuck."
         late = sorted(words)
         who = f"Process{'es' * (len(late) > 1)} {', '.join(map(str, late))}"
         each = "; ".join(f"process {p} {words[p]}" for p in late)
-        return tuple(late), f"{who} of {len(self.processes)} did not arrive: {each}."
+        return tuple(late), f"{who} of {len(self.processes)} {what}: {each}."
 
     def status(self, position: int) -> dict[str, Any]:
         """Where this process is, for one that is at `position`."""
@@ -236,8 +241,6 @@ class ProcessGroup:
 
     def confirm(self) -> None:
         """Ask all others now for what a heartbeat compares with one."""
-        if self.failure:
-            raise self.failure
         now, here = self._history.agreed, self._peers.process
         replies = self._peers.ask(self.name, now.position, self.others)
         for process, reply in sorted(replies.items()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -162,17 +163,33 @@ def _processes(devices: tuple[jax.Device, ...]) -> tuple[int, ...]:
 
 
 def group_of(devices: Sequence[jax.Device]) -> ProcessGroup | None:
-    """The process group of a mesh's devices; None: they are all in this process."""
+    """The process group of a mesh's devices; None: they are all in this process, or all in others.
+
+    JAX lets a process without any of them call a program: it runs nothing, and waits for nobody.
+    """
     if jax.process_count() == 1:
         return None
     processes = _processes(tuple(devices))
-    here = watchdog() if len(processes) > 1 else None
+    here = watchdog() if len(processes) > 1 and jax.process_index() in processes else None
     return None if here is None else here.group(processes)
 
 
 def confirm() -> None:
     """Ask the processes that answer whether they ran the same programs as this one."""
+    groups = [] if _watchdog is None else list(_watchdog.groups.values())
+    for group in groups:
+        if group.failure:
+            raise group.failure
+    with contextlib.suppress(StoreUnreachableError):
+        for group in groups:
+            group.confirm()
+
+
+def _leave_to_parent() -> None:
+    """A forked child has the groups, and none of the threads that could ask for it."""
     if _watchdog is not None:
-        with contextlib.suppress(StoreUnreachableError):
-            for group in list(_watchdog.groups.values()):
-                group.confirm()
+        _watchdog.peers.store.lost = True
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_to_parent)

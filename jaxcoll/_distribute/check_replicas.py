@@ -155,6 +155,11 @@ def _exchanged(
     devices = tuple(sorted({d for k in shared for d in leaves[k].part}, key=lambda d: d.id))
     if not devices:
         return words
+    if not of_this_process(devices):
+        raise ValueError(
+            "`check_replicas`: all copies of these leaves lie in other processes, which alone can "
+            f"compare them: {', '.join(map(str, devices[:4]))}."
+        )
     none = np.zeros(WORDS, np.uint32)
     digests = {
         i: np.stack([words[k].get(devices[i], none) for k in shared]).reshape(-1).view(np.int32)

@@ -190,7 +190,8 @@ def on_host(name: str, leaf: Any) -> np.ndarray:
             )
         return np.asarray(leaf.addressable_data(0))
     array = np.asarray(leaf)
-    if array.dtype.kind in "OUSMm" or array.dtype.names:
+    masked = isinstance(leaf, np.ma.MaskedArray)
+    if array.dtype.kind in "OUSMm" or array.dtype.names or masked:
         raise ValueError(
             f"state{name} is not an array of numbers: got {type(leaf).__name__} ({array.dtype})."
         )

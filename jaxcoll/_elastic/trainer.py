@@ -25,6 +25,7 @@ from jaxcoll._elastic.rounds import RoundPrograms, RoundsState
 from jaxcoll._elastic.run import Job, Run
 from jaxcoll._elastic.step_programs import StepPrograms
 from jaxcoll._errors import DeadlineExceededError, PeerLostError
+from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.checks import positive, seconds
 from jaxcoll._step.data_parallel import DataParallel
 from jaxcoll._train.local_state import check_state
@@ -118,7 +119,9 @@ class Elastic:
             programs, held = functools.partial(RoundPrograms, report, step), RoundsState(state)
             self._round = step.schedule.every
         else:
-            programs, held = functools.partial(StepPrograms, step), ReplicatedState(state)
+            programs = functools.partial(StepPrograms, step)
+            # In the types that the step returns, so that a file, and others, have the same.
+            held = ReplicatedState(jax.tree.map(host_array, state))
             self._round = 1
         self._job = Job(
             axis,

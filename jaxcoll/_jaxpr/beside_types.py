@@ -10,8 +10,16 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._jaxpr.dataflow import AlongAxis
-from jaxcoll._jaxpr.replication import has
-from jaxcoll._jaxpr.subjaxprs import RETYPING, is_ref, names_axis, opened, programs
+from jaxcoll._jaxpr.replication import GRADIENT_OF_DIFFERENT, has
+from jaxcoll._jaxpr.subjaxprs import (
+    RETYPING,
+    at_line,
+    is_ref,
+    like,
+    names_axis,
+    opened,
+    programs,
+)
 from jaxcoll._plan.packs.leaves import where
 
 _GATHERED = """\
@@ -19,6 +27,13 @@ _GATHERED = """\
 but JAX types it as each replica's own, so its gradient would not be reduced. Put it together with \
 `jc.all_gather`, whose result types show as the same; or do so inside the loss, and differentiate \
 the parts."""
+
+_CHOSEN = """\
+`data_parallel`: the derivative of a loss that is reduced over {axis!r} goes through a branch or a \
+loop that each replica chooses for itself{at}. JAX types what comes out of it as the same \
+everywhere, {like}, and adds up the replicas' parts before the choice and not after it. What to \
+do: take the gradient with `jc.grad` or `jc.value_and_grad` of this replica's own loss, or choose \
+by `jnp.where`."""
 
 _SAME, _GATHER, _OWN, _HIDDEN = range(4)
 _EACH_BY_ITSELF = {"optimization_barrier", _compat.THROUGH}
@@ -39,6 +54,10 @@ def hidden_outputs(program: Any, axes: Sequence[str]) -> list[frozenset[str]]:
     JAX types the result of a `lax.cond` by its branches, and what a `lax.while_loop` carries by
     its body: that each replica chooses the branch, or the number of turns, is in no type. Nor is
     what comes from the host, or what a solver's function or a reference brings along.
+
+    Raises:
+      ValueError: such a value is one of whose gradients a mean or sum is going to be made, or a
+        cotangent, which autodiff has reduced too early.
     """
     found = {axis: _Hidden(axis).of_types(program) for axis in axes}
     return [
@@ -93,11 +112,25 @@ class _Hidden(_ByType):
         return _HIDDEN if by and fact == _SAME else fact
 
     def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
-        if names_axis(eqn.params, self.axis) and eqn.primitive.name not in RETYPING:
-            in_groups = eqn.params.get("axis_index_groups") is not None
+        name, params = eqn.primitive.name, eqn.params
+        if names_axis(params, self.axis) and name not in RETYPING:
+            common = name == marks.GRADIENT and not params["own"]
+            if common and ins[1] == _HIDDEN and self.settled:
+                leaf = where(params["path"])
+                raise ValueError(GRADIENT_OF_DIFFERENT.format(leaf=leaf, **params))
+            in_groups = params.get("axis_index_groups") is not None
             return [_HIDDEN if in_groups else self.by_type(out) for out in eqn.outvars]
         outs = self.inside(eqn, ins) if programs(eqn) else self.opaque(eqn, ins)
-        return [*map(self._seen, outs, eqn.outvars)]
+        found = [*map(self._seen, outs, eqn.outvars)]
+        if self.backward and self.settled and not marks.is_made_again(eqn):
+            self._check_cotangents(eqn, found)
+        return found
+
+    def _check_cotangents(self, eqn: JaxprEqn, found: list[int]) -> None:
+        for fact, out in zip(found, eqn.outvars, strict=True):
+            if fact == _HIDDEN and not self.varies(out):
+                at = at_line(_compat.users_line(eqn))
+                raise ValueError(_CHOSEN.format(axis=self.axis, at=at, like=like(out)))
 
     def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
         name = eqn.primitive.name

@@ -20,9 +20,11 @@ from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.dataflow import AlongAxis
+from jaxcoll._jaxpr.repeated import REPEATED, TOO_LARGE, VARIES, computed, exchanged, is_own
 from jaxcoll._jaxpr.subjaxprs import equations, is_ref, names_axis, opened, programs
 from jaxcoll._plan.packs.leaves import where
 
+_BEGIN_WITH_SUMS = {"psum", "reduce_scatter", marks.COTANGENT}
 _EQUALIZING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _SAME = (marks.SAME, _compat.AS_INVARIANT)
 _RETYPING = {"pvary", "pcast", _compat.THROUGH, marks.PARTS}
@@ -30,7 +32,7 @@ _ZERO_STAYS = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze",
 _ZERO_STAYS |= {"transpose", "neg", marks.ONCE, marks.GRADIENT}
 _ASK_THE_HOST = ("callback", "infeed", "rng_uniform")
 
-_GRADIENT_OF_DIFFERENT = """\
+GRADIENT_OF_DIFFERENT = """\
 `{caller}` over {axis!r}: {leaf} differs between replicas, or nothing shows that it does not, so \
 reducing its gradient would mix those of different values. What to do: if it is the same \
 everywhere, let it enter as one value for all replicas (an array or a `Mirrored`, no \
@@ -60,26 +62,23 @@ which holds that loss, and so as many times too large as there are replicas. Tak
 `jc.value_and_grad` of this replica's own loss, which reduce it."""
 
 
-VARIES, REPEATED = 1, 2
-"""Bits of what is found of a value: it may differ between the replicas; it comes from the backward
-pass of a reduced loss, which begins on every replica, and has not been reduced since."""
+def varying_outputs(
+    jaxpr: ClosedJaxpr | Jaxpr, axis: str, varying: Sequence[bool], replicas: int
+) -> list[int]:
+    """What is found of each output of a traced program along `axis`, in bits; see `repeated.py`.
 
-
-def varying_outputs(jaxpr: ClosedJaxpr | Jaxpr, axis: str, varying: Sequence[bool]) -> list[int]:
-    """Whether each output of a traced program may differ between the replicas along `axis`.
-
-    Law: 0 is a proof: the output is made of constants, of inputs that do not vary, and of
-    reductions and gathers over the axis, by operations that give equal results for equal
-    operands. `VARIES` proves nothing. With `REPEATED` it is made of derivatives that are as many
-    times larger as there are replicas than they would be if autodiff knew that there is one loss.
+    Law: no `VARIES` is a proof: the output is made of constants, of inputs that do not vary, and
+    of reductions and gathers over the axis, by operations that give equal results for equal
+    operands. `VARIES` proves nothing.
 
     Raises:
       ValueError: a gradient that is reduced over the axis is that of a leaf which may differ
         between replicas; the message names the caller and the leaf.
       AlreadyReducedError: what is reduced, or gathered as rows, is the same everywhere already.
     """
-    flow = _Varying(axis, refuses=True, once=True, in_shards=has(opened(jaxpr), marks.PARTS))
-    return [fact if fact & VARIES else 0 for fact in flow.outputs(jaxpr, [*map(int, varying)])]
+    in_shards = has(opened(jaxpr), marks.PARTS)
+    flow = _Varying(axis, n=replicas, refuses=True, once=True, in_shards=in_shards)
+    return flow.outputs(jaxpr, [*map(int, varying)])
 
 
 def check_gradients(program: ClosedJaxpr, axes: Sequence[str]) -> None:
@@ -121,12 +120,13 @@ def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class _Varying(AlongAxis[int]):
-    """What is found of each value, in bits; see `VARIES`."""
+    """What is found of each value, in bits; see `repeated.py`."""
 
     held: Mapping[Any, int] = dataclasses.field(default_factory=dict)  # constants: what varies
     refuses: bool = False  # a marked gradient may be refused
     once: bool = False  # a marked reduction may be
     in_shards: bool = False  # a gradient in it is in shards, which is the sum over the replicas
+    n: int = 1  # replicas
 
     def captured(self, var: Any) -> int:
         return self.held.get(var, 0)
@@ -135,7 +135,7 @@ class _Varying(AlongAxis[int]):
         return functools.reduce(operator.or_, facts, 0)
 
     def chosen(self, by: int, fact: int) -> int:
-        return by | fact
+        return by | fact | TOO_LARGE * is_own(by)
 
     def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
         name, params = eqn.primitive.name, eqn.params
@@ -155,12 +155,12 @@ class _Varying(AlongAxis[int]):
                 name in _EQUALIZING and params.get("axis_index_groups") is None
             )
             self._any_of(eqn, varies=True)
-            repeated = self._repeated(eqn, self.join(ins), jaxpr)
+            repeated = self._repeated(eqn, ins, jaxpr)
             if name == marks.COTANGENT:
-                return [ins[0] | repeated]
-            return [repeated | VARIES * (not same)] * len(eqn.outvars)
+                return [ins[0] | repeated[0]]
+            return [fact | VARIES * (not same) for fact in repeated]
         if any(word in name for word in _ASK_THE_HOST):
-            return [VARIES] * len(eqn.outvars)
+            return [VARIES | computed(eqn, ins, 0)] * len(eqn.outvars)
         if any(map(is_ref, eqn.invars)):
             # Another holder of a `Ref` may write what varies to it at any time.
             if programs(eqn):
@@ -168,23 +168,30 @@ class _Varying(AlongAxis[int]):
                     eqn, [fact | is_ref(x) for x, fact in zip(eqn.invars, ins, strict=True)]
                 )
             return [VARIES] * len(eqn.outvars)
-        return super().equation(eqn, ins, jaxpr)
+        outs = super().equation(eqn, ins, jaxpr)
+        if self.backward or programs(eqn):
+            return outs
+        return [computed(eqn, ins, fact) for fact in outs]
 
-    def _repeated(self, eqn: JaxprEqn, fact: int, jaxpr: Jaxpr) -> int:
-        """REPEATED if this holds cotangents of what every replica has, or what comes of them."""
-        name = eqn.primitive.name
-        if not self.backward or name in _SAME:
-            return 0
-        begins = name in ("psum", marks.COTANGENT) and not fact & VARIES
+    def _repeated(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
+        """What the results are of cotangents that begin on every replica; without `VARIES`."""
+        if not self.backward:
+            return exchanged(eqn, ins, jaxpr, self.n)
+        name, fact = eqn.primitive.name, self.join(ins)
+        found = fact & TOO_LARGE if name in _SAME else fact & (REPEATED | TOO_LARGE)
+        # The end of our own gather of `Shards`, whose gradient is the sum of all losses'.
+        ours = marks.is_our_reduction(eqn, "reduce_scatter")
+        begins = name in _BEGIN_WITH_SUMS and not fact & VARIES and not ours
         if begins and not all(_is_zero(atom, jaxpr) for atom in eqn.invars):
             if self.in_shards and self.settled:
                 raise ValueError(_SHARDS_OF_REDUCED.format(axis=self.axis))
-            return REPEATED
-        return fact & REPEATED
+            found |= REPEATED
+        return [found] * len(eqn.outvars)
 
     def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
         # In any order, with any operands, any number of times: the worst is taken.
         worst = self.join(ins) | self._any_of(eqn, varies=False) | self._fills_refs_by_place(eqn)
+        worst |= TOO_LARGE * any(map(is_own, ins))
         if worst & VARIES:
             self._any_of(eqn, varies=True)
         return [worst] * len(eqn.outvars)
@@ -205,8 +212,8 @@ class _Varying(AlongAxis[int]):
         """A gradient that is going to be reduced; the leaf it belongs to must not vary."""
         if leaf & VARIES and self.refuses:
             place = where(eqn.params["path"])
-            raise ValueError(_GRADIENT_OF_DIFFERENT.format(leaf=place, **eqn.params))
-        return gradient
+            raise ValueError(GRADIENT_OF_DIFFERENT.format(leaf=place, **eqn.params))
+        return gradient & ~REPEATED  # of the loss over all replicas
 
     def _reduced(self, eqn: JaxprEqn, fact: int, jaxpr: Jaxpr) -> int:
         """A value that is going to be reduced, which must vary."""
@@ -215,7 +222,9 @@ class _Varying(AlongAxis[int]):
         if refuses and not _is_zero(eqn.invars[0], jaxpr):
             leaf = where(eqn.params["path"])
             raise AlreadyReducedError(_REDUCED_TWICE.format(leaf=leaf, axis=self.axis))
-        return fact
+        if eqn.params["mean"]:
+            return fact & ~REPEATED
+        return fact | TOO_LARGE * is_own(fact)
 
 
 def _is_zero(atom: Any, jaxpr: Jaxpr) -> bool:

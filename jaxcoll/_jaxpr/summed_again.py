@@ -96,7 +96,7 @@ class _Reduced(AlongAxis[str]):
 
     def _check(self, eqn: JaxprEqn, ins: Sequence[str], jaxpr: Jaxpr) -> None:
         for maker, out in zip(ins, eqn.outvars, strict=True):
-            if maker == _PARTS or (maker and not _divided(out, jaxpr, self.n)):
+            if maker == _PARTS or (maker and not divided(out, jaxpr, self.n)):
                 words = _PARTS_SUMMED if maker == _PARTS else _SUMMED_AGAIN
                 raise AlreadyReducedError(
                     words.format(
@@ -109,7 +109,7 @@ class _Reduced(AlongAxis[str]):
                 )
 
 
-def _divided(out: Any, jaxpr: Jaxpr, n: int) -> bool:
+def divided(out: Any, jaxpr: Jaxpr, n: int) -> bool:
     """Whether a value is only used in its quotient by a multiple of `n`."""
     users = [eqn for eqn in jaxpr.eqns if out in eqn.invars]
     return out not in jaxpr.outvars and all(_divides(eqn, jaxpr, n) for eqn in users)

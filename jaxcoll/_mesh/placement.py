@@ -77,6 +77,21 @@ def is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
 
 
+def host_array(x: Any) -> Any:
+    """A number, or an array of the host, as it is once it lies on a device; anything else as it is.
+
+    Raises:
+      OverflowError: a Python integer does not fit, as in all programs of JAX.
+      ValueError: it is a masked array, likewise.
+    """
+    if isinstance(x, jax.Array):
+        return x
+    dtype = np.asarray(x).dtype
+    if not any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool_)):
+        return x
+    return np.asarray(x, jax.typeof(x if is_array(x) else np.asarray(x)).dtype)
+
+
 def shape_of(x: Any) -> Any:
     """The type of an array or a number, wherever it lies or lay; anything else as it is."""
     if not is_array(x) and not isinstance(x, jax.ShapeDtypeStruct):
@@ -146,7 +161,7 @@ def _of_all(x: Any, sharding: NamedSharding) -> jax.Array:
     if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
         data = _of_all(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+    return jax.make_array_from_process_local_data(sharding, host_array(x))
 
 
 def _is_placed(x: jax.Array, sharding: NamedSharding) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
@@ -209,22 +209,22 @@ def check_any_coded(value: Any, given: CommunicationOptions) -> None:
         wire_formats.check_any_coded(given.compression, found)
 
 
-def reduced_once(value: Any, axis_name: Any, *, scope: Scope) -> Any:
+def reduced_once(op: ReduceOp, value: Any, axis_name: Any, *, scope: Scope) -> Any:
     """`value`, marked for those who look for reductions of what is the same on every replica."""
     if not scope.once:
         return value
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
     flat, treedef = flattened(value, is_sparse)
-    marked = [_reduced_once(path, x, names, scope) for path, x in flat]
+    mark = functools.partial(scope.reduced_once, axes=names, mean=op is ReduceOp.MEAN)
+    marked = [_reduced_once(path, x, mark) for path, x in flat]
     return jax.tree_util.tree_unflatten(treedef, marked)
 
 
-def _reduced_once(path: str, leaf: Any, names: Sequence[str], scope: Scope) -> Any:
+def _reduced_once(path: str, leaf: Any, mark: Callable[..., Any]) -> Any:
     if isinstance(leaf, IndexedSlices):
-        values = scope.reduced_once(leaf.values, names, path)
-        return IndexedSlices(values, leaf.indices, leaf.dense_shape)
+        return IndexedSlices(mark(leaf.values, name=path), leaf.indices, leaf.dense_shape)
     is_number = isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic)
-    return scope.reduced_once(jnp.asarray(leaf) if is_number else leaf, names, path)
+    return mark(jnp.asarray(leaf) if is_number else leaf, name=path)
 
 
 def hiding_axis(axes: dict[str, int]) -> str | None:

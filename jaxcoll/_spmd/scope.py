@@ -82,7 +82,9 @@ class Scope:
 
         return jax.tree.map(marked, result) if axes or self.watched else result
 
-    def reduced_once(self, value: Any, axes: Iterable[str], name: str = "") -> Any:
+    def reduced_once(
+        self, value: Any, axes: Iterable[str], name: str = "", *, mean: bool = False
+    ) -> Any:
         """What is going to be reduced over `axes`, marked where somebody will look for it."""
 
         def marked(path: Any, leaf: Any) -> Any:
@@ -90,7 +92,7 @@ class Scope:
                 return leaf
             for axis in self.marked.intersection(axes):
                 place = name + jax.tree_util.keystr(path)
-                leaf = marks.marked(leaf, marks.ONCE, axis=axis, path=place)
+                leaf = marks.marked(leaf, marks.ONCE, axis=axis, path=place, mean=mean)
             return leaf
 
         return jax.tree_util.tree_map_with_path(marked, value) if self.once else value

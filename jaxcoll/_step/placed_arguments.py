@@ -107,15 +107,15 @@ class Arguments:
         device by itself; with several of them that ends the process.
         """
         leaves = jax.tree.leaves((call.args, call.kwargs))
-        if len({id(leaf) for leaf in leaves}) == len(leaves):
+        if len({*map(_memory, leaves)}) == len(leaves):
             return call
         donated = {i % len(call.args) for i in self._donated}
         kept = [x for i, x in enumerate(call.args) if i not in donated]
-        seen = {id(leaf) for leaf in jax.tree.leaves((kept, call.kwargs))}
+        seen = {*map(_memory, jax.tree.leaves((kept, call.kwargs)))}
 
         def own(leaf: Any) -> Any:
-            shared = id(leaf) in seen and isinstance(leaf, jax.Array)
-            seen.add(id(leaf))
+            shared = _memory(leaf) in seen and isinstance(leaf, jax.Array)
+            seen.add(_memory(leaf))
             return leaf.copy() if shared else leaf
 
         args = [jax.tree.map(own, x) if i in donated else x for i, x in enumerate(call.args)]
@@ -143,6 +143,14 @@ class Arguments:
             return placed_shape(x, self._whole, 1)
 
         return jax.tree.map(shape, tree, is_leaf=is_shards)
+
+
+def _memory(leaf: Any) -> int:
+    """The same of one array, and of two that `jax.device_put` made of one where it lay already."""
+    is_one = isinstance(leaf, jax.Array) and not leaf.is_deleted()
+    numbers = is_one and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    on_one_device = numbers and len(leaf.sharding.device_set) == 1 and leaf.is_fully_addressable
+    return leaf.unsafe_buffer_pointer() if on_one_device else id(leaf)
 
 
 def _check_apart(shares: dict[tuple[int, ...], Callable[[], str]], replicas: int) -> None:

@@ -23,7 +23,8 @@ from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.beside_types import check_own_gradients, hidden_outputs
 from jaxcoll._jaxpr.own_norms import check_own_norms
-from jaxcoll._jaxpr.replication import REPEATED, varying_outputs
+from jaxcoll._jaxpr.repeated import VARIES, is_wrong
+from jaxcoll._jaxpr.replication import varying_outputs
 from jaxcoll._jaxpr.subjaxprs import at_line, opened
 from jaxcoll._jaxpr.summed_again import check_sums
 from jaxcoll._jaxpr.summed_gradients import Summed, crossing_sums, summed_gradients
@@ -115,7 +116,7 @@ class StepProgram:
             raise error from None
         except ValueError as refused:
             # The refusal by types is nearer to what the user wrote.
-            if isinstance(error, _NotProvenError):
+            if isinstance(error, _NotProvenError | AlreadyReducedError):
                 raise error from None
             if not isinstance(refused, _NotProvenError):
                 raise
@@ -152,7 +153,7 @@ class StepProgram:
             again = self._summed(program)
             with _not_proven():
                 check_own_gradients(program, self.axes)
-            hidden = hidden_outputs(program, self.mesh.axis_names)
+                hidden = hidden_outputs(program, self.mesh.axis_names)
             by_type = (_compat.varying_axes_of_type(var.aval) for var in opened(program).outvars)
             varying = [a | b for a, b in zip(by_type, hidden, strict=True)]
             specs = self._specs(results, varying, "")
@@ -162,7 +163,7 @@ class StepProgram:
                 self._check_crossing(program, summed, error)
             inputs = [frozenset[str]()] * captured + _by_spec(self.lying, self.arguments)
             found = self._proven(program, inputs)
-            varying = [frozenset(a for a in facts if facts[a]) for facts in found]
+            varying = [frozenset(a for a in facts if facts[a] & VARIES) for facts in found]
             specs = self._specs(results, varying, _not_reduced(summed))
             if self.checks is None:
                 _check_meanings(found, results)
@@ -196,9 +197,9 @@ class StepProgram:
     def _proven(self, program: Any, inputs: list[frozenset[str]]) -> list[dict[str, int]]:
         """What is found of each output along each axis; see `varying_outputs`."""
         found = {
-            axis: varying_outputs(program, axis, [axis in along for along in inputs])
-            for axis in self.mesh.axis_names
-            if self.mesh.shape[axis] > 1
+            axis: varying_outputs(program, axis, [axis in along for along in inputs], n)
+            for axis, n in self.mesh.shape.items()
+            if n > 1
         }
         return [
             {axis: found[axis][k] for axis in found} for k in range(len(opened(program).outvars))
@@ -263,7 +264,7 @@ def _axes_of(spec: PartitionSpec) -> frozenset[str]:
 
 def _check_meanings(found: list[dict[str, int]], results: Any) -> None:
     for facts, (path, _) in zip(found, jax.tree.leaves_with_path(results), strict=True):
-        if axes := [axis for axis, fact in facts.items() if fact & REPEATED]:
+        if axes := [axis for axis, fact in facts.items() if is_wrong(fact)]:
             raise ValueError(_TWO_MEANINGS.format(name=output_name(path), axis=axes[0]))
 
 

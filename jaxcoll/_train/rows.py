@@ -41,9 +41,9 @@ class Rows:
     def read(self, numbers: np.ndarray) -> Any:
         """These rows, in this order: a pytree of host arrays, never a view of the source."""
         if self._items is None:
-            return jax.tree.map(lambda x: np.asarray(x[numbers]), self._columns)
+            return jax.tree.map(lambda x: _array(x[numbers]), self._columns)
         rows = [self._items[i] for i in numbers.tolist()]
-        return jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *rows)
+        return jax.tree.map(lambda *xs: np.stack([_array(x) for x in xs]), *rows)
 
     def _rows_of_columns(self) -> int:
         named = jax.tree_util.tree_flatten_with_path(self._columns)[0]
@@ -93,7 +93,14 @@ def on_host(batches: Any) -> Iterator[Any]:
     for batch in batches:
         # Copies: the loader may write its next batch into the same memory, while this one waits or
         # is the memory of an array on CPU devices. PyTorch's tensors know no copying `np.array`.
-        yield jax.tree.map(lambda x: x if _is_jax(x) else np.array(np.asarray(x)), batch)
+        yield jax.tree.map(lambda x: x if _is_jax(x) else np.array(_array(x)), batch)
+
+
+def _array(x: Any) -> np.ndarray:
+    """An array of the host, which is not masked."""
+    if isinstance(x, np.ma.MaskedArray):
+        jax.typeof(x)  # refuses it, where `np.asarray` drops the mask
+    return np.asarray(x)
 
 
 def _is_column(leaf: Any) -> bool:

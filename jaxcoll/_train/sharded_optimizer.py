@@ -236,7 +236,7 @@ class ShardedOptimizer:
         elif reduced:
             grads = own_part(grads, self._axis_name, _CALLER, scope=scope, layout=layout)
         else:
-            grads = reduced_once(grads, self._axis_name, scope=scope)
+            grads = reduced_once(self._reduce_op, grads, self._axis_name, scope=scope)
             grads = halves.reduce_scatter(
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
             )

@@ -128,8 +128,12 @@ def _shape(sizes: list[int]) -> tuple[int, ...]:
 
 def _dtype(name: str) -> np.dtype:
     try:
-        return np.dtype(name)
+        dtype = np.dtype(name)
+        held = jax.dtypes.canonicalize_dtype(dtype)
     except TypeError:
         raise ValueError(
             f"no dtype {name!r}: expected one such as float32, bfloat16, float16 or int32."
         ) from None
+    if held != dtype:
+        raise ValueError(f"JAX holds {dtype} as {held}: ask for that, or set JAX_ENABLE_X64=1.")
+    return dtype

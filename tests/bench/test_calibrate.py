@@ -236,5 +236,5 @@ def test_processes_that_are_launched_go_by_what_was_measured(monkeypatch, tmp_pa
     printed = capsys.readouterr()
     assert printed.err == ""
     assert f"JAXCOLL_TERMS={file}" in printed.out
-    for ended in launch([sys.executable, "-c", PLANNED], 2, timeout=120):
-        assert "found calibration: gloo, 2 replicas, 2 processes, 1 host" in ended.log
+    for log in launch([sys.executable, "-c", PLANNED], 2, timeout=120):
+        assert "found calibration: gloo, 2 replicas, 2 processes, 1 host" in log

@@ -215,9 +215,9 @@ def test_inside_a_job_that_somebody_launched_one_process_prints(tmp_path):
     file = tmp_path / "lines.json"
     command = [sys.executable, "-m", "jaxcoll", "bench", "--sizes", "4KiB", "--rounds", "2",
                "--algorithms", "ring/halving-doubling", "--json", str(file)]  # fmt: skip
-    ended = launch(command, 2, timeout=120, env={"JAX_NUM_CPU_DEVICES": "2"})
-    assert "2 processes × 2 cpu devices" in ended[0].log
-    assert [x for x in ended[1].log.splitlines() if "[Gloo]" not in x] == []
+    first, second = launch(command, 2, timeout=120, env={"JAX_NUM_CPU_DEVICES": "2"})
+    assert "2 processes × 2 cpu devices" in first
+    assert [x for x in second.splitlines() if "[Gloo]" not in x] == []
     lines = lines_of(file.read_text())
     assert [x["algorithm"] for x in lines] == [BASELINE, TWIN, "ring/halving-doubling"]
     assert {(x["devices"], x["processes"], x["socket_bytes"]) for x in lines} == {(4, 2, None)}

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 from processes.ranks import launch
 
@@ -40,8 +41,9 @@ with socket.create_server((sys.argv[1], 5000)) as server:
         pass
 """
 HOLDS = """
-import sys, time
+import os, signal
 from jaxcoll.bench.lab.namespaces import lab
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with lab(2, "1gbit") as made:
     print(*made.on(0), flush=True)
     {then}
@@ -84,28 +86,22 @@ def test_a_host_reaches_nobody_but_the_other_hosts():
 
 
 @pytest.mark.parametrize(
-    ("then", "ends"),
+    ("then", "status"),
     [
-        ("pass", lambda process: None),
-        ("raise RuntimeError", lambda process: None),
-        ("time.sleep(60)", lambda process: process.send_signal(signal.SIGINT)),
-        ("time.sleep(60)", lambda process: process.kill()),
+        ("pass", 0),
+        ("raise RuntimeError", 1),
+        ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
     ],
     ids=["success", "failure", "interrupt", "kill"],
 )
-def test_nothing_is_left_however_it_ends(then, ends):
+def test_nothing_is_left_however_it_ends(then, status, tmp_path):
     with hosts(2, "none"):
         pass
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS.format(then=then)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    with process:
-        words = process.stdout.readline().split()
-        holder = Path("/proc") / words[words.index("--target") + 1]
-        ends(process)
+    done = forks.with_commands().run(HOLDS.format(then=then), cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    words = done.stdout.split()
+    holder = Path("/proc") / words[words.index("--target") + 1]
     until = time.monotonic() + 20
     while holder.exists() and "cat" in (holder / "comm").read_text():
         assert time.monotonic() < until, "the process that holds the namespace goes on"
@@ -149,8 +145,8 @@ def test_processes_on_two_hosts_find_out_and_send_between_them_what_two_levels_s
 
 @pytest.mark.processes
 def test_hosts_can_be_named_by_hand():
-    for ended in launch([sys.executable, str(JOB), "named"], 2, timeout=120, env=TWO_DEVICES):
-        check_two_levels(*facts_in(ended.log), "shuffle", "all-to-all")
+    for log in launch([sys.executable, str(JOB), "named"], 2, timeout=120, env=TWO_DEVICES):
+        check_two_levels(*facts_in(log), "shuffle", "all-to-all")
 
 
 @pytest.mark.parametrize("rate", ["", "fast", "0mbit", "100 mbit", "-1gbit", "1tbit"])

@@ -89,6 +89,8 @@ def test_an_array_of_a_size():
         array_of(6, "float32")
     with pytest.raises(ValueError, match="no dtype 'float33': expected one such as float32"):
         array_of(4, "float33")
+    with pytest.raises(ValueError, match="JAX holds int64 as int32: ask for that, or set JAX_EN"):
+        array_of(8, "int64")  # whose bytes no device would send
 
 
 def test_rounds_are_reversed_every_other_time_and_ratios_are_paired():

@@ -1,7 +1,9 @@
 """A call that blocks is abandoned, and the thread that makes it takes the next one after it."""
 
+import gc
 import threading
 
+import jax
 import pytest
 
 from jaxcoll import _threads
@@ -18,6 +20,30 @@ def test_a_worker_makes_calls_in_order_and_ends_when_it_is_closed():
     assert not worker.is_alive()
     (thread,) = [t for t in threading.enumerate() if t.name == "in order"] or [None]
     assert thread is None or thread.join(5) is None
+
+
+def test_the_thread_of_a_worker_that_nobody_has_any_more_ends():
+    worker = Worker("nobody's")
+    (thread,) = (t for t in threading.enumerate() if t.name == "nobody's")
+    task = worker.submit(lambda: 1)
+    del worker
+    assert task.wait(5)
+    assert task.result() == 1
+    del task
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("check", ["debug_nans", "debug_infs"])
+def test_results_are_checked_as_the_thread_that_asks_for_them_has_it(check):
+    worker = Worker("checked")
+    with getattr(jax, check)(True):
+        checked = worker.submit(lambda: getattr(jax.config, f"jax_{check}"))
+    plain = worker.submit(lambda: getattr(jax.config, f"jax_{check}"))
+    assert checked.wait(5)
+    assert plain.wait(5)
+    assert (checked.result(), plain.result()) == (True, False)
 
 
 def test_what_a_call_raises_is_raised_where_its_result_is_asked_for():

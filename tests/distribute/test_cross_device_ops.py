@@ -3,7 +3,6 @@
 import functools
 import operator
 import re
-import time
 
 import jax
 import jax.numpy as jnp
@@ -368,44 +367,6 @@ def test_options_of_another_type_are_refused(ops, options):
     with pytest.raises(ValueError, match="`options` must be"):
         ops.batch_reduce("sum", [], options=options)
     assert ops.reduce("sum", value, value)[0].item() == 3.0
-
-
-def slow(seconds):
-    """An accumulation that takes its time on the device, once it is compiled."""
-
-    def accumulation(xs):
-        def wait(x):
-            time.sleep(seconds)
-            return x
-
-        return jax.pure_callback(wait, jax.typeof(xs[0]), sum(xs[1:], xs[0]))
-
-    return accumulation
-
-
-def test_a_deadline_that_passes_is_an_error_and_the_next_call_works():
-    value = PerReplica([1.0, 3.0])
-    ops = ReductionToOneDevice(accumulation_fn=slow(0.5))
-    ops.reduce("sum", value, value)
-    with pytest.raises(
-        jc.DeadlineExceededError,
-        match=r"`ReductionToOneDevice.reduce` \(SUM of 1 value\) did not finish within 0.05 s",
-    ):
-        ops.reduce("sum", value, value, options=jc.CommunicationOptions(timeout_seconds=0.05))
-    patient = jc.CommunicationOptions(timeout_seconds=60)
-    assert ops.reduce("sum", value, value, options=patient)[0].item() == 4.0
-
-
-@SIMPLE
-def test_a_deadline_that_holds_changes_nothing_and_compiles_nothing(ops):
-    patient = jc.CommunicationOptions(timeout_seconds=60)
-    value = PerReplica([np.arange(17.0)] * 3)
-    pairs = [(value, value), (value, "cpu:1"), (7.0, "cpu:0")]
-    want = ops.batch_reduce("sum", pairs)
-    with CompileCounter() as compiled:
-        got = ops.batch_reduce("sum", pairs, options=patient)
-    assert compiled.count == 0
-    assert_trees_equal([want[0][2], *want[1:]], [got[0][2], *got[1:]])
 
 
 def test_with_a_deadline_it_is_traced_in_the_callers_thread_and_once():

@@ -1,6 +1,7 @@
 """Laws of every cross-device op and every strategy call, each asserted once over all of them."""
 
 import functools
+import itertools
 import operator
 import re
 import threading
@@ -10,7 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_trees_equal, check, devices, each_row, noise, of_replicas, on, tree
+from at_once import at_once
+from cases import (
+    CompileCounter,
+    assert_trees_equal,
+    check,
+    devices,
+    each_row,
+    noise,
+    of_replicas,
+    on,
+    tree,
+)
 
 import jaxcoll as jc
 from jaxcoll import CommunicationOptions, PerReplica
@@ -81,12 +93,17 @@ def test_B1_B2_B4_B5_B7_C1_C2_C4_F1_F2_F4_F5_F10_F11_F34_to_three_kinds_of_desti
         check(ops.reduce("mean", x, to), total / n, to)
         check(ops.reduce(jc.ReduceOp.SUM, x, to), total, to)
         check(ops.reduce("Sum", y, to), total + n, to)
-    for first in places:
-        for second in places:
-            results = ops.batch_reduce("sum", [(x, first), (y, second)])
-            assert type(results) is list
-            check(results[0], total, first)
-            check(results[1], total + n, second)
+    # Every pair of places for two devices; for other numbers each place before another and after.
+    pairs = (
+        itertools.product(places, places)
+        if n == 2
+        else zip(places, places[1:] + places[:1], strict=True)
+    )
+    for first, second in pairs:
+        results = ops.batch_reduce("sum", [(x, first), (y, second)])
+        assert type(results) is list
+        check(results[0], total, first)
+        check(results[1], total + n, second)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -117,9 +134,14 @@ def replicas_of(name):
 def test_D14_D16_L38_L40_results_equal_the_float64_reference_in_order_and_structure(make, n):
     ops, x = make(n), jax.tree.map(np.asarray, {"noise": noise(n, 5, 3), **tree(n)})
     op, share = ("sum", 1) if n % 2 else ("mean", n)
-    values = [each_row(n, part) for part in (x, x["odd"], x["noise"])]
+    parts = (
+        (x, x["odd"])
+        if make in KINDS.values()
+        else ({k: x[k] for k in ("noise", "int")}, x["half"])
+    )
+    values = [each_row(n, part) for part in parts]
     results = ops.batch_reduce(op, [(v, v) for v in values])
-    for part, result in zip((x, x["odd"], x["noise"]), results, strict=True):
+    for part, result in zip(parts, results, strict=True):
         assert jax.tree.structure(result.tree) == jax.tree.structure(part)
         for leaf, want in zip(jax.tree.leaves(result.tree), jax.tree.leaves(part), strict=True):
             bits = {np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}
@@ -238,8 +260,10 @@ def calls_of(ops):
 def test_F25_F26_F28_the_deadline_of_a_call_bounds_it_and_the_next_call_works(kind, release):
     calls = calls_of(KINDS[kind](8))
     check_bounded(calls, release, options=SHORT)
-    for _, call in calls:
-        assert_trees_equal(call(options=PATIENT), call())
+    with CompileCounter() as compiled:
+        for _, call in calls:
+            assert_trees_equal(call(options=PATIENT), call())
+    assert compiled.count == 0, "a deadline is no part of a program"
 
 
 def test_the_deadline_of_an_object_bounds_each_call_that_has_none_of_its_own(release):
@@ -303,6 +327,38 @@ def test_F23_threads_that_launch_in_crossing_order_do_not_interleave():
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert got == {0: [2.0, 2.0], 1: [4.0, 4.0]}
+
+
+def called_back(call):
+    """A function of one replica whose program calls `call` on the host."""
+    return lambda x: jax.pure_callback(lambda x: (call(), x)[1], jax.ShapeDtypeStruct((), "f"), x)
+
+
+def test_calls_of_several_threads_overlap_under_a_deadline_too():
+    met = threading.Barrier(2, timeout=15)
+    run = called_back(met.wait)
+    bounded = CommunicationOptions(timeout_seconds=60)
+    strategies = [jc.MirroredStrategy([f"cpu:{k}"]) for k in range(2)]
+    found = at_once(
+        *[lambda s=s: s.run(run, (2.0,), options=bounded)[0].item() for s in strategies]
+    )
+    assert found == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("inner", [None, 30])
+def test_a_program_whose_call_is_bounded_may_make_calls_in_a_callback(inner):
+    strategy, found = jc.MirroredStrategy(["cpu:0"]), []
+    other, value = (
+        jc.MirroredStrategy(["cpu:1", "cpu:2"]),
+        PerReplica([1.0, 2.0], devices=devices(3)[1:]),
+    )
+    options = CommunicationOptions(timeout_seconds=inner)
+    call = called_back(
+        lambda: found.append(other.reduce("sum", value, None, options=options).item())
+    )
+    bounded = CommunicationOptions(timeout_seconds=60)
+    assert strategy.run(call, (2.0,), options=bounded)[0].item() == 2.0
+    assert found == [3.0]
 
 
 def test_G47_many_reductions_of_a_group_of_one():

@@ -41,7 +41,7 @@ def copies(result):
 )  # fmt: skip
 def test_L67_L68_L70_L80_lengths_that_do_not_divide_are_exact(workers, gpus, spec):
     n = workers * gpus
-    x = [rows(n, *shape) for shape in ((1,), (3,), (7,), (2, 4), (91,))]
+    x = [rows(n, *shape) for shape in ((1,), (7,), (7, 13))]
     value = each_row(n, x)
     got = MultiWorkerAllReduce(names(workers), gpus, spec).reduce("sum", value, value)
     for replica in got:

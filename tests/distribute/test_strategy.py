@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CompileCounter, assert_trees_equal
+from cases import CompileCounter, assert_trees_equal, devices
 
 import jaxcoll as jc
 from jaxcoll import Mirrored, PerReplica, get_replica_context
@@ -23,7 +23,9 @@ STRATEGIES = {
         communication_options=jc.CommunicationOptions(bytes_per_pack=64, implementation="ring")
     ),
 }
-EVERY = pytest.mark.parametrize("s", STRATEGIES.values(), ids=STRATEGIES)
+# One replica; odd numbers, by an op that adds on one device and by the default; options of its own.
+UNLIKE = ("mirrored-1", "mirrored-3", "mirrored-7", "multi-ring")
+EVERY = pytest.mark.parametrize("s", [STRATEGIES[name] for name in UNLIKE], ids=UNLIKE)
 TWO = pytest.mark.parametrize("s", [STRATEGIES["mirrored-2"], STRATEGIES["multi"]], ids=["2", "8"])
 ONE = jc.MirroredStrategy(["cpu:0"])
 PAIR = STRATEGIES["mirrored-2"]
@@ -117,6 +119,15 @@ def test_A23_local_results_are_one_structure_for_each_replica(s):
 
 def test_local_results_of_plain_values_are_themselves():
     assert PAIR.experimental_local_results({"a": 1}) == ({"a": 1},)
+
+
+def test_local_results_that_lie_elsewhere_are_counted_in_their_own_order_and_none_is_lost():
+    one, two, three, four = devices(4)
+    values = {(two, one): [2.0, 1.0], (two, three): [1.0, 2.0], (four, one): [1.0, 2.0]}
+    for places, want in values.items():
+        assert local(PAIR, PerReplica([1.0, 2.0], devices=places)) == want
+    with pytest.raises(ValueError, match="has 2 replicas in this process, .* which has 3 there"):
+        local(PAIR, PerReplica([1.0, 2.0, 3.0], devices=[two, three, four]))
 
 
 # Part H
@@ -508,12 +519,18 @@ def test_H8_L50_a_mean_along_axes_is_that_of_all_elements(s):
         "x": PerReplica(list(x), devices=s.devices),
         "y": PerReplica(list(2 * x), devices=s.devices),
     }
-    for axis in (0, (0, 2), [1, -3], (0, 1, 2)):
+    for op, axis in (
+        ("sum", 0),
+        ("mean", 0),
+        ("sum", (0, 2)),
+        ("mean", [1, -3]),
+        ("mean", (0, 1, 2)),
+    ):
         over = (0, *(k % 3 + 1 for k in np.atleast_1d(axis)))
-        for op, numpy in (("sum", np.sum), ("mean", np.mean)):
-            got = s.reduce(op, tree, axis)
-            np.testing.assert_allclose(got["x"], numpy(x, over), rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(got["y"], 2 * numpy(x, over), rtol=1e-4, atol=1e-5)
+        want = getattr(np, op)(x, over)
+        got = s.reduce(op, tree, axis)
+        np.testing.assert_allclose(got["x"], want, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(got["y"], 2 * want, rtol=1e-4, atol=1e-5)
     held = PerReplica([{"a": v} for v in x], devices=s.devices)
     np.testing.assert_allclose(s.reduce("mean", held, 1)["a"], x.mean((0, 2)), rtol=1e-4, atol=1e-5)
     copies = Mirrored([x[0]] * n, devices=s.devices)

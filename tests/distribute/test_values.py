@@ -1,6 +1,7 @@
 """PerReplica and Mirrored: views of global arrays, one device a replica."""
 
 import copy
+import os
 import pickle
 
 import jax
@@ -14,6 +15,10 @@ import jaxcoll as jc
 
 P = jax.sharding.PartitionSpec
 KINDS = (jc.PerReplica, jc.Mirrored)
+
+
+class Items(list):
+    """Rows one by one, which are no pytree."""
 
 
 def of_device(shard):
@@ -123,6 +128,45 @@ def test_python_numbers_have_jaxs_default_types():
     value = jc.PerReplica([(0, 0.5, 1j, True), (np.int64(1), np.float64(1.5), 2j, False)])
     assert [x.dtype.name for x in value.tree] == ["int32", "float32", "complex64", "bool"]
     assert not any(x.weak_type for x in value.tree)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        *[lambda x, kind=kind: kind([x, x]) for kind in KINDS],
+        lambda x: jc.NcclAllReduce().broadcast({"x": x}, "cpu:1"),
+        lambda x: jc.NcclAllReduce().reduce("sum", x, "cpu:1"),
+        lambda x: jc.MirroredStrategy().reduce("mean", x, axis=None),
+        lambda x: jc.MirroredStrategy().run(lambda x: x, (x,)),
+        lambda x: jc.Elastic(jc.data_parallel(lambda s, x: (s, 0)), x),
+    ],
+)
+def test_a_python_integer_that_does_not_fit_is_refused_and_never_cut(take):
+    take(2**31 - 1)
+    with pytest.raises(OverflowError, match="int32"):
+        take(2**31)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        *[lambda x, kind=kind: kind([x, x]) for kind in KINDS],
+        lambda x: jc.NcclAllReduce().broadcast({"x": x}, "cpu:1"),
+        lambda x: jc.NcclAllReduce().reduce("sum", x, "cpu:1"),
+        lambda x: jc.NcclAllReduce().gather([x, x], "cpu:1", 0),
+        lambda x: jc.MirroredStrategy().reduce("mean", [x] * 8, axis=0),
+        lambda x: jc.MirroredStrategy().run(lambda x: x, (x,)),
+        lambda x: list(jc.MirroredStrategy().experimental_distribute_dataset([x])),
+        lambda x: list(jc.batches(x, 8)),
+        lambda x: list(jc.batches(Items(x.reshape(8, 1)), 8)),
+        lambda x: list(jc.prefetch([x])),
+        lambda x: jc.Elastic(jc.data_parallel(lambda s, x: (s, 0)), x),
+        lambda x: jc.save_checkpoint(os.devnull, x),
+    ],
+)
+def test_a_mask_is_never_dropped(take):
+    with pytest.raises(ValueError, match="masked arrays are not supported|got MaskedArray"):
+        take(np.ma.array(np.ones(8, "f"), mask=[0, 1] * 4))
 
 
 def test_the_repr_says_structure_shapes_and_devices():

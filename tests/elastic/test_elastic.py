@@ -62,6 +62,18 @@ def test_fewer_steps_than_a_checkpoint_holds_change_nothing(tmp_path):
     assert before
 
 
+def test_numbers_and_arrays_of_the_host_are_a_state_that_is_found_again(tmp_path):
+    path, start = tmp_path / "last.npz", {"w": np.zeros(3), "n": 0, "lr": 0.5}
+
+    @jc.data_parallel(batch_argnums=1)
+    def count(s, x):
+        return {**s, "w": s["w"] + s["lr"], "n": s["n"] + 1}, 0
+
+    jc.Elastic(count, start, checkpoint=path).run(rows, 1)
+    found = jc.Elastic(count, start, checkpoint=path).run(rows, 2)
+    assert (found["w"].tolist(), int(found["n"])) == ([1.0] * 3, 2)
+
+
 def test_a_newer_checkpoint_stays_and_it_says_so(tmp_path, caplog):
     path = tmp_path / "last.npz"
 

@@ -25,8 +25,10 @@ from jaxcoll._plan.cost.clusters import topology_named
 EXAMPLES = Path(gpt.__file__).parent
 
 
-def ran(example, *flags):
-    return forks.with_commands().run(forks.SCRIPT, f"{example}.py", *flags, cwd=EXAMPLES)
+def ran(example, *flags, **smaller):
+    set_sizes = "".join(f"{example}.{name} = {size}; " for name, size in smaller.items())
+    code = f"import sys, {example}; {set_sizes}sys.exit({example}.main())"
+    return forks.with_commands().run(code, example, *flags, cwd=EXAMPLES)
 
 
 @pytest.fixture
@@ -65,7 +67,8 @@ def test_every_mode_is_one_model_and_sends_what_it_says():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-def test_fifty_steps_in_shards_are_those_of_one_device():
+def test_fifty_steps_in_shards_are_those_of_one_device(monkeypatch):
+    monkeypatch.setattr(gpt, "WIDTH", 32)
     how = functools.partial(gpt.of_shards, ahead=2, remat=False)
     mode = dataclasses.replace(
         gpt.MODES["parameters"], value_and_grad=jc.value_and_grad(how, gpt.AXIS)
@@ -75,7 +78,8 @@ def test_fifty_steps_in_shards_are_those_of_one_device():
 
 @pytest.mark.slow
 def test_a_run_over_a_prime_number_of_devices_prints_a_row_for_each_mode():
-    done = ran("gpt", "--devices", "7", "--steps", "3", "--modes", "plain,sharded")
+    flags = ("--devices", "7", "--steps", "3", "--modes", "plain,sharded")
+    done = ran("gpt", *flags, LENGTH=16, WIDTH=16)
     assert done.returncode == 0, done.stdout + done.stderr
     first, header, *rows = done.stdout.splitlines()
     assert first.startswith("one device: last loss ")

@@ -15,6 +15,9 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import jaxcoll as jc
+from jaxcoll import _inspect
+from jaxcoll._observe.parse.stablehlo import read_stablehlo
+from jaxcoll._step.lowering import texts_of
 
 P = PartitionSpec
 _spec = importlib.util.spec_from_file_location(
@@ -186,8 +189,10 @@ PROGRAMS = {  # name: (function, arguments, collectives in one run by kind, wire
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_counts_and_bytes_are_those_of_an_independent_count(name):
+def test_counts_and_bytes_are_those_of_an_independent_count(name, monkeypatch):
     function, arguments, kinds, wire = PROGRAMS[name]
+    texts = []
+    monkeypatch.setattr(_inspect, "texts_of", lambda *of: texts.append(texts_of(*of)) or texts[-1])
     report = jc.inspect(function, *arguments)
     runs = Counter()
     for c in report.collectives:
@@ -196,8 +201,9 @@ def test_counts_and_bytes_are_those_of_an_independent_count(name):
         assert runs == kinds
     if wire is not None:
         assert report.wire_bytes == wire
-    text = function.lower(*arguments).compile().as_text()
-    once, nbytes = second_reader.kinds_and_bytes(text)
+    asked = read_stablehlo(function.lower(*arguments).as_text())
+    assert [(c.kind, c.operands) for c in asked] == [(c.kind, c.operands) for c in report.requested]
+    once, nbytes = second_reader.kinds_and_bytes(texts[0].compiled)
     assert once == Counter(c.kind for c in report.collectives)
     assert nbytes == sum(c.nbytes for c in report.collectives)
     assert report.uncounted == report.notes == report.dropped == ()

@@ -9,7 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import jaxcoll as jc
-from jaxcoll._jaxpr.replication import VARIES, varying_outputs
+from jaxcoll._jaxpr.repeated import VARIES
+from jaxcoll._jaxpr.replication import varying_outputs
 
 P = jax.sharding.PartitionSpec
 AXIS = "data"
@@ -183,7 +184,7 @@ def test_what_varies(name):
         def flat(x, w):
             return jax.tree.leaves(program(x, w))
 
-        found.append(varying_outputs(jax.make_jaxpr(flat)(x[0], w), AXIS, [True, False]))
+        found.append(varying_outputs(jax.make_jaxpr(flat)(x[0], w), AXIS, [True, False], 4))
         return [jnp.asarray(out)[None] for out in flat(x[0], w)]
 
     mapped = jax.shard_map(
@@ -202,7 +203,7 @@ def test_an_axis_that_is_not_reduced_over_does_not_count():
 
     def body(x):
         outs = lambda x: (lax.psum(x, "node"), lax.psum(x, AXIS), lax.psum(x, ("node", AXIS)))
-        found.append(varying_outputs(jax.make_jaxpr(outs)(x), AXIS, [True]))
+        found.append(varying_outputs(jax.make_jaxpr(outs)(x), AXIS, [True], 4))
         return x
 
     spec = P(("node", AXIS))

@@ -41,7 +41,6 @@ ON_THE_PAGE = (
     "one worker differs in its rows",
     "death of the coordinator",
 )
-MARK = "JAXCOLL_CAMPAIGN"  # what a process, and all that it starts, has in its environment
 DEFAULTS = {"steps": 40, "timeout": TIMEOUT, "arrival": 20, "pause": 0.0, "odd": "", "of": "step"}
 DEFAULTS |= {"taken": False, "comes late": None, "leaves": 0, "again with": ""}
 STEP = 5.0  # seconds from the fault to the next finished step
@@ -79,15 +78,18 @@ class Ran:
       hits: when something was done to one of them, or to the coordinator.
       orphans: processes of the row that lived when they should not.
       last: the step of its checkpoint, if there is one.
+
+    Args:
+      started: like `surely_ended`, which starts new Pythons.
     """
 
-    def __init__(self, fault, folder, limit=60.0):
-        self.fault, self.folder = fault, Path(folder)
+    def __init__(self, fault, folder, limit=60.0, started=surely_ended):
+        self.fault, self.folder = fault, Path(folder).resolve()
         self.hits, self.orphans = [], set()
         faults = [dict(zip(("rank", "when", "what"), f, strict=True)) for f in fault.faults]
         spec = DEFAULTS | {"job": fault.job, "faults": faults} | fault.spec
         self._command = [sys.executable, str(JOBS), json.dumps(spec)]
-        with coordinated(fault.processes) as coordinator, surely_ended() as running:
+        with coordinated(fault.processes) as coordinator, started() as running:
             self._coordinator, self._running = coordinator, running
             self._variables = world_variables(coordinator.address, fault.processes)
             self._processes = [self._start(rank) for rank in range(fault.processes)]
@@ -95,9 +97,9 @@ class Ran:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(coordinator.process.pid, signal.SIGCONT)
             stuck = {self._processes[rank].pid for rank in fault.stuck}
-            self.orphans |= _living(folder, but=stuck)
+            self.orphans |= _living(self.folder, but=stuck)
             self.became = self._look()
-        self.orphans |= _living(folder)
+        self.orphans |= _living(self.folder)
         self.hits += [at for b in self.became for at in b.hits]
         file = self.folder / "last.npz"
         self.last = None
@@ -107,7 +109,7 @@ class Ran:
 
     def _start(self, rank, *more):
         devices = self.fault.spec.get("devices", 1)
-        variables = {**self._variables[rank], MARK: str(self.folder)}
+        variables = dict(self._variables[rank])
         flags = self.fault.spec.get("flags", {}).get(rank, "")
         variables["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} {flags}"
         with (self.folder / f"{rank}.log").open("ab") as log:
@@ -210,14 +212,16 @@ class Ran:
 
 
 def _living(folder, but=(), patience=3.0):
-    """Processes that a row has started, directly or not, and that do not end within `patience`."""
+    """Processes that a row has started, directly or not, and that do not end within `patience`.
+
+    They run in its folder.
+    """
     until = time.monotonic() + patience
-    word = f"{MARK}={folder}".encode()
     while True:
         found = set()
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # of a zombie there is nothing to read
-                if word in (process / "environ").read_bytes().split(b"\0"):
+                if (process / "cwd").readlink() == folder:
                     found.add(int(process.name))
         found -= set(but)
         if not found or time.monotonic() > until:

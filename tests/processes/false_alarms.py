@@ -11,6 +11,7 @@ if nobody raised anything and all sums were right.
 import os
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -94,7 +95,8 @@ if __name__ == "__main__":
         assert join()
         main(wanted)
     else:
-        from tests.processes.ranks import launch
+        sys.path.append(str(Path(__file__).parents[1]))
+        from processes.ranks import launch
 
-        ended = launch([sys.executable, __file__, str(wanted)], PROCESSES, timeout=1800)
-        print("".join(each.log.splitlines(keepends=True)[-1] for each in ended[-1:]), end="")
+        *_, last = launch([sys.executable, __file__, str(wanted)], PROCESSES, timeout=1800)
+        print(last.splitlines()[-1])

@@ -14,7 +14,7 @@ FOUND = re.compile(r"persistent compilation cache (hit|miss) for 'jit_step' with
 
 def runs(folder):
     """Of each process what it computed, and what the cache had under which key."""
-    logs = [end.log for end in launch([sys.executable, str(PROGRAM), folder], 2, timeout=120)]
+    logs = launch([sys.executable, PROGRAM, folder], 2, timeout=120)
     found = [[(what.lower(), key) for what, key in FOUND.findall(log)] for log in logs]
     return [re.search("VALUES .*", log)[0] for log in logs], found
 

@@ -2,15 +2,14 @@
 
 import json
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 
 from jaxcoll._cluster.launch.local import world
-from jaxcoll._cluster.launch.subprocesses import surely_ended
 
 pytestmark = pytest.mark.processes
 SCRIPT = Path(__file__).with_name("faults.py")
@@ -23,11 +22,10 @@ def faulty(tmp_path_factory):
     def run(what, processes, ends):
         folder = tmp_path_factory.mktemp(what)
         logs = [folder / f"{rank}.log" for rank in range(processes)]
-        with world(processes) as ranks, surely_ended() as running:
+        with world(processes) as ranks, forks.running() as running:
             for log, variables in zip(logs, ranks, strict=True):
-                command = [sys.executable, str(SCRIPT), what]
                 with log.open("wb") as out:
-                    running.start(command, variables, stdout=out, stderr=subprocess.STDOUT)
+                    running.start([sys.executable, SCRIPT, what], variables, stdout=out)
             waited_for = [running.processes[rank] for rank in ends]
             until = time.monotonic() + 100
             while any(p.poll() is None for p in waited_for) and time.monotonic() < until:

@@ -2,11 +2,11 @@
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import forks
 import jax
 import numpy as np
 import pytest
@@ -14,7 +14,6 @@ from processes.regroup_rows import local_rounds, owing_rows
 
 import jaxcoll as jc
 from jaxcoll._cluster.launch.local import coordinated, world_variables
-from jaxcoll._cluster.launch.subprocesses import surely_ended
 
 pytestmark = pytest.mark.processes
 JOB = Path(__file__).with_name("regroup_job.py")
@@ -29,10 +28,10 @@ class Workers:
         self.processes = [self.start(rank) for rank in range(count)]
 
     def start(self, rank, *more, **variables):
-        command = [sys.executable, str(JOB), self._what, str(self._folder), *more]
+        command = [sys.executable, JOB, self._what, self._folder, *more]
+        own = self._variables[rank] | variables
         with (self._folder / f"{rank}.log").open("ab") as log:
-            out = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            return self._running.start(command, self._variables[rank] | variables, **out)
+            return self._running.start(command, own, stdout=log)
 
     def logs(self):
         return [(self._folder / f"{r}.log").read_text() for r in range(len(self.processes))]
@@ -53,7 +52,7 @@ class Workers:
 
 
 def test_two_workers_of_whom_one_is_late_six_times_in_a_row_go_on(tmp_path):
-    with coordinated(2) as coordinator, surely_ended() as running:
+    with coordinated(2) as coordinator, forks.running() as running:
         both = Workers(2, "late", tmp_path, running, coordinator.address).wait()
     assert both[1]["late"] == 0, "it was late less often"
     for said in both:
@@ -68,7 +67,7 @@ def test_who_is_lost_comes_back_however_often_and_process_0_too(tmp_path):
     turns = [2, 0, 2, 2, 0]
     (tmp_path / "turns").write_text(" ".join(map(str, (-1, *turns))))
     refused = []
-    with coordinated(3) as coordinator, surely_ended() as running:
+    with coordinated(3) as coordinator, forks.running() as running:
         workers = Workers(3, "lost", tmp_path, running, coordinator.address)
 
         def again(rank):
@@ -90,7 +89,7 @@ def test_who_is_lost_comes_back_however_often_and_process_0_too(tmp_path):
 def test_survivors_keep_their_residuals_and_what_the_dead_took_along_is_all_that_is_missing(
     tmp_path,
 ):
-    with coordinated(3) as coordinator, surely_ended() as running:
+    with coordinated(3) as coordinator, forks.running() as running:
         workers = Workers(3, "owing", tmp_path, running, coordinator.address)
 
         def again(rank):
@@ -124,7 +123,7 @@ def test_survivors_keep_their_residuals_and_what_the_dead_took_along_is_all_that
 
 
 def test_local_updates_go_on_without_the_lost_and_a_newcomer_gets_the_shared_parameters(tmp_path):
-    with coordinated(3) as coordinator, surely_ended() as running:
+    with coordinated(3) as coordinator, forks.running() as running:
         workers = Workers(3, "rounds", tmp_path, running, coordinator.address)
 
         def again(rank):

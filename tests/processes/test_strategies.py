@@ -17,10 +17,10 @@ SCRIPT = Path(__file__).with_name("strategy.py")
 
 def results_of(command, workers, devices, **env):
     """What each worker found, one `RESULT` line of it."""
-    command = map(str, command if isinstance(command, list) else [command])
+    command = command if isinstance(command, list) else [command]
     env |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    ended = launch([sys.executable, *command], workers, timeout=240, env=env)
-    lines = (next(x for x in each.log.splitlines() if x.startswith("RESULT ")) for each in ended)
+    logs = launch([sys.executable, *command], workers, timeout=240, env=env)
+    lines = (next(x for x in log.splitlines() if x.startswith("RESULT ")) for log in logs)
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 

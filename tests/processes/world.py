@@ -10,6 +10,7 @@ assert join()
 
 import hashlib  # noqa: E402
 import json  # noqa: E402
+import os  # noqa: E402
 import tempfile  # noqa: E402
 import warnings  # noqa: E402
 
@@ -164,6 +165,73 @@ def bare():
             "permute": requested.count('"stablehlo.collective_permute"'),
         }
     return texts
+
+
+def outside():
+    """Every process calls what only the others have devices for, as JAX allows."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[1:]), ("data",))
+    p = jax.sharding.PartitionSpec
+    w, x = (
+        jax.make_array_from_callback(
+            (4,), jax.NamedSharding(mesh, spec), lambda at: np.arange(4, dtype="f")[at], dtype="f"
+        )
+        for spec in (p(), p("data"))
+    )
+    step = jc.data_parallel(
+        lambda w, x: w + jc.all_reduce("sum", x.sum(), "data"), mesh=mesh, batch_argnums=1
+    )
+    for _ in range(2):
+        out = step(w, x)
+    jax.block_until_ready(out)
+    try:
+        checked = jc.check_replicas(w).divergent()
+    except ValueError as error:
+        checked = str(error)
+    strategy = jc.MultiWorkerMirroredStrategy()
+    return {
+        "checked": checked,
+        "parts": [shard.data.tolist() for shard in out.addressable_shards],
+        "after": float(strategy.reduce("sum", 1.0, axis=None)),
+    }
+
+
+def failing():
+    """A callback fails on process 0, in whose program the other waits for it."""
+
+    def call_back(x):
+        if jax.process_index() == 0:
+            raise OSError("no such host")
+        return x
+
+    def step(x):
+        x = jax.pure_callback(call_back, jax.ShapeDtypeStruct((), "f"), x.sum())
+        return jc.all_reduce("sum", x, "data")
+
+    failing = jc.data_parallel(step, options=jc.CommunicationOptions(timeout_seconds=1))
+    try:
+        failing(np.ones(2, "f"))
+    except jc.DeadlineExceededError as error:
+        return {"error": str(error), "ranks": error.ranks}
+    except jax.errors.JaxRuntimeError as error:
+        time.sleep(2)
+        return {"error": str(error)}
+
+
+def forked():
+    """A child of a process that has made calls saves what it has, and waits for nobody."""
+    jc.MultiWorkerMirroredStrategy().reduce("sum", 1.0, axis=None)
+    with tempfile.TemporaryDirectory() as folder:
+        with warnings.catch_warnings(action="ignore"):
+            child = os.fork()
+        if not child:
+            start = time.monotonic()
+            jc.save_checkpoint(f"{folder}/last.npz", {"w": np.arange(3)})
+            os._exit(time.monotonic() - start > 5)
+        status = os.waitpid(child, 0)[1]
+        return {
+            "status": status,
+            "w": jc.restore_checkpoint(f"{folder}/last.npz", {"w": np.arange(3)})[0]["w"].tolist(),
+        }
 
 
 def coded():

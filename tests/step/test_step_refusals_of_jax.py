@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType
@@ -93,7 +94,8 @@ def test_a_step_that_types_refuse_gives_the_mean_of_its_replicas_gradients(name,
 
 @functools.cache
 def mean_of_gradients(name):
-    return np.mean([jax.grad(LOSSES[name])(W, x) for x in X.reshape(8, 2, 5)], axis=0)
+    gradient = jax.jit(jax.grad(LOSSES[name]))
+    return np.mean([gradient(W, x) for x in X.reshape(8, 2, 5)], axis=0)
 
 
 def test_a_derivative_that_communicates_by_a_rule_of_its_own_is_not_local():
@@ -189,7 +191,7 @@ def test_lax_may_not_sum_a_gradient_over_an_axis_where_types_have_summed_it(name
         with pytest.raises(jc.AlreadyReducedError, match=rf"`lax.psum` over '{axis}' \(.*py:\d+\) of "
                            rf"float32.*the same on every replica already.*{n} times too large"):  # fmt: skip
             wrapped(lambda w, x, a=axis: lax.psum(grad(w, x), a)).trace(w, x)
-    want = jax.grad(plain, 1 if name == "an own part" else 0)(w, x)
+    want = np.float32(2 / 16) * (np.outer(x @ w, w) if name == "an own part" else x.T @ (x @ w))
     for right in (grad, lambda w, x: lax.pmean(grad(w, x), "model")):
         np.testing.assert_allclose(wrapped(right)(w, x), want, rtol=1e-4, atol=1e-6)
 
@@ -206,7 +208,6 @@ CHOICES = {
     "used": lambda w, x: jax.jit(lambda w: lax.cond(x[0, 0] > 0, lambda: w, lambda: 3 * w) + w)(w),
     "skipped step": lambda w, x: lax.cond(jnp.isfinite(x.sum()), lambda w, g: w - g,
                                           lambda w, g: w, w, jc.grad(plain, "data")(w, x)),
-    "gradient": lambda w, x: jax.grad(lambda w: lax.pmean(own_branch(w, x), "data"))(w),
 }  # fmt: skip
 
 
@@ -233,3 +234,48 @@ def test_what_every_choice_hands_on_and_what_is_reduced_afterwards_is_returned(c
     np.testing.assert_allclose(total, factors.sum())
     want = np.mean(factors * X.reshape(8, 10).mean(1))
     np.testing.assert_allclose(gradient, np.full(5, want), rtol=1e-5)
+
+
+def branch_of_rows(w, x):
+    """What types would sum stands in one of the branches, which not all replicas take."""
+    return lax.cond(x[0, 0] > 0, lambda: plain(w, x), lambda: 0 * jnp.sum(x))
+
+
+def weighted_by_choice(w, x):
+    return lax.cond(x[0, 0] > 0, lambda: 1.0, lambda: 3.0) * plain(w, x)
+
+
+@pytest.mark.parametrize("f", [own_branch, branch_of_rows, weighted_by_choice,
+                               jax.checkpoint(weighted_by_choice)])  # fmt: skip
+def test_a_derivative_through_what_each_replica_chooses_is_right_or_refused(f):
+    """Types sum before the choice and not after it; or in one branch, where the others never come."""
+    want = np.mean([jax.grad(f)(W, x) for x in X.reshape(8, 2, 5)], axis=0)
+    typed = lambda w, x: jax.grad(lambda w: lax.pmean(f(w, x), "data"))(w)
+    averaged = lambda w, x: lax.pmean(typed(w, x), "data")
+    by_jc = lambda w, x: jc.grad(f, "data")(w, x)
+    found = jc.data_parallel(lambda w, x: (averaged(w, x), by_jc(w, x)))(W, X)
+    for each in found:
+        np.testing.assert_allclose(each, want, rtol=1e-4, atol=1e-6)
+    if f not in (own_branch, branch_of_rows):  # no cotangent meets the choice before it is summed
+        np.testing.assert_allclose(jc.data_parallel(typed)(W, X), want, rtol=1e-4, atol=1e-6)
+        return
+    for step, checks in ((typed, None), (typed, True), (averaged, True)):
+        with pytest.raises(ValueError, match=r"goes through a branch or a loop that each replica "
+                           r"chooses for itself \(.*refusals_of_jax.py:\d+\).*float32\[5\]"):  # fmt: skip
+            jc.data_parallel(step, checks=checks).trace(W, X)
+
+
+USED = {
+    "jc.grad": lambda w, x: jc.grad(plain, "data")(w, x),
+    "jc.accumulate": lambda w, x: jc.accumulate(plain, "data", 2)(w, x)[1],
+    "sharded": lambda w, x: jc.sharded_optimizer(optax.adam(0.1), "data").init(w),
+}
+
+
+@pytest.mark.usefixtures("types_may_mix")
+@pytest.mark.parametrize("checks", [None, True, False])
+@pytest.mark.parametrize("name", USED)
+def test_what_each_replica_chooses_for_itself_is_not_taken_for_a_parameter(name, checks):
+    step = lambda w, x: USED[name](CHOICES["cond"](w, x), x)
+    with pytest.raises(ValueError, match="differs between replicas, or nothing shows that it does"):
+        jc.data_parallel(step, checks=checks).trace(W, X)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import grid
 from jax import lax
 
 import jaxcoll as jc
@@ -201,6 +202,95 @@ def test_a_reduced_loss_has_one_derivative_by_the_batch_or_none(mean):
         with pytest.raises(ValueError, match="the output of the step comes from the derivative"):
             jc.data_parallel(step, varying_outputs="concatenate").trace(W, X)
         jc.data_parallel(step, varying_outputs="concatenate", checks=False).trace(W, X)
+
+
+def by_params(w, x, mean=MEANS["lax"], f=looping):
+    """On a replica a term of the derivative of the mean, which is the mean of these."""
+    return jax.grad(lambda w: mean(f(w, x)))(w)
+
+
+def by_rows(w, x):
+    return jax.grad(lambda x: lax.pmean(looping(w, x), "data"))(x)
+
+
+def in_all_outputs(w, x):
+    """The loss of all replicas, by each of them."""
+    outputs = lax.all_gather(x @ w + 0 * looping(w, x), "data", tiled=True)
+    return jnp.mean(outputs**2)
+
+
+NOT_MEANS = {
+    "summed": lambda w, x: lax.psum(by_params(w, x), "data"),
+    "summed in another program": lambda w, x: jax.jit(lambda g: lax.psum((g, 1), "data"))(
+        by_params(w, x, MEANS["packed"])),
+    "summed by jc": lambda w, x: jc.all_reduce("sum", by_params(w, x), "data"),
+    "scattered": lambda w, x: jc.all_gather(
+        jc.reduce_scatter("sum", by_params(w, x), "data"), "data"),
+    "gathered": lambda w, x: lax.all_gather(by_rows(w, x), "data", tiled=True),
+    "gathered by jc": lambda w, x: jc.all_gather(by_rows(w, x), "data"),
+    "gathered by a ring": lambda w, x: jc.all_gather(
+        by_rows(w, x), "data", options=jc.CommunicationOptions(implementation="ring")),
+    "largest": lambda w, x: lax.pmax(by_rows(w, x).max(), "data"),
+    "norm": lambda w, x: lax.psum(jnp.sum(by_rows(w, x) ** 2), "data"),
+    "clipped": lambda w, x: lax.pmean(jnp.clip(by_params(w, x), -0.1, 0.1), "data"),
+    "chosen by": lambda w, x: lax.pmean(
+        lax.cond(by_params(w, x).sum() > 0, lambda: w, lambda: 3 * w), "data"),
+    "perturbed": lambda w, x: jc.grad(loss, "data")(w, x + by_rows(w, x)),
+    "one loss of all outputs": lambda w, x: lax.psum(jax.grad(in_all_outputs)(w, x), "data"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_MEANS)
+def test_of_a_reduced_loss_without_types_only_the_mean_of_its_derivatives_is_used(name):
+    with pytest.raises(ValueError, match="of the step comes from the derivative of a loss "
+                       "that was reduced|already the same on every replica"):  # fmt: skip
+        jc.data_parallel(NOT_MEANS[name]).trace(W, X)
+    jc.data_parallel(NOT_MEANS[name], checks=False).trace(W, X)
+
+
+def test_the_sum_of_a_reduced_losss_gradient_is_refused_as_types_refuse_it():
+    for mean in MEANS.values():
+        step = lambda w, x, m=mean: jc.all_reduce("sum", by_params(w, x, m, loss), "data")
+        with pytest.raises(jc.AlreadyReducedError, match="autodiff has summed this gradient"):
+            jc.data_parallel(step).trace(W, X)
+
+
+def test_whatever_is_linear_may_come_before_the_mean_of_a_derivative():
+    def step(w, x):
+        own = by_params(w, x)
+        scale = lax.axis_size("data")
+        finite = lax.pmin(jnp.isfinite(own).all().astype(int), "data")
+        whole = jc.all_gather(jc.reduce_scatter("mean", own, "data"), "data")
+        moved = w - lax.pmean(w - 2 * own.reshape(5, 1)[:, 0], "data")
+        by_hand = lax.psum_scatter(jnp.tile(own, 8), "data", tiled=True) / scale
+        signs = jc.grad(loss, "data")(w, x + jnp.sign(by_rows(w, x)))
+        means = lax.pmean(own, "data"), lax.psum(own, "data") / scale, whole, moved / 2
+        gathered = lax.all_gather(by_hand, "data", tiled=True)[:5]
+        return (*means, jc.all_reduce("mean", own, "data"), gathered), finite, signs
+
+    means, finite, signs = jc.data_parallel(step)(W, X)
+    for mean in means:
+        np.testing.assert_allclose(mean, WANT, rtol=1e-4, atol=1e-6)
+    moved = X + np.sign(jax.grad(loss, 1)(W, X))
+    np.testing.assert_allclose(signs, jax.grad(loss)(W, moved), rtol=1e-4, atol=1e-6)
+    assert finite
+
+
+def test_a_mean_over_one_axis_after_another_is_the_mean_of_a_derivative():
+    both = ("node", "data")
+
+    def step(w, x):
+        own, half = (
+            jax.grad(lambda w, a=axes: lax.pmean(looping(w, x), a))(w) for axes in (both, "node")
+        )
+        twice = lax.pmean(lax.pmean(own, "node"), "data")
+        return twice, lax.pmean(half, both), jc.all_reduce("mean", own, both)
+
+    for mean in jc.data_parallel(step, mesh=grid(2, 4), axis_name=both)(W, X):
+        np.testing.assert_allclose(mean, WANT, rtol=1e-4, atol=1e-6)
+    summed = lambda w, x: lax.psum(step(w, x)[0] + lax.pmean(by_params(w, x), "node"), "data")
+    with pytest.raises(ValueError, match="derivative of a loss that was reduced over 'data'"):
+        jc.data_parallel(summed, mesh=grid(2, 4), axis_name=both).trace(W, X)
 
 
 def test_what_a_reduced_loss_leaves_unsaid_is_not_refused():

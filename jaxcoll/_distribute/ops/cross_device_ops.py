@@ -22,7 +22,7 @@ from jaxcoll._distribute.values.held import Held, of_all
 from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
 from jaxcoll._distribute.values.replicate import copied, copy_near, delivered
 from jaxcoll._mesh.mesh import no_mesh, span_processes
-from jaxcoll._mesh.placement import is_array
+from jaxcoll._mesh.placement import host_array, is_array
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import check_reducible, is_reducible, where
 from jaxcoll._show.units import counted
@@ -226,8 +226,7 @@ class CrossDeviceOps(abc.ABC):
                     f"`broadcast` expects arrays or numbers, or a Mirrored; {name} is {leaf!r} "
                     f"({type(leaf).__name__})."
                 )
-        arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tensor)
-        return copied(arrays, devices, options.timeout_seconds)
+        return copied(jax.tree.map(host_array, tensor), devices, options.timeout_seconds)
 
     @final
     def gather(

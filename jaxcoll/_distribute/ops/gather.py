@@ -158,7 +158,7 @@ def _plain_parts(value: Any) -> list[Any]:
             _check_dense((jax.tree_util.SequenceKey(i),), part)
         return parts_of("gather", value)
     if is_array(value):
-        return [value if isinstance(value, jax.Array) else np.asarray(value)]
+        return parts_of("gather", [value])
     raise ValueError(
         "`gather` expects a PerReplica, a Mirrored, an array, or a list or tuple with one "
         f"array for each replica; got {value!r} ({type(value).__name__})."

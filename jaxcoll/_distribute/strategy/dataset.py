@@ -11,7 +11,7 @@ import numpy as np
 from jaxcoll._distribute.values.per_replica import PerReplica
 from jaxcoll._distribute.values.replica_axis import rows_over
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
-from jaxcoll._mesh.placement import place
+from jaxcoll._mesh.placement import host_array, place
 
 
 class DistributedDataset:
@@ -44,7 +44,7 @@ def _split(number: int, batch: Any, devices: tuple[jax.Device, ...]) -> Any:
     def shares(path: Any, leaf: Any) -> PerReplica:
         name = f"batch {number}" + (f": leaf {jax.tree_util.keystr(path)}" if path else "")
         if not isinstance(leaf, jax.Array):
-            leaf = np.asarray(leaf)
+            leaf = np.asarray(host_array(leaf))
             if not jax.dtypes.issubdtype(leaf.dtype, np.number) and leaf.dtype != bool:
                 raise ValueError(f"{name} holds no numbers: it is an array of {leaf.dtype}.")
         if not leaf.ndim:

@@ -21,6 +21,7 @@ from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, 
 from jaxcoll._distribute.values.ragged import Uneven
 from jaxcoll._distribute.values.replica_axis import AXIS, copies_over
 from jaxcoll._distribute.values.replicate import copy_near
+from jaxcoll._jaxpr.repeated import VARIES
 from jaxcoll._jaxpr.replication import varying_outputs
 from jaxcoll._jaxpr.summed_again import check_sums
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
@@ -221,10 +222,12 @@ def _varying(traced: Any, arguments: Any, replicas: int) -> Any:
         for value in jax.tree.leaves(arguments, is_leaf=is_distributed)
         for _ in jax.tree.leaves(value)
     ]
-    found = traced.trace(*arguments)  # whose equations keep their lines of Python
-    jaxpr, shapes = found.jaxpr, found.out_info
+    program = traced.trace(*arguments)  # whose equations keep their lines of Python
+    jaxpr, shapes = program.jaxpr, program.out_info
     check_sums(jaxpr, {AXIS: replicas})
-    outputs = jax.tree.unflatten(jax.tree.structure(shapes), varying_outputs(jaxpr, AXIS, inputs))
+    found = varying_outputs(jaxpr, AXIS, inputs, replicas)
+    varying = [bool(fact & VARIES) for fact in found]
+    outputs = jax.tree.unflatten(jax.tree.structure(shapes), varying)
 
     def as_one(node: Any) -> Any:  # the arrays of an IndexedSlices are one value
         return jax.tree.map(lambda _: any(jax.tree.leaves(node)), node)

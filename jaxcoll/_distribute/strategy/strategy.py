@@ -23,6 +23,7 @@ from jaxcoll._distribute.values.per_replica import DistributedValues
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._show.units import counted
 
 _entered: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar(
     "jaxcoll_strategy", default=None
@@ -266,7 +267,11 @@ class Strategy:
           value: a `PerReplica` or `Mirrored`, or a pytree of them, such as `run` returns.
 
         Returns:
-          A tuple with one tree for each replica; of a plain value, a tuple of itself.
+          A tuple with one tree for each replica; of a plain value, a tuple of itself. What lies on
+          other devices is counted in the order of its own replicas.
+
+        Raises:
+          ValueError: it has another number of replicas in this process.
 
         Examples:
           >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
@@ -278,18 +283,29 @@ class Strategy:
         if not any(isinstance(part, DistributedValues | ragged.Uneven) for part in parts):
             return (value,)
 
-        def of(k: int, i: int, part: Any) -> Any:
-            if isinstance(part, ragged.Uneven):
-                return part[k]
-            if not isinstance(part, DistributedValues):
-                return part
-            found = part.devices
-            return part[found.index(self._devices[i]) if self._devices[i] in found else i]
+        def of(k: int, part: Any) -> Any:
+            if isinstance(part, DistributedValues):
+                return part[self._replicas_here(part)[k]]
+            return part[k] if isinstance(part, ragged.Uneven) else part
 
         return tuple(
-            jax.tree.map(functools.partial(of, k, i), value, is_leaf=is_distributed)
-            for k, i in enumerate(self._here)
+            jax.tree.map(functools.partial(of, k), value, is_leaf=is_distributed)
+            for k in range(len(self._here))
         )
+
+    def _replicas_here(self, value: DistributedValues) -> list[int]:
+        """The replicas of a value that are those of the strategy in this process, in its order."""
+        own, found = [self._devices[i] for i in self._here], value.devices
+        if set(own) <= set(found):
+            return [found.index(device) for device in own]
+        here = of_this_process(found)
+        if len(here) != len(own):
+            raise ValueError(
+                f"`{type(self).__name__}.experimental_local_results` has "
+                f"{counted(len(own), 'replica')} in this process, and got {value!r}, which has "
+                f"{len(here)} there, on other devices. Take them with `value[i]`."
+            )
+        return here
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]

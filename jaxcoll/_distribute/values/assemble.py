@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from jaxcoll._distribute.values.replica_axis import copies_over, known_to_all, rows_over
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
+from jaxcoll._mesh.placement import host_array
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._spmd.sparse import is_sparse
 
@@ -104,7 +105,7 @@ def _part(name: str, replica: int, path: str, value: Any) -> np.ndarray | jax.Ar
             )
         return value
     if isinstance(value, np.ndarray | np.generic | bool | int | float | complex):
-        part = np.asarray(value)
+        part = np.asarray(host_array(value))
         if jax.dtypes.issubdtype(part.dtype, np.number) or part.dtype == bool:
             return part
     raise ValueError(
@@ -122,7 +123,7 @@ def _check_alike(
     for i in others:
         for what, mine, theirs in (
             ("shape", parts[i].shape, expected.shape),
-            ("dtype", _dtype(parts[i]), _dtype(expected)),
+            ("dtype", parts[i].dtype, expected.dtype),
         ):
             if mine != theirs:
                 raise ValueError(
@@ -136,18 +137,11 @@ def _check_alike(
             )
 
 
-def _dtype(part: np.ndarray | jax.Array) -> np.dtype:
-    """The dtype that `part` has once it is a jax.Array."""
-    if isinstance(part, jax.Array):
-        return part.dtype
-    return np.dtype(jax.dtypes.canonicalize_dtype(part.dtype))
-
-
 def _bits(part: np.ndarray | jax.Array) -> bytes:
     if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
         with no_mesh():
             part = jax.random.key_data(part)
-    return np.asarray(part).astype(_dtype(part), copy=False).tobytes()
+    return np.asarray(part).tobytes()
 
 
 def padded_alike(

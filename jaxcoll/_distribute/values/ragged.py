@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxcoll._distribute.values.assemble import check_structures
 from jaxcoll._distribute.values.per_replica import DistributedValues, PerReplica
-from jaxcoll._mesh.placement import is_array
+from jaxcoll._mesh.placement import host_array, is_array
 from jaxcoll._plan.packs.leaves import where
 from jaxcoll._spmd.sparse import is_sparse
 
@@ -61,7 +61,7 @@ def parts_of(caller: str, value: Sequence[Any], replicas: int | None = None) -> 
                 f"{who}; the part of replica {i} is {part!r} ({type(part).__name__}). Trees go "
                 "inside a `PerReplica`."
             )
-    return [part if isinstance(part, jax.Array) else np.asarray(part) for part in value]
+    return [*map(host_array, value)]
 
 
 def check_parts(caller: str, parts: Sequence[Any], axes: Sequence[int]) -> None:

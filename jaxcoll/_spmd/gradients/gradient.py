@@ -201,9 +201,9 @@ def _reduced(
     in_shards = axes_of_shards([args[i] for i in asked.places(args)])
     own = own_axes(leaves, axes, enclosing, in_shards)
     (value, beside), grads = program.evaluate()
-    value = scope.reduced_once(value, axes, "the loss")
-    untyped = (scope.marked | enclosing).intersection(axes)
-    grads = watched(grads, leaves, untyped, asked.caller, own)
+    value = scope.reduced_once(value, axes, "the loss", mean=asked.reduce_op is ReduceOp.MEAN)
+    along = (scope.marked | scope.watched | enclosing).intersection(axes)
+    grads = watched(grads, leaves, along, asked.caller, own)
     if scope.watched:
         grads = own_watched(grads, leaves, own, asked.caller)
     weighted = beside.weight is not None

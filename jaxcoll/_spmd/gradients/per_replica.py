@@ -38,7 +38,7 @@ def watched(
     """Gradients that are going to be reduced, marked with what they are those of.
 
     Where types do not tell replicas apart, or not truly, only who reads the whole program can see
-    whether the leaves differ between replicas; `replication` refuses them then.
+    whether the leaves differ between replicas; `replication` and `beside_types` refuse them then.
     """
     marked, treedef = jax.tree.flatten(gradients)
     kept = own or [()] * len(marked)
@@ -131,9 +131,8 @@ def common(tree: Any, axes: Mapping[str, int], caller: str, *, scope: Scope) -> 
         if along:
             named = ", ".join(map(repr, along))
             raise ValueError(_NOT_COMMON.format(caller=caller, leaf=where(path), axes=named))
-    return treedef.unflatten(
-        watched(list(leaves.values()), leaves, scope.marked.intersection(axes), caller)
-    )
+    along = (scope.marked | scope.watched).intersection(axes)
+    return treedef.unflatten(watched(list(leaves.values()), leaves, along, caller))
 
 
 def check_scattered(names: Iterable[str], own: Sequence[tuple[str, ...]], caller: str) -> None:
