@@ -1,5 +1,7 @@
 """`jc.inspect` and `jc.assert_collectives`: what a program will send, before it runs."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Iterable
 from typing import Any

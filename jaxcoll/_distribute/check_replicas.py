@@ -1,5 +1,7 @@
 """`check_replicas`: compare what replicas hold, inside a program or between programs."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
 """What a schedule hides in a sentence, and two programs side by side."""
 
+from __future__ import annotations
+
 from jaxcoll._observe.report_data import ReportData
 from jaxcoll._show.table import Table
 from jaxcoll._show.units import counted, milliseconds, percent, scaled, shortened, size

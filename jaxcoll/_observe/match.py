@@ -1,5 +1,7 @@
 """Sets what was requested beside what was compiled: which collective came out of which."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import operator

@@ -1,5 +1,7 @@
 """What collectives take by the cost model, and how much of it matrix products hide."""
 
+from __future__ import annotations
+
 import functools
 import heapq
 from collections import Counter

@@ -1,5 +1,7 @@
 """What a report knows, and the figures that follow from it."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections import Counter

@@ -1,5 +1,7 @@
 """A report in plain numbers and strings, and back."""
 
+from __future__ import annotations
+
 import dataclasses
 import typing
 from collections.abc import Mapping

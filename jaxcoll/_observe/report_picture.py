@@ -1,5 +1,7 @@
 """The pictures of a report: the compiled schedule, what it hides, and both over predicted time."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """A report as a table for people, in plain text and in HTML."""
 
+from __future__ import annotations
+
 import html as _html
 import re
 from collections import Counter

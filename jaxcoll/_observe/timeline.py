@@ -1,5 +1,7 @@
 """Plays a compiled schedule by the cost model: one lane multiplies, one carries."""
 
+from __future__ import annotations
+
 import bisect
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """Dataclasses to the plain values of JSON, and back, by the types of their fields."""
 
+from __future__ import annotations
+
 import dataclasses
 import enum
 import functools

@@ -1,5 +1,7 @@
 """The style that all figures share: colours, page, heading, axes. Needs matplotlib."""
 
+from __future__ import annotations
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 

@@ -1,5 +1,7 @@
 """Rows under named columns, as text and as HTML."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Iterable, Sequence
 from html import escape

@@ -1,5 +1,7 @@
 """Numbers, counts, sizes and times as people read them, and lines of a width."""
 
+from __future__ import annotations
+
 import textwrap
 from collections.abc import Sequence
 

@@ -1,5 +1,7 @@
 """Measure all contestants on one workload, in turn, round by round."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import time

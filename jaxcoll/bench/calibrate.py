@@ -1,5 +1,7 @@
 """`jaxcoll bench --calibrate`: measure the cost terms of a world."""
 
+from __future__ import annotations
+
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping

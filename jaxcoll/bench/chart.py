@@ -1,5 +1,7 @@
 """The charts of `jaxcoll bench` and `jaxcoll plan --simulate`: curves over sizes, and bars."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby

@@ -1,5 +1,7 @@
 """What of the benchmark is in the source tree, and not in the wheel."""
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 import sys

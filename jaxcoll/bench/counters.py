@@ -1,5 +1,7 @@
 """What Linux counts: bytes through the loopback interface, and how busy all cores were."""
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """The devices that a command runs on, chosen before JAX has started a backend."""
 
+from __future__ import annotations
+
 import jax
 
 SIMULATED = 8

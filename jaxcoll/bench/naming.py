@@ -1,5 +1,7 @@
 """How algorithms, packs and sizes are spelled on the command line, and in results."""
 
+from __future__ import annotations
+
 import math
 import re
 from typing import Any

@@ -1,5 +1,7 @@
 """Ranks that are measured together: in this process, in others, or in a launched job."""
 
+from __future__ import annotations
+
 import abc
 import contextlib
 import dataclasses

@@ -1,5 +1,7 @@
 """The result of one contestant on one workload."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What an all-reduce would take in worlds of 2 to 16,384 replicas, from the cost model alone."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 

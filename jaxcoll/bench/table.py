@@ -1,5 +1,7 @@
 """The tables that `jaxcoll bench` prints."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 

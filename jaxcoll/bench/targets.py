@@ -1,5 +1,7 @@
 """Which world is measured: devices of this process, processes started here, or a launched job."""
 
+from __future__ import annotations
+
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence

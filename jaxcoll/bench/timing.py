@@ -1,5 +1,7 @@
 """Interleaved rounds, medians, and bootstrap intervals."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar

@@ -1,5 +1,7 @@
 """The shapes that are measured: gradients of known models, two extremes, and single arrays."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import math

@@ -1,5 +1,7 @@
 """`jaxcoll bench`: measure all-reduces on a machine."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import functools

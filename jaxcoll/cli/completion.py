@@ -1,5 +1,7 @@
 """`jaxcoll completion`: a script by which a shell completes commands and flags."""
 
+from __future__ import annotations
+
 import argparse
 import importlib
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """`jaxcoll demo`: train on real data over several devices, and show what they sent one another."""
 
+from __future__ import annotations
+
 import argparse
 import functools
 import json

@@ -1,5 +1,7 @@
 """Facts about a machine or a job, and findings: what to do about them."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import os

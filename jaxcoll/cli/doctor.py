@@ -1,5 +1,7 @@
 """`jaxcoll doctor`: check this machine, or the job that this process is one of."""
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import json

@@ -1,5 +1,7 @@
 """Flags that several commands have: declared, checked before the work, and carried out."""
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import sys

@@ -1,5 +1,7 @@
 """`jaxcoll inspect`: what a compiled text, or a function that is compiled now, will send."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import importlib

@@ -1,5 +1,7 @@
 """`jaxcoll launch`: several processes of one program on this host, which all end together."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import signal

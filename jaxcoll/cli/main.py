@@ -1,5 +1,7 @@
 """The command line: `jaxcoll` and `python -m jaxcoll`."""
 
+from __future__ import annotations
+
 import argparse
 import importlib
 from collections.abc import Sequence

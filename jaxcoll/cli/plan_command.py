@@ -1,5 +1,7 @@
 """`jaxcoll plan`: what a tree would send, and how long that would take, on any cluster."""
 
+from __future__ import annotations
+
 import argparse
 import functools
 import json

@@ -1,5 +1,7 @@
 """Standard output and error of a command: closed, full, without a reader, or watched by one."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os

@@ -1,5 +1,7 @@
 """The demo: train over several devices and on one, compare the two, and read what was sent."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections import Counter

@@ -1,5 +1,7 @@
 """The UCI handwritten digits of scikit-learn, and batches of them."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Iterator
 

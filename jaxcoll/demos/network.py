@@ -1,5 +1,7 @@
 """A small convolutional network, and its training step with jaxcoll and without."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import time

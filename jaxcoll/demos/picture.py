@@ -1,5 +1,7 @@
 """The picture of the demo: its loss curves, beside what a device sends in each step."""
 
+from __future__ import annotations
+
 import re
 import textwrap
 from pathlib import Path

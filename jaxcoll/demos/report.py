@@ -1,5 +1,7 @@
 """What the demo shows in a terminal."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

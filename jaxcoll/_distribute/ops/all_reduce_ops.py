@@ -1,5 +1,7 @@
 """`AllReduceCrossDeviceOps`: one compiled all-reduce for everything that shares devices."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Reductions between programs: what every cross-device op checks, and what each must do."""
 
+from __future__ import annotations
+
 import abc
 import dataclasses
 from collections.abc import Iterable, Sequence

@@ -1,5 +1,7 @@
 """The gather between programs: one compiled all-gather where it can be one, copies elsewhere."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

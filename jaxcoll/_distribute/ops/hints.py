@@ -1,5 +1,7 @@
 """`CollectiveHints`, the older spelling of communication options, and `experimental_hints`."""
 
+from __future__ import annotations
+
 import warnings
 from typing import Any
 

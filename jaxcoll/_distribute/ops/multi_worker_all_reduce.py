@@ -1,5 +1,7 @@
 """`MultiWorkerAllReduce`: an algorithm for each size, within workers and between them."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Sequence
 from typing import Any

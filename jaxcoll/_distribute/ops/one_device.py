@@ -1,5 +1,7 @@
 """`ReductionToOneDevice`: bring every replica's value to one device, and add them there."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

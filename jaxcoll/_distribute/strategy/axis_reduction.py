@@ -1,5 +1,7 @@
 """A reduction over the replicas and over dimensions of each one's value, weighted by element."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Batches on their way to the replicas, one share each."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from typing import Any
 

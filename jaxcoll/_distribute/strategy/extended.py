@@ -1,5 +1,7 @@
 """`strategy.extended`: reductions, broadcasts and updates with explicit destinations."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping

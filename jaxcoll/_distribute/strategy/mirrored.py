@@ -1,5 +1,7 @@
 """The strategies: over the devices of one process, or over those of all."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import jax

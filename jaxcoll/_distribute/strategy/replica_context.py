@@ -1,5 +1,7 @@
 """The context of a replica function, by which code knows whether it runs inside one."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,5 +1,7 @@
 """A function of one replica, made one compiled program for all of them."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import weakref

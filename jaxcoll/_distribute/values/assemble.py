@@ -1,5 +1,7 @@
 """Global arrays made of one part on each device, and the parts of global arrays again."""
 
+from __future__ import annotations
+
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

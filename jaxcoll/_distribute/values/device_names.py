@@ -1,5 +1,7 @@
 """The devices that a destination, or a device string, stands for."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from typing import Any

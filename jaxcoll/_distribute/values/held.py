@@ -1,5 +1,7 @@
 """The parts of a value that this process holds, and the rest, which other processes hold."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Self

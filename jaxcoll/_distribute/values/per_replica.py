@@ -1,5 +1,7 @@
 """One value for each replica, or one value on all of them: views of global arrays."""
 
+from __future__ import annotations
+
 import copy
 import operator
 from collections.abc import Callable, Iterator, Sequence

@@ -1,5 +1,7 @@
 """Parts of unequal shapes, one for each replica, which no single global array can hold."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

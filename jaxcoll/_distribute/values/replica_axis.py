@@ -1,5 +1,7 @@
 """The mesh axis of the replicas: how values lie along it, and programs that exchange along it."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Copies of one value on its destinations."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """From computations that call one another to what one run of the program carries out."""
 
+from __future__ import annotations
+
 import bisect
 import dataclasses
 import itertools

@@ -1,5 +1,7 @@
 """What a collective is, wherever it was read: what it sends, among whom, and how often."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import re

@@ -1,5 +1,7 @@
 """Reads compiled programs: every collective of an HLO text, whichever compiler printed it."""
 
+from __future__ import annotations
+
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence

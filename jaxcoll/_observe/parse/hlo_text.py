@@ -1,5 +1,7 @@
 """The grammar of HLO text: computations, their instructions, and the types that they name."""
 
+from __future__ import annotations
+
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,5 +1,7 @@
 """Finds the kernels that hand a collective its arrays or take its results, and what they move."""
 
+from __future__ import annotations
+
 import functools
 import re
 from collections import Counter

@@ -1,5 +1,7 @@
 """How often a loop turns, where the compiler dropped its count and the text still shows it."""
 
+from __future__ import annotations
+
 import re
 
 from jaxcoll._observe.parse.hlo_text import Computation, Instruction, Module

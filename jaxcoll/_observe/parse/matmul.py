@@ -1,5 +1,7 @@
 """How much arithmetic an instruction's text stands for: matrix products and convolutions."""
 
+from __future__ import annotations
+
 import math
 import re
 

@@ -1,5 +1,7 @@
 """Finds sums that a program takes in a narrower type than it goes on with, unasked."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath

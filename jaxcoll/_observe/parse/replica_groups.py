@@ -1,5 +1,7 @@
 """Reads replica groups, in each of the notations that compilers print."""
 
+from __future__ import annotations
+
 import functools
 import math
 import re

@@ -1,5 +1,7 @@
 """Which line of Python an instruction came from, as far as the texts keep it."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Iterator, Mapping
 

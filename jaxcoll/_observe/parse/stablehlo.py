@@ -1,5 +1,7 @@
 """Reads requested programs: every collective of a StableHLO text, as JAX lowered it."""
 
+from __future__ import annotations
+
 import dataclasses
 import re
 

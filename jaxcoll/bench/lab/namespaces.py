@@ -1,5 +1,7 @@
 """Network namespaces that stand for hosts, each with one link of a limited rate to one switch."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import os

@@ -5,6 +5,8 @@ somewhere else for every leaf. The block's length is a multiple of no size of pa
 that a part which ends up in the wrong place shows.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 
 import numpy as np

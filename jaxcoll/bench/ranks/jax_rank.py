@@ -1,5 +1,7 @@
 """A rank of JAX: jaxcoll's algorithms, and one `psum` per leaf, as JAX users write it today."""
 
+from __future__ import annotations
+
 import dataclasses
 import sys
 import time

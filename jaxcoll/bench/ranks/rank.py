@@ -1,5 +1,7 @@
 """One measured process: what it offers, and how it serves the requests of the driver."""
 
+from __future__ import annotations
+
 import abc
 import os
 import time
