@@ -73,13 +73,13 @@ class Python:
 
     Args:
       modules: what it has imported.
-      variables: its environment. Of what JAX reads when it is imported each run has its own
-        platform, number of CPU devices and optimizations.
+      variables: the environment of its runs. Of what JAX reads when it is imported each has its
+        own platform, number of CPU devices and optimizations.
       flags: of the interpreter.
     """
 
     def __init__(self, modules: tuple[str, ...], variables: dict[str, str], *flags: str) -> None:
-        self._variables, self._began = variables, 0
+        self.variables, self._began = variables, 0
         self._ended: dict[int, int] = {}
         self._server = subprocess.Popen(
             [sys.executable, *flags, "-c", SERVER, *modules],
@@ -93,7 +93,7 @@ class Python:
         """As `python -c code` in a folder, where `sys.argv` is `words`."""
         with tempfile.TemporaryDirectory() as folder:
             streams = [Path(folder) / name for name in ("out", "err")]
-            own = {**self._variables, **variables}
+            own = {**self.variables, **variables}
             child = self.start(code, words, own, *streams, cwd=cwd)
             try:
                 status = child.wait(timeout)
@@ -195,11 +195,22 @@ def with_jaxcoll() -> Python:
     return Python(("jaxcoll",), dict(os.environ))
 
 
-@functools.cache
 def with_commands() -> Python:
     """What has imported the commands, and what the demo needs; a warning ends it."""
+    python = _with_commands()
+    python.variables = {**os.environ, **_OWN}  # a test may have changed its own
+    return python
+
+
+_OWN = {
+    "PYTHONPATH": str(Path(jaxcoll.__file__).parents[1]),
+    "PYTHONUNBUFFERED": "",
+    "COLUMNS": "100",
+}
+
+
+@functools.cache
+def _with_commands() -> Python:
     modules = ("jaxcoll.cli.main", "jaxcoll.demos.picture", "jaxcoll.demos.report", "optax",
                "sklearn.datasets", "sklearn.model_selection")  # fmt: skip
-    here = str(Path(jaxcoll.__file__).parents[1])
-    own = {"PYTHONPATH": here, "PYTHONUNBUFFERED": "", "COLUMNS": "100"}
-    return Python(modules, {**os.environ, **own}, "-W", "error")
+    return Python(modules, {**os.environ, **_OWN}, "-W", "error")

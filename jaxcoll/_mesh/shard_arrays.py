@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcoll._mesh.placement import place
+from jaxcoll._mesh.placement import host_array, place
 from jaxcoll._plan.packs.shard_layout import LANES, ShardLayout, SummedLayout, padded
 from jaxcoll._spmd.shards import Shards, is_shards
 
@@ -80,7 +80,7 @@ def cut(
     """
     parts = []
     for pack in layout.packs:
-        pieces = [np.asarray(leaves[s.leaf]).reshape(*stack, -1) for s in pack.segments]
+        pieces = [np.asarray(host_array(leaves[s.leaf])).reshape(*stack, -1) for s in pack.segments]
         summed = isinstance(layout, SummedLayout)
         replicas = 1 if summed else layout.replicas
         whole = np.zeros((*stack, padded(pack.size, replicas)), pieces[0].dtype)

@@ -269,3 +269,16 @@ def test_a_step_in_shards_is_compared_with_one_device_and_a_sum_for_a_mean_is_fo
         AssertionError, match=r"its change from args\[0\].* is 8\.0 times too large"
     ):
         jc.n_devices_equal_one(sums, shards, BATCHES[0])
+
+
+@pytest.mark.parametrize(
+    ("leaf", "error", "words"),
+    [
+        (np.ma.masked_array([1.0, 2.0], mask=[True, False]), ValueError, "numpy masked arrays"),
+        (2**40, OverflowError, "too large"),
+    ],
+)
+def test_a_leaf_that_jax_would_refuse_is_refused(leaf, error, words):
+    """Its mask was dropped, or its upper bits."""
+    with pytest.raises(error, match=words):
+        jc.shard({"w": leaf}, "data", mesh=mesh_of(4))
