@@ -138,7 +138,8 @@ def _leaf(
     if indices is not None:
         return Leaf(path, shape, dtype, dtype, world.sizes, indices=indices)
     wire, format = travels_as(dtype, shape, reduce_op, world, options)
-    return Leaf(path, shape, dtype, wire, world.sizes, format=format)
+    # What comes back in another type is another kind, and has packs of its own.
+    return Leaf(path, shape, dtype, wire, world.sizes, kind=dtype.name, format=format)
 
 
 def _world(

@@ -114,8 +114,9 @@ def make_plan(
         )
     if options.checksum:
         reasons.append(
-            "checksum: every pack's sum is compared with one of at most 256 numbers, on all "
-            "replicas; a corrupted one comes back as NaN, of integers as their lowest value, and "
+            "checksum: every pack's sum is compared with one of at most 256 numbers, which are not "
+            "counted here, on all replicas; a corrupted one comes back as NaN, of integers as "
+            "their lowest value, and "
             + (
                 "no host is notified, on TPUs"
                 if world.platform == "tpu"

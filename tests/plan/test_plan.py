@@ -87,6 +87,31 @@ def test_is_the_plan_that_a_step_carries_out():
     assert made.world == asked.world
 
 
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"bytes_per_pack": 1 << 20},
+        {"bytes_per_pack": 1 << 20, "algorithm": "ring"},
+        {"compression": "bf16"},
+        {"compression": "int4"},
+    ],
+)
+def test_leaves_of_all_types_share_packs_as_they_do_in_a_step(given, op):
+    types = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "int8", "uint8")
+    tree = {name: jax.ShapeDtypeStruct((65,), name) for name in types}
+    options = jc.CommunicationOptions(**given)
+    rows = {name: jax.ShapeDtypeStruct((8, 65), name) for name in types}
+    step = jc.data_parallel(
+        lambda x: jc.all_reduce(op, {k: v[0] for k, v in x.items()}, "data"), options=options
+    )
+    (made,) = step.plans(rows)
+    asked = jc.plan(tree, options=options, reduce_op=op)
+    carried = [[segment.leaf for segment in pack.segments] for pack in made.packs]
+    assert [[segment.leaf for segment in pack.segments] for pack in asked.packs] == carried
+    assert asked.wire_bytes == made.wire_bytes
+
+
 def test_says_what_the_backend_will_not_honour():
     plan = jc.plan(TREE, axis_size=4, options=jc.CommunicationOptions(implementation="nccl"))
     assert "NCCL was asked for, but memory shared by the devices of this process" in str(plan)

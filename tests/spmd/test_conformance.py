@@ -11,16 +11,19 @@ from cases import OPTIONS, RUNNERS, grid, lowered, noise, rows, run, tree
 
 import jaxcoll as jc
 
-EVERY = pytest.mark.parametrize(
-    ("runner", "n"),
-    [*((r, 3) for r in RUNNERS if r != "checked"), *(("checked", n) for n in (2, 5, 8))],
-)
 BRIEF = ("auto", "ring", "halving_doubling", "shuffle")
+# The first is the lightest: the fast run has no other.
+EVERY = pytest.mark.parametrize(
+    ("runner", "n", "names"),
+    [("vmap", 3, BRIEF[:1]), ("vmap", 3, BRIEF[1:]), ("pmap", 3, BRIEF), ("unchecked", 3, BRIEF),
+     ("checked", 2, BRIEF), ("checked", 5, tuple(OPTIONS)), ("checked", 8, tuple(OPTIONS))],
+    ids=["vmap", "vmap-ours", "pmap", "unchecked", "2", "5", "8"],
+)  # fmt: skip
 P = jax.sharding.PartitionSpec
 
 
 @functools.cache
-def found(runner, n):
+def found(runner, n, names):
     """What every kind of options gives in one program, for all the laws: compiling takes the time."""
     x, y = rows(n, 9, seed=1), rows(n, 9, seed=2)
     value = {
@@ -37,7 +40,7 @@ def found(runner, n):
             mean = reduce({k: value[k] for k in ("tree", "large")}, "mean")
             return {"sum": reduce(value), "mean": mean, "each row": jax.vmap(reduce)(matrix)}
 
-        return {name: by(OPTIONS[name]) for name in (OPTIONS if n in (5, 8) else BRIEF)}
+        return {name: by(OPTIONS[name]) for name in names}
 
     return value, matrix, run(runner, f, n, value, matrix).items()
 
@@ -58,16 +61,16 @@ def equals_the_reference(got, value, op, n):
 
 
 @EVERY
-def test_G1_G2_G5_G8_G32_a_tree_equals_the_reference_exactly_where_sums_are_exact(runner, n):
-    value, _, each = found(runner, n)
+def test_G1_G2_G5_G8_G32_a_tree_equals_the_reference_exactly_where_sums_are_exact(runner, n, names):
+    value, _, each = found(runner, n, names)
     for _, got in each:
         for op in ("sum", "mean"):
             equals_the_reference(got[op]["tree"], value["tree"], op, n)
 
 
 @EVERY
-def test_L3_a_float16_mean_does_not_overflow_where_the_mean_fits(runner, n):
-    for _, got in found(runner, n)[2]:
+def test_L3_a_float16_mean_does_not_overflow_where_the_mean_fits(runner, n, names):
+    for _, got in found(runner, n, names)[2]:
         np.testing.assert_allclose(got["mean"]["large"].astype("f"), 60000, rtol=1e-3)
         assert np.all(np.isinf(got["sum"]["large"])), (
             "a SUM that does not fit is infinite, everywhere"
@@ -83,8 +86,8 @@ def test_G19_G26_so_does_it_over_other_numbers_of_replicas(n):
 
 
 @EVERY
-def test_float32_sums_stay_within_n_eps_of_the_magnitudes(runner, n):
-    value, _, each = found(runner, n)
+def test_float32_sums_stay_within_n_eps_of_the_magnitudes(runner, n, names):
+    value, _, each = found(runner, n, names)
     x = value["noise"].astype(np.float64)
     bound = n * np.finfo(np.float32).eps * np.abs(x).sum(0)
     for name, got in each:
@@ -92,22 +95,22 @@ def test_float32_sums_stay_within_n_eps_of_the_magnitudes(runner, n):
 
 
 @EVERY
-def test_every_replica_ends_with_the_same_bits(runner, n):
-    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(found(runner, n)[2])):
+def test_every_replica_ends_with_the_same_bits(runner, n, names):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(found(runner, n, names)[2])):
         assert len(leaf) == n
         assert len({row.tobytes() for row in leaf}) == 1, path
 
 
 @EVERY
-def test_reduction_is_linear(runner, n):
-    for name, got in found(runner, n)[2]:
+def test_reduction_is_linear(runner, n, names):
+    for name, got in found(runner, n, names)[2]:
         together, x, y = got["sum"]["linear"]
         assert together.tobytes() == (2 * x + y).tobytes(), name
 
 
 @EVERY
-def test_nested_vmap_reduces_each_row_by_itself(runner, n):
-    _, matrix, each = found(runner, n)
+def test_nested_vmap_reduces_each_row_by_itself(runner, n, names):
+    _, matrix, each = found(runner, n, names)
     for _, got in each:
         np.testing.assert_array_equal(got["each row"][0], matrix.sum(0))
 

@@ -93,11 +93,15 @@ def test_one_bad_element_anywhere_is_known_everywhere(runner):
     assert [np.unique(each).tolist() for each in found] == [[True], [False], [False], [False]]
 
 
-def test_a_reduced_gradient_is_finite_only_if_every_replicas_was():
+@pytest.mark.parametrize(
+    "asked",
+    [[("native", "mean")],
+     [("native", "sum"), ("ring", "mean"), ("halving_doubling", "mean"), ("shuffle", "mean")]],
+    ids=["native", "others"],
+)  # fmt: skip
+def test_a_reduced_gradient_is_finite_only_if_every_replicas_was(asked):
     """So nobody has to ask: inf and NaN come through every algorithm, packing and scaling."""
     kinds = {"f": np.float32, "h": np.float16, "b": jnp.bfloat16}
-    asked = [("native", "sum")]
-    asked += [(a, "mean") for a in ("native", "ring", "halving_doubling", "shuffle")]
 
     def f(t):
         found = []

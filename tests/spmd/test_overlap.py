@@ -31,9 +31,7 @@ def test_overlapping_changes_no_value(runner):
         assert aux["name"] == "text"
         return value, grads
 
-    x = rows(4, 2, 4)
-    got = run(runner, functools.partial(step, OVERLAP), 4, x)
-    want = run(runner, functools.partial(step, None), 4, x)
+    got, want = run(runner, lambda x: (step(OVERLAP, x), step(None, x)), 4, rows(4, 2, 4))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
 
 
@@ -77,6 +75,7 @@ def test_the_gradient_of_an_overlapping_reduction_is_that_of_any():
         total = jc.value_and_grad(lambda w, x: jnp.sum(w * w * x), "data", options=options)
         return jax.grad(lambda w: jnp.sum(total(w, x)[1]))(jnp.ones((4,)))
 
-    x = rows(4, 4)
-    got = run("pmap", functools.partial(second, OVERLAP.replace(bytes_per_pack=4)), 4, x)
-    np.testing.assert_allclose(got, run("pmap", functools.partial(second, None), 4, x))
+    small = OVERLAP.replace(bytes_per_pack=4)
+    np.testing.assert_allclose(
+        *run("pmap", lambda x: (second(small, x), second(None, x)), 4, rows(4, 4))
+    )
