@@ -64,6 +64,10 @@ class _NotProvenError(ValueError):
     """What a step returns is not shown to be the same everywhere."""
 
 
+class _TwoMeaningsError(ValueError):
+    """What a step returns comes from the derivative of a reduced loss, as `pmap` has it."""
+
+
 @contextlib.contextmanager
 def _not_proven() -> Iterator[None]:
     try:
@@ -117,7 +121,10 @@ class StepProgram:
             raise error from None
         except ValueError as refused:
             # The refusal by types is nearer to what the user wrote.
-            if isinstance(error, _NotProvenError | AlreadyReducedError):
+            twice = isinstance(error, AlreadyReducedError)
+            if isinstance(error, _NotProvenError) or (
+                twice and isinstance(refused, _TwoMeaningsError)
+            ):
                 raise error from None
             if not isinstance(refused, _NotProvenError):
                 raise
@@ -266,7 +273,7 @@ def _axes_of(spec: PartitionSpec) -> frozenset[str]:
 def _check_meanings(found: list[dict[str, int]], results: Any) -> None:
     for facts, (path, _) in zip(found, jax.tree.leaves_with_path(results), strict=True):
         if axes := [axis for axis, fact in facts.items() if is_wrong(fact)]:
-            raise ValueError(_TWO_MEANINGS.format(name=output_name(path), axis=axes[0]))
+            raise _TwoMeaningsError(_TWO_MEANINGS.format(name=output_name(path), axis=axes[0]))
 
 
 def _not_reduced(summed: tuple[Summed, ...]) -> str:
