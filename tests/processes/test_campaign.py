@@ -40,7 +40,8 @@ IN_CI = (
 def test_a_fault_ends_in_the_named_error_or_in_training_that_goes_on(name, tmp_path):
     (fault,) = [f for f in FAULTS if f.name == name]
     ran = Ran(fault, tmp_path, started=forks.running)
-    assert ran.wrong() == []
+    wrong = ran.wrong()
+    assert not wrong, "\n".join(wrong)
     # The bounds of the row, and the time that a machine that does something else may take more.
     noticed, next_step = ran.times()
     assert not noticed > fault.within + 20
