@@ -30,7 +30,7 @@ demo: venv ## train on real data over 8 simulated devices and show what was sent
 test: venv ## the whole test suite
 	.venv/bin/python -m pytest -n 3 $(BY_FILE) $(PYTEST_ARGS)
 
-test-fast: venv ## an answer in under two minutes, the first time in three: one case of every test, no slow or multi-process ones
+test-fast: venv ## an answer in a minute and a half, the first time in two: one case of every test, no slow or multi-process ones
 	.venv/bin/python -m pytest -n 2 $(BY_FILE) --few 1 -m "not slow and not processes" $(PYTEST_ARGS)
 
 test-newest: ## the whole suite on the newest JAX, which needs Python >= 3.12
