@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxcoll
+from jaxcoll._cluster.launch import subprocesses
 from jaxcoll._cluster.launchers import OF_A_LAUNCH
 
 # Every request names what one fork does. Replies: who has begun, and who has ended with what.
@@ -155,8 +156,9 @@ class Child:
 class Running:
     """Forks for commands that begin with `python`, like the package's own `Running`."""
 
-    def __init__(self) -> None:
-        self.processes: list[Child] = []
+    def __init__(self, running: subprocesses.Running) -> None:
+        self._running = running
+        self.processes = running.processes
 
     def start(
         self, command: list[str], env: dict[str, str], *, stdout: Any, cwd: Path = Path(), **_: Any
@@ -171,22 +173,15 @@ class Running:
         own = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
         log = Path(stdout.name).absolute()
         child = with_jaxcoll().start(code, words, {**own, **env}, log, log, cwd.absolute())
-        self.processes.append(child)
+        self._running.add(child)
         return child
 
 
 @contextlib.contextmanager
 def running() -> Iterator[Running]:
     """Start processes in here: at the end all are killed, with those that they started."""
-    forks = Running()
-    try:
-        yield forks
-    finally:
-        for child in forks.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-        for child in forks.processes:
-            child.wait()
+    with subprocesses.surely_ended() as started:
+        yield Running(started)
 
 
 @functools.cache

@@ -47,11 +47,15 @@ class Running:
         process: subprocess.Popen[Any] = subprocess.Popen(
             command, env={**own, **env}, start_new_session=True, **streams
         )
+        self.add(process)
+        return process
+
+    def add(self, process: Any) -> None:
+        """Have a process that leads a session end with the others."""
         self.processes.append(process)
         assert self._watch.stdin is not None
         self._watch.stdin.write(b"%d\n" % process.pid)
         self._watch.stdin.flush()
-        return process
 
     def signal(self, number: int) -> None:
         """Send a signal to every process that has not ended, and to those that it started."""
