@@ -134,7 +134,7 @@ def pytest_report_header() -> str:
 def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile as users do: LLVM may make one rounding of a product and a sum."""
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
-    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setenv("XLA_FLAGS", flags_of(ALWAYS))
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
@@ -158,5 +158,8 @@ def types_may_mix(dtypes_may_mix: None) -> Iterator[None]:
 def _eight_devices() -> None:
     assert jax.device_count() == 8, "the tests need the eight devices that conftest asks for"
     # From here on XLA reads it in other processes only.
-    flags = {**ALWAYS, **QUICK}
-    os.environ["XLA_FLAGS"] = " ".join(f"--{name}={value}".lower() for name, value in flags.items())
+    os.environ["XLA_FLAGS"] = flags_of({**ALWAYS, **QUICK})
+
+
+def flags_of(values: dict[str, Any]) -> str:
+    return " ".join(f"--{name}={value}".lower() for name, value in values.items())

@@ -24,10 +24,12 @@ from jaxcoll._cluster.launchers import OF_A_LAUNCH
 
 # Every request names what one fork does. Replies: who has begun, and who has ended with what.
 SERVER = """
-import importlib, json, os, signal, sys, warnings
+import gc, importlib, json, os, signal, sys, warnings
 import jax
 for name in sys.argv[1:]:
     importlib.import_module(name)
+gc.collect()
+gc.freeze()
 
 def reap(*_):
     try:

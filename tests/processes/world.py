@@ -412,7 +412,7 @@ def reproducible():
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
     p = jax.sharding.PartitionSpec
     rng = np.random.default_rng(0)
-    dtypes = ("float32", "bfloat16", "float16")
+    dtypes = ("float32", "bfloat16")  # float16 is as wide; tests/spmd/test_reproducible.py has it
     names = [f"{name} {dtype}" for dtype in dtypes for name in ("long", "short")]
     host = {
         k: [rng.standard_normal((8, 1009 if "long" in k else 5)) for _ in range(2)] for k in names
