@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import forks
 import pytest
 
 from jaxcoll.cli.main import main
@@ -114,8 +115,9 @@ def script(tmp_path, text):
     return str(file)
 
 
-def run(*flags):
-    return subprocess.run([*LAUNCH, *flags], capture_output=True, text=True, timeout=120)
+def run(*flags, **variables):
+    words = ("jaxcoll", "launch", *flags)
+    return forks.with_jaxcoll().run(forks.COMMAND, *words, cwd=Path(), timeout=120, **variables)
 
 
 def gone(pids, within=10):
@@ -137,17 +139,8 @@ def alive(pid):
 
 def test_a_job_on_the_loopback_interface_whose_first_process_may_end_first(tmp_path):
     logs = tmp_path / "logs"
-    done = run(
-        "-n",
-        "2",
-        "--devices-per-process",
-        "2",
-        "--logs",
-        str(logs),
-        script(tmp_path, JOB),
-        "--a",
-        "b",
-    )
+    flags = ["-n", "2", "--devices-per-process", "2", "--logs", logs]
+    done = run(*flags, script(tmp_path, JOB), "--a", "b")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert {line[:4] for line in lines} == {"[0] ", "[1] "}
@@ -281,8 +274,8 @@ def test_a_full_disk_at_standard_output_ends_no_job(tmp_path):
 
 def test_much_output_without_a_line_s_end_takes_no_longer_than_lines(tmp_path):
     bars = "import sys\nfor _ in range(20): sys.stdout.write(('\\r' + 'x' * 1023) * 1024)"
-    done = subprocess.run([*LAUNCH, script(tmp_path, bars)], capture_output=True, timeout=60)
-    assert (done.returncode, done.stdout.count(b"x")) == (0, 2 * 20 * 1023 * 1024)
+    done = run(script(tmp_path, bars))
+    assert (done.returncode, done.stdout.count("x")) == (0, 2 * 20 * 1023 * 1024)
 
 
 @pytest.mark.parametrize("number", [signal.SIGRTMIN + 1, signal.SIGUSR1])
@@ -308,10 +301,7 @@ def test_a_job_inside_a_job_inherits_nothing_of_it(tmp_path):
     show = "print(sorted(k for k in __import__('os').environ if k.startswith('JAXCOLL_')))"
     file = script(tmp_path, show)
     outer = {"JAXCOLL_REJOIN": "1", "JAXCOLL_RANK": "7", "JAXCOLL_PROCESSES": "9"}
-    done = subprocess.run(
-        [*LAUNCH, "-n", "1", file], env={**os.environ, **outer, "JAXCOLL_TERMS": "kept"},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = run("-n", "1", file, **outer, JAXCOLL_TERMS="kept")
     own = "['JAXCOLL_COORDINATOR', 'JAXCOLL_PROCESSES', 'JAXCOLL_RANK', 'JAXCOLL_TERMS']"
     assert done.stdout == f"[0] {own}\n", done.stderr
 
@@ -349,10 +339,7 @@ def test_children_that_end_do_not_speak_for_their_parents_wherever_sockets_are(t
         (tmp_path / folder).mkdir()
     text = FORKS if folder == "usual" else FORKS.partition("child =")[0] + "print('went on')"
     with temporary as name:
-        done = subprocess.run(
-            [*LAUNCH, "--timeout", "100", script(tmp_path, text)], capture_output=True, text=True,
-            timeout=120, env={**os.environ, "TMPDIR": name},
-        )  # fmt: skip
+        done = run("--timeout", "100", script(tmp_path, text), TMPDIR=name)
     assert done.returncode == 0, done.stderr
     assert {"[0] went on", "[1] went on"} <= set(done.stdout.splitlines())
 
