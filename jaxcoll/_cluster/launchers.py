@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxcoll._cluster.coordinator import LONGEST_SECONDS
-from jaxcoll._cluster.specs.slurm import hosts_of
-from jaxcoll._cluster.specs.tf_config import TFConfig
+from jaxcoll._cluster.specs import TFConfig, hosts_of
 from jaxcoll._plan.checks import is_number
 
 COORDINATOR, PROCESSES, RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxcoll._cluster import gloo_sockets, reachable
+from jaxcoll._cluster import gloo_sockets
 from jaxcoll._cluster.initialize import own_address
 from jaxcoll._cluster.socket_folder import make_socket_folder
 from jaxcoll._compat.coordination import StoreUnreachableError
@@ -69,7 +69,7 @@ class Connections:
         with contextlib.ExitStack() as open_here:
             port = None
             if self._client is not None and listening:
-                port = open_here.enter_context(reachable.open_port(listening[-1][0]))
+                port = open_here.enter_context(gloo_sockets.open_port(listening[-1][0]))
             mine = {"gloo": listening, "port": port and port.getsockname()[:2]}
             texts = self._membership.gather("listening", json.dumps(mine))
             there = {name: json.loads(text) for name, text in texts.items()}
@@ -82,7 +82,7 @@ class Connections:
 
     def _check_links(self, ports: dict[str, tuple[str, int]]) -> None:
         others = {name: port for name, port in ports.items() if name != self._membership.name}
-        missing = reachable.unreachable(others, reachable.CONNECT_SECONDS)
+        missing = gloo_sockets.unreachable(others, gloo_sockets.CONNECT_SECONDS)
         texts = self._membership.gather("unreachable", json.dumps(missing))
         broken = {frozenset((name, other)) for name in texts for other in json.loads(texts[name])}
         if broken:  # at one end at least

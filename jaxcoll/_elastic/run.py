@@ -15,13 +15,6 @@ from jax.sharding import Mesh
 from jaxcoll._cluster.timing import HEARTBEAT_SECONDS, SILENT_WORKER_SECONDS
 from jaxcoll._elastic.connections import Connections, may_be_broken
 from jaxcoll._elastic.generation import Generation, RegroupError, WorldChange, listed, rank_of
-from jaxcoll._elastic.last_checkpoint import (
-    LAST_PATIENCE,
-    PATIENCE,
-    Writers,
-    writers_of,
-    written_by_one,
-)
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.step_programs import StepPrograms, mismatch, show
@@ -33,6 +26,9 @@ _LOG = logging.getLogger("jaxcoll")
 _JOIN_EVERY = 10  # steps between two looks for workers that want to be taken in
 MOST_ATTEMPTS = 20
 """A step that was late so often in a row, though all workers live and connect, always will be."""
+
+PATIENCE, LAST_PATIENCE = 1.0, 30.0
+"""Seconds that another process may be about to replace the file: during a run, and at its end."""
 
 
 @dataclasses.dataclass
@@ -51,6 +47,18 @@ class Job:
     report: Callable[[int, Any], None]
     changes: list[WorldChange] = dataclasses.field(default_factory=list)
     workers: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Writers:
+    """Who writes checkpoints in a generation: the same on all members, who wait for them."""
+
+    names: tuple[str, ...]  # members that have a file, in the order in which they try
+    every: int  # steps between two checkpoints, as the first of them has it; 0: there are none
+
+    def are_due(self, before: int, finished: int) -> bool:
+        """Whether all compare their states, and the first writes, after these steps."""
+        return bool(self.names) and finished // self.every > before // self.every
 
 
 class Attempts:
@@ -292,6 +300,34 @@ def _always_late(generation: Generation) -> DeadlineExceededError:
         f"each other. The last time, {generation.why}. A larger `timeout_seconds` waits longer.",
         ranks=(),
     )
+
+
+def writers_of(membership: Membership, every: int) -> Writers:
+    """Agree on who writes, by the steps between two checkpoints of each (0: it has no file)."""
+    every_of = {name: int(text) for name, text in membership.gather("every", str(every)).items()}
+    names = tuple(name for name in membership.generation.members if every_of[name])
+    return Writers(names, every_of[names[0]] if names else 0)
+
+
+def written_by_one(
+    membership: Membership, writers: Writers, write: Callable[[], object]
+) -> tuple[str, OSError | None]:
+    """The writer, which is the first that can, once it has written; and this worker's own error.
+
+    Law: on every member that returns, the state is written, or nobody could write it: the writer is
+    "". If it dies, the others find that like any loss, and call this in the next generation.
+    """
+    failure = None
+    for name in writers.names:
+        if name == membership.name:
+            try:
+                write()
+            except OSError as error:
+                failure = error
+        reason = "" if failure is None else repr(failure)
+        if not membership.gather(f"written/{name}", reason)[name]:
+            return name, failure
+    return "", failure
 
 
 _worker: Worker | None = None
