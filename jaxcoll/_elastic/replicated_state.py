@@ -234,10 +234,10 @@ def _structure(tree: Any) -> str:
 
 
 def _difference(one: str, other: str, of_one: str, of_other: str) -> str:
-    mine = [line for line in one.splitlines() if line not in other.splitlines()]
-    theirs = [line for line in other.splitlines() if line not in one.splitlines()]
-    nothing = ["(nothing more)"]
-    return f"{of_one}: {(mine or nothing)[0]}; {of_other}: {(theirs or nothing)[0]}"
+    lines, others = one.splitlines(), other.splitlines()
+    mine = next((line for line in lines if line not in others), "(nothing more)")
+    theirs = next((line for line in others if line not in lines), "(nothing more)")
+    return f"{of_one}: {mine}; {of_other}: {theirs}"
 
 
 def _check_agreed(

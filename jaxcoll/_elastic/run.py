@@ -153,8 +153,10 @@ class Run:
             self._state.add_up(self._membership, self._together)
 
     def _written(self, step: int) -> tuple[str, OSError | None]:
-        file = self._job.file  # that of a writer: others wait for it, and write nothing
-        write = (lambda: self._state.save(file, step, LAST_PATIENCE)) if file else (lambda: None)
+        def write() -> None:
+            if self._job.file:  # which a writer has: others wait for it, and write nothing
+                self._state.save(self._job.file, step, LAST_PATIENCE)
+
         return written_by_one(self._membership, self._writers, write)
 
     def _date_changes(self) -> None:

@@ -18,7 +18,7 @@ from jaxcoll._distribute.ops.hints import given
 from jaxcoll._distribute.strategy.replica_context import check_cross_replica
 from jaxcoll._distribute.values.assemble import own_devices
 from jaxcoll._distribute.values.device_names import destination_devices
-from jaxcoll._distribute.values.held import Held, of_all
+from jaxcoll._distribute.values.parts import Held, of_all
 from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
 from jaxcoll._distribute.values.replicate import copied, copy_near, delivered
 from jaxcoll._mesh.mesh import no_mesh, span_processes

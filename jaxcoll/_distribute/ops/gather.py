@@ -13,18 +13,28 @@ import numpy as np
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
-from jaxcoll._distribute.values.held import Held, first_of_each_process, held
+from jaxcoll._distribute.values.parts import (
+    Held,
+    check_parts,
+    first_of_each_process,
+    held,
+    parts_of,
+)
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
-from jaxcoll._distribute.values.ragged import check_parts, parts_of
 from jaxcoll._distribute.values.replica_axis import AXIS, replicating, without_row
 from jaxcoll._distribute.values.replicate import check_here, copied, copy_near, delivered, spread
 from jaxcoll._mesh.mesh import of_this_process, span_processes
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.options import UNSET, CommunicationOptions
-from jaxcoll._plan.packs.leaves import where
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._spmd import gather
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.sparse import is_sparse
+from jaxcoll._spmd.sparse import check_dense
+
+_SPARSE = (
+    "`gather` expects dense arrays; {leaf} is an IndexedSlices. `reduce` gathers the rows of all "
+    "replicas, which is their sum; `to_dense` makes it an array."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,27 +145,15 @@ def _cut(joined: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
 
 
 def _check_leaves(value: PerReplica | Mirrored, axis: int) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(value.tree, is_leaf=is_sparse):
-        _check_dense(path, leaf)
-        shape = leaf.shape[int(not value.replicated) :]
-        gather.dimension(axis, shape, f"`gather`: {where(jax.tree_util.keystr(path))}")
-
-
-def _check_dense(path: Any, leaf: Any) -> None:
-    if is_sparse(leaf):
-        raise NotImplementedError(
-            f"`gather` expects dense arrays; {where(jax.tree_util.keystr(path))} is an "
-            "IndexedSlices. `reduce` gathers the rows of all replicas, which is their sum; "
-            "`to_dense` makes it an array."
-        )
+    check_dense(value.tree, _SPARSE, NotImplementedError)
+    for path, leaf in flattened(value.tree)[0]:
+        gather.dimension(axis, leaf.shape[int(not value.replicated) :], f"`gather`: {where(path)}")
 
 
 def _plain_parts(value: Any) -> list[Any]:
     """The arrays of a list, or the one array that is the value of one replica."""
-    _check_dense((), value)
+    check_dense(value, _SPARSE, NotImplementedError)
     if isinstance(value, list | tuple):
-        for i, part in enumerate(value):
-            _check_dense((jax.tree_util.SequenceKey(i),), part)
         return parts_of("gather", value)
     if is_array(value):
         return parts_of("gather", [value])

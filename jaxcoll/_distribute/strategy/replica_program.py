@@ -16,9 +16,8 @@ from jaxcoll import _compat
 from jaxcoll._dispatch.call import Call, InnerDeadlines
 from jaxcoll._dispatch.dispatch import run
 from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_own, replicas_of
-from jaxcoll._distribute.values.held import of_all
+from jaxcoll._distribute.values.parts import Uneven, of_all
 from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
-from jaxcoll._distribute.values.ragged import Uneven
 from jaxcoll._distribute.values.replica_axis import AXIS, copies_over
 from jaxcoll._distribute.values.replicate import copy_near
 from jaxcoll._jaxpr.repeated import VARIES

@@ -135,10 +135,9 @@ class DistributedValues:
             if not leaves:
                 name = type(self).__name__
                 raise ValueError(f"`{name}` got a tree without leaves; it needs an array.")
-            self._devices = self._usual_devices_of(leaves[0])
-        if self._devices is None:
-            path, leaf = jax.tree_util.tree_leaves_with_path(self._tree)[0]
-            self._devices = self._devices_of(path, leaf)
+            self._devices = self._usual_devices_of(leaves[0]) or self._devices_of(
+                *jax.tree_util.tree_leaves_with_path(self._tree)[0]
+            )
         return self._devices
 
     @final
