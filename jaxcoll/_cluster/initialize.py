@@ -149,7 +149,7 @@ def initialize(
     if not jax.distributed.is_initialized():
         _part()
     if _joined is not None or jax.distributed.is_initialized():
-        if given:
+        if given and member is not None:
             _check_same(member)
         return
     if member is None or member.coordinator_address is None:
@@ -269,21 +269,21 @@ def _member(
     return member
 
 
-def _check_same(member: Member | None) -> None:
+def _check_same(member: Member) -> None:
     """Refuse to enter a second job."""
     if _joined is not None:
         now = _joined.member
     else:  # JAX knows, but has to make its devices to say so
-        now = Member(None, jax.process_count(), jax.process_index())
-    here = now.num_processes, now.process_id
-    asked = None if member is None else (member.num_processes, member.process_id)
-    at = then = ""
-    if _joined and member and member.coordinator_address != now.coordinator_address:
-        at, then = f" at {now.coordinator_address}", f" at {member.coordinator_address}"
-    if asked != here or at:
+        now = Member(member.coordinator_address, jax.process_count(), jax.process_index())
+    is_elsewhere = now.coordinator_address != member.coordinator_address
+    here, asked = (
+        f"process {each.process_id} of {each.num_processes}"
+        + f" at {each.coordinator_address}" * is_elsewhere
+        for each in (now, member)
+    )
+    if asked != here:
         raise RuntimeError(
-            f"`initialize`: this is process {here[1]} of {here[0]}{at} already, and cannot become "
-            f"{f'process {asked[1]} of {asked[0]}' if asked else 'another'}{then} as well. Call it "
+            f"`initialize`: this is {here} already, and cannot become {asked} as well. Call it "
             "once, or `jax.distributed.shutdown()` in between."
         )
 

@@ -102,7 +102,7 @@ class Gather:
     def _all_gathered(self, value: PerReplica) -> Mirrored:
         """One compiled all-gather of a value, to its own devices."""
         carried = self.options.replace(timeout_seconds=UNSET)
-        program = gather_program(value.devices, int(self.axis), carried)
+        program = replicating("gathered", value.devices, _gathered, carried, int(self.axis))
         name, settings = f"`{self.name}.gather`", (self.axis, carried)
         return run(Call(program, (value,), value.devices, name, self.options, settings=settings))
 
@@ -163,16 +163,8 @@ def _plain_parts(value: Any) -> list[Any]:
     )
 
 
-@functools.lru_cache(maxsize=256)
-def gather_program(
-    devices: tuple[jax.Device, ...], axis: int, options: CommunicationOptions
-) -> Callable[[PerReplica], Mirrored]:
-    """The all-gather of a value to its own devices, compiled once for each shape."""
-
-    def gathered(value: PerReplica, scope: Scope) -> Mirrored:
-        return Mirrored.of(gather.all_gather(value.tree, AXIS, axis=axis, scope=scope))
-
-    return replicating("gathered", devices, gathered, options)
+def _gathered(value: PerReplica, scope: Scope, axis: int) -> Mirrored:
+    return Mirrored.of(gather.all_gather(value.tree, AXIS, axis=axis, scope=scope))
 
 
 @functools.lru_cache(maxsize=256)

@@ -224,14 +224,7 @@ class DistributedValues:
 
     @final
     def settled(self) -> Self:
-        """The same value, each leaf checked, and typed by the one mesh of its devices.
-
-        Returns:
-          A view: nothing is copied.
-
-        Raises:
-          ValueError: there is no leaf, one is not a global array, or lies differently.
-        """
+        """A view of it, each leaf checked, and typed by the one mesh of its devices."""
         devices = self.devices
         sharding = self._over(devices)
         if is_in_place(self._tree, sharding):
