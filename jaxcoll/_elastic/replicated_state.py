@@ -30,6 +30,7 @@ from jaxcoll._errors import ProgramMismatchError, ReplicaDivergenceError
 from jaxcoll._feedback.residual import is_residual
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
+from jaxcoll._mesh.shard_arrays import whole_shapes
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.shards import Shards, is_shards
 from jaxcoll._step.data_parallel import data_parallel
@@ -147,7 +148,8 @@ class ReplicatedState:
 
     def types(self, state: Any) -> Any:
         """What has the same structure, shapes and dtypes on all workers."""
-        return residuals.types_of(state)
+        whole = map(whole_shapes, residuals.residuals_in(state))
+        return residuals.with_residuals(state, whole)
 
     def alike(self, state: Any) -> Any:
         """What a newcomer is given."""

@@ -98,7 +98,6 @@ class Run:
         self._attempts = Attempts()
         self._began = 0.0
         self._changes: list[tuple[float, WorldChange]] = []  # without their durations yet
-        self._connections: Connections | None = None
         self._writers = Writers((), 0)
 
     def run(self) -> Any:
@@ -109,14 +108,13 @@ class Run:
         try:
             while not (self._generation.ended and self._state.finished >= self._steps):
                 try:
-                    self._train(self._settle())
-                    self._end()
-                    self._end_connections(broken=False)
+                    self._check_place()
+                    self._announce()
+                    with Connections(self._membership) as connections:
+                        self._train(self._settle(connections), connections)
+                        self._end()
                     break
-                except BaseException as error:
-                    self._end_connections(broken=True)
-                    if not isinstance(error, RegroupError):
-                        raise
+                except RegroupError:
                     self._began = time.monotonic()
                     generation = self._membership.regroup(
                         self._state.finished, self._state.held, self._state.residual_norm
@@ -129,11 +127,6 @@ class Run:
     @property
     def _generation(self) -> Generation:
         return self._membership.generation
-
-    def _end_connections(self, *, broken: bool) -> None:
-        if self._connections is not None:
-            self._connections.end(broken=broken)
-        self._connections = None
 
     def _end(self) -> None:
         """No worker leaves before all agree on the state and, with a file, one has written it."""
@@ -165,18 +158,13 @@ class Run:
             self._job.changes.append(dataclasses.replace(change, seconds=seconds))
         self._changes.clear()
 
-    def _settle(self) -> StepPrograms:
+    def _settle(self, connections: Connections) -> StepPrograms:
         """Take this worker's place in the generation: connections, mesh and state."""
-        self._check_place()
-        self._job.workers = self._generation.ranks
-        if self._generation.number:
-            self._announce()
-        self._connections = Connections(self._membership)
-        self._connections.begin()
-        mesh = line_of(self._connections.of(self._job.workers), self._job.axis)
+        connections.begin()
+        mesh = line_of(connections.of(self._job.workers), self._job.axis)
         self._programs = self._job.programs(mesh, self._membership)
         self._state.settle(self._membership, mesh, self._together)
-        self._connections.forget_others()
+        connections.forget_others()
         return self._programs
 
     def _check_place(self) -> None:
@@ -219,6 +207,9 @@ class Run:
 
     def _announce(self) -> None:
         generation = self._generation
+        self._job.workers = generation.ranks
+        if not generation.number:
+            return
         lost = tuple(map(rank_of, generation.lost))
         joined = tuple(map(rank_of, generation.joined))
         _LOG.warning(
@@ -246,7 +237,7 @@ class Run:
             error.args = (f"{error} The state could not be saved: {failure}.",)
         raise error
 
-    def _train(self, programs: StepPrograms) -> None:
+    def _train(self, programs: StepPrograms, connections: Connections) -> None:
         generation = self._generation
         place_here, world = generation.members.index(self._membership.name), len(generation.members)
 
@@ -264,8 +255,7 @@ class Run:
             state, metrics = programs.finished(out)
             self._state.keep(then, state)
             before, step = step, then
-            if self._connections is not None:
-                self._connections.settle()
+            connections.settle()
             self._date_changes()
             self._job.report(step, metrics)
             self._save_if_due(before, step)

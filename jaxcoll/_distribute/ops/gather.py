@@ -54,7 +54,10 @@ class Gather:
         """The joined value, with the errors of `CrossDeviceOps.gather`."""
         if isinstance(value, PerReplica | Mirrored):
             value = value.settled()
-            _check_leaves(value, self.axis)
+            check_dense(value.tree, _SPARSE, NotImplementedError)
+            for path, leaf in flattened(value.tree)[0]:
+                shape = leaf.shape[int(not value.replicated) :]
+                gather.dimension(self.axis, shape, f"`gather`: {where(path)}")
             found = held(self.name, value, self.group)
             return self._of_held(found) if isinstance(found, Held) else self._of_all(found)
         parts, group = _plain_parts(value), self.group
@@ -142,12 +145,6 @@ def _cut(joined: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
         for i, size in enumerate(sizes)
     ]
     return jnp.concatenate(pieces, axis)
-
-
-def _check_leaves(value: PerReplica | Mirrored, axis: int) -> None:
-    check_dense(value.tree, _SPARSE, NotImplementedError)
-    for path, leaf in flattened(value.tree)[0]:
-        gather.dimension(axis, leaf.shape[int(not value.replicated) :], f"`gather`: {where(path)}")
 
 
 def _plain_parts(value: Any) -> list[Any]:
