@@ -9,7 +9,6 @@ that is dropped learns it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
@@ -204,7 +203,7 @@ class Membership:
         offer = {
             "finished": finished,
             "held": list(held),
-            "status": dataclasses.astuple(self.status),
+            "status": self.status,
             "term": term,
             "broken": [sorted(pair) for pair in self.broken],
             "reconnects": self.reconnects,
