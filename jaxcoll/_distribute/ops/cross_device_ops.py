@@ -168,16 +168,7 @@ class CrossDeviceOps(abc.ABC):
           >>> [z[0].tolist() for z in NcclAllReduce().batch_reduce("sum", [(x, x), (y, y)])]
           [4.0, 6]
         """
-        expected = "`batch_reduce` expects an iterable of tuples (value, destinations)"
-        if not isinstance(value_destination_pairs, Iterable):
-            raise ValueError(f"{expected}; got {value_destination_pairs!r}.")
-        pairs = list(value_destination_pairs)
-        for i, pair in enumerate(pairs):
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise ValueError(
-                    f"{expected}; item {i} is a {type(pair).__name__}"
-                    + (f" of {len(pair)}." if isinstance(pair, tuple) else ".")
-                )
+        pairs = checked_pairs(value_destination_pairs)
         named = [(f"[{i}]", pair) for i, pair in enumerate(pairs)]
         return self._reduced("batch_reduce", reduce_op, named, given(options, experimental_hints))
 
@@ -328,6 +319,21 @@ class CrossDeviceOps(abc.ABC):
         if not isinstance(value, jax.Array):
             return Mirrored([value], devices=[device])
         return Mirrored.from_global(value)
+
+
+def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    """Values with their destinations, as `batch_reduce` takes them."""
+    expected = "`batch_reduce` expects an iterable of tuples (value, destinations)"
+    if not isinstance(pairs, Iterable):
+        raise ValueError(f"{expected}; got {pairs!r}.")
+    found = list(pairs)
+    for i, pair in enumerate(found):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(
+                f"{expected}; item {i} is a {type(pair).__name__}"
+                + (f" of {len(pair)}." if isinstance(pair, tuple) else ".")
+            )
+    return found
 
 
 def _check_between_programs(caller: str, tree: Any) -> None:
