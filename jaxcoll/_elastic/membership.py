@@ -123,10 +123,7 @@ class Membership:
         Returns:
           The generation that this worker is in; None: the work ended without it.
         """
-        if (first := self._keys.try_get(self._key(0, "generation"))) is None:
-            found = self._agreed(step, (step,), term)
-        else:
-            found = Generation.from_json(first)
+        found = self._agreed(step, (step,), term)
         while self.name not in found.members and (found.members or not found.differ):
             if found.ended:
                 return None

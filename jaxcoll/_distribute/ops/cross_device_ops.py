@@ -18,7 +18,7 @@ from jaxcoll._distribute.ops.hints import given
 from jaxcoll._distribute.strategy.replica_context import check_cross_replica
 from jaxcoll._distribute.values.assemble import own_devices
 from jaxcoll._distribute.values.device_names import destination_devices
-from jaxcoll._distribute.values.parts import Held, of_all
+from jaxcoll._distribute.values.parts import Held, first_of_each_process, of_all
 from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
 from jaxcoll._distribute.values.replicate import copied, copy_near, delivered
 from jaxcoll._mesh.mesh import no_mesh, span_processes
@@ -313,7 +313,7 @@ class CrossDeviceOps(abc.ABC):
             return of_all(type(self).__name__, value, self._group)
         _check_plain(caller, value)
         if span_processes(self._group):
-            return Held.of_each_process(value, self._group).assembled()
+            return Held.of_process([value], first_of_each_process(self._group)).assembled()
         if is_sparse(value):  # rows that no other replica shares
             return Mirrored([value], devices=own_devices([value]) or [device])
         if not isinstance(value, jax.Array):

@@ -16,7 +16,6 @@ from jaxcoll._dispatch.dispatch import run
 from jaxcoll._distribute.values.parts import (
     Held,
     check_parts,
-    first_of_each_process,
     held,
     parts_of,
 )
@@ -60,12 +59,9 @@ class Gather:
                 gather.dimension(self.axis, shape, f"`gather`: {where(path)}")
             found = held(self.name, value, self.group)
             return self._of_held(found) if isinstance(found, Held) else self._of_all(found)
-        parts, group = _plain_parts(value), self.group
-        if span_processes(group):
-            if not isinstance(value, list | tuple):
-                group = first_of_each_process(group)
-            parts = parts_of("gather", parts, len(of_this_process(group)))
-            return self._of_held(Held.of_process(parts, group))
+        parts = _plain_parts(value)
+        if span_processes(self.group):
+            return self._of_held(Held.of_plain("gather", value, self.group))
         who = "`gather`: the part of replica 0" if len(parts) > 1 else "`gather`: the value"
         check_parts("gather", parts, [gather.dimension(self.axis, parts[0].shape, who)])
         return self._copies(parts)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps
-from jaxcoll._distribute.values.parts import Held, held, parts_of
+from jaxcoll._distribute.values.parts import Held, held
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
 from jaxcoll._distribute.values.replica_axis import rows_over
 from jaxcoll._mesh.mesh import of_this_process
@@ -52,10 +52,8 @@ def reduce_along(
     check_dense(value.tree if isinstance(value, PerReplica | Mirrored) else value, _SPARSE)
     if isinstance(value, PerReplica | Mirrored):
         value = held("reduce", value, devices if spans else ())
-    elif not is_array(value):
-        value = Held.of_process(parts_of("reduce", value, len(here)), devices)
-    elif spans:
-        value = Held.of_each_process(parts_of("reduce", [value])[0], devices)
+    elif spans or not is_array(value):
+        value = Held.of_plain("reduce", value, devices)
     else:  # one that all replicas share, or zero
         shared = ops.broadcast(value, first)
         axes = dimensions_of(axis, shared.shape, "")

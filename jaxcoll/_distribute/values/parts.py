@@ -119,10 +119,12 @@ class Held:
         return cls(dict(zip(of_this_process(devices), parts, strict=True)), devices)
 
     @classmethod
-    def of_each_process(cls, value: Any, devices: Sequence[jax.Device]) -> Self:
-        """The plain values that processes have: one replica on the first device of each."""
-        first = first_of_each_process(devices)
-        return cls(dict.fromkeys(of_this_process(first), value), first)
+    def of_plain(cls, caller: str, value: Any, devices: tuple[jax.Device, ...]) -> Self:
+        """A list or tuple of parts, as above; or a value of one replica for each process."""
+        if not isinstance(value, list | tuple):
+            value, devices = [value], first_of_each_process(devices)
+        parts = parts_of(caller, value, len(of_this_process(devices)))
+        return cls.of_process(parts, devices)
 
     def assembled(self) -> PerReplica:
         """The value of all replicas. Parts have one shape, but rows of IndexedSlices are padded."""
