@@ -134,9 +134,8 @@ def show(membership: Membership, mine: tuple[str, ...]) -> None:
 def _sides(membership: Membership) -> dict[int, list[str]]:
     """The programs that were found to differ, by process."""
     generation, until = membership.generation, time.monotonic() + _SHOW_SECONDS
-    while True:
-        shown = membership.shared(generation.number, "lines")
-        if not set(generation.differ) - set(shown) or time.monotonic() > until:
-            break
+    shown = membership.shared(generation.number, "lines")
+    while set(generation.differ) - set(shown) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
+        shown = membership.shared(generation.number, "lines")
     return {rank_of(name): json.loads(shown.get(name, "[]")) for name in generation.differ}
