@@ -8,7 +8,7 @@ import socket
 import time
 from typing import Any
 
-from jaxcoll._cluster.coordinator import LONGEST, message
+from jaxcoll._cluster.coordinator import LONGEST, LONGEST_SECONDS, message
 from jaxcoll._cluster.launchers import Member, host_and_port
 from jaxcoll._errors import DeadlineExceededError, PeerLostError
 
@@ -19,7 +19,7 @@ _GONE_SECONDS = 2.0  # after which a coordinator that hung up, and listens no lo
 def arrive(member: Member, timeout: float) -> socket.socket:
     """Report to the coordinator, and wait until all others have; the connection to it."""
     # It is to be kept open: the coordinator stays for as long as somebody is connected.
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + min(timeout, LONGEST_SECONDS)
     refused, gone = "nobody listens there", float("inf")
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -96,6 +96,7 @@ def _reply(connection: socket.socket, member: Member, deadline: float) -> dict[s
 
 def _accepted(connection: socket.socket, reply: dict[str, Any], member: Member) -> socket.socket:
     if "go" in reply:
+        connection.settimeout(None)
         return connection
     connection.close()
     words, ranks = f"{here(member)}: {reply.get('error')}", reply.get("ranks")
@@ -116,9 +117,12 @@ def here(member: Member) -> str:
 def reach(member: Member, timeout: float) -> socket.socket:
     """A connection to the coordinator of a job that has begun, on which nothing is sent."""
     try:
-        return socket.create_connection(host_and_port(member.coordinator_address), timeout)
+        address = host_and_port(member.coordinator_address)
+        connection = socket.create_connection(address, min(timeout, LONGEST_SECONDS))
     except OSError as error:
         raise DeadlineExceededError(
             f"{here(member)}: the coordinator at {member.coordinator_address} is not there "
             f"({error.strerror or error}). Only a job that goes on can be joined again."
         ) from None
+    connection.settimeout(None)
+    return connection
