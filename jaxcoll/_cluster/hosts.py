@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxcoll._cluster.timing import HOSTS_SECONDS
 from jaxcoll._compat.coordination import Store, store
@@ -48,8 +49,7 @@ class Hosts:
         return self.known and len(set(self.of_processes)) == 1
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a process is: on which host, under which kernel, with how many cores."""
 
     host: str
@@ -61,8 +61,7 @@ def publish_host() -> None:
     """Let the other processes of the job know on which host this one is."""
     if keys := store():
         # A process that was started again, perhaps elsewhere, keeps what the others have read.
-        here = json.dumps(dataclasses.astuple(_place()))
-        keys.agree(f"{_PUBLISHED}/{keys.process}", here)
+        keys.agree(f"{_PUBLISHED}/{keys.process}", json.dumps(_place()))
 
 
 def hosts_of_job() -> Hosts:
@@ -103,7 +102,7 @@ def _hosts(published: list[str], processes: int) -> Hosts:
     places = [_Place(*json.loads(text)) for text in published]
     hosts = [place.host for place in places]
     # Containers that share a machine share its cores.
-    sharing = Counter(kernel for _, kernel in {(place.host, place.kernel) for place in places})
+    sharing = Counter(kernel for _, kernel in {place[:2] for place in places})
     cores = min(max(1, place.cores // sharing[place.kernel]) for place in places)
     return Hosts(tuple(map(hosts.index, hosts)), cores, known=True)
 

@@ -133,8 +133,12 @@ def initialize(
       >>> initialize()  # nobody launched this process: it is alone
     """
     timeout = checked_seconds("initialization_timeout", initialization_timeout)
-    heartbeat = checked_seconds("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
-    shutdown = checked_seconds("shutdown_timeout_seconds", shutdown_timeout_seconds)
+    limits = {
+        "heartbeat_timeout_seconds": heartbeat_timeout_seconds,
+        "shutdown_timeout_seconds": shutdown_timeout_seconds,
+    }
+    # In whole seconds, as JAX takes them.
+    limits = {name: math.ceil(checked_seconds(name, value)) for name, value in limits.items()}
     given = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
@@ -145,23 +149,19 @@ def initialize(
     if not jax.distributed.is_initialized():
         _part()
     if _joined is not None or jax.distributed.is_initialized():
-        if given:
+        if given and member is not None:
             _check_same(member)
         return
-    seconds = {
-        "initialization_timeout": math.ceil(timeout),
-        "heartbeat_timeout_seconds": math.ceil(heartbeat),
-        "shutdown_timeout_seconds": math.ceil(shutdown),
-    }
     if member is None or member.coordinator_address is None:
-        return _by_jax(member, seconds, coordinator_bind_address, recoverable)
+        limits["initialization_timeout"] = math.ceil(timeout)
+        return _by_jax(member, limits, coordinator_bind_address, recoverable)
     _check_unused()
     if keep_memory:
         _keep_memory()
     coordinator, until = None, time.monotonic() + timeout
     rejoin = rejoin or (member.is_launched and os.environ.get(REJOIN) == "1")
     if member.process_id == 0 and not member.is_launched and not rejoin:
-        coordinator = _start(member, coordinator_bind_address, recoverable, seconds)
+        coordinator = _start(member, coordinator_bind_address, recoverable, limits)
     try:
         arrived = reach(member, timeout) if rejoin else arrive(member, timeout)
     except BaseException as error:
@@ -173,23 +173,17 @@ def initialize(
     if coordinator is not None:
         coordinator.leave()
     joined = _Joined(member, CoordinatorConnection(arrived.detach()), recoverable, coordinator)
-    _enter_jax(joined, seconds, heartbeat, until, timeout, rejoin=rejoin)
+    _enter_jax(joined, limits, timeout, until, rejoin=rejoin)
 
 
 def _enter_jax(
-    joined: _Joined,
-    seconds: dict[str, int],
-    heartbeat: float,
-    until: float,
-    timeout: float,
-    *,
-    rejoin: bool,
+    joined: _Joined, limits: dict[str, int], timeout: float, until: float, *, rejoin: bool
 ) -> None:
     """Enter JAX's own world, now that all processes have arrived."""
     global _joined
     member = joined.member
     assert member.coordinator_address is not None
-    proxy = through_proxy(member.coordinator_address, heartbeat, _part)
+    proxy = through_proxy(member.coordinator_address, limits["heartbeat_timeout_seconds"], _part)
     join = functools.partial(
         jax.distributed.initialize,
         proxy.address,
@@ -200,7 +194,8 @@ def _enter_jax(
         coordinator_bind_address="127.0.0.1:0",
         cluster_detection_method="deactivate",
         # At the end of this time JAX ends the process with a signal, so ours must be up before.
-        **seconds | {"initialization_timeout": JAX_STARTUP_SECONDS},
+        initialization_timeout=JAX_STARTUP_SECONDS,
+        **limits,
     )
     # The coordinator reports nothing on the connection of a process that was restarted.
     followed = None if rejoin else joined.connection
@@ -274,21 +269,21 @@ def _member(
     return member
 
 
-def _check_same(member: Member | None) -> None:
+def _check_same(member: Member) -> None:
     """Refuse to enter a second job."""
     if _joined is not None:
         now = _joined.member
     else:  # JAX knows, but has to make its devices to say so
-        now = Member(None, jax.process_count(), jax.process_index())
-    here = now.num_processes, now.process_id
-    asked = None if member is None else (member.num_processes, member.process_id)
-    at = then = ""
-    if _joined and member and member.coordinator_address != now.coordinator_address:
-        at, then = f" at {now.coordinator_address}", f" at {member.coordinator_address}"
-    if asked != here or at:
+        now = Member(member.coordinator_address, jax.process_count(), jax.process_index())
+    is_elsewhere = now.coordinator_address != member.coordinator_address
+    here, asked = (
+        f"process {each.process_id} of {each.num_processes}"
+        + f" at {each.coordinator_address}" * is_elsewhere
+        for each in (now, member)
+    )
+    if asked != here:
         raise RuntimeError(
-            f"`initialize`: this is process {here[1]} of {here[0]}{at} already, and cannot become "
-            f"{f'process {asked[1]} of {asked[0]}' if asked else 'another'}{then} as well. Call it "
+            f"`initialize`: this is {here} already, and cannot become {asked} as well. Call it "
             "once, or `jax.distributed.shutdown()` in between."
         )
 
@@ -314,7 +309,7 @@ def _keep_memory() -> None:
 
 
 def _start(
-    member: Member, bind: str | None, recoverable: bool, seconds: dict[str, int]
+    member: Member, bind: str | None, recoverable: bool, limits: dict[str, int]
 ) -> Coordinator:
     """Start the coordinator, which listens at one address only."""
     assert member.coordinator_address is not None
@@ -326,13 +321,7 @@ def _start(
         number = _resolved(host, member)
     at = f"[{number}]:{port}" if number.version == 6 else f"{number}:{port}"
     try:
-        return start_coordinator(
-            at,
-            member.num_processes,
-            recoverable=recoverable,
-            heartbeat_timeout_seconds=seconds["heartbeat_timeout_seconds"],
-            shutdown_timeout_seconds=seconds["shutdown_timeout_seconds"],
-        )
+        return start_coordinator(at, member.num_processes, recoverable=recoverable, **limits)
     except OSError as error:
         raise OSError(
             f"`initialize` on process 0 cannot listen at {at}, where the processes were to meet: "
@@ -368,7 +357,7 @@ def _explain_loopback(error: BaseException, listened: str, member: Member) -> No
 
 
 def _by_jax(
-    member: Member | None, seconds: dict[str, int], bind: str | None, recoverable: bool
+    member: Member | None, limits: dict[str, int], bind: str | None, recoverable: bool
 ) -> None:
     """Leave the rest to what JAX knows of clusters; where it knows none, this process is alone."""
     if member is None and _compat.has_backend():
@@ -378,7 +367,7 @@ def _by_jax(
     try:
         names = ("num_processes", "process_id", "local_device_ids") if member else ()
         known = {name: getattr(member, name) for name in names}
-        jax.distributed.initialize(coordinator_bind_address=bind, **seconds, **known)
+        jax.distributed.initialize(coordinator_bind_address=bind, **limits, **known)
         publish_host()
     except ValueError as error:
         if "coordinator_address" not in str(error):

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxcoll._cluster.coordinator import LONGEST_SECONDS
-from jaxcoll._cluster.specs.slurm import hosts_of
-from jaxcoll._cluster.specs.tf_config import TFConfig
+from jaxcoll._cluster.specs import TFConfig, hosts_of
 from jaxcoll._plan.checks import is_number
 
 COORDINATOR, PROCESSES, RANK = "JAXCOLL_COORDINATOR", "JAXCOLL_PROCESSES", "JAXCOLL_RANK"
@@ -169,40 +168,25 @@ def _slurm(environment: Mapping[str, str]) -> Member | None:
     return _process(environment, "Slurm", names, address, alone)
 
 
-# The variable by which a launcher is known, and those of the number of processes, of this one's
-# number, and of both on its host. None but Open MPI says where the processes could meet.
+# The variables of this process's number (by which a launcher is known), of how many there are, and
+# of both on its host. None but Open MPI says where the processes could meet.
+_USUAL = "{0}_RANK", "{0}_SIZE", "{0}_LOCAL_RANK", "{0}_LOCAL_SIZE"
 _OF_MPI = {
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-    ),
-    "MVAPICH": (
-        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
-    ),
-    "Cray PALS": ("PALS_RANKID", "PMI_SIZE", "PMI_RANK", "PMI_LOCAL_SIZE", "PMI_LOCAL_RANK"),
-    "Flux": (
-        "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_RANK",
-        "FLUX_TASK_LOCAL_SIZE", "FLUX_TASK_LOCAL_ID",
-    ),
-    "jsrun": (
-        "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK",
-        "JSM_NAMESPACE_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
-    ),
-    "MPICH or Intel MPI": (
-        "PMI_RANK", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID",
-    ),
-    "horovodrun": (
-        "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_LOCAL_RANK",
-    ),
-}  # fmt: skip
+    "Open MPI": [name.format("OMPI_COMM_WORLD") for name in _USUAL],
+    "MVAPICH": [name.format("MV2_COMM_WORLD") for name in _USUAL],
+    "Cray PALS": ("PALS_RANKID", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_TASK_LOCAL_SIZE"),
+    "jsrun": [name.format("JSM_NAMESPACE") for name in _USUAL],
+    "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "horovodrun": [name.format("HOROVOD") for name in _USUAL],
+}
 
 
 def _mpi(environment: Mapping[str, str]) -> Member | None:
-    for source, (mark, size, rank, local_size, local_rank) in _OF_MPI.items():
-        if mark not in environment:
+    for source, (rank, size, local_rank, local_size) in _OF_MPI.items():
+        if rank not in environment:
             continue
-        if source == "Cray PALS" and "PMI_SIZE" not in environment:
+        if source == "Cray PALS" and size not in environment:
             continue
         address = _open_mpi_address(environment) if source == "Open MPI" else None
         alone = environment.get(local_size) == "1" or (

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import jax
 
 from jaxcoll._cluster.launchers import Member, member_of_tasks
-from jaxcoll._cluster.specs.slurm import counts_of, host_of_each_task, hosts_of, turn_of
-from jaxcoll._cluster.specs.tf_config import TFConfig
+from jaxcoll._cluster.specs import TFConfig, counts_of, host_of_each_task, hosts_of, turn_of
 
 
 class ClusterResolver(abc.ABC):

@@ -50,9 +50,11 @@ def environment(device: jax.Device) -> tuple[str, ...]:
     """Everything that programs for `device` depend on beside their text, one line each."""
     here = object()
     settings = ((name, getattr(jax.config, name, here)) for name in SETTINGS)
+    version = " ".join(str(device.client.platform_version).split())
+    kind = _processor() if device.platform == "cpu" else f"{device.device_kind}, {version}"
     return (
         *(f"{name} {_flags(os.environ.get(name, ''))}" for name in VARIABLES),
-        f"processor {_processor() if device.platform == 'cpu' else _accelerator(device)}",
+        f"processor {kind}",
         *(f"setting {name}={value}" for name, value in settings if value is not here),
     )
 
@@ -85,11 +87,6 @@ def kind_of(cpuinfo: str) -> str:
     kind = [f"{name} {known[name]}" for name in _KIND if name in known]
     instructions = sorted(flag for flag in flags if _INSTRUCTIONS.fullmatch(flag))
     return ", ".join([*kind, " ".join(instructions)])
-
-
-def _accelerator(device: jax.Device) -> str:
-    version = " ".join(str(device.client.platform_version).split())
-    return f"{device.device_kind}, {version}"
 
 
 def known_options(wanted: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:

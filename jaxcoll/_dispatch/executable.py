@@ -112,13 +112,17 @@ def shared_program(
     """Compile a program that other processes run, too; they compare `settings` beside its text."""
     compiled = lowered.compile()
     moved = collectives(compiled.as_text() or "")
-    around = environment(_device_here(leaves))
+    here = filter(None, (x.sharding.addressable_devices for x in leaves))
+    around = environment(min(next(here, jax.local_devices()), key=lambda d: d.id))
     lines = fingerprint(f"`{name}`", around, settings, _devices(leaves), lowered, moved)
     return Program(compiled, _name(name, leaves), lines, mark(lines), moved)
 
 
-def _name(function: str, leaves: Sequence[Any]) -> str:
-    return f"`{function}` of {_shapes(leaves)}"
+def _name(function: str, leaves: Sequence[Any], shown: int = 3) -> str:
+    """The function and the first arrays, in short."""
+    words = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in leaves[:shown]]
+    more = f" and {len(leaves) - shown} more" * (len(leaves) > shown)
+    return f"`{function}` of {', '.join(words)}{more}"
 
 
 def _devices(leaves: Sequence[Any]) -> str:
@@ -126,15 +130,3 @@ def _devices(leaves: Sequence[Any]) -> str:
     meshes = (getattr(x.sharding, "mesh", None) for x in leaves)
     found = next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
     return "" if found is None else " ".join(str(d.id) for d in found.devices.flat)
-
-
-def _device_here(leaves: Sequence[Any]) -> jax.Device:
-    """A device of this process on which a program of these arguments runs."""
-    found = (x.sharding.addressable_devices for x in leaves)
-    return min(next(filter(None, found), jax.local_devices()), key=lambda d: d.id)
-
-
-def _shapes(leaves: Sequence[Any], shown: int = 3) -> str:
-    """The first arrays, in short."""
-    words = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in leaves[:shown]]
-    return ", ".join(words) + f" and {len(leaves) - shown} more" * (len(leaves) > shown)

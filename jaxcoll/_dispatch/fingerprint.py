@@ -43,7 +43,7 @@ def collectives(compiled: str) -> tuple[str, ...]:
       >>> collectives("%a.1 = f32[] all-reduce(%x), replica_groups=mesh['a'=2,'b'=2] {'b'}, x=1")
       ("all-reduce f32[] among mesh['a'=2,'b'=2] {'b'}",)
     """
-    return tuple(_lines(compiled))
+    return tuple(map(_line, _in_order(compiled)))
 
 
 def _in_order(compiled: str) -> Iterator[re.Match[str]]:
@@ -70,18 +70,17 @@ def _in_order(compiled: str) -> Iterator[re.Match[str]]:
         yield from run(name)
 
 
-def _lines(compiled: str) -> Iterator[str]:
-    for found in _in_order(compiled):
-        rest = found["rest"]
-        who, channel, asked = _WHO.search(rest), _CHANNEL.search(rest), _ASKED.search(rest)
-        packs = dict.fromkeys(filter(None, map(pack_of, names(op_name_of(rest)))))
-        yield (
-            f"{found['kind'].removesuffix('-start')} {_LAYOUT.sub('', found['type'])}"
-            + (f" among {who[1]}" if who else "")
-            + (f", channel {channel[1]}" if channel else "")
-            + (f", asked for as {asked[1]}" if asked else "")
-            + (f", carrying {' and '.join(packs)}" if packs else "")
-        )
+def _line(found: re.Match[str]) -> str:
+    rest = found["rest"]
+    who, channel, asked = _WHO.search(rest), _CHANNEL.search(rest), _ASKED.search(rest)
+    packs = dict.fromkeys(filter(None, map(pack_of, names(op_name_of(rest)))))
+    return (
+        f"{found['kind'].removesuffix('-start')} {_LAYOUT.sub('', found['type'])}"
+        + (f" among {who[1]}" if who else "")
+        + (f", channel {channel[1]}" if channel else "")
+        + (f", asked for as {asked[1]}" if asked else "")
+        + (f", carrying {' and '.join(packs)}" if packs else "")
+    )
 
 
 def fingerprint(

@@ -9,10 +9,11 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from typing import Self
 
 import jax
 
-from jaxcoll._cluster import gloo_sockets, reachable
+from jaxcoll._cluster import gloo_sockets
 from jaxcoll._cluster.initialize import own_address
 from jaxcoll._cluster.socket_folder import make_socket_folder
 from jaxcoll._compat.coordination import StoreUnreachableError
@@ -69,21 +70,19 @@ class Connections:
         with contextlib.ExitStack() as open_here:
             port = None
             if self._client is not None and listening:
-                port = open_here.enter_context(reachable.open_port(listening[-1][0]))
+                port = open_here.enter_context(gloo_sockets.open_port(listening[-1][0]))
             mine = {"gloo": listening, "port": port and port.getsockname()[:2]}
             texts = self._membership.gather("listening", json.dumps(mine))
             there = {name: json.loads(text) for name, text in texts.items()}
             self._made = gloo_sockets.GenerationSockets(
                 (h, p) for one in there.values() for h, p in one["gloo"]
             )
-            if self._client is not None:
-                ports = {name: tuple(one["port"]) for name, one in there.items() if one["port"]}
-                self._check_links(ports)
-
-    def _check_links(self, ports: dict[str, tuple[str, int]]) -> None:
-        others = {name: port for name, port in ports.items() if name != self._membership.name}
-        missing = reachable.unreachable(others, reachable.CONNECT_SECONDS)
-        texts = self._membership.gather("unreachable", json.dumps(missing))
+            if self._client is None:
+                return
+            del there[self._membership.name]
+            others = {name: tuple(one["port"]) for name, one in there.items() if one["port"]}
+            missing = gloo_sockets.unreachable(others, gloo_sockets.CONNECT_SECONDS)
+            texts = self._membership.gather("unreachable", json.dumps(missing))
         broken = {frozenset((name, other)) for name in texts for other in json.loads(texts[name])}
         if broken:  # at one end at least
             self._membership.broken = broken
@@ -104,13 +103,16 @@ class Connections:
         self._made.settle()
         self._until = time.monotonic()
 
-    def end(self, *, broken: bool) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
         """Have whatever waits for a connection fail, and make no more."""
-        # `broken`: whether connections may be broken, here or elsewhere.
         global _jax_broken
         if any_blocked():  # in a collective of this generation, which only this ends
             self._made.cut()
-        _jax_broken = _jax_broken or (broken and self._client is None)
+        # After an error connections may be broken, here or elsewhere.
+        _jax_broken = _jax_broken or (kind is not None and self._client is None)
         self._ended.set()
         if self._client is not None:
             self._client.close()

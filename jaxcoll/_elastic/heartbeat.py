@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from jaxcoll._cluster.liveness import ended, followed
 from jaxcoll._cluster.timing import SILENT_WORKER_SECONDS
@@ -20,8 +20,7 @@ ENDED = "ended"
 _UNFOLLOWED = ".unfollowed"
 
 
-@dataclasses.dataclass(frozen=True)
-class StepStatus:
+class StepStatus(NamedTuple):
     """The step that a worker is in. A statement about a step of a generation stays true."""
 
     generation: int  # its number
@@ -39,7 +38,7 @@ class StepStatus:
 
 def heartbeat(count: int, status: StepStatus) -> str:
     """The text that a worker writes."""
-    return json.dumps([count, *dataclasses.astuple(status)])
+    return json.dumps([count, status])
 
 
 def new_name(process: int) -> str:
@@ -134,7 +133,7 @@ class Heartbeats:
     def statuses(self, names: Iterable[str]) -> dict[str, StepStatus]:
         """The last status of those workers that live."""
         return {
-            name: StepStatus(*json.loads(self._seen[name][0])[1:])
+            name: StepStatus(*json.loads(self._seen[name][0])[1])
             for name in names
             if not self.is_silent(name)
         }

@@ -9,7 +9,6 @@ that is dropped learns it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
@@ -124,10 +123,7 @@ class Membership:
         Returns:
           The generation that this worker is in; None: the work ended without it.
         """
-        if (first := self._keys.try_get(self._key(0, "generation"))) is None:
-            found = self._agreed(step, (step,), term)
-        else:
-            found = Generation.from_json(first)
+        found = self._agreed(step, (step,), term)
         while self.name not in found.members and (found.members or not found.differ):
             if found.ended:
                 return None
@@ -204,7 +200,7 @@ class Membership:
         offer = {
             "finished": finished,
             "held": list(held),
-            "status": dataclasses.astuple(self.status),
+            "status": self.status,
             "term": term,
             "broken": [sorted(pair) for pair in self.broken],
             "reconnects": self.reconnects,

@@ -30,6 +30,7 @@ from jaxcoll._errors import ProgramMismatchError, ReplicaDivergenceError
 from jaxcoll._feedback.residual import is_residual
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
+from jaxcoll._mesh.shard_arrays import whole_shapes
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.shards import Shards, is_shards
 from jaxcoll._step.data_parallel import data_parallel
@@ -147,7 +148,8 @@ class ReplicatedState:
 
     def types(self, state: Any) -> Any:
         """What has the same structure, shapes and dtypes on all workers."""
-        return residuals.types_of(state)
+        whole = map(whole_shapes, residuals.residuals_in(state))
+        return residuals.with_residuals(state, whole)
 
     def alike(self, state: Any) -> Any:
         """What a newcomer is given."""
@@ -234,10 +236,10 @@ def _structure(tree: Any) -> str:
 
 
 def _difference(one: str, other: str, of_one: str, of_other: str) -> str:
-    mine = [line for line in one.splitlines() if line not in other.splitlines()]
-    theirs = [line for line in other.splitlines() if line not in one.splitlines()]
-    nothing = ["(nothing more)"]
-    return f"{of_one}: {(mine or nothing)[0]}; {of_other}: {(theirs or nothing)[0]}"
+    lines, others = one.splitlines(), other.splitlines()
+    mine = next((line for line in lines if line not in others), "(nothing more)")
+    theirs = next((line for line in others if line not in lines), "(nothing more)")
+    return f"{of_one}: {mine}; {of_other}: {theirs}"
 
 
 def _check_agreed(

@@ -14,7 +14,7 @@ from jaxcoll._elastic.checkpoint import on_host
 from jaxcoll._feedback.residual import is_residual
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import place
-from jaxcoll._mesh.shard_arrays import spec_of, whole_shapes
+from jaxcoll._mesh.shard_arrays import spec_of
 from jaxcoll._plan.packs.shard_layout import LANES, laid_over
 from jaxcoll._spmd.shards import Shards
 from jaxcoll._step.data_parallel import data_parallel
@@ -34,11 +34,6 @@ def with_residuals(state: Any, found: Iterable[Any]) -> Any:
 def without_residuals(state: Any) -> Any:
     """What all workers hold alike: the state with residuals that have no parts."""
     return with_residuals(state, (x.replace(()) for x in residuals_in(state)))
-
-
-def types_of(state: Any) -> Any:
-    """The state with the trees that its residuals belong to, whatever the number of replicas."""
-    return with_residuals(state, map(whole_shapes, residuals_in(state)))
 
 
 def own_rows(residual: Shards) -> Shards:

@@ -15,13 +15,6 @@ from jax.sharding import Mesh
 from jaxcoll._cluster.timing import HEARTBEAT_SECONDS, SILENT_WORKER_SECONDS
 from jaxcoll._elastic.connections import Connections, may_be_broken
 from jaxcoll._elastic.generation import Generation, RegroupError, WorldChange, listed, rank_of
-from jaxcoll._elastic.last_checkpoint import (
-    LAST_PATIENCE,
-    PATIENCE,
-    Writers,
-    writers_of,
-    written_by_one,
-)
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.step_programs import StepPrograms, mismatch, show
@@ -33,6 +26,9 @@ _LOG = logging.getLogger("jaxcoll")
 _JOIN_EVERY = 10  # steps between two looks for workers that want to be taken in
 MOST_ATTEMPTS = 20
 """A step that was late so often in a row, though all workers live and connect, always will be."""
+
+PATIENCE, LAST_PATIENCE = 1.0, 30.0
+"""Seconds that another process may be about to replace the file: during a run, and at its end."""
 
 
 @dataclasses.dataclass
@@ -51,6 +47,18 @@ class Job:
     report: Callable[[int, Any], None]
     changes: list[WorldChange] = dataclasses.field(default_factory=list)
     workers: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Writers:
+    """Who writes checkpoints in a generation: the same on all members, who wait for them."""
+
+    names: tuple[str, ...]  # members that have a file, in the order in which they try
+    every: int  # steps between two checkpoints, as the first of them has it; 0: there are none
+
+    def are_due(self, before: int, finished: int) -> bool:
+        """Whether all compare their states, and the first writes, after these steps."""
+        return bool(self.names) and finished // self.every > before // self.every
 
 
 class Attempts:
@@ -90,7 +98,6 @@ class Run:
         self._attempts = Attempts()
         self._began = 0.0
         self._changes: list[tuple[float, WorldChange]] = []  # without their durations yet
-        self._connections: Connections | None = None
         self._writers = Writers((), 0)
 
     def run(self) -> Any:
@@ -101,14 +108,13 @@ class Run:
         try:
             while not (self._generation.ended and self._state.finished >= self._steps):
                 try:
-                    self._train(self._settle())
-                    self._end()
-                    self._end_connections(broken=False)
+                    self._check_place()
+                    self._announce()
+                    with Connections(self._membership) as connections:
+                        self._train(self._settle(connections), connections)
+                        self._end()
                     break
-                except BaseException as error:
-                    self._end_connections(broken=True)
-                    if not isinstance(error, RegroupError):
-                        raise
+                except RegroupError:
                     self._began = time.monotonic()
                     generation = self._membership.regroup(
                         self._state.finished, self._state.held, self._state.residual_norm
@@ -121,11 +127,6 @@ class Run:
     @property
     def _generation(self) -> Generation:
         return self._membership.generation
-
-    def _end_connections(self, *, broken: bool) -> None:
-        if self._connections is not None:
-            self._connections.end(broken=broken)
-        self._connections = None
 
     def _end(self) -> None:
         """No worker leaves before all agree on the state and, with a file, one has written it."""
@@ -145,8 +146,10 @@ class Run:
             self._state.add_up(self._membership, self._together)
 
     def _written(self, step: int) -> tuple[str, OSError | None]:
-        file = self._job.file  # that of a writer: others wait for it, and write nothing
-        write = (lambda: self._state.save(file, step, LAST_PATIENCE)) if file else (lambda: None)
+        def write() -> None:
+            if self._job.file:  # which a writer has: others wait for it, and write nothing
+                self._state.save(self._job.file, step, LAST_PATIENCE)
+
         return written_by_one(self._membership, self._writers, write)
 
     def _date_changes(self) -> None:
@@ -155,18 +158,13 @@ class Run:
             self._job.changes.append(dataclasses.replace(change, seconds=seconds))
         self._changes.clear()
 
-    def _settle(self) -> StepPrograms:
+    def _settle(self, connections: Connections) -> StepPrograms:
         """Take this worker's place in the generation: connections, mesh and state."""
-        self._check_place()
-        self._job.workers = self._generation.ranks
-        if self._generation.number:
-            self._announce()
-        self._connections = Connections(self._membership)
-        self._connections.begin()
-        mesh = line_of(self._connections.of(self._job.workers), self._job.axis)
+        connections.begin()
+        mesh = line_of(connections.of(self._job.workers), self._job.axis)
         self._programs = self._job.programs(mesh, self._membership)
         self._state.settle(self._membership, mesh, self._together)
-        self._connections.forget_others()
+        connections.forget_others()
         return self._programs
 
     def _check_place(self) -> None:
@@ -209,6 +207,9 @@ class Run:
 
     def _announce(self) -> None:
         generation = self._generation
+        self._job.workers = generation.ranks
+        if not generation.number:
+            return
         lost = tuple(map(rank_of, generation.lost))
         joined = tuple(map(rank_of, generation.joined))
         _LOG.warning(
@@ -236,7 +237,7 @@ class Run:
             error.args = (f"{error} The state could not be saved: {failure}.",)
         raise error
 
-    def _train(self, programs: StepPrograms) -> None:
+    def _train(self, programs: StepPrograms, connections: Connections) -> None:
         generation = self._generation
         place_here, world = generation.members.index(self._membership.name), len(generation.members)
 
@@ -254,8 +255,7 @@ class Run:
             state, metrics = programs.finished(out)
             self._state.keep(then, state)
             before, step = step, then
-            if self._connections is not None:
-                self._connections.settle()
+            connections.settle()
             self._date_changes()
             self._job.report(step, metrics)
             self._save_if_due(before, step)
@@ -292,6 +292,34 @@ def _always_late(generation: Generation) -> DeadlineExceededError:
         f"each other. The last time, {generation.why}. A larger `timeout_seconds` waits longer.",
         ranks=(),
     )
+
+
+def writers_of(membership: Membership, every: int) -> Writers:
+    """Agree on who writes, by the steps between two checkpoints of each (0: it has no file)."""
+    every_of = {name: int(text) for name, text in membership.gather("every", str(every)).items()}
+    names = tuple(name for name in membership.generation.members if every_of[name])
+    return Writers(names, every_of[names[0]] if names else 0)
+
+
+def written_by_one(
+    membership: Membership, writers: Writers, write: Callable[[], object]
+) -> tuple[str, OSError | None]:
+    """The writer, which is the first that can, once it has written; and this worker's own error.
+
+    Law: on every member that returns, the state is written, or nobody could write it: the writer is
+    "". If it dies, the others find that like any loss, and call this in the next generation.
+    """
+    failure = None
+    for name in writers.names:
+        if name == membership.name:
+            try:
+                write()
+            except OSError as error:
+                failure = error
+        reason = "" if failure is None else repr(failure)
+        if not membership.gather(f"written/{name}", reason)[name]:
+            return name, failure
+    return "", failure
 
 
 _worker: Worker | None = None

@@ -77,21 +77,23 @@ class StepPrograms:
     ) -> list[Program]:
         """The programs of this kind, compared with those of all members where they are new."""
         programs = self._known.get(kind)
-        self.lines = _lines(programs or [])
-        status = functools.partial(
-            StepStatus, self._membership.generation.number, step, programs is None
-        )
+        self._begin(step, programs or [], programs is None)
         if programs is None:
-            self._membership.status = status()
             called = getattr(self._twin, "__name__", "step")
             settings = settings_of(self._twin.options)
             programs = [shared_program(each(), called, leaves, settings) for each in lower]
-            self._known[kind], self.lines = programs, _lines(programs)
-            self._membership.status = status(_mark(programs))
-            self._membership.gather(f"program/{step}", _mark(programs), same=True)
-        else:
-            self._membership.status = status(_mark(programs))
+            self._known[kind] = programs
+            mark = self._begin(step, programs, True)
+            self._membership.gather(f"program/{step}", mark, same=True)
         return programs
+
+    def _begin(self, step: int, programs: Sequence[Program], is_new: bool) -> str:
+        """Have the heartbeat say which programs this step takes, if they are known; their mark."""
+        self.lines = tuple(line for program in programs for line in program.lines)
+        mark = " ".join(program.mark for program in programs)
+        number = self._membership.generation.number
+        self._membership.status = StepStatus(number, step, is_new, mark)
+        return mark
 
     def heard(self, step: int, call: Callable[[], Any]) -> Callable[[], Any]:
         """The call, listening for corrupted sums if the step has a checksum."""
@@ -105,14 +107,6 @@ class StepPrograms:
         number = self._membership.generation.number
         self._membership.status = StepStatus(number, step, True, "end")
         self._membership.gather("finished", "", same=True)
-
-
-def _lines(programs: Sequence[Program]) -> tuple[str, ...]:
-    return tuple(line for program in programs for line in program.lines)
-
-
-def _mark(programs: Sequence[Program]) -> str:
-    return " ".join(program.mark for program in programs)
 
 
 def mismatch(membership: Membership, mine: tuple[str, ...]) -> ProgramMismatchError:
@@ -140,9 +134,8 @@ def show(membership: Membership, mine: tuple[str, ...]) -> None:
 def _sides(membership: Membership) -> dict[int, list[str]]:
     """The programs that were found to differ, by process."""
     generation, until = membership.generation, time.monotonic() + _SHOW_SECONDS
-    while True:
-        shown = membership.shared(generation.number, "lines")
-        if not set(generation.differ) - set(shown) or time.monotonic() > until:
-            break
+    shown = membership.shared(generation.number, "lines")
+    while set(generation.differ) - set(shown) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
+        shown = membership.shared(generation.number, "lines")
     return {rank_of(name): json.loads(shown.get(name, "[]")) for name in generation.differ}

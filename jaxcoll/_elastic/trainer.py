@@ -17,12 +17,11 @@ from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._compat.coordination import StoreUnreachableError, store
 from jaxcoll._dispatch.watchdog import Watchdog, watchdog
 from jaxcoll._elastic.generation import WorldChange
-from jaxcoll._elastic.last_checkpoint import LAST_PATIENCE
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.residuals import residuals_in
 from jaxcoll._elastic.rounds import RoundPrograms, RoundsState
-from jaxcoll._elastic.run import Job, Run
+from jaxcoll._elastic.run import LAST_PATIENCE, Job, Run
 from jaxcoll._elastic.step_programs import StepPrograms
 from jaxcoll._errors import DeadlineExceededError, PeerLostError
 from jaxcoll._mesh.placement import host_array

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._plan.packs.leaves import carried_dtype
+from jaxcoll._plan.packs.leaves import carried_dtype, flattened, where
 from jaxcoll._spmd.arithmetic import Recipe, after
 from jaxcoll._spmd.indexed_slices import IndexedSlices, unchecked
 
@@ -20,6 +20,13 @@ from jaxcoll._spmd.indexed_slices import IndexedSlices, unchecked
 def is_sparse(leaf: Any) -> TypeGuard[IndexedSlices]:
     """Whether `leaf` is an IndexedSlices, which a reduction takes as a whole."""
     return isinstance(leaf, IndexedSlices)
+
+
+def check_dense(tree: Any, words: str, error: type[Exception] = ValueError) -> None:
+    """Refuse a tree with an IndexedSlices, in these words, where "{leaf}" stands for the first."""
+    for path, leaf in flattened(tree, is_sparse)[0]:
+        if is_sparse(leaf):
+            raise error(words.format(leaf=where(path)))
 
 
 def alike(slices: IndexedSlices) -> IndexedSlices:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxcoll._cluster.launchers import Member, checked_seconds, host_and_port, member_of
-from jaxcoll._cluster.specs.slurm import counts_of, hosts_of
+from jaxcoll._cluster.specs import counts_of, hosts_of
 
 LAUNCH = {"JAXCOLL_COORDINATOR": "127.0.0.1:5", "JAXCOLL_PROCESSES": "4", "JAXCOLL_RANK": "3"}
 SLURM = {

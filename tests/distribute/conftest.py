@@ -54,6 +54,6 @@ def programs(monkeypatch):
 
         return spy
 
-    for module, name in ((all_reduce_ops, "all_reduce_program"), (gather, "gather_program")):
+    for module, name in ((all_reduce_ops, "all_reduce_program"), (gather, "replicating")):
         monkeypatch.setattr(module, name, spied(getattr(module, name)))
     return found

@@ -16,8 +16,8 @@ from jaxcoll._elastic import heartbeat
 from jaxcoll._elastic import membership as memberships
 from jaxcoll._elastic.generation import RegroupError, rank_of
 from jaxcoll._elastic.heartbeat import StepStatus
-from jaxcoll._elastic.last_checkpoint import writers_of, written_by_one
 from jaxcoll._elastic.membership import Membership
+from jaxcoll._elastic.run import writers_of, written_by_one
 from jaxcoll._elastic.step_programs import _sides, mismatch, show
 
 

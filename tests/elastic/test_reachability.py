@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from jaxcoll._cluster import reachable
+from jaxcoll._cluster import gloo_sockets
 from jaxcoll._elastic.generation import named_links, to_leave_out
 
 
@@ -41,14 +41,14 @@ def test_few_of_many_broken_links_are_named():
 def test_who_answers_or_refuses_is_reached_and_who_is_silent_is_not():
     before = len(os.listdir("/dev/fd"))
     with (
-        reachable.open_port("127.0.0.1") as there,
+        gloo_sockets.open_port("127.0.0.1") as there,
         socket.socket() as bound,
         socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
         socket.create_connection(silent.getsockname()),  # all that it has room for
     ):
         bound.bind(("127.0.0.1", 0))  # and does not listen
         addresses = {"there": there, "ended": bound, "silent": silent}
-        found = reachable.unreachable({n: s.getsockname() for n, s in addresses.items()}, 0.5)
+        found = gloo_sockets.unreachable({n: s.getsockname() for n, s in addresses.items()}, 0.5)
         assert found == ["silent"]
-        assert reachable.unreachable({"there": there.getsockname()}, 0.5) == []
+        assert gloo_sockets.unreachable({"there": there.getsockname()}, 0.5) == []
     assert len(os.listdir("/dev/fd")) == before

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxcoll._cluster.initialize import initialize
-from jaxcoll._cluster.launch.local import coordinated, device_variables, world_variables
+from jaxcoll._cluster.launch.local import device_variables, world
 from jaxcoll._cluster.launch.subprocesses import signal_name
 from jaxcoll._cluster.launch.supervisor import Job, Outcome, Owner
 from jaxcoll._cluster.launchers import check_system
@@ -90,10 +90,10 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="jaxcoll-") as folder:
         Path(folder, _CALL).write_bytes(call)
         shown = _Shown(processes)
-        with coordinated(processes) as coordinator:
+        with world(processes) as worlds:
             variables = [
                 {**own, **device_variables(platform, count, rank)}
-                for rank, own in enumerate(world_variables(coordinator.address, processes))
+                for rank, own in enumerate(worlds)
             ]
             outcome = Job([sys.executable, "-c", _CHILD, folder], variables, shown).run(timeout)
         found = [_read(Path(folder, str(rank))) for rank in range(processes)]

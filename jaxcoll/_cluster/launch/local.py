@@ -26,9 +26,9 @@ def join() -> bool:
 
 
 @contextlib.contextmanager
-def world(processes: int, log: Any = subprocess.DEVNULL) -> Iterator[list[dict[str, str]]]:
+def world(processes: int) -> Iterator[list[dict[str, str]]]:
     """A coordinator on this host; yields each rank's environment variables, with which it joins."""
-    with coordinated(processes, log) as coordinator:
+    with coordinated(processes) as coordinator:
         yield world_variables(coordinator.address, processes)
 
 

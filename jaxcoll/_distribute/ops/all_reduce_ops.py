@@ -34,9 +34,8 @@ HIERARCHICAL_COPY = "hierarchical_copy"
 class Route:
     """How the arrays of some sizes are reduced."""
 
-    # What carries them, and how they are packed where `packing` is None
-    options: CommunicationOptions = CommunicationOptions()
-    packing: PackingRule | None = None  # a rule that stands whatever the options say
+    options: CommunicationOptions  # what carries them, and how they are packed without a rule
+    packing: PackingRule | None  # a rule that stands whatever the options say
     limit: int = -1  # bytes of the largest array it is for; -1: any
 
 
@@ -92,7 +91,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 "agg_small_grads_max_group", " (0: no grouping)", agg_small_grads_max_group
             ),
         }
-        self._packing = _packing(*sizes.values())
+        self._packing: PackingRule | None = _packing(*sizes.values())
         self._arguments: dict[str, Any] = {"all_reduce_alg": all_reduce_alg, **sizes}
         self._otherwise = ReductionToOneDevice()
 
@@ -102,6 +101,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
 
     def _arranged(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
         """The mesh that an all-reduce over `devices` runs on, and the routes of its arrays."""
+        devices = self._group if set(devices) == set(self._group) else devices
         mesh, options = arrangement(devices, self._algorithm)
         return mesh, (Route(options, self._packing),)
 
@@ -222,13 +222,9 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
             )
         if group_size > len(found):
             self._group = _of_all_workers(self._group, int(group_size))
-        self._options = checked(options)
+        self._options, self._packing = checked(options), None
         self._arguments = {"devices": list(map(str, found)), "group_size": int(group_size)}
         self._arguments |= {"options": self._options} if options else {}
-
-    def _arranged(self, devices: tuple[jax.Device, ...]) -> tuple[Mesh, tuple[Route, ...]]:
-        mesh, _ = super()._arranged(self._group if set(devices) == set(self._group) else devices)
-        return mesh, (Route(),)
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ from jaxcoll._distribute.ops.hints import given
 from jaxcoll._distribute.strategy.replica_context import check_cross_replica
 from jaxcoll._distribute.values.assemble import own_devices
 from jaxcoll._distribute.values.device_names import destination_devices
-from jaxcoll._distribute.values.held import Held, of_all
+from jaxcoll._distribute.values.parts import Held, first_of_each_process, of_all
 from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
 from jaxcoll._distribute.values.replicate import copied, copy_near, delivered
 from jaxcoll._mesh.mesh import no_mesh, span_processes
@@ -168,16 +168,7 @@ class CrossDeviceOps(abc.ABC):
           >>> [z[0].tolist() for z in NcclAllReduce().batch_reduce("sum", [(x, x), (y, y)])]
           [4.0, 6]
         """
-        expected = "`batch_reduce` expects an iterable of tuples (value, destinations)"
-        if not isinstance(value_destination_pairs, Iterable):
-            raise ValueError(f"{expected}; got {value_destination_pairs!r}.")
-        pairs = list(value_destination_pairs)
-        for i, pair in enumerate(pairs):
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise ValueError(
-                    f"{expected}; item {i} is a {type(pair).__name__}"
-                    + (f" of {len(pair)}." if isinstance(pair, tuple) else ".")
-                )
+        pairs = checked_pairs(value_destination_pairs)
         named = [(f"[{i}]", pair) for i, pair in enumerate(pairs)]
         return self._reduced("batch_reduce", reduce_op, named, given(options, experimental_hints))
 
@@ -322,12 +313,27 @@ class CrossDeviceOps(abc.ABC):
             return of_all(type(self).__name__, value, self._group)
         _check_plain(caller, value)
         if span_processes(self._group):
-            return Held.of_each_process(value, self._group).assembled()
+            return Held.of_process([value], first_of_each_process(self._group)).assembled()
         if is_sparse(value):  # rows that no other replica shares
             return Mirrored([value], devices=own_devices([value]) or [device])
         if not isinstance(value, jax.Array):
             return Mirrored([value], devices=[device])
         return Mirrored.from_global(value)
+
+
+def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    """Values with their destinations, as `batch_reduce` takes them."""
+    expected = "`batch_reduce` expects an iterable of tuples (value, destinations)"
+    if not isinstance(pairs, Iterable):
+        raise ValueError(f"{expected}; got {pairs!r}.")
+    found = list(pairs)
+    for i, pair in enumerate(found):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(
+                f"{expected}; item {i} is a {type(pair).__name__}"
+                + (f" of {len(pair)}." if isinstance(pair, tuple) else ".")
+            )
+    return found
 
 
 def _check_between_programs(caller: str, tree: Any) -> None:

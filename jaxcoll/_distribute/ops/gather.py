@@ -13,18 +13,27 @@ import numpy as np
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
-from jaxcoll._distribute.values.held import Held, first_of_each_process, held
+from jaxcoll._distribute.values.parts import (
+    Held,
+    check_parts,
+    held,
+    parts_of,
+)
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
-from jaxcoll._distribute.values.ragged import check_parts, parts_of
 from jaxcoll._distribute.values.replica_axis import AXIS, replicating, without_row
 from jaxcoll._distribute.values.replicate import check_here, copied, copy_near, delivered, spread
 from jaxcoll._mesh.mesh import of_this_process, span_processes
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.options import UNSET, CommunicationOptions
-from jaxcoll._plan.packs.leaves import where
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._spmd import gather
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.sparse import is_sparse
+from jaxcoll._spmd.sparse import check_dense
+
+_SPARSE = (
+    "`gather` expects dense arrays; {leaf} is an IndexedSlices. `reduce` gathers the rows of all "
+    "replicas, which is their sum; `to_dense` makes it an array."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +53,15 @@ class Gather:
         """The joined value, with the errors of `CrossDeviceOps.gather`."""
         if isinstance(value, PerReplica | Mirrored):
             value = value.settled()
-            _check_leaves(value, self.axis)
+            check_dense(value.tree, _SPARSE, NotImplementedError)
+            for path, leaf in flattened(value.tree)[0]:
+                shape = leaf.shape[int(not value.replicated) :]
+                gather.dimension(self.axis, shape, f"`gather`: {where(path)}")
             found = held(self.name, value, self.group)
             return self._of_held(found) if isinstance(found, Held) else self._of_all(found)
-        parts, group = _plain_parts(value), self.group
-        if span_processes(group):
-            if not isinstance(value, list | tuple):
-                group = first_of_each_process(group)
-            parts = parts_of("gather", parts, len(of_this_process(group)))
-            return self._of_held(Held.of_process(parts, group))
+        parts = _plain_parts(value)
+        if span_processes(self.group):
+            return self._of_held(Held.of_plain("gather", value, self.group))
         who = "`gather`: the part of replica 0" if len(parts) > 1 else "`gather`: the value"
         check_parts("gather", parts, [gather.dimension(self.axis, parts[0].shape, who)])
         return self._copies(parts)
@@ -92,7 +101,7 @@ class Gather:
     def _all_gathered(self, value: PerReplica) -> Mirrored:
         """One compiled all-gather of a value, to its own devices."""
         carried = self.options.replace(timeout_seconds=UNSET)
-        program = gather_program(value.devices, int(self.axis), carried)
+        program = replicating("gathered", value.devices, _gathered, carried, int(self.axis))
         name, settings = f"`{self.name}.gather`", (self.axis, carried)
         return run(Call(program, (value,), value.devices, name, self.options, settings=settings))
 
@@ -134,28 +143,10 @@ def _cut(joined: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
     return jnp.concatenate(pieces, axis)
 
 
-def _check_leaves(value: PerReplica | Mirrored, axis: int) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(value.tree, is_leaf=is_sparse):
-        _check_dense(path, leaf)
-        shape = leaf.shape[int(not value.replicated) :]
-        gather.dimension(axis, shape, f"`gather`: {where(jax.tree_util.keystr(path))}")
-
-
-def _check_dense(path: Any, leaf: Any) -> None:
-    if is_sparse(leaf):
-        raise NotImplementedError(
-            f"`gather` expects dense arrays; {where(jax.tree_util.keystr(path))} is an "
-            "IndexedSlices. `reduce` gathers the rows of all replicas, which is their sum; "
-            "`to_dense` makes it an array."
-        )
-
-
 def _plain_parts(value: Any) -> list[Any]:
     """The arrays of a list, or the one array that is the value of one replica."""
-    _check_dense((), value)
+    check_dense(value, _SPARSE, NotImplementedError)
     if isinstance(value, list | tuple):
-        for i, part in enumerate(value):
-            _check_dense((jax.tree_util.SequenceKey(i),), part)
         return parts_of("gather", value)
     if is_array(value):
         return parts_of("gather", [value])
@@ -165,16 +156,8 @@ def _plain_parts(value: Any) -> list[Any]:
     )
 
 
-@functools.lru_cache(maxsize=256)
-def gather_program(
-    devices: tuple[jax.Device, ...], axis: int, options: CommunicationOptions
-) -> Callable[[PerReplica], Mirrored]:
-    """The all-gather of a value to its own devices, compiled once for each shape."""
-
-    def gathered(value: PerReplica, scope: Scope) -> Mirrored:
-        return Mirrored.of(gather.all_gather(value.tree, AXIS, axis=axis, scope=scope))
-
-    return replicating("gathered", devices, gathered, options)
+def _gathered(value: PerReplica, scope: Scope, axis: int) -> Mirrored:
+    return Mirrored.of(gather.all_gather(value.tree, AXIS, axis=axis, scope=scope))
 
 
 @functools.lru_cache(maxsize=256)

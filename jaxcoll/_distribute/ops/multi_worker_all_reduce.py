@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,20 +118,20 @@ def _workers_of(
         )
     if all(isinstance(worker, str) and worker for worker in workers):
         devices = _devices_in_order(workers, count, caller)
-        return tuple(devices[k : k + count] for k in range(0, len(devices), count))
-    if not all(isinstance(worker, list | tuple) for worker in workers):
+    elif all(isinstance(worker, list | tuple) for worker in workers):
+        devices = devices_named([device for worker in workers for device in worker], caller)
+    else:
         raise ValueError(
             f"`{caller}` expects `worker_devices` to hold names, or lists of devices, and one kind "
             f"of them only; got {workers!r}."
         )
-    found = iter(devices_named([device for worker in workers for device in worker], caller))
     for i, worker in enumerate(workers):
-        if len(worker) != count:
+        if not isinstance(worker, str) and len(worker) != count:
             raise ValueError(
                 f"`{caller}` expects every worker to have `num_gpus_per_worker` devices, which is "
                 f"{num_gpus_per_worker}; worker {i} has {len(worker)}."
             )
-    return tuple(tuple(itertools.islice(found, count)) for _ in workers)
+    return tuple(devices[k : k + count] for k in range(0, len(devices), count))
 
 
 def _devices_in_order(names: Sequence[str], count: int, caller: str) -> tuple[jax.Device, ...]:

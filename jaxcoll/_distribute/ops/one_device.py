@@ -18,10 +18,9 @@ from jaxcoll._distribute.values.replicate import copy_near
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import where
 from jaxcoll._plan.packs.packing import UNPACKED
 from jaxcoll._spmd import reduce
-from jaxcoll._spmd.sparse import is_sparse
+from jaxcoll._spmd.sparse import check_dense
 
 Accumulation = Callable[[list[jax.Array]], jax.Array]
 
@@ -138,13 +137,12 @@ def one_device_program(
             components = without_row(components)
         if accumulate is None:
             return [summed(components)]
-        for path, leaf in jax.tree_util.tree_leaves_with_path(components[0], is_leaf=is_sparse):
-            if is_sparse(leaf):
-                raise ValueError(
-                    f"`accumulation_fn` adds arrays, but {where(jax.tree_util.keystr(path))} is an "
-                    "IndexedSlices, which is reduced by gathering its rows: reduce it without an "
-                    "`accumulation_fn`, or make it dense with `to_dense` first."
-                )
+        check_dense(
+            components[0],
+            "`accumulation_fn` adds arrays, but {leaf} is an IndexedSlices, which is reduced by "
+            "gathering its rows: reduce it without an `accumulation_fn`, or make it dense with "
+            "`to_dense` first.",
+        )
         accumulated = functools.partial(_accumulated, reduce_op, accumulate)
         return [jax.tree.map(accumulated, *components)]
 

@@ -12,16 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps
-from jaxcoll._distribute.values.held import Held, held
-from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
-from jaxcoll._distribute.values.ragged import parts_of
+from jaxcoll._distribute.values.parts import Held, held
+from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
 from jaxcoll._distribute.values.replica_axis import rows_over
 from jaxcoll._mesh.mesh import of_this_process
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import check_reducible, where
+from jaxcoll._plan.packs.leaves import check_reducible, flattened, where
 from jaxcoll._spmd.gather import dimension
-from jaxcoll._spmd.sparse import is_sparse
+from jaxcoll._spmd.sparse import check_dense
+
+_SPARSE = (
+    "`reduce` along an axis expects dense arrays; {leaf} is an IndexedSlices. Reduce it with axis "
+    "None, or make it an array with `to_dense` first."
+)
 
 
 def reduce_along(
@@ -45,13 +49,11 @@ def reduce_along(
     here = of_this_process(devices)
     first = devices[here[0]]
     spans = len(here) < len(devices)
-    _check_dense(value)
+    check_dense(value.tree if isinstance(value, PerReplica | Mirrored) else value, _SPARSE)
     if isinstance(value, PerReplica | Mirrored):
         value = held("reduce", value, devices if spans else ())
-    elif not is_array(value):
-        value = Held.of_process(parts_of("reduce", value, len(here)), devices)
-    elif spans:
-        value = Held.of_each_process(parts_of("reduce", [value])[0], devices)
+    elif spans or not is_array(value):
+        value = Held.of_plain("reduce", value, devices)
     else:  # one that all replicas share, or zero
         shared = ops.broadcast(value, first)
         axes = dimensions_of(axis, shared.shape, "")
@@ -65,17 +67,6 @@ def reduce_along(
     # A mean of means would weigh small parts like large ones: one sum, and one division.
     total = ops.reduce(ReduceOp.SUM, sums, first, options)
     return total if reduce_op is ReduceOp.SUM else jax.tree.map(divided, total, counts, like)
-
-
-def _check_dense(value: Any) -> None:
-    tree = value.tree if isinstance(value, DistributedValues) else value
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
-        if is_sparse(leaf):
-            name = jax.tree_util.keystr(path)
-            raise ValueError(
-                f"`reduce` along an axis expects dense arrays; {where(name)} is an IndexedSlices. "
-                "Reduce it with axis None, or make it an array with `to_dense` first."
-            )
 
 
 def _sums_of_rows(
@@ -112,8 +103,7 @@ def _sums_of_parts(
 def _axes_of(tree: Any, axis: Any, shift: int) -> tuple[tuple[int, ...], ...]:
     """For each leaf the dimensions that `axis` names, not counting `shift` leading ones."""
     found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path)
+    for name, leaf in flattened(tree)[0]:
         check_reducible(name, leaf.dtype)
         found.append(dimensions_of(axis, leaf.shape[shift:], name))
     return tuple(found)

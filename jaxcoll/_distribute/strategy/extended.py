@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps
+from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps, checked_pairs
 from jaxcoll._distribute.ops.hints import given
 from jaxcoll._distribute.strategy.replica_context import check_cross_replica
 from jaxcoll._distribute.strategy.replica_program import is_distributed, run_on_replicas
@@ -84,13 +84,9 @@ class StrategyExtended:
         """
         self._check("batch_reduce_to", "call `jc.get_replica_context().all_reduce(...)`")
         op, asked = ReduceOp.of(reduce_op), given(options, experimental_hints)
-        pairs = value_destination_pairs
-        if isinstance(pairs, Iterable):
-            pairs = list(pairs)
-            for i, pair in enumerate(pairs):
-                if isinstance(pair, tuple) and pair:
-                    name = f"{self._name}.batch_reduce_to[{i}]"
-                    check_has_sum(name, op, pair[0], self._devices)
+        pairs = checked_pairs(value_destination_pairs)
+        for i, (value, _) in enumerate(pairs):
+            check_has_sum(f"{self._name}.batch_reduce_to[{i}]", op, value, self._devices)
         return self._ops.batch_reduce(op, pairs, self._options.merge(asked))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:

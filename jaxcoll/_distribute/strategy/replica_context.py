@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -135,11 +134,9 @@ def get_replica_context() -> ReplicaContext | None:
     return _current.value
 
 
-@contextlib.contextmanager
-def replicas_of(context: ReplicaContext | None) -> Iterator[None]:
+def replicas_of(context: ReplicaContext | None) -> contextlib.AbstractContextManager[Any]:
     """Trace what follows as a replica function of `context`."""
-    with _current(context):
-        yield
+    return _current(context)
 
 
 def check_own(caller: str, value: Any) -> None:

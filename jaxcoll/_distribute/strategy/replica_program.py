@@ -16,9 +16,8 @@ from jaxcoll import _compat
 from jaxcoll._dispatch.call import Call, InnerDeadlines
 from jaxcoll._dispatch.dispatch import run
 from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_own, replicas_of
-from jaxcoll._distribute.values.held import of_all
+from jaxcoll._distribute.values.parts import Uneven, of_all
 from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
-from jaxcoll._distribute.values.ragged import Uneven
 from jaxcoll._distribute.values.replica_axis import AXIS, copies_over
 from jaxcoll._distribute.values.replicate import copy_near
 from jaxcoll._jaxpr.repeated import VARIES
@@ -173,8 +172,18 @@ def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) ->
                 f"{name()} is being traced. Call `run` between programs, not inside one; what it "
                 "runs is compiled already."
             )
+        if isinstance(value, Uneven):
+            raise ValueError(
+                f"{name()} has parts of unequal shapes, and one compiled program has one shape for "
+                "all. Pad them to equal ones, or use `strategy.reduce` or `strategy.gather`."
+            )
         if not is_array(value):
-            raise ValueError(_no_argument(name(), value))
+            raise ValueError(
+                f"{name()} is {value!r} ({type(value).__name__}); expected a PerReplica, a "
+                "Mirrored, an array or a number, or a pytree of these. Bind anything else to the "
+                "function with `functools.partial`, once, so that it is not compiled anew on each "
+                "call."
+            )
         return _shared(value, devices)
 
     return jax.tree_util.tree_map_with_path(placed, tree, is_leaf=is_distributed)
@@ -199,19 +208,6 @@ def _over(
         f"{name()} is a PerReplica over {', '.join(map(str, value.devices))}; the replicas are "
         f"on {', '.join(map(str, devices))}, in this order. Make it with "
         "`strategy.experimental_distribute_values_from_function`, or pass `devices`."
-    )
-
-
-def _no_argument(name: str, value: Any) -> str:
-    if isinstance(value, Uneven):
-        return (
-            f"{name} has parts of unequal shapes, and one compiled program has one shape for all. "
-            "Pad them to equal ones, or use `strategy.reduce` or `strategy.gather`."
-        )
-    return (
-        f"{name} is {value!r} ({type(value).__name__}); expected a PerReplica, a Mirrored, an "
-        "array or a number, or a pytree of these. Bind anything else to the function with "
-        "`functools.partial`, once, so that it is not compiled anew on each call."
     )
 
 

@@ -18,7 +18,7 @@ from jaxcoll._distribute.strategy.dataset import DistributedDataset
 from jaxcoll._distribute.strategy.extended import StrategyExtended, check_has_sum
 from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_cross_replica
 from jaxcoll._distribute.strategy.replica_program import is_distributed, run_on_replicas
-from jaxcoll._distribute.values import ragged
+from jaxcoll._distribute.values.parts import Uneven, check_no_list, distributed, has_parts, parts_of
 from jaxcoll._distribute.values.per_replica import DistributedValues
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._mesh.placement import is_array
@@ -201,10 +201,10 @@ class Strategy:
         op, first = ReduceOp.of(reduce_op), self._devices[self._here[0]]
         caller = f"{type(self).__name__}.reduce"
         merged = self._options.merge(given(options, experimental_hints))
-        flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=ragged.has_parts)
+        flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=has_parts)
         for path, leaf in flat:
             if axis is None:
-                ragged.check_no_list(caller, jax.tree_util.keystr(path), leaf)
+                check_no_list(caller, jax.tree_util.keystr(path), leaf)
             check_has_sum(caller, op, leaf, self._devices)
         leaves = [leaf for _, leaf in flat]
         if axis is None:
@@ -255,10 +255,10 @@ class Strategy:
                     "one with parts."
                 )
             if isinstance(leaf, list | tuple):
-                leaf = ragged.parts_of(caller, leaf, len(self._here))
+                leaf = parts_of(caller, leaf, len(self._here))
             return self._ops.gather(leaf, first, axis, merged)
 
-        return jax.tree.map(gathered, value, is_leaf=ragged.has_parts)
+        return jax.tree.map(gathered, value, is_leaf=has_parts)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The value of each replica of this process, in their order.
@@ -280,13 +280,13 @@ class Strategy:
           [0, 1]
         """
         parts = jax.tree.leaves(value, is_leaf=is_distributed)
-        if not any(isinstance(part, DistributedValues | ragged.Uneven) for part in parts):
+        if not any(isinstance(part, DistributedValues | Uneven) for part in parts):
             return (value,)
 
         def of(k: int, part: Any) -> Any:
             if isinstance(part, DistributedValues):
                 return part[self._replicas_here(part)[k]]
-            return part[k] if isinstance(part, ragged.Uneven) else part
+            return part[k] if isinstance(part, Uneven) else part
 
         return tuple(
             jax.tree.map(functools.partial(of, k), value, is_leaf=is_distributed)
@@ -335,7 +335,7 @@ class Strategy:
             "experimental_distribute_values_from_function", "each replica makes its own value"
         )
         replicas = len(self._devices)
-        return ragged.distributed(
+        return distributed(
             {i: value_fn(ValueContext(i, replicas)) for i in self._here}, self._devices
         )
 

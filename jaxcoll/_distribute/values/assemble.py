@@ -121,10 +121,8 @@ def _check_alike(
     first, *others = parts
     expected = parts[first]
     for i in others:
-        for what, mine, theirs in (
-            ("shape", parts[i].shape, expected.shape),
-            ("dtype", parts[i].dtype, expected.dtype),
-        ):
+        for what in ("shape", "dtype"):
+            mine, theirs = getattr(parts[i], what), getattr(expected, what)
             if mine != theirs:
                 raise ValueError(
                     f"`{name}` expects one shape and one dtype for all replicas; {leaf} has "

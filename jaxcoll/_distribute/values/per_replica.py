@@ -135,10 +135,9 @@ class DistributedValues:
             if not leaves:
                 name = type(self).__name__
                 raise ValueError(f"`{name}` got a tree without leaves; it needs an array.")
-            self._devices = self._usual_devices_of(leaves[0])
-        if self._devices is None:
-            path, leaf = jax.tree_util.tree_leaves_with_path(self._tree)[0]
-            self._devices = self._devices_of(path, leaf)
+            self._devices = self._usual_devices_of(leaves[0]) or self._devices_of(
+                *jax.tree_util.tree_leaves_with_path(self._tree)[0]
+            )
         return self._devices
 
     @final
@@ -225,14 +224,7 @@ class DistributedValues:
 
     @final
     def settled(self) -> Self:
-        """The same value, each leaf checked, and typed by the one mesh of its devices.
-
-        Returns:
-          A view: nothing is copied.
-
-        Raises:
-          ValueError: there is no leaf, one is not a global array, or lies differently.
-        """
+        """A view of it, each leaf checked, and typed by the one mesh of its devices."""
         devices = self.devices
         sharding = self._over(devices)
         if is_in_place(self._tree, sharding):

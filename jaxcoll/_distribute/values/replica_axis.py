@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,21 +41,23 @@ def without_row(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
 
 
+@functools.lru_cache(maxsize=256)
 def replicating(
     name: str,
     devices: tuple[jax.Device, ...],
-    body: Callable[[Any, Scope], Any],
+    body: Callable[..., Any],
     options: CommunicationOptions = CommunicationOptions(),
+    *more: Hashable,
 ) -> Callable[[Any], Any]:
-    """A jitted program from one row on each device to the same result on all of them.
+    """A program from one row on each device to one result on all, compiled once for each shape.
 
-    `body` goes from the tree of one replica, and a scope, to an *invariant* tree.
+    `body` goes from the tree of one replica, a scope, and `more`, to an *invariant* tree.
     """
     mesh = line_of(devices, AXIS)
     scope = dataclasses.replace(mesh_scope(mesh), options=options)
 
     def program(rows: Any) -> Any:
-        return body(without_row(rows), scope)
+        return body(without_row(rows), scope, *more)
 
     program.__name__ = name
     return jax.jit(
@@ -85,13 +87,10 @@ def known_to_all(
     table = jax.make_array_from_single_device_arrays(shape, rows_over(devices), parts)
     options = CommunicationOptions(timeout_seconds=timeout_seconds)
     name, settings = f"`{what}`", settings or what
-    result = run(Call(_exchange(devices), (table,), devices, name, options, settings=settings))
+    program = replicating("exchange", devices, _every_row)
+    result = run(Call(program, (table,), devices, name, options, settings=settings))
     return np.asarray(result.addressable_data(0))
 
 
-@functools.lru_cache(maxsize=256)
-def _exchange(devices: tuple[jax.Device, ...]) -> Callable[[jax.Array], jax.Array]:
-    def every_row(row: jax.Array, scope: Scope) -> jax.Array:
-        return all_gather(row[None], AXIS, axis=0, scope=scope)
-
-    return replicating("exchange", devices, every_row)
+def _every_row(row: jax.Array, scope: Scope) -> jax.Array:
+    return all_gather(row[None], AXIS, axis=0, scope=scope)

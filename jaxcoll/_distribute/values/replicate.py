@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,7 +30,8 @@ def copied(tree: Any, devices: tuple[jax.Device, ...], timeout_seconds: float | 
         # Processes may hold different values, which is no error here: hence rows, not copies.
         rows = PerReplica.from_function(lambda _: tree, devices=devices)
         options = CommunicationOptions(timeout_seconds=timeout_seconds)
-        return run(Call(_from_the_first(devices), (rows,), devices, "`broadcast`", options))
+        program = replicating("broadcast", devices, _from_the_first)
+        return run(Call(program, (rows,), devices, "`broadcast`", options))
     return Mirrored.of(place(tree, copies_over(devices)))
 
 
@@ -72,14 +71,9 @@ def check_here(device: jax.Device) -> None:
         )
 
 
-@functools.lru_cache(maxsize=256)
-def _from_the_first(devices: tuple[jax.Device, ...]) -> Callable[[PerReplica], Mirrored]:
-    """The program that gives every device what the first one holds."""
-
-    def from_the_first(value: PerReplica, scope: Scope) -> Mirrored:
-        return Mirrored.of(broadcast(value.tree, AXIS, source=0, scope=scope))
-
-    return replicating("broadcast", devices, from_the_first)
+def _from_the_first(value: PerReplica, scope: Scope) -> Mirrored:
+    """What the first device holds, on all."""
+    return Mirrored.of(broadcast(value.tree, AXIS, source=0, scope=scope))
 
 
 def copy_near(value: Mirrored, devices: tuple[jax.Device, ...]) -> Any:
