@@ -11,7 +11,7 @@ import zlib
 from typing import Any
 
 from jaxcoll._plan import plan_json
-from jaxcoll._plan.algorithms import Stage, aligned, stages, steps, wire_bytes, wire_elements
+from jaxcoll._plan.algorithms import Stage, aligned, stages, steps, wire_bytes
 from jaxcoll._plan.cost.model import Cost, Prices, loads
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import ReduceOp
@@ -140,11 +140,10 @@ class Plan:
     @property
     def wire_bytes(self) -> int:
         """Bytes that leave the device that sends most, padding included."""
+        n = self.world.replicas
         if self.collective != "all_reduce":
             return sum(
-                wire_elements(self.stages(p), padded(p.size, self.world.replicas, self.lanes))
-                * p.dtype.itemsize
-                // 2
+                wire_bytes(self.stages(p), padded(p.size, n, self.lanes), p.dtype.itemsize) // 2
                 for p in self.packs
             )
         packed = sum(
@@ -192,7 +191,7 @@ class Plan:
         platform = platform or self.world.platform
         kind = self.collective.replace("_", "-")
         if self.in_backward and self.collective != "all_reduce":
-            return overlap.in_loops(platform) if self.overlap else {}
+            kind = "loop"
         chained = platform == "gpu" and kind == "all-reduce" and not self.in_backward
         return overlap.compiler_options(platform, kind) if self.overlap and not chained else {}
 

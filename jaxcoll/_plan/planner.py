@@ -61,13 +61,10 @@ def make_plan(
     prices = Prices(terms, world.sizes)
     apart = overlap.is_wanted(options, world, leaves, choice.algorithm, in_backward)
     given = tuple(leaves)
-    # Where gradients are reduced as they appear, the backward pass itself gives the order.
-    if apart and in_backward:
-        rule = overlap.rule_in_backward(options.bytes_per_pack)
-        choice = dataclasses.replace(choice, packing=rule)
-    elif apart and packing is None:
-        leaves = overlap.with_guess(leaves)
-        rule = overlap.rule_for(leaves, options.bytes_per_pack, prices)
+    if apart and packing is None:
+        # Where gradients are reduced as they appear, the backward pass itself gives the order.
+        leaves = leaves if in_backward else overlap.with_guess(leaves)
+        rule = overlap.rule_for(leaves, options.bytes_per_pack, prices, in_backward)
         choice = dataclasses.replace(choice, packing=rule)
     names = (choice.algorithm,) if choice.fixed else algorithms_for(world)
     rules = (choice.packing,) if choice.packing else rules_for(world, leaves)

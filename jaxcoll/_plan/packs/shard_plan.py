@@ -70,7 +70,7 @@ def plan_rows(
     if widened and world.platform == "cpu":
         reasons += ("dtypes: bfloat16, which the compiler for CPUs widens to float32 on the wire",)
     if apart:
-        reasons += (overlap.reason_in_loops(world.platform),)
+        reasons += (overlap.by_options(world.platform, "loop"),)
     times = (
         f"layers: one at a time, {when}: {counted(turns, 'time')}, and so "
         f"{counted(turns * plan.wire_bytes, 'wire byte')} a device in all"
