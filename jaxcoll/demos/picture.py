@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 import jaxcoll as jc
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, bare, page
@@ -49,7 +49,7 @@ def _losses(axes: Axes, outcome: Outcome) -> None:
     bare(axes)
     axes.grid(axis="y", which="major", color=LINE, linewidth=0.8, zorder=0)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlim(0, outcome.steps * 1.02)
