@@ -15,7 +15,8 @@ from jaxcoll._observe.overlap import exposed, predicted
 from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._observe.report_data import ReportData
 from jaxcoll._observe.report_text import packs_in_words, totals
-from jaxcoll._observe.timeline import Timeline, timeline
+from jaxcoll._observe.timeline import Timeline
+from jaxcoll._observe.timeline import timeline as play
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, bare, legend, page
 from jaxcoll._show.units import counted, milliseconds, percent, scaled, size
 
@@ -42,7 +43,7 @@ _LANES = (
 """What the looks of a collective mean, and the marks of a timeline."""
 
 
-def draw(report: ReportData, seconds: Callable[[Collective], float] | None = None) -> Figure:
+def plot(report: ReportData, seconds: Callable[[Collective], float] | None = None) -> Figure:
     """A figure of 1,920 × 1,080 pixels, of matplotlib's own kind: apart from pyplot's state.
 
     `seconds` predicts one collective; None: as `report.terms` do, or in wire bytes without them.
@@ -219,9 +220,9 @@ def _label(label: str) -> str:
     )
 
 
-def draw_timeline(reports: Mapping[str, ReportData]) -> Figure:
+def timeline(reports: Mapping[str, ReportData]) -> Figure:
     """A figure with a panel for each report, under its name, over one axis of time."""
-    played = {name: timeline(report) for name, report in reports.items()}
+    played = {name: play(report) for name, report in reports.items()}
     high = TOP + BOTTOM + PANEL * len(played)
     figure = page(f"One step on {next(iter(reports.values())).where}", high=high)
     legend(figure, 0.041, 1 - 0.85 / high, _LANES)

@@ -6,6 +6,7 @@ import html as _html
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import PurePath
 
 from jaxcoll._observe import compare
@@ -191,13 +192,10 @@ def _notes(report: ReportData) -> list[str]:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Runs of numbers as first-last."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1][1:] = [n]
-        else:
-            runs.append([n])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+    # In a run a number and its place grow alike.
+    found = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = ([n for _, n in run] for _, run in found)
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _short(source: str) -> str:

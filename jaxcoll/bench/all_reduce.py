@@ -14,8 +14,7 @@ from jaxcoll._mesh.machine_costs import machine
 from jaxcoll.bench.counters import busy_seconds, idle_rate
 from jaxcoll.bench.naming import BASELINE
 from jaxcoll.bench.rank_pool import Entry, Team
-from jaxcoll.bench.results import Result
-from jaxcoll.bench.timing import estimate, interleaved, ratio
+from jaxcoll.bench.timing import Result, estimate, interleaved, ratio
 from jaxcoll.bench.workloads import Workload
 
 COMPILES = 3

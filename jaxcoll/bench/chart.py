@@ -15,8 +15,8 @@ from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, NullFormat
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, WIDE, bare, page
 from jaxcoll._show.style import LEFT as MARGIN
 from jaxcoll.bench.naming import BASELINE, TWIN, duration, spelled
-from jaxcoll.bench.results import Result
 from jaxcoll.bench.simulation import RANKS, Simulation
+from jaxcoll.bench.timing import Result
 
 FASTER, SLOWER, OTHERS = COLOURS[0], COLOURS[1], "#8a94a6"
 LEFT, RIGHT = 2.6, 2.5

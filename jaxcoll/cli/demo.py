@@ -14,7 +14,7 @@ import jaxcoll as jc
 from jaxcoll._cluster.launch.local import join, world
 from jaxcoll._cluster.launch.supervisor import Job, Owner
 from jaxcoll._files import check_writable, write_result
-from jaxcoll.bench.devices import devices_of
+from jaxcoll.bench.targets import devices_of
 from jaxcoll.cli import flags
 from jaxcoll.cli.streams import complain
 

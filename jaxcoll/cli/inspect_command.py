@@ -20,7 +20,7 @@ from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.report_text import text as text_of
 from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._show.units import WIDTH, shortened
-from jaxcoll.bench.devices import SIMULATED
+from jaxcoll.bench.targets import SIMULATED
 from jaxcoll.cli.flags import add_devices, add_platform, check_least, check_results, write_lines
 from jaxcoll.cli.streams import patience, terminal_width
 
