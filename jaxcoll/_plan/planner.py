@@ -174,13 +174,7 @@ def stages_of_checksum(plan: Plan, pack: Pack, size: int, dtype: np.dtype) -> tu
     return alone.stages(alone.packs[0])
 
 
-def _why(
-    rule: PackingRule,
-    cost: Cost,
-    found: Sequence[Way],
-    terms: Terms,
-    world: World,
-) -> str:
+def _why(rule: PackingRule, cost: Cost, found: Sequence[Way], terms: Terms, world: World) -> str:
     """Why an automatic packing is the one it is."""
     if not world.over_gloo and rule in (FEW, PACKED):
         return f"packs: {in_words(rule)}, because no compiler combines exchanges of codes"

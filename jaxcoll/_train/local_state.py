@@ -17,17 +17,11 @@ from jaxcoll._mesh.placement import is_array
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When fragments are sent: each once in `every` steps, at distances as equal as can be.
+    """When fragments are sent: each once in `every` steps, at distances as equal as can be."""
 
-    Attributes:
-      every: steps of a round.
-      fragments: how many.
-      delay: steps between sending a fragment and applying what came of it.
-    """
-
-    every: int
-    fragments: int
-    delay: int
+    every: int  # steps of a round
+    fragments: int  # how many
+    delay: int  # steps between sending a fragment and applying what came of it
 
     def sent(self, step: int) -> tuple[int, ...]:
         """The fragments that are sent after this step, counted from 1; the last ends the round."""

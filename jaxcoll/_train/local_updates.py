@@ -17,7 +17,7 @@ from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
 from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
 from jaxcoll._mesh.replica_rows import ReplicaRows
-from jaxcoll._plan.checks import is_integer, is_number, shown
+from jaxcoll._plan.checks import is_integer, is_number, refuse
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
 from jaxcoll._train.local_programs import Average, step_program
@@ -104,22 +104,17 @@ def local_updates(
         raise ValueError(
             f"`{_CALLER}` expects a function, the step of one device; got {type(step).__name__}."
         )
-    for name, value, least in (
-        ("every", every, 1),
-        ("fragments", fragments, 1),
-        ("delay", delay, 0),
-    ):
+    counts = ("every", every, 1), ("fragments", fragments, 1), ("delay", delay, 0)
+    for name, value, least in counts:
         if not is_integer(value) or value < least:
-            raise ValueError(
-                f"`{name}` must be an integer of at least {least}; got {shown(value)}."
-            )
+            refuse(name, f"an integer of at least {least}", value)
     if delay >= every:
         raise ValueError(
             f"`delay` must be below `every`, so that a fragment arrives before it is sent again; "
             f"got {delay} and {every}."
         )
     if not is_number(mixing) or not 0 < mixing <= 1:
-        raise ValueError(f"`mixing` must be above 0 and at most 1; got {shown(mixing)}.")
+        refuse("mixing", "above 0 and at most 1", mixing)
     outer = Average() if outer is None else outer
     if not callable(getattr(outer, "init", None)) or not callable(getattr(outer, "update", None)):
         raise ValueError(

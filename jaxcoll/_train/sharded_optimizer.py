@@ -23,14 +23,7 @@ from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.norms import clipped
 from jaxcoll._spmd.reduce import reduced_once
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.shards import (
-    Shards,
-    all_parts,
-    is_shards,
-    own_part,
-    sharded_leaves,
-    shards_in,
-)
+from jaxcoll._spmd.shards import Shards, all_parts, is_shards, own_part, sharded_leaves, shards_in
 from jaxcoll._train.elementwise import check_elementwise, check_on_structure, check_with_more
 from jaxcoll._train.shard import unshard
 from jaxcoll._train.update_checks import (
@@ -175,7 +168,7 @@ class ShardedOptimizer:
         if isinstance(mesh, AbstractMesh):
             return state
         with no_mesh():
-            over = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(state))
+            over = jax.tree.map(functools.partial(NamedSharding, mesh), specs_of(state))
             return jax.jit(self._tx.init, out_shardings=over)(params)
 
     def _in_shards(self, params: Any, own: bool) -> Shards:
@@ -248,12 +241,7 @@ class ShardedOptimizer:
         return halves.all_gather(updates, self._axis_name, scope=scope), _varying(state)
 
     def _checked(
-        self,
-        grads: Any,
-        state: Any,
-        extra: dict[str, Any],
-        axes: dict[str, int],
-        scope: Scope,
+        self, grads: Any, state: Any, extra: dict[str, Any], axes: dict[str, int], scope: Scope
     ) -> Any:
         """The gradients in shards as `tx` gets them, once all that it gets is checked."""
         self._check_state(grads, state)
@@ -327,13 +315,11 @@ class ShardedOptimizer:
         """A state that is being traced, each part of it bound for its device."""
         if isinstance(self.mesh, AbstractMesh):
             return state
-        specs = jax.tree.leaves(specs_of(state), is_leaf=lambda x: isinstance(x, PartitionSpec))
-        nodes, treedef = jax.tree.flatten(state, is_leaf=is_shards)
-        over = [NamedSharding(self.mesh, spec) for spec in specs]
+        over = jax.tree.map(functools.partial(NamedSharding, self.mesh), specs_of(state))
         # Each is without effect, or refused, on axes of the other kind.
         explicit = AxisType.Explicit in self.mesh.axis_types
         bound = jax.device_put if explicit else jax.lax.with_sharding_constraint
-        return treedef.unflatten(map(bound, nodes, over))
+        return jax.tree.map(lambda sharding, node: bound(node, sharding), over, state)
 
     def _layout(self, params: Any) -> tuple[ShardLayout, list[Any]]:
         """The layout over this mesh, and the leaves."""

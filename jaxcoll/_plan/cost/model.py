@@ -259,11 +259,7 @@ def _nearest(curves: Sequence[Curve], met: Met) -> Curve | None:
         found, count = across, met.n
     else:
         found, count = (inside if met.p > 1 else []), met.p
-    return min(
-        found,
-        key=lambda c: (c.replicas < count, abs(c.replicas - count)),
-        default=None,
-    )
+    return min(found, key=lambda c: (c.replicas < count, abs(c.replicas - count)), default=None)
 
 
 def _latency(terms: Terms, met: Met) -> float:
