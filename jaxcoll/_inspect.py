@@ -186,14 +186,10 @@ def _complaints(
     kinds: set[str] | None,
 ) -> Iterable[str]:
     """What exceeds the limits on everything together, and those on each collective by itself."""
+    runs, sent = report.runs, report.wire_bytes
     for name, limit, found, text in (
-        ("max_count", max_count, report.runs, f"{counted(report.runs, 'collective')} in one run"),
-        (
-            "max_wire_bytes",
-            max_wire_bytes,
-            report.wire_bytes,
-            f"{report.wire_bytes:,} wire bytes a device",
-        ),
+        ("max_count", max_count, runs, f"{counted(runs, 'collective')} in one run"),
+        ("max_wire_bytes", max_wire_bytes, sent, f"{sent:,} wire bytes a device"),
     ):
         if limit is not None and found > limit:
             text = f"{name}={limit:,}, found {text}:"

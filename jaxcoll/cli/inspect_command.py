@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxcoll._files import check_writable, write_result
 from jaxcoll._mesh.mesh import abstract_mesh, checked_mesh, takes_mesh
-from jaxcoll._observe.compare import against
 from jaxcoll._observe.report import Report, report_of
+from jaxcoll._observe.report_text import against
 from jaxcoll._observe.report_text import text as text_of
 from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._show.units import WIDTH, shortened
