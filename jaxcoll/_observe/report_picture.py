@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -168,20 +167,17 @@ def _sizes(axes: Axes, report: ReportData, ks: Sequence[int], y: float, end: int
 
 def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], float] | None) -> None:
     """One bar: what matrix products hide, and what everything else waits for."""
-    known = report.terms
-    source = "as `seconds` predicts" if seconds else ""
-    if seconds is None and known is not None:
-        seconds, source = (
-            functools.partial(predicted, terms=known),
-            f"predicted from {known.source}",
-        )
-    turns = [c.turns for c in report.collectives]
-    each = [seconds(c) if seconds else c.wire_bytes for c in report.collectives]
-    total = sum(n * one for n, one in zip(turns, each, strict=True))
-    left = known and seconds and exposed(report.collectives, each, report.matmuls, known)
+    found, known = report.collectives, report.terms
+    source = f"predicted from {known.source}" if known else "counted in wire bytes"
+    if seconds:
+        source, each = "as `seconds` predicts", [seconds(c) for c in found]
+    else:
+        each = [predicted(c, known) if known else c.wire_bytes for c in found]
+    sent = [c.turns * one for c, one in zip(found, each, strict=True)]
+    total, left = sum(sent), known and exposed(found, each, report.matmuls, known)
     if left is None:  # it is not known how long a product takes
-        waits = [not (c.meanwhile and c.meanwhile.flops) for c in report.collectives]
-        left = [n * one * w for n, one, w in zip(turns, each, waits, strict=True)]
+        waits = [not (c.meanwhile and c.meanwhile.flops) for c in found]
+        left = [one * w for one, w in zip(sent, waits, strict=True)]
         rule = (
             "A collective counts as hidden if a matrix product is scheduled between its start and "
             "its end"
@@ -196,7 +192,7 @@ def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], floa
         axes.text(0, 0.5, "Nothing leaves a device.", size=12, color=FAINT, va="center")
         return
     share = beside / total
-    amount = f"{total * 1e3:,.2f} ms" if seconds else size(round(total))
+    amount = f"{total * 1e3:,.2f} ms" if seconds or known else size(round(total))
     axes.add_patch(Rectangle((0, 0.0), share, 0.62, color=COLOURS[0], linewidth=0))
     axes.add_patch(Rectangle((share, 0.0), 1 - share, 0.62, color=COLOURS[1], linewidth=0))
     axes.text(0, 0.8, f"behind matrix products  {share:.0%}", size=11, color=COLOURS[0],
@@ -205,7 +201,7 @@ def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], floa
               ha="right", va="bottom")  # fmt: skip
     axes.text(
         0, -0.28,
-        f"of {amount}, {source or 'counted in wire bytes'}.\n{rule}: "
+        f"of {amount}, {source}.\n{rule}: "
         "the compiler's plan, not a measurement.",
         size=9.5, color=FAINT, va="top", linespacing=1.5,
     )  # fmt: skip

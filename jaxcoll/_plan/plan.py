@@ -16,14 +16,7 @@ from jaxcoll._plan.cost.model import Cost, Prices, loads
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs import overlap
-from jaxcoll._plan.packs.automatic import (
-    RULES,
-    Alternative,
-    algorithms_for,
-    in_words,
-    priced,
-    temporary_bytes,
-)
+from jaxcoll._plan.packs.automatic import Alternative, alternatives, temporary_bytes
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack, Segment
 from jaxcoll._plan.packs.shard_layout import LANES, padded
@@ -103,10 +96,7 @@ class Plan:
         """
         if self.collective != "all_reduce":
             return ()
-        prices = Prices(self.terms, self.world.sizes)
-        found = priced(self.leaves, RULES, algorithms_for(self.world), prices)
-        ways = [Alternative(in_words(way.rule), len(way.packs), way.cost.seconds) for way in found]
-        return tuple(sorted(ways, key=lambda way: way.seconds))
+        return alternatives(self.leaves, self.world, self.terms)
 
     @property
     def temporary_bytes(self) -> int:

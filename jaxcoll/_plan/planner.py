@@ -14,17 +14,7 @@ from jaxcoll._plan.cost.model import Cost, Prices
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs import overlap
-from jaxcoll._plan.packs.automatic import (
-    FEW,
-    PACKED,
-    Way,
-    algorithms_for,
-    fastest,
-    in_words,
-    priced,
-    rules_for,
-)
+from jaxcoll._plan.packs import automatic, overlap
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import Pack, PackingRule, cut
 from jaxcoll._plan.plan import Plan
@@ -66,12 +56,12 @@ def make_plan(
         leaves = leaves if in_backward else overlap.with_guess(leaves)
         rule = overlap.rule_for(leaves, options.bytes_per_pack, prices, in_backward)
         choice = dataclasses.replace(choice, packing=rule)
-    names = (choice.algorithm,) if choice.fixed else algorithms_for(world)
-    rules = (choice.packing,) if choice.packing else rules_for(world, leaves)
+    names = (choice.algorithm,) if choice.fixed else automatic.algorithms_for(world)
+    rules = (choice.packing,) if choice.packing else automatic.rules_for(world, leaves)
     if options.compression == "auto":
         leaves = _coded_if_faster(leaves, rules, names, prices)
-    found = list(priced(leaves, rules, names, prices))
-    rule, packs, cost, _ = fastest(found, leaves)
+    found = list(automatic.priced(leaves, rules, names, prices))
+    rule, packs, cost, _ = automatic.fastest(found, leaves)
     # After pricing: the number of parts was asked for, and is not searched.
     packs = cut(packs, choice.parts)
     if options.reproducible:
@@ -81,7 +71,7 @@ def make_plan(
         _check_mapped(leaves, packs, _NO_CHECKSUM)
     reasons = list(choice.reasons)
     if not choice.packing:
-        reasons.insert(0, _why(rule, cost, found, terms, world))
+        reasons.insert(0, _why(rule, cost, found[0].cost, terms, world))
     exact = [pack for pack in packs if not pack.solid and not pack.format]
     if any("/" in pack.algorithm for pack in packs if pack.algorithm != choice.algorithm):
         reasons.append(
@@ -174,19 +164,19 @@ def stages_of_checksum(plan: Plan, pack: Pack, size: int, dtype: np.dtype) -> tu
     return alone.stages(alone.packs[0])
 
 
-def _why(rule: PackingRule, cost: Cost, found: Sequence[Way], terms: Terms, world: World) -> str:
-    """Why an automatic packing is the one it is."""
-    if not world.over_gloo and rule in (FEW, PACKED):
-        return f"packs: {in_words(rule)}, because no compiler combines exchanges of codes"
+def _why(rule: PackingRule, cost: Cost, alone: Cost, terms: Terms, world: World) -> str:
+    """Why an automatic packing is the one it is; `alone` is the cost of packing nothing."""
+    packing = automatic.in_words(rule)
+    if not world.over_gloo and rule in (automatic.FEW, automatic.PACKED):
+        return f"packs: {packing}, because no compiler combines exchanges of codes"
     if not world.over_gloo:
         return (
             "packs: none, because inside one process and on accelerators the compiler combines "
             "all-reduces itself and a copy would only cost time"
         )
-    alone = found[0].cost.seconds  # the first rule packs nothing
     return (
-        f"packs: {in_words(rule)}, predicted to take {cost.seconds * 1e3:.3g} ms, against "
-        f"{alone * 1e3:.3g} ms for every leaf alone ({terms.source})"
+        f"packs: {packing}, predicted to take {cost.seconds * 1e3:.3g} ms, against "
+        f"{alone.seconds * 1e3:.3g} ms for every leaf alone ({terms.source})"
     )
 
 
@@ -199,7 +189,7 @@ def _coded_if_faster(
     """
     exact = [x if x.wire != x.dtype else dataclasses.replace(x, format="") for x in leaves]
     coded, plain = (
-        fastest(list(priced(each, rules, names, prices)), each).cost.seconds
+        automatic.fastest(list(automatic.priced(each, rules, names, prices)), each).cost.seconds
         for each in (leaves, exact)
     )
     return leaves if coded < plain else exact

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from jaxcoll._plan.algorithms import Stage, coded_by, exchange, exchange_within, stages
 from jaxcoll._plan.cost.model import Cost, Prices, loads
+from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import (
     UNPACKED,
@@ -167,6 +168,13 @@ def priced(
             tried.add(packs)
             cost = prices.predict(loads(packs, leaves, _stages_of))
             yield Way(rule, packs, cost, cost.seconds + sum(map(more, packs)))
+
+
+def alternatives(leaves: Sequence[Leaf], world: World, terms: Terms) -> tuple[Alternative, ...]:
+    """What is expected of every rule for the same leaves, fastest first."""
+    found = priced(leaves, RULES, algorithms_for(world), Prices(terms, world.sizes))
+    ways = [Alternative(in_words(way.rule), len(way.packs), way.cost.seconds) for way in found]
+    return tuple(sorted(ways, key=lambda way: way.seconds))
 
 
 def algorithms_for(world: World) -> tuple[str, ...]:
