@@ -156,7 +156,7 @@ def _result(
     other_cores: float | None,
 ) -> Result:
     """All rounds of a contestant together."""
-    world = c.team.world
+    world, built = c.team.world, c.compile_seconds
     sent, disturbed = _sockets(c, idle)
     return Result(
         workload=workload.name,
@@ -183,10 +183,8 @@ def _result(
         socket_bytes_disturbed=disturbed,
         operands=c.description.get("operands"),
         temporary_bytes=c.description.get("temporary_bytes"),
-        compile_seconds=float(np.median(c.compile_seconds)) if c.compile_seconds else None,
-        compile_ratio=(
-            ratio(c.compile_seconds, base.compile_seconds) if c.compile_seconds else None
-        ),
+        compile_seconds=float(np.median(built)) if built else None,
+        compile_ratio=ratio(built, base.compile_seconds) if built else None,
         error=c.description["error"],
         other_cores=other_cores,
     )

@@ -12,7 +12,7 @@ from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs import overlap
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack, Segment
-from jaxcoll._plan.packs.shard_layout import LANES, ShardLayout
+from jaxcoll._plan.packs.shard_layout import LANES
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.wire_formats import named
 from jaxcoll._plan.world import World
@@ -24,19 +24,58 @@ Half = Literal["reduce_scatter", "all_gather"]
 def plan_half(
     half: Half,
     reduce_op: ReduceOp,
-    layout: ShardLayout,
+    packs: Sequence[Pack],
     leaves: Sequence[Leaf],
     options: CommunicationOptions,
     world: World,
     terms: Terms,
 ) -> Plan:
-    """What carries the packs of `layout`."""
-    plan = _plan(half, reduce_op, layout.packs, leaves, options, world, terms)
+    """What carries packs that every replica has as many rows of, and why."""
+    if options.shards:
+        raise ValueError(
+            f"`{half}` has one shard for each replica, and `shards={options.shards}` asks for "
+            "another number: leave `shards` unset."
+        )
+    if options.checksum:
+        raise ValueError(
+            f"`{half}` has no checksum, which is of a sum that every replica ends with: leave "
+            "`checksum` unset here, or use `all_reduce`."
+        )
+    if named(options.compression) is not None:
+        raise ValueError(
+            f"`{half}` travels exactly, and `compression` {str(options.compression)!r} is for "
+            "`all_reduce`: leave `compression` unset here."
+        )
+    choice = choose(options.replace(bytes_per_pack=UNSET), world)
+    algorithm, reason = _carried(choice.algorithm, choice.reasons[0], world)
     how = (
-        f"packs: {len(plan.packs)}, laid out in rows of {LANES}, as many on each of "
-        f"{counted(layout.replicas, 'replica')}"
+        f"packs: {len(packs)}, laid out in rows of {LANES}, as many on each of "
+        f"{counted(world.replicas, 'replica')}"
     )
-    return dataclasses.replace(plan, reasons=(how, *plan.reasons))
+    reasons = (how, reason, *choice.reasons[1:])
+    if options.overlap:
+        reasons += (overlap.by_options(world.platform, half.replace("_", "-")),)
+    return Plan(
+        reduce_op=reduce_op,
+        leaves=tuple(Leaf(x.path, x.shape, x.dtype, x.wire, world.sizes) for x in leaves),
+        packs=tuple(
+            dataclasses.replace(
+                pack,
+                dtype=leaves[pack.segments[0].leaf].wire,
+                over=world.sizes,
+                kind=(),
+                algorithm=algorithm,
+            )
+            for pack in packs
+        ),
+        owners=0,
+        world=world,
+        terms=terms,
+        reasons=reasons,
+        reproducible=options.reproducible,
+        overlap=bool(options.overlap),
+        collective=half,
+    )
 
 
 def plan_rows(
@@ -63,9 +102,9 @@ def plan_rows(
     ]
     apart = world.platform == "gpu" if options.overlap is None else options.overlap
     unasked = options.replace(overlap=UNSET)
-    plan = _plan(half, reduce_op, whole, leaves, unasked, world, terms)
+    plan = plan_half(half, reduce_op, whole, leaves, unasked, world, terms)
     plan = dataclasses.replace(plan, lanes=1, overlap=apart, in_backward=True)
-    reasons = plan.reasons
+    reasons = plan.reasons[1:]  # without how whole packs are laid out
     widened = [p for p in plan.packs if p.algorithm == "native" and p.dtype.name == "bfloat16"]
     if widened and world.platform == "cpu":
         reasons += ("dtypes: bfloat16, which the compiler for CPUs widens to float32 on the wire",)
@@ -76,59 +115,6 @@ def plan_rows(
         f"{counted(turns * plan.wire_bytes, 'wire byte')} a device in all"
     )
     return dataclasses.replace(plan, reasons=(times, *reasons))
-
-
-def _plan(
-    half: Half,
-    reduce_op: ReduceOp,
-    packs: Sequence[Pack],
-    leaves: Sequence[Leaf],
-    options: CommunicationOptions,
-    world: World,
-    terms: Terms,
-) -> Plan:
-    """What carries the packs, and why."""
-    if options.shards:
-        raise ValueError(
-            f"`{half}` has one shard for each replica, and `shards={options.shards}` asks for "
-            "another number: leave `shards` unset."
-        )
-    if options.checksum:
-        raise ValueError(
-            f"`{half}` has no checksum, which is of a sum that every replica ends with: leave "
-            "`checksum` unset here, or use `all_reduce`."
-        )
-    if named(options.compression) is not None:
-        raise ValueError(
-            f"`{half}` travels exactly, and `compression` {str(options.compression)!r} is for "
-            "`all_reduce`: leave `compression` unset here."
-        )
-    choice = choose(options.replace(bytes_per_pack=UNSET), world)
-    algorithm, reason = _carried(choice.algorithm, choice.reasons[0], world)
-    reasons = (reason, *choice.reasons[1:])
-    if options.overlap:
-        reasons += (overlap.by_options(world.platform, half.replace("_", "-")),)
-    return Plan(
-        reduce_op=reduce_op,
-        leaves=tuple(Leaf(x.path, x.shape, x.dtype, x.wire, world.sizes) for x in leaves),
-        packs=tuple(
-            dataclasses.replace(
-                pack,
-                dtype=leaves[pack.segments[0].leaf].wire,
-                over=world.sizes,
-                kind=(),
-                algorithm=algorithm,
-            )
-            for pack in packs
-        ),
-        owners=0,
-        world=world,
-        terms=terms,
-        reasons=reasons,
-        reproducible=options.reproducible,
-        overlap=bool(options.overlap),
-        collective=half,
-    )
 
 
 def _carried(algorithm: str, why: str, world: World) -> tuple[str, str]:
