@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -78,19 +79,17 @@ def run(args: argparse.Namespace) -> int:
         return launch.read_out(launch.run())
 
 
+@dataclasses.dataclass
 class _Launch(Owner):
     """What is to run, and to whom it speaks."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        command: list[str],
-        logs: list[FileIO],
-        signals: list[int],
-        until: float,
-    ) -> None:
-        self.args, self.command, self.logs = args, command, logs
-        self.signals, self.until = signals, until
+    args: argparse.Namespace
+    command: list[str]
+    logs: list[FileIO]
+    signals: Sequence[int]
+    until: float
+
+    def __post_init__(self) -> None:
         self._output = Output()
         self._restarts = 0
         self._coordinator: Coordinator | None = None

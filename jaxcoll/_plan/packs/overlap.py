@@ -73,7 +73,7 @@ def is_wanted(
     world: World,
     leaves: Sequence[Leaf],
     algorithm: str,
-    in_backward: bool = False,
+    in_backward: bool,
 ) -> bool:
     """Whether packs are to travel one by one: as asked, or where the order is known and it pays.
 
@@ -118,7 +118,7 @@ def reasons(
     packs: Sequence[Pack],
     rule: PackingRule,
     world: World,
-    in_backward: bool = False,
+    in_backward: bool,
 ) -> Iterator[str]:
     """What was decided, a sentence for each reason of a `Plan`."""
     if in_backward:
