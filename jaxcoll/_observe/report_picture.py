@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -211,9 +212,8 @@ def _label(label: str) -> str:
     """In two lines where one would be too long."""
     if "\n" in label or len(label) <= 12:
         return label
-    return (
-        label.replace("packs ", "packs\n", 1) if "pack" in label else label.replace("-", "-\n", 1)
-    )
+    end = "packs " if "pack" in label else "-"
+    return label.replace(end, f"{end.rstrip()}\n", 1)
 
 
 def timeline(reports: Mapping[str, ReportData]) -> Figure:
@@ -255,10 +255,7 @@ def _panel(axes: Axes, name: str, played: Timeline, end: float, *, is_last: bool
                         loc="right")  # fmt: skip
 
 
-def _blocks(
-    axes: Axes, spans: list[tuple[float, float]] | tuple[tuple[float, float], ...],
-    y: tuple[float, float], colour: str,
-) -> None:  # fmt: skip
+def _blocks(axes: Axes, spans: Sequence[Any], y: tuple[float, float], colour: str) -> None:
     wide = [(start * 1e3, (end - start) * 1e3) for start, end in spans]
     axes.broken_barh(wide, y, facecolor=colour, edgecolor="white", linewidth=0.35)
 

@@ -22,15 +22,6 @@ from jaxcoll._plan.wire_formats import PowerSGD, named
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 
-_NO_ORDER = """\
-`reproducible` cannot hold for {leaf}: it is sharded over another axis of the mesh, so that only \
-the compiler's own all-reduce can sum it, in an order of its own. Map that axis, too, in \
-`jax.shard_map`, or reduce this leaf in a call of its own without `reproducible`."""
-
-_NO_CHECKSUM = """\
-`checksum` cannot be made for {leaf}: it is sharded over another axis of the mesh. Map that axis, \
-too, in `jax.shard_map`, or reduce this leaf in a call of its own without `checksum`."""
-
 
 def make_plan(
     reduce_op: ReduceOp,
@@ -65,10 +56,11 @@ def make_plan(
     # After pricing: the number of parts was asked for, and is not searched.
     packs = cut(packs, choice.parts)
     if options.reproducible:
-        _check_mapped(leaves, packs, _NO_ORDER)
+        own = ", so that only the compiler's own all-reduce can sum it, in an order of its own"
+        _check_mapped(leaves, packs, "reproducible", "hold", own)
         _check_uncut(leaves, packs)
     if options.checksum:
-        _check_mapped(leaves, packs, _NO_CHECKSUM)
+        _check_mapped(leaves, packs, "checksum", "be made")
     reasons = list(choice.reasons)
     if not choice.packing:
         reasons.insert(0, _why(rule, cost, found[0].cost, terms, world))
@@ -232,8 +224,15 @@ def _check_uncut(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
             )
 
 
-def _check_mapped(leaves: Sequence[Leaf], packs: Sequence[Pack], refusal: str) -> None:
-    """Refuse leaves that are sharded over an axis which is not mapped, in words with a {leaf}."""
+def _check_mapped(
+    leaves: Sequence[Leaf], packs: Sequence[Pack], option: str, cannot: str, why: str = ""
+) -> None:
+    """Refuse leaves that are sharded over an axis which is not mapped."""
     for pack in packs:
         if pack.solid:
-            raise ValueError(refusal.format(leaf=where(leaves[pack.segments[0].leaf].path)))
+            leaf = where(leaves[pack.segments[0].leaf].path)
+            raise ValueError(
+                f"`{option}` cannot {cannot} for {leaf}: it is sharded over another axis of the "
+                f"mesh{why}. Map that axis, too, in `jax.shard_map`, or reduce this leaf in a call "
+                f"of its own without `{option}`."
+            )
