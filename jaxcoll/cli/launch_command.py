@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     check_system()
     until = time.monotonic() + (args.timeout or float("inf"))
     with _logs(args.logs, args.processes) as logs, _noted() as signals:
-        launch = _Launch(args, command, logs, signals, until)
+        launch = _Launch(args, command, logs, until, signals)
         return launch.read_out(launch.run())
 
 
@@ -86,8 +86,8 @@ class _Launch(Owner):
     args: argparse.Namespace
     command: list[str]
     logs: list[FileIO]
-    signals: Sequence[int]
     until: float
+    signals: Sequence[int]
 
     def __post_init__(self) -> None:
         self._output = Output()
