@@ -40,10 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", metavar="TARGET", help="FILE.hlo, or module:name")
     add("--against", metavar="OTHER", help="another TARGET, of which the figures stand beside")
-    add_devices(
-        parser,
-        "simulated CPU devices to compile for (default: {simulated}, unless the module says)",
-    )
+    words = "simulated CPU devices to compile for (default: {simulated}, unless the module says)"
+    add_devices(parser, words)
     add_platform(parser)
     add("--topology", metavar="NAME", help="a cluster that is not here, to compile module:name for")
     add("--json", metavar="FILE", help="write the report to FILE; - for here")

@@ -39,32 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jaxcoll launch [-n N] [flags] (script.py | -m module) [arguments ...]"
     add = parser.add_argument
     add("-n", "--processes", type=int, default=2, metavar="N", help="(default: 2)")
-    add(
-        "--devices-per-process",
-        type=int,
-        metavar="K",
-        help="simulated CPU devices, or GPUs, of each process (default: 1)",
-    )
-    add(
-        "--platform",
-        choices=["cpu", "gpu"],
-        default="cpu",
-        help="simulated CPU devices over Gloo (default), or this host's GPUs, K for each process",
-    )
+    words = "simulated CPU devices, or GPUs, of each process (default: 1)"
+    add("--devices-per-process", type=int, metavar="K", help=words)
+    words = "simulated CPU devices over Gloo (default), or this host's GPUs, K for each process"
+    add("--platform", choices=["cpu", "gpu"], default="cpu", help=words)
     add("--logs", type=Path, metavar="DIR", help="write what each prints to DIR/RANK.log as well")
     add("--timeout", type=float, metavar="S", help="end all after S seconds (default: never)")
-    add(
-        "--keep-going",
-        action="store_true",
-        help="let the others run on when a process fails, for programs that can go on without it",
-    )
-    add(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start what failed again, N times in all (default: 0)",
-    )
+    words = "let the others run on when a process fails, for programs that can go on without it"
+    add("--keep-going", action="store_true", help=words)
+    words = "start what failed again, N times in all (default: 0)"
+    add("--restarts", type=int, default=0, metavar="N", help=words)
     add("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module")
     add("program", nargs=argparse.REMAINDER, metavar="script.py ...", help="what to run")
 
