@@ -89,12 +89,9 @@ def _meetings(
     collectives: Sequence[Collective], matmuls: Sequence[Matmul]
 ) -> Iterator[tuple[Matmul, list[int]]]:
     """Each product, in order, with the collectives under way, those that end first in front."""
+    asynchronous = [k for k, c in enumerate(collectives) if c.is_async and c.group_size > 1]
     # The earliest start is last, where `pop` takes it.
-    starts = sorted(
-        (k for k, c in enumerate(collectives) if c.is_async and c.group_size > 1),
-        key=lambda k: collectives[k].at,
-        reverse=True,
-    )
+    starts = sorted(asynchronous, key=lambda k: collectives[k].at, reverse=True)
     open_now: list[tuple[int, int]] = []
     for m in sorted(matmuls, key=lambda m: m.at):
         while starts and collectives[starts[-1]].at < m.at:

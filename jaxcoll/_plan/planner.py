@@ -104,18 +104,9 @@ def make_plan(
             + "; sparse leaves have none" * any(leaf.gathers for leaf in leaves)
         )
     return Plan(
-        reduce_op,
-        tuple(leaves),
-        packs,
-        choice.owners,
-        world,
-        terms,
-        tuple(reasons),
-        options.reproducible,
-        apart,
-        in_backward,
-        checksum=options.checksum,
-    )
+        reduce_op, tuple(leaves), packs, choice.owners, world, terms, tuple(reasons),
+        options.reproducible, apart, in_backward, checksum=options.checksum,
+    )  # fmt: skip
 
 
 def in_factors(leaves: Sequence[Leaf], format: PowerSGD) -> tuple[list[Leaf], int]:
@@ -130,19 +121,11 @@ def in_factors(leaves: Sequence[Leaf], format: PowerSGD) -> tuple[list[Leaf], in
         if matrix is None:
             first.append(leaf)
             continue
-        left, right = (
-            dataclasses.replace(
-                leaf,
-                path=f"{leaf.path}.{side}",
-                shape=(size, format.rank),
-                dtype=f32,
-                wire=f32,
-                format="",
-            )
-            for side, size in zip(("left", "right"), matrix, strict=True)
-        )
-        first.append(left)
-        second.append(dataclasses.replace(right, kind="right"))
+        factor = dataclasses.replace(leaf, dtype=f32, wire=f32, format="")
+        left, right = ((size, format.rank) for size in matrix)
+        first.append(dataclasses.replace(factor, path=f"{leaf.path}.left", shape=left))
+        path = f"{leaf.path}.right"
+        second.append(dataclasses.replace(factor, path=path, shape=right, kind="right"))
     return [*first, *second], len(second)
 
 

@@ -39,14 +39,9 @@ class Key:
           >>> str(Key.of(World("cpu", (2, 4), processes=2)))
           'gloo, 8 replicas, 2 processes, 1 host'
         """
-        backend = {"gpu": "nccl", "cpu": "gloo" if world.over_gloo else "memory"}
-        return cls(
-            backend.get(world.platform, world.platform),
-            world.device_kind,
-            world.replicas,
-            world.processes,
-            world.hosts,
-        )
+        carriers = {"gpu": "nccl", "cpu": "gloo" if world.over_gloo else "memory"}
+        backend = carriers.get(world.platform, world.platform)
+        return cls(backend, world.device_kind, world.replicas, world.processes, world.hosts)
 
     @property
     def islands(self) -> int:

@@ -118,9 +118,9 @@ def in_words(rule: PackingRule) -> str:
     if rule.limit >= 1 << 50:
         return "one pack of each type"
     packs = f"packs of at most {_size(rule.limit)}"
-    return (
-        packs if rule.alone is None else f"leaves over {_size(rule.alone)} alone, others in {packs}"
-    )
+    if rule.alone is None:
+        return packs
+    return f"leaves over {_size(rule.alone)} alone, others in {packs}"
 
 
 def priced(

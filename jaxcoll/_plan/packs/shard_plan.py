@@ -55,18 +55,12 @@ def plan_half(
     reasons = (how, reason, *choice.reasons[1:])
     if options.overlap:
         reasons += (overlap.by_options(world.platform, half.replace("_", "-")),)
+    common = {"over": world.sizes, "kind": (), "algorithm": algorithm}
     return Plan(
         reduce_op=reduce_op,
         leaves=tuple(Leaf(x.path, x.shape, x.dtype, x.wire, world.sizes) for x in leaves),
         packs=tuple(
-            dataclasses.replace(
-                pack,
-                dtype=leaves[pack.segments[0].leaf].wire,
-                over=world.sizes,
-                kind=(),
-                algorithm=algorithm,
-            )
-            for pack in packs
+            dataclasses.replace(p, dtype=leaves[p.segments[0].leaf].wire, **common) for p in packs
         ),
         owners=0,
         world=world,
@@ -90,16 +84,9 @@ def plan_rows(
     when: str,
 ) -> Plan:
     """What carries one layer's leaves, each cut along its first dimension, `turns` times."""
-    whole = [
-        dataclasses.replace(
-            pack,
-            segments=tuple(
-                Segment(s.leaf, s.start * world.replicas, s.size * world.replicas)
-                for s in pack.segments
-            ),
-        )
-        for pack in packs
-    ]
+    n = world.replicas
+    spans = [tuple(Segment(s.leaf, s.start * n, s.size * n) for s in p.segments) for p in packs]
+    whole = [dataclasses.replace(p, segments=s) for p, s in zip(packs, spans, strict=True)]
     apart = world.platform == "gpu" if options.overlap is None else options.overlap
     unasked = options.replace(overlap=UNSET)
     plan = plan_half(half, reduce_op, whole, leaves, unasked, world, terms)
