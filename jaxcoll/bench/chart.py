@@ -155,14 +155,9 @@ def _name_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
     named = sorted(ends)
     wanted = [(math.log(y) - low) / (high - low) for y, _, _ in named]
     for at, (_, name, color) in zip(_spread(wanted, 0.052), named, strict=True):
-        axes.text(
-            *(1.015, at, f"{name}, psum" if name == BASELINE else name),
-            transform=axes.transAxes,
-            size=11,
-            weight="bold",
-            color=color,
-            va="center",
-        )
+        words = f"{name}, psum" if name == BASELINE else name
+        looks = {"size": 11, "weight": "bold", "color": color, "va": "center"}
+        axes.text(1.015, at, words, transform=axes.transAxes, **looks)
 
 
 def _spread(wanted: Sequence[float], gap: float) -> list[float]:

@@ -279,11 +279,7 @@ def _listed(text: str) -> list[str]:
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
     """A request to terminate ends the ranks as well, as Ctrl-C does."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -88,15 +88,9 @@ def _packs(axes: Axes, outcome: Outcome) -> None:
     if outcome.compiled.all_reduces == 1 < len(plan.packs):
         edge, top, bottom = 1.3, -0.31, len(plan.packs) - 0.69
         axes.plot([edge - 0.02, edge, edge, edge - 0.02], [top, top, bottom, bottom], color=ONE)
-        axes.text(
-            *(edge + 0.02, (top + bottom) / 2, "compiled into\none all-reduce"),
-            size=11,
-            color=ONE,
-            weight="bold",
-            rotation=270,
-            va="center",
-            multialignment="center",
-        )
+        looks = {"size": 11, "color": ONE, "weight": "bold", "va": "center"}
+        words, middle = "compiled into\none all-reduce", (top + bottom) / 2
+        axes.text(edge + 0.02, middle, words, rotation=270, multialignment="center", **looks)
 
 
 def _bar(axes: Axes, row: int, plan: jc.Plan, pack: Any, longest: int) -> float:
