@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,9 +71,7 @@ def n_devices_equal_one(
         run = step.on
     elif takes_mesh(step, kwargs):
         mesh = checked_mesh(mesh, mesh.axis_names if mesh else "data", "n_devices_equal_one")
-
-        def run(mesh: Mesh) -> Callable[..., Any]:
-            return given_mesh(step, mesh)
+        run = functools.partial(given_mesh, step)
     else:
         raise ValueError(
             "`n_devices_equal_one` expects a `jc.data_parallel` step, or a function with a "
@@ -85,8 +84,8 @@ def n_devices_equal_one(
             'Simulated ones are made by `jax.config.update("jax_num_cpu_devices", n)` at the '
             "start of a program."
         )
-    alone = Mesh(mesh.devices.reshape(-1)[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names,
-                 axis_types=mesh.axis_types)  # fmt: skip
+    first = mesh.devices[(slice(1),) * mesh.devices.ndim]
+    alone = Mesh(first, mesh.axis_names, axis_types=mesh.axis_types)
     # On the host nothing is donated.
     args, kwargs = jax.tree.map(_on_host, (args, kwargs))
     many = _whole(jax.tree.map(_on_host, run(mesh)(*args, **kwargs)))
