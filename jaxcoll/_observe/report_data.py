@@ -142,9 +142,8 @@ class ReportData:
     def leaves_of(self, k: int) -> tuple[str, ...]:
         """Paths of the leaves that `collectives[k]` carries, whole or in part, if plans say."""
         known = {pack.name: pack.leaves for pack in self.packs}
-        return tuple(
-            dict.fromkeys(leaf for name in self.packs_of(k) for leaf in known.get(name, ()))
-        )
+        found = (leaf for name in self.packs_of(k) for leaf in known.get(name, ()))
+        return tuple(dict.fromkeys(found))
 
     def sources_of(self, k: int) -> tuple[str, ...]:
         """The lines of Python that asked for `collectives[k]`, as file:line."""

@@ -15,7 +15,8 @@ from jaxcoll._show import codec
 
 FORMAT = "jaxcoll plan"
 VERSION = 1
-_SAME = ("reproducible", "overlap", "in_backward", "collective", "checksum", "lanes")
+SAME = ("collective", "reproducible", "overlap", "in_backward", "checksum", "lanes")
+"""Fields that are written as they are."""
 
 
 def described(pack: Pack, leaves: Sequence[Leaf]) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def fields(text: str) -> dict[str, Any]:
             "world": codec.read(World, found["world"]),
             "terms": terms_of(found["terms"]),
             "reasons": tuple(data["reasons"]),
-            **{name: data[name] for name in _SAME if name in data},
+            **{name: data[name] for name in SAME if name in data},
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

@@ -193,13 +193,10 @@ def _logs(folder: Path | None, processes: int) -> Iterator[list[FileIO]]:
     with contextlib.ExitStack() as stack:
         files: list[FileIO] = []
         if folder is not None:
-            names = [*map(str, range(processes)), "coordinator"]
+            paths = [folder / f"{name}.log" for name in (*range(processes), "coordinator")]
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                files = [
-                    stack.enter_context((folder / f"{name}.log").open("wb", buffering=0))
-                    for name in names
-                ]
+                files = [stack.enter_context(path.open("wb", buffering=0)) for path in paths]
             except OSError as error:
                 raise OSError(f"--logs {folder}: {error.strerror}.") from None
         yield files
