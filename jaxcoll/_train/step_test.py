@@ -118,7 +118,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _on_host(x: Any) -> Any:
-    if _is_key(x):
+    if isinstance(x, jax.Array) and _is_key(x):
         return jax.random.wrap_key_data(jax.numpy.asarray(np.asarray(jax.random.key_data(x))))
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
