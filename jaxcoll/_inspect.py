@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxcoll._errors import ReductionInLoopWarning
@@ -118,20 +118,20 @@ def assert_collectives(
       >>> assert_collectives(report, none_in_loops=True, dtypes=["f32"]).count
       1
     """
-    for name, limit in {
+    most = {
         "max_count": max_count, "max_wire_bytes": max_wire_bytes, "max_operands": max_operands,
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    for name, limit in most.items():
         if limit is not None and (type(limit) is not int or limit < 0):
             raise ValueError(f"`{name}` must be None or an integer of at least 0; got {limit!r}.")
-    allowed = _words("dtypes", dtypes), _words("kinds", kinds)
-    unknown = sorted((allowed[1] or set()) - set(KINDS))
+    allowed = {"dtypes": _words("dtypes", dtypes), "kinds": _words("kinds", kinds)}
+    unknown = sorted((allowed["kinds"] or set()) - set(KINDS))
     if unknown:
         raise ValueError(f"`kinds` may name {', '.join(KINDS)}; got {unknown[0]!r}.")
     report = fun if isinstance(fun, Report) else None
     if report is None:
         report = _report(fun, args, kwargs, topology, "assert_collectives")
-    limits = max_count, max_wire_bytes, max_operands, none_in_loops, *allowed
-    if complaints := list(_complaints(report, *limits)):
+    if complaints := list(_complaints(report, most, none_in_loops, allowed)):
         raise AssertionError("\n".join([f"{report.name} exceeds its limits.", *complaints]))
     return report
 
@@ -178,23 +178,17 @@ def _words(name: str, given: Iterable[str] | None) -> set[str] | None:
 
 def _complaints(
     report: Report,
-    max_count: int | None,
-    max_wire_bytes: int | None,
-    max_operands: int | None,
+    most: Mapping[str, int | None],
     none_in_loops: bool,
-    dtypes: set[str] | None,
-    kinds: set[str] | None,
+    allowed: Mapping[str, set[str] | None],
 ) -> Iterable[str]:
     """What exceeds the limits on everything together, and those on each collective by itself."""
-    for name, limit, found, text in (
-        ("max_count", max_count, report.runs, f"{counted(report.runs, 'collective')} in one run"),
-        (
-            "max_wire_bytes",
-            max_wire_bytes,
-            report.wire_bytes,
-            f"{report.wire_bytes:,} wire bytes a device",
-        ),
+    runs, sent = report.runs, report.wire_bytes
+    for name, found, text in (
+        ("max_count", runs, f"{counted(runs, 'collective')} in one run"),
+        ("max_wire_bytes", sent, f"{sent:,} wire bytes a device"),
     ):
+        limit = most[name]
         if limit is not None and found > limit:
             text = f"{name}={limit:,}, found {text}:"
             yield from _complaint(report, text, range(report.count))
@@ -202,22 +196,19 @@ def _complaints(
             yield f"{name}={limit:,}, found {text}, but that is not all:"
             yield from (f"  {note}" for note in report.uncounted)
     each = list(enumerate(report.collectives))
-    if max_operands is not None:
-        large = [k for k, c in each if len(c.operands) > max_operands]
-        most = max((len(c.operands) for _, c in each), default=0)
-        yield from _complaint(report, f"max_operands={max_operands}, found {most} in one:", large)
+    if (limit := most["max_operands"]) is not None:
+        large = [k for k, c in each if len(c.operands) > limit]
+        found = max((len(c.operands) for _, c in each), default=0)
+        yield from _complaint(report, f"max_operands={limit}, found {found} in one:", large)
     if none_in_loops:
         inside = [k for k, c in each if c.loops]
         text = f"none_in_loops=True, found {counted(len(inside), 'collective')} in loops:"
         yield from _complaint(report, text, inside)
-    if dtypes is not None:
-        other = sorted({d for _, c in each for d in c.dtypes} - dtypes)
-        text = f"dtypes={sorted(dtypes)}, found {', '.join(other)}:"
-        yield from _complaint(report, text, [k for k, c in each if not set(c.dtypes) <= dtypes])
-    if kinds is not None:
-        other = sorted({c.kind for _, c in each} - kinds)
-        text = f"kinds={sorted(kinds)}, found {', '.join(other)}:"
-        yield from _complaint(report, text, [k for k, c in each if c.kind not in kinds])
+    for name, words in allowed.items():
+        if words is not None:
+            others = [set(c.dtypes if name == "dtypes" else [c.kind]) - words for _, c in each]
+            text = f"{name}={sorted(words)}, found {', '.join(sorted(set().union(*others)))}:"
+            yield from _complaint(report, text, [k for k, other in enumerate(others) if other])
 
 
 def _complaint(report: Report, text: str, offending: Iterable[int]) -> Iterable[str]:

@@ -153,10 +153,10 @@ def _terms(costs: MachineCosts, world: World) -> Terms:
     ((path, text),) = found
     try:
         data = parsed(text)
-        measured_on = data.pop("measured_on", None)
         terms = terms_of(data)
     except ValueError as error:
         raise ValueError(f"the calibration {path}: {error}") from None
+    measured_on = data.get("measured_on")
     there = measured_on.get("machine") if isinstance(measured_on, dict) else None
     if there != machine():
         raise ValueError(

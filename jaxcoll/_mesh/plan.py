@@ -94,7 +94,7 @@ def plan(
         scope = Scope(lambda _: world, lambda _: terms, given)
         return plan_scatter(treedef, leaves, op, axes, world, scope)[0]
     layout = layout_of(treedef, leaves, world.replicas, given.bytes_per_pack)
-    return plan_half("all_gather", ReduceOp.SUM, layout, layout.leaves, given, world, terms)
+    return plan_half("all_gather", ReduceOp.SUM, layout.packs, layout.leaves, given, world, terms)
 
 
 def plan_in(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jaxcoll._observe.parse.calls import Matmul
 from jaxcoll._observe.parse.collective import Collective, Groups
-from jaxcoll._plan.cost.model import collective
+from jaxcoll._plan.cost.model import Met, collective
 from jaxcoll._plan.cost.terms import Terms
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
@@ -89,12 +89,9 @@ def _meetings(
     collectives: Sequence[Collective], matmuls: Sequence[Matmul]
 ) -> Iterator[tuple[Matmul, list[int]]]:
     """Each product, in order, with the collectives under way, those that end first in front."""
+    asynchronous = [k for k, c in enumerate(collectives) if c.is_async and c.group_size > 1]
     # The earliest start is last, where `pop` takes it.
-    starts = sorted(
-        (k for k, c in enumerate(collectives) if c.is_async and c.group_size > 1),
-        key=lambda k: collectives[k].at,
-        reverse=True,
-    )
+    starts = sorted(asynchronous, key=lambda k: collectives[k].at, reverse=True)
     open_now: list[tuple[int, int]] = []
     for m in sorted(matmuls, key=lambda m: m.at):
         while starts and collectives[starts[-1]].at < m.at:
@@ -108,13 +105,13 @@ def _meetings(
 def predicted(c: Collective, terms: Terms) -> float:
     """Seconds of `c` each time it is carried out, alone; 0.0 for a group of one."""
     met = _met(c.groups, terms.key.per_island)
-    if met[0] == 1:
+    if met.n == 1:
         return 0.0
     return collective(c.kind, c.nbytes, met, terms).seconds + terms.array * len(c.operands)
 
 
 @functools.lru_cache(64)
-def _met(groups: Groups, per_island: int) -> tuple[int, int, int]:
+def _met(groups: Groups, per_island: int) -> Met:
     """Devices of the largest group, most of them on one island, and islands of it."""
     # JAX numbers devices host by host, so a number divided by the size of an island is the island.
     n = near = islands = 1
@@ -122,4 +119,4 @@ def _met(groups: Groups, per_island: int) -> tuple[int, int, int]:
         met = Counter(device // per_island for device in set(group))
         n = max(n, met.total())
         near, islands = max(near, *met.values()), max(islands, len(met))
-    return n, near, islands
+    return Met(n, near, islands)

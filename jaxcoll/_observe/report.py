@@ -93,8 +93,7 @@ class Report(ReportData):
         Raises:
           ImportError: matplotlib is not installed.
         """
-        draw = _picture("draw", "plot")
-        return _saved(draw(self, seconds), path)
+        return _drawn("plot", path, self, seconds)
 
     def timeline(
         self,
@@ -121,8 +120,7 @@ class Report(ReportData):
           ValueError: `terms` are not known, or do not say how fast matrices are multiplied.
           ImportError: matplotlib is not installed.
         """
-        draw = _picture("draw_timeline", "timeline")
-        return _saved(draw({name or self.name: self, **(beside or {})}), path)
+        return _drawn("timeline", path, {name or self.name: self, **(beside or {})})
 
     def chrome_trace(self, path: str | Path) -> None:
         """Write the timeline as a Chrome trace, which https://ui.perfetto.dev opens.
@@ -147,18 +145,16 @@ class Report(ReportData):
         printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
 
 
-def _picture(function: str, method: str) -> Callable[..., Any]:
-    """The function that draws."""
+def _drawn(method: str, path: str | Path | None, *shown: Any) -> Any:
+    """The figure of a method, written to `path` if there is one."""
     try:
-        return getattr(importlib.import_module("jaxcoll._observe.report_picture"), function)
+        pictures = importlib.import_module("jaxcoll._observe.report_picture")
     except ImportError as error:
         raise ImportError(
             f"`Report.{method}` needs matplotlib, which is not installed: "
             "pip install 'jaxcoll[cli]'."
         ) from error
-
-
-def _saved(figure: Any, path: str | Path | None) -> Any:
+    figure = getattr(pictures, method)(*shown)
     if path is not None:
         with replacing(Path(path)) as partial:
             figure.savefig(partial, format=partial.suffix[1:] or "png")

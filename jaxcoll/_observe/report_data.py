@@ -142,18 +142,22 @@ class ReportData:
     def leaves_of(self, k: int) -> tuple[str, ...]:
         """Paths of the leaves that `collectives[k]` carries, whole or in part, if plans say."""
         known = {pack.name: pack.leaves for pack in self.packs}
-        return tuple(
-            dict.fromkeys(leaf for name in self.packs_of(k) for leaf in known.get(name, ()))
-        )
+        found = (leaf for name in self.packs_of(k) for leaf in known.get(name, ()))
+        return tuple(dict.fromkeys(found))
 
     def sources_of(self, k: int) -> tuple[str, ...]:
         """The lines of Python that asked for `collectives[k]`, as file:line."""
         asked = [(self.requested or ())[i].source for i in self.origins[k].requested]
         return tuple(dict.fromkeys(filter(None, [*asked, self.collectives[k].source])))
 
+    @functools.cached_property
+    def _each_time(self) -> list[float] | None:
+        terms = self.terms
+        return None if terms is None else [predicted(c, terms) for c in self.collectives]
+
     def seconds_of(self, k: int) -> float | None:
         """What the cost model expects `collectives[k]` to take each time; None without terms."""
-        return None if self.terms is None else predicted(self.collectives[k], self.terms)
+        return None if self._each_time is None else self._each_time[k]
 
     @functools.cached_property
     def overlap(self) -> Overlap:
@@ -173,9 +177,9 @@ class ReportData:
     @functools.cached_property
     def seconds(self) -> float | None:
         """What the cost model expects one run to communicate; None without terms."""
-        each = [self.seconds_of(k) for k in range(self.count)]
-        turns = (c.turns for c in self.collectives)
-        return None if None in each else sum(n * s for n, s in zip(turns, each, strict=True) if s)
+        if (each := self._each_time) is None:
+            return None
+        return sum(c.turns * s for c, s in zip(self.collectives, each, strict=True))
 
     @property
     def exposed_seconds(self) -> float | None:
@@ -189,10 +193,9 @@ class ReportData:
 
     @functools.cached_property
     def _exposed(self) -> list[float] | None:
-        if self.terms is None:
+        if self.terms is None or (each := self._each_time) is None:
             return None
-        seconds = [predicted(c, self.terms) for c in self.collectives]
-        return exposed(self.collectives, seconds, self.matmuls, self.terms)
+        return exposed(self.collectives, each, self.matmuls, self.terms)
 
 
 def _dtype_change(asked: Sequence[Collective], c: Collective) -> Iterator[str]:

@@ -13,7 +13,7 @@ from jaxcoll._observe.report_data import PackedLeaves, ReportData
 from jaxcoll._plan.cost.terms import terms_of
 from jaxcoll._show import codec
 
-_SAME = ("name", "where", "devices", "matmuls", "loops", "instructions", "uncounted", "notes")
+_SAME = ("name", "where", "devices", "instructions", "uncounted", "notes")
 
 
 def to_dict(report: ReportData) -> dict[str, Any]:
@@ -37,9 +37,7 @@ def to_dict(report: ReportData) -> dict[str, Any]:
         for k, (c, origin) in enumerate(zip(report.collectives, report.origins, strict=True))
     ]
     return {
-        "name": report.name,
-        "where": report.where,
-        "devices": report.devices,
+        **{name: codec.plain(getattr(report, name)) for name in _SAME},
         "count": report.count,
         "runs": report.runs,
         "wire_bytes_per_device": report.wire_bytes,
@@ -64,9 +62,6 @@ def to_dict(report: ReportData) -> dict[str, Any]:
         ],
         "matmuls": [list(codec.plain(m).values()) for m in report.matmuls],
         "loops": [list(codec.plain(x).values()) for x in report.loops],
-        "instructions": report.instructions,
-        "uncounted": list(report.uncounted),
-        "notes": list(report.notes),
         "terms": None if report.terms is None else report.terms.to_dict(),
         "memory_bytes_per_device": report.memory_bytes,
     }
@@ -78,7 +73,7 @@ def fields(data: Mapping[str, Any]) -> dict[str, Any]:
     asked, made = data["requested"], data["compiled"]
     kinds = typing.get_type_hints(ReportData)
     return {
-        **{name: codec.read(kinds[name], data[name]) for name in _SAME},
+        **{name: codec.read(kinds[name], data[name]) for name in (*_SAME, "matmuls", "loops")},
         "requested": None if asked is None else tuple(_read(r, groups) for r in asked),
         "collectives": tuple(_read(c, groups) for c in made),
         "origins": codec.read(

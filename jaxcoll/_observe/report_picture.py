@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from jaxcoll._observe.overlap import exposed, predicted
 from jaxcoll._observe.parse.collective import Collective
 from jaxcoll._observe.report_data import ReportData
 from jaxcoll._observe.report_text import packs_in_words, totals
-from jaxcoll._observe.timeline import Timeline, timeline
-from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, bare, page
+from jaxcoll._observe.timeline import Timeline
+from jaxcoll._observe.timeline import timeline as play
+from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, bare, legend, page
 from jaxcoll._show.units import counted, milliseconds, percent, scaled, size
 
 PRODUCTS, BUSY = "#b9c1cc", "#3d4a5c"
@@ -25,11 +26,24 @@ MOST_LANES = 14
 WAITS = "#e2725b"
 CARRIES = (COLOURS[0], "#6fb3c4")
 PANEL = 2.45
-TOP, BOTTOM = 0.95, 0.75
+TOP, BOTTOM = 1.0, 0.75
 """Inches: of each panel, and of what is above and below all."""
+_LOOKS = (
+    ("■", INK, "beside a matrix product", 0.152),
+    ("■", "#a5a8ae", "asynchronous, beside none", 0.172),
+    ("□", INK, "everything waits for it", 0.15),
+)
+_LANES = (
+    ("■", BUSY, "matrix products", 0.125),
+    ("■", CARRIES[0], "a collective has the links", 0.18),
+    ("■", WAITS, "everything waits for one", 0.17),
+    ("|", CARRIES[0], "started", 0.07),
+    ("|", FAINT, "its end", 0.07),
+)
+"""What the looks of a collective mean, and the marks of a timeline."""
 
 
-def draw(report: ReportData, seconds: Callable[[Collective], float] | None = None) -> Figure:
+def plot(report: ReportData, seconds: Callable[[Collective], float] | None = None) -> Figure:
     """A figure of 1,920 × 1,080 pixels, of matplotlib's own kind: apart from pyplot's state.
 
     `seconds` predicts one collective; None: as `report.terms` do, or in wire bytes without them.
@@ -37,7 +51,7 @@ def draw(report: ReportData, seconds: Callable[[Collective], float] | None = Non
     title = f"{report.name} on {report.where or counted(report.devices, 'device')}"
     figure = page(title, _subtitle(report))
     lanes = _lanes(report)
-    _legend(figure)
+    legend(figure, LEFT, 0.811, _LOOKS)
     axes = figure.add_axes((LEFT, 0.29, RIGHT - LEFT, 0.49))
     _schedule(axes, report, lanes)
     _hidden(figure.add_axes((LEFT, 0.085, RIGHT - LEFT, 0.075)), report, seconds)
@@ -100,7 +114,7 @@ def _schedule(axes: Axes, report: ReportData, lanes: Sequence[Lane]) -> None:
     bare(axes, labelsize=10)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("instruction of the compiled schedule", color=FAINT, size=10, loc="right")
 
 
@@ -120,24 +134,6 @@ def _products(axes: Axes, report: ReportData) -> None:
             label, (0, 0), (0, -23), xycoords="axes fraction", textcoords="offset points",
             color=FAINT, size=10, va="center",
         )  # fmt: skip
-
-
-def _legend(figure: Figure) -> None:
-    """What the three looks of a collective mean."""
-    x, y = LEFT, 0.805
-    for words, face, edge, width in (
-        ("beside a matrix product", INK, INK, 0.152),
-        ("asynchronous, beside none", "#a5a8ae", "#a5a8ae", 0.172),
-        ("everything waits for it", "white", INK, 0),
-    ):
-        figure.patches.append(
-            Rectangle(
-                (x, y), 0.008, 0.014, facecolor=face, edgecolor=edge, linewidth=1.2,
-                transform=figure.transFigure,
-            )
-        )  # fmt: skip
-        figure.text(x + 0.013, y + 0.006, words, size=9.5, color=FAINT, va="center")
-        x += width
 
 
 def _span(axes: Axes, c: Collective, y: float, colour: str, end: int) -> None:
@@ -172,20 +168,17 @@ def _sizes(axes: Axes, report: ReportData, ks: Sequence[int], y: float, end: int
 
 def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], float] | None) -> None:
     """One bar: what matrix products hide, and what everything else waits for."""
-    known = report.terms
-    source = "as `seconds` predicts" if seconds else ""
-    if seconds is None and known is not None:
-        seconds, source = (
-            functools.partial(predicted, terms=known),
-            f"predicted from {known.source}",
-        )
-    turns = [c.turns for c in report.collectives]
-    each = [seconds(c) if seconds else c.wire_bytes for c in report.collectives]
-    total = sum(n * one for n, one in zip(turns, each, strict=True))
-    left = known and seconds and exposed(report.collectives, each, report.matmuls, known)
+    found, known = report.collectives, report.terms
+    source = f"predicted from {known.source}" if known else "counted in wire bytes"
+    if seconds:
+        source, each = "as `seconds` predicts", [seconds(c) for c in found]
+    else:
+        each = [predicted(c, known) if known else c.wire_bytes for c in found]
+    sent = [c.turns * one for c, one in zip(found, each, strict=True)]
+    total, left = sum(sent), known and exposed(found, each, report.matmuls, known)
     if left is None:  # it is not known how long a product takes
-        waits = [not (c.meanwhile and c.meanwhile.flops) for c in report.collectives]
-        left = [n * one * w for n, one, w in zip(turns, each, waits, strict=True)]
+        waits = [not (c.meanwhile and c.meanwhile.flops) for c in found]
+        left = [one * w for one, w in zip(sent, waits, strict=True)]
         rule = (
             "A collective counts as hidden if a matrix product is scheduled between its start and "
             "its end"
@@ -200,7 +193,7 @@ def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], floa
         axes.text(0, 0.5, "Nothing leaves a device.", size=12, color=FAINT, va="center")
         return
     share = beside / total
-    amount = f"{total * 1e3:,.2f} ms" if seconds else size(round(total))
+    amount = f"{total * 1e3:,.2f} ms" if seconds or known else size(round(total))
     axes.add_patch(Rectangle((0, 0.0), share, 0.62, color=COLOURS[0], linewidth=0))
     axes.add_patch(Rectangle((share, 0.0), 1 - share, 0.62, color=COLOURS[1], linewidth=0))
     axes.text(0, 0.8, f"behind matrix products  {share:.0%}", size=11, color=COLOURS[0],
@@ -209,7 +202,7 @@ def _hidden(axes: Axes, report: ReportData, seconds: Callable[[Collective], floa
               ha="right", va="bottom")  # fmt: skip
     axes.text(
         0, -0.28,
-        f"of {amount}, {source or 'counted in wire bytes'}.\n{rule}: "
+        f"of {amount}, {source}.\n{rule}: "
         "the compiler's plan, not a measurement.",
         size=9.5, color=FAINT, va="top", linespacing=1.5,
     )  # fmt: skip
@@ -219,20 +212,16 @@ def _label(label: str) -> str:
     """In two lines where one would be too long."""
     if "\n" in label or len(label) <= 12:
         return label
-    return (
-        label.replace("packs ", "packs\n", 1) if "pack" in label else label.replace("-", "-\n", 1)
-    )
+    end = "packs " if "pack" in label else "-"
+    return label.replace(end, f"{end.rstrip()}\n", 1)
 
 
-def draw_timeline(reports: Mapping[str, ReportData]) -> Figure:
+def timeline(reports: Mapping[str, ReportData]) -> Figure:
     """A figure with a panel for each report, under its name, over one axis of time."""
-    played = {name: timeline(report) for name, report in reports.items()}
+    played = {name: play(report) for name, report in reports.items()}
     high = TOP + BOTTOM + PANEL * len(played)
-    figure = page(high=high)
-    first = next(iter(reports.values()))
-    figure.text(0.04, 1 - 0.42 / high, f"One step on {first.where}", size=17, weight="bold",
-                color=INK, va="center")  # fmt: skip
-    _key_of_timeline(figure, 1 - 0.80 / high)
+    figure = page(f"One step on {next(iter(reports.values())).where}", high=high)
+    legend(figure, 0.041, 1 - 0.85 / high, _LANES)
     end = max(each.seconds for each in played.values()) * 1e3
     for n, (name, each) in enumerate(played.items()):
         bottom = (BOTTOM + PANEL * (len(played) - 1 - n) + 0.25) / high
@@ -260,16 +249,13 @@ def _panel(axes: Axes, name: str, played: Timeline, end: float, *, is_last: bool
     bare(axes, labelsize=9.5)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_major_formatter("{x:g}")
     if is_last:
         axes.set_xlabel("milliseconds, as the cost model predicts", color=FAINT, size=10,
                         loc="right")  # fmt: skip
 
 
-def _blocks(
-    axes: Axes, spans: list[tuple[float, float]] | tuple[tuple[float, float], ...],
-    y: tuple[float, float], colour: str,
-) -> None:  # fmt: skip
+def _blocks(axes: Axes, spans: Sequence[Any], y: tuple[float, float], colour: str) -> None:
     wide = [(start * 1e3, (end - start) * 1e3) for start, end in spans]
     axes.broken_barh(wide, y, facecolor=colour, edgecolor="white", linewidth=0.35)
 
@@ -280,18 +266,3 @@ def _waited(played: Timeline) -> str:
         f"{milliseconds(played.seconds)}: {milliseconds(played.waited)} of "
         f"{milliseconds(carried)} of communication waited for ({percent(played.waited, carried)})"
     )
-
-
-def _key_of_timeline(figure: Figure, y: float) -> None:
-    x = 0.041
-    for words, colour, width in (
-        ("matrix products", BUSY, 0.125),
-        ("a collective has the links", CARRIES[0], 0.18),
-        ("everything waits for one", WAITS, 0.17),
-        ("started", CARRIES[0], 0.07),
-        ("its end", FAINT, 0.07),
-    ):
-        mark = "|" if words in ("started", "its end") else "■"
-        figure.text(x, y, mark, size=11, color=colour, va="center")
-        figure.text(x + 0.013, y, words, size=10, color=FAINT, va="center")
-        x += width

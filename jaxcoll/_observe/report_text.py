@@ -1,4 +1,4 @@
-"""A report as a table for people, in plain text and in HTML."""
+"""A report as a table for people, in plain text and in HTML, and two programs side by side."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import html as _html
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import PurePath
 
-from jaxcoll._observe import compare
 from jaxcoll._observe.parse.collective import Collective, Meanwhile
 from jaxcoll._observe.report_data import ReportData
 from jaxcoll._show.table import Table, folding_html, lines_html
-from jaxcoll._show.units import WIDTH, counted, fold, scaled, shortened, size, some
+from jaxcoll._show.units import (
+    WIDTH,
+    counted,
+    fold,
+    milliseconds,
+    percent,
+    scaled,
+    shortened,
+    size,
+    some,
+)
 
 MOST = 40
 """Rows of each table; the rest are counted."""
@@ -22,7 +32,7 @@ COLUMNS = ("#", "kind", "from", "dtype", "bytes", "runs", "wire bytes", "meanwhi
 
 def text(report: ReportData, width: int = WIDTH) -> str:
     """The headline, a row for each compiled collective, what was dropped, and the notes."""
-    lines = [headline(report), compare.summary(report), memory(report)]
+    lines = [headline(report), summary(report), memory(report)]
     parts = [fold(line, width) for line in lines if line]
     if report.count:
         parts.append(_table(report).text(width))
@@ -33,7 +43,7 @@ def text(report: ReportData, width: int = WIDTH) -> str:
 
 def html(report: ReportData) -> str:
     """The same as HTML, in the colours of the page that it stands in."""
-    lines = [compare.summary(report), memory(report)]
+    lines = [summary(report), memory(report)]
     beneath = "".join(f"<p>{_html.escape(line)}</p>" for line in lines if line)
     parts = []
     if report.count:
@@ -68,6 +78,32 @@ def headline(report: ReportData) -> str:
     least = "at least " if report.uncounted else ""
     sent = f"{least}{size(report.wire_bytes)} wire bytes a device" if report.count else ""
     return f"{report.name}, {over}: {asked}{made}{typed}" + (f"; {sent}" if sent else "")
+
+
+def summary(report: ReportData) -> str:
+    """What travels behind matrix products, and what is predicted to be left; "" if nothing does."""
+    shares = report.overlap.shares
+    if not shares:
+        return ""
+    bytes_behind = [
+        f"{percent(share.behind, share.nbytes)} of {size(share.nbytes)} "
+        + ("sent" if len(shares) == 1 else f"in {kind}")
+        for kind, share in shares.items()
+    ]
+    beside = f", {scaled(report.overlap.flops)}FLOP of them" * (report.overlap.flops > 0)
+    text = f"behind matrix products: {', '.join(bytes_behind)}{beside}"
+    if report.seconds is None:
+        return text
+    return f"{text}; predicted {milliseconds(report.seconds)} of communication{_left(report)}"
+
+
+def _left(report: ReportData) -> str:
+    if report.exposed_seconds is None or not report.seconds:
+        return ""
+    if report.exposed_seconds == report.seconds:
+        return ", all exposed"
+    share = percent(report.exposed_seconds, report.seconds)
+    return f", {milliseconds(report.exposed_seconds)} exposed ({share})"
 
 
 def memory(report: ReportData) -> str:
@@ -172,6 +208,48 @@ def during(meanwhile: Meanwhile | None) -> str:
     return f"{scaled(meanwhile.flops)}FLOP, {operations}" if meanwhile.matmuls else operations
 
 
+def against(report: ReportData, other: ReportData, name: str, other_name: str) -> str:
+    """A table of two programs: a row for each figure, and the first's over the second's."""
+    columns = ("", shortened(name, 30), shortened(other_name, 30), "ratio")
+    rows, theirs = [], _figures(other)
+    for figure, (words, number) in _figures(report).items():
+        its_words, its_number = theirs[figure]
+        if words or its_words:
+            ratio = f"{number / its_number:.2f}" if number is not None and its_number else ""
+            rows.append((figure, words or "–", its_words or "–", ratio))
+    return Table(columns, "<>>>", rows).text()
+
+
+def _figures(report: ReportData) -> dict[str, tuple[str, float | None]]:
+    """Each in words, and as a number where a ratio says something."""
+    found = report.collectives
+    asynchronous = [c for c in found if c.is_async]
+    asked = sum(1 if n is None else n for n in report.trips)
+    sent = sum(c.turns * c.nbytes for c in found)
+    dtypes = ", ".join(sorted({dtype for c in found for dtype in c.dtypes}))
+    reduced, exposed, seconds = report.overlap.reduced, report.exposed_seconds, report.seconds
+    flops = report.overlap.flops
+    return {
+        "requested": ("" if report.requested is None else counted(asked, "collective"), None),
+        "compiled, of one run": (counted(report.runs, "collective"), report.runs),
+        "asynchronous of these": (f"{sum(c.turns for c in asynchronous):,}", None),
+        "bytes put in a device": (size(sent), sent),
+        "wire bytes a device": (size(report.wire_bytes), report.wire_bytes),
+        "types on the wire": (dtypes, None),
+        "reduced behind products": (
+            percent(reduced.behind, reduced.nbytes) if reduced.nbytes else "",
+            None,
+        ),
+        "product FLOP beside them": (f"{scaled(flops)}FLOP" if flops else "0", flops),
+        "predicted communication": ("" if seconds is None else milliseconds(seconds), seconds),
+        "of it exposed": ("" if exposed is None else milliseconds(exposed), exposed),
+        "share exposed": (
+            percent(exposed, seconds) if exposed is not None and seconds else "",
+            None,
+        ),
+    }
+
+
 def _dropped(report: ReportData) -> list[str]:
     asked = report.requested or ()
     lines = [
@@ -191,13 +269,10 @@ def _notes(report: ReportData) -> list[str]:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Runs of numbers as first-last."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1][1:] = [n]
-        else:
-            runs.append([n])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+    # In a run a number and its place grow alike.
+    found = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = ([n for _, n in run] for _, run in found)
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _short(source: str) -> str:

@@ -211,25 +211,32 @@ _STEPS: dict[str, Callable[[Stage, bool], int]] = {
 def wire_bytes(stages: Sequence[Stage], size: int, itemsize: int) -> int:
     """Bytes of an array of `size` that leave the device that sends most, padding included.
 
-    Law: a stage with a wire format sends 2(n-1) shards of whole blocks, coded; `itemsize` is of an
-    element that travels exactly.
+    Law: over n replicas with a shard for each it is 2(n-1)/n of the array, rounded up to whole
+    shards, since the programs here pad it to that, and so do the halves of a composition; the
+    stages of one come to the same for all its replicas together. The backend's own all-reduce pads
+    nothing: its shares may differ by an element, and a device sends all but one of them, twice.
+    With m < n shards an owner sends m-1 of them to others and its own to n-1. Shards of a stage
+    with a wire format are whole blocks, coded; `itemsize` is of an element that travels exactly.
 
     Examples:
-      >>> wire_bytes(stages("ring", 0, (8,)), 80, 4)
-      560
+      >>> wire_bytes(stages("ring", 0, (8,)), 80, 1), wire_bytes(stages("ring", 0, (8,)), 81, 1)
+      (140, 154)
+      >>> wire_bytes(stages("native", 0, (8,)), 80, 4), wire_bytes(stages("native", 0, (8,)), 3, 4)
+      (560, 24)
+      >>> wire_bytes(stages("ring/halving_doubling", 0, (2, 4)), 80, 1)
+      140
       >>> wire_bytes(stages("shuffle", 0, (8,), "int8"), 4096, 4)
       7224
     """
-    if not is_coded(stages):
-        return wire_elements(stages, size) * itemsize
-    *inner, outer = stages
-    size = aligned(stages, size)
-    sent = 0
-    for stage in inner:
-        size //= stage.shards
-        sent += 2 * (stage.replicas - 1) * size * itemsize
-    shard = wire_formats.of(outer.format).nbytes(size // outer.shards)
-    return sent + 2 * (outer.replicas - 1) * shard
+    size, total = aligned(stages, size), 0
+    for stage in stages:
+        if stage.algorithm == "native" and stage is stages[-1]:
+            return total + 2 * (size - size // stage.replicas) * itemsize
+        size = -(-size // stage.shards)
+        format = stage.format and wire_formats.of(stage.format)
+        shard = format.nbytes(size) if format else size * itemsize
+        total += (stage.shards - 1 + stage.replicas - 1) * shard
+    return total
 
 
 def is_coded(stages: Sequence[Stage]) -> bool:
@@ -244,29 +251,3 @@ def aligned(stages: Sequence[Stage], size: int) -> int:
     unit = math.prod(stage.shards for stage in stages)
     unit *= wire_formats.of(stages[-1].format).block
     return -(-size // unit) * unit
-
-
-def wire_elements(stages: Sequence[Stage], size: int) -> int:
-    """Elements of an array of `size` that leave the device that sends most, padding included.
-
-    Law: over n replicas with a shard for each it is 2(n-1)/n of the array, rounded up to whole
-    shards, since the programs here pad it to that, and so do the halves of a composition; the
-    stages of one come to the same for all its replicas together. The backend's own all-reduce pads
-    nothing: its shares may differ by an element, and a device sends all but one of them, twice.
-    With m < n shards an owner sends m-1 of them to others and its own to n-1.
-
-    Examples:
-      >>> wire_elements(stages("ring", 0, (8,)), 80), wire_elements(stages("ring", 0, (8,)), 81)
-      (140, 154)
-      >>> wire_elements(stages("native", 0, (8,)), 80), wire_elements(stages("native", 0, (8,)), 3)
-      (140, 6)
-      >>> wire_elements(stages("ring/halving_doubling", 0, (2, 4)), 80)
-      140
-    """
-    total = 0
-    for stage in stages:
-        if stage.algorithm == "native" and stage is stages[-1]:
-            return total + 2 * (size - size // stage.replicas)
-        size = -(-size // stage.shards)
-        total += (stage.shards - 1 + stage.replicas - 1) * size
-    return total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any
+from typing import Any, NoReturn
 
 from jax.core import Tracer
 
@@ -20,11 +20,16 @@ def is_number(value: Any) -> bool:
     return real and math.isfinite(value)
 
 
+def refuse(argument: str, what: str, value: Any) -> NoReturn:
+    """Raise the ValueError of an argument that is not `what` it must be."""
+    raise ValueError(f"`{argument}` must be {what}; got {shown(value)}.")
+
+
 def count(argument: str, meaning: str, value: Any) -> int:
     """`value` as an `int`, if it is a non-negative integer, with this `meaning` in the message."""
     if is_integer(value) and value >= 0:
         return int(value)
-    raise ValueError(f"`{argument}` must be a non-negative integer{meaning}; got {shown(value)}.")
+    refuse(argument, f"a non-negative integer{meaning}", value)
 
 
 def positive(caller: str, argument: str, value: Any) -> int:

@@ -11,7 +11,7 @@ import jax
 
 from jaxcoll._plan import wire_formats
 from jaxcoll._plan.algorithms import canonical
-from jaxcoll._plan.checks import count, is_number, shown
+from jaxcoll._plan.checks import count, is_number, refuse
 from jaxcoll._plan.wire_formats import PowerSGD
 
 
@@ -58,10 +58,8 @@ def _member(kind: type[enum.Enum], argument: str, value: Any) -> Any:
     if isinstance(value, str) and value.upper() in kind.__members__:
         return kind[value.upper()]
     known = ", ".join(kind.__members__)
-    raise ValueError(
-        f"`{argument}` must be a {kind.__name__} or one of the strings {known} (in any case); "
-        f"got {shown(value)}."
-    )
+    what = f"a {kind.__name__} or one of the strings {known} (in any case)"
+    refuse(argument, what, value)
 
 
 @final
@@ -91,10 +89,8 @@ def _timeout_seconds(value: Any) -> float | None:
         return None
     if is_number(value) and value >= 0:
         return float(value)
-    raise ValueError(
-        "`timeout_seconds` must be None or a finite, non-negative number of seconds "
-        f"(None and 0: no deadline); got {shown(value)}."
-    )
+    what = "None or a finite, non-negative number of seconds (None and 0: no deadline)"
+    refuse("timeout_seconds", what, value)
 
 
 def _algorithm(value: Any) -> str | None:
@@ -102,21 +98,19 @@ def _algorithm(value: Any) -> str | None:
         return None
     if isinstance(value, str):
         return canonical(value)
-    raise ValueError(f"`algorithm` must be None or the name of one; got {shown(value)}.")
+    refuse("algorithm", "None or the name of one", value)
 
 
 def _switch(argument: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    raise ValueError(f"`{argument}` must be True or False; got {shown(value)}.")
+    refuse(argument, "True or False", value)
 
 
 def _overlap(value: Any) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
-    raise ValueError(
-        f"`overlap` must be True, False or None (decided automatically); got {shown(value)}."
-    )
+    refuse("overlap", "True, False or None (decided automatically)", value)
 
 
 _OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -306,4 +300,4 @@ def checked(options: Any, exactly: str = "") -> CommunicationOptions:
                 f"{str(options.compression)!r} is for sums: leave `compression` unset here."
             )
         return options
-    raise ValueError(f"`options` must be a CommunicationOptions or None; got {shown(options)}.")
+    refuse("options", "a CommunicationOptions or None", options)

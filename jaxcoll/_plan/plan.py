@@ -11,19 +11,12 @@ import zlib
 from typing import Any
 
 from jaxcoll._plan import plan_json
-from jaxcoll._plan.algorithms import Stage, aligned, stages, steps, wire_bytes, wire_elements
+from jaxcoll._plan.algorithms import Stage, aligned, stages, steps, wire_bytes
 from jaxcoll._plan.cost.model import Cost, Prices, loads
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs import overlap
-from jaxcoll._plan.packs.automatic import (
-    RULES,
-    Alternative,
-    algorithms_for,
-    in_words,
-    priced,
-    temporary_bytes,
-)
+from jaxcoll._plan.packs.automatic import Alternative, alternatives, temporary_bytes
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack, Segment
 from jaxcoll._plan.packs.shard_layout import LANES, padded
@@ -103,10 +96,7 @@ class Plan:
         """
         if self.collective != "all_reduce":
             return ()
-        prices = Prices(self.terms, self.world.sizes)
-        found = priced(self.leaves, RULES, algorithms_for(self.world), prices)
-        ways = [Alternative(in_words(way.rule), len(way.packs), way.cost.seconds) for way in found]
-        return tuple(sorted(ways, key=lambda way: way.seconds))
+        return alternatives(self.leaves, self.world, self.terms)
 
     @property
     def temporary_bytes(self) -> int:
@@ -140,11 +130,10 @@ class Plan:
     @property
     def wire_bytes(self) -> int:
         """Bytes that leave the device that sends most, padding included."""
+        n = self.world.replicas
         if self.collective != "all_reduce":
             return sum(
-                wire_elements(self.stages(p), padded(p.size, self.world.replicas, self.lanes))
-                * p.dtype.itemsize
-                // 2
+                wire_bytes(self.stages(p), padded(p.size, n, self.lanes), p.dtype.itemsize) // 2
                 for p in self.packs
             )
         packed = sum(
@@ -192,7 +181,7 @@ class Plan:
         platform = platform or self.world.platform
         kind = self.collective.replace("_", "-")
         if self.in_backward and self.collective != "all_reduce":
-            return overlap.in_loops(platform) if self.overlap else {}
+            kind = "loop"
         chained = platform == "gpu" and kind == "all-reduce" and not self.in_backward
         return overlap.compiler_options(platform, kind) if self.overlap and not chained else {}
 
@@ -214,14 +203,9 @@ class Plan:
         return {
             "format": plan_json.FORMAT,
             "version": plan_json.VERSION,
-            "collective": self.collective,
+            **{name: getattr(self, name) for name in plan_json.SAME},
             "reduce_op": self.reduce_op.name,
             "algorithm": self.algorithm,
-            "reproducible": self.reproducible,
-            "overlap": self.overlap,
-            "in_backward": self.in_backward,
-            "checksum": self.checksum,
-            "lanes": self.lanes,
             "platform": self.world.platform,
             "replicas": self.world.replicas,
             "axis_sizes": list(self.world.sizes),

@@ -10,12 +10,13 @@ from jaxcoll._plan.cost.terms import terms_of
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack
-from jaxcoll._plan.packs.shard_layout import LANES
 from jaxcoll._plan.world import World
 from jaxcoll._show import codec
 
 FORMAT = "jaxcoll plan"
 VERSION = 1
+SAME = ("collective", "reproducible", "overlap", "in_backward", "checksum", "lanes")
+"""Fields that are written as they are."""
 
 
 def described(pack: Pack, leaves: Sequence[Leaf]) -> dict[str, Any]:
@@ -67,12 +68,7 @@ def fields(text: str) -> dict[str, Any]:
             "world": codec.read(World, found["world"]),
             "terms": terms_of(found["terms"]),
             "reasons": tuple(data["reasons"]),
-            "reproducible": data["reproducible"],
-            "overlap": data.get("overlap", False),
-            "in_backward": data.get("in_backward", False),
-            "collective": data.get("collective", "all_reduce"),
-            "checksum": data.get("checksum", False),
-            "lanes": data.get("lanes", LANES),
+            **{name: data[name] for name in SAME if name in data},
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

@@ -14,32 +14,13 @@ from jaxcoll._plan.cost.model import Cost, Prices
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs import overlap
-from jaxcoll._plan.packs.automatic import (
-    FEW,
-    PACKED,
-    Way,
-    algorithms_for,
-    fastest,
-    in_words,
-    priced,
-    rules_for,
-)
+from jaxcoll._plan.packs import automatic, overlap
 from jaxcoll._plan.packs.leaves import Leaf, where
 from jaxcoll._plan.packs.packing import Pack, PackingRule, cut
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.wire_formats import PowerSGD, named
 from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
-
-_NO_ORDER = """\
-`reproducible` cannot hold for {leaf}: it is sharded over another axis of the mesh, so that only \
-the compiler's own all-reduce can sum it, in an order of its own. Map that axis, too, in \
-`jax.shard_map`, or reduce this leaf in a call of its own without `reproducible`."""
-
-_NO_CHECKSUM = """\
-`checksum` cannot be made for {leaf}: it is sharded over another axis of the mesh. Map that axis, \
-too, in `jax.shard_map`, or reduce this leaf in a call of its own without `checksum`."""
 
 
 def make_plan(
@@ -61,30 +42,28 @@ def make_plan(
     prices = Prices(terms, world.sizes)
     apart = overlap.is_wanted(options, world, leaves, choice.algorithm, in_backward)
     given = tuple(leaves)
-    # Where gradients are reduced as they appear, the backward pass itself gives the order.
-    if apart and in_backward:
-        rule = overlap.rule_in_backward(options.bytes_per_pack)
+    if apart and packing is None:
+        # Where gradients are reduced as they appear, the backward pass itself gives the order.
+        leaves = leaves if in_backward else overlap.with_guess(leaves)
+        rule = overlap.rule_for(leaves, options.bytes_per_pack, prices, in_backward)
         choice = dataclasses.replace(choice, packing=rule)
-    elif apart and packing is None:
-        leaves = overlap.with_guess(leaves)
-        rule = overlap.rule_for(leaves, options.bytes_per_pack, prices)
-        choice = dataclasses.replace(choice, packing=rule)
-    names = (choice.algorithm,) if choice.fixed else algorithms_for(world)
-    rules = (choice.packing,) if choice.packing else rules_for(world, leaves)
+    names = (choice.algorithm,) if choice.fixed else automatic.algorithms_for(world)
+    rules = (choice.packing,) if choice.packing else automatic.rules_for(world, leaves)
     if options.compression == "auto":
         leaves = _coded_if_faster(leaves, rules, names, prices)
-    found = list(priced(leaves, rules, names, prices))
-    rule, packs, cost, _ = fastest(found, leaves)
+    found = list(automatic.priced(leaves, rules, names, prices))
+    rule, packs, cost, _ = automatic.fastest(found, leaves)
     # After pricing: the number of parts was asked for, and is not searched.
     packs = cut(packs, choice.parts)
     if options.reproducible:
-        _check_mapped(leaves, packs, _NO_ORDER)
+        own = ", so that only the compiler's own all-reduce can sum it, in an order of its own"
+        _check_mapped(leaves, packs, "reproducible", "hold", own)
         _check_uncut(leaves, packs)
     if options.checksum:
-        _check_mapped(leaves, packs, _NO_CHECKSUM)
+        _check_mapped(leaves, packs, "checksum", "be made")
     reasons = list(choice.reasons)
     if not choice.packing:
-        reasons.insert(0, _why(rule, cost, found, terms, world))
+        reasons.insert(0, _why(rule, cost, found[0].cost, terms, world))
     exact = [pack for pack in packs if not pack.solid and not pack.format]
     if any("/" in pack.algorithm for pack in packs if pack.algorithm != choice.algorithm):
         reasons.append(
@@ -125,18 +104,9 @@ def make_plan(
             + "; sparse leaves have none" * any(leaf.gathers for leaf in leaves)
         )
     return Plan(
-        reduce_op,
-        tuple(leaves),
-        packs,
-        choice.owners,
-        world,
-        terms,
-        tuple(reasons),
-        options.reproducible,
-        apart,
-        in_backward,
-        checksum=options.checksum,
-    )
+        reduce_op, tuple(leaves), packs, choice.owners, world, terms, tuple(reasons),
+        options.reproducible, apart, in_backward, checksum=options.checksum,
+    )  # fmt: skip
 
 
 def in_factors(leaves: Sequence[Leaf], format: PowerSGD) -> tuple[list[Leaf], int]:
@@ -151,19 +121,11 @@ def in_factors(leaves: Sequence[Leaf], format: PowerSGD) -> tuple[list[Leaf], in
         if matrix is None:
             first.append(leaf)
             continue
-        left, right = (
-            dataclasses.replace(
-                leaf,
-                path=f"{leaf.path}.{side}",
-                shape=(size, format.rank),
-                dtype=f32,
-                wire=f32,
-                format="",
-            )
-            for side, size in zip(("left", "right"), matrix, strict=True)
-        )
-        first.append(left)
-        second.append(dataclasses.replace(right, kind="right"))
+        factor = dataclasses.replace(leaf, dtype=f32, wire=f32, format="")
+        left, right = ((size, format.rank) for size in matrix)
+        first.append(dataclasses.replace(factor, path=f"{leaf.path}.left", shape=left))
+        path = f"{leaf.path}.right"
+        second.append(dataclasses.replace(factor, path=path, shape=right, kind="right"))
     return [*first, *second], len(second)
 
 
@@ -177,25 +139,19 @@ def stages_of_checksum(plan: Plan, pack: Pack, size: int, dtype: np.dtype) -> tu
     return alone.stages(alone.packs[0])
 
 
-def _why(
-    rule: PackingRule,
-    cost: Cost,
-    found: Sequence[Way],
-    terms: Terms,
-    world: World,
-) -> str:
-    """Why an automatic packing is the one it is."""
-    if not world.over_gloo and rule in (FEW, PACKED):
-        return f"packs: {in_words(rule)}, because no compiler combines exchanges of codes"
+def _why(rule: PackingRule, cost: Cost, alone: Cost, terms: Terms, world: World) -> str:
+    """Why an automatic packing is the one it is; `alone` is the cost of packing nothing."""
+    packing = automatic.in_words(rule)
+    if not world.over_gloo and rule in (automatic.FEW, automatic.PACKED):
+        return f"packs: {packing}, because no compiler combines exchanges of codes"
     if not world.over_gloo:
         return (
             "packs: none, because inside one process and on accelerators the compiler combines "
             "all-reduces itself and a copy would only cost time"
         )
-    alone = found[0].cost.seconds  # the first rule packs nothing
     return (
-        f"packs: {in_words(rule)}, predicted to take {cost.seconds * 1e3:.3g} ms, against "
-        f"{alone * 1e3:.3g} ms for every leaf alone ({terms.source})"
+        f"packs: {packing}, predicted to take {cost.seconds * 1e3:.3g} ms, against "
+        f"{alone.seconds * 1e3:.3g} ms for every leaf alone ({terms.source})"
     )
 
 
@@ -208,7 +164,7 @@ def _coded_if_faster(
     """
     exact = [x if x.wire != x.dtype else dataclasses.replace(x, format="") for x in leaves]
     coded, plain = (
-        fastest(list(priced(each, rules, names, prices)), each).cost.seconds
+        automatic.fastest(list(automatic.priced(each, rules, names, prices)), each).cost.seconds
         for each in (leaves, exact)
     )
     return leaves if coded < plain else exact
@@ -251,8 +207,15 @@ def _check_uncut(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
             )
 
 
-def _check_mapped(leaves: Sequence[Leaf], packs: Sequence[Pack], refusal: str) -> None:
-    """Refuse leaves that are sharded over an axis which is not mapped, in words with a {leaf}."""
+def _check_mapped(
+    leaves: Sequence[Leaf], packs: Sequence[Pack], option: str, cannot: str, why: str = ""
+) -> None:
+    """Refuse leaves that are sharded over an axis which is not mapped."""
     for pack in packs:
         if pack.solid:
-            raise ValueError(refusal.format(leaf=where(leaves[pack.segments[0].leaf].path)))
+            leaf = where(leaves[pack.segments[0].leaf].path)
+            raise ValueError(
+                f"`{option}` cannot {cannot} for {leaf}: it is sharded over another axis of the "
+                f"mesh{why}. Map that axis, too, in `jax.shard_map`, or reduce this leaf in a call "
+                f"of its own without `{option}`."
+            )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -15,15 +17,26 @@ COLOURS = (
 WIDE, HIGH = 12.8, 7.2
 """Inches of a page, which has 1,920 × 1,080 pixels."""
 
+LEFT = 0.04
+"""Where its heading begins."""
 
-def page(title: str = "", below: str = "", *, high: float = HIGH) -> Figure:
+
+def page(title: str, below: str = "", *, high: float = HIGH) -> Figure:
     """An empty white page with a heading, and a fainter line or two `below`; apart from pyplot."""
     figure = Figure(figsize=(WIDE, high), dpi=150, facecolor="white")
-    if title:
-        figure.text(0.04, 0.925, title, size=21, weight="bold", color=INK)
-    if below:
-        figure.text(0.04, 0.902, below, size=11, color=FAINT, va="top", linespacing=1.4)
+    figure.text(LEFT, 1 - 0.54 / high, title, size=21, weight="bold", color=INK)
+    figure.text(LEFT, 1 - 0.71 / high, below, size=11, color=FAINT, va="top", linespacing=1.4)
     return figure
+
+
+def legend(
+    figure: Figure, x: float, y: float, entries: Iterable[tuple[str, str, str, float]]
+) -> None:
+    """Marks in a line, each with its colour, what it means, and the room that this takes."""
+    for mark, colour, words, width in entries:
+        figure.text(x, y, mark, size=11, color=colour, va="center")
+        figure.text(x + 0.013, y, words, size=10, color=FAINT, va="center")
+        x += width
 
 
 def bare(axes: Axes, labelsize: float = 10.5) -> None:

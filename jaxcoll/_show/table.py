@@ -80,14 +80,11 @@ class Table:
     def _row(self, tag: str, cells: Iterable[str]) -> str:
         sides = ("right" if side == ">" else "left" for side in self.align)
         focus = " tabindex='0'" if tag == "th" else ""
-        return (
-            "<tr>"
-            + "".join(
-                f"<{tag}{focus} style='text-align:{side}'>{escape(cell)}</{tag}>"
-                for cell, side in zip(cells, sides, strict=True)
-            )
-            + "</tr>"
+        found = "".join(
+            f"<{tag}{focus} style='text-align:{side}'>{escape(cell)}</{tag}>"
+            for cell, side in zip(cells, sides, strict=True)
         )
+        return f"<tr>{found}</tr>"
 
 
 def _spanning(columns: int, cell: str, style: str = "") -> str:

@@ -80,10 +80,6 @@ def shortened(line: str, width: int) -> str:
 
 def fold(line: str, width: int = WIDTH) -> str:
     """`line` in lines of at most `width`."""
-    return textwrap.fill(
-        " ".join(line.split()),
-        width,
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    wrapper = textwrap.TextWrapper(width, subsequent_indent="  ")
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.fill(" ".join(line.split()))

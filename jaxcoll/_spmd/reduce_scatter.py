@@ -105,7 +105,7 @@ def plan_scatter(
     ]
     terms = scope.terms(world)
     return (
-        plan_half("reduce_scatter", reduce_op, layout, leaves, scope.options, world, terms),
+        plan_half("reduce_scatter", reduce_op, layout.packs, leaves, scope.options, world, terms),
         layout,
     )
 
@@ -159,7 +159,7 @@ def _gather_of(
     """
     world = scope.world(dict(axes))
     asked = (scope.options, world, scope.terms(world))
-    plan = plan_half("all_gather", ReduceOp.SUM, layout, leaves, *asked)
+    plan = plan_half("all_gather", ReduceOp.SUM, layout.packs, leaves, *asked)
     scope.record(plan)
     hidden = hiding_axis(dict(axes)) if world.platform == "cpu" else None
 
@@ -179,7 +179,7 @@ def _gather_of(
             dataclasses.replace(leaf, wire=recipe.wire)
             for leaf, recipe in zip(leaves, recipes, strict=True)
         ]
-        back = plan_half("reduce_scatter", ReduceOp.SUM, layout, wired, *asked)
+        back = plan_half("reduce_scatter", ReduceOp.SUM, layout.packs, wired, *asked)
         scope.record(back)
         cotangents = _compat.at_once(cotangents) if world.over_gloo else cotangents
         own = _scattered(cotangents, back, layout, recipes, axes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -80,9 +81,11 @@ def batches(
             f"`batches`: the source has {len(rows)} rows, fewer than one batch of {batch_size}. "
             "Make batches smaller, or pad: `uneven='pad'`."
         )
-    return Batches(rows, batch_size, seed, uneven, _Replicas(mesh, axis_name, "batches"), prefetch)
+    replicas = _Replicas(mesh, axis_name, "batches")
+    return Batches(rows, batch_size, seed, uneven == "pad", replicas, prefetch)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Batches:
     """Epochs of batches; made by `batches`.
 
@@ -90,20 +93,17 @@ class Batches:
     its first row if not. It begins in the middle of an epoch where `state` was set.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        batch_size: int,
-        seed: int | None,
-        uneven: Uneven,
-        replicas: _Replicas,
-        prefetch: int,
-    ) -> None:
-        self._rows, self._size = rows, batch_size
-        self._seed = None if seed is None else int(seed)
-        self._pads, self._replicas, self._prefetch = uneven == "pad", replicas, prefetch
+    _rows: Rows
+    _size: int
+    _seed: int | None
+    _pads: bool
+    _replicas: _Replicas
+    _prefetch: int
+
+    def __post_init__(self) -> None:
         self._next = self._seen = (0, 0)
-        self._order = functools.lru_cache(maxsize=1)(functools.partial(order, len(rows), seed))
+        of_epoch = functools.partial(order, len(self._rows), self._seed)
+        self._order = functools.lru_cache(maxsize=1)(of_epoch)
 
     def __len__(self) -> int:
         """Batches of a complete epoch."""
@@ -208,7 +208,7 @@ class Batches:
         return -(-size // replicas) * replicas
 
     def _about(self) -> dict[str, int]:
-        return {"rows": len(self._rows), "seed": -1 if self._seed is None else self._seed}
+        return {"rows": len(self._rows), "seed": -1 if self._seed is None else int(self._seed)}
 
 
 def prefetch(

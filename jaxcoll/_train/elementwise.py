@@ -255,13 +255,11 @@ def _in_shards(
     def parts_of(tree: Any, rank: int) -> Any:
         return nodes.unflatten(_part(part, rank) for part in nodes.flatten_up_to(tree))
 
-    of_each, states = zip(
-        *(
-            _run(tx, parts_of(params, rank), [parts_of(g, rank) for g in grads], compiled)
-            for rank in range(_REPLICAS)
-        ),
-        strict=True,
-    )
+    runs = [
+        _run(tx, parts_of(params, rank), [parts_of(g, rank) for g in grads], compiled)
+        for rank in range(_REPLICAS)
+    ]
+    of_each, states = zip(*runs, strict=True)
     return [_together(updates) for updates in zip(*of_each, strict=True)], list(states)
 
 

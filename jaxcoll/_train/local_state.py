@@ -17,17 +17,11 @@ from jaxcoll._mesh.placement import is_array
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When fragments are sent: each once in `every` steps, at distances as equal as can be.
+    """When fragments are sent: each once in `every` steps, at distances as equal as can be."""
 
-    Attributes:
-      every: steps of a round.
-      fragments: how many.
-      delay: steps between sending a fragment and applying what came of it.
-    """
-
-    every: int
-    fragments: int
-    delay: int
+    every: int  # steps of a round
+    fragments: int  # how many
+    delay: int  # steps between sending a fragment and applying what came of it
 
     def sent(self, step: int) -> tuple[int, ...]:
         """The fragments that are sent after this step, counted from 1; the last ends the round."""
@@ -113,18 +107,18 @@ def joined(tree: Any, part: Any) -> Any:
     return treedef.unflatten([x if y is None else y for x, y in zip(leaves, new, strict=True)])
 
 
-def check_leaf(name: str, leaf: Any, is_parameter: bool) -> None:
-    """Refuse a leaf that no replica can train."""
-    if not is_array(leaf):
-        raise ValueError(
-            f"`local_updates`: {name} is not an array of numbers; got {type(leaf).__name__}."
-        )
-    dtype = jnp.result_type(leaf)
-    if is_parameter and not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(
-            f"`local_updates`: {name} is of {dtype}, whose mean has another type. Counters and the "
-            "like belong to `opt_state`, which each replica keeps for itself."
-        )
+def check_leaves(name: str, tree: Any) -> None:
+    """Refuse leaves of `params` or `opt_state` that no replica can train."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        what = f"`local_updates`: {name}{jax.tree_util.keystr(path)} is"
+        if not is_array(leaf):
+            raise ValueError(f"{what} not an array of numbers; got {type(leaf).__name__}.")
+        dtype = jnp.result_type(leaf)
+        if name == "params" and not jnp.issubdtype(dtype, jnp.inexact):
+            raise ValueError(
+                f"{what} of {dtype}, whose mean has another type. Counters and the like belong to "
+                "`opt_state`, which each replica keeps for itself."
+            )
 
 
 def check_state(state: Any, here: int, schedule: Schedule) -> None:

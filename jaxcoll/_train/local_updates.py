@@ -17,22 +17,12 @@ from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
 from jaxcoll._mesh.mesh import axis_names, checked_mesh, no_mesh
 from jaxcoll._mesh.replica_rows import ReplicaRows
-from jaxcoll._plan.checks import is_integer, is_number, shown
+from jaxcoll._plan.checks import is_integer, is_number, refuse
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
+from jaxcoll._train import local_state
 from jaxcoll._train.local_programs import Average, step_program
-from jaxcoll._train.local_state import (
-    LocalState,
-    Schedule,
-    Sum,
-    arrived,
-    check_batch,
-    check_leaf,
-    check_state,
-    fragments_of,
-    joined,
-    part,
-)
+from jaxcoll._train.local_state import LocalState, Schedule, Sum
 
 _CALLER = "local_updates"
 
@@ -104,22 +94,17 @@ def local_updates(
         raise ValueError(
             f"`{_CALLER}` expects a function, the step of one device; got {type(step).__name__}."
         )
-    for name, value, least in (
-        ("every", every, 1),
-        ("fragments", fragments, 1),
-        ("delay", delay, 0),
-    ):
+    counts = ("every", every, 1), ("fragments", fragments, 1), ("delay", delay, 0)
+    for name, value, least in counts:
         if not is_integer(value) or value < least:
-            raise ValueError(
-                f"`{name}` must be an integer of at least {least}; got {shown(value)}."
-            )
+            refuse(name, f"an integer of at least {least}", value)
     if delay >= every:
         raise ValueError(
             f"`delay` must be below `every`, so that a fragment arrives before it is sent again; "
             f"got {delay} and {every}."
         )
     if not is_number(mixing) or not 0 < mixing <= 1:
-        raise ValueError(f"`mixing` must be above 0 and at most 1; got {shown(mixing)}.")
+        refuse("mixing", "above 0 and at most 1", mixing)
     outer = Average() if outer is None else outer
     if not callable(getattr(outer, "init", None)) or not callable(getattr(outer, "update", None)):
         raise ValueError(
@@ -225,9 +210,8 @@ class LocalUpdates:
         Raises:
           ValueError: a leaf is none that can be trained; or there are fewer than `fragments`.
         """
-        for name, tree in (("params", params), ("opt_state", opt_state)):
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                check_leaf(f"{name}{jax.tree_util.keystr(path)}", leaf, name == "params")
+        local_state.check_leaves("params", params)
+        local_state.check_leaves("opt_state", opt_state)
         leaves = jax.tree.leaves(params)
         if len(leaves) < self.schedule.fragments:
             raise ValueError(
@@ -236,9 +220,9 @@ class LocalUpdates:
             )
         with no_mesh():
             shared, own = self._places.place_copies((params, opt_state))
-            parts = [part(shared, at) for at in self._fragments(shared)]
+            parts = [local_state.part(shared, at) for at in self._fragments(shared)]
             begin = jax.jit(self._outer.init, out_shardings=self._places.copies)
-            sums = [arrived(jax.tree.map(jnp.zeros_like, each)) for each in parts]
+            sums = [local_state.arrived(jax.tree.map(jnp.zeros_like, each)) for each in parts]
             return LocalState(
                 np.asarray(0),
                 self._spread((shared, own)),
@@ -267,7 +251,7 @@ class LocalUpdates:
           ReplicaDivergenceError: of a first sum, processes hold different shared parameters.
           PeerLostError: of a sum, as are the errors that `data_parallel` lists.
         """
-        check_state(state, len(self._places.devices), self.schedule)
+        local_state.check_state(state, len(self._places.devices), self.schedule)
         state, metrics = self.local(state, batch)
         with no_mesh():
             return self._exchanged(state, int(state.steps)), metrics
@@ -275,7 +259,7 @@ class LocalUpdates:
     def local(self, state: LocalState, batch: Any) -> tuple[LocalState, Any]:
         """A local step of every replica, before anything is exchanged."""
         places = self._places
-        check_batch(batch, len(places.devices))
+        local_state.check_batch(batch, len(places.devices))
         with no_mesh():
             rows = places.place_rows(state.replicas), places.place_rows(batch)
             call = Call(self.step, rows, places.devices, f"A step of `{_CALLER}`")
@@ -302,8 +286,8 @@ class LocalUpdates:
         """
         at = self._fragments(state.shared)[k]
         with no_mesh():
-            own = self._places.place_rows(part(state.replicas[0], at))
-            shared = self._places.place_copies(part(state.shared, at))
+            own = self._places.place_rows(local_state.part(state.replicas[0], at))
+            shared = self._places.place_copies(local_state.part(state.shared, at))
             return self._places.all_rows(own), self._places.all_copies(shared), state.steps
 
     def restart(self, state: LocalState) -> LocalState:
@@ -358,16 +342,17 @@ class LocalUpdates:
         """The state with the update of fragment k; `own`: replicas take it."""
         at = self._fragments(state.shared)[k]
         mean = (found or state.sums[k]).tree
-        arguments = part(state.shared, at), state.outer[k], mean
+        arguments = local_state.part(state.shared, at), state.outer[k], mean
         shared, outer = self._update(*self._places.place_copies(arguments))
         sent = np.where(np.arange(len(state.sent)) == k, 0, state.sent)
         replicas = state.replicas
         if own:
             params, opt_state = replicas
-            replicas = joined(params, self._mix(part(params, at), shared)), opt_state
+            mixed = self._mix(local_state.part(params, at), shared)
+            replicas = local_state.joined(params, mixed), opt_state
         return dataclasses.replace(
             state,
-            shared=joined(state.shared, shared),
+            shared=local_state.joined(state.shared, shared),
             replicas=replicas,
             outer=(*state.outer[:k], outer, *state.outer[k + 1 :]),
             sent=sent,
@@ -376,4 +361,4 @@ class LocalUpdates:
     def _fragments(self, shared: Any) -> tuple[tuple[int, ...], ...]:
         """The leaves of each fragment."""
         sizes = tuple(x.size * x.dtype.itemsize for x in jax.tree.leaves(shared))
-        return fragments_of(sizes, self.schedule.fragments)
+        return local_state.fragments_of(sizes, self.schedule.fragments)

@@ -9,12 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll import _compat
-from jaxcoll._feedback.residual import (
-    LowRankResidual,
-    first_factors,
-    layout_like,
-    zeros,
-)
+from jaxcoll._feedback.residual import LowRankResidual, first_factors, layout_like, zeros
 from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.placement import place
 from jaxcoll._mesh.shard_arrays import abstract, spec_of

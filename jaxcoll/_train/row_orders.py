@@ -50,10 +50,8 @@ def spreads(
         # other devices, where matrices have other shapes, that may change too: hence the noise.
         given, named = _moved_a_little((given, named), seed)
         outputs = numbers(run(*given, **named))
-        found = [
-            np.maximum(most, _moved(a, b, orders))
-            for most, a, b in zip(found, one, outputs, strict=True)
-        ]
+        each = zip(found, one, outputs, strict=True)
+        found = [np.maximum(most, _moved(a, b, orders)) for most, a, b in each]
     return found
 
 

@@ -71,7 +71,8 @@ def shard(
       [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     """
     over, axes = checked_any_mesh(mesh, axis_name, _CALLER), axis_names(axis_name)
-    init = traced(params) if _makes_params(params) else None
+    # A model that is a tree may be called as well.
+    init = traced(params) if callable(params) and jax.tree.leaves(params) == [params] else None
     tree = params if init is None else jax.eval_shape(init.evaluate)
     sizes = {a: over.shape[a] for a in axes}
     treedef, leaves = sharded_leaves(tree, sizes, _CALLER)
@@ -102,11 +103,6 @@ def unshard(tree: Any) -> Any:
       all of them must call, and every device holds a copy of one pack at a time on the way.
     """
     return jax.tree.map(lambda x: joined(x) if is_shards(x) else read(x), tree, is_leaf=is_shards)
-
-
-def _makes_params(params: Any) -> bool:
-    """Whether it is a function; a model that is a tree may be called as well."""
-    return callable(params) and jax.tree.leaves(params) == [params]
 
 
 def _layers(leaves: list[tuple[str, tuple[int, ...]]]) -> tuple[int, ...]:

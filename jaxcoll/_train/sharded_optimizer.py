@@ -23,22 +23,10 @@ from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.norms import clipped
 from jaxcoll._spmd.reduce import reduced_once
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.shards import (
-    Shards,
-    all_parts,
-    is_shards,
-    own_part,
-    sharded_leaves,
-    shards_in,
-)
+from jaxcoll._spmd.shards import Shards, all_parts, is_shards, own_part, sharded_leaves, shards_in
+from jaxcoll._train import update_checks
 from jaxcoll._train.elementwise import check_elementwise, check_on_structure, check_with_more
 from jaxcoll._train.shard import unshard
-from jaxcoll._train.update_checks import (
-    check_all_in_shards,
-    check_gradients_in_shards,
-    check_like,
-    check_same,
-)
 
 
 def sharded_optimizer(
@@ -155,7 +143,7 @@ class ShardedOptimizer:
         """
         own = set(self._axes) <= set(_compat.axes_in_scope())
         if shards_in(params):
-            check_all_in_shards(params)
+            update_checks.check_all_in_shards(params)
         else:
             params = self._in_shards(params, own)
         shapes = jax.eval_shape(lambda: params)
@@ -175,7 +163,7 @@ class ShardedOptimizer:
         if isinstance(mesh, AbstractMesh):
             return state
         with no_mesh():
-            over = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs_of(state))
+            over = jax.tree.map(functools.partial(NamedSharding, mesh), specs_of(state))
             return jax.jit(self._tx.init, out_shardings=over)(params)
 
     def _in_shards(self, params: Any, own: bool) -> Shards:
@@ -224,15 +212,12 @@ class ShardedOptimizer:
         """
         axes = bound_axes(self._axis_name, f"{_CALLER}.update")
         scope = scope_here().merged(self._options)
-        if shards_in(params):
-            check_gradients_in_shards(grads, params)
-            grads = self._checked(grads, state, extra, axes, scope)
-            updates, state = self._tx.update(grads, state, params, **extra)
-            return updates, _varying(state)
-        found = shards_in(state)
+        found, in_shards = shards_in(state), bool(shards_in(params))
         layout = found[0].layout if found else None
-        if is_shards(grads):
-            check_like(grads, layout, count(axes))
+        if in_shards:
+            update_checks.check_gradients_in_shards(grads, params)
+        elif is_shards(grads):
+            update_checks.check_like(grads, layout, count(axes))
         elif reduced:
             grads = own_part(grads, self._axis_name, _CALLER, scope=scope, layout=layout)
         else:
@@ -241,23 +226,20 @@ class ShardedOptimizer:
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
             )
         grads = self._checked(grads, state, extra, axes, scope)
-        if params is not None:
+        if params is not None and not in_shards:
             params = own_part(params, self._axis_name, _CALLER, scope=scope, layout=grads.layout)
         updates, state = self._tx.update(grads, state, params, **extra)
         # Updates are gathered and not parameters: as many bytes, and rounded where optax rounds.
-        return halves.all_gather(updates, self._axis_name, scope=scope), _varying(state)
+        if not in_shards:
+            updates = halves.all_gather(updates, self._axis_name, scope=scope)
+        return updates, _varying(state)
 
     def _checked(
-        self,
-        grads: Any,
-        state: Any,
-        extra: dict[str, Any],
-        axes: dict[str, int],
-        scope: Scope,
+        self, grads: Any, state: Any, extra: dict[str, Any], axes: dict[str, int], scope: Scope
     ) -> Any:
         """The gradients in shards as `tx` gets them, once all that it gets is checked."""
         self._check_state(grads, state)
-        check_same(extra, tuple(axes))
+        update_checks.check_same(extra, tuple(axes))
         if extra and not self._assumed:
             check_with_more(self._tx, grads, state, extra)
         if self._max_norm is None:
@@ -327,13 +309,11 @@ class ShardedOptimizer:
         """A state that is being traced, each part of it bound for its device."""
         if isinstance(self.mesh, AbstractMesh):
             return state
-        specs = jax.tree.leaves(specs_of(state), is_leaf=lambda x: isinstance(x, PartitionSpec))
-        nodes, treedef = jax.tree.flatten(state, is_leaf=is_shards)
-        over = [NamedSharding(self.mesh, spec) for spec in specs]
+        over = jax.tree.map(functools.partial(NamedSharding, self.mesh), specs_of(state))
         # Each is without effect, or refused, on axes of the other kind.
         explicit = AxisType.Explicit in self.mesh.axis_types
         bound = jax.device_put if explicit else jax.lax.with_sharding_constraint
-        return treedef.unflatten(map(bound, nodes, over))
+        return jax.tree.map(lambda sharding, node: bound(node, sharding), over, state)
 
     def _layout(self, params: Any) -> tuple[ShardLayout, list[Any]]:
         """The layout over this mesh, and the leaves."""

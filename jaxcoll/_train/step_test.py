@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,9 +71,7 @@ def n_devices_equal_one(
         run = step.on
     elif takes_mesh(step, kwargs):
         mesh = checked_mesh(mesh, mesh.axis_names if mesh else "data", "n_devices_equal_one")
-
-        def run(mesh: Mesh) -> Callable[..., Any]:
-            return given_mesh(step, mesh)
+        run = functools.partial(given_mesh, step)
     else:
         raise ValueError(
             "`n_devices_equal_one` expects a `jc.data_parallel` step, or a function with a "
@@ -84,8 +84,8 @@ def n_devices_equal_one(
             'Simulated ones are made by `jax.config.update("jax_num_cpu_devices", n)` at the '
             "start of a program."
         )
-    alone = Mesh(mesh.devices.reshape(-1)[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names,
-                 axis_types=mesh.axis_types)  # fmt: skip
+    first = mesh.devices[(slice(1),) * mesh.devices.ndim]
+    alone = Mesh(first, mesh.axis_names, axis_types=mesh.axis_types)
     # On the host nothing is donated.
     args, kwargs = jax.tree.map(_on_host, (args, kwargs))
     many = _whole(jax.tree.map(_on_host, run(mesh)(*args, **kwargs)))
@@ -113,9 +113,12 @@ def n_devices_equal_one(
         )
 
 
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(getattr(x, "dtype", int), jax.dtypes.prng_key)
+
+
 def _on_host(x: Any) -> Any:
-    key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    if key:
+    if isinstance(x, jax.Array) and _is_key(x):
         return jax.random.wrap_key_data(jax.numpy.asarray(np.asarray(jax.random.key_data(x))))
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
@@ -193,23 +196,18 @@ class _Output:
 
 
 def _bases(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Base]:
-    flat = [
-        *((f"args[{i}]", leaf) for i, arg in enumerate(args) for leaf in _leaves(arg)),
-        *((f"kwargs[{name!r}]", leaf) for name, arg in kwargs.items() for leaf in _leaves(arg)),
-    ]
+    named = {f"args[{i}]": arg for i, arg in enumerate(args)}
+    named |= {f"kwargs[{name!r}]": arg for name, arg in kwargs.items()}
     return [
-        _Base(name + jax.tree_util.keystr(path), path, np.asarray(x)) for name, (path, x) in flat
+        _Base(name + jax.tree_util.keystr(path), path, np.asarray(x))
+        for name, arg in named.items()
+        for path, x in _leaves(arg)
     ]
 
 
 def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(path, leaf) for path, leaf in flat if _has_numbers(leaf)]
-
-
-def _has_numbers(x: Any) -> bool:
-    key = jax.dtypes.issubdtype(getattr(x, "dtype", int), jax.dtypes.prng_key)
-    return is_array(x) and not key
+    return [(path, leaf) for path, leaf in flat if is_array(leaf) and not _is_key(leaf)]
 
 
 def _output(
@@ -286,15 +284,10 @@ def _base_of(
 
 def _shared(path: Any, other: Any) -> int:
     """How many keys two paths end with in common; 0 if only positions are."""
-    length = 0
-    for a, b in zip(reversed(path), reversed(other), strict=False):
-        if a != b:
-            break
-        length += 1
-    positions = all(
-        isinstance(key, jax.tree_util.SequenceKey) for key in path[len(path) - length :]
-    )
-    return 0 if positions else length
+    both = zip(reversed(path), reversed(other), strict=False)
+    common = [a for a, _ in itertools.takewhile(lambda keys: keys[0] == keys[1], both)]
+    positions = all(isinstance(key, jax.tree_util.SequenceKey) for key in common)
+    return 0 if positions else len(common)
 
 
 def _factor(one: np.ndarray, many: np.ndarray, rounding: float) -> float | None:

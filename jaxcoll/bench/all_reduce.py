@@ -14,8 +14,7 @@ from jaxcoll._mesh.machine_costs import machine
 from jaxcoll.bench.counters import busy_seconds, idle_rate
 from jaxcoll.bench.naming import BASELINE
 from jaxcoll.bench.rank_pool import Entry, Team
-from jaxcoll.bench.results import Result
-from jaxcoll.bench.timing import estimate, interleaved, ratio
+from jaxcoll.bench.timing import Result, estimate, interleaved, ratio
 from jaxcoll.bench.workloads import Workload
 
 COMPILES = 3
@@ -157,7 +156,7 @@ def _result(
     other_cores: float | None,
 ) -> Result:
     """All rounds of a contestant together."""
-    world = c.team.world
+    world, built = c.team.world, c.compile_seconds
     sent, disturbed = _sockets(c, idle)
     return Result(
         workload=workload.name,
@@ -184,10 +183,8 @@ def _result(
         socket_bytes_disturbed=disturbed,
         operands=c.description.get("operands"),
         temporary_bytes=c.description.get("temporary_bytes"),
-        compile_seconds=float(np.median(c.compile_seconds)) if c.compile_seconds else None,
-        compile_ratio=(
-            ratio(c.compile_seconds, base.compile_seconds) if c.compile_seconds else None
-        ),
+        compile_seconds=float(np.median(built)) if built else None,
+        compile_ratio=ratio(built, base.compile_seconds) if built else None,
         error=c.description["error"],
         other_cores=other_cores,
     )

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, NullFormatter
 
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, PALE, WIDE, bare, page
+from jaxcoll._show.style import LEFT as MARGIN
 from jaxcoll.bench.naming import BASELINE, TWIN, duration, spelled
-from jaxcoll.bench.results import Result
 from jaxcoll.bench.simulation import RANKS, Simulation
+from jaxcoll.bench.timing import Result
 
 FASTER, SLOWER, OTHERS = COLOURS[0], COLOURS[1], "#8a94a6"
 LEFT, RIGHT = 2.6, 2.5
@@ -30,8 +31,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
     trees = [list(g) for _, g in groupby(of_trees, attrgetter("workload"))]
     heights = [CURVES] * bool(sizes) + [ROW * (len(rows) - 1) for rows in trees]
     height = HEAD + FOOT + sum(heights) + GAP * (len(heights) - 1) + 0.35
-    figure = page(high=height)
-    _heading(figure, results, height)
+    figure = _page(results, height)
     top = height - HEAD
     for k, inches in enumerate(heights):
         left = 1.0 if sizes and k == 0 else LEFT
@@ -68,38 +68,35 @@ def draw_simulation(simulation: Simulation, path: Path) -> None:
         )  # fmt: skip
     _curves(axes, lines, dict(zip(lines, COLOURS * len(lines), strict=False)))
     axes.xaxis.set_major_locator(FixedLocator(RANKS))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{round(x):,}"))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_locator(LogLocator(subs=(1,)))
     axes.yaxis.set_major_formatter(EngFormatter("s", places=0))
     axes.set_xlim(RANKS[0] * 0.94, RANKS[-1])
     axes.set_xlabel("devices", color=FAINT, size=10.5, loc="right")
     axes.set_title("Predicted time", loc="left", size=13, weight="bold", color=INK, pad=12)
     source = f"Predicted, not measured, from {simulation.terms.source}."
-    figure.text(0.04, 0.035, source, size=9.5, color=FAINT)
+    figure.text(MARGIN, 0.035, source, size=9.5, color=FAINT)
     figure.savefig(path, format="png")
 
 
-def _heading(figure: Figure, results: Sequence[Result], height: float) -> None:
-    """What was done, where, with what, and how it was measured."""
+def _page(results: Sequence[Result], height: float) -> Figure:
+    """An empty page that says what was done, where, with what, and how it was measured."""
     first = results[0]
     libraries = ", ".join(dict.fromkeys(r.library for r in results))
     dtypes = ", ".join(dict.fromkeys(d for r in results for d in r.dtypes))
-    lines = (
-        (0.52, f"All-reduce over {first.world}", 20, "bold", INK),
-        (0.83, f"{first.reduce_op} of {dtypes} · {first.machine} · {libraries}", 11.5, None, FAINT),
-    )
-    for inches, words, size, weight, color in lines:
-        y = 1 - inches / height
-        figure.text(0.35 / WIDE, y, words, size=size, weight=weight, color=color)
+    below = f"{first.reduce_op} of {dtypes} · {first.machine} · {libraries}"
+    figure = page(f"All-reduce over {first.world}", below, high=height)
+    others = len({r.library for r in results if not r.is_size}) > 1
     figure.text(
-        *(0.35 / WIDE, 0.2 / height),
+        *(MARGIN, 0.2 / height),
         f"Medians of {first.rounds} rounds, taken in turn; thin lines and bands: 95 % bootstrap "
         "intervals; grey band: the same program measured twice (A/A)."
         + " Grey bars: other libraries."
-        * (len({r.library for r in results if not r.is_size}) > 1),
+        * others,
         size=9.5,
         color=FAINT,
     )
+    return figure
 
 
 def _bandwidths(axes: Axes, results: Sequence[Result]) -> None:
@@ -113,7 +110,7 @@ def _bandwidths(axes: Axes, results: Sequence[Result]) -> None:
     _curves(axes, lines, colours)
     sizes = sorted({r.bytes for r in results})
     axes.xaxis.set_major_locator(FixedLocator(sizes[:: math.ceil(len(sizes) / 12)]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: spelled(round(x))))
+    axes.xaxis.set_major_formatter(lambda x, _: spelled(round(x)))
     _plain_ticks(axes, "y")
     axes.set_xlabel("bytes on each replica", color=FAINT, size=10.5, loc="right")
     axes.set_title("Bus bandwidth, GB/s", loc="left", size=13, weight="bold", color=INK, pad=14)
@@ -158,14 +155,9 @@ def _name_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
     named = sorted(ends)
     wanted = [(math.log(y) - low) / (high - low) for y, _, _ in named]
     for at, (_, name, color) in zip(_spread(wanted, 0.052), named, strict=True):
-        axes.text(
-            *(1.015, at, f"{name}, psum" if name == BASELINE else name),
-            transform=axes.transAxes,
-            size=11,
-            weight="bold",
-            color=color,
-            va="center",
-        )
+        words = f"{name}, psum" if name == BASELINE else name
+        looks = {"size": 11, "weight": "bold", "color": color, "va": "center"}
+        axes.text(1.015, at, words, transform=axes.transAxes, **looks)
 
 
 def _spread(wanted: Sequence[float], gap: float) -> list[float]:
@@ -223,7 +215,7 @@ def _bars(axes: Axes, rows: Sequence[Result], trees: Sequence[Sequence[Result]])
     _plain_ticks(axes, "x")
     axes.set_title(
         f"{base.workload}: {base.leaves:,} arrays, {base.bytes / 1e6:,.1f} MB",
-        loc="left", size=13, weight="bold", color=INK, pad=12, x=-(LEFT - 0.35) / 7.7,
+        loc="left", size=13, weight="bold", color=INK, pad=12, x=-(LEFT - MARGIN * WIDE) / 7.7,
     )  # fmt: skip
     axes.set_title(
         f"time ÷ that of a psum per leaf ({duration(base.seconds.median)})",
@@ -237,7 +229,7 @@ def _plain_ticks(axes: Axes, which: str) -> None:
     axis = axes.xaxis if which == "x" else axes.yaxis
     decades = math.log10(high / low)
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,)))
-    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
     axes.minorticks_off()
 

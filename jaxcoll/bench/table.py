@@ -13,9 +13,8 @@ from jaxcoll._plan.cost.model import Prices
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll.bench.calibrate import Calibrated
 from jaxcoll.bench.naming import BASELINE, TWIN, spelled
-from jaxcoll.bench.results import Result
 from jaxcoll.bench.terminal import new_console, new_table
-from jaxcoll.bench.timing import Estimate
+from jaxcoll.bench.timing import Estimate, Result
 
 WIDTH = 118
 _COLUMNS = (

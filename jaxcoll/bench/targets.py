@@ -11,9 +11,11 @@ import jax
 from jaxcoll._cluster.initialize import initialize
 from jaxcoll._cluster.launch.local import join, world
 from jaxcoll.bench.checkout import from_checkout
-from jaxcoll.bench.devices import devices_of
 from jaxcoll.bench.lab.namespaces import Lab, Network, lab
 from jaxcoll.bench.rank_pool import Entry, Here, Places, Team, launched
+
+SIMULATED = 8
+"""Simulated CPU devices by default."""
 
 
 @contextlib.contextmanager
@@ -89,17 +91,38 @@ def _here(entries: Sequence[Entry], devices: int | None, platform: str | None) -
 
     # Flags that describe this process leave no doubt that it is alone.
     alone = devices is not None or platform is not None
-    together = join() or (not alone and _clustered())
+    if not (together := join()) and not alone:
+        initialize()  # enters the job of a launcher that it knows (Slurm, Open MPI, ...), if in one
+        together = jax.distributed.is_initialized()
     if together and jax.process_count() > 1:
         return Here(entries, JaxRank(jax.devices()), together=True)
     found = jax.devices() if together else devices_of(platform or "cpu", devices)
     return Here(entries, JaxRank(found), together=False)
 
 
-def _clustered() -> bool:
-    """Enter the job of a launcher that `initialize` knows (Slurm, Open MPI, ...), if in one."""
-    initialize()
-    return jax.distributed.is_initialized()
+def devices_of(platform: str, count: int | None) -> list[jax.Device]:
+    """The devices that `--platform` and `--devices` ask for; those of "cpu" are simulated."""
+    if platform == "cpu":
+        # Both must be set before the first backend exists; JAX refuses it later.
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count or SIMULATED)
+        return jax.devices("cpu")
+    try:
+        devices = jax.devices(None if platform == "auto" else platform)
+    except RuntimeError as error:
+        there = ", ".join(sorted({device.platform for device in jax.devices()}))
+        raise ValueError(
+            f"--platform {platform}: JAX finds no such device here, only {there}. Install JAX for "
+            f"{platform} (`pip install -U 'jax[{'cuda13' if platform == 'gpu' else platform}]'`), "
+            "or leave --platform out for simulated CPU devices."
+        ) from error
+    if count is not None and count > len(devices):
+        raise ValueError(
+            f"--devices {count}: this machine has {len(devices)} {devices[0].platform} "
+            f"device{'s' if len(devices) > 1 else ''}. Ask for fewer, or leave --platform out for "
+            "simulated CPU devices."
+        )
+    return devices[:count]
 
 
 def is_first(teams: Sequence[Team]) -> bool:

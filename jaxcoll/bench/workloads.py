@@ -49,15 +49,11 @@ def gpt2_small() -> Shapes:
     return {"tokens": (50257, d), "positions": (1024, d), **layers, **ends}
 
 
-def many_small() -> Shapes:
-    """1,000 leaves of 1 to 4,096 elements, scattered by a multiplicative hash."""
-    return {str(i): (1 + (i * 2654435761 % 2**32) % 4096,) for i in range(1000)}
-
-
 TREES = {
     "resnet50": resnet50,
     "gpt2-small": gpt2_small,
-    "many-small": many_small,
+    # Leaves of 1 to 4,096 elements, scattered by a multiplicative hash.
+    "many-small": lambda: {str(i): (1 + (i * 2654435761 % 2**32) % 4096,) for i in range(1000)},
     "one-big": lambda: {"all": (16 * 1024 * 1024,)},
     "200x1KiB": lambda: {str(i): (256,) for i in range(200)},
 }

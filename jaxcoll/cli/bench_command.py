@@ -35,11 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
     add = flags.add_tree(parser, several=True).add_argument
-    add(
-        "--sizes",
-        metavar="RANGE",
-        help="one array of each size: 1MiB, 1KiB:256MiB (powers of 2), 1KiB:1GiB:4 (times 4)",
-    )
+    words = "one array of each size: 1MiB, 1KiB:256MiB (powers of 2), 1KiB:1GiB:4 (times 4)"
+    add("--sizes", metavar="RANGE", help=words)
     add = parser.add_argument_group("how").add_argument
     add(
         "--algorithms",
@@ -282,11 +279,7 @@ def _listed(text: str) -> list[str]:
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
     """A request to terminate ends the ranks as well, as Ctrl-C does."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

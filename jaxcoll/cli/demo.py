@@ -14,7 +14,7 @@ import jaxcoll as jc
 from jaxcoll._cluster.launch.local import join, world
 from jaxcoll._cluster.launch.supervisor import Job, Owner
 from jaxcoll._files import check_writable, write_result
-from jaxcoll.bench.devices import devices_of
+from jaxcoll.bench.targets import devices_of
 from jaxcoll.cli import flags
 from jaxcoll.cli.streams import complain
 
@@ -32,41 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
+    add, number = parser.add_argument, {"type": int, "metavar": "N"}
     add("what", choices=["digits"], nargs="?", default="digits", help="default: digits")
     flags.add_platform(parser)
     flags.add_devices(
         parser, "how many (default: {simulated} simulated ones, or all accelerators; 1 a process)"
     )
-    add(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="start N CPU processes here, over Gloo, between which gradients are packed",
-    )
-    add(
-        "--steps",
-        type=int,
-        default=600,
-        metavar="N",
-        help="updates of the parameters (default: 600)",
-    )
-    add(
-        "--bytes-per-pack",
-        type=int,
-        default=0,
-        metavar="N",
-        help="close a pack of gradients before it exceeds N bytes (default: decided automatically)",
-    )
-    add("--seed", type=int, default=0, metavar="N", help="default: 0")
+    words = "start N CPU processes here, over Gloo, between which gradients are packed"
+    add("--processes", **number, help=words)
+    add("--steps", **number, default=600, help="updates of the parameters (default: 600)")
+    words = "close a pack of gradients before it exceeds N bytes (default: decided automatically)"
+    add("--bytes-per-pack", **number, default=0, help=words)
+    add("--seed", **number, default=0, help="default: 0")
     add("--json", metavar="FILE", help="write all figures to FILE; - for here, in place of words")
-    add(
-        "--out",
-        type=Path,
-        default=Path("jaxcoll-out"),
-        metavar="DIR",
-        help="where the picture goes (default: jaxcoll-out)",
-    )
+    words = "where the picture goes (default: jaxcoll-out)"
+    add("--out", type=Path, default=Path("jaxcoll-out"), metavar="DIR", help=words)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -43,27 +43,22 @@ class Finding:
 
 def machine_findings(facts: Mapping[str, Any], bandwidth: float | None) -> list[Finding]:
     """About one process and the machine it is on; `bandwidth` None: there is no loopback."""
+    devices = f"{facts['devices']} of {facts['platform']} ({facts['kind']}), {facts['cores']} cores"
+    files, shared = facts["files"], facts["shared"]
     return [
         Finding("ok", "versions", ", ".join(f"{k} {v}" for k, v in facts["versions"].items())),
-        Finding(
-            "ok",
-            "devices",
-            f"{facts['devices']} of {facts['platform']} ({facts['kind']}), {facts['cores']} cores",
-        ),
+        Finding("ok", "devices", devices),
         _system(facts),
         _collectives(facts),
         _malloc(facts),
         _limit(
-            facts["files"] >= FEW_FILES or facts["files"] < 0,
-            ("open files", f"{facts['files']:,} allowed"),
+            files >= FEW_FILES or files < 0,
+            ("open files", f"{files:,} allowed"),
             f"Each pair of processes takes connections: raise it by `ulimit -n {FEW_FILES * 8}`.",
         ),
         _limit(
-            facts["shared"] is None or facts["shared"] >= LITTLE_SHARED,
-            (
-                "shared memory",
-                "none" if facts["shared"] is None else f"{facts['shared'] / 1e9:.1f} GB free",
-            ),
+            shared is None or shared >= LITTLE_SHARED,
+            ("shared memory", "none" if shared is None else f"{shared / 1e9:.1f} GB free"),
             "NCCL between GPUs of one host takes shared memory: start a container with "
             "`--shm-size=8g`, or mount a larger /dev/shm.",
         ),
@@ -155,19 +150,20 @@ def job_findings(
         Finding("ok", "processes", f"{len(known)} on {len(hosts)} host{'s' * (len(hosts) > 1)}")
     ]
     for name in known[0]["versions"]:
-        found.append(
-            _alike(f"version of {name}", [facts["versions"][name] for facts in known], "bad",
-                   f"Install the same {name} for all processes: programs that are compiled "
-                   "differently do not meet.")
-        )  # fmt: skip
-    for name, fix in (
-        ("devices", "Give every process as many devices: strategies and meshes by process and "
-                    "device need it."),
-        ("kind", "Use one kind of device: the slowest decides, and compilers differ."),
-        ("collectives", "Choose one implementation for all processes."),
+        fix = (
+            f"Install the same {name} for all processes: programs that are compiled differently do "
+            "not meet."
+        )
+        versions = [facts["versions"][name] for facts in known]
+        found.append(_alike(f"version of {name}", versions, fix))
+    for name, label, fix in (
+        ("devices", "devices of each process", "Give every process as many devices: strategies and "
+         "meshes by process and device need it."),
+        ("kind", "kind of device",
+         "Use one kind of device: the slowest decides, and compilers differ."),
+        ("collectives", "collectives", "Choose one implementation for all processes."),
     ):  # fmt: skip
-        label = {"devices": "devices of each process", "kind": "kind of device"}.get(name, name)
-        found.append(_alike(label, [facts[name] for facts in known], "bad", fix))
+        found.append(_alike(label, [facts[name] for facts in known], fix))
     found.append(Finding("ok", "interface", ", ".join(dict.fromkeys(interface))))
     return found
 
@@ -191,13 +187,13 @@ def pair_findings(bandwidths: Mapping[tuple[int, int], float]) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _alike(what: str, values: Sequence[Any], level: Literal["warn", "bad"], fix: str) -> Finding:
+def _alike(what: str, values: Sequence[Any], fix: str) -> Finding:
     """The same on every rank, or who has what."""
     if len(set(values)) == 1:
         return Finding("ok", what, f"{values[0]} on all")
     groups = {v: [rank for rank, value in enumerate(values) if value == v] for v in values}
     words = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups.items())
-    return Finding(level, what, words, fix)
+    return Finding("bad", what, words, fix)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxcoll._files import check_writable, write_text
-from jaxcoll.bench.devices import SIMULATED
+from jaxcoll.bench.targets import SIMULATED
 from jaxcoll.bench.workloads import TREES
 
 PLATFORMS = ("cpu", "gpu", "tpu", "auto")

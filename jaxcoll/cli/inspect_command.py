@@ -15,12 +15,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxcoll._files import check_writable, write_result
 from jaxcoll._mesh.mesh import abstract_mesh, checked_mesh, takes_mesh
-from jaxcoll._observe.compare import against
 from jaxcoll._observe.report import Report, report_of
+from jaxcoll._observe.report_text import against
 from jaxcoll._observe.report_text import text as text_of
 from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._show.units import WIDTH, shortened
-from jaxcoll.bench.devices import SIMULATED
+from jaxcoll.bench.targets import SIMULATED
 from jaxcoll.cli.flags import add_devices, add_platform, check_least, check_results, write_lines
 from jaxcoll.cli.streams import patience, terminal_width
 
@@ -40,10 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", metavar="TARGET", help="FILE.hlo, or module:name")
     add("--against", metavar="OTHER", help="another TARGET, of which the figures stand beside")
-    add_devices(
-        parser,
-        "simulated CPU devices to compile for (default: {simulated}, unless the module says)",
-    )
+    words = "simulated CPU devices to compile for (default: {simulated}, unless the module says)"
+    add_devices(parser, words)
     add_platform(parser)
     add("--topology", metavar="NAME", help="a cluster that is not here, to compile module:name for")
     add("--json", metavar="FILE", help="write the report to FILE; - for here")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -38,32 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jaxcoll launch [-n N] [flags] (script.py | -m module) [arguments ...]"
     add = parser.add_argument
     add("-n", "--processes", type=int, default=2, metavar="N", help="(default: 2)")
-    add(
-        "--devices-per-process",
-        type=int,
-        metavar="K",
-        help="simulated CPU devices, or GPUs, of each process (default: 1)",
-    )
-    add(
-        "--platform",
-        choices=["cpu", "gpu"],
-        default="cpu",
-        help="simulated CPU devices over Gloo (default), or this host's GPUs, K for each process",
-    )
+    words = "simulated CPU devices, or GPUs, of each process (default: 1)"
+    add("--devices-per-process", type=int, metavar="K", help=words)
+    words = "simulated CPU devices over Gloo (default), or this host's GPUs, K for each process"
+    add("--platform", choices=["cpu", "gpu"], default="cpu", help=words)
     add("--logs", type=Path, metavar="DIR", help="write what each prints to DIR/RANK.log as well")
     add("--timeout", type=float, metavar="S", help="end all after S seconds (default: never)")
-    add(
-        "--keep-going",
-        action="store_true",
-        help="let the others run on when a process fails, for programs that can go on without it",
-    )
-    add(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start what failed again, N times in all (default: 0)",
-    )
+    words = "let the others run on when a process fails, for programs that can go on without it"
+    add("--keep-going", action="store_true", help=words)
+    words = "start what failed again, N times in all (default: 0)"
+    add("--restarts", type=int, default=0, metavar="N", help=words)
     add("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module")
     add("program", nargs=argparse.REMAINDER, metavar="script.py ...", help="what to run")
 
@@ -74,23 +59,21 @@ def run(args: argparse.Namespace) -> int:
     check_system()
     until = time.monotonic() + (args.timeout or float("inf"))
     with _logs(args.logs, args.processes) as logs, _noted() as signals:
-        launch = _Launch(args, command, logs, signals, until)
+        launch = _Launch(args, command, logs, until, signals)
         return launch.read_out(launch.run())
 
 
+@dataclasses.dataclass
 class _Launch(Owner):
     """What is to run, and to whom it speaks."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        command: list[str],
-        logs: list[FileIO],
-        signals: list[int],
-        until: float,
-    ) -> None:
-        self.args, self.command, self.logs = args, command, logs
-        self.signals, self.until = signals, until
+    args: argparse.Namespace
+    command: list[str]
+    logs: list[FileIO]
+    until: float
+    signals: Sequence[int]
+
+    def __post_init__(self) -> None:
         self._output = Output()
         self._restarts = 0
         self._coordinator: Coordinator | None = None
@@ -210,13 +193,10 @@ def _logs(folder: Path | None, processes: int) -> Iterator[list[FileIO]]:
     with contextlib.ExitStack() as stack:
         files: list[FileIO] = []
         if folder is not None:
-            names = [*map(str, range(processes)), "coordinator"]
+            paths = [folder / f"{name}.log" for name in (*range(processes), "coordinator")]
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                files = [
-                    stack.enter_context((folder / f"{name}.log").open("wb", buffering=0))
-                    for name in names
-                ]
+                files = [stack.enter_context(path.open("wb", buffering=0)) for path in paths]
             except OSError as error:
                 raise OSError(f"--logs {folder}: {error.strerror}.") from None
         yield files

@@ -42,25 +42,28 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: a flag is wrong, or --help was asked for.
     """
     open_closed_streams()
-    command = ""
+    command, status, failed = "", 2, None
     try:
-        arguments = parser().parse_args(argv)
-        command = arguments.command
-        status = importlib.import_module(COMMANDS[command][0]).run(arguments)
-        return status if (broken := broken_output()) is None else _without_output(command, broken)
+        try:
+            arguments = parser().parse_args(argv)
+            command = arguments.command
+            status = importlib.import_module(COMMANDS[command][0]).run(arguments)
+        except (ValueError, OSError, SystemExit) as error:
+            failed = error
+        broken = broken_output(failed)
     except KeyboardInterrupt:
         broken_output()
         complain(command, "interrupted.")
         return 130
-    except (ValueError, OSError) as error:
-        if (broken := broken_output(error)) is not None:
-            return _without_output(command, broken)
-        complain(command, " ".join(str(error).split()))
-        return 2
-    except SystemExit:  # of a wrong flag, or --help
-        if (broken := broken_output()) is not None:
-            return _without_output(command, broken)
-        raise
+    if isinstance(broken, BrokenPipeError):
+        return READER_LEFT
+    if broken is not None:
+        complain(command, f"standard output cannot be written: {broken.strerror}.")
+    elif isinstance(failed, SystemExit):  # of a wrong flag, or --help
+        raise failed
+    elif failed is not None:
+        complain(command, " ".join(str(failed).split()))
+    return status if broken is None else 2
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,10 +75,3 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=f"{summary}.".capitalize())
         importlib.import_module(module).add_arguments(command)
     return whole
-
-
-def _without_output(command: str, broken: OSError) -> int:
-    if isinstance(broken, BrokenPipeError):
-        return READER_LEFT
-    complain(command, f"standard output cannot be written: {broken.strerror}.")
-    return 2

@@ -40,11 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_devices(where, "of one CPU process (default: {simulated})")
     add("--processes", type=int, metavar="N", help="CPU processes on this machine, over Gloo")
     add = parser.add_argument_group("results").add_argument
-    add(
-        "--simulate",
-        action="store_true",
-        help="predict it for 2 to 16,384 replicas of these devices (default: h100:2x8)",
-    )
+    words = "predict it for 2 to 16,384 replicas of these devices (default: h100:2x8)"
+    add("--simulate", action="store_true", help=words)
     add("--algorithms", metavar="LIST", help=f"for --simulate (default: {ALGORITHMS})")
     add("--all-rows", action="store_true", help="show all rows of a long table, not the first")
     add("--json", metavar="FILE", help="write it to FILE as JSON; - for here")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 import jaxcoll as jc
 from jaxcoll._show.style import COLOURS, FAINT, INK, LINE, bare, page
@@ -49,7 +49,7 @@ def _losses(axes: Axes, outcome: Outcome) -> None:
     bare(axes)
     axes.grid(axis="y", which="major", color=LINE, linewidth=0.8, zorder=0)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlim(0, outcome.steps * 1.02)
@@ -88,15 +88,9 @@ def _packs(axes: Axes, outcome: Outcome) -> None:
     if outcome.compiled.all_reduces == 1 < len(plan.packs):
         edge, top, bottom = 1.3, -0.31, len(plan.packs) - 0.69
         axes.plot([edge - 0.02, edge, edge, edge - 0.02], [top, top, bottom, bottom], color=ONE)
-        axes.text(
-            *(edge + 0.02, (top + bottom) / 2, "compiled into\none all-reduce"),
-            size=11,
-            color=ONE,
-            weight="bold",
-            rotation=270,
-            va="center",
-            multialignment="center",
-        )
+        looks = {"size": 11, "color": ONE, "weight": "bold", "va": "center"}
+        words, middle = "compiled into\none all-reduce", (top + bottom) / 2
+        axes.text(edge + 0.02, middle, words, rotation=270, multialignment="center", **looks)
 
 
 def _bar(axes: Axes, row: int, plan: jc.Plan, pack: Any, longest: int) -> float:

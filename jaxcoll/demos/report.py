@@ -42,38 +42,21 @@ def progress(
 def show(outcome: Outcome, picture: Path, *, to_stderr: bool) -> None:
     """Print the results, the plan, and what was sent."""
     console = new_console(stderr=to_stderr, highlight=False)
-    console.print()
-    console.print(
-        _figures(
-            (
-                "test accuracy",
-                f"{outcome.test_accuracy:.4f}",
-                f"at least {LEAST_ACCURACY}; one device: {outcome.test_accuracy_one_device:.4f}",
-            ),
-            (
-                "largest relative difference",
-                f"{outcome.largest_relative_difference:.1e}",
-                f"at most {MOST_DIFFERENCE:.0e}; to one device's parameters",
-            ),
-        )
+    accuracy = f"at least {LEAST_ACCURACY}; one device: {outcome.test_accuracy_one_device:.4f}"
+    difference = f"at most {MOST_DIFFERENCE:.0e}; to one device's parameters"
+    trained = _figures(
+        ("test accuracy", f"{outcome.test_accuracy:.4f}", accuracy),
+        ("largest relative difference", f"{outcome.largest_relative_difference:.1e}", difference),
     )
-    console.print()
-    console.print(Text(str(outcome.plan)), soft_wrap=True)
-    console.print()
-    console.print(
-        _figures(
-            ("requested", *_in_words(outcome.requested)),
-            ("compiled", *_in_words(outcome.compiled)),
-            (
-                "wire bytes a step",
-                f"{outcome.wire_bytes_per_step:,}",
-                "leave each device, as compiled",
-            ),
-        )
+    sent = _figures(
+        ("requested", *_in_words(outcome.requested)),
+        ("compiled", *_in_words(outcome.compiled)),
+        ("wire bytes a step", f"{outcome.wire_bytes_per_step:,}", "leave each device, as compiled"),
     )
-    console.print()
-    # Neither wrapped nor cropped, so that it can be copied.
-    console.print(f"picture: {picture}", soft_wrap=True)
+    for part in (trained, Text(str(outcome.plan)), sent, f"picture: {picture}"):
+        console.print()
+        # Neither wrapped nor cropped, so that it can be copied.
+        console.print(part, soft_wrap=not isinstance(part, Table))
 
 
 def _figures(*rows: tuple[str, str, str]) -> Table:

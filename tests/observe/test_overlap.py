@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcoll._observe.compare import against, summary
 from jaxcoll._observe.overlap import Share, exposed, overlap
 from jaxcoll._observe.parse.calls import Matmul
 from jaxcoll._observe.parse.collective import Collective, Meanwhile, Operand
 from jaxcoll._observe.report import Report, report_of
+from jaxcoll._observe.report_text import against, summary
 from jaxcoll._observe.timeline import timeline, trace
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.world import World

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import jaxcoll as jc
 from jaxcoll import CommunicationOptions as Options
-from jaxcoll._plan.algorithms import DESCRIPTIONS, canonical, stages, steps, wire_elements
+from jaxcoll._plan.algorithms import DESCRIPTIONS, canonical, stages, steps, wire_bytes
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.world import World
 
@@ -54,15 +54,15 @@ def test_an_unknown_algorithm_is_named_with_those_there_are(bad):
 def test_a_flat_algorithm_sends_two_shards_less_than_all_twice(name, n, size):
     plan = stages(name, 0, (n,))
     padded = 2 * (n - 1) * -(-size // n)
-    assert wire_elements(plan, size) == (padded if name != "native" else 2 * (size - size // n))
-    assert wire_elements(plan, size * n) == 2 * (n - 1) * size
+    assert wire_bytes(plan, size, 1) == (padded if name != "native" else 2 * (size - size // n))
+    assert wire_bytes(plan, size * n, 1) == 2 * (n - 1) * size
     assert steps(plan) >= (2 * (n - 1).bit_length() if name in ("ring", "halving_doubling") else 0)
 
 
 @given(names, names, sizes, sizes, st.integers(0, 50))
 def test_a_composition_sends_as_little_as_one_algorithm_over_all(inner, outer, k, g, shard):
     plan = stages(f"{inner}/{outer}", 0, (k, g))
-    assert wire_elements(plan, shard * k * g) == 2 * (k * g - 1) * shard
+    assert wire_bytes(plan, shard * k * g, 1) == 2 * (k * g - 1) * shard
     assert [s.axes for s in plan] == [axes for axes, n in (((1,), g), ((0,), k)) if n > 1]
     assert steps(plan) <= steps(stages(f"{inner}/{outer}", 0, (10, 10)))
 
@@ -71,7 +71,7 @@ def test_a_composition_sends_as_little_as_one_algorithm_over_all(inner, outer, k
 def test_few_owners_send_more(n, owners, size):
     owners = min(owners, n)
     plan = stages("shuffle", owners, (n,))
-    assert wire_elements(plan, size) == (owners + n - 2) * -(-size // owners) * (n > 1)
+    assert wire_bytes(plan, size, 1) == (owners + n - 2) * -(-size // owners) * (n > 1)
 
 
 def test_axes_where_nothing_is_summed_have_no_stage():

@@ -182,9 +182,9 @@ def test_reads_the_mesh():
 def test_the_halves_keep_clear_of_gloos_own_reduce_scatter(world, asked, planned, steps):
     options = jc.CommunicationOptions(algorithm=asked)
     leaf = Leaf("", (999,), np.dtype("f"), np.dtype("f"), world.sizes)
-    layout = layout_of(jax.tree.structure(0), (leaf,), world.replicas)
+    packs = layout_of(jax.tree.structure(0), (leaf,), world.replicas).packs
     for half in ("reduce_scatter", "all_gather"):
-        plan = plan_half(half, ReduceOp.MEAN, layout, (leaf,), options, world, preset(world))
+        plan = plan_half(half, ReduceOp.MEAN, packs, (leaf,), options, world, preset(world))
         assert (plan.algorithm, plan.steps) == (planned, steps)
         spared = planned != (asked or "native")
         assert any("Gloo's own reduce-scatter sends more" in r for r in plan.reasons) == spared

@@ -41,7 +41,14 @@ def test_every_cluster_that_a_message_may_name_exists(chip):
 def test_a_gpu_is_described_in_full(chip):
     described = CHIPS[chip].description()
     fields = dataclasses.asdict(CHIPS[chip])
-    for name in ("cores", "memory_bytes", "bytes_per_second", "l2_bytes", "clock_ghz", "kind"):
+    for name in (
+        "core_count",
+        "device_memory_size",
+        "memory_bandwidth",
+        "l2_cache_size",
+        "clock_rate_ghz",
+        "kind",
+    ):
         assert str(fields[name]) in described
     assert described.count("{") == described.count("}")
 

@@ -88,16 +88,13 @@ def _convolved(attributes: str, left: Operand, kernel: Operand, output: Operand)
     given = dict(_FIELD.findall(window[1])) if window else {}
     found = 2 * weights["i"] * outputs["b"] * outputs["f"]
     for k, dim in enumerate(sorted(filter(str.isdigit, inputs))):
-
-        def of(field: str, otherwise: int, k: int = k) -> int:
-            return (
-                int(given[field].split("x")[k].partition("_")[0]) if field in given else otherwise
-            )
-
-        dilated = of("lhs_dilate", 1)
+        stride, pad, dilated, spread = (
+            int(given[name].split("x")[k].partition("_")[0]) if name in given else usual
+            for name, usual in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
+        )
         # For each output element and kernel element the input position, which may be padding.
-        at = np.arange(outputs[dim])[:, None] * of("stride", 1) - of("pad", 0)
-        at = at + np.arange(weights[dim])[None] * of("rhs_dilate", 1)
+        at = np.arange(outputs[dim])[:, None] * stride - pad
+        at = at + np.arange(weights[dim])[None] * spread
         inside = (at >= 0) & (at <= (inputs[dim] - 1) * dilated) & (at % dilated == 0)
         found *= int(inside.sum())
     return found

@@ -42,12 +42,12 @@ class StackFrames:
     """The tables before an HLO module's computations, in which instructions name a row."""
 
     def __init__(self, lines: Iterable[str]) -> None:
-        self._tables: dict[str, dict[str, str | dict[str, str]]] = {}
-        table: dict[str, str | dict[str, str]] = {}
+        self._tables: dict[str, dict[str, dict[str, str]]] = {}
+        table: dict[str, dict[str, str]] = {}
         for line in lines:
             if found := _ENTRY.fullmatch(line):
                 number, text, fields = found.groups()
-                table[number] = text if fields is None else dict(_FIELD.findall(fields))
+                table[number] = {"": text} if fields is None else dict(_FIELD.findall(fields))
             elif line.strip():
                 table = self._tables.setdefault(line.strip(), {})
         self._known: dict[str, str] = {}
@@ -67,15 +67,14 @@ class StackFrames:
         for _ in range(1000):
             frame = self._row("StackFrames", number)
             place = self._row("FileLocations", frame.get("file_location_id", ""))
-            name = self._tables.get("FileNames", {}).get(place.get("file_name_id", ""))
-            if not isinstance(name, str):
+            name = self._row("FileNames", place.get("file_name_id", "")).get("")
+            if name is None:
                 return
             yield name, place.get("line", "0")
             number = str(int(frame.get("parent_frame_id", "0")) - 1)
 
     def _row(self, table: str, number: str) -> Mapping[str, str]:
-        row = self._tables.get(table, {}).get(number, {})
-        return row if isinstance(row, dict) else {}
+        return self._tables.get(table, {}).get(number, {})
 
 
 class Locations:

@@ -14,45 +14,36 @@ _FORM = re.compile(r"([a-z][a-z0-9]*):(\d+(?:x\d+)*)")
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A GPU as XLA's compiler knows it.
+    """A GPU as XLA's compiler knows it, by the names that its `GpuDeviceInfoProto` has.
 
     The numbers are those of XLA's own descriptions, `xla/backends/gpu/target_config/specs`.
     """
 
     kind: str
     capability: int
-    cores: int
-    memory_bytes: int
-    bytes_per_second: int
-    l2_bytes: int
-    clock_ghz: float
-    lanes: int = 128
-    shared_bytes: int = 233472
-    shared_bytes_optin: int = 232448
+    core_count: int
+    device_memory_size: int
+    memory_bandwidth: int
+    l2_cache_size: int
+    clock_rate_ghz: float
+    fpus_per_core: int = 128
+    shared_memory_per_core: int = 233472
+    shared_memory_per_block_optin: int = 232448
     most_per_host: int = 8
+    threads_per_block_limit: int = 1024
+    threads_per_warp: int = 32
+    threads_per_core_limit: int = 2048
+    shared_memory_per_block: int = 49152
+    block_dim_limit_x: int = 2**31 - 1
+    block_dim_limit_y: int = 65535
+    block_dim_limit_z: int = 65535
+    registers_per_core_limit: int = 65536
+    registers_per_block_limit: int = 65536
 
     def description(self) -> str:
         """The `GpuTargetConfigProto` of it, as text."""
-        fields = {
-            "threads_per_block_limit": 1024,
-            "threads_per_warp": 32,
-            "shared_memory_per_block": 49152,
-            "shared_memory_per_block_optin": self.shared_bytes_optin,
-            "shared_memory_per_core": self.shared_bytes,
-            "threads_per_core_limit": 2048,
-            "core_count": self.cores,
-            "fpus_per_core": self.lanes,
-            "block_dim_limit_x": 2**31 - 1,
-            "block_dim_limit_y": 65535,
-            "block_dim_limit_z": 65535,
-            "memory_bandwidth": self.bytes_per_second,
-            "l2_cache_size": self.l2_bytes,
-            "clock_rate_ghz": self.clock_ghz,
-            "device_memory_size": self.memory_bytes,
-            "registers_per_core_limit": 65536,
-            "registers_per_block_limit": 65536,
-        }
-        body = " ".join(f"{name}: {number}" for name, number in fields.items())
+        ours = ("kind", "capability", "most_per_host")
+        body = " ".join(f"{k}: {number}" for k, number in vars(self).items() if k not in ours)
         return (
             f"gpu_device_info {{ {body} cuda_compute_capability {{ major: {self.capability} }} }} "
             'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } '

@@ -98,10 +98,7 @@ class Curve:
             pools.append([t])
             while len(pools) > 1 and _middle(pools[-2]) > _middle(pools[-1]):
                 pools[-2:] = [pools[-2] + pools[-1]]
-        return (
-            [size for size, _ in self.points],
-            [_middle(pool) for pool in pools for _ in pool],
-        )
+        return ([size for size, _ in self.points], [_middle(pool) for pool in pools for _ in pool])
 
 
 def _middle(seconds: list[float]) -> float:

@@ -71,7 +71,7 @@ def fitted(usual: Terms, sizes: tuple[int, ...], seconds: Mapping[Probe, float])
     """
     key = usual.key
     islands = key.islands
-    many = _many(seconds)
+    many = Probe("native", _ARRAYS, SIZES[0])
     whole = {
         p.count * p.nbytes: (p.count, t)
         for p, t in seconds.items()
@@ -97,12 +97,6 @@ def fitted(usual: Terms, sizes: tuple[int, ...], seconds: Mapping[Probe, float])
     )
 
 
-def _many(seconds: Mapping[Probe, float]) -> Probe:
-    """The program of several arrays of the smallest size."""
-    found = (p for p in seconds if p.algorithm == "native" and p.count > 1 and not p.packed)
-    return min(found, key=lambda p: p.nbytes)
-
-
 def _array(many: Probe, t: float, curve: Curve, combine: int) -> float:
     """Seconds of one more array in the same program, beyond what the curve says of it."""
     if many.count * many.nbytes < combine:
@@ -112,7 +106,7 @@ def _array(many: Probe, t: float, curve: Curve, combine: int) -> float:
 
 def _copies(seconds: Mapping[Probe, float], alone: Mapping[int, float]) -> tuple[float, float]:
     """Seconds per byte and per piece: what two packs took longer than one array of their size."""
-    large, small = sorted((p for p in seconds if p.packed), key=lambda p: -p.nbytes)
+    large, small = (Probe("native", count, size, packed=True) for count, size in _PACKS)
     a, b = (max(0.0, seconds[p] - alone[p.count * p.nbytes]) for p in (large, small))
     ma, mb = (2 * p.count * p.nbytes for p in (large, small))
     # Two packs give two equations: time beyond one array = bytes × per byte + pieces × per piece.

@@ -139,29 +139,36 @@ class Prices:
         return cost
 
 
-def collective(kind: str, nbytes: int, met: tuple[int, int, int], terms: Terms) -> Cost:
+class Met(NamedTuple):
+    """Replicas that reduce together, `p` at most of them on each of `k` islands."""
+
+    n: int
+    p: int
+    k: int
+
+
+def collective(kind: str, nbytes: int, met: Met, terms: Terms) -> Cost:
     """The cost of one collective of a compiled program, alone.
 
     A reduce-scatter and an all-gather are the halves of an all-reduce without a curve. Of an
     all-to-all each device keeps an n-th; parts for its own island go by its links. Of a permute or
-    a broadcast the whole array takes the slowest link between any two of the group. `met` has the
-    devices of the largest group, most of them on one island, and islands of it.
+    a broadcast the whole array takes the slowest link between any two of the group.
     """
-    (n, p, k), link = met, terms.between if met[2] > 1 else terms.within
-    reached = _Met(n, p, k)
+    n, p, k = met
     match kind:
         case "all-reduce":
-            return _native(nbytes, terms, reached)
+            return _native(nbytes, terms, met)
         case "reduce-scatter" | "all-gather":
             whole = nbytes * (n if kind == "all-gather" else 1)
             added = 0.0 if kind == "all-gather" else (n - 1) / n * whole * terms.reduce
-            latency = (_latency(terms, reached) + terms.call) / 2
-            return Cost(latency, whole * _per_byte(terms, reached) / 2, added)
+            latency = (_latency(terms, met) + terms.call) / 2
+            return Cost(latency, whole * _per_byte(terms, met) / 2, added)
         case "all-to-all" | "ragged-all-to-all":
-            latency = (_latency(terms, reached) + terms.call) / 2
+            latency = (_latency(terms, met) + terms.call) / 2
             near, far = (p - 1) * terms.within.per_byte, (n - p) * terms.between.per_byte
             return Cost(latency, nbytes / n * max(near, far))
         case _:
+            link = terms.between if k > 1 else terms.within
             return Cost(terms.call + link.step, nbytes * link.per_byte)
 
 
@@ -170,22 +177,14 @@ def _is_native(stages: tuple[Stage, ...]) -> bool:
     return len(stages) == 1 and stages[0].algorithm == "native"
 
 
-class _Met(NamedTuple):
-    """Replicas of a stage: `p` on each of `k` islands."""
-
-    n: int
-    p: int
-    k: int
-
-
-def _met(stage: Stage, sizes: tuple[int, ...], terms: Terms) -> _Met:
+def _met(stage: Stage, sizes: tuple[int, ...], terms: Terms) -> Met:
     """Where the replicas of a stage are, islands one after another in the order of ranks."""
     stride = math.prod(sizes[max(stage.axes) + 1 :])
     p = min(max(terms.key.per_island // stride, 1), stage.replicas)
-    return _Met(stage.replicas, p, -(-stage.replicas // p))
+    return Met(stage.replicas, p, -(-stage.replicas // p))
 
 
-def _stage(stage: Stage, nbytes: float, last: bool, terms: Terms, met: _Met) -> Cost:
+def _stage(stage: Stage, nbytes: float, last: bool, terms: Terms, met: Met) -> Cost:
     n = stage.replicas
     added = (n - 1) * nbytes / stage.shards * terms.reduce
     if stage.algorithm == "native":
@@ -210,7 +209,7 @@ def _stage(stage: Stage, nbytes: float, last: bool, terms: Terms, met: _Met) -> 
     return Cost(latency, bandwidth * narrow, added, format.passes * nbytes * terms.copy)
 
 
-def _share_between(algorithm: str, met: _Met) -> float:
+def _share_between(algorithm: str, met: Met) -> float:
     """The part of what a device sends in exchanges that goes to other islands.
 
     In a ring all wait at each step for the devices whose neighbour is on another island.
@@ -223,7 +222,7 @@ def _share_between(algorithm: str, met: _Met) -> float:
     return (k - 1 if in_pairs else n - p) / (n - 1)
 
 
-def _native(nbytes: float, terms: Terms, met: _Met) -> Cost:
+def _native(nbytes: float, terms: Terms, met: Met) -> Cost:
     """The backend's own all-reduce: from the nearest curve, brought to this number of replicas.
 
     What the smallest size took is latency, and grows by steps; the rest grows as the bytes that
@@ -233,7 +232,7 @@ def _native(nbytes: float, terms: Terms, met: _Met) -> Cost:
     if curve is None:
         added = (met.n - 1) / met.n * nbytes * terms.reduce
         return Cost(_latency(terms, met), nbytes * _per_byte(terms, met), added)
-    measured = _Met(curve.replicas, curve.replicas // curve.islands, curve.islands)
+    measured = Met(curve.replicas, curve.replicas // curve.islands, curve.islands)
     latency = curve.latency + _latency(terms, met) - _latency(terms, measured)
     rest = curve.seconds(nbytes) - curve.latency
     # Bytes scale by the slopes of the model; where only one of the two has several islands,
@@ -246,7 +245,7 @@ def _native(nbytes: float, terms: Terms, met: _Met) -> Cost:
     return Cost(max(latency, terms.call), rest)
 
 
-def _nearest(curves: Sequence[Curve], met: _Met) -> Curve | None:
+def _nearest(curves: Sequence[Curve], met: Met) -> Curve | None:
     """The curve of the smallest world that is not smaller, else of the largest.
 
     Between islands a curve within one serves where there is none, if several devices of each take
@@ -260,21 +259,17 @@ def _nearest(curves: Sequence[Curve], met: _Met) -> Curve | None:
         found, count = across, met.n
     else:
         found, count = (inside if met.p > 1 else []), met.p
-    return min(
-        found,
-        key=lambda c: (c.replicas < count, abs(c.replicas - count)),
-        default=None,
-    )
+    return min(found, key=lambda c: (c.replicas < count, abs(c.replicas - count)), default=None)
 
 
-def _latency(terms: Terms, met: _Met) -> float:
+def _latency(terms: Terms, met: Met) -> float:
     """Seconds of an empty all-reduce: to one and back, or to all, first within islands."""
     near = terms.within.steps(met.p) * terms.within.step
     far = terms.between.steps(met.k) * terms.between.step if met.k > 1 else 0.0
     return terms.call + 2 * (near + far)
 
 
-def _per_byte(terms: Terms, met: _Met) -> float:
+def _per_byte(terms: Terms, met: Met) -> float:
     """Seconds per byte of an all-reduce that keeps the slowest link busy."""
     around = 2 * (met.n - 1) / met.n
     if met.k == 1:

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxcoll._plan.checks import refuse
 from jaxcoll._plan.cost.curve import Curve
 from jaxcoll._plan.cost.terms import Key, Link, Terms
 from jaxcoll._plan.world import World
@@ -93,7 +94,7 @@ class Accelerator:
             key,
             f"preset: {self.source}; between hosts {network}",
             Link(self.hop_us * MICRO, 1 / (self.gb_per_s * GIGA), self.torus),
-            _PRESETS.networks[network].link(key.per_island),
+            NETWORKS[network].link(key.per_island),
             call=self.call_us * MICRO,
             array=1.5 * MICRO,  # assumed
             reduce=3 / memory,  # two reads and a write
@@ -147,20 +148,11 @@ class Gloo:
                     yield Curve(points, n, islands)
 
 
-@dataclasses.dataclass(frozen=True)
-class Presets:
-    """The file."""
-
-    networks: dict[str, Network]
-    accelerators: tuple[Accelerator, ...]
-    gloo: Gloo
-
-
 # Read at import: a trace may ask for a preset, and a trace reads no file.
-_PRESETS = codec.read(
-    Presets, tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-)
-NETWORKS = _PRESETS.networks
+_FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+NETWORKS = codec.read(dict[str, Network], _FILE["networks"])
+_ACCELERATORS = codec.read(tuple[Accelerator, ...], _FILE["accelerators"])
+_GLOO = codec.read(Gloo, _FILE["gloo"])
 _USUAL = {"gpu": "h100", "tpu": "v5e"}
 
 
@@ -184,9 +176,7 @@ def preset(
       'preset: Hopper, NVLink 4, from 8 x H200; between hosts infiniband-400'
     """
     if network is not None and network not in NETWORKS:
-        raise ValueError(
-            f"`network` must be None or one of {', '.join(NETWORKS)}; got {network!r}."
-        )
+        refuse("network", f"None or one of {', '.join(NETWORKS)}", network)
     key = Key.of(world)
     if key.backend == "gloo":
         return _gloo(key, cores, network, keeps_memory)
@@ -194,8 +184,8 @@ def preset(
         return _memory(key, cores)
     kind = world.device_kind.lower()
     usual = _USUAL.get(world.platform, _USUAL["gpu"])
-    known = [a for a in _PRESETS.accelerators if any(name in kind for name in a.kinds)]
-    accelerator = [*known, *(a for a in _PRESETS.accelerators if usual in a.kinds)][0]
+    known = [a for a in _ACCELERATORS if any(name in kind for name in a.kinds)]
+    accelerator = [*known, *(a for a in _ACCELERATORS if usual in a.kinds)][0]
     return accelerator.terms(key, network or accelerator.network)
 
 
@@ -212,11 +202,11 @@ def _gloo(key: Key, cores: int, network: str | None, keeps_memory: bool) -> Term
         source += f"; between hosts {network}"
         far = NETWORKS[network].link(key.per_island)
         if key.replicas == key.processes:
-            native = tuple(_PRESETS.gloo.between_hosts(key, far, cores, keeps_memory))
+            native = tuple(_GLOO.between_hosts(key, far, cores, keeps_memory))
         within = between
         between = Link(within.step + far.step, max(within.per_byte, far.per_byte))
     elif key.per_island == 1:
-        native = _PRESETS.gloo.curves(cores, keeps_memory)
+        native = _GLOO.curves(cores, keeps_memory)
     return dataclasses.replace(
         memory,
         source=source,

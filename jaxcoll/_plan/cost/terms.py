@@ -39,14 +39,9 @@ class Key:
           >>> str(Key.of(World("cpu", (2, 4), processes=2)))
           'gloo, 8 replicas, 2 processes, 1 host'
         """
-        backend = {"gpu": "nccl", "cpu": "gloo" if world.over_gloo else "memory"}
-        return cls(
-            backend.get(world.platform, world.platform),
-            world.device_kind,
-            world.replicas,
-            world.processes,
-            world.hosts,
-        )
+        carriers = {"gpu": "nccl", "cpu": "gloo" if world.over_gloo else "memory"}
+        backend = carriers.get(world.platform, world.platform)
+        return cls(backend, world.device_kind, world.replicas, world.processes, world.hosts)
 
     @property
     def islands(self) -> int:
@@ -145,38 +140,32 @@ _NUMBERS = ("call", "array", "reduce", "copy", "slice", "combine")
 _AGAIN = "calibrate again, or delete the file to use the preset"
 
 
-def parsed(text: str) -> dict[str, Any]:
+def parsed(text: str) -> Any:
     """What `Terms.to_dict` gave, and whatever was written beside it, from JSON text."""
     try:
-        data = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
         raise ValueError(
             f"these cost terms cannot be read: expected JSON as a calibration writes it, but "
             f"{error}; {_AGAIN}."
         ) from error
-    _check_ours(data)
-    return data
 
 
-def terms_of(data: dict[str, Any]) -> Terms:
-    """The terms whose `to_dict()` is `data`."""
-    _check_ours(data)
-    given = {name: value for name, value in data.items() if name not in ("format", "version")}
-    try:
-        return codec.read(Terms, given)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"these cost terms are damaged: {error}; {_AGAIN}.") from error
-
-
-def _check_ours(data: Any) -> None:
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+def terms_of(data: Any) -> Terms:
+    """The terms whose `to_dict()` is `data`, but for the `measured_on` of a calibration."""
+    found = data if isinstance(data, dict) else {"format": type(data).__name__}
+    if found.get("format") != FORMAT:
         raise ValueError(
-            f"this is no file of cost terms: expected the format {FORMAT!r}, got {found!r}; "
-            f"{_AGAIN}."
+            f"this is no file of cost terms: expected the format {FORMAT!r}, got "
+            f"{found.get('format')!r}; {_AGAIN}."
         )
-    if data.get("version") != VERSION:
+    if found.get("version") != VERSION:
         raise ValueError(
-            f"these cost terms are of version {data.get('version')!r}, and this jaxcoll reads "
+            f"these cost terms are of version {found.get('version')!r}, and this jaxcoll reads "
             f"version {VERSION}: use the jaxcoll that wrote them, or {_AGAIN}."
         )
+    beside = ("format", "version", "measured_on")
+    try:
+        return codec.read(Terms, {name: x for name, x in found.items() if name not in beside})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"these cost terms are damaged: {error}; {_AGAIN}.") from error

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from jaxcoll._plan.algorithms import Stage, coded_by, exchange, exchange_within, stages
 from jaxcoll._plan.cost.model import Cost, Prices, loads
+from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import (
     UNPACKED,
@@ -59,14 +60,6 @@ MODESTY = 1.25
 
 EXCHANGED = 16 * MiB
 """Bytes of the largest pack that is exchanged: in larger ones both ways only move bytes."""
-
-_EXCHANGES = {
-    (False, False): (EXCHANGED, WORTH),
-    (True, False): (PAIRED, WORTH_OF_PAIRS),
-    (True, True): (1 << 62, WORTH_OF_LEVELS),
-}
-"""By whether there are levels, and whether the compiler's own sum is the last: the largest pack and
-the part of the compiler's own time."""
 
 FREE = 8 * MiB
 """Bytes of packs that no program misses."""
@@ -125,9 +118,9 @@ def in_words(rule: PackingRule) -> str:
     if rule.limit >= 1 << 50:
         return "one pack of each type"
     packs = f"packs of at most {_size(rule.limit)}"
-    return (
-        packs if rule.alone is None else f"leaves over {_size(rule.alone)} alone, others in {packs}"
-    )
+    if rule.alone is None:
+        return packs
+    return f"leaves over {_size(rule.alone)} alone, others in {packs}"
 
 
 def priced(
@@ -151,9 +144,9 @@ def priced(
             suited[key] = min(coded, key=lambda name: _seconds(name, pack, prices))
         elif key not in suited:
             found = {
-                name: _seconds(name, pack, prices) / _worth(name)
+                name: _seconds(name, pack, prices) / _limits(name)[1]
                 for name in names
-                if name == names[0] or pack.nbytes <= _EXCHANGES[_kind(name)][0]
+                if pack.nbytes <= _limits(name)[0]
             }
             suited[key] = min(found, key=lambda name: found[name])
         return suited[key]
@@ -162,7 +155,7 @@ def priced(
         """What a pack's price is beyond its seconds."""
         if len(names) == 1 or pack.format or pack.algorithm == names[0]:
             return 0.0
-        return _seconds(pack.algorithm, pack, prices) * (1 / _worth(pack.algorithm) - 1)
+        return _seconds(pack.algorithm, pack, prices) * (1 / _limits(pack.algorithm)[1] - 1)
 
     for rule in rules:
         packs = tuple(
@@ -175,6 +168,13 @@ def priced(
             tried.add(packs)
             cost = prices.predict(loads(packs, leaves, _stages_of))
             yield Way(rule, packs, cost, cost.seconds + sum(map(more, packs)))
+
+
+def alternatives(leaves: Sequence[Leaf], world: World, terms: Terms) -> tuple[Alternative, ...]:
+    """What is expected of every rule for the same leaves, fastest first."""
+    found = priced(leaves, RULES, algorithms_for(world), Prices(terms, world.sizes))
+    ways = [Alternative(in_words(way.rule), len(way.packs), way.cost.seconds) for way in found]
+    return tuple(sorted(ways, key=lambda way: way.seconds))
 
 
 def algorithms_for(world: World) -> tuple[str, ...]:
@@ -215,13 +215,14 @@ def usual(world: World) -> PackingRule:
     return PACKED if world.over_gloo else UNPACKED
 
 
-def _kind(name: str) -> tuple[bool, bool]:
-    return "/" in name, name.endswith("native")
+def _limits(name: str) -> tuple[int, float]:
+    """What may stand in for the compiler's own sum: the largest pack, the part of that one's time.
 
-
-def _worth(name: str) -> float:
-    """The part of the compiler's own time that an algorithm may take to stand in for it."""
-    return 1.0 if name == "native" else _EXCHANGES[_kind(name)][1]
+    By whether there are levels, and whether the compiler's own sum is the last of them.
+    """
+    if name.endswith("native"):
+        return 1 << 62, WORTH_OF_LEVELS if "/" in name else 1.0
+    return (PAIRED, WORTH_OF_PAIRS) if "/" in name else (EXCHANGED, WORTH)
 
 
 def _seconds(name: str, pack: Pack, prices: Prices) -> float:

@@ -32,17 +32,15 @@ SLOWED = 1.8
 ALONE = 64 * KiB
 """Bytes of leaves that are too small to be worth their place in the order."""
 
-AT_ONCE = 8
+_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 """Collectives that XLA's scheduler for GPUs may have under way. It plans for one at a time, so that
 in a loop, which is scheduled as a program of its own, those of one turn stand behind each other."""
 
 _OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("cpu", "all-reduce"): {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"},
     # Where packs are chained nothing is left to combine; these are for a loop's, which are not.
-    ("gpu", "all-reduce"): {
-        "xla_gpu_all_reduce_combine_threshold_bytes": 1,
-        "xla_gpu_experimental_parallel_collective_overlap_limit": AT_ONCE,
-    },
+    ("gpu", "all-reduce"): {"xla_gpu_all_reduce_combine_threshold_bytes": 1, _AT_ONCE: 8},
+    ("gpu", "loop"): {_AT_ONCE: 8},
     # Counted in bytes of the shard that a device ends with, so that no size of a pack would do.
     ("gpu", "reduce-scatter"): {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1},
     ("gpu", "all-gather"): {"xla_gpu_all_gather_combine_threshold_bytes": 1},
@@ -75,7 +73,7 @@ def is_wanted(
     world: World,
     leaves: Sequence[Leaf],
     algorithm: str,
-    in_backward: bool = False,
+    in_backward: bool,
 ) -> bool:
     """Whether packs are to travel one by one: as asked, or where the order is known and it pays.
 
@@ -88,8 +86,12 @@ def is_wanted(
     return known and sum(leaf.nbytes for leaf in leaves if leaf.travels) > 2 * LAST
 
 
-def rule_for(leaves: Sequence[Leaf], asked: int, prices: Prices) -> ReadyOrder:
+def rule_for(
+    leaves: Sequence[Leaf], asked: int, prices: Prices, in_backward: bool
+) -> ReadyOrder | BytesPerPack:
     """The smallest packs that the network carries at 1 / `SLOWED` of its bandwidth, or `asked`."""
+    if in_backward:  # whatever is not small travels as soon as it is there, and is not copied
+        return BytesPerPack(asked) if asked else BytesPerPack(LAST, LAST)
     total = sum(leaf.nbytes for leaf in leaves if leaf.travels)
     if asked:
         return ReadyOrder(asked, min(asked, LAST), min(asked, ALONE))
@@ -100,14 +102,6 @@ def rule_for(leaves: Sequence[Leaf], asked: int, prices: Prices) -> ReadyOrder:
         limit += limit // 4
     limit = max(LAST, min(max(limit, total // MOST), total // FEWEST))
     return ReadyOrder(limit, max(LEAST, min(LAST, total // PARTS)), ALONE)
-
-
-def rule_in_backward(asked: int) -> BytesPerPack:
-    """How a group is packed whose gradients are reduced where they appear.
-
-    Whatever is not small travels as soon as it is there, and is not copied.
-    """
-    return BytesPerPack(asked) if asked else BytesPerPack(LAST, LAST)
 
 
 def with_guess(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
@@ -124,7 +118,7 @@ def reasons(
     packs: Sequence[Pack],
     rule: PackingRule,
     world: World,
-    in_backward: bool = False,
+    in_backward: bool,
 ) -> Iterator[str]:
     """What was decided, a sentence for each reason of a `Plan`."""
     if in_backward:
@@ -148,38 +142,26 @@ def reasons(
 
 
 def compiler_options(platform: str, kind: str = "all-reduce") -> dict[str, Any]:
-    """What keeps packs apart in a program that is compiled for `platform`, by their collective."""
+    """What keeps packs apart in a program that is compiled for `platform`, by their collective.
+
+    Of the kind "loop": what lets a gather and a scatter of other layers be under way in one turn.
+    """
     return dict(_OPTIONS.get((platform, kind), {}))
 
 
-def in_loops(platform: str) -> dict[str, Any]:
-    """What lets a gather and a scatter of other layers be under way in one turn of a loop."""
-    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
-    return {limit: AT_ONCE} if platform == "gpu" else {}
-
-
-def reason_in_loops(platform: str) -> str:
-    """The same in a sentence."""
-    return _set("overlap", in_loops(platform)) or (
-        f"overlap: as the compiler for {platform} places it; `jc.inspect` shows what it does"
-    )
-
-
 def by_options(platform: str, kind: str = "all-reduce") -> str:
-    """How packs stay apart where only the compiler can be asked, in a sentence."""
-    return _set("apart", compiler_options(platform, kind)) or (
+    """The same in a sentence."""
+    options, in_loops = compiler_options(platform, kind), kind == "loop"
+    listed = " and ".join(f"{name}={value}" for name, value in options.items())
+    if listed:
+        return (
+            f"{'overlap' if in_loops else 'apart'}: by the compiler "
+            f"option{'s' * (len(options) > 1)} {listed}, which `jc.data_parallel` sets for its own "
+            "program; give it to a `jax.jit` of your own (`Plan.compiler_options`)"
+        )
+    if in_loops:
+        return f"overlap: as the compiler for {platform} places it; `jc.inspect` shows what it does"
+    return (
         f"apart: no way is known to keep packs of {kind}s apart on {platform}; `jc.inspect` "
         "shows what became of them"
-    )
-
-
-def _set(what: str, options: dict[str, Any]) -> str:
-    """A sentence about compiler options; "" if there are none."""
-    if not options:
-        return ""
-    listed = " and ".join(f"{name}={value}" for name, value in options.items())
-    return (
-        f"{what}: by the compiler option{'s' * (len(options) > 1)} {listed}, which "
-        "`jc.data_parallel` sets for its own program; give it to a `jax.jit` of your own "
-        "(`Plan.compiler_options`)"
     )

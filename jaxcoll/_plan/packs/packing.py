@@ -302,10 +302,8 @@ def _shares(leaves: Sequence[Leaf], groups: Sequence[Sequence[int]], count: int)
     sizes = [sum(leaves[i].size for i in members) for members in groups]
     widths = [leaves[members[0]].wire.itemsize for members in groups]
     for _ in range(count - len(groups)):
-        per_pack = [
-            size * width / k if k < size else 0
-            for size, width, k in zip(sizes, widths, shares, strict=True)
-        ]
+        each = zip(sizes, widths, shares, strict=True)
+        per_pack = [size * width / k if k < size else 0 for size, width, k in each]
         if not any(per_pack):
             break
         shares[per_pack.index(max(per_pack))] += 1

@@ -12,7 +12,7 @@ from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs import overlap
 from jaxcoll._plan.packs.leaves import Leaf
 from jaxcoll._plan.packs.packing import Pack, Segment
-from jaxcoll._plan.packs.shard_layout import LANES, ShardLayout
+from jaxcoll._plan.packs.shard_layout import LANES
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.wire_formats import named
 from jaxcoll._plan.world import World
@@ -24,70 +24,13 @@ Half = Literal["reduce_scatter", "all_gather"]
 def plan_half(
     half: Half,
     reduce_op: ReduceOp,
-    layout: ShardLayout,
-    leaves: Sequence[Leaf],
-    options: CommunicationOptions,
-    world: World,
-    terms: Terms,
-) -> Plan:
-    """What carries the packs of `layout`."""
-    plan = _plan(half, reduce_op, layout.packs, leaves, options, world, terms)
-    how = (
-        f"packs: {len(plan.packs)}, laid out in rows of {LANES}, as many on each of "
-        f"{counted(layout.replicas, 'replica')}"
-    )
-    return dataclasses.replace(plan, reasons=(how, *plan.reasons))
-
-
-def plan_rows(
-    half: Half,
-    reduce_op: ReduceOp,
-    leaves: Sequence[Leaf],
-    packs: Sequence[Pack],
-    options: CommunicationOptions,
-    world: World,
-    terms: Terms,
-    turns: int,
-    when: str,
-) -> Plan:
-    """What carries one layer's leaves, each cut along its first dimension, `turns` times."""
-    whole = [
-        dataclasses.replace(
-            pack,
-            segments=tuple(
-                Segment(s.leaf, s.start * world.replicas, s.size * world.replicas)
-                for s in pack.segments
-            ),
-        )
-        for pack in packs
-    ]
-    apart = world.platform == "gpu" if options.overlap is None else options.overlap
-    unasked = options.replace(overlap=UNSET)
-    plan = _plan(half, reduce_op, whole, leaves, unasked, world, terms)
-    plan = dataclasses.replace(plan, lanes=1, overlap=apart, in_backward=True)
-    reasons = plan.reasons
-    widened = [p for p in plan.packs if p.algorithm == "native" and p.dtype.name == "bfloat16"]
-    if widened and world.platform == "cpu":
-        reasons += ("dtypes: bfloat16, which the compiler for CPUs widens to float32 on the wire",)
-    if apart:
-        reasons += (overlap.reason_in_loops(world.platform),)
-    times = (
-        f"layers: one at a time, {when}: {counted(turns, 'time')}, and so "
-        f"{counted(turns * plan.wire_bytes, 'wire byte')} a device in all"
-    )
-    return dataclasses.replace(plan, reasons=(times, *reasons))
-
-
-def _plan(
-    half: Half,
-    reduce_op: ReduceOp,
     packs: Sequence[Pack],
     leaves: Sequence[Leaf],
     options: CommunicationOptions,
     world: World,
     terms: Terms,
 ) -> Plan:
-    """What carries the packs, and why."""
+    """What carries packs that every replica has as many rows of, and why."""
     if options.shards:
         raise ValueError(
             f"`{half}` has one shard for each replica, and `shards={options.shards}` asks for "
@@ -105,21 +48,19 @@ def _plan(
         )
     choice = choose(options.replace(bytes_per_pack=UNSET), world)
     algorithm, reason = _carried(choice.algorithm, choice.reasons[0], world)
-    reasons = (reason, *choice.reasons[1:])
+    how = (
+        f"packs: {len(packs)}, laid out in rows of {LANES}, as many on each of "
+        f"{counted(world.replicas, 'replica')}"
+    )
+    reasons = (how, reason, *choice.reasons[1:])
     if options.overlap:
         reasons += (overlap.by_options(world.platform, half.replace("_", "-")),)
+    common = {"over": world.sizes, "kind": (), "algorithm": algorithm}
     return Plan(
         reduce_op=reduce_op,
         leaves=tuple(Leaf(x.path, x.shape, x.dtype, x.wire, world.sizes) for x in leaves),
         packs=tuple(
-            dataclasses.replace(
-                pack,
-                dtype=leaves[pack.segments[0].leaf].wire,
-                over=world.sizes,
-                kind=(),
-                algorithm=algorithm,
-            )
-            for pack in packs
+            dataclasses.replace(p, dtype=leaves[p.segments[0].leaf].wire, **common) for p in packs
         ),
         owners=0,
         world=world,
@@ -129,6 +70,38 @@ def _plan(
         overlap=bool(options.overlap),
         collective=half,
     )
+
+
+def plan_rows(
+    half: Half,
+    reduce_op: ReduceOp,
+    leaves: Sequence[Leaf],
+    packs: Sequence[Pack],
+    options: CommunicationOptions,
+    world: World,
+    terms: Terms,
+    turns: int,
+    when: str,
+) -> Plan:
+    """What carries one layer's leaves, each cut along its first dimension, `turns` times."""
+    n = world.replicas
+    spans = [tuple(Segment(s.leaf, s.start * n, s.size * n) for s in p.segments) for p in packs]
+    whole = [dataclasses.replace(p, segments=s) for p, s in zip(packs, spans, strict=True)]
+    apart = world.platform == "gpu" if options.overlap is None else options.overlap
+    unasked = options.replace(overlap=UNSET)
+    plan = plan_half(half, reduce_op, whole, leaves, unasked, world, terms)
+    plan = dataclasses.replace(plan, lanes=1, overlap=apart, in_backward=True)
+    reasons = plan.reasons[1:]  # without how whole packs are laid out
+    widened = [p for p in plan.packs if p.algorithm == "native" and p.dtype.name == "bfloat16"]
+    if widened and world.platform == "cpu":
+        reasons += ("dtypes: bfloat16, which the compiler for CPUs widens to float32 on the wire",)
+    if apart:
+        reasons += (overlap.by_options(world.platform, "loop"),)
+    times = (
+        f"layers: one at a time, {when}: {counted(turns, 'time')}, and so "
+        f"{counted(turns * plan.wire_bytes, 'wire byte')} a device in all"
+    )
+    return dataclasses.replace(plan, reasons=(times, *reasons))
 
 
 def _carried(algorithm: str, why: str, world: World) -> tuple[str, str]:

@@ -24,7 +24,6 @@ from jaxcoll._observe.parse.collective import wire_bytes
 from jaxcoll._observe.parse.hlo import read_hlo
 from jaxcoll._plan.cost.terms import terms_of
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.world import World
 from jaxcoll._spmd.scope import entered
 from jaxcoll.bench.naming import AGAIN, BASELINE, FEEDBACK, options_of
 from jaxcoll.bench.ranks.data import Exact, block, held, leaf
@@ -134,7 +133,7 @@ class JaxRank(Rank):
 
     def costs(self) -> dict[str, Any]:
         """The preset that a calibration replaces, and where and under which key it is kept."""
-        world = self._world()
+        world = mesh_world(self._mesh, dict(self._mesh.shape))
         return {
             "usual": preset_here(world).to_dict(),
             "sizes": world.sizes,
@@ -165,13 +164,8 @@ class JaxRank(Rank):
         if name.removesuffix(AGAIN) == BASELINE:
             return BASELINE
         options = options_of(name.removesuffix(AGAIN))
-        mean, axes = self._reduce_op, self._axes
-        return jc.plan(
-            self._specs, mesh=self._mesh, axis_name=axes, options=options, reduce_op=mean
-        ).name
-
-    def _world(self) -> World:
-        return mesh_world(self._mesh, dict(self._mesh.shape))
+        where = {"mesh": self._mesh, "axis_name": self._axes}
+        return jc.plan(self._specs, **where, options=options, reduce_op=self._reduce_op).name
 
     def _built(self, name: str, arrays: list[jax.Array]) -> Any:
         if FEEDBACK in name:
