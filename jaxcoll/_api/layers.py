@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._spmd.layers import scan
-from jaxcoll._spmd.layers.asked import Asked
+from jaxcoll._spmd.layers.scan import Asked
+from jaxcoll._spmd.layers.scan import scan_layers as scan
 
 
 def scan_layers(
@@ -86,7 +86,7 @@ def scan_layers(
       [789.0, 1785.0]
     """
     asked = Asked(ReduceOp.of(reduce_op), gather_dtype, ahead, remat, unroll)
-    return scan.scan_layers(
+    return scan(
         layer,
         carry,
         stacked,

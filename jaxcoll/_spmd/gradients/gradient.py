@@ -201,7 +201,8 @@ def _reduced(
     in_shards = axes_of_shards([args[i] for i in asked.places(args)])
     own = own_axes(leaves, axes, enclosing, in_shards)
     (value, beside), grads = program.evaluate()
-    value = scope.reduced_once(value, axes, "the loss", mean=asked.reduce_op is ReduceOp.MEAN)
+    is_mean = asked.reduce_op is ReduceOp.MEAN
+    value = scope.reduced_once(value, tuple(axes), "the loss", mean=is_mean)
     along = (scope.marked | scope.watched | enclosing).intersection(axes)
     grads = watched(grads, leaves, along, asked.caller, own)
     if scope.watched:

@@ -8,18 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.tree_util import Partial
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
+from jaxcoll._plan.checks import count, shown
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import bound_axes
-from jaxcoll._spmd.layers.asked import CALLER, Asked
 from jaxcoll._spmd.layers.exchange import Exchange, gather, scatter
 from jaxcoll._spmd.layers.layer_program import Arrays, Residuals, is_floating, residuals_of
 from jaxcoll._spmd.layers.schedule import Schedule
-from jaxcoll._spmd.layers.stack import Stack, stack_of
+from jaxcoll._spmd.layers.stack import CALLER, Stack, stack_of
 from jaxcoll._spmd.layers.user_layer import UserLayer, carried
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
@@ -33,6 +34,39 @@ _PARTLY = """\
 `scan_layers` over {axes}, inside the loss of `jc.value_and_grad` or its like over {outer}: the \
 gradients of one step are reduced over the same axes in both. Give both the same `axis_name`; what \
 is cut over some of the axes only is said by `sharded`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """How layers are gathered, differentiated and reduced; see `jc.scan_layers`."""
+
+    reduce_op: ReduceOp
+    gather_dtype: Any = None
+    ahead: int = 1
+    remat: Any = True
+    unroll: int = 1
+
+    def __post_init__(self) -> None:
+        count("ahead", " number of layers (0: gathered where they are used)", self.ahead)
+        if count("unroll", " number of turns", self.unroll) < 1:
+            raise ValueError(f"`unroll` must be at least 1; got {self.unroll!r}.")
+        if not isinstance(self.remat, bool) and not callable(self.remat):
+            raise ValueError(
+                "`remat` must be True, False or a policy of `jax.checkpoint_policies`; got "
+                f"{shown(self.remat)}."
+            )
+        if self.gather_dtype is not None and not _is_float(self.gather_dtype):
+            raise ValueError(
+                "`gather_dtype` must be None or a floating type, as `jnp.bfloat16`; got "
+                f"{shown(self.gather_dtype)}."
+            )
+
+
+def _is_float(dtype: Any) -> bool:
+    try:
+        return jax.dtypes.issubdtype(np.dtype(dtype), np.floating)
+    except TypeError:
+        return False
 
 
 def scan_layers(
@@ -52,7 +86,7 @@ def scan_layers(
     scope = scope.merged(inside.options if inside else None).merged(options)
     stack = stack_of(stacked, sharded, axes, scope)
     users = UserLayer(layer, *carried(carry), stack)
-    first, varying, program = users.program(axes, asked)
+    first, varying, program = users.program(axes, asked.gather_dtype, asked.remat)
     traffic = _Traffic(stack, axes, asked, bool(inside), scope)
     schedule = Schedule(
         stack.layers, asked.ahead, asked.unroll, program, traffic.gathers(), varying

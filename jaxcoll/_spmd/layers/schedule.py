@@ -12,9 +12,7 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._spmd.layers.exchange import Exchange
-from jaxcoll._spmd.layers.layer_program import LayerProgram, Residuals
-
-Arrays = list[jax.Array]
+from jaxcoll._spmd.layers.layer_program import Arrays, LayerProgram, Residuals
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,10 @@ from jaxcoll._plan.packs.leaves import flattened, no_array, where
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import count
 from jaxcoll._spmd.gradients.per_replica import watched
-from jaxcoll._spmd.layers.asked import CALLER
 from jaxcoll._spmd.scope import Scope, differentiation, retyped
 from jaxcoll._spmd.shards import Shards, is_shards, leaves_of, whole_of
+
+CALLER = "scan_layers"
 
 _WHOLE = """\
 `scan_layers` over {axis!r}: {leaf} of `stacked` is the same on every replica, so gathering it \

@@ -13,10 +13,9 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._plan.packs.leaves import flattened, no_array, where
 from jaxcoll._spmd.axes import count
-from jaxcoll._spmd.layers.asked import CALLER, Asked
 from jaxcoll._spmd.layers.layer_program import Arrays, LayerProgram, layer_program
 from jaxcoll._spmd.layers.schedule import at
-from jaxcoll._spmd.layers.stack import Stack
+from jaxcoll._spmd.layers.stack import CALLER, Stack
 
 _CARRY = """\
 `scan_layers` expects `layer` to return a carry like the one it was given; {what}. {fix}"""
@@ -58,7 +57,7 @@ class UserLayer:
         self._along: tuple[str, ...] = ()
 
     def program(
-        self, axes: Mapping[str, int], asked: Asked
+        self, axes: Mapping[str, int], gather_dtype: Any, remat: Any
     ) -> tuple[Arrays, tuple[str, ...], LayerProgram]:
         """The carry, typed as it stays from turn to turn, those axes, and the layer's program."""
         stack = self._stack
@@ -68,10 +67,10 @@ class UserLayer:
             along = self._along = tuple(sorted(varying))
             typed = [_compat.as_varying(x, along) for x in self._arrays]
             params = [
-                _compat.as_varying(_one_layer(x, over, axes, asked.gather_dtype), along)
+                _compat.as_varying(_one_layer(x, over, axes, gather_dtype), along)
                 for x, over in zip(stack.arrays, stack.over, strict=True)
             ]
-            program = layer_program(self, typed, params, asked.remat)
+            program = layer_program(self, typed, params, remat)
             avals = program.program.program.out_avals
             more = varying.union(*map(_compat.varying_axes_of_type, avals))
             if more == varying:  # else a turn adds axes, and the next one begins with them
