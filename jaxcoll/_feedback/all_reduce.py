@@ -43,26 +43,14 @@ def all_reduce(
     value: Any,
     axis_name: str | tuple[str, ...],
     *,
-    residual: Any,
-    of: Any,
-    caller: str,
+    residual: Any,  # what `jc.residual` returned, or the last call
+    of: Any,  # the tree that it is of, as it stands in `value` at the path `prefix`
+    caller: str,  # the function to name in a message
     scope: Scope,
     prefix: str = "",
-    **how: Any,
+    **how: Any,  # as in `reduce.all_reduce`
 ) -> tuple[Any, Any]:
-    """`reduce.all_reduce` of `value` and of what is owed of it, and the next residual.
-
-    Args:
-      reduce_op: SUM or MEAN.
-      value: a pytree.
-      axis_name: one axis, or several, outer first.
-      residual: what `jc.residual` returned, or the last call.
-      of: the tree that the residual is of, as it stands in `value` at the path `prefix`.
-      caller: the function to name in a message.
-      scope: options, world, and who wants to know.
-      prefix: see `of`.
-      how: as in `reduce.all_reduce`.
-    """
+    """`reduce.all_reduce` of `value` and of what is owed of it, and the next residual."""
     axes = bound_axes(axis_name, caller)
     owed = opened(residual, of, axes, caller, prefix)
     format = scope.options.compression

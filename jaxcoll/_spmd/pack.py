@@ -39,7 +39,9 @@ def pack(
         *lengths, last = p.lengths
         lengths.append(max(last, size - sum(lengths)))
         pieces = zip(p.segments, lengths, strict=True)
-        return jnp.concatenate([_filled(piece(s.leaf, s.start, s.size), k) for s, k in pieces])
+        return jnp.concatenate(
+            [jnp.pad(piece(s.leaf, s.start, s.size), (0, k - s.size)) for s, k in pieces]
+        )
 
     return [
         arrays[p.segments[0].leaf] if p.is_leaf(leaves) else joined(p, size)
@@ -47,28 +49,17 @@ def pack(
     ]
 
 
-def _filled(piece: jax.Array, length: int) -> jax.Array:
-    """`piece` with zeros behind it."""
-    return jnp.pad(piece, (0, length - piece.size)) if length > piece.size else piece
-
-
 def unpack(
     packed: Iterable[jax.Array],
     packs: Sequence[Pack],
     leaves: Sequence[Leaf],
     *,
+    # A mapped axis, whose index hides from the compiler where a piece starts. XLA's CPU compiler
+    # makes a kernel, some 6 ms each, for every static slice, but compiles slices of one shape once
+    # if their offsets are data. None: static slices, which fuse best
     one_kernel_a_shape: str | None = None,
 ) -> list[jax.Array | None]:
-    """The leaves again, in their order and shapes; None for those that no pack carries.
-
-    Args:
-      packed: the packs' arrays.
-      packs: the plan.
-      leaves: what the packs are made of.
-      one_kernel_a_shape: a mapped axis, whose index hides from the compiler where a piece starts.
-        XLA's CPU compiler makes a kernel, some 6 ms each, for every static slice, but compiles
-        slices of one shape once if their offsets are data. None: static slices, which fuse best.
-    """
+    """The leaves again, in their order and shapes; None for those that no pack carries."""
     pieces: dict[int, list[jax.Array]] = {}
     for array, plan in zip(packed, packs, strict=True):
         if plan.is_leaf(leaves):

@@ -131,22 +131,12 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
             "has room for: gather each layer where it is used, in the body of a `lax.scan` over "
             "these Shards or by `jc.scan_layers`; between programs `jc.unshard` makes the tree."
         )
-    leaves = _held(shards)
     parts = [_compat.as_varying(x, tuple(axes)) for x in shards.parts]
-    found = _gather_of(layout, leaves, axes, scope)(parts)
+    found = _gather_of(layout, shards.leaves, axes, scope)(parts)
     if not retyped().issuperset(axes):
         found = [_compat.as_invariant(x, tuple(axes), summed=True) for x in found]
     tree = jax.tree_util.tree_unflatten(layout.treedef, found)  # pyright: ignore[reportArgumentType]
     return scope.vouched(tree, axes)
-
-
-def _held(shards: Shards) -> list[Leaf]:
-    """The leaves in the types of the parts that hold them, which may have been cast."""
-    leaves = list(shards.layout.leaves)
-    for planned, part in zip(shards.layout.packs, shards.parts, strict=True):
-        for s in planned.segments:
-            leaves[s.leaf] = dataclasses.replace(leaves[s.leaf], dtype=part.dtype, wire=part.dtype)
-    return leaves
 
 
 def _gather_of(

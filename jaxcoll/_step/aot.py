@@ -17,8 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxcoll._cluster.launch.subprocesses import surely_ended
-from jaxcoll._compat import compiler
-from jaxcoll._compat.compiler_process import has_compiler
+from jaxcoll._compat.compiler import compiler_options, has_compiler
 from jaxcoll._errors import DeadlineExceededError
 from jaxcoll._jaxpr.loop_reductions import repeated_reductions
 from jaxcoll._mesh.world import topology_world
@@ -67,7 +66,7 @@ def compile_for(
         "size": where.size,
         "cluster": where.request(),
         "mesh_sizes": _mesh_sizes(requested, where.size),
-        "compiler_options": compiler.compiler_options(traced),
+        "compiler_options": compiler_options(traced),
     }
     with tempfile.TemporaryDirectory(prefix="jaxcoll-") as name:
         folder = Path(name)
@@ -100,7 +99,7 @@ def _ask(folder: Path, python: str, topology: Topology, timeout: float) -> dict[
     }
     if python == sys.executable:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [python, "-m", "jaxcoll._compat.compiler_process", str(folder)]
+    command = [python, "-m", "jaxcoll._compat.compiler", str(folder)]
     with (folder / "log").open("wb") as log, surely_ended() as running:
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         try:

@@ -29,6 +29,7 @@ from jaxcoll._jaxpr.subjaxprs import at_line, opened
 from jaxcoll._jaxpr.summed_again import check_sums
 from jaxcoll._jaxpr.summed_gradients import Summed, crossing_sums, summed_gradients
 from jaxcoll._plan.plan import Plan
+from jaxcoll._spmd.axes import listed
 from jaxcoll._spmd.scope import Scope, entered
 from jaxcoll._step.arguments import FLAGS
 from jaxcoll._step.lost_updates import check_lost_updates
@@ -224,8 +225,7 @@ class StepProgram:
                 if summed
                 else ""
             )
-            axes = ", ".join(map(repr, crossed))
-            raise ValueError(_CROSSING.format(why=why, axes=axes)) from error
+            raise ValueError(_CROSSING.format(why=why, axes=listed(crossed))) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,13 +256,9 @@ def _is_refused_by_types(error: BaseException | None) -> bool:
 
 def _by_spec(lying: Any, arguments: Any) -> list[frozenset[str]]:
     """Along which axes each array among the arguments is split."""
-    along = jax.tree.map(
-        lambda spec, part: [_axes_of(spec) for _ in jax.tree.leaves(part)],
-        lying,
-        arguments,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
-    return jax.tree.leaves(along, is_leaf=lambda x: isinstance(x, frozenset))
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    specs = jax.tree.broadcast(lying, arguments, is_leaf=is_spec)
+    return [_axes_of(spec) for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
 
 
 def _axes_of(spec: PartitionSpec) -> frozenset[str]:

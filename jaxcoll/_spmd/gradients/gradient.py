@@ -21,14 +21,14 @@ from jaxcoll._plan.packs.overlap import wants_order
 from jaxcoll._show.units import counted
 from jaxcoll._spmd import metrics
 from jaxcoll._spmd.arithmetic import halved, halvings, quotient
-from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.axes import bound_axes, count, listed
 from jaxcoll._spmd.gradients.accumulate import Beside, Differentiated, MicroBatches, accumulated
 from jaxcoll._spmd.gradients.local_grad import check_differentiable, value_and_local_grad
 from jaxcoll._spmd.gradients.loss import loss_and_aux, value_and_weight
 from jaxcoll._spmd.gradients.per_replica import (
-    check_scattered,
+    NO_SHARD,
     own_axes,
-    own_watched,
+    refuse_own,
     shared,
     watched,
     with_own,
@@ -204,15 +204,13 @@ def _reduced(
     is_mean = asked.reduce_op is ReduceOp.MEAN
     value = scope.reduced_once(value, tuple(axes), "the loss", mean=is_mean)
     along = (scope.marked | scope.watched | enclosing).intersection(axes)
-    grads = watched(grads, leaves, along, asked.caller, own)
-    if scope.watched:
-        grads = own_watched(grads, leaves, own, asked.caller)
+    grads = watched(grads, leaves, along, asked.caller, own, own_too=bool(scope.watched))
     weighted = beside.weight is not None
     op = ReduceOp.SUM if weighted else asked.reduce_op
     local = _Local(value if asked.with_value else None, beside.weight, beside.metrics, grads)
     residual = None
     if asked.scatter:
-        check_scattered(leaves, own, asked.caller)
+        refuse_own(NO_SHARD, leaves, own, asked.caller)
         shards = reduce_scatter(op, grads, tuple(axes), scope=scope)
         local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope.exactly)
         local = local._replace(grads=shards)
@@ -225,8 +223,8 @@ def _reduced(
         if residual is not None:  # a small weight, or none, may make a finite sum infinite
             fine = finite(jax.tree.leaves(shared(grads, own)))
             residual = jax.tree.map(functools.partial(jnp.where, fine), residual, owed)
-    numbers = metrics.settled(local.metrics, count(axes) if op is ReduceOp.MEAN else 1)
-    aux = metrics.put_together(beside.aux, numbers)
+    times = count(axes) if op is ReduceOp.MEAN else 1
+    aux = metrics.put_together(beside.aux, local.metrics, times)
     outputs = ((value, aux) if asked.has_aux else value, grads)
     if not asked.with_value:
         outputs = (grads, aux) if asked.has_aux else (grads,)
@@ -246,12 +244,15 @@ def _together(
     residual: Shards | None,
 ) -> tuple[_Local, Shards | None]:
     """One reduction for everything that replicas have in common, and the next residual."""
-    same, order = _synced(program, tuple(axes)), None
+    same, ready = _synced(program, tuple(axes)), None
     if residual is not None and same:
         raise ValueError(_SYNCED_ALREADY.format(caller=asked.caller, leaf=where(min(same))))
-    if wants_order(scope.options, scope.world(dict(axes))):
-        (_, order) = program.result(places(program.program))
     common = local._replace(grads=shared(local.grads, own))
+    beside = flattened(common._replace(grads=None))[0]
+    if wants_order(scope.options, scope.world(dict(axes))):
+        _, order = program.result(places(program.program))
+        # All but the gradients is there before any of them.
+        ready = [*(-1 for _ in beside), *jax.tree.leaves(shared(order, own))]
     if any(own) and scope.world(dict(axes)).over_gloo:
         parts = [x for x, mine in zip(jax.tree.leaves(local.grads), own, strict=True) if mine]
         leaves, treedef = jax.tree.flatten(common)
@@ -270,12 +271,9 @@ def _together(
         common,
         tuple(axes),
         scope=scope,
-        # All but the gradients is there before any of them.
-        ready=None
-        if order is None
-        else jax.tree.leaves(_gradients_last(common, shared(order, own))),
+        ready=ready,
         same=same,
-        exact=frozenset(path for path, _ in flattened(common._replace(grads=None))[0]),
+        exact=frozenset(path for path, _ in beside),
         reasons=_not_again(list(same)),
     )
     if residual is not None:
@@ -291,12 +289,6 @@ def _together(
 def _halvings(asked: Asked, axes: Mapping[str, int]) -> int:
     """Powers of two taken off a float16 of a weighted mean, whose sums may be too large for it."""
     return halvings(count(axes) * (1 if asked.micro_batches is None else asked.micro_batches.count))
-
-
-def _gradients_last(local: _Local, order: Any) -> _Local:
-    """A tree like `local` with the place of each of its leaves."""
-    before = jax.tree.map(lambda _: -1, local._replace(grads=None))
-    return before._replace(grads=order)
 
 
 def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]:
@@ -323,7 +315,5 @@ def _not_again(paths: list[str]) -> tuple[str, ...]:
 def _check_local(value: Any, axes: dict[str, int], caller: str) -> None:
     """Refuse a loss that was reduced on the way, wherever its type shows it."""
     if missing := _compat.same_axes(value, axes):
-        over, along = (", ".join(map(repr, names)) for names in (axes, missing))
-        raise AlreadyReducedError(
-            _LOSS_ALREADY_REDUCED.format(caller=caller, axes=over, missing=along)
-        )
+        words = {"caller": caller, "axes": listed(axes), "missing": listed(missing)}
+        raise AlreadyReducedError(_LOSS_ALREADY_REDUCED.format(**words))

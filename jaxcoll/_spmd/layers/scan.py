@@ -16,7 +16,7 @@ from jaxcoll._compat import marks
 from jaxcoll._plan.checks import count, shown
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.axes import bound_axes
+from jaxcoll._spmd.axes import bound_axes, listed
 from jaxcoll._spmd.layers.exchange import Exchange, gather, scatter
 from jaxcoll._spmd.layers.layer_program import Arrays, Residuals, is_floating, residuals_of
 from jaxcoll._spmd.layers.schedule import Schedule
@@ -100,11 +100,10 @@ def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation 
     inside = differentiation()
     if inside is None or not set(inside.axes).intersection(axes):
         return None
-    named = ", ".join(map(repr, axes))
     if set(inside.axes) != set(axes):
-        raise ValueError(_PARTLY.format(axes=named, outer=", ".join(map(repr, inside.axes))))
+        raise ValueError(_PARTLY.format(axes=listed(axes), outer=listed(inside.axes)))
     if reduce_op is not ReduceOp.MEAN:
-        raise ValueError(_SUM_OF_A_MEAN.format(axes=named))
+        raise ValueError(_SUM_OF_A_MEAN.format(axes=listed(axes)))
     return inside
 
 

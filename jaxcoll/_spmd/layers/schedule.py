@@ -98,26 +98,17 @@ class Schedule:
         self,
         residuals: Residuals,
         saved: Arrays,
-        last: list[dict[int, jax.Array]],
+        last: list[dict[int, jax.Array]],  # the last layers' parameters, gathered
         stack: Arrays,
         captured: Arrays,
-        cotangents: Sequence[Arrays],
+        cotangents: Sequence[Arrays],  # of the floating arrays of the last carry, and of results
+        # Positions in the stack, and in what is captured, whose cotangents are asked for
         moved: Sequence[Sequence[int]],
-        scatters: Mapping[tuple[int, ...], Exchange],
+        scatters: Mapping[tuple[int, ...], Exchange],  # by leaves that travel together
     ) -> tuple[Arrays, dict[int, jax.Array], Arrays]:
         """Cotangents of the first carry's floating arrays, and of those asked for.
 
         Those of rows are scattered, in the turn after their layer's; others are this replica's.
-
-        Args:
-          residuals: as in `forward`.
-          saved: what `forward` returned.
-          last: the last layers' parameters, gathered.
-          stack: this replica's.
-          captured: what the layer reads from around it.
-          cotangents: of the floating arrays of the last carry, and of the results.
-          moved: positions in the stack, and in what is captured, whose cotangents are asked for.
-          scatters: by leaves of the stack that travel together.
         """
         of_carry, of_results = cotangents
         ahead, top = len(last), self.layers - 1
