@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcoll import _compat
 from jaxcoll._feedback.low_rank import orthonormal, product, refreshed
 from jaxcoll._feedback.residual import closed, opened, right_factor
 from jaxcoll._plan.algorithms import stages
@@ -127,6 +125,8 @@ def _in_factors(
     sums = reduce.all_reduce(op, treedef.unflatten(second), names, scope=scope, reasons=reasons)
     found = dict(zip(matrices, jax.tree.leaves(sums), strict=True))
 
+    native = stages("native", 0, tuple(axes.values()))
+    divisor = count(axes) if op is ReduceOp.MEAN else 1
     for path, factor in found.items():
         total = product(lefts[path], factor.T)
         result = total.astype(leaves[path].dtype)
@@ -136,25 +136,10 @@ def _in_factors(
             rest_of = total - result.astype(total.dtype)
             lost += rest_of if op is ReduceOp.MEAN else rest_of / count(axes)
         left[path] = lost.reshape(leaves[path].shape)
-        exact = _as_exact(result, values[path], names, op is ReduceOp.MEAN)
+        exact = algorithms.as_exact(result, values[path], native, names, divisor)
         results[path] = exact.reshape(leaves[path].shape)
     # What each replica has as its own is not in `value`.
     fine = finite([results[path] for path in owed if path in results])
     left = {path: jnp.where(fine, left[path], x) for path, x in owed.items() if path in results}
     new = {p: jnp.where(fine, refreshed(x, rights[p]), rights[p]) for p, x in found.items()}
     return scope.vouched(treedef.unflatten(results.values()), names), left, new
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _as_exact(result: jax.Array, own: jax.Array, axes: Sequence[str], mean: bool) -> jax.Array:
-    """`result`, whose derivatives are those of the exact sum or mean of `own`."""
-    return result
-
-
-@_as_exact.defjvp
-def _as_exact_jvp(axes: Any, mean: bool, primals: Any, tangents: Any) -> Any:
-    result, _ = primals
-    sizes = tuple(lax.axis_size(axis) for axis in axes)
-    total = algorithms.all_reduce(tangents[1], stages("native", 0, sizes), axes)
-    total = _compat.as_invariant(total, axes)  # along axes of size 1 nothing was summed
-    return result, (total / np.prod(sizes, dtype="f") if mean else total).astype(result.dtype)

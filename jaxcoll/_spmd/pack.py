@@ -39,14 +39,17 @@ def pack(
         *lengths, last = p.lengths
         lengths.append(max(last, size - sum(lengths)))
         pieces = zip(p.segments, lengths, strict=True)
-        return jnp.concatenate(
-            [jnp.pad(piece(s.leaf, s.start, s.size), (0, k - s.size)) for s, k in pieces]
-        )
+        return jnp.concatenate([_filled(piece(s.leaf, s.start, s.size), k) for s, k in pieces])
 
     return [
         arrays[p.segments[0].leaf] if p.is_leaf(leaves) else joined(p, size)
         for p, size in zip(packs, sizes or [0] * len(packs), strict=True)
     ]
+
+
+def _filled(piece: jax.Array, length: int) -> jax.Array:
+    """`piece` with zeros behind it."""
+    return jnp.pad(piece, (0, length - piece.size)) if length > piece.size else piece
 
 
 def unpack(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,22 +22,21 @@ class LayerProgram:
 
     # From carry, parameters and what is captured to the next carry and a result of its own
     program: Traced
-    captured: tuple[Any, ...]  # traced values that the layer's Python reads from around it
     carried: int  # how many arrays are carried
     # What of a layer is kept for the backward pass: True nothing but its carry, False all that the
     # backward pass reads, otherwise what a policy of `jax.checkpoint` says
     policy: Any
 
-    def run(self, carry: Arrays, params: Arrays, captured: Arrays) -> tuple[Arrays, Arrays]:
-        """The next carry, and the layer's own results."""
-        outs = self._call(captured)(*carry, *params)
-        return outs[: self.carried], outs[self.carried :]
+    @property
+    def captured(self) -> list[Any]:
+        """The traced values that the layer's Python reads from around it."""
+        return [c for c in self.program.program.consts if isinstance(c, Tracer)]
 
-    def _call(self, captured: Arrays) -> Callable[..., Arrays]:
-        given = iter(captured)
-        closed = self.program.program
+    def forward(self, carry: Arrays, params: Arrays, captured: Arrays) -> tuple[Arrays, Arrays]:
+        """The layer's carry and results; and what is to be saved, nothing."""
+        given, closed = iter(captured), self.program.program
         consts = [next(given) if isinstance(c, Tracer) else c for c in closed.consts]
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*carry, *params), []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +83,6 @@ class Residuals:
         return list(pull(cotangents))
 
 
-def layer_program(
-    layer: Callable[[Any, Any], Any], carry: Arrays, params: Arrays, remat: Any
-) -> LayerProgram:
-    """`layer` of flat lists, traced with arrays like `carry` and `params`."""
-    program = traced(layer, inputs=(carry, params))
-    captured = tuple(c for c in program.program.consts if isinstance(c, Tracer))
-    return LayerProgram(program, captured, len(carry), remat)
-
-
 def residuals_of(
     layer: LayerProgram, arrays: tuple[Arrays, Arrays, Arrays], moved: Sequence[bool]
 ) -> Residuals:
@@ -105,8 +95,7 @@ def residuals_of(
         def of_moved(*given: jax.Array) -> tuple[Arrays, Arrays]:
             there = iter(given)
             every = [next(there) if m else x for m, x in zip(moved, inputs, strict=True)]
-            carry, own = layer.run(*_cut(every, sizes))
-            outs = [*carry, *own]
+            outs, _ = layer.forward(*_cut(every, sizes))
             return [x for x in outs if is_floating(x)], outs
 
         run = of_moved

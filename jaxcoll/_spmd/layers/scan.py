@@ -92,7 +92,7 @@ def scan_layers(
         stack.layers, asked.ahead, asked.unroll, program, traffic.gathers(), varying
     )
     run = _differentiable(schedule, traffic)
-    return users.result(*run(first, traffic.typed(varying), list(program.captured)))
+    return users.result(*run(first, traffic.typed(varying), program.captured))
 
 
 def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation | None:
@@ -132,17 +132,13 @@ class _Traffic:
         )
         # The last layers are still there when the backward pass begins with them.
         when += f" in the forward pass ({layers}), and again in the backward pass"
-        found = {}
-        for leaves, axes in self._groups(range(len(self.stack.arrays))).items():
-            found[leaves] = gather(
-                self._rows(leaves),
-                axes,
-                self.asked.gather_dtype,
-                2 * layers - ahead,
-                when,
-                self.scope,
+        turns = 2 * layers - ahead
+        return {
+            leaves: gather(
+                self._rows(leaves), axes, self.asked.gather_dtype, turns, when, self.scope
             )
-        return found
+            for leaves, axes in self._groups(range(len(self.stack.arrays))).items()
+        }
 
     def scatters(self, moved: Sequence[int]) -> dict[tuple[int, ...], Exchange]:
         """By the leaves that travel together what reduces the gradients of one layer's rows."""

@@ -73,14 +73,9 @@ class Schedule:
             if fetch:
                 queue = [*queue, self._fetched(stack, index + ahead)]
             params = self._params(stack, index, queue[0])
-            if residuals is None:
-                carry, found = self.layer.run(carry, params, captured)
-                more: Arrays = []
-            else:
-                outs, more = residuals.forward(carry, params, captured)
-                carry, found = outs[:carried], outs[carried:]
-            room = put(results, found, index), put(kept, self._vary(more), index)
-            return carry, room, queue[1:]
+            outs, more = (residuals or self.layer).forward(carry, params, captured)
+            room = put(results, outs[carried:], index), put(kept, self._vary(more), index)
+            return outs[:carried], room, queue[1:]
 
         queue: list[dict[int, jax.Array]] = []
         for index in range(ahead):

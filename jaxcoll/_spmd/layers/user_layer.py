@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
+from jaxcoll._jaxpr.retrace import traced
 from jaxcoll._plan.packs.leaves import flattened, no_array, where
 from jaxcoll._spmd.axes import count
-from jaxcoll._spmd.layers.layer_program import Arrays, LayerProgram, layer_program
+from jaxcoll._spmd.layers.layer_program import Arrays, LayerProgram
 from jaxcoll._spmd.layers.schedule import at
 from jaxcoll._spmd.layers.stack import CALLER, Stack
 
@@ -43,18 +45,16 @@ def _strong(x: jax.Array) -> jax.Array:
     return lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
+@dataclasses.dataclass(eq=False)
 class UserLayer:
     """The user's layer as a function of lists, and what its results are a tree of."""
 
-    def __init__(
-        self, layer: Callable[[Any, Any], Any], carry: Arrays, treedef: Any, stack: Stack
-    ) -> None:
-        self._layer = layer
-        self._arrays = carry
-        self._carry = treedef
-        self._stack = stack
-        self._own: Any = None
-        self._along: tuple[str, ...] = ()
+    _layer: Callable[[Any, Any], Any]
+    _arrays: Arrays  # the first carry
+    _carry: Any  # its structure
+    _stack: Stack
+    _own: Any = None  # the structure of the layer's own results
+    _along: tuple[str, ...] = ()  # axes that everything is typed as varying over
 
     def program(
         self, axes: Mapping[str, int], gather_dtype: Any, remat: Any
@@ -70,7 +70,7 @@ class UserLayer:
                 _compat.as_varying(_one_layer(x, over, axes, gather_dtype), along)
                 for x, over in zip(stack.arrays, stack.over, strict=True)
             ]
-            program = layer_program(self, typed, params, remat)
+            program = LayerProgram(traced(self, inputs=(typed, params)), len(typed), remat)
             avals = program.program.program.out_avals
             more = varying.union(*map(_compat.varying_axes_of_type, avals))
             if more == varying:  # else a turn adds axes, and the next one begins with them
