@@ -48,10 +48,10 @@ from jaxcoll._plan.wire_formats import Int8 as Int8
 from jaxcoll._plan.wire_formats import PowerSGD as PowerSGD
 from jaxcoll._spmd.checks.check_replicas import ReplicaCheck as ReplicaCheck
 from jaxcoll._spmd.gradients.loss import WeightedLoss as WeightedLoss
-from jaxcoll._spmd.indexed_slices import IndexedSlices as IndexedSlices
 from jaxcoll._spmd.metrics import Total as Total
 from jaxcoll._spmd.metrics import WeightedMean as WeightedMean
 from jaxcoll._spmd.shards import Shards as Shards
+from jaxcoll._spmd.sparse import IndexedSlices as IndexedSlices
 from jaxcoll._step.data_parallel import DataParallel as DataParallel
 from jaxcoll._step.data_parallel import data_parallel as data_parallel
 from jaxcoll._train.batches import Batches as Batches

@@ -15,7 +15,7 @@ from jaxcoll._plan.algorithms import Stage, stages
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.options import UNSET
 from jaxcoll._plan.packs.automatic import usual
-from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, flattened, no_array, where
+from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, dtype_of, flattened, no_array, where
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.axes import bound_axes, count
@@ -120,16 +120,14 @@ def _joined(rows: jax.Array, axis: int) -> jax.Array:
 
 
 def _as_array(path: str, value: Any) -> jax.Array:
-    dtype = getattr(value, "dtype", None)
     if is_sparse(value):
         raise NotImplementedError(
             f"`all_gather` expects dense arrays; {where(path)} is an IndexedSlices. `all_reduce` "
             "gathers the rows of all replicas, which is their sum; `to_dense` makes it an array."
         )
-    got = no_array(value)
-    if got is not None:
+    if (got := no_array(value)) is not None:
         raise ValueError(f"`all_gather` cannot gather {where(path)}: expected an array, got {got}.")
-    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jax.dtypes.issubdtype(dtype_of(value), jax.dtypes.prng_key):
         raise ValueError(
             f"`all_gather` cannot gather {where(path)}: it is a typed PRNG key; gather its "
             "`jax.random.key_data`."

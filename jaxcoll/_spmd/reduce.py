@@ -36,10 +36,9 @@ from jaxcoll._spmd.algorithms.table import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
 from jaxcoll._spmd.axes import already_reduced, bound_axes, count
 from jaxcoll._spmd.checks import checksum
-from jaxcoll._spmd.indexed_slices import IndexedSlices
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.sparse import alike, gathered, is_sparse
+from jaxcoll._spmd.sparse import IndexedSlices, alike, gathered, is_sparse
 from jaxcoll._spmd.wire_formats.feedback import cut_off, left, with_owed
 from jaxcoll._spmd.wire_formats.two_phase import Coded, How
 

@@ -24,8 +24,7 @@ from jaxcoll._plan.options import UNSET, CommunicationOptions
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.checks.checksum import Heard
-from jaxcoll._spmd.indexed_slices import unchecked
-from jaxcoll._spmd.sparse import is_sparse
+from jaxcoll._spmd.sparse import is_sparse, unchecked
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,25 +63,17 @@ def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], calle
 
 def _texts_of(stage: Stage, plans: Sequence[Plan] = ()) -> Texts:
     """The texts of what is traced, lowered or compiled already."""
-    if isinstance(stage, jax.stages.Compiled):
-        return Texts(stage.as_text() or "", terms=_terms(), memory=_memory(stage))
-    is_traced = isinstance(stage, jax.stages.Traced)
-    lowered = stage.lower() if is_traced else stage
-    compiled = lowered.compile()
+    lowered = stage.lower() if isinstance(stage, jax.stages.Traced) else stage
+    compiled = lowered.compile() if isinstance(lowered, jax.stages.Lowered) else lowered
+    memory = compiled.memory_analysis()
     return Texts(
         compiled.as_text() or "",
-        lowered.as_text(debug_info=True),
+        lowered.as_text(debug_info=True) if isinstance(lowered, jax.stages.Lowered) else None,
         tuple(plans),
         terms=_terms(),
-        repeated=repeated_reductions(stage.jaxpr) if is_traced else (),
-        memory=_memory(compiled),
+        repeated=repeated_reductions(stage.jaxpr) if isinstance(stage, jax.stages.Traced) else (),
+        memory=memory and memory_by_name(memory),
     )
-
-
-def _memory(compiled: jax.stages.Compiled) -> dict[str, int] | None:
-    """What the program takes of one device's memory, if its compiler says so."""
-    found = compiled.memory_analysis()
-    return found and memory_by_name(found)
 
 
 def _terms() -> Terms:

@@ -23,8 +23,7 @@ from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.beside_types import check_own_gradients, hidden_outputs
 from jaxcoll._jaxpr.own_norms import check_own_norms
-from jaxcoll._jaxpr.repeated import VARIES, is_wrong
-from jaxcoll._jaxpr.replication import varying_outputs
+from jaxcoll._jaxpr.replication import VARIES, is_wrong, varying_outputs
 from jaxcoll._jaxpr.subjaxprs import at_line, opened
 from jaxcoll._jaxpr.summed_again import check_sums
 from jaxcoll._jaxpr.summed_gradients import Summed, crossing_sums, summed_gradients

@@ -57,9 +57,6 @@ def jitted(
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     dynamic = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
-    if all(dynamic):
-        # An object that can be called may have neither a name nor a hash, and `jax.jit` asks both.
-        return jax.jit(fun if isinstance(fun, types.FunctionType) else _named(fun)), args, kwargs
 
     def of_arrays(*arrays: Any) -> Any:
         rest = iter(arrays)
@@ -68,19 +65,7 @@ def jitted(
         )
         return fun(*given, **named)
 
-    of_arrays.__name__ = of_arrays.__qualname__ = _name(fun)
+    inner = fun.func if isinstance(fun, functools.partial) else fun
+    of_arrays.__name__ = getattr(inner, "__name__", type(inner).__name__)
     arrays = tuple(x for x, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic)
     return jax.jit(of_arrays), arrays, {}
-
-
-def _named(fun: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return fun(*args, **kwargs)
-
-    call.__name__ = call.__qualname__ = _name(fun)
-    return call
-
-
-def _name(fun: Any) -> str:
-    inner = fun.func if isinstance(fun, functools.partial) else fun
-    return getattr(inner, "__name__", type(inner).__name__)
