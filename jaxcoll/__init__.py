@@ -7,9 +7,9 @@ from jaxcoll._api.collectives import broadcast as broadcast
 from jaxcoll._api.collectives import reduce_scatter as reduce_scatter
 from jaxcoll._api.gradients import accumulate as accumulate
 from jaxcoll._api.gradients import grad as grad
+from jaxcoll._api.gradients import scan_layers as scan_layers
 from jaxcoll._api.gradients import sync_in_backward as sync_in_backward
 from jaxcoll._api.gradients import value_and_grad as value_and_grad
-from jaxcoll._api.layers import scan_layers as scan_layers
 from jaxcoll._api.metrics import all_finite as all_finite
 from jaxcoll._api.metrics import global_norm as global_norm
 from jaxcoll._api.metrics import reduce_metrics as reduce_metrics

@@ -22,10 +22,9 @@ from jax.sharding import PartitionSpec
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.beside_types import check_own_gradients, hidden_outputs
-from jaxcoll._jaxpr.own_norms import check_own_norms
 from jaxcoll._jaxpr.replication import VARIES, is_wrong, varying_outputs
 from jaxcoll._jaxpr.subjaxprs import at_line, opened
-from jaxcoll._jaxpr.summed_again import check_sums
+from jaxcoll._jaxpr.summed_again import check_own_norms, check_sums
 from jaxcoll._jaxpr.summed_gradients import Summed, crossing_sums, summed_gradients
 from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.axes import listed

@@ -260,11 +260,7 @@ def _together(
     reduce: Any = all_reduce
     if asked.feedback is not None:
         reduce = functools.partial(
-            asked.feedback,
-            residual=residual,
-            of=local.grads,
-            prefix=".grads",
-            caller=asked.caller,
+            asked.feedback, residual=residual, of=local.grads, prefix=".grads", caller=asked.caller
         )
     reduced = reduce(
         op,

@@ -64,11 +64,7 @@ class Residuals:
         return outs[: self.results], [residuals[k] for k in self.saved]
 
     def backward(
-        self,
-        saved: Arrays,
-        params: Arrays,
-        captured: Arrays,
-        cotangents: Arrays,
+        self, saved: Arrays, params: Arrays, captured: Arrays, cotangents: Arrays
     ) -> list[Any]:
         """The cotangents that were asked for, of carry, parameters and captured values in turn.
 

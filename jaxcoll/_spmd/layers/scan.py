@@ -240,14 +240,7 @@ def _differentiable(
         given = [[x for x in map(_floating, each) if x is not None] for each in cotangents]
         (saved, last, carry, stack, captured), given = _differentiated_once((kept, given))
         ct, gradients, sums = schedule.backward(
-            residuals,
-            saved,
-            last,
-            stack,
-            captured,
-            given,
-            moved,
-            traffic.scatters(moved[0]),
+            residuals, saved, last, stack, captured, given, moved, traffic.scatters(moved[0])
         )
         of_carry, of_captured = iter(ct), dict(zip(moved[1], sums, strict=True))
         return (
