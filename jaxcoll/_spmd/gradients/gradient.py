@@ -12,9 +12,8 @@ import jax.numpy as jnp
 
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._jaxpr.ready_order import places
 from jaxcoll._jaxpr.replication import check_gradients, has, same_outputs
-from jaxcoll._jaxpr.retrace import Traced, traced
+from jaxcoll._jaxpr.retrace import Traced, places, traced
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._plan.packs.overlap import wants_order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,8 +121,5 @@ def is_floating(x: Any) -> bool:
 
 
 def _cut(items: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
-    found, start = [], 0
-    for size in sizes:
-        found.append(list(items[start : start + size]))
-        start += size
-    return found
+    rest = iter(items)
+    return [list(itertools.islice(rest, size)) for size in sizes]
