@@ -32,8 +32,6 @@ def orthonormal(matrices: Sequence[jax.Array]) -> list[jax.Array]:
     for i, matrix in enumerate(matrices):
         alike.setdefault(matrix.shape, []).append(i)
     stacked = [jnp.stack([_scaled(matrices[i].T) for i in members]) for members in alike.values()]
-    if not stacked:
-        return []
     zeros = [_compat.zeros_like_aval(jax.typeof(rows), rows.dtype) for rows in stacked]
 
     def turn(i: jax.Array, found: list[jax.Array]) -> list[jax.Array]:

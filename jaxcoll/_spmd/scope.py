@@ -20,9 +20,10 @@ from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
-from jaxcoll._plan.options import UNSET, CommunicationOptions
+from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
+from jaxcoll._spmd.axes import listed
 from jaxcoll._spmd.checks.checksum import Heard
 from jaxcoll._spmd.sparse import is_sparse, unchecked
 
@@ -114,6 +115,16 @@ class Differentiation:
     # Whether types have been taken away that tell replicas apart along `axes`
     untyped: bool = False
     enclosing: frozenset[str] = frozenset()  # axes of all losses around this one
+
+    def check_mean(self, reduce_op: ReduceOp, axes: Iterable[str], caller: str) -> None:
+        """Refuse a SUM, inside of the loss, of gradients that are made a sum around it."""
+        if reduce_op is not ReduceOp.MEAN:
+            raise ValueError(
+                f"`{caller}` over {listed(axes)} with reduce_op SUM, inside the loss of "
+                "`jc.value_and_grad`, `jc.grad` or `jc.accumulate`: what they differentiate is "
+                "this replica's own loss, and they make a sum or a weighted mean of its gradients "
+                'themselves. Leave reduce_op at "mean" here, whatever theirs is.'
+            )
 
 
 _current = jax.make_user_context(default_value=None)

@@ -104,7 +104,7 @@ class Asked:
     def places(self, args: tuple[Any, ...]) -> list[int]:
         """Positions of the arguments that are differentiated."""
         several = [self.argnums] if isinstance(self.argnums, int) else self.argnums
-        return [argnum % len(args) for argnum in several]
+        return [argnum % len(args) for argnum in several if args]
 
     def leaves(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """What is differentiated, by name, in the order of the gradients' leaves."""
@@ -134,7 +134,7 @@ def reduced_gradient(
                 "loss's own: what `jc.residual(params)` returns, then what the last call returned."
             )
         enclosing = retyped()
-        check_differentiable(asked.leaves(args) if args else {}, caller)
+        check_differentiable(asked.leaves(args), caller)
         here = Differentiation(tuple(axes), options, enclosing=enclosing)
         program = traced(_of_share, asked, axes, here, args, kwargs)
         typed = [a for a in axes if a not in enclosing and _compat.tracks_variance(a)]
@@ -176,7 +176,7 @@ def _of_share(
             args,
             kwargs,
             micro_batches,
-            argnums=asked.argnums,
+            learned=asked.places(args),
             mean=asked.reduce_op is ReduceOp.MEAN,
             halvings=_halvings(asked, axes),
         )

@@ -13,16 +13,11 @@ from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
-from jaxcoll._spmd.axes import bound_axes, listed
+from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.gradients.per_replica import watched
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope, differentiation, retyped
 from jaxcoll._spmd.shards import check_no_shards
-
-_SUM_OF_A_MEAN = """\
-`sync_in_backward` over {axes} with reduce_op SUM, inside the loss of `jc.value_and_grad` or \
-`jc.grad`: what they differentiate is this replica's own loss, and they make a sum or a weighted \
-mean of synced gradients themselves. Leave reduce_op at "mean" here, whatever theirs is."""
 
 _REASON = "when: in the backward pass, as soon as these gradients exist"
 
@@ -42,8 +37,7 @@ def sync_in_backward(
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     axes = names if untyped else tuple(bound_axes(axis_name, "sync_in_backward"))
     if outer is not None and set(outer.axes).intersection(axes):
-        if reduce_op is not ReduceOp.MEAN:
-            raise ValueError(_SUM_OF_A_MEAN.format(axes=listed(axes)))
+        outer.check_mean(reduce_op, axes, "sync_in_backward")
         scope = scope.merged(outer.options)
     check_no_shards(params, axis_name, "sync_in_backward")
     flat, treedef = flattened(params)

@@ -25,11 +25,6 @@ from jaxcoll._spmd.layers.user_layer import UserLayer, carried
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
 
-_SUM_OF_A_MEAN = """\
-`scan_layers` over {axes} with reduce_op SUM, inside the loss of `jc.value_and_grad` or its like: \
-what they differentiate is this replica's own loss, and they make a sum or a weighted mean of its \
-gradients themselves. Leave reduce_op at "mean" here, whatever theirs is."""
-
 _PARTLY = """\
 `scan_layers` over {axes}, inside the loss of `jc.value_and_grad` or its like over {outer}: the \
 gradients of one step are reduced over the same axes in both. Give both the same `axis_name`; what \
@@ -102,8 +97,7 @@ def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation 
         return None
     if set(inside.axes) != set(axes):
         raise ValueError(_PARTLY.format(axes=listed(axes), outer=listed(inside.axes)))
-    if reduce_op is not ReduceOp.MEAN:
-        raise ValueError(_SUM_OF_A_MEAN.format(axes=listed(axes)))
+    inside.check_mean(reduce_op, axes, CALLER)
     return inside
 
 
