@@ -22,8 +22,12 @@ from jaxcoll._spmd import metrics
 from jaxcoll._spmd.arithmetic import halved, halvings, quotient
 from jaxcoll._spmd.axes import bound_axes, count, listed
 from jaxcoll._spmd.gradients.accumulate import Beside, Differentiated, MicroBatches, accumulated
-from jaxcoll._spmd.gradients.local_grad import check_differentiable, value_and_local_grad
-from jaxcoll._spmd.gradients.loss import loss_and_aux, value_and_weight
+from jaxcoll._spmd.gradients.loss import (
+    check_differentiable,
+    loss_and_aux,
+    value_and_local_grad,
+    value_and_weight,
+)
 from jaxcoll._spmd.gradients.per_replica import (
     NO_SHARD,
     own_axes,

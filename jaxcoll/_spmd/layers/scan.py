@@ -18,10 +18,16 @@ from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import bound_axes, listed
 from jaxcoll._spmd.layers.exchange import Exchange, gather, scatter
-from jaxcoll._spmd.layers.layer_program import Arrays, Residuals, is_floating, residuals_of
+from jaxcoll._spmd.layers.layer_program import (
+    Arrays,
+    Residuals,
+    UserLayer,
+    carried,
+    is_floating,
+    residuals_of,
+)
 from jaxcoll._spmd.layers.schedule import Schedule
 from jaxcoll._spmd.layers.stack import CALLER, Stack, stack_of
-from jaxcoll._spmd.layers.user_layer import UserLayer, carried
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
 
