@@ -31,8 +31,7 @@ from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.scope import entered
 from jaxcoll._step.data_parallel import DataParallel
-from jaxcoll._step.lowering import Texts
-from jaxcoll._step.unwrap import called, jitted, stage_of
+from jaxcoll._step.lowering import Texts, called, jitted, stage_of
 
 PYTHON = "JAXCOLL_AOT_PYTHON"
 """Names the Python, of another environment, that has the compilers installed."""
