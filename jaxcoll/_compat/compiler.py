@@ -2,8 +2,8 @@
 
     python -m jaxcoll._compat.compiler FOLDER
 
-reads `request.json` and `program.mlir` in the folder, and writes `answer.json` and
-`compiled.txt` there, and ends. Whoever starts it ends it, so that it never outlives that process.
+reads `request.json` and `program.mlir` in the folder, writes `answer.json` and `compiled.txt`
+there, and ends. Whoever starts it ends it, so that it never outlives that process.
 """
 
 from __future__ import annotations

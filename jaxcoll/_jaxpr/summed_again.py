@@ -1,8 +1,8 @@
 """Wrong uses of what has been reduced: summed once more, or ruled by one replica's part of it.
 
-Our own reductions refuse such a value. `lax.psum` takes it, as it takes a number that is the same
-everywhere in order to count replicas, and returns it multiplied by their number. `lax.pmean`
-divides by that number at once, so it changes nothing.
+Our own reductions refuse what is the same on every replica already. `lax.psum` takes it, as it
+takes a number that is the same everywhere in order to count replicas, and returns it multiplied by
+their number. `lax.pmean` divides by that number at once, so it changes nothing.
 
 A number of one replica's part of a gradient, such as its norm, must not decide how that part is
 used: each replica would take another one.
