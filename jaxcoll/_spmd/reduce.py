@@ -32,6 +32,7 @@ from jaxcoll._plan.planner import make_plan, stages_of_checksum
 from jaxcoll._plan.wire_formats import PowerSGD
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.algorithms import table as algorithms
+from jaxcoll._spmd.algorithms.table import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
 from jaxcoll._spmd.axes import already_reduced, bound_axes, count
 from jaxcoll._spmd.checks import checksum
@@ -260,7 +261,7 @@ def _corrupted(
 def _added(plan: Plan, planned: Pack, few: jax.Array) -> jax.Array:
     """The sum of few numbers over the replicas over which a pack is summed."""
     stages = stages_of_checksum(plan, planned, few.size, np.dtype(few.dtype))
-    return algorithms.all_reduce(few, stages, cast(Recipe, planned.kind).axes)
+    return all_reduce_by(few, stages, cast(Recipe, planned.kind).axes)
 
 
 def _recipe(
