@@ -7,9 +7,9 @@ from jaxcoll._api.collectives import broadcast as broadcast
 from jaxcoll._api.collectives import reduce_scatter as reduce_scatter
 from jaxcoll._api.gradients import accumulate as accumulate
 from jaxcoll._api.gradients import grad as grad
+from jaxcoll._api.gradients import scan_layers as scan_layers
 from jaxcoll._api.gradients import sync_in_backward as sync_in_backward
 from jaxcoll._api.gradients import value_and_grad as value_and_grad
-from jaxcoll._api.layers import scan_layers as scan_layers
 from jaxcoll._api.metrics import all_finite as all_finite
 from jaxcoll._api.metrics import global_norm as global_norm
 from jaxcoll._api.metrics import reduce_metrics as reduce_metrics
@@ -48,10 +48,10 @@ from jaxcoll._plan.wire_formats import Int8 as Int8
 from jaxcoll._plan.wire_formats import PowerSGD as PowerSGD
 from jaxcoll._spmd.checks.check_replicas import ReplicaCheck as ReplicaCheck
 from jaxcoll._spmd.gradients.loss import WeightedLoss as WeightedLoss
-from jaxcoll._spmd.indexed_slices import IndexedSlices as IndexedSlices
 from jaxcoll._spmd.metrics import Total as Total
 from jaxcoll._spmd.metrics import WeightedMean as WeightedMean
 from jaxcoll._spmd.shards import Shards as Shards
+from jaxcoll._spmd.sparse import IndexedSlices as IndexedSlices
 from jaxcoll._step.data_parallel import DataParallel as DataParallel
 from jaxcoll._step.data_parallel import data_parallel as data_parallel
 from jaxcoll._train.batches import Batches as Batches

@@ -13,8 +13,7 @@ from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.report_text import carried, like
 from jaxcoll._show.units import counted, size
 from jaxcoll._step.aot import compile_for
-from jaxcoll._step.lowering import Texts, texts_of
-from jaxcoll._step.unwrap import stage_of
+from jaxcoll._step.lowering import Texts, stage_of, texts_of
 
 _REPEATED = (
     "reductions stand in a loop, and all that becomes of their results there is that they are "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
@@ -72,12 +72,17 @@ def all_reduce(
       >>> jax.vmap(lambda v: all_reduce("mean", v, "data"), axis_name="data")(x)[3].tolist()
       [4.0, 5.0]
     """
+    if invariant not in get_args(reduce.Invariant):
+        raise ValueError(
+            f"`invariant` must be one of {', '.join(map(repr, get_args(reduce.Invariant)))}; "
+            f"got {invariant!r}."
+        )
     given, op = checked(options), ReduceOp.of(reduce_op)
     reduce.check_any_coded(value, given)
     scope = scope_here().merged(given)
     check_no_shards(value, axis_name, "all_reduce")
     if invariant != "replicated":
-        value = reduce.reduced_once(op, value, axis_name, scope=scope)
+        value = scope.reduced_once(value, axis_name, mean=op is ReduceOp.MEAN)
     if residual is None:
         return reduce.all_reduce(op, value, axis_name, scope=scope, invariant=invariant)
     return _with_feedback.all_reduce(
@@ -195,7 +200,7 @@ def reduce_scatter(
     scope = scope_here().merged(checked(options))
     check_no_shards(value, axis_name, "reduce_scatter")
     op = ReduceOp.of(reduce_op)
-    value = reduce.reduced_once(op, value, axis_name, scope=scope)
+    value = scope.reduced_once(value, axis_name, mean=op is ReduceOp.MEAN)
     return _halves.reduce_scatter(op, value, axis_name, scope=scope)
 
 

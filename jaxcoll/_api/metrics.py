@@ -10,10 +10,7 @@ from jaxcoll._spmd import metrics, norms
 
 
 def reduce_metrics(
-    value: Any,
-    axis_name: str | tuple[str, ...],
-    *,
-    options: CommunicationOptions | None = None,
+    value: Any, axis_name: str | tuple[str, ...], *, options: CommunicationOptions | None = None
 ) -> Any:
     """Many metrics over all replicas in one collective.
 

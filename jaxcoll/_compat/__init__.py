@@ -1,6 +1,5 @@
 """What JAX keeps to itself, which no other room touches: probes, not version numbers."""
 
-from jaxcoll._compat.apart import apart as apart
 from jaxcoll._compat.axes import as_varying as as_varying
 from jaxcoll._compat.axes import axes_in_scope as axes_in_scope
 from jaxcoll._compat.axes import in_mesh_order as in_mesh_order
@@ -16,6 +15,7 @@ from jaxcoll._compat.axes import varying_axes_of_type as varying_axes_of_type
 from jaxcoll._compat.axes import zeros_like_aval as zeros_like_aval
 from jaxcoll._compat.primitives import AS_INVARIANT as AS_INVARIANT
 from jaxcoll._compat.primitives import THROUGH as THROUGH
+from jaxcoll._compat.primitives import apart as apart
 from jaxcoll._compat.primitives import as_invariant as as_invariant
 from jaxcoll._compat.primitives import as_stored as as_stored
 from jaxcoll._compat.primitives import at_once as at_once

@@ -120,6 +120,5 @@ _VARIANCE = re.compile(r"\{V:|manual axis types|varying manual axes|check_vma=Fa
 
 def is_partially_sharded(x: Any) -> bool:
     """Whether `x` is sharded, by its type, over a mesh axis that is not mapped here."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    spec = getattr(sharding, "spec", ()) if sharding is not None else ()
+    spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
     return any(part is not None for part in spec)

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from jaxcoll._compat.primitives import first_of, unchanged
+from jaxcoll._compat.settings import frames
 
 GRADIENT = "gradient_to_reduce"
 """The name of the primitive of `gradient_of`."""
@@ -84,7 +85,7 @@ def is_transposed_reduction(eqn: Any) -> bool:
     A rule of differentiation types its own constants so, too; only the Python that the derivative
     was made for tells the two apart.
     """
-    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+    for frame in frames(eqn):
         if frame.function_name == "as_invariant":  # of ours
             return True
         if frame.file_name.endswith(_COLLECTIVES):
@@ -100,8 +101,7 @@ def is_seed_of_gradient(eqn: Any) -> bool:
     Nothing but the Python that made it shows that: JAX's own interface called JAX's own arrays,
     with no line of a user, or of a rule of differentiation, between the two.
     """
-    traceback = getattr(eqn.source_info, "traceback", None)
-    for frame in getattr(traceback, "frames", ()):
+    for frame in frames(eqn):
         if frame.file_name.endswith(_INTERFACE):
             return True
         if not _JAX.search(frame.file_name) or frame.file_name.endswith(_AUTODIFF):

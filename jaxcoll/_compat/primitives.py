@@ -1,13 +1,15 @@
-"""Primitives of jaxcoll that move no data: types, order, cotangents, rounding."""
+"""Primitives of jaxcoll that move no data: types, order, cotangents, rounding; and calls apart."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -98,19 +100,15 @@ def ordered(x: Any, after: Any) -> Any:
 def through_backward(
     arrays: Sequence[Any],
     through: Callable[[dict[int, Any], dict[int, frozenset[str]]], dict[int, Any]],
-    axes: Sequence[str],
+    axes: Sequence[str],  # that the results vary over by their type, whatever the arrays do
 ) -> list[Any]:
-    """`arrays` themselves, whose cotangents go through a function together.
+    """Floating `arrays` themselves, whose cotangents go through a hashable function together.
+
+    It is given the cotangents by their arrays' numbers, those that are known to be zero left out,
+    and the axes that each array varies over by its type, which its result must vary over, too.
 
     A custom derivative rule would say as much, but takes no forward mode, and sends the zeros of
     arrays that nobody differentiates.
-
-    Args:
-      arrays: floating ones.
-      through: hashable; is given the cotangents by their arrays' numbers, those that are known to
-        be zero left out, and the axes that each array varies over by its type, which its result
-        must vary over, too.
-      axes: axes that the results vary over by their type, whatever the arrays do.
     """
     typed = tuple(a for a in axes if tracks_variance(a))
     which = tuple(range(len(arrays)))
@@ -239,3 +237,28 @@ _as_stored_p = unchanged(
     mlir.lower_fun(lambda x, backward: x if backward else _stored(x), multiple_results=False),
     lambda cotangent, backward: [as_stored(cotangent, backward=not backward)],
 )
+
+
+def apart(function: Callable[..., Any], **known: Any) -> Callable[..., Any]:
+    """`function` with some arguments known, which no compiler joins with what is around it.
+
+    Its arrays are stored before and after, and calls of the same shapes are compiled once. For
+    CPUs alone: other compilers make a call of it that waits.
+    """
+    jitted = _jitted(function, tuple(known))
+
+    def call(*arrays: Any) -> Any:
+        with set_xla_metadata(inlineable="false"):
+            return jitted(*arrays, **known)
+
+    return call
+
+
+@functools.cache
+def _jitted(function: Callable[..., Any], known: tuple[str, ...]) -> Any:
+    @functools.wraps(function)
+    def inside(*arrays: Any, **known: Any) -> Any:
+        with set_xla_metadata(inlineable=None):  # of calls within it, which are joined
+            return function(*arrays, **known)
+
+    return jax.jit(inside, static_argnames=known)

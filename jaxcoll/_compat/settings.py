@@ -47,10 +47,14 @@ def checks_of_thread() -> Callable[[], contextlib.ExitStack]:
     return entered
 
 
+def frames(eqn: Any) -> tuple[Any, ...]:
+    """The lines of Python behind an equation, innermost first."""
+    return tuple(getattr(getattr(eqn.source_info, "traceback", None), "frames", ()))
+
+
 def users_line(eqn: Any) -> str:
     """The innermost line of Python behind an equation that is not a library's, as file:line."""
-    traceback = getattr(eqn.source_info, "traceback", None)
-    for frame in getattr(traceback, "frames", ()):
+    for frame in frames(eqn):
         if not _LIBRARIES.search(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}"
     return ""

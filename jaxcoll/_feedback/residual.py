@@ -17,7 +17,7 @@ from jaxcoll._plan.packs.leaves import where
 from jaxcoll._plan.packs.shard_layout import LANES, SummedLayout, first_difference, summed_layout
 from jaxcoll._plan.wire_formats import PowerSGD
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.axes import bound_axes, count, listed, named
 from jaxcoll._spmd.shards import Shards, is_shards, sharded_leaves
 
 _NO_RESIDUAL = """\
@@ -119,9 +119,9 @@ def opened(
         raise ValueError(
             _OTHER_WORLD.format(
                 caller=caller,
-                axes=" × ".join(f"{name!r} (size {n})" for name, n in axes.items()),
+                axes=" × ".join(named({name: n}) for name, n in axes.items()),
                 was=counted(layout.replicas, "replica"),
-                over=", ".join(map(repr, residual.axes)),
+                over=listed(residual.axes),
             )
         )
     found = layout_like(tree, axes, caller)

@@ -11,15 +11,7 @@ from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._jaxpr.dataflow import AlongAxis
 from jaxcoll._jaxpr.replication import GRADIENT_OF_DIFFERENT, has
-from jaxcoll._jaxpr.subjaxprs import (
-    RETYPING,
-    at_line,
-    is_ref,
-    like,
-    names_axis,
-    opened,
-    programs,
-)
+from jaxcoll._jaxpr.subjaxprs import RETYPING, at_line, is_ref, like, names_axis, opened, programs
 from jaxcoll._plan.packs.leaves import where
 
 _GATHERED = """\

@@ -2,7 +2,8 @@
 
 A replica function of a strategy is traced without types that tell replicas apart: only then is
 a gradient taken inside it the replica's own, a constant each replica's own copy, and a loop from
-a constant accepted. What such types would show of its results is read off its equations.
+a constant accepted. What such types would show of its results is read off its equations. There the
+derivatives of a reduced loss begin on each replica anew, and add up, which is read off as well.
 """
 
 from __future__ import annotations
@@ -20,14 +21,31 @@ from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.dataflow import AlongAxis
-from jaxcoll._jaxpr.repeated import REPEATED, TOO_LARGE, VARIES, computed, exchanged, is_own
-from jaxcoll._jaxpr.subjaxprs import equations, is_ref, names_axis, opened, programs
+from jaxcoll._jaxpr.subjaxprs import RETYPING, equations, is_ref, names_axis, opened, programs
+from jaxcoll._jaxpr.summed_again import divided
 from jaxcoll._plan.packs.leaves import where
 
+VARIES, REPEATED, TOO_LARGE = 1, 2, 4
+"""Bits of what is found of a value: it may differ between the replicas; it comes from the backward
+pass of a reduced loss, which begins on every replica; it was made of what is both in another way
+than by its mean over the replicas, which alone is a derivative of the one loss that there is."""
+
+_SUMMED = {"psum", "reduce_scatter"}
+_SENT = {"ppermute", "all_to_all"}
+_SAME_FOR_ANY_SCALE = {"sign", "is_finite"}
+_PRODUCTS = {"mul", "div", "dot_general", "conv_general_dilated"}
+_LINEAR = {"add", "add_any", "sub", "neg", "reduce_sum", "reduce_window_sum", "cumsum", "pad"}
+_LINEAR |= {"scatter", "scatter-add", "scatter_add", "gather", "convert_element_type", "copy"}
+_LINEAR |= {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "split"}
+_LINEAR |= {"dynamic_slice", "dynamic_update_slice", "concatenate", "stack", "unstack", "rev"}
+_LINEAR |= {"tile", "real", "imag", "complex", "conj", "reduce_precision"}
+_LINEAR |= {"optimization_barrier", "as_stored", "needing", "select_n"}
+_LINEAR |= {_compat.THROUGH, *RETYPING, *marks.ALL}
+_LINEAR |= {*_SUMMED, *_SENT, "all_gather"}  # over other axes
 _BEGIN_WITH_SUMS = {"psum", "reduce_scatter", marks.COTANGENT}
 _EQUALIZING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _SAME = (marks.SAME, _compat.AS_INVARIANT)
-_RETYPING = {"pvary", "pcast", _compat.THROUGH, marks.PARTS}
+_RETYPING = {*RETYPING, _compat.THROUGH, marks.PARTS}
 _ZERO_STAYS = {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "expand_dims"}
 _ZERO_STAYS |= {"transpose", "neg", marks.ONCE, marks.GRADIENT}
 _ASK_THE_HOST = ("callback", "infeed", "rng_uniform")
@@ -65,7 +83,7 @@ which holds that loss, and so as many times too large as there are replicas. Tak
 def varying_outputs(
     jaxpr: ClosedJaxpr | Jaxpr, axis: str, varying: Sequence[bool], replicas: int
 ) -> list[int]:
-    """What is found of each output of a traced program along `axis`, in bits; see `repeated.py`.
+    """What is found of each output of a traced program along `axis`, in bits; see `VARIES`.
 
     Law: no `VARIES` is a proof: the output is made of constants, of inputs that do not vary, and
     of reductions and gathers over the axis, by operations that give equal results for equal
@@ -120,7 +138,7 @@ def mentions(program: Jaxpr, axes: Sequence[str]) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class _Varying(AlongAxis[int]):
-    """What is found of each value, in bits; see `repeated.py`."""
+    """What is found of each value, in bits; see `VARIES`."""
 
     held: Mapping[Any, int] = dataclasses.field(default_factory=dict)  # constants: what varies
     refuses: bool = False  # a marked gradient may be refused
@@ -160,7 +178,7 @@ class _Varying(AlongAxis[int]):
                 return [ins[0] | repeated[0]]
             return [fact | VARIES * (not same) for fact in repeated]
         if any(word in name for word in _ASK_THE_HOST):
-            return [VARIES | computed(eqn, ins, 0)] * len(eqn.outvars)
+            return [VARIES | _computed(eqn, ins, 0)] * len(eqn.outvars)
         if any(map(is_ref, eqn.invars)):
             # Another holder of a `Ref` may write what varies to it at any time.
             if programs(eqn):
@@ -171,12 +189,12 @@ class _Varying(AlongAxis[int]):
         outs = super().equation(eqn, ins, jaxpr)
         if self.backward or programs(eqn):
             return outs
-        return [computed(eqn, ins, fact) for fact in outs]
+        return [_computed(eqn, ins, fact) for fact in outs]
 
     def _repeated(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
         """What the results are of cotangents that begin on every replica; without `VARIES`."""
         if not self.backward:
-            return exchanged(eqn, ins, jaxpr, self.n)
+            return _exchanged(eqn, ins, jaxpr, self.n)
         name, fact = eqn.primitive.name, self.join(ins)
         found = fact & TOO_LARGE if name in _SAME else fact & (REPEATED | TOO_LARGE)
         # The end of our own gather of `Shards`, whose gradient is the sum of all losses'.
@@ -236,3 +254,37 @@ def _is_zero(atom: Any, jaxpr: Jaxpr) -> bool:
             return False
         atom = eqn.invars[0]
     return not np.any(np.asarray(atom.val))
+
+
+def is_own(fact: int) -> bool:
+    """Whether a value is a replica's own term of such a derivative."""
+    return fact & VARIES != 0 and fact & REPEATED != 0
+
+
+def is_wrong(fact: int) -> bool:
+    """Whether a value is not what it would be if autodiff knew that there is one loss."""
+    return is_own(fact) or fact & TOO_LARGE != 0
+
+
+def _computed(eqn: JaxprEqn, ins: Sequence[int], found: int) -> int:
+    """What an equation outside of a backward pass makes of it: `found`, if of linear terms."""
+    own, name = [*map(is_own, ins)], eqn.primitive.name
+    if not any(own):
+        return found
+    if name in _SAME_FOR_ANY_SCALE:
+        return found & ~REPEATED
+    product = name in _PRODUCTS and sum(own) == 1 and (name != "div" or own[0])
+    linear = product or (name in _LINEAR and not (name == "select_n" and own[0]))
+    return found if linear else found | TOO_LARGE
+
+
+def _exchanged(eqn: JaxprEqn, ins: Sequence[int], jaxpr: Jaxpr, n: int) -> list[int]:
+    """The same of an equation that has to do with an axis of `n` replicas; without `VARIES`."""
+    name, outs = eqn.primitive.name, eqn.outvars
+    if name in _SUMMED and len(ins) == len(outs):
+        return [
+            fact & TOO_LARGE | TOO_LARGE * (is_own(fact) and not divided(out, jaxpr, n))
+            for fact, out in zip(ins, outs, strict=True)
+        ]
+    made = (REPEATED if name in _SENT else TOO_LARGE) * any(map(is_own, ins))
+    return [made | TOO_LARGE * any(fact & TOO_LARGE for fact in ins)] * len(outs)

@@ -130,9 +130,7 @@ def place_leaf(x: Any, sharding: NamedSharding) -> Any:
             )
         if _is_placed(x, sharding):
             return x
-        if x.is_fully_addressable and not sharding.is_fully_addressable:
-            return _of_all(x, sharding)
-    elif not sharding.is_fully_addressable:
+    if _is_share(x) and not sharding.is_fully_addressable:
         return _of_all(x, sharding)
     return jax.device_put(x, sharding)
 

@@ -20,7 +20,7 @@ from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.leaves import Leaf, check_reducible, travels_as, where
+from jaxcoll._plan.packs.leaves import Leaf, check_reducible, dtype_of, travels_as, where
 from jaxcoll._plan.packs.shard_layout import layout_of
 from jaxcoll._plan.packs.shard_plan import Half, plan_half
 from jaxcoll._plan.plan import Plan
@@ -131,7 +131,7 @@ def _leaf(
         raise ValueError(
             f"`plan`: {where(path)}: expected an array or a number, got {type(leaf).__name__}."
         )
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
+    dtype = dtype_of(leaf)
     check_reducible(path + ".values" * (indices is not None), dtype)
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     shape = tuple(np.shape(leaf))

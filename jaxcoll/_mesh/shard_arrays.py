@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._mesh.placement import host_array, place
 from jaxcoll._plan.packs.shard_layout import LANES, ShardLayout, SummedLayout, padded
+from jaxcoll._spmd.axes import listed
 from jaxcoll._spmd.shards import Shards, is_shards
 
 
@@ -40,7 +41,7 @@ def place_shards(shards: Shards, mesh: Mesh) -> Shards:
         had = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
         raise ValueError(
             f"`data_parallel`: Shards of {shards.layout.replicas} replicas along "
-            f"{', '.join(map(repr, shards.axes))} do not fit the mesh ({had}). Restore a "
+            f"{listed(shards.axes)} do not fit the mesh ({had}). Restore a "
             "checkpoint for it; or bring parameters to it with `jc.unshard` and then `jc.shard`, "
             "an optimizer's state with `unshard`, and then `shard` of an optimizer made for it."
         )
@@ -117,14 +118,7 @@ def own_shapes(shards: Shards) -> Shards:
 
 def whole_shapes(shards: Shards) -> Any:
     """The tree that shards are the parts of, as shapes, in the types of the parts."""
-    dtypes = [leaf.dtype for leaf in shards.layout.leaves]
-    for pack, part in zip(shards.layout.packs, shards.parts, strict=True):
-        for s in pack.segments:
-            dtypes[s.leaf] = part.dtype
-    shapes = [
-        jax.ShapeDtypeStruct((*shards.stack, *leaf.shape), dtype)
-        for leaf, dtype in zip(shards.layout.leaves, dtypes, strict=True)
-    ]
+    shapes = [jax.ShapeDtypeStruct((*shards.stack, *x.shape), x.dtype) for x in shards.leaves]
     return jax.tree_util.tree_unflatten(shards.layout.treedef, shapes)  # pyright: ignore[reportArgumentType]
 
 

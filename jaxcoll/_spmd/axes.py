@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jax import lax
 from jax.core import Tracer
 
 from jaxcoll import _compat
+from jaxcoll._errors import AlreadyReducedError
+from jaxcoll._plan.packs.leaves import where
 
 
 def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:
@@ -47,7 +49,7 @@ def _size(name: str, caller: str) -> int:
     try:
         return lax.axis_size(name)
     except NameError:
-        scope = ", ".join(repr(a) for a in _compat.axes_in_scope()) or "none"
+        scope = listed(_compat.axes_in_scope()) or "none"
         raise NameError(
             f"`{caller}` over axis {name!r}: no such axis here. Axes in scope: {scope}. "
             f"Call it inside `jax.shard_map`, `jax.pmap` or `jc.data_parallel` that maps {name!r}."
@@ -57,6 +59,20 @@ def _size(name: str, caller: str) -> int:
 def named(axes: Mapping[str, int]) -> str:
     """Axes with their sizes, for a message."""
     return ", ".join(f"{name!r} (size {size})" for name, size in axes.items())
+
+
+def listed(axes: Iterable[str]) -> str:
+    """Axes for a message."""
+    return ", ".join(map(repr, axes))
+
+
+def already_reduced(
+    message: str, path: str, axes: Mapping[str, int], same: Mapping[str, int]
+) -> AlreadyReducedError:
+    """The refusal of a leaf that is the same on every replica along some of the axes."""
+    return AlreadyReducedError(
+        message.format(axes=named(axes), leaf=where(path), missing=named(same), n=count(same))
+    )
 
 
 def count(axes: Mapping[str, int]) -> int:

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import carried_dtype, flattened, no_array, where
-from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.axes import bound_axes, count, listed
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope
 
@@ -27,7 +27,7 @@ def broadcast(value: Any, axis_name: str | tuple[str, ...], *, source: int, scop
     if not 0 <= index < count(axes) or isinstance(source, bool):
         raise ValueError(
             f"`broadcast` expects `source` to be an integer from 0 to {count(axes) - 1}, the "
-            f"number of a replica along {', '.join(map(repr, axes))}; got {source!r}."
+            f"number of a replica along {listed(axes)}; got {source!r}."
         )
     # A sum, of up to twice the bytes: JAX broadcasts on GPUs only, and would not honour options.
     here = lax.axis_index(tuple(axes)) == index

@@ -9,16 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan.algorithms import Stage, stages
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.options import UNSET
 from jaxcoll._plan.packs.automatic import usual
-from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, flattened, no_array, where
-from jaxcoll._plan.packs.packing import plan_packs
-from jaxcoll._spmd.algorithms.table import ALGORITHMS
+from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, dtype_of, flattened, no_array, where
+from jaxcoll._plan.packs.packing import Pack, plan_packs
+from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
@@ -88,29 +87,30 @@ def _rows(
     world = scope.world(axes)
     choice = choose(scope.exactly.options.replace(shards=UNSET), world)
     packs = plan_packs(leaves, choice.packing or usual(world))
-    steps = stages(choice.algorithm, 0, over)
-    rows = []
-    for k, packed in enumerate(pack(arrays, packs, leaves)):
-        with jax.named_scope(f"all_gather/pack{k}"):
-            rows.append(_gathered(packed, steps, tuple(axes)))
-    found = (
-        jax.vmap(lambda each: unpack(each, packs, leaves))(rows) if rows else [None] * len(arrays)
-    )
+    steps = [stages(choice.algorithm, 0, over)] * len(packs)
+    found = rows_of_all(arrays, leaves, packs, steps, tuple(axes), "all_gather")
     return [
         jnp.stack([array] * count(axes)) if row is None else row  # what does not travel
         for array, row in zip(arrays, found, strict=True)
     ]
 
 
-def _gathered(array: jax.Array, steps: Sequence[Stage], axes: tuple[str, ...]) -> jax.Array:
-    """Every replica's `array`, a row each, in their order."""
-    if [step.algorithm for step in steps] == ["native"]:
-        return lax.all_gather(array, tuple(axes[i] for i in steps[0].axes))
-    flat = array.reshape(-1)
-    for step in steps:  # from inner to outer: the outermost replica counts slowest
-        over = tuple(axes[i] for i in step.axes)
-        flat = ALGORITHMS[step.algorithm].all_gather(flat, step.replicas, over).reshape(-1)
-    return flat.reshape(-1, *array.shape)
+def rows_of_all(
+    arrays: Sequence[jax.Array],
+    leaves: Sequence[Leaf],
+    packs: Sequence[Pack],
+    steps: Sequence[Sequence[Stage]],  # of each pack
+    axes: tuple[str, ...],
+    name: str,
+) -> list[jax.Array | None]:
+    """Every replica's arrays, stacked in their order; None for those that no pack carries."""
+    rows = []
+    for k, (packed, its) in enumerate(zip(pack(arrays, packs, leaves), steps, strict=True)):
+        with jax.named_scope(f"{name}/pack{k}"):
+            rows.append(_compat.as_varying(algorithms.all_gather(packed, its, axes), axes))
+    return (
+        jax.vmap(lambda each: unpack(each, packs, leaves))(rows) if rows else [None] * len(leaves)
+    )
 
 
 def _joined(rows: jax.Array, axis: int) -> jax.Array:
@@ -120,16 +120,14 @@ def _joined(rows: jax.Array, axis: int) -> jax.Array:
 
 
 def _as_array(path: str, value: Any) -> jax.Array:
-    dtype = getattr(value, "dtype", None)
     if is_sparse(value):
         raise NotImplementedError(
             f"`all_gather` expects dense arrays; {where(path)} is an IndexedSlices. `all_reduce` "
             "gathers the rows of all replicas, which is their sum; `to_dense` makes it an array."
         )
-    got = no_array(value)
-    if got is not None:
+    if (got := no_array(value)) is not None:
         raise ValueError(f"`all_gather` cannot gather {where(path)}: expected an array, got {got}.")
-    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jax.dtypes.issubdtype(dtype_of(value), jax.dtypes.prng_key):
         raise ValueError(
             f"`all_gather` cannot gather {where(path)}: it is a typed PRNG key; gather its "
             "`jax.random.key_data`."

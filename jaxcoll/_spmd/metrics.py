@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import flattened, where
+from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
 from jaxcoll._plan.packs.packing import NumPacks
 from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.axes import bound_axes, count
@@ -105,7 +105,7 @@ def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
         )
     parts = varied(parts, axes, caller)
     parts = all_reduce(ReduceOp.SUM, parts, axis_name, scope=scope.exactly, packing=NumPacks(1))
-    return put_together(rest, settled(parts, 1))
+    return put_together(rest, parts, 1)
 
 
 def taken_apart(tree: Any, caller: str) -> tuple[dict[str, Part], Any]:
@@ -123,10 +123,13 @@ def taken_apart(tree: Any, caller: str) -> tuple[dict[str, Part], Any]:
     return parts, jax.tree_util.tree_map_with_path(leave, tree, is_leaf=is_metric)
 
 
-def put_together(tree: Any, numbers: Mapping[str, Any]) -> Any:
-    """The tree with a number in every place that `taken_apart` left."""
+def put_together(tree: Any, parts: Mapping[str, Part], times: int) -> Any:
+    """The tree with a number in every place that `taken_apart` left.
+
+    The parts were summed, and divided by `times`.
+    """
     return jax.tree.map(
-        lambda x: numbers[x.path] if isinstance(x, _Place) else x,
+        lambda x: _settled(parts[x.path], times) if isinstance(x, _Place) else x,
         tree,
         is_leaf=lambda x: isinstance(x, _Place),
     )
@@ -144,11 +147,6 @@ def varied(parts: dict[str, Part], axes: dict[str, int], caller: str) -> dict[st
                 )
             )
     return jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), parts)
-
-
-def settled(parts: Mapping[str, Part], times: int) -> dict[str, jax.Array]:
-    """The metrics' numbers, from parts that were summed and divided by `times`."""
-    return {path: _settled(part, times) for path, part in parts.items()}
 
 
 def _settled(part: Part, times: int) -> jax.Array:
@@ -174,9 +172,7 @@ def _part(metric: WeightedMean | Total, path: str, caller: str) -> Part:
 
 def _summed(value: Any, path: str, caller: str) -> tuple[jax.Array, Any]:
     """All elements added, as a float; and the type that the sum has, if an integer."""
-    dtype = getattr(value, "dtype", None)
-    if dtype is None and isinstance(value, bool | int | float | complex):
-        dtype = np.result_type(value)
+    dtype = dtype_of(value)
     if dtype is None or not any(jnp.issubdtype(dtype, k) for k in (np.number, np.bool_)):
         raise ValueError(
             f"`{caller}`: metric {path or 'itself'} is made of "

@@ -12,14 +12,15 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import flattened, where
+from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
 from jaxcoll._spmd.arithmetic import wide
-from jaxcoll._spmd.axes import bound_axes
+from jaxcoll._spmd.axes import bound_axes, listed
 from jaxcoll._spmd.gradients.per_replica import watched
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.shards import axes_of_shards, is_shards
 from jaxcoll._spmd.sparse import is_sparse
+from jaxcoll._spmd.wire_formats.feedback import finite
 
 _PART = """\
 `{caller}`: {leaf} is `Shards` along {axes}, and only this replica's part would count, so that \
@@ -64,10 +65,8 @@ def all_finite(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
     caller = "jc.all_finite"
     axes = {} if axis_name is None else bound_axes(axis_name, caller)
     _check_axes_of_shards(tree, axes, caller)
-    leaves = [
-        x for x in (x for _, x in _arrays(tree, caller)) if jnp.issubdtype(x.dtype, np.inexact)
-    ]
-    bad = _added([jnp.any(~jnp.isfinite(x)).astype(np.float32) for x in leaves])
+    leaves = [x for _, x in _arrays(tree, caller) if jnp.issubdtype(x.dtype, np.inexact)]
+    bad = (~finite(leaves)).astype(np.float32)
     if any(_in_shards(x, axes) for x in leaves):
         bad = _summed(bad, axis_name, axes, scope)
     return bad == 0
@@ -112,8 +111,7 @@ def _check_axes_of_shards(tree: Any, axes: dict[str, int], caller: str) -> None:
     """Refuse Shards of which only this replica's part would count."""
     for path, x in flattened(tree, is_shards)[0]:
         if is_shards(x) and x.parts and set(x.axes) & set(_compat.axes_in_scope()) - set(axes):
-            named = ", ".join(map(repr, x.axes))
-            raise ValueError(_PART.format(caller=caller, leaf=where(path), axes=named))
+            raise ValueError(_PART.format(caller=caller, leaf=where(path), axes=listed(x.axes)))
 
 
 def _counted_once(square: jax.Array, axes: dict[str, int], over: Sequence[str]) -> jax.Array:
@@ -143,9 +141,7 @@ def _array(path: str, leaf: Any, caller: str) -> jax.Array:
             f"`{caller}`: {where(path)} is an IndexedSlices, whose rows may be parts of one row; "
             "hand over its `to_dense()`."
         )
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None and isinstance(leaf, bool | int | float | complex):
-        dtype = np.result_type(leaf)
+    dtype = dtype_of(leaf)
     if dtype is None or not jnp.issubdtype(dtype, np.number):
         got = type(leaf).__name__ if dtype is None else dtype
         raise ValueError(f"`{caller}`: {where(path)}: expected numbers, got {got}.")

@@ -57,18 +57,12 @@ def unpack(
     packs: Sequence[Pack],
     leaves: Sequence[Leaf],
     *,
+    # A mapped axis, whose index hides from the compiler where a piece starts. XLA's CPU compiler
+    # makes a kernel, some 6 ms each, for every static slice, but compiles slices of one shape once
+    # if their offsets are data. None: static slices, which fuse best
     one_kernel_a_shape: str | None = None,
 ) -> list[jax.Array | None]:
-    """The leaves again, in their order and shapes; None for those that no pack carries.
-
-    Args:
-      packed: the packs' arrays.
-      packs: the plan.
-      leaves: what the packs are made of.
-      one_kernel_a_shape: a mapped axis, whose index hides from the compiler where a piece starts.
-        XLA's CPU compiler makes a kernel, some 6 ms each, for every static slice, but compiles
-        slices of one shape once if their offsets are data. None: static slices, which fuse best.
-    """
+    """The leaves again, in their order and shapes; None for those that no pack carries."""
     pieces: dict[int, list[jax.Array]] = {}
     for array, plan in zip(packed, packs, strict=True):
         if plan.is_leaf(leaves):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,12 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan import wire_formats
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import (
     Leaf,
     check_reducible,
+    dtype_of,
     flattened,
     no_array,
     travels_as,
@@ -30,16 +30,15 @@ from jaxcoll._plan.packs.packing import Pack, PackingRule
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import make_plan, stages_of_checksum
 from jaxcoll._plan.wire_formats import PowerSGD
+from jaxcoll._plan.world import World
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.table import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
-from jaxcoll._spmd.axes import bound_axes, count, named
+from jaxcoll._spmd.axes import already_reduced, bound_axes, count
 from jaxcoll._spmd.checks import checksum
-from jaxcoll._spmd.checks.corruption_callback import Heard, reported
-from jaxcoll._spmd.indexed_slices import IndexedSlices
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._spmd.sparse import alike, gathered, is_sparse
+from jaxcoll._spmd.sparse import IndexedSlices, alike, gathered, is_sparse
 from jaxcoll._spmd.wire_formats.feedback import cut_off, left, with_owed
 from jaxcoll._spmd.wire_formats.two_phase import Coded, How
 
@@ -68,74 +67,33 @@ def all_reduce(
     *,
     scope: Scope,
     invariant: Invariant = "error",
-    packing: PackingRule | None = None,
+    packing: PackingRule | None = None,  # a rule that stands whatever the options say
+    # For each leaf, in the tree's order, its place in the order in which they become ready
     ready: Sequence[int] | None = None,
+    # Paths of leaves that were proven to be equal on every replica along some axes, and those axes:
+    # they are taken as "replicated" there, whatever their types say
     same: Mapping[str, frozenset[str]] = MappingProxyType({}),
-    reasons: tuple[str, ...] = (),
-    in_backward: bool = False,
-    exact: frozenset[str] = frozenset(),
-    residual: Mapping[str, jax.Array] | None = None,
+    reasons: tuple[str, ...] = (),  # what else the plan should say
+    in_backward: bool = False,  # the backward pass itself comes by here
+    exact: frozenset[str] = frozenset(),  # paths of leaves that travel exactly, whatever is asked
+    residual: Mapping[str, jax.Array] | None = None,  # what this replica owes of leaves, by path
 ) -> Any:
     """Reduce every leaf of `value` over the replicas along `axis_name`; see `jc.all_reduce`.
-
-    Args:
-      reduce_op: SUM or MEAN.
-      value: a pytree of arrays and IndexedSlices.
-      axis_name: one axis, or several, outer first.
-      scope: options, world, and who wants to know.
-      invariant: what a leaf that is already the same everywhere is taken for.
-      packing: a packing rule that stands whatever the options say.
-      ready: for each leaf, in the tree's order, its place in the order in which they become
-        ready; None: not known.
-      same: paths of leaves that were proven to be equal on every replica along some axes, and
-        those axes: they are taken as "replicated" there, whatever their types say.
-      reasons: what else the plan should say.
-      in_backward: whether the backward pass itself comes by here, as soon as these gradients exist.
-      exact: paths of leaves that travel exactly, whatever wire format is asked for.
-      residual: by the paths of leaves, what this replica has to send of them beside.
 
     Returns:
       The reduced tree, *invariant* over the axes. With `residual`, a pair of it and of what is left
       to send the next time, by path; *varying*.
-
-    Raises:
-      NameError: an axis is not bound here.
-      ValueError: a leaf cannot be reduced, an argument has a value it may not have, or the
-        algorithm that was asked for does not fit the axes.
-      AlreadyReducedError: a leaf is already reduced and nothing says how it is meant.
     """
-    if invariant not in get_args(Invariant):
-        raise ValueError(
-            f"`invariant` must be one of {', '.join(map(repr, get_args(Invariant)))}; "
-            f"got {invariant!r}."
-        )
     axes = bound_axes(axis_name, "all_reduce")
     world = scope.world(axes)
     flat, treedef = flattened(value, is_sparse)
     paths = [path for path, _ in flat]
-    taken = [_taken(path, leaf) for path, leaf in flat]
-    # Equal values are those of the first replica, which alone has their cotangent.
-    taken = [
-        _compat.as_invariant(x, tuple(same[path]), summed=True) if path in same else x
-        for path, x in zip(paths, taken, strict=True)
-    ]
-    arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
+    along = [same.get(path, frozenset[str]()) for path in paths]
+    taken = [_taken(*leaf, equal) for leaf, equal in zip(flat, along, strict=True)]
     scope = _without_factors(scope, paths, taken, exact, in_backward)
-    wires = [
-        (wire_dtype(np.dtype(array.dtype), reduce_op, world), "")
-        if path in exact or isinstance(whole, IndexedSlices) or _compat.is_partially_sharded(array)
-        else travels_as(np.dtype(array.dtype), array.shape, reduce_op, world, scope.options)
-        for path, whole, array in zip(paths, taken, arrays, strict=True)
-    ]
-    recipes = [
-        _recipe(reduce_op, path, array, axes, wire, invariant, same.get(path, frozenset()))
-        for path, array, (wire, _) in zip(paths, arrays, wires, strict=True)
-    ]
     leaves = [
-        dataclasses.replace(_leaf(path, whole, array, recipe, axes), format=format)
-        for path, whole, array, recipe, (_, format) in zip(
-            paths, taken, arrays, recipes, wires, strict=True
-        )
+        _leaf(reduce_op, path, x, axes, world, scope.options, invariant, equal, path in exact)
+        for path, x, equal in zip(paths, taken, along, strict=True)
     ]
     if ready is not None:
         leaves = [dataclasses.replace(x, ready=k) for x, k in zip(leaves, ready, strict=True)]
@@ -143,6 +101,7 @@ def all_reduce(
     plan = make_plan(reduce_op, leaves, scope.options, world, packing, terms, in_backward)
     plan = dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
     scope.record(plan)
+    arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
     if residual is not None:
         arrays = with_owed(arrays, leaves, residual, count(axes))
     packs = pack(arrays, plan.packs, leaves, [plan.elements(p) for p in plan.packs])
@@ -150,9 +109,9 @@ def all_reduce(
     hidden = hiding_axis(axes) if world.platform == "cpu" else None
     reduced = unpack(sums, plan.packs, leaves, one_kernel_a_shape=hidden)
     results = [
-        _settled(x if is_sparse(x) else array, recipe, packed, f"{plan.name}/rows{k}")
-        for k, (x, array, recipe, packed) in enumerate(
-            zip(taken, arrays, recipes, reduced, strict=True)
+        _settled(x if is_sparse(x) else array, leaf, packed, f"{plan.name}/rows{k}")
+        for k, (x, array, leaf, packed) in enumerate(
+            zip(taken, arrays, leaves, reduced, strict=True)
         )
     ]
     result = scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
@@ -182,23 +141,34 @@ def _without_factors(
 
 
 def _leaf(
+    reduce_op: ReduceOp,
     path: str,
-    whole: jax.Array | IndexedSlices,
-    array: jax.Array,
-    recipe: Recipe,
-    axes: Mapping[str, int],
+    leaf: jax.Array | IndexedSlices,
+    axes: dict[str, int],
+    world: World,
+    options: CommunicationOptions,
+    invariant: Invariant,
+    equal: frozenset[str],
+    exact: bool,
 ) -> Leaf:
-    """What the plan knows of a leaf, but for how it travels and when it is ready."""
-    sparse = isinstance(whole, IndexedSlices)
+    """What the plan knows of a leaf, but for when it is ready."""
+    indices = leaf.indices if isinstance(leaf, IndexedSlices) else None
+    array = leaf.values if isinstance(leaf, IndexedSlices) else leaf
+    dtype, solid = np.dtype(array.dtype), _compat.is_partially_sharded(array)
+    wire, format = wire_dtype(dtype, reduce_op, world), ""
+    if not exact and not solid and indices is None:
+        wire, format = travels_as(dtype, array.shape, reduce_op, world, options)
+    recipe = _recipe(reduce_op, path, array, axes, wire, invariant, equal)
     return Leaf(
         path=path,
         shape=array.shape,
-        dtype=recipe.dtype,
-        wire=recipe.dtype if sparse else recipe.wire,
+        dtype=dtype,
+        wire=wire if indices is None else dtype,
         kind=recipe,
         over=tuple(n if a in recipe.over else 1 for a, n in axes.items()),
-        solid=_compat.is_partially_sharded(array),
-        indices=np.dtype(whole.indices.dtype) if sparse else None,
+        solid=solid,
+        indices=None if indices is None else np.dtype(indices.dtype),
+        format=format,
     )
 
 
@@ -209,41 +179,24 @@ def check_any_coded(value: Any, given: CommunicationOptions) -> None:
         wire_formats.check_any_coded(given.compression, found)
 
 
-def reduced_once(op: ReduceOp, value: Any, axis_name: Any, *, scope: Scope) -> Any:
-    """`value`, marked for those who look for reductions of what is the same on every replica."""
-    if not scope.once:
-        return value
-    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
-    flat, treedef = flattened(value, is_sparse)
-    mark = functools.partial(scope.reduced_once, axes=names, mean=op is ReduceOp.MEAN)
-    marked = [_reduced_once(path, x, mark) for path, x in flat]
-    return jax.tree_util.tree_unflatten(treedef, marked)
-
-
-def _reduced_once(path: str, leaf: Any, mark: Callable[..., Any]) -> Any:
-    if isinstance(leaf, IndexedSlices):
-        return IndexedSlices(mark(leaf.values, name=path), leaf.indices, leaf.dense_shape)
-    is_number = isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic)
-    return mark(jnp.asarray(leaf) if is_number else leaf, name=path)
-
-
 def hiding_axis(axes: dict[str, int]) -> str | None:
     """An axis whose index no compiler knows beforehand."""
     return next((a for a, n in axes.items() if n > 1 and not _compat.is_vmapped(a)), None)
 
 
 def _settled(
-    leaf: jax.Array | IndexedSlices, recipe: Recipe, packed: jax.Array | None, name: str
+    array: jax.Array | IndexedSlices, leaf: Leaf, packed: jax.Array | None, name: str
 ) -> Any:
     """The result for one leaf: what came out of its packs, if any carried it."""
-    if isinstance(leaf, IndexedSlices):
+    recipe = cast(Recipe, leaf.kind)
+    if isinstance(array, IndexedSlices):
         with jax.named_scope(name):
-            return gathered(leaf, recipe)
-    return after(before(leaf, recipe), recipe) if packed is None else packed
+            return gathered(array, recipe)
+    return after(before(array, recipe), recipe) if packed is None else packed
 
 
 def _carry_out(
-    plan: Plan, packs: Sequence[jax.Array], heard: Heard, feedback: bool
+    plan: Plan, packs: Sequence[jax.Array], heard: checksum.Heard, feedback: bool
 ) -> tuple[list[jax.Array], dict[int, tuple[Coded | None, jax.Array | None]]]:
     """Each pack summed, by the stages that the plan has for it, and made the result.
 
@@ -281,7 +234,7 @@ def _carry_out(
 
 
 def _corrupted(
-    plan: Plan, sent: Sequence[jax.Array], totals: Sequence[jax.Array], heard: Heard
+    plan: Plan, sent: Sequence[jax.Array], totals: Sequence[jax.Array], heard: checksum.Heard
 ) -> dict[int, jax.Array]:
     """For each pack that travels, how many replicas hold what cannot be its sum."""
     alike: dict[Any, list[int]] = {}
@@ -300,7 +253,7 @@ def _corrupted(
                 replicas,
                 functools.partial(_added, plan, plan.packs[packs[0]]),
             )
-            found = reported(found, over, plan, packs, heard)
+            found = checksum.reported(found, over, plan, packs, heard)
             bad.update({k: found[j] for j, k in enumerate(packs)})
     return bad
 
@@ -318,16 +271,12 @@ def _recipe(
     axes: dict[str, int],
     wire: np.dtype,
     invariant: Invariant,
-    same: frozenset[str],
+    equal: frozenset[str],
 ) -> Recipe:
     by_type = _compat.same_axes(array, axes)
-    missing = {a: n for a, n in axes.items() if a in by_type or a in same}
-    if invariant == "error" and array.size and not same.issuperset(by_type):
-        raise AlreadyReducedError(
-            _ALREADY_REDUCED.format(
-                axes=named(axes), leaf=where(path), missing=named(missing), n=count(missing)
-            )
-        )
+    missing = {a: n for a, n in axes.items() if a in by_type or a in equal}
+    if invariant == "error" and array.size and not equal.issuperset(by_type):
+        raise already_reduced(_ALREADY_REDUCED, path, axes, missing)
     repeated = 1 if invariant == "summed" else count(missing)
     dtype = np.dtype(array.dtype)
     return Recipe(
@@ -341,21 +290,16 @@ def _recipe(
     )
 
 
-def _taken(path: str, leaf: Any) -> jax.Array | IndexedSlices:
+def _taken(path: str, leaf: Any, equal: frozenset[str]) -> jax.Array | IndexedSlices:
     """`leaf` as it is reduced, or an error that names its place."""
-    if not isinstance(leaf, IndexedSlices):
-        return _as_array(path, leaf)
-    leaf.check(f"`all_reduce`: {where(path)}")
-    check_reducible(path + ".values", leaf.values.dtype)
-    return alike(leaf)
-
-
-def _as_array(path: str, value: Any) -> jax.Array:
-    """`value` as an array that can be summed, or an error that names its place."""
-    dtype, got = getattr(value, "dtype", None), no_array(value)
-    if got is not None:
+    if is_sparse(leaf):
+        leaf.check(f"`all_reduce`: {where(path)}")
+        check_reducible(path + ".values", leaf.values.dtype)
+        return alike(leaf)
+    if (got := no_array(leaf)) is not None:
         raise ValueError(
             f"`all_reduce` cannot reduce {where(path)}: expected an array or a number, got {got}."
         )
-    check_reducible(path, np.result_type(value) if dtype is None else dtype)
-    return jnp.asarray(value)
+    check_reducible(path, dtype_of(leaf))
+    # Equal values are those of the first replica, which alone has their cotangent.
+    return _compat.as_invariant(jnp.asarray(leaf), tuple(equal), summed=True)

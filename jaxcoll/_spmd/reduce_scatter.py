@@ -12,9 +12,8 @@ import numpy as np
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
-from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, where, wire_dtype
+from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, check_reducible, wire_dtype
 from jaxcoll._plan.packs.shard_layout import ShardLayout, SummedLayout, layout_of
 from jaxcoll._plan.packs.shard_plan import plan_half
 from jaxcoll._plan.plan import Plan
@@ -22,7 +21,7 @@ from jaxcoll._plan.world import World
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.arithmetic import Recipe, before, divided
-from jaxcoll._spmd.axes import bound_axes, count, named
+from jaxcoll._spmd.axes import already_reduced, bound_axes, count, listed, named
 from jaxcoll._spmd.pack import pack
 from jaxcoll._spmd.reduce import hiding_axis
 from jaxcoll._spmd.scope import Scope, retyped
@@ -50,9 +49,10 @@ def reduce_scatter(
     treedef, found = sharded_leaves(value, axes, "reduce_scatter")
     arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
     for leaf, array in zip(found, arrays, strict=True):
-        if array.size:
-            _check_varies(leaf.path, array, axes)
-    recipes = [_recipe(leaf, reduce_op, axes, world) for leaf in found]
+        same = {a: axes[a] for a in _compat.same_axes(array, axes)}
+        if same and array.size:
+            raise already_reduced(_ALREADY_REDUCED, leaf.path, axes, same)
+    recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in found]
     if layout is not None:
         check_fits(layout, treedef, found, count(axes), "reduce_scatter")
     plan, layout = plan_scatter(treedef, found, reduce_op, axes, world, scope, layout)
@@ -91,7 +91,7 @@ def plan_scatter(
     layout: ShardLayout | None = None,
 ) -> tuple[Plan, ShardLayout]:
     """The plan of a `reduce_scatter` of the leaves `found`, and the layout of its results."""
-    recipes = [_recipe(leaf, reduce_op, axes, world) for leaf in found]
+    recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in found]
     results = [_result_dtype(recipe) for recipe in recipes]
     if layout is None:
         ends = tuple(
@@ -117,7 +117,7 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
     if tuple(axes) != shards.axes or count(axes) != layout.replicas:
         raise ValueError(
             f"`all_gather` over {named(axes)} got Shards of "
-            f"{counted(layout.replicas, 'replica')} over {', '.join(map(repr, shards.axes))}; "
+            f"{counted(layout.replicas, 'replica')} over {listed(shards.axes)}; "
             "gather them over the axes they were made over."
         )
     if isinstance(layout, SummedLayout):
@@ -131,22 +131,12 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
             "has room for: gather each layer where it is used, in the body of a `lax.scan` over "
             "these Shards or by `jc.scan_layers`; between programs `jc.unshard` makes the tree."
         )
-    leaves = _held(shards)
     parts = [_compat.as_varying(x, tuple(axes)) for x in shards.parts]
-    found = _gather_of(layout, leaves, axes, scope)(parts)
+    found = _gather_of(layout, shards.leaves, axes, scope)(parts)
     if not retyped().issuperset(axes):
         found = [_compat.as_invariant(x, tuple(axes), summed=True) for x in found]
     tree = jax.tree_util.tree_unflatten(layout.treedef, found)  # pyright: ignore[reportArgumentType]
     return scope.vouched(tree, axes)
-
-
-def _held(shards: Shards) -> list[Leaf]:
-    """The leaves in the types of the parts that hold them, which may have been cast."""
-    leaves = list(shards.layout.leaves)
-    for planned, part in zip(shards.layout.packs, shards.parts, strict=True):
-        for s in planned.segments:
-            leaves[s.leaf] = dataclasses.replace(leaves[s.leaf], dtype=part.dtype, wire=part.dtype)
-    return leaves
 
 
 def _gather_of(
@@ -174,7 +164,7 @@ def _gather_of(
         return leaves_of(wholes, layout, hidden)
 
     def scattered(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
-        recipes = [_recipe(leaf, ReduceOp.SUM, axes, world) for leaf in leaves]
+        recipes = [recipe_of(leaf, ReduceOp.SUM, axes, world) for leaf in leaves]
         wired = [
             dataclasses.replace(leaf, wire=recipe.wire)
             for leaf, recipe in zip(leaves, recipes, strict=True)
@@ -190,7 +180,8 @@ def _gather_of(
     return gather
 
 
-def _recipe(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world: World) -> Recipe:
+def recipe_of(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world: World) -> Recipe:
+    """How a leaf is reduced of which each replica keeps a part."""
     check_reducible(leaf.path, leaf.dtype, "reduce_scatter")
     over = tuple(a for a, n in axes.items() if n > 1)
     wire = wire_dtype(leaf.dtype, reduce_op, world)
@@ -201,13 +192,3 @@ def _recipe(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world: Wor
 def _result_dtype(recipe: Recipe) -> np.dtype:
     wired = jax.ShapeDtypeStruct((), recipe.wire)
     return np.dtype(jax.eval_shape(lambda x: divided(x, recipe), wired).dtype)
-
-
-def _check_varies(path: str, array: jax.Array, axes: dict[str, int]) -> None:
-    missing = {a: axes[a] for a in _compat.same_axes(array, axes)}
-    if missing:
-        raise AlreadyReducedError(
-            _ALREADY_REDUCED.format(
-                axes=named(axes), leaf=where(path), missing=named(missing), n=count(missing)
-            )
-        )

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
-from jaxcoll._plan.options import UNSET, CommunicationOptions
+from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
-from jaxcoll._spmd.checks.corruption_callback import Heard
+from jaxcoll._spmd.axes import listed
+from jaxcoll._spmd.checks.checksum import Heard
+from jaxcoll._spmd.sparse import is_sparse, unchecked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +39,7 @@ class Scope:
     # Defaults under the options of each call
     options: CommunicationOptions = CommunicationOptions()
     record: Callable[[Plan], None] = lambda plan: None  # called with each plan that is carried out
-    # Called for each device, when a program runs, with the packs that were corrupted; see
-    # `corruption_callback.py`
+    # Called for each device, when a program runs, with the packs found corrupted (`checksum.py`)
     heard: Heard = lambda found, group, member: None
     # Called with each deadline that a call inside is given; None: the program is called by others,
     # so that nobody could keep one
@@ -82,20 +85,25 @@ class Scope:
 
         return jax.tree.map(marked, result) if axes or self.watched else result
 
-    def reduced_once(
-        self, value: Any, axes: Iterable[str], name: str = "", *, mean: bool = False
-    ) -> Any:
+    def reduced_once(self, value: Any, axes: Any, name: str = "", *, mean: bool = False) -> Any:
         """What is going to be reduced over `axes`, marked where somebody will look for it."""
+        if not self.once:
+            return value
+        along = self.marked.intersection(axes if isinstance(axes, tuple | list) else (axes,))
 
         def marked(path: Any, leaf: Any) -> Any:
+            if is_sparse(leaf):
+                return unchecked(marked(path, leaf.values), leaf.indices, leaf.dense_shape)
+            if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic):
+                leaf = jnp.asarray(leaf)
             if not isinstance(leaf, jax.Array):
                 return leaf
-            for axis in self.marked.intersection(axes):
-                place = name + jax.tree_util.keystr(path)
+            place = name + jax.tree_util.keystr(path)
+            for axis in along:
                 leaf = marks.marked(leaf, marks.ONCE, axis=axis, path=place, mean=mean)
             return leaf
 
-        return jax.tree_util.tree_map_with_path(marked, value) if self.once else value
+        return jax.tree_util.tree_map_with_path(marked, value, is_leaf=is_sparse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +116,16 @@ class Differentiation:
     untyped: bool = False
     enclosing: frozenset[str] = frozenset()  # axes of all losses around this one
 
+    def check_mean(self, reduce_op: ReduceOp, axes: Iterable[str], caller: str) -> None:
+        """Refuse a SUM, inside of the loss, of gradients that are made a sum around it."""
+        if reduce_op is not ReduceOp.MEAN:
+            raise ValueError(
+                f"`{caller}` over {listed(axes)} with reduce_op SUM, inside the loss of "
+                "`jc.value_and_grad`, `jc.grad` or `jc.accumulate`: what they differentiate is "
+                "this replica's own loss, and they make a sum or a weighted mean of its gradients "
+                'themselves. Leave reduce_op at "mean" here, whatever theirs is.'
+            )
+
 
 _current = jax.make_user_context(default_value=None)
 _differentiation = jax.make_user_context(default_value=None)
@@ -118,11 +136,9 @@ def current() -> Scope | None:
     return _current.value
 
 
-@contextlib.contextmanager
-def entered(scope: Scope) -> Iterator[None]:
+def entered(scope: Scope) -> contextlib.AbstractContextManager[Any]:
     """Trace what follows under `scope`."""
-    with _current(scope):
-        yield
+    return _current(scope)
 
 
 def differentiation() -> Differentiation | None:
@@ -136,8 +152,6 @@ def retyped() -> frozenset[str]:
     return frozenset() if inside is None else inside.enclosing.union(inside.axes)
 
 
-@contextlib.contextmanager
-def differentiated(differentiation: Differentiation) -> Iterator[None]:
+def differentiated(differentiation: Differentiation) -> contextlib.AbstractContextManager[Any]:
     """Trace what follows as part of a loss."""
-    with _differentiation(differentiation):
-        yield
+    return _differentiation(differentiation)

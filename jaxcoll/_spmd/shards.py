@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._plan.packs.leaves import Leaf, flattened, no_array, where
+from jaxcoll._plan.packs.leaves import Leaf, dtype_of, flattened, no_array, where
 from jaxcoll._plan.packs.shard_layout import (
     LANES,
     ShardedLeaf,
@@ -22,7 +22,7 @@ from jaxcoll._plan.packs.shard_layout import (
     layout_of,
     padded,
 )
-from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.axes import bound_axes, count, listed
 from jaxcoll._spmd.gradients.per_replica import common
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
@@ -67,6 +67,17 @@ class Shards:
         return dataclasses.replace(self, parts=tuple(parts))
 
     @property
+    def leaves(self) -> list[Leaf]:
+        """The leaves in the types of the parts that hold them, which may have been cast."""
+        leaves = list(self.layout.leaves)
+        for planned, part in zip(self.layout.packs, self.parts, strict=True):
+            for s in planned.segments:
+                leaves[s.leaf] = dataclasses.replace(
+                    leaves[s.leaf], dtype=part.dtype, wire=part.dtype
+                )
+        return leaves
+
+    @property
     def stack(self) -> tuple[int, ...]:
         """(number of layers,) if the parts are those of stacked layers; () otherwise."""
         return tuple(np.shape(self.parts[0])[:-2]) if self.parts else ()
@@ -94,8 +105,8 @@ def check_no_shards(value: Any, axis_name: str | tuple[str, ...], caller: str) -
         if not is_shards(x) or not jax.tree.leaves(x):
             continue
         if set(bound_axes(axis_name, caller)).intersection(x.axes):
-            axes = ", ".join(map(repr, x.axes))
-            raise AlreadyReducedError(_PARTS.format(caller=caller, leaf=where(path), axes=axes))
+            words = {"caller": caller, "leaf": where(path), "axes": listed(x.axes)}
+            raise AlreadyReducedError(_PARTS.format(**words))
 
 
 _PARTS = """\
@@ -118,10 +129,7 @@ def sharded_leaves(tree: Any, axes: Mapping[str, int], caller: str) -> tuple[Any
     for name, leaf in flat:
         if (obstacle := _obstacle(leaf)) is not None:
             raise ValueError(f"`{caller}` cannot cut {where(name)} in shards: {obstacle}")
-        dtype = getattr(leaf, "dtype", None)
-        known = np.dtype(
-            jax.dtypes.canonicalize_dtype(np.result_type(leaf) if dtype is None else dtype)
-        )
+        known = np.dtype(jax.dtypes.canonicalize_dtype(dtype_of(leaf)))
         varying = _compat.varying_axes(leaf) if isinstance(leaf, jax.Array) else frozenset()
         kind = (known.name, *sorted(varying - set(axes)))
         leaves.append(

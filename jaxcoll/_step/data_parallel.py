@@ -352,12 +352,7 @@ class DataParallel:
         return jitted(compiler_options=known)
 
     def _program(
-        self,
-        record: Callable[[Plan], None],
-        batch: tuple[Slot, ...],
-        /,
-        *args: Any,
-        **kwargs: Any,
+        self, record: Callable[[Plan], None], batch: tuple[Slot, ...], /, *args: Any, **kwargs: Any
     ) -> Any:
         """What is traced: the step on every device of the mesh; see `StepProgram`."""
         rows = PartitionSpec(self._axis_name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,12 +14,18 @@ from jaxcoll._compat.compiler import memory_by_name
 from jaxcoll._jaxpr.loop_reductions import Repeated, repeated_reductions
 from jaxcoll._mesh.machine_costs import terms_here
 from jaxcoll._mesh.mesh import given_mesh, line_of, takes_mesh
+from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.world import mesh_world, scope_here
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.scope import entered
 from jaxcoll._step.data_parallel import DataParallel
-from jaxcoll._step.unwrap import Stage, called, jitted, stage_of
+
+Stage = jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
+
+_HOLDING = ("traced", "lowered", "compiled")
+"""The attributes under which other libraries hold JAX's stage of a program. flax's `nnx.jit` and
+equinox's `filter_jit` hand out functions and programs of classes of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,25 +71,17 @@ def texts_of(program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], calle
 
 def _texts_of(stage: Stage, plans: Sequence[Plan] = ()) -> Texts:
     """The texts of what is traced, lowered or compiled already."""
-    if isinstance(stage, jax.stages.Compiled):
-        return Texts(stage.as_text() or "", terms=_terms(), memory=_memory(stage))
-    is_traced = isinstance(stage, jax.stages.Traced)
-    lowered = stage.lower() if is_traced else stage
-    compiled = lowered.compile()
+    lowered = stage.lower() if isinstance(stage, jax.stages.Traced) else stage
+    compiled = lowered.compile() if isinstance(lowered, jax.stages.Lowered) else lowered
+    memory = compiled.memory_analysis()
     return Texts(
         compiled.as_text() or "",
-        lowered.as_text(debug_info=True),
+        lowered.as_text(debug_info=True) if isinstance(lowered, jax.stages.Lowered) else None,
         tuple(plans),
         terms=_terms(),
-        repeated=repeated_reductions(stage.jaxpr) if is_traced else (),
-        memory=_memory(compiled),
+        repeated=repeated_reductions(stage.jaxpr) if isinstance(stage, jax.stages.Traced) else (),
+        memory=memory and memory_by_name(memory),
     )
-
-
-def _memory(compiled: jax.stages.Compiled) -> dict[str, int] | None:
-    """What the program takes of one device's memory, if its compiler says so."""
-    found = compiled.memory_analysis()
-    return found and memory_by_name(found)
 
 
 def _terms() -> Terms:
@@ -127,3 +127,53 @@ def _what(program: Any) -> str:
     functions = [name for name in ("apply", "init") if callable(getattr(program, name, None))]
     meant = f", whose functions are {' and '.join(f'`.{name}`' for name in functions)}"
     return type(program).__name__ + meant * bool(functions)
+
+
+def stage_of(program: Any) -> Stage | None:
+    """The traced, lowered or compiled program of JAX that `program` is or holds; None if none."""
+    if isinstance(program, Stage):
+        return program
+    held = (vars(type(program)).keys() | getattr(program, "__dict__", {}).keys()) & {*_HOLDING}
+    found = (getattr(program, name, None) for name in sorted(held))
+    return next((x for x in found if isinstance(x, Stage)), None)
+
+
+def called(
+    fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A function and what it is called with, if `fun` is one that some of that is bound to.
+
+    `functools.partial` and methods of what can be lowered by itself, as `jax.jit`, `jax.pmap` and
+    `jc.data_parallel` return it, are taken apart; anything else stays as it is.
+    """
+    inner, given, named = fun, tuple(args), dict(kwargs)
+    while isinstance(inner, functools.partial | types.MethodType):
+        if isinstance(inner, functools.partial):
+            given, named = (*inner.args, *given), {**inner.keywords, **named}
+            inner = inner.func
+        else:
+            given, inner = (inner.__self__, *given), inner.__func__
+    return (inner, given, named) if hasattr(inner, "lower") else (fun, tuple(args), dict(kwargs))
+
+
+def jitted(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """`fun` as `jax.jit` takes it, and what it is called with then.
+
+    Arguments that are not arrays, such as a name or a function in a module, are bound to it.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    dynamic = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+
+    def of_arrays(*arrays: Any) -> Any:
+        rest = iter(arrays)
+        given, named = treedef.unflatten(
+            next(rest) if is_dynamic else x for x, is_dynamic in zip(leaves, dynamic, strict=True)
+        )
+        return fun(*given, **named)
+
+    inner = fun.func if isinstance(fun, functools.partial) else fun
+    of_arrays.__name__ = getattr(inner, "__name__", type(inner).__name__)
+    arrays = tuple(x for x, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic)
+    return jax.jit(of_arrays), arrays, {}

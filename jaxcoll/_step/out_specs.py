@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxcoll._mesh.shard_arrays import specs_of
+from jaxcoll._spmd.axes import listed
 from jaxcoll._spmd.shards import is_shards
 
 VaryingOutputs = Literal["error", "concatenate"]
@@ -27,23 +28,16 @@ def checked_rule(rule: Any) -> Any:
 
 
 def output_specs(
-    results: Any,
-    varying: Sequence[frozenset[str]],
-    axes: tuple[str, ...],
-    rule: Any,
-    shown: str,
+    results: Any,  # shapes and `Shards`
+    varying: Sequence[frozenset[str]],  # of each leaf the mesh axes along which it may differ
+    axes: tuple[str, ...],  # those that the batch is split over: rows count in this order
+    rule: Any,  # "error" or "concatenate", or a tree of them, of which `results` is an extension
+    shown: str,  # what else there is to say of an output that differs
 ) -> Any:
     """The specs of the results of a step that is being traced.
 
     Law: whether an output's rows are put together depends on the rule alone, never on whether the
     output happens to be the same everywhere: of one that is, each replica still has its rows.
-
-    Args:
-      results: a pytree of shapes and `Shards`.
-      varying: of each leaf the mesh axes along which it may differ.
-      axes: those that the batch is split over, outer first: rows count in this order.
-      rule: "error" or "concatenate", or a tree of them, of which `results` is an extension.
-      shown: what else there is to say of an output that differs.
     """
     each = iter(varying)
 
@@ -55,7 +49,7 @@ def output_specs(
         if word == "concatenate" and (output.ndim or along):
             return _joined(name, output, along, axes)
         if along:
-            raise ValueError(_DIFFERS.format(name=name, axes=_listed(along), shown=shown))
+            raise ValueError(_DIFFERS.format(name=name, axes=listed(sorted(along)), shown=shown))
         return PartitionSpec()
 
     flat, treedef = jax.tree_util.tree_flatten_with_path(results, is_leaf=is_shards)
@@ -79,25 +73,21 @@ together by `lax.all_gather`, whose result JAX types as different everywhere, ga
 
 def _words(rule: Any, results: Any) -> list[VaryingOutputs]:
     """The rule for each array and each `Shards`, in order."""
+    places = jax.tree.map(lambda _: 0, results, is_leaf=is_shards)
     try:
-        spread = jax.tree.map(
-            lambda word, part: [word for _ in jax.tree.leaves(part, is_leaf=is_shards)],
-            rule,
-            results,
-        )
+        return jax.tree.leaves(jax.tree.broadcast(rule, places))
     except ValueError as error:
         raise ValueError(
             "`data_parallel`: `varying_outputs` is a tree that does not fit what the step "
             f"returns: {error}"
         ) from None
-    return jax.tree.leaves(spread)
 
 
 def _joined(name: str, output: Any, along: frozenset[str], axes: tuple[str, ...]) -> PartitionSpec:
-    if along.difference(axes):
+    if others := along.difference(axes):
         raise ValueError(
-            f"`data_parallel`: {name} of the step varies over {_listed(along.difference(axes))}, "
-            f"and rows are put together along {', '.join(map(repr, axes))} alone. Reduce it over "
+            f"`data_parallel`: {name} of the step varies over {listed(sorted(others))}, "
+            f"and rows are put together along {listed(axes)} alone. Reduce it over "
             "the others, or name them in `axis_name`."
         )
     if not output.ndim:
@@ -114,11 +104,7 @@ def _of_shards(output: Any, path: Any, along: Sequence[frozenset[str]]) -> Parti
     if others:
         raise ValueError(
             f"`data_parallel`: output {jax.tree_util.keystr(path)} of the step holds Shards along "
-            f"{', '.join(map(repr, output.axes))} that differ along {_listed(others)}, too. Reduce "
+            f"{listed(output.axes)} that differ along {listed(sorted(others))}, too. Reduce "
             "over all of these axes before you shard."
         )
     return specs_of(output)
-
-
-def _listed(axes: frozenset[str]) -> str:
-    return ", ".join(map(repr, sorted(axes)))

@@ -22,16 +22,16 @@ from jax.sharding import PartitionSpec
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._jaxpr.beside_types import check_own_gradients, hidden_outputs
-from jaxcoll._jaxpr.own_norms import check_own_norms
-from jaxcoll._jaxpr.repeated import VARIES, is_wrong
-from jaxcoll._jaxpr.replication import varying_outputs
+from jaxcoll._jaxpr.replication import VARIES, is_wrong, varying_outputs
+from jaxcoll._jaxpr.retrace import unused_outputs
 from jaxcoll._jaxpr.subjaxprs import at_line, opened
-from jaxcoll._jaxpr.summed_again import check_sums
+from jaxcoll._jaxpr.summed_again import check_own_norms, check_sums
 from jaxcoll._jaxpr.summed_gradients import Summed, crossing_sums, summed_gradients
+from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.plan import Plan
+from jaxcoll._spmd.axes import listed
 from jaxcoll._spmd.scope import Scope, entered
 from jaxcoll._step.arguments import FLAGS
-from jaxcoll._step.lost_updates import check_lost_updates
 from jaxcoll._step.out_specs import output_name, output_specs
 
 _SUMMED = """\
@@ -58,6 +58,13 @@ _TWO_MEANINGS = """\
 too large as there are replicas. Take the mean over the replicas of a parameter's derivative \
 before you use it; or differentiate this replica's own loss (for the mean's derivative divide by \
 `lax.axis_size({axis!r})`); or pass checks=False if pmap's meaning is meant."""
+
+_LOST = """\
+`data_parallel`: the step changes {name} in place{others} and neither returns nor uses what it \
+becomes, so the change would be lost: as with `jax.jit`, a step works on copies of the objects \
+among its arguments. What to do: return the object from the step, and go on with what it returns; \
+or pass its arrays, as of `graph, state = nnx.split(module)`, put it together in the step by \
+`nnx.merge(graph, state)`, and return `nnx.state(module)`."""
 
 
 class _NotProvenError(ValueError):
@@ -148,7 +155,7 @@ class StepProgram:
 
         def ask(args: Any, kwargs: Any) -> None:
             traced = step.trace(*args, **kwargs)
-            check_lost_updates(self.step, args, kwargs)
+            _check_lost_updates(self.step, args, kwargs)
             found.append((traced.jaxpr, traced.out_info))
 
         with entered(scope):
@@ -224,8 +231,7 @@ class StepProgram:
                 if summed
                 else ""
             )
-            axes = ", ".join(map(repr, crossed))
-            raise ValueError(_CROSSING.format(why=why, axes=axes)) from error
+            raise ValueError(_CROSSING.format(why=why, axes=listed(crossed))) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,13 +262,9 @@ def _is_refused_by_types(error: BaseException | None) -> bool:
 
 def _by_spec(lying: Any, arguments: Any) -> list[frozenset[str]]:
     """Along which axes each array among the arguments is split."""
-    along = jax.tree.map(
-        lambda spec, part: [_axes_of(spec) for _ in jax.tree.leaves(part)],
-        lying,
-        arguments,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
-    return jax.tree.leaves(along, is_leaf=lambda x: isinstance(x, frozenset))
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    specs = jax.tree.broadcast(lying, arguments, is_leaf=is_spec)
+    return [_axes_of(spec) for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
 
 
 def _axes_of(spec: PartitionSpec) -> frozenset[str]:
@@ -278,3 +280,53 @@ def _check_meanings(found: list[dict[str, int]], results: Any) -> None:
 
 def _not_reduced(summed: tuple[Summed, ...]) -> str:
     return _NOT_REDUCED.format(like=summed[0].like, at=at_line(summed[0].line)) if summed else ""
+
+
+def _check_lost_updates(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse a step that would lose what it changes in an object, as in a module of flax's nnx."""
+    # It is traced once more for this, so only if there is such an object.
+    if not _has_mutable(jax.tree.structure((args, kwargs))):
+        return
+    names: list[str] = []
+
+    def with_changes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+        before = _named(args, kwargs)
+        result = step(*args, **kwargs)
+        after = _named(args, kwargs)
+        names[:] = [name for name in after if after[name] is not before.get(name, after[name])]
+        return result, [after[name] for name in names]
+
+    traced = jax.jit(with_changes).trace(args, kwargs)
+    lost = [names[k] for k in unused_outputs(traced.jaxpr, len(names))]
+    if lost:
+        others = f" (and {len(lost) - 1} more)" if lost[1:] else ""
+        raise ValueError(_LOST.format(name=lost[0], others=others))
+
+
+def _has_mutable(structure: Any) -> bool:
+    """Whether a tree has nodes that a function may change, other than dicts and lists."""
+    node = structure.node_data()
+    if node is None:  # a leaf
+        return False
+    return _is_mutable(node[0]) or any(map(_has_mutable, structure.children()))
+
+
+def _is_mutable(kind: type) -> bool:
+    parameters = getattr(kind, "__dataclass_params__", None)
+    return not issubclass(kind, dict | list | tuple | type(None)) and not getattr(
+        parameters, "frozen", False
+    )
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of those arguments that have mutable objects in them, by name."""
+    given = [*((f"args[{i}]", x) for i, x in enumerate(args)), *kwargs.items()]
+    return {
+        name + jax.tree_util.keystr(path): leaf
+        for name, tree in given
+        if _has_mutable(jax.tree.structure(tree))
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if is_array(leaf)
+    }

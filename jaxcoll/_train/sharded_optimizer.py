@@ -21,7 +21,6 @@ from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
 from jaxcoll._spmd import reduce_scatter as halves
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.norms import clipped
-from jaxcoll._spmd.reduce import reduced_once
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.shards import Shards, all_parts, is_shards, own_part, sharded_leaves, shards_in
 from jaxcoll._train import update_checks
@@ -221,7 +220,8 @@ class ShardedOptimizer:
         elif reduced:
             grads = own_part(grads, self._axis_name, _CALLER, scope=scope, layout=layout)
         else:
-            grads = reduced_once(self._reduce_op, grads, self._axis_name, scope=scope)
+            is_mean = self._reduce_op is ReduceOp.MEAN
+            grads = scope.reduced_once(grads, self._axis_name, mean=is_mean)
             grads = halves.reduce_scatter(
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
             )

@@ -10,7 +10,7 @@ from fake_compiler import answering, stand_in
 from jax.sharding import AbstractMesh
 
 import jaxcoll as jc
-from jaxcoll._compat.compiler_process import has_compiler
+from jaxcoll._compat.compiler import has_compiler
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll.cli.main import main
 

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxcoll._jaxpr.ready_order import places
-from jaxcoll._jaxpr.retrace import traced
+from jaxcoll._jaxpr.retrace import places, traced
 
 WIDTH, LAYERS = 4, 3
 PARAMS = {f"w{i}": jnp.ones((WIDTH, WIDTH), jnp.bfloat16) for i in range(LAYERS)}

@@ -9,8 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import jaxcoll as jc
-from jaxcoll._jaxpr.repeated import VARIES
-from jaxcoll._jaxpr.replication import varying_outputs
+from jaxcoll._jaxpr.replication import VARIES, varying_outputs
 
 P = jax.sharding.PartitionSpec
 AXIS = "data"

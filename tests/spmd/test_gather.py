@@ -117,6 +117,17 @@ def test_several_axes_count_the_outer_one_slowest():
         assert jax.jit(mapped)(np.arange(16.0)).tolist() == [*range(16)]
 
 
+def test_on_two_levels_a_device_sends_no_more_than_its_own_outside_of_its_group():
+    options, over = jc.CommunicationOptions(algorithm="ring/ring"), ("node", "data")
+    f = jax.shard_map(lambda x: jc.all_gather(x, over, options=options),
+                      mesh=grid(2, 4), in_specs=P(over), out_specs=P())  # fmt: skip
+    (body,) = (eqn.params["jaxpr"] for eqn in jax.make_jaxpr(f)(np.zeros(48, "f")).eqns)
+    sent = [e for e in body.eqns if e.primitive.name == "ppermute"]
+    assert [(e.params["axis_name"], e.invars[0].aval.size) for e in sent] == [
+        (("node",), 6), *[(("data",), 12)] * 3,
+    ]  # fmt: skip
+
+
 def test_what_is_the_same_everywhere_is_repeated():
     mapped = jax.shard_map(
         lambda x: jc.all_gather(x, "data"), mesh=mesh_of(3), in_specs=P(), out_specs=P()

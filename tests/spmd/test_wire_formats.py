@@ -18,7 +18,7 @@ from cases import (
 )
 
 import jaxcoll as jc
-from jaxcoll._compat.compiler_process import has_compiler
+from jaxcoll._compat.compiler import has_compiler
 from jaxcoll._mesh.plan import plan_in
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.world import World

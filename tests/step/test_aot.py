@@ -14,11 +14,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import jaxcoll as jc
 from jaxcoll._compat import compiler
-from jaxcoll._compat.compiler_process import has_compiler
+from jaxcoll._compat.compiler import has_compiler
 from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._step import aot as service
-from jaxcoll._step.aot import compile_for
-from jaxcoll._step.retarget import lowered_over, traced_over
+from jaxcoll._step.aot import compile_for, lowered_over, traced_over
 
 P = PartitionSpec
 W, X = np.ones((8, 8), "f"), jax.ShapeDtypeStruct((64, 8), jnp.float32)

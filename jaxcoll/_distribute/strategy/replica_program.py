@@ -20,8 +20,7 @@ from jaxcoll._distribute.values.parts import Uneven, of_all
 from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
 from jaxcoll._distribute.values.replica_axis import AXIS, copies_over
 from jaxcoll._distribute.values.replicate import copy_near
-from jaxcoll._jaxpr.repeated import VARIES
-from jaxcoll._jaxpr.replication import varying_outputs
+from jaxcoll._jaxpr.replication import VARIES, varying_outputs
 from jaxcoll._jaxpr.summed_again import check_sums
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
 from jaxcoll._mesh.placement import InPlace, is_array, place, viewed

@@ -147,6 +147,13 @@ def no_array(value: Any) -> str | None:
     return None if known or dtype == jax.dtypes.float0 else f"an array of {dtype}"
 
 
+def dtype_of(value: Any) -> Any:
+    """The type of an array, or of a number as an array; None of anything else."""
+    if isinstance(value, bool | int | float | complex):
+        return np.result_type(value)
+    return getattr(value, "dtype", None)
+
+
 def where(path: str) -> str:
     """How a message speaks of the leaf at `path`."""
     return f"leaf {path}" if path else "the value"

@@ -54,16 +54,10 @@ def _permuted(
     array: jax.Array, axes: tuple[str, ...], pairs: Iterable[tuple[int, int]]
 ) -> jax.Array:
     order = _compat.in_mesh_order(axes)
-    if order != axes:
-        pairs = [(_renumbered(i, axes, order), _renumbered(j, axes, order)) for i, j in pairs]
-    return lax.ppermute(array, order, pairs)
-
-
-def _renumbered(rank: int, axes: tuple[str, ...], order: tuple[str, ...]) -> int:
-    """The replica that is number `rank` along `axes`, counted along the same axes in `order`."""
-    place = dict(zip(axes, np.unravel_index(rank, [lax.axis_size(a) for a in axes]), strict=True))
-    sizes = [lax.axis_size(a) for a in order]
-    return int(np.ravel_multi_index([place[a] for a in order], sizes))
+    # The number along `order` of each replica, by its number along `axes`.
+    grid = np.arange(lax.axis_size(axes)).reshape([lax.axis_size(a) for a in order])
+    number = grid.transpose([order.index(a) for a in axes]).ravel().tolist()
+    return lax.ppermute(array, order, [(number[i], number[j]) for i, j in pairs])
 
 
 def turned(rows: jax.Array, by: jax.Array) -> jax.Array:

@@ -52,7 +52,9 @@ def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array
         received = swapped(held, axes, bit)
         # A branch copies each half once; a `where` would read both for either.
         own = _compat.as_stored(held, backward=True)
-        both = lax.cond(rank // bit % 2 == 0, _own_first, _own_last, own, received)
+        both = lax.cond(
+            rank // bit % 2 == 0, _pairs, lambda own, other: _pairs(other, own), own, received
+        )
         held = both.reshape(-1, held.shape[-1])
     return held
 
@@ -67,12 +69,8 @@ def _half(halves: jax.Array, which: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(halves, which, axis=1, keepdims=False)
 
 
-def _own_first(own: jax.Array, other: jax.Array) -> jax.Array:
-    return jnp.stack([own, other], axis=1)
-
-
-def _own_last(own: jax.Array, other: jax.Array) -> jax.Array:
-    return jnp.stack([other, own], axis=1)
+def _pairs(first: jax.Array, second: jax.Array) -> jax.Array:
+    return jnp.stack([first, second], axis=1)
 
 
 def _handed_around(collected: jax.Array, axes: tuple[str, ...]) -> jax.Array:

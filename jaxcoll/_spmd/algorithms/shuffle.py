@@ -20,12 +20,10 @@ from jaxcoll._spmd.algorithms.exchange import copies, exchanged, passed_on, tree
 
 
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """This replica's own shard, if it owns one, summed over all replicas along `axes`.
+    """Row `rank` of the sum of (m, k) rows, m <= n; unspecified where rank is m or more.
 
-    Of shards of shape (m, k), m no more than the n replicas, it is row `rank` of the sum, of shape
-    (k,), *varying*; unspecified where rank is m or more. Cost: one all-to-all, or with m < n as
-    many exchanges as there are other replicas, none of which waits for another; a device sends each
-    other owner a shard.
+    Cost: one all-to-all, or with m < n as many exchanges as there are other replicas, none of which
+    waits for another; a device sends each other owner a shard.
     """
     n, rank = lax.axis_size(axes), lax.axis_index(axes)
     if len(shards) == n:
@@ -41,11 +39,9 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def all_gather(shard: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
-    """All shards in their owners' order, of shape (count, k), with the same bits everywhere.
+    """All shards in their owners' order, of shape (count, k); unused where rank is `count` or more.
 
-    Typed *varying*. `shard`, of shape (k,), is unused where rank is `count` or more. Cost: one
-    all-to-all, or with count < n as many exchanges as there are other replicas, none of which waits
-    for another; an owner sends its shard to all others.
+    Cost: as that of `reduce_scatter`; an owner sends its shard to all others.
     """
     n, rank = lax.axis_size(axes), lax.axis_index(axes)
     if count == n:

@@ -67,7 +67,7 @@ def coded_all_reduce(
         return all_reduce(array, stages, axes), None
     flat = _flat(array, stages)
     total, coded = _coded(lax.stop_gradient(flat), stages, axes, how)
-    total = _as_exact(total, flat, tuple(stages), tuple(axes))[: array.size].reshape(array.shape)
+    total = as_exact(total, flat, tuple(stages), tuple(axes), 1)[: array.size].reshape(array.shape)
     return _compat.as_invariant(total, axes, summed=True), coded
 
 
@@ -120,18 +120,21 @@ def _coded(
     return algorithm.all_gather(total, stage.shards, over).reshape(-1), coded
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _as_exact(
-    total: jax.Array, flat: jax.Array, stages: tuple[Stage, ...], axes: tuple[str, ...]
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def as_exact(
+    total: jax.Array, own: jax.Array, stages: tuple[Stage, ...], axes: tuple[str, ...], by: int
 ) -> jax.Array:
-    """`total`, whose derivatives are those of the exact sum of `flat`."""
+    """`total`, whose derivatives are those of the exact sum of `own`, divided `by` so many."""
     return total
 
 
-@_as_exact.defjvp
-def _as_exact_jvp(stages: Any, axes: Any, primals: Any, tangents: Any) -> Any:
+@as_exact.defjvp
+def _as_exact_jvp(stages: Any, axes: Any, by: int, primals: Any, tangents: Any) -> Any:
+    (total, _), (_, own) = primals, tangents
     exact = [dataclasses.replace(stage, format="") for stage in stages]
-    return primals[0], _summed(tangents[1], exact, axes)
+    moved = _summed(own.reshape(-1), exact, axes).reshape(own.shape)
+    moved = _compat.as_invariant(moved, sorted({*axes} - _compat.varying_axes(total)))
+    return total, (moved / by if by > 1 else moved).astype(total.dtype)
 
 
 def _summed(flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:

@@ -16,8 +16,9 @@ more pays for the products of these small numbers and for M's own rounding.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +26,15 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
+from jaxcoll._compat import callback
+from jaxcoll._plan.plan import Corruption, Plan
 from jaxcoll._spmd.arithmetic import wide
 
 COLUMNS = 128
 _ROWS = 32
+
+Heard = Callable[[tuple[Corruption, ...], Hashable, int], None]
+"""Is given the packs that a program found corrupted; see `reported`."""
 
 
 def corrupted(
@@ -154,3 +160,35 @@ def _differs(expected: jax.Array, total: jax.Array, replicas: int) -> jax.Array:
     finite = magnitude <= np.array(float(travels.max) / 2, found.dtype)
     overflowed = ~jnp.isfinite(found) & ~finite
     return ~(within | overflowed | ~jnp.isfinite(magnitude)).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reporter:
+    """Reports some packs of one plan; equal by value, because it is part of a program's key."""
+
+    plan: Plan
+    packs: tuple[int, ...]
+    heard: Heard
+
+    def __call__(self, wrong: np.ndarray, group: int, member: int) -> None:
+        worst = wrong.reshape(-1, len(self.packs)).max(0)
+        found = [(k, int(n)) for k, n in zip(self.packs, worst, strict=True) if n > 0]
+        corruptions = tuple(Corruption.of(self.plan, k, n) for k, n in found)
+        self.heard(corruptions, (self.plan.world, group), member)
+
+
+def reported(
+    wrong: jax.Array, over: tuple[str, ...], plan: Plan, packs: Sequence[int], heard: Heard
+) -> jax.Array:
+    """`wrong` itself, *invariant* over `over`; where it is not zero, the host is called.
+
+    The result depends on that call, so a program that uses it does not end before the call. Each
+    device calls `heard` with what was found, what tells its group of replicas from others that
+    reduce at the same place of a program, and its number in the group.
+    """
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    others = tuple(a for a in mapped if a not in over)
+    group = lax.axis_index(others) if others else np.int32(0)
+    member = lax.axis_index(over)
+    reporter = _Reporter(plan, tuple(packs), heard)
+    return _compat.as_invariant(callback.reported(wrong, group, member, reporter), over)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,16 +41,13 @@ class MicroBatches:
     argnums: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Beside:
+class Beside(NamedTuple):
     """What a loss says besides its value: a weight, metrics, and what else it returns."""
 
     weight: Any
     metrics: Any
     aux: Any
 
-
-jax.tree_util.register_dataclass(Beside)
 
 Differentiated = tuple[tuple[Any, Beside], Any]
 Differentiate = Callable[[tuple[Any, ...], dict[str, Any]], Differentiated]
@@ -62,7 +59,7 @@ def accumulated(
     kwargs: dict[str, Any],
     micro: MicroBatches,
     *,
-    argnums: int | Sequence[int],
+    learned: Sequence[int],  # positions of what is differentiated
     mean: bool,
     halvings: int,
 ) -> Differentiated:
@@ -74,7 +71,7 @@ def accumulated(
     numbers in bfloat16 may cost three of its eight bits. Of a weighted mean in float16 value and
     gradients have as many powers of two taken off as it takes for their sums to fit.
     """
-    pieces = _in_pieces(args, micro, argnums)
+    pieces = _in_pieces(args, micro, learned)
 
     def one(piece: dict[int, Any]) -> tuple[Any, Any]:
         given = tuple(piece.get(i, arg) for i, arg in enumerate(args))
@@ -121,7 +118,7 @@ class _Sum:
 
 
 def _in_pieces(
-    args: tuple[Any, ...], micro: MicroBatches, argnums: int | Sequence[int]
+    args: tuple[Any, ...], micro: MicroBatches, learned: Sequence[int]
 ) -> dict[int, Any]:
     """The arguments to be cut, each leaf with its pieces along a new leading dimension."""
     for i in micro.argnums:
@@ -131,9 +128,7 @@ def _in_pieces(
                 f"called with {counted(len(args), 'positional argument')}."
             )
     chosen = sorted({i % len(args) for i in micro.argnums})
-    learned = (argnums,) if isinstance(argnums, int) else argnums
-    both = {i % len(args) for i in learned if args} & set(chosen)
-    if both:
+    if both := {*chosen}.intersection(learned):
         raise ValueError(
             f"`jc.accumulate`: argument {min(both)} is in `argnums` and in `batch_argnums`; what "
             "is differentiated must be whole in every micro-batch."
@@ -163,7 +158,6 @@ def _cut(i: int, count: int, path: Any, leaf: Any) -> Any:
 
 
 def _warn_of_reductions(program: Any, micro: MicroBatches) -> None:
-    found = moved_reductions(program) if micro.count > 1 else ()
-    if found:
+    if micro.count > 1 and (found := moved_reductions(program)):
         message = _MOVABLE.format(count=micro.count, found=described(found))
         warnings.warn(message, ReductionInLoopWarning, stacklevel=2)

@@ -12,23 +12,26 @@ import jax.numpy as jnp
 
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._jaxpr.ready_order import places
 from jaxcoll._jaxpr.replication import check_gradients, has, same_outputs
-from jaxcoll._jaxpr.retrace import Traced, traced
+from jaxcoll._jaxpr.retrace import Traced, places, traced
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._plan.packs.overlap import wants_order
 from jaxcoll._show.units import counted
 from jaxcoll._spmd import metrics
 from jaxcoll._spmd.arithmetic import halved, halvings, quotient
-from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.axes import bound_axes, count, listed
 from jaxcoll._spmd.gradients.accumulate import Beside, Differentiated, MicroBatches, accumulated
-from jaxcoll._spmd.gradients.local_grad import check_differentiable, value_and_local_grad
-from jaxcoll._spmd.gradients.loss import loss_and_aux, value_and_weight
+from jaxcoll._spmd.gradients.loss import (
+    check_differentiable,
+    loss_and_aux,
+    value_and_local_grad,
+    value_and_weight,
+)
 from jaxcoll._spmd.gradients.per_replica import (
-    check_scattered,
+    NO_SHARD,
     own_axes,
-    own_watched,
+    refuse_own,
     shared,
     watched,
     with_own,
@@ -105,7 +108,7 @@ class Asked:
     def places(self, args: tuple[Any, ...]) -> list[int]:
         """Positions of the arguments that are differentiated."""
         several = [self.argnums] if isinstance(self.argnums, int) else self.argnums
-        return [argnum % len(args) for argnum in several]
+        return [argnum % len(args) for argnum in several if args]
 
     def leaves(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """What is differentiated, by name, in the order of the gradients' leaves."""
@@ -135,7 +138,7 @@ def reduced_gradient(
                 "loss's own: what `jc.residual(params)` returns, then what the last call returned."
             )
         enclosing = retyped()
-        check_differentiable(asked.leaves(args) if args else {}, caller)
+        check_differentiable(asked.leaves(args), caller)
         here = Differentiation(tuple(axes), options, enclosing=enclosing)
         program = traced(_of_share, asked, axes, here, args, kwargs)
         typed = [a for a in axes if a not in enclosing and _compat.tracks_variance(a)]
@@ -177,7 +180,7 @@ def _of_share(
             args,
             kwargs,
             micro_batches,
-            argnums=asked.argnums,
+            learned=asked.places(args),
             mean=asked.reduce_op is ReduceOp.MEAN,
             halvings=_halvings(asked, axes),
         )
@@ -201,17 +204,16 @@ def _reduced(
     in_shards = axes_of_shards([args[i] for i in asked.places(args)])
     own = own_axes(leaves, axes, enclosing, in_shards)
     (value, beside), grads = program.evaluate()
-    value = scope.reduced_once(value, axes, "the loss", mean=asked.reduce_op is ReduceOp.MEAN)
+    is_mean = asked.reduce_op is ReduceOp.MEAN
+    value = scope.reduced_once(value, tuple(axes), "the loss", mean=is_mean)
     along = (scope.marked | scope.watched | enclosing).intersection(axes)
-    grads = watched(grads, leaves, along, asked.caller, own)
-    if scope.watched:
-        grads = own_watched(grads, leaves, own, asked.caller)
+    grads = watched(grads, leaves, along, asked.caller, own, own_too=bool(scope.watched))
     weighted = beside.weight is not None
     op = ReduceOp.SUM if weighted else asked.reduce_op
     local = _Local(value if asked.with_value else None, beside.weight, beside.metrics, grads)
     residual = None
     if asked.scatter:
-        check_scattered(leaves, own, asked.caller)
+        refuse_own(NO_SHARD, leaves, own, asked.caller)
         shards = reduce_scatter(op, grads, tuple(axes), scope=scope)
         local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope.exactly)
         local = local._replace(grads=shards)
@@ -224,8 +226,8 @@ def _reduced(
         if residual is not None:  # a small weight, or none, may make a finite sum infinite
             fine = finite(jax.tree.leaves(shared(grads, own)))
             residual = jax.tree.map(functools.partial(jnp.where, fine), residual, owed)
-    numbers = metrics.settled(local.metrics, count(axes) if op is ReduceOp.MEAN else 1)
-    aux = metrics.put_together(beside.aux, numbers)
+    times = count(axes) if op is ReduceOp.MEAN else 1
+    aux = metrics.put_together(beside.aux, local.metrics, times)
     outputs = ((value, aux) if asked.has_aux else value, grads)
     if not asked.with_value:
         outputs = (grads, aux) if asked.has_aux else (grads,)
@@ -245,12 +247,15 @@ def _together(
     residual: Shards | None,
 ) -> tuple[_Local, Shards | None]:
     """One reduction for everything that replicas have in common, and the next residual."""
-    same, order = _synced(program, tuple(axes)), None
+    same, ready = _synced(program, tuple(axes)), None
     if residual is not None and same:
         raise ValueError(_SYNCED_ALREADY.format(caller=asked.caller, leaf=where(min(same))))
-    if wants_order(scope.options, scope.world(dict(axes))):
-        (_, order) = program.result(places(program.program))
     common = local._replace(grads=shared(local.grads, own))
+    beside = flattened(common._replace(grads=None))[0]
+    if wants_order(scope.options, scope.world(dict(axes))):
+        _, order = program.result(places(program.program))
+        # All but the gradients is there before any of them.
+        ready = [*(-1 for _ in beside), *jax.tree.leaves(shared(order, own))]
     if any(own) and scope.world(dict(axes)).over_gloo:
         parts = [x for x, mine in zip(jax.tree.leaves(local.grads), own, strict=True) if mine]
         leaves, treedef = jax.tree.flatten(common)
@@ -258,23 +263,16 @@ def _together(
     reduce: Any = all_reduce
     if asked.feedback is not None:
         reduce = functools.partial(
-            asked.feedback,
-            residual=residual,
-            of=local.grads,
-            prefix=".grads",
-            caller=asked.caller,
+            asked.feedback, residual=residual, of=local.grads, prefix=".grads", caller=asked.caller
         )
     reduced = reduce(
         op,
         common,
         tuple(axes),
         scope=scope,
-        # All but the gradients is there before any of them.
-        ready=None
-        if order is None
-        else jax.tree.leaves(_gradients_last(common, shared(order, own))),
+        ready=ready,
         same=same,
-        exact=frozenset(path for path, _ in flattened(common._replace(grads=None))[0]),
+        exact=frozenset(path for path, _ in beside),
         reasons=_not_again(list(same)),
     )
     if residual is not None:
@@ -290,12 +288,6 @@ def _together(
 def _halvings(asked: Asked, axes: Mapping[str, int]) -> int:
     """Powers of two taken off a float16 of a weighted mean, whose sums may be too large for it."""
     return halvings(count(axes) * (1 if asked.micro_batches is None else asked.micro_batches.count))
-
-
-def _gradients_last(local: _Local, order: Any) -> _Local:
-    """A tree like `local` with the place of each of its leaves."""
-    before = jax.tree.map(lambda _: -1, local._replace(grads=None))
-    return before._replace(grads=order)
 
 
 def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]:
@@ -322,7 +314,5 @@ def _not_again(paths: list[str]) -> tuple[str, ...]:
 def _check_local(value: Any, axes: dict[str, int], caller: str) -> None:
     """Refuse a loss that was reduced on the way, wherever its type shows it."""
     if missing := _compat.same_axes(value, axes):
-        over, along = (", ".join(map(repr, names)) for names in (axes, missing))
-        raise AlreadyReducedError(
-            _LOSS_ALREADY_REDUCED.format(caller=caller, axes=over, missing=along)
-        )
+        words = {"caller": caller, "axes": listed(axes), "missing": listed(missing)}
+        raise AlreadyReducedError(_LOSS_ALREADY_REDUCED.format(**words))

@@ -12,11 +12,11 @@ from jaxcoll._compat import marks
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._spmd.arithmetic import quotient
-from jaxcoll._spmd.axes import count
+from jaxcoll._spmd.axes import count, listed
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope, retyped
 
-_NO_SHARD = """\
+NO_SHARD = """\
 `{caller}` with scatter=True: {leaf} differs between replicas along {axes}, so its gradient is not \
 summed over them and has no shards. Differentiate it as an argument of its own in a call without \
 `scatter`, and update it there. The gradients of `Shards` are Shards without `scatter`."""
@@ -33,35 +33,26 @@ def watched(
     leaves: Mapping[str, Any],
     along: Iterable[str],
     caller: str,
-    own: Sequence[tuple[str, ...]] | None = None,
+    own: Sequence[tuple[str, ...]] = (),
+    *,
+    own_too: bool = False,
 ) -> Any:
     """Gradients that are going to be reduced, marked with what they are those of.
 
     Where types do not tell replicas apart, or not truly, only who reads the whole program can see
     whether the leaves differ between replicas; `replication` and `beside_types` refuse them then.
+    Along the axes of which a leaf is its replica's `own` it is not reduced. Types may be wrong in
+    calling it that, so it is marked as such if a reader wants these, too.
     """
     marked, treedef = jax.tree.flatten(gradients)
-    kept = own or [()] * len(marked)
-    for axis in sorted(along):
-        marked = [
-            gradient if axis in mine else marks.gradient_of(leaf, gradient, axis, caller, name)
-            for gradient, (name, leaf), mine in zip(marked, leaves.items(), kept, strict=True)
-        ]
-    return treedef.unflatten(marked)
-
-
-def own_watched(
-    gradients: Any, leaves: Mapping[str, Any], own: Sequence[tuple[str, ...]], caller: str
-) -> Any:
-    """Gradients, of which those of a replica's own leaves are marked with what they are of.
-
-    Types may be wrong in calling a leaf that: only a reader of the whole program sees it; see
-    `gathered`.
-    """
-    marked, treedef = jax.tree.flatten(gradients)
-    for k, ((name, leaf), along) in enumerate(zip(leaves.items(), own, strict=True)):
-        for axis in along:
-            marked[k] = marks.gradient_of(leaf, marked[k], axis, caller, name, own=True)
+    mark = marks.gradient_of
+    for k, ((name, leaf), mine) in enumerate(
+        zip(leaves.items(), own or [()] * len(leaves), strict=True)
+    ):
+        for axis in sorted({*along}.difference(mine)):
+            marked[k] = mark(leaf, marked[k], axis, caller, name)
+        for axis in mine if own_too else ():
+            marked[k] = mark(leaf, marked[k], axis, caller, name, own=True)
     return treedef.unflatten(marked)
 
 
@@ -69,7 +60,7 @@ def own_axes(
     leaves: Mapping[str, Any],
     axes: Iterable[str],
     retyped: frozenset[str],
-    shards: Sequence[tuple[str, ...]] | None = None,
+    shards: Sequence[tuple[str, ...]] = (),
 ) -> list[tuple[str, ...]]:
     """Of each leaf the axes along which every replica has its own.
 
@@ -127,17 +118,15 @@ def common(tree: Any, axes: Mapping[str, int], caller: str, *, scope: Scope) -> 
     """A tree that every replica must hold alike, as far as can be known, and marked otherwise."""
     flat, treedef = flattened(tree)
     leaves = dict(flat)
-    for path, along in zip(leaves, own_axes(leaves, axes, retyped()), strict=True):
-        if along:
-            named = ", ".join(map(repr, along))
-            raise ValueError(_NOT_COMMON.format(caller=caller, leaf=where(path), axes=named))
+    refuse_own(_NOT_COMMON, leaves, own_axes(leaves, axes, retyped()), caller)
     along = (scope.marked | scope.watched).intersection(axes)
     return treedef.unflatten(watched(list(leaves.values()), leaves, along, caller))
 
 
-def check_scattered(names: Iterable[str], own: Sequence[tuple[str, ...]], caller: str) -> None:
-    """Refuse leaves of which each replica has its own where gradients are to be in shards."""
+def refuse_own(
+    message: str, names: Iterable[str], own: Sequence[tuple[str, ...]], caller: str
+) -> None:
+    """Refuse a leaf of which each replica has its own, for the reason that `message` gives."""
     for name, axes in zip(names, own, strict=True):
         if axes:
-            named = ", ".join(map(repr, axes))
-            raise ValueError(_NO_SHARD.format(caller=caller, leaf=where(name), axes=named))
+            raise ValueError(message.format(caller=caller, leaf=where(name), axes=listed(axes)))

@@ -12,17 +12,12 @@ import numpy as np
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._plan.packs.leaves import flattened, where
+from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
 from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.gradients.per_replica import watched
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope, differentiation, retyped
 from jaxcoll._spmd.shards import check_no_shards
-
-_SUM_OF_A_MEAN = """\
-`sync_in_backward` over {axes} with reduce_op SUM, inside the loss of `jc.value_and_grad` or \
-`jc.grad`: what they differentiate is this replica's own loss, and they make a sum or a weighted \
-mean of synced gradients themselves. Leave reduce_op at "mean" here, whatever theirs is."""
 
 _REASON = "when: in the backward pass, as soon as these gradients exist"
 
@@ -42,8 +37,7 @@ def sync_in_backward(
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     axes = names if untyped else tuple(bound_axes(axis_name, "sync_in_backward"))
     if outer is not None and set(outer.axes).intersection(axes):
-        if reduce_op is not ReduceOp.MEAN:
-            raise ValueError(_SUM_OF_A_MEAN.format(axes=", ".join(map(repr, axes))))
+        outer.check_mean(reduce_op, axes, "sync_in_backward")
         scope = scope.merged(outer.options)
     check_no_shards(params, axis_name, "sync_in_backward")
     flat, treedef = flattened(params)
@@ -80,9 +74,7 @@ class _Reduction:
 
 def _floating(path: str, value: Any) -> jax.Array:
     """`value` as an array that has a gradient, or an error that names its place."""
-    dtype = getattr(value, "dtype", None)
-    if dtype is None and isinstance(value, bool | int | float | complex):
-        dtype = np.result_type(value)
+    dtype = dtype_of(value)
     if dtype is None:
         raise ValueError(
             f"`sync_in_backward` cannot take {where(path)}: expected a floating array, got "

@@ -14,21 +14,20 @@ from jaxcoll import _compat
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.options import UNSET, ReduceOp
 from jaxcoll._plan.packs.automatic import usual
-from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, wire_dtype
+from jaxcoll._plan.packs.leaves import Leaf, carried_dtype
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.packs.shard_layout import ShardedLeaf
 from jaxcoll._plan.packs.shard_plan import Half, plan_rows
 from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.algorithms import table as algorithms
-from jaxcoll._spmd.arithmetic import Recipe, before, divided
+from jaxcoll._spmd.arithmetic import before, divided
 from jaxcoll._spmd.axes import count
+from jaxcoll._spmd.gather import rows_of_all
 from jaxcoll._spmd.pack import pack, unpack
+from jaxcoll._spmd.reduce_scatter import recipe_of
 from jaxcoll._spmd.scope import Scope
 
-Arrays = list[jax.Array]
-
-
-Exchange = Callable[[Sequence[jax.Array]], Arrays]
+Exchange = Callable[[Sequence[jax.Array]], list[jax.Array]]
 """What one layer's arrays go through, leaf by leaf."""
 
 
@@ -48,20 +47,14 @@ def gather(
     leaves = [_leaf(name, x, axes, gather_dtype) for name, x in rows.items()]
     packs, plan = _planned("all_gather", ReduceOp.SUM, leaves, axes, turns, when, scope)
 
-    def gathered(rows: Sequence[jax.Array]) -> Arrays:
+    def gathered(rows: Sequence[jax.Array]) -> list[jax.Array]:
         given = [x.astype(leaf.dtype) for x, leaf in zip(rows, leaves, strict=True)]
         sent = [x.astype(leaf.wire) for x, leaf in zip(given, leaves, strict=True)]
-        found = []
-        for k, (planned, packed) in enumerate(
-            zip(plan.packs, pack(sent, packs, leaves), strict=True)
-        ):
-            with jax.named_scope(f"{plan.name}/pack{k}"):
-                blocks = algorithms.all_gather(packed, plan.stages(planned), tuple(axes))
-                found.append(_compat.as_varying(blocks, tuple(axes)))
-        wholes = jax.vmap(lambda each: _unpacked(each, packs, leaves))(found)
+        stages = [plan.stages(planned) for planned in plan.packs]
+        wholes = rows_of_all(sent, leaves, packs, stages, tuple(axes), plan.name)
         return [
             lax.collapse(whole, 0, 2).astype(x.dtype)
-            for whole, x in zip(wholes, given, strict=True)
+            for whole, x in zip(cast(list[jax.Array], wholes), given, strict=True)
         ]
 
     return gathered
@@ -81,17 +74,15 @@ def scatter(
     They travel in the types that the leaves were gathered in, and end in the leaves' own.
     """
     world = scope.world(dict(axes))
-    over = tuple(a for a, n in axes.items() if n > 1)
-    divisor = count(axes) if reduce_op is ReduceOp.MEAN else None
     leaves, recipes = [], []
     for name, x in rows.items():
         leaf = _leaf(name, x, axes, gather_dtype)
-        wire = wire_dtype(leaf.dtype, reduce_op, world)
-        leaves.append(dataclasses.replace(leaf, wire=wire))
-        recipes.append(Recipe(over, tuple(axes), frozenset(), np.dtype(x.dtype), wire, 1, divisor))
+        recipe = recipe_of(leaf, reduce_op, axes, world)
+        leaves.append(dataclasses.replace(leaf, wire=recipe.wire))
+        recipes.append(dataclasses.replace(recipe, dtype=np.dtype(x.dtype)))
     packs, plan = _planned("reduce_scatter", reduce_op, leaves, axes, turns, when, scope)
 
-    def scattered(gradients: Sequence[jax.Array]) -> Arrays:
+    def scattered(gradients: Sequence[jax.Array]) -> list[jax.Array]:
         blocks = [
             before(x, recipe).reshape(world.replicas, *leaf.shape)
             for x, leaf, recipe in zip(gradients, leaves, recipes, strict=True)
@@ -103,18 +94,14 @@ def scatter(
                 stages = plan.stages(planned)
                 totals.append(algorithms.reduce_scatter(each, stages, tuple(axes)))
         # Divided in the leaf's own type, which may be wider than what travelled.
+        summed = cast(list[jax.Array], unpack(totals, packs, leaves))  # a pack carries each
         means = [
             divided(total.astype(recipe.dtype), recipe)
-            for total, recipe in zip(_unpacked(totals, packs, leaves), recipes, strict=True)
+            for total, recipe in zip(summed, recipes, strict=True)
         ]
         return [_compat.as_stored(x) for x in means] if plan.reproducible else means
 
     return scattered
-
-
-def _unpacked(packed: Sequence[jax.Array], packs: Sequence[Pack], leaves: Sequence[Leaf]) -> Arrays:
-    """The leaves, every one of which a pack carries."""
-    return cast(Arrays, unpack(packed, packs, leaves))
 
 
 def _planned(

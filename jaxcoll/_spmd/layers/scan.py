@@ -8,31 +8,66 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.tree_util import Partial
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
+from jaxcoll._plan.checks import count, shown
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.axes import bound_axes
-from jaxcoll._spmd.layers.asked import CALLER, Asked
+from jaxcoll._spmd.axes import bound_axes, listed
 from jaxcoll._spmd.layers.exchange import Exchange, gather, scatter
-from jaxcoll._spmd.layers.layer_program import Arrays, Residuals, is_floating, residuals_of
+from jaxcoll._spmd.layers.layer_program import (
+    Arrays,
+    Residuals,
+    UserLayer,
+    carried,
+    is_floating,
+    residuals_of,
+)
 from jaxcoll._spmd.layers.schedule import Schedule
-from jaxcoll._spmd.layers.stack import Stack, stack_of
-from jaxcoll._spmd.layers.user_layer import UserLayer, carried
+from jaxcoll._spmd.layers.stack import CALLER, Stack, stack_of
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
-
-_SUM_OF_A_MEAN = """\
-`scan_layers` over {axes} with reduce_op SUM, inside the loss of `jc.value_and_grad` or its like: \
-what they differentiate is this replica's own loss, and they make a sum or a weighted mean of its \
-gradients themselves. Leave reduce_op at "mean" here, whatever theirs is."""
 
 _PARTLY = """\
 `scan_layers` over {axes}, inside the loss of `jc.value_and_grad` or its like over {outer}: the \
 gradients of one step are reduced over the same axes in both. Give both the same `axis_name`; what \
 is cut over some of the axes only is said by `sharded`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """How layers are gathered, differentiated and reduced; see `jc.scan_layers`."""
+
+    reduce_op: ReduceOp
+    gather_dtype: Any = None
+    ahead: int = 1
+    remat: Any = True
+    unroll: int = 1
+
+    def __post_init__(self) -> None:
+        count("ahead", " number of layers (0: gathered where they are used)", self.ahead)
+        if count("unroll", " number of turns", self.unroll) < 1:
+            raise ValueError(f"`unroll` must be at least 1; got {self.unroll!r}.")
+        if not isinstance(self.remat, bool) and not callable(self.remat):
+            raise ValueError(
+                "`remat` must be True, False or a policy of `jax.checkpoint_policies`; got "
+                f"{shown(self.remat)}."
+            )
+        if self.gather_dtype is not None and not _is_float(self.gather_dtype):
+            raise ValueError(
+                "`gather_dtype` must be None or a floating type, as `jnp.bfloat16`; got "
+                f"{shown(self.gather_dtype)}."
+            )
+
+
+def _is_float(dtype: Any) -> bool:
+    try:
+        return jax.dtypes.issubdtype(np.dtype(dtype), np.floating)
+    except TypeError:
+        return False
 
 
 def scan_layers(
@@ -52,13 +87,13 @@ def scan_layers(
     scope = scope.merged(inside.options if inside else None).merged(options)
     stack = stack_of(stacked, sharded, axes, scope)
     users = UserLayer(layer, *carried(carry), stack)
-    first, varying, program = users.program(axes, asked)
+    first, varying, program = users.program(axes, asked.gather_dtype, asked.remat)
     traffic = _Traffic(stack, axes, asked, bool(inside), scope)
     schedule = Schedule(
         stack.layers, asked.ahead, asked.unroll, program, traffic.gathers(), varying
     )
     run = _differentiable(schedule, traffic)
-    return users.result(*run(first, traffic.typed(varying), list(program.captured)))
+    return users.result(*run(first, traffic.typed(varying), program.captured))
 
 
 def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation | None:
@@ -66,11 +101,9 @@ def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation 
     inside = differentiation()
     if inside is None or not set(inside.axes).intersection(axes):
         return None
-    named = ", ".join(map(repr, axes))
     if set(inside.axes) != set(axes):
-        raise ValueError(_PARTLY.format(axes=named, outer=", ".join(map(repr, inside.axes))))
-    if reduce_op is not ReduceOp.MEAN:
-        raise ValueError(_SUM_OF_A_MEAN.format(axes=named))
+        raise ValueError(_PARTLY.format(axes=listed(axes), outer=listed(inside.axes)))
+    inside.check_mean(reduce_op, axes, CALLER)
     return inside
 
 
@@ -99,17 +132,13 @@ class _Traffic:
         )
         # The last layers are still there when the backward pass begins with them.
         when += f" in the forward pass ({layers}), and again in the backward pass"
-        found = {}
-        for leaves, axes in self._groups(range(len(self.stack.arrays))).items():
-            found[leaves] = gather(
-                self._rows(leaves),
-                axes,
-                self.asked.gather_dtype,
-                2 * layers - ahead,
-                when,
-                self.scope,
+        turns = 2 * layers - ahead
+        return {
+            leaves: gather(
+                self._rows(leaves), axes, self.asked.gather_dtype, turns, when, self.scope
             )
-        return found
+            for leaves, axes in self._groups(range(len(self.stack.arrays))).items()
+        }
 
     def scatters(self, moved: Sequence[int]) -> dict[tuple[int, ...], Exchange]:
         """By the leaves that travel together what reduces the gradients of one layer's rows."""
@@ -211,14 +240,7 @@ def _differentiable(
         given = [[x for x in map(_floating, each) if x is not None] for each in cotangents]
         (saved, last, carry, stack, captured), given = _differentiated_once((kept, given))
         ct, gradients, sums = schedule.backward(
-            residuals,
-            saved,
-            last,
-            stack,
-            captured,
-            given,
-            moved,
-            traffic.scatters(moved[0]),
+            residuals, saved, last, stack, captured, given, moved, traffic.scatters(moved[0])
         )
         of_carry, of_captured = iter(ct), dict(zip(moved[1], sums, strict=True))
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,9 +13,7 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._spmd.layers.exchange import Exchange
-from jaxcoll._spmd.layers.layer_program import LayerProgram, Residuals
-
-Arrays = list[jax.Array]
+from jaxcoll._spmd.layers.layer_program import Arrays, LayerProgram, Residuals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +29,22 @@ class Schedule:
     varying: tuple[str, ...]  # axes that everything in the loops is typed as varying over
 
     def _fetched(
-        self, stack: Arrays, index: Any, after: dict[int, jax.Array] | None = None
+        self, stack: Arrays, index: Any, after: Mapping[int, jax.Array] = MappingProxyType({})
     ) -> dict[int, jax.Array]:
         """The leaves of one layer that have to be gathered."""
+        return self._exchanged(self.gathers, lambda i: at(stack[i], index), after)
+
+    def _exchanged(
+        self,
+        exchanges: Mapping[tuple[int, ...], Exchange],
+        array: Callable[[int], jax.Array],
+        after: Mapping[int, jax.Array],
+    ) -> dict[int, jax.Array]:
+        """What becomes of each leaf's array, once others are there."""
         found: dict[int, jax.Array] = {}
-        for leaves, gather in self.gathers.items():
-            whole = gather(_after([at(stack[i], index) for i in leaves], after))
-            found.update(zip(leaves, self._vary(whole), strict=True))
+        for leaves, exchange in exchanges.items():
+            arrays = exchange(_after([*map(array, leaves)], after))
+            found.update(zip(leaves, self._vary(arrays), strict=True))
         return found
 
     def _params(self, stack: Arrays, index: Any, gathered: dict[int, jax.Array]) -> Arrays:
@@ -75,18 +83,13 @@ class Schedule:
             if fetch:
                 queue = [*queue, self._fetched(stack, index + ahead)]
             params = self._params(stack, index, queue[0])
-            if residuals is None:
-                carry, found = self.layer.run(carry, params, captured)
-                more: Arrays = []
-            else:
-                outs, more = residuals.forward(carry, params, captured)
-                carry, found = outs[:carried], outs[carried:]
-            room = put(results, found, index), put(kept, self._vary(more), index)
-            return carry, room, queue[1:]
+            outs, more = (residuals or self.layer).forward(carry, params, captured)
+            room = put(results, outs[carried:], index), put(kept, self._vary(more), index)
+            return outs[:carried], room, queue[1:]
 
         queue: list[dict[int, jax.Array]] = []
         for index in range(ahead):
-            queue.append(self._fetched(stack, index, queue[-1] if queue else None))
+            queue.append(self._fetched(stack, index, queue[-1] if queue else {}))
         state = carry, room, queue
         until = self.layers - ahead
         state = self._loop(lambda s, i: turn(s, i, True), state, 0, until, 1)
@@ -100,45 +103,27 @@ class Schedule:
         self,
         residuals: Residuals,
         saved: Arrays,
-        last: list[dict[int, jax.Array]],
+        last: list[dict[int, jax.Array]],  # the last layers' parameters, gathered
         stack: Arrays,
         captured: Arrays,
-        cotangents: Sequence[Arrays],
+        cotangents: Sequence[Arrays],  # of the floating arrays of the last carry, and of results
+        # Positions in the stack, and in what is captured, whose cotangents are asked for
         moved: Sequence[Sequence[int]],
-        scatters: Mapping[tuple[int, ...], Exchange],
+        scatters: Mapping[tuple[int, ...], Exchange],  # by leaves that travel together
     ) -> tuple[Arrays, dict[int, jax.Array], Arrays]:
         """Cotangents of the first carry's floating arrays, and of those asked for.
 
         Those of rows are scattered, in the turn after their layer's; others are this replica's.
-
-        Args:
-          residuals: as in `forward`.
-          saved: what `forward` returned.
-          last: the last layers' parameters, gathered.
-          stack: this replica's.
-          captured: what the layer reads from around it.
-          cotangents: of the floating arrays of the last carry, and of the results.
-          moved: positions in the stack, and in what is captured, whose cotangents are asked for.
-          scatters: by leaves of the stack that travel together.
         """
         of_carry, of_results = cotangents
         ahead, top = len(last), self.layers - 1
         cut = {i for leaves in scatters for i in leaves}
 
-        def scattered(
-            gradients: dict[int, jax.Array], after: dict[int, jax.Array] | None = None
-        ) -> dict[int, jax.Array]:
-            found: dict[int, jax.Array] = {}
-            for leaves, scatter in scatters.items():
-                rows = scatter(_after([gradients[i] for i in leaves], after))
-                found.update(zip(leaves, self._vary(rows), strict=True))
-            return found
-
-        def turn(state: Any, index: Any, fetch: bool, after: Any = None) -> Any:
+        def turn(state: Any, index: Any, fetch: bool, after: Any = MappingProxyType({})) -> Any:
             ct, gradients, sums, waiting, queue = state
             if fetch:
                 queue = [*queue, self._fetched(stack, index - ahead)]
-            done = scattered(waiting, after) if waiting else {}
+            done = self._exchanged(scatters, waiting.__getitem__, after) if waiting else {}
             gradients = self._with(gradients, done, index + 1)
             params = self._params(stack, index, queue[0])
             given = [*ct, *(at(x, index) for x in of_results)]
@@ -159,7 +144,8 @@ class Schedule:
         for index in range(min(ahead, top) - 1, -1, -1):
             state, done = turn(state, index, False, done)
         ct, gradients, sums, waiting, _ = state
-        return ct, self._with(gradients, scattered(waiting, done), 0), sums
+        done = self._exchanged(scatters, waiting.__getitem__, done)
+        return ct, self._with(gradients, done, 0), sums
 
     def _with(
         self, stacks: dict[int, jax.Array], parts: dict[int, jax.Array], index: Any
@@ -177,12 +163,12 @@ class Schedule:
         return lax.scan(lambda s, i: (turn(s, i), None), state, indices, unroll=self.unroll)[0]
 
 
-def _after(arrays: Arrays, others: dict[int, jax.Array] | None) -> Arrays:
+def _after(arrays: Arrays, others: Mapping[int, jax.Array]) -> Arrays:
     """`arrays`, once others are there.
 
     Outside of loops a compiler would merge two layers' collectives, and then nothing hides either.
     """
-    for other in (others or {}).values():
+    for other in others.values():
         arrays = [_compat.ordered(x, after=other) for x in arrays]
     return arrays
 

@@ -14,11 +14,12 @@ from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.packs.leaves import flattened, no_array, where
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.axes import count
+from jaxcoll._spmd.axes import count, listed
 from jaxcoll._spmd.gradients.per_replica import watched
-from jaxcoll._spmd.layers.asked import CALLER
 from jaxcoll._spmd.scope import Scope, differentiation, retyped
 from jaxcoll._spmd.shards import Shards, is_shards, leaves_of, whole_of
+
+CALLER = "scan_layers"
 
 _WHOLE = """\
 `scan_layers` over {axis!r}: {leaf} of `stacked` is the same on every replica, so gathering it \
@@ -70,14 +71,10 @@ class Stack:
 
 
 def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int], scope: Scope) -> Stack:
-    """What `stacked` is, with marks for those who read the whole program.
+    """What `stacked`, a tree of arrays and `Shards`, is, with marks for readers of the program.
 
-    Args:
-      stacked: a tree of arrays and `Shards`, the layers first.
-      sharded: True, False, an axis or a tuple of axes, or a tree of these of which `stacked` is an
-        extension; None: `Shards` are, and plain arrays beside them are not; without any, all are.
-      axes: of the call, outer first.
-      scope: who reads.
+    `sharded`: True, False, an axis or a tuple of axes, or a tree of these of which `stacked` is an
+    extension; None: `Shards` are, and plain arrays beside them are not; without any, all are.
 
     Raises:
       ValueError: a leaf cannot be used so, by its shape, its type, or what is said of it.
@@ -97,7 +94,7 @@ def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int], scope: Scope) 
     if not any(over):
         raise ValueError(_NOTHING)
     treedef = jax.tree.structure(stacked)
-    marked = map(_marked, names, arrays, over, [axes] * len(names), [scope] * len(names))
+    marked = (_marked(*leaf, axes, scope) for leaf in zip(names, arrays, over, strict=True))
     return Stack(tuple(names), tuple(marked), tuple(over), treedef)
 
 
@@ -115,25 +112,21 @@ def _words(sharded: Any, stacked: Any, has_shards: bool) -> list[Any]:
             False if has_shards and not is_shards(x) else None
             for x in jax.tree.leaves(stacked, is_leaf=is_shards)
         ]
+    places = jax.tree.map(lambda _: 0, stacked, is_leaf=is_shards)
     try:
-        spread = jax.tree.map(
-            lambda word, part: [(word,) for _ in jax.tree.leaves(part, is_leaf=is_shards)],
-            sharded,
-            stacked,
-            is_leaf=_is_names,
-        )
+        spread = jax.tree.broadcast(sharded, places, is_leaf=_is_names)
     except ValueError as error:
         raise ValueError(
             f"`{CALLER}`: `sharded` is a tree that does not fit `stacked`: {error}"
         ) from None
-    found = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, tuple))
-    odd = [word for (word,) in found if not (isinstance(word, bool | str) or _is_names(word))]
+    words = jax.tree.leaves(spread, is_leaf=_is_names)
+    odd = [word for word in words if not (isinstance(word, bool | str) or _is_names(word))]
     if odd:
         raise ValueError(
             f"`{CALLER}` expects `sharded` to be True, False, an axis or a tuple of axes, or a "
             f"tree of these; got {odd[0]!r}."
         )
-    return [word for (word,) in found]
+    return words
 
 
 def _is_names(x: Any) -> bool:
@@ -174,14 +167,14 @@ def _axes_of_shards(
 ) -> tuple[str, ...]:
     if word is False or (word not in (None, True) and _names_of(word) != shards.axes):
         raise ValueError(
-            f"`{CALLER}`: {where(name)} of `stacked` holds Shards along {_listed(shards.axes)}, "
+            f"`{CALLER}`: {where(name)} of `stacked` holds Shards along {listed(shards.axes)}, "
             f"and `sharded` says {word!r}: leave it out there."
         )
     found = {a: axes[a] for a in shards.axes if a in axes}
     if tuple(found) != shards.axes or count(found) != shards.layout.replicas:
         raise ValueError(
-            f"`{CALLER}` over {_listed(axes)} got Shards of "
-            f"{counted(shards.layout.replicas, 'replica')} along {_listed(shards.axes)} at "
+            f"`{CALLER}` over {listed(axes)} got Shards of "
+            f"{counted(shards.layout.replicas, 'replica')} along {listed(shards.axes)} at "
             f"{where(name)}; name their axes in `axis_name`."
         )
     for k, part in enumerate(shards.parts):
@@ -205,7 +198,7 @@ def _axes_of_rows(
     unknown = [a for a in over if a not in axes]
     if unknown:
         raise ValueError(
-            f"`{CALLER}` over {_listed(axes)}: `sharded` names {unknown[0]!r} for {where(name)}, "
+            f"`{CALLER}` over {listed(axes)}: `sharded` names {unknown[0]!r} for {where(name)}, "
             "which is not among these axes."
         )
     if over and array.ndim < 2:
@@ -223,7 +216,7 @@ def _axes_of_rows(
         )
     differ = [a for a in axes if a not in over and a in known and a in varying]
     if differ:
-        raise ValueError(_DIFFERS.format(leaf=where(name), axes=_listed(differ)))
+        raise ValueError(_DIFFERS.format(leaf=where(name), axes=listed(differ)))
     dark = [a for a in over if not _compat.tracks_variance(a)]
     if dark and inside is not None and not untyped and set(dark) & set(inside.axes):
         raise ValueError(_UNTYPED_GRADIENT.format(axis=dark[0], leaf=where(name)))
@@ -255,7 +248,3 @@ def _joined(shards: Shards) -> Any:
 
 def _names_of(word: Any) -> tuple[str, ...]:
     return (word,) if isinstance(word, str) else tuple(word)
-
-
-def _listed(axes: Any) -> str:
-    return ", ".join(map(repr, axes))

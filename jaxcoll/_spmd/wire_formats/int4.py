@@ -16,15 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcoll._spmd.wire_formats.blocks import (
-    joined,
-    largest,
-    parted,
-    quotient,
-    rounded,
-    scale,
-    widened,
-)
+from jaxcoll._spmd.wire_formats import blocks as shared
 
 LEVELS = (-241, -186, -145, -111, -81, -53, -26, 0, 21, 43, 67, 92, 120, 154, 194, 245)
 """In 256ths, by code."""
@@ -51,7 +43,7 @@ _TWO = np.uint32(2 << 23)
 
 def encode(blocks: jax.Array, feedback: bool) -> jax.Array:
     """Blocks of float32, of shape (..., m, block), as bytes of shape (..., m, block / 2 + 2)."""
-    bits = largest(blocks)
+    bits = shared.largest(blocks)
     # No divisions, which would be kernels of their own.
     if feedback:
         integers = jnp.ones_like(bits, bool)
@@ -61,22 +53,22 @@ def encode(blocks: jax.Array, feedback: bool) -> jax.Array:
         exponents = jnp.where(integers, bits - _SEVEN, bits)
         exponents -= jnp.where(integers, _TWO, 4 * _TWO)
         wanted = lax.bitcast_convert_type(exponents, jnp.float32)  # 2^k, or a 256th
-    scales = scale(bits, wanted)
-    steps = quotient(jnp.where(integers, np.float32(-1), np.float32(1)), scales)[..., None]
+    scales = shared.scale(bits, wanted)
+    steps = shared.quotient(jnp.where(integers, np.float32(-1), np.float32(1)), scales)[..., None]
     codes = blocks * abs(steps)
     codes = codes if feedback else jnp.where(steps < 0, codes, _curved(codes))
-    codes = rounded(codes + np.float32(7), 0xF)
+    codes = shared.rounded(codes + np.float32(7), 0xF)
     halves = codes.astype(jnp.uint8).reshape(*codes.shape[:-1], 2, -1)
     places = jnp.array([0, 4], jnp.uint8).reshape(*(1 for _ in codes.shape[:-1]), 2, 1)
     # Compilers keep the result of a sum; of an "or" they would code anew for each receiver.
     packed = (halves << places).sum(-2, dtype=jnp.uint8)
-    return joined(packed, scales | integers.astype(jnp.uint32) << 15)
+    return shared.joined(packed, scales | integers.astype(jnp.uint32) << 15)
 
 
 def decode(codes: jax.Array, feedback: bool) -> jax.Array:
     """Blocks of float32 from what `encode` gave."""
-    packed, scales = parted(codes)
-    factors = widened(scales & np.uint32(0x7FFF))[..., None]
+    packed, scales = shared.parted(codes)
+    factors = shared.widened(scales & np.uint32(0x7FFF))[..., None]
     halves = [
         half.astype(jnp.float32) - np.float32(7)
         for half in (packed & np.uint8(0xF), packed >> np.uint8(4))
