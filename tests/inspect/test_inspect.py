@@ -201,6 +201,8 @@ def test_counts_and_bytes_are_those_of_an_independent_count(name, monkeypatch):
         assert runs == kinds
     if wire is not None:
         assert report.wire_bytes == wire
+    widened = 2 if name == "bfloat16" else 1
+    assert widened * report.requested_wire_bytes == report.wire_bytes
     asked = read_stablehlo(function.lower(*arguments).as_text())
     assert [(c.kind, c.operands) for c in asked] == [(c.kind, c.operands) for c in report.requested]
     once, nbytes = second_reader.kinds_and_bytes(texts[0].compiled)

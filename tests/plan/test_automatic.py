@@ -43,6 +43,9 @@ def plan_of(shapes, world=GLOO, terms=None, **options):
 def test_nothing_that_was_compared_is_predicted_to_be_much_faster(tree, replicas, keeps_memory):
     world = World("cpu", (replicas,), processes=replicas)
     plan = plan_of(TREES[tree]().values(), world, preset(world, keeps_memory=keeps_memory))
+    assert sum(p.size for p in plan.packs) == sum(leaf.size for leaf in plan.leaves)
+    if tree in ("resnet50", "gpt2-small", "one-big"):  # with big leaves: no more than themselves
+        assert plan.temporary_bytes <= plan.nbytes
     best = plan.alternatives[0]
     if plan.temporary_bytes <= plan.nbytes:
         assert plan.predicted.seconds <= MODESTY * best.seconds
@@ -58,11 +61,6 @@ def test_two_exchanges_do_not_win_against_one_pack_that_is_too_large_to_be_worth
     # Either half of it alone is worth an exchange.
     for half in (leaves[:1], leaves[1:]):
         assert plan_of(half, terms=terms).packs[0].algorithm == "halving_doubling"
-
-
-def test_every_element_of_every_leaf_is_in_one_pack():
-    plan = plan_of(TREES["resnet50"]().values())
-    assert sum(p.size for p in plan.packs) == sum(leaf.size for leaf in plan.leaves)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu", "cpu"])
@@ -154,15 +152,6 @@ def test_the_plan_carries_what_it_predicts_and_from_what():
     assert data["alternatives"] == [dataclasses.asdict(way) for way in plan.alternatives]
     assert {"packing", "packs", "seconds"} == set(data["alternatives"][0])
     assert f"from {plan.terms.source}" in str(plan)
-
-
-@pytest.mark.parametrize("replicas", [2, 4, 8])
-@pytest.mark.parametrize("keeps_memory", [False, True])
-@pytest.mark.parametrize("tree", ["resnet50", "gpt2-small", "one-big"])
-def test_trees_with_big_leaves_take_no_more_memory_than_themselves(replicas, keeps_memory, tree):
-    world = World("cpu", (replicas,), processes=replicas)
-    plan = plan_of(TREES[tree]().values(), world, preset(world, keeps_memory=keeps_memory))
-    assert plan.temporary_bytes <= plan.nbytes
 
 
 def test_an_empty_tree_and_one_replica_cost_nothing():

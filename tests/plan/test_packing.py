@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -180,29 +179,6 @@ def test_a_pack_of_one_whole_leaf_is_that_leaf():
     assert unpack([packed], packs, [leaf((3, 4))])[0] is x
 
 
-@pytest.mark.parametrize(
-    ("limit", "sizes"),
-    [(100, [1, 1, 1]), (200, [2, 1]), (299, [2, 1]), (300, [3]), (99, [1, 1, 1])],
-)
-def test_L20_the_limit_is_in_bytes_and_inclusive(limit, sizes):
-    packs = plan_packs([leaf((25,))] * 3, BytesPerPack(limit))
-    assert [len(p.segments) for p in packs] == sizes
-
-
-def test_a_leaf_beyond_the_limit_closes_no_pack():
-    packs = plan_packs([leaf((3,)), leaf((100,)), leaf((3,)), leaf((100,))], BytesPerPack(40))
-    assert [[s.leaf for s in p.segments] for p in packs] == [[0, 2], [1], [3]]
-
-
-@pytest.mark.parametrize(
-    ("shapes", "count", "sizes"),
-    [([5, 3, 2], 3, [4, 3, 3]), ([5, 3, 3], 4, [3, 3, 3, 2]), ([2], 8, [1, 1])],
-)
-def test_L19_packs_are_cut_evenly_not_with_a_long_last_one(shapes, count, sizes):
-    packs = plan_packs([leaf((s,)) for s in shapes], NumPacks(count))
-    assert [p.size for p in packs] == sizes
-
-
 def test_dtypes_share_num_packs_by_their_bytes():
     packs = plan_packs([leaf((100,)), leaf((10,), np.int32)], NumPacks(4))
     assert [(p.dtype.name, p.size) for p in packs] == [
@@ -226,26 +202,6 @@ def test_small_neighbours_travel_together_and_nothing_else_does(leaves, max_byte
         alike = (last.wire, last.kind, last.over) == (first.wire, first.kind, first.over)
         if small and alike and not (last.solid or first.solid):
             assert len(before.segments) == max_group, "a group that had room was closed"
-
-
-@pytest.mark.parametrize(
-    ("sizes", "max_group", "groups"),
-    [
-        ([2, 2, 100, 2, 2, 2], 10, [[0, 1], [2], [3, 4, 5]]),
-        ([2, 100, 2], 10, [[0], [1], [2]]),
-        ([10, 10, 11], 10, [[0, 1], [2]]),
-        ([1] * 20, 10, [[*range(10)], [*range(10, 20)]]),
-        ([1] * 7, 3, [[0, 1, 2], [3, 4, 5], [6]]),
-        ([1] * 3, 1, [[0], [1], [2]]),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32])
-def test_L76_L77_groups_are_at_most_as_large_as_documented(sizes, max_group, groups, dtype):
-    """40 bytes of float32 are inclusive, a group has no two more, and float16 is grouped too."""
-    limit = 10 * np.dtype(dtype).itemsize
-    packs = plan_packs([leaf((s,), dtype) for s in sizes], GroupSmall(limit, max_group))
-    assert [[s.leaf for s in p.segments] for p in packs] == groups
 
 
 def test_E8_packs_are_of_one_dtype_and_the_limit_is_a_ceiling():

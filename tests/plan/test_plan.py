@@ -49,12 +49,6 @@ def test_of_a_sparse_gradient_rows_and_indices_are_arrays_of_their_own():
     assert f": 3 arrays, {plan.steps} steps, " in plan.headline
 
 
-def test_one_replica_sends_nothing():
-    plan = jc.plan(TREE, axis_size=1)
-    assert plan.packs == ()
-    assert plan.wire_bytes == 0
-
-
 def test_shows_itself_as_a_table_and_as_json():
     plan = jc.plan(TREE, axis_size=4, options=jc.CommunicationOptions(bytes_per_pack=100))
     text = str(plan)

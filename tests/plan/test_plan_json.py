@@ -17,7 +17,7 @@ WORLDS = [
     {"topology": "v5e:2x4"}, {"topology": "b200:4x8", "axis_name": ("host", "gpu")},
 ]  # fmt: skip
 OPTIONS = [
-    {}, {"bytes_per_pack": 64}, {"algorithm": "ring"}, {"reproducible": True},
+    {}, {"bytes_per_pack": 64}, {"algorithm": "ring"}, {"reproducible": True}, {"overlap": True},
     {"algorithm": "shuffle", "shards": 1, "bytes_per_pack": 1 << 20},
 ]  # fmt: skip
 LEAVES = st.lists(
