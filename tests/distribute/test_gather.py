@@ -148,7 +148,8 @@ def test_slices_are_not_implemented_alone_in_a_list_or_in_a_tree(ops):
         ([np.ones(1), slices], r"leaf \[1\]"),
         (Mirrored([{"s": slices}] * 2), r"leaf \['s'\]"),
     ):
-        with pytest.raises(NotImplementedError, match=f"dense arrays; {where} is an IndexedS"):
+        words = f"dense arrays; {where} is an IndexedSlices. `reduce` gathers the rows"
+        with pytest.raises(NotImplementedError, match=words):
             ops.gather(value, "cpu:0", 0)
 
 
@@ -157,10 +158,6 @@ def test_a_leaf_of_a_distributed_value_is_named(ops):
     value = PerReplica([{"a": np.ones((1, 2)), "b": 1.0}] * 2)
     with pytest.raises(ValueError, match=r"`gather`: leaf \['b'\] is a scalar"):
         ops.gather(value, value, 0)
-    sparse = PerReplica([{"s": jc.IndexedSlices([[1.0]], [0], (3, 1))}] * 2)
-    with pytest.raises(
-        NotImplementedError, match=r"leaf \['s'\] is an IndexedSlices. `reduce` gathers the rows"
-    ):
-        ops.gather(sparse, "cpu:0", 0)
+
     with pytest.raises(ValueError, match="is being traced"):
         jax.jit(lambda v: ops.gather(v, "cpu:0", 0))(PerReplica([jnp.ones(1)] * 2))

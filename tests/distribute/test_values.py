@@ -122,12 +122,9 @@ def test_every_dtype_is_kept_to_the_bit(dtype):
     value = jc.PerReplica(list(rows))
     assert value.tree.dtype == dtype
     assert np.asarray(value.tree).tobytes() == rows.tobytes()
-
-
-def test_python_numbers_have_jaxs_default_types():
-    value = jc.PerReplica([(0, 0.5, 1j, True), (np.int64(1), np.float64(1.5), 2j, False)])
-    assert [x.dtype.name for x in value.tree] == ["int32", "float32", "complex64", "bool"]
-    assert not any(x.weak_type for x in value.tree)
+    numbers = jc.PerReplica([(0, 0.5, 1j, True), (np.int64(1), np.float64(1.5), 2j, False)])
+    assert [x.dtype.name for x in numbers.tree] == ["int32", "float32", "complex64", "bool"]
+    assert not any(x.weak_type for x in numbers.tree)
 
 
 @pytest.mark.parametrize(
@@ -167,23 +164,6 @@ def test_a_python_integer_that_does_not_fit_is_refused_and_never_cut(take):
 def test_a_mask_is_never_dropped(take):
     with pytest.raises(ValueError, match="masked arrays are not supported|got MaskedArray"):
         take(np.ma.array(np.ones(8, "f"), mask=[0, 1] * 4))
-
-
-def test_the_repr_says_structure_shapes_and_devices():
-    assert repr(jc.PerReplica([1.0, 2.0])) == "PerReplica(float32[] on 2: cpu:0, cpu:1)"
-    value = jc.Mirrored.from_function(
-        lambda i: {"b": [np.ones(3, "f")], "w": np.ones((2, 3), "i4")}
-    )
-    assert repr(value) == (
-        "Mirrored({'b': [float32[3]], 'w': int32[2, 3]} on 8: cpu:0, cpu:1, …, cpu:7)"
-    )
-
-
-def test_A5_decompose_and_rebuild():
-    value = jc.PerReplica([1.0, 2.0])
-    leaves, treedef = jax.tree.flatten(value)
-    assert [v.item() for v in treedef.unflatten(leaves)] == [1.0, 2.0]
-    assert [v.item() for v in jc.PerReplica(value.values)] == [1.0, 2.0]
 
 
 # Bad input
@@ -299,15 +279,19 @@ def test_a_value_is_indexed_by_a_replica_id(bad):
         jc.PerReplica([1.0, 2.0, 3.0])[bad]
 
 
-def test_a_value_is_copied_in_place_and_not_pickled():
+def test_A5_a_value_is_taken_apart_copied_in_place_and_shown_and_not_pickled():
     value = jc.PerReplica([1.0, 2.0, 3.0])
-    for copied in (copy.copy(value), copy.deepcopy(value)):
+    leaves, treedef = jax.tree.flatten(value)
+    again = (treedef.unflatten(leaves), jc.PerReplica(value.values))
+    for copied in (copy.copy(value), copy.deepcopy(value), *again):
         assert copied.devices == value.devices
         assert [float(x) for x in copied] == [1.0, 2.0, 3.0]
     with pytest.raises(TypeError, match="A PerReplica lies on devices and cannot be pickled"):
         pickle.dumps(value)
-
-
-def test_what_both_have_in_common_is_no_value_itself():
     with pytest.raises(TypeError, match="`DistributedValues` is what `PerReplica` and `Mirrored`"):
         jc.DistributedValues([1.0])
+    assert repr(value) == "PerReplica(float32[] on 3: cpu:0, cpu:1, cpu:2)"
+    tree = {"b": [np.ones(3, "f")], "w": np.ones((2, 3), "i4")}
+    assert repr(jc.Mirrored.from_function(lambda i: tree)) == (
+        "Mirrored({'b': [float32[3]], 'w': int32[2, 3]} on 8: cpu:0, cpu:1, …, cpu:7)"
+    )
