@@ -176,7 +176,10 @@ def test_eight_micro_batches_send_an_eighth():
     with pytest.warns(jc.ReductionInLoopWarning, match=r"added up.*float32\[5, 3\]"):
         every_turn = jc.inspect(jc.data_parallel(each), PARAMS, BATCH)
     assert every_turn.wire_bytes == 8 * report.wire_bytes > 0
-    assert any("added up" in note for note in every_turn.notes)
+    with pytest.warns(jc.ReductionInLoopWarning, match=r"`assert_collectives`.*jc\.accumulate"):
+        jc.assert_collectives(jc.data_parallel(each), PARAMS, BATCH)
+    assert "added up" in str(every_turn)
+    assert any("added up" in note for note in jc.Report.from_json(every_turn.to_json()).notes)
     close(jc.data_parallel(each)(PARAMS, BATCH), once(PARAMS, BATCH))
 
 

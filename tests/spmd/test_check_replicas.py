@@ -32,8 +32,10 @@ def reference(words):
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4), (2, 3, 5), (0, 3)])
 def test_the_digest_is_the_sum_it_says_it_is(shape):
+    """Of bits and not of values: of a negative zero, and of a NaN with a payload, too."""
     x = np.random.default_rng(0).standard_normal(shape).astype("f")
-    words = np.ravel(x).view(np.uint32)
+    words = x.reshape(-1).view(np.uint32)
+    words[:3] = [0x80000000, 0x7FC00001, 0x7FC00000][: len(words)]
     assert digest(x).tolist() == reference(words)
 
 
@@ -59,13 +61,6 @@ def test_swapped_or_changed_elements_are_seen(words, data):
     changed[i] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
     assert digest(changed).tolist()[0] != digest(x).tolist()[0]
     assert (digest(swapped).tolist() == digest(x).tolist()) == (swapped.tolist() == x.tolist())
-
-
-def test_bits_count_and_not_values():
-    assert digest(np.float32(0.0)).tolist() != digest(np.float32(-0.0)).tolist()
-    nan = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
-    assert digest(nan[:1]).tolist() == digest(nan[:1].copy()).tolist()
-    assert digest(nan[:1]).tolist() != digest(nan[1:]).tolist()
 
 
 def held(n, wrong=()):

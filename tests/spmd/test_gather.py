@@ -87,12 +87,6 @@ def test_forward_mode_gathers_the_tangent(runner):
     np.testing.assert_array_equal(got[1], np.asarray(tangents).reshape(-1))
 
 
-def test_one_replica_needs_no_collective():
-    text = lowered(lambda v: jc.all_gather(v, "data"), 1, rows(1, 4)).as_text()
-    assert "all_gather" not in text
-    assert run("checked", lambda v: jc.all_gather(v, "data"), 1, rows(1, 4)).shape == (1, 4)
-
-
 def test_what_the_options_ask_is_in_the_program():
     tree = [rows(4, 2), rows(4, 3), rows(4, 5)]
 

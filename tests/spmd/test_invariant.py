@@ -102,10 +102,13 @@ def test_a_leaf_that_varies_over_one_axis_of_two(op, invariant, want):
         )  # fmt: skip
 
 
-def test_a_leaf_keeps_the_variance_of_other_axes():
-    """Packed beside a leaf that varies over more axes, it must not catch the others' type."""
+@pytest.mark.parametrize(
+    "asked", [{"bytes_per_pack": 1 << 20}, {"overlap": True, "bytes_per_pack": 64}]
+)
+def test_a_leaf_keeps_the_variance_of_other_axes(asked):
+    """Packed beside a leaf that varies over more axes, or sent after it, it must not catch its type."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    options = jc.CommunicationOptions(bytes_per_pack=1 << 20)
+    options = jc.CommunicationOptions(**asked)
     got = checked(
         lambda a, b: jc.all_reduce("sum", (a, b), "data", options=options),
         rows(4, 3), rows(8, 3), mesh=mesh,

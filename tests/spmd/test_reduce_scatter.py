@@ -231,30 +231,23 @@ def test_shards_are_gathered_over_the_axes_they_were_made_over():
         jax.shard_map(f, mesh=mesh, in_specs=P(("node", "data")), out_specs=P())(np.ones(8, "f"))
 
 
-@pytest.mark.parametrize("op", ["mean", "sum"])
-def test_value_and_grad_can_leave_the_gradients_in_shards(op):
+@pytest.mark.parametrize("kind", ["mean", "sum", "weighted"])
+def test_value_and_grad_can_leave_the_gradients_in_shards(kind):
+    """As they are whole; by weights that are few on one replica and none on another, too."""
     w, x = {"a": np.full(300, 0.5, "f"), "b": np.float32(2.0)}, rows(3, 4, 300)
-    loss = lambda w, x: jnp.sum(jnp.tanh(x @ w["a"] + w["b"]))
+    real = np.array([[1.0] * 4, [1, 0, 0, 0], [0] * 4], "f")
+    op = "sum" if kind == "sum" else "mean"
 
-    def whole(x, w=w):
-        value, grads = jc.value_and_grad(loss, "data", reduce_op=op, scatter=True)(w, x)
-        only = jc.grad(loss, "data", reduce_op=op, scatter=True)(w, x)
-        plain = jc.value_and_grad(loss, "data", reduce_op=op)(w, x)
+    def loss(w, x, m):
+        each = jnp.tanh(x @ w["a"] + w["b"])
+        return jc.WeightedLoss((m * each).sum(), m.sum()) if kind == "weighted" else each.sum()
+
+    def whole(x, m, w=w):
+        value, grads = jc.value_and_grad(loss, "data", reduce_op=op, scatter=True)(w, x, m)
+        only = jc.grad(loss, "data", reduce_op=op, scatter=True)(w, x, m)
+        plain = jc.value_and_grad(loss, "data", reduce_op=op)(w, x, m)
         return (value, jc.all_gather(grads, "data")), jc.all_gather(only, "data"), plain
 
-    got, only, want = run("checked", whole, 3, x)
+    got, only, want = run("checked", whole, 3, x, real)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
     assert_trees_equal(only, got[1])
-
-
-def test_a_weighted_mean_is_exact_in_shards_too():
-    x, real = rows(3, 4), jnp.array([[1.0] * 4, [1, 0, 0, 0], [0] * 4])
-    loss = lambda w, x, m: jc.WeightedLoss(jnp.sum((w * x) ** 2 * m), jnp.sum(m))
-
-    def whole(x, m):
-        value, grads = jc.value_and_grad(loss, "data", scatter=True)(np.float32(3.0), x, m)
-        return value, jc.all_gather(grads, "data")
-
-    got = run("checked", whole, 3, x, real)
-    mean = np.sum(np.asarray(x) ** 2 * np.asarray(real)) / 5
-    np.testing.assert_allclose([got[0][0], got[1][0]], [9 * mean, 6 * mean], rtol=1e-6)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, each_row, lowered, noise, per_replica, rows, run
+from cases import RUNNERS, each_row, noise, per_replica, rows, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -273,13 +273,6 @@ def test_hierarchies_are_refused_where_groups_are_no_branches_of_the_tree():
     for name in ("native/shuffle", "shuffle/native"):  # the former is exchanged over Gloo
         with pytest.raises(ValueError, match=f"'{name}' has none over 2 × 4 replicas"):
             choose(reproducible(algorithm=name), World(sizes=(2, 4), processes=2))
-
-
-def test_one_replica_has_nothing_to_refuse():
-    for asked in ({}, {"algorithm": "ring"}, {"implementation": "nccl"}):
-        f = lambda x, asked=asked: jc.all_reduce("sum", x, "data", options=reproducible(**asked))
-        assert "stablehlo.collective" not in lowered(f, 1, rows(1, 4)).as_text()
-        np.testing.assert_array_equal(run("checked", f, 1, rows(1, 4)), rows(1, 4))
 
 
 def test_a_leaf_that_must_keep_its_shape_is_refused_by_its_path():

@@ -61,13 +61,17 @@ def on_rows(f, *args, specs, out_specs, checks=True, mesh=None):
     return jax.jit(mapped)(*args)
 
 
-SCHEDULES = [(1, True, "mean"), (1, False, "sum"), (2, "dots", "mean"), (0, True, "sum")]
-
-
-def settings(ahead, remat):
-    if remat == "dots":
-        remat = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return {"ahead": ahead, "remat": remat}
+DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+PACKED = jc.CommunicationOptions(algorithm="halving_doubling", bytes_per_pack=1 << 20)
+SCHEDULES = [
+    {"ahead": 1},
+    {"remat": False, "reduce_op": "sum"},
+    {"ahead": 2, "remat": DOTS},
+    {"ahead": 0, "reduce_op": "sum", "unroll": 2},
+    {"unroll": 3},
+    {"options": PACKED, "ahead": 0},
+    {"options": jc.CommunicationOptions(reproducible=True), "ahead": 0},
+]
 
 
 @pytest.mark.slow
@@ -79,21 +83,28 @@ def test_plain_grad_has_reduced_rows(checks):
         if checks:  # so that types do not sum the mask's gradient
             mask = lax.pcast(mask, "data", to="varying")
         found = []
-        for ahead, remat, op in SCHEDULES:
-            loss = functools.partial(loss_of, scan_of(reduce_op=op, **settings(ahead, remat)))
+        for how in SCHEDULES:
+            loss = functools.partial(loss_of, scan_of(**how))
             value, (of_stack, of_x, of_mask) = jax.value_and_grad(loss, (0, 1, 2))(stack, x, mask)
-            if op == "sum":
+            if how.get("reduce_op") == "sum":
                 of_stack = jax.tree.map(lambda g: g / N, of_stack)
             found.append(
                 (lax.pmean(value, "data"), (of_stack, of_x / N, lax.pmean(of_mask, "data")))
             )
-        return found
+        one_layer = functools.partial(loss_of, scan_of(unroll=2))
+        return found, jax.grad(one_layer)(first_of(stack), x, MASK)
 
     specs = (SPECS, ROWS, P())
-    out = [(P(), specs)] * len(SCHEDULES)
-    got = on_rows(replica, STACK, X, MASK, specs=specs, out_specs=out, checks=checks)
+    out = [(P(), specs)] * len(SCHEDULES), SPECS
+    got, of_one = on_rows(replica, STACK, X, MASK, specs=specs, out_specs=out, checks=checks)
     for each in got:
         close(each, one_device(), rtol=2e-5)
+    alone = jax.jit(jax.grad(functools.partial(loss_of, lax.scan)))
+    close(of_one, alone(first_of(STACK), X, MASK), rtol=2e-5)
+
+
+def first_of(stack):
+    return jax.tree.map(lambda a: a[:1], stack)
 
 
 def weighted(scan, stack, x, mask):
@@ -108,7 +119,7 @@ def test_what_is_reduced_here_is_not_sent_again(call):
     def replica(stack, x, mask):
         found = []
         for ahead, remat in ((1, True), (9, False)):
-            scan = scan_of(**settings(ahead, remat))
+            scan = scan_of(ahead=ahead, remat=remat)
             loss = functools.partial(weighted if call == "weighted" else loss_of, scan)
             if call == "accumulate":
                 f = jc.accumulate(loss, "data", 2, batch_argnums=1, argnums=(0, 2))
@@ -372,39 +383,6 @@ def test_what_is_gathered_is_cast_before():
     assert set(np.asarray(sizes)) == {2.0}
     plain = lambda w: jnp.mean(lax.scan(lambda h, p: (h @ p, None), X, w)[0])
     close(of_w, jax.grad(plain)(STACK["w"]), rtol=0.05, atol=2e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("unroll", [2, 3])
-def test_unrolled_loops_and_results_of_one_layer(unroll):
-    def replica(stack, x):
-        one = jax.tree.map(lambda a: a[:1], stack)
-        scan = scan_of(unroll=unroll)
-        return (
-            jax.grad(functools.partial(loss_of, scan))(stack, x, MASK),
-            jax.grad(functools.partial(loss_of, scan))(one, x, MASK),
-        )
-
-    got = on_rows(replica, STACK, X, specs=(SPECS, ROWS), out_specs=(SPECS, SPECS))
-    plain = jax.jit(jax.grad(functools.partial(loss_of, lax.scan)))
-    one = jax.tree.map(lambda a: a[:1], STACK)
-    close(got, (plain(STACK, X, MASK), plain(one, X, MASK)), rtol=2e-5)
-
-
-@pytest.mark.slow
-def test_algorithms_of_ours_and_reproducible_sums():
-    options = [
-        jc.CommunicationOptions(algorithm="halving_doubling", bytes_per_pack=1 << 20),
-        jc.CommunicationOptions(reproducible=True),
-    ]
-
-    def replica(stack, x):
-        scans = [scan_of(options=each, ahead=0) for each in options]
-        return [jax.grad(functools.partial(loss_of, scan))(stack, x, MASK) for scan in scans]
-
-    found = on_rows(replica, STACK, X, specs=(SPECS, ROWS), out_specs=[SPECS] * 2)
-    for each in found:
-        close(each, one_device()[1][0], rtol=2e-5)
 
 
 def call(layer=None, carry=None, stack=None, *, specs=SPECS, checks=True, outer=None, **how):

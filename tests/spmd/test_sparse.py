@@ -244,17 +244,6 @@ def test_nothing_to_gather(runner):
         assert (got.values.shape, got.indices.shape) == ((3, 3 * k, row), (3, 3 * k))
 
 
-def test_one_replica_emits_no_collective():
-    program = lowered(
-        lambda v, i: jc.all_reduce("mean", IndexedSlices(v, i), "data"),
-        1,
-        rows(1, 2),
-        indices(1, 2),
-    )
-    for text in (program.as_text(), program.compile().as_text()):
-        assert not re.search(r"stablehlo\.(all|coll)|all-(reduce|gather)\(", text)
-
-
 def test_it_is_never_made_dense_on_the_way():
     value = {"e": IndexedSlices(rows(1, 4, 3)[0], indices(1, 4)[0], (9973, 3)), "w": rows(1, 5)[0]}
     f = lambda v, i, w: jc.all_reduce(

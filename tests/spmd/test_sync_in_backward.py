@@ -285,13 +285,6 @@ def test_along_one_of_two_axes_the_other_is_still_to_be_reduced():
     assert [leaf.over for leaf in last[0].leaves if "stack" in leaf.path] == [(2, 1)] * 2
 
 
-def test_one_replica_has_no_collective():
-    f = jc.value_and_grad(functools.partial(mean_loss, nested, sync), "data")
-    assert "all_reduce" not in lowered(lambda x: f(PARAMS, x), 1, split(1, X)).as_text().replace(
-        "all_reduce_", ""
-    )
-
-
 def test_options_come_from_the_gradient_then_from_the_program():
     loss = functools.partial(mean_loss, scanned, sync)
     ring = jc.CommunicationOptions(algorithm="ring")

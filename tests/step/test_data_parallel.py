@@ -6,9 +6,8 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from cases import CompileCounter, close
+from cases import CompileCounter
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcoll as jc
@@ -17,59 +16,18 @@ RNG = np.random.default_rng(0)
 X = RNG.standard_normal((24, 5)).astype("f")
 Y = RNG.standard_normal((24, 2)).astype("f")
 PARAMS = {"w": RNG.standard_normal((5, 2)).astype("f"), "b": np.zeros(2, "f")}
-TX = optax.sgd(0.1, momentum=0.9)
 
 
 def loss(p, batch):
     return jnp.mean((batch["x"] @ p["w"] + p["b"][None] - batch["y"]) ** 2)
 
 
-def local_step(gradient):
-    @jax.numpy_dtype_promotion("standard")  # optax relies on it
-    def step(params, state, batch):
-        value, grads = gradient(params, batch)
-        updates, state = TX.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
-
-
-def train(step, steps=4):
-    params, state = PARAMS, TX.init(PARAMS)
-    for _ in range(steps):
-        params, state, value = step(params, state, {"x": X, "y": Y})
-    return params, state, value
-
-
-ONE_DEVICE = train(jax.jit(local_step(jax.value_and_grad(loss))))
-
 MESHES = {
     "none": (None, "data"),
     "auto": (jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), "data"),
     "explicit": (jax.make_mesh((8,), ("data",)), "data"),
-    "three": (Mesh(np.array(jax.devices()[:3]), ("data",)), "data"),
-    "one": (Mesh(np.array(jax.devices()[:1]), ("data",)), "data"),
     "beside a model axis": (jax.make_mesh((4, 2), ("data", "model")), "data"),
-    "two levels": (jax.make_mesh((2, 4), ("node", "data")), ("node", "data")),
 }
-
-
-PACKED, RING = (
-    jc.CommunicationOptions(bytes_per_pack=48), jc.CommunicationOptions(implementation="ring")
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [*((name, None) for name in MESHES),
-     *((name, options) for name in ("auto", "two levels") for options in (PACKED, RING))],
-)  # fmt: skip
-def test_n_devices_equal_one_device(name, options):
-    mesh, axis = MESHES[name]
-    step = local_step(lambda p, b: jc.value_and_grad(loss, axis)(p, b))
-    got = train(jc.data_parallel(step, mesh=mesh, axis_name=axis, options=options))
-    close(got, ONE_DEVICE)
-    assert all(g.is_fully_replicated for g in jax.tree.leaves(got))
 
 
 def counted(**settings):
@@ -282,18 +240,6 @@ def test_arrays_of_a_batch_that_fit_each_other_only_in_their_shares_are_refused(
         lambda x, y: jc.all_reduce("sum", x.sum() + y.sum(), "data"), batch_argnums=(0, 1)
     )
     assert apart(np.ones((16, 2), "f"), np.ones((32, 3), "f")) == 128
-
-
-def test_a_padded_batch_with_weights_equals_the_unpadded_one():
-    def weighted(p, batch):
-        errors = jnp.mean((batch["x"] @ p["w"] + p["b"][None] - batch["y"]) ** 2, axis=1)
-        return jc.WeightedLoss(jnp.sum(errors * batch["real"]), jnp.sum(batch["real"]))
-
-    step = jc.data_parallel(lambda p, b: jc.value_and_grad(weighted, "data")(p, b))
-    pad = lambda a: np.concatenate([a[:21], np.zeros((3, *a.shape[1:]), "f")])
-    got = step(PARAMS, {"x": pad(X), "y": pad(Y), "real": pad(np.ones(24, "f"))})
-    want = jax.value_and_grad(loss)(PARAMS, {"x": X[:21], "y": Y[:21]})
-    close(got, want)
 
 
 @pytest.mark.parametrize(
