@@ -29,6 +29,7 @@ from jaxcoll.bench.workloads import TREES
 
 F32 = np.dtype(np.float32)
 GLOO = World("cpu", (4,), processes=4)
+TWO_HOSTS = World("cpu", (2, 2), processes=4, hosts=2, inner=1)
 
 
 def plan_of(shapes, world=GLOO, terms=None, **options):
@@ -103,21 +104,27 @@ def test_a_pack_is_exchanged_only_where_that_is_worth_its_kernels():
 
 
 @pytest.mark.parametrize(
-    "world",
+    ("world", "exchanges"),
     [
-        World("cpu", (2, 4), processes=2),
-        World("cpu", (4,), processes=4, partly_mapped=True),
-        World("gpu", (4,), processes=4),
-        World("cpu", (8,)),
+        *((world, ()) for world in (
+            World("cpu", (2, 4), processes=2), World("gpu", (4,), processes=4), World("cpu", (8,)),
+            World("cpu", (4,), processes=4, partly_mapped=True),
+        )),
+        # Without hosts along the outer axes; those of one process each are one level.
+        *((dataclasses.replace(TWO_HOSTS, **changes), ()) for changes in (
+            {"hosts": 1, "inner": 0}, {"inner": 0}, {"partly_mapped": True}, {"platform": "gpu"},
+        )),
+        (World("cpu", (4,), processes=4, hosts=4), ("halving_doubling",)),
+        # What fits the number of replicas.
+        (GLOO, ("halving_doubling",)),
+        (World("cpu", (6,), processes=6), ("shuffle",)),
     ],
-)
-def test_exchanges_of_our_own_stand_in_between_cpu_processes_on_one_axis_only(world):
-    assert algorithms_for(world) == ("native",)
-
-
-def test_the_exchange_fits_the_number_of_replicas():
-    assert algorithms_for(GLOO) == ("native", "halving_doubling")
-    assert algorithms_for(World("cpu", (6,), processes=6)) == ("native", "shuffle")
+    ids=str,
+)  # fmt: skip
+def test_exchanges_of_our_own_stand_in_between_cpu_processes_on_one_axis_or_two_levels(
+    world, exchanges
+):
+    assert algorithms_for(world) == ("native", *exchanges)
 
 
 def test_a_leaf_that_must_keep_its_shape_has_the_compilers_own():
@@ -182,9 +189,6 @@ def test_what_is_stated_as_temporary_is_what_the_compiler_allots():
     assert memory.temp_size_in_bytes == pytest.approx(plan.temporary_bytes, rel=0.55)
 
 
-TWO_HOSTS = World("cpu", (2, 2), processes=4, hosts=2, inner=1)
-
-
 def algorithms_of(shapes, world):
     packs = plan_of(shapes, world, preset(world, cores=1)).packs
     return {pack.nbytes: pack.algorithm for pack in packs}
@@ -229,20 +233,6 @@ def test_two_levels_of_few_hosts_are_predicted_faster_on_any_network_but_the_fas
         prices = Prices(preset(world, cores=cores, network=network), sizes)
         flat, *two = (prices.of(stages(a, 0, sizes), 1 << 26) for a in algorithms_for(world))
         assert min(x.seconds for x in two) < flat.seconds
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"hosts": 1, "inner": 0}, {"inner": 0}, {"partly_mapped": True}, {"platform": "gpu"}],
-    ids=str,
-)
-def test_without_hosts_along_the_outer_axes_nothing_changes(changes):
-    assert algorithms_for(dataclasses.replace(TWO_HOSTS, **changes)) == ("native",)
-
-
-def test_on_hosts_of_one_process_each_there_is_one_level():
-    world = World("cpu", (4,), processes=4, hosts=4)
-    assert algorithms_for(world) == ("native", "halving_doubling")
 
 
 def test_pairs_send_less_between_hosts_than_a_shuffle_and_a_ring_waits_for_the_link():

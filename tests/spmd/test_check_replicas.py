@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import RUNNERS, lowered, mesh_of, run, tree, vmapped
+from cases import RUNNERS, lowered, mapped, mesh_of, program, run, tree, vmapped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -78,33 +78,26 @@ def check(value):
 @pytest.mark.parametrize(
     ("runner", "n"), [*((runner, 3) for runner in RUNNERS), ("checked", 1), ("checked", 8)]
 )
-def test_replicas_that_hold_the_same_pass(runner, n):
-    found = found_by(runner, n, held(n))
-    assert not found.differs.any()
-    assert found.divergent() == {}
-    found.raise_if_differs()
-
-
-def found_by(runner, n, value):
-    if runner != "unchecked":
-        return run(runner, check, n, value)
-    body = lambda block: check(jax.tree.map(lambda x: x[0], block))
-    mapped = jax.shard_map(
-        body, mesh=mesh_of(n), in_specs=P("data"), out_specs=P(), check_vma=False
+def test_who_differs_is_named_by_leaf_and_replica(runner, n):
+    compare = program(runner, check, n)
+    if runner == "unchecked":
+        of_one = lambda block: check(jax.tree.map(lambda x: x[0], block))
+        compare = mapped(of_one, mesh=n, check_vma=False)
+    same = compare(held(n))
+    assert not same.differs.any()
+    assert same.divergent() == {}
+    same.raise_if_differs()
+    if n == 1:
+        return
+    found = compare(held(n, [1]))
+    words = (
+        rf"1 of 7 leaves differs between {n} replicas.*\n  leaf \['odd'\]\[1\]\[0\]: "
+        f"replica 1 from the other {n - 1}"
     )
-    return jax.jit(mapped)(value)
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_who_differs_is_named_by_leaf_and_replica(runner):
-    found = found_by(runner, 8, held(8, [5]))
-    with pytest.raises(
-        jc.ReplicaDivergenceError,
-        match=r"1 of 7 leaves differs between 8 replicas.*\n  leaf \['odd'\]\[1\]\[0\]: replica 5 from the other 7",
-    ) as caught:
+    with pytest.raises(jc.ReplicaDivergenceError, match=words) as caught:
         found.raise_if_differs()
     (groups,) = caught.value.divergent.values()
-    assert groups[1] == ("5",)
+    assert groups[1] == ("1",)
     assert found.differs.tolist().count(True) == 1
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OPTIONS, RUNNERS, grid, lowered, noise, rows, run, tree
+from cases import OPTIONS, RUNNERS, grid, lowered, mapped, noise, rows, run, tree
 
 import jaxcoll as jc
 
@@ -132,8 +132,8 @@ def test_only_the_compilers_own_crosses_a_vmap_and_devices_at_once():
         reduce = lambda r: jc.all_reduce("sum", r, ("data", "rows"), options=options)
         return jax.vmap(reduce, axis_name="rows")(v)
 
-    for runner, mapped in (("unchecked", "rows"), ("vmap", "data")):
-        words = rf"'ring' over axes .* maps one of them \('{mapped}'\)\. Ask for 'ring/ring'"
+    for runner, own in (("unchecked", "rows"), ("vmap", "data")):
+        words = rf"'ring' over axes .* maps one of them \('{own}'\)\. Ask for 'ring/ring'"
         with pytest.raises(ValueError, match=words):
             run(runner, f, 4, rows(4, 3, 5))
         got = run(runner, lambda v: f(v, paired), 4, rows(4, 3, 5))
@@ -161,11 +161,8 @@ def test_an_axis_of_an_inner_vmap_can_be_reduced_too_where_jax_can():
 def test_a_tuple_of_axes_is_one_axis(shape, checked):
     n, both = shape[0] * shape[1], ("node", "data")
     x = {"a": rows(n, 5), "b": rows(n, 3)}
-    f = jax.shard_map(
-        lambda v: [jc.all_reduce("sum", v, both, options=o) for o in OPTIONS.values()],
-        mesh=grid(*shape), in_specs=P(both), out_specs=P(), check_vma=checked,
-    )  # fmt: skip
-    for got in jax.jit(f)(x):
+    f = lambda v: [jc.all_reduce("sum", v, both, options=o) for o in OPTIONS.values()]
+    for got in mapped(f, P(both), mesh=grid(*shape), check_vma=checked)(x):
         np.testing.assert_array_equal(got["a"][0], np.asarray(x["a"]).sum(0))
 
 
@@ -177,8 +174,8 @@ def test_G23_G28_groups_are_axes():
         ]
 
     outs = [[P("node")] * 2, [P("data")] * 2]
-    mapped = jax.shard_map(f, mesh=grid(2, 3), in_specs=P(("node", "data")), out_specs=outs)
-    for got, want in zip(jax.jit(mapped)(np.arange(6.0)), ([3, 12], [3, 5, 7]), strict=True):
+    found = mapped(f, P(("node", "data")), outs, grid(2, 3))(np.arange(6.0))
+    for got, want in zip(found, ([3, 12], [3, 5, 7]), strict=True):
         assert [x.tolist() for x in got] == [want] * 2
 
 

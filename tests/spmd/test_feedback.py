@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import RUNNERS, gaussian, grid, mesh_of, per_replica, refused, vmapped
+from cases import RUNNERS, gaussian, grid, mapped, mesh_of, per_replica, refused, vmapped
 
 import jaxcoll as jc
 
@@ -152,8 +152,7 @@ def test_a_hierarchy_loses_nothing_either():
 
     residual = jc.residual(g[0], axes, mesh=mesh)
     spec = P(axes)
-    run = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(spec, spec), out_specs=(P(), spec)))
-    total, residual = run(g, residual)
+    total, residual = mapped(f, spec, (P(), spec), mesh)(g, residual)
     want = g.astype("f8").sum(0)
     left = jc.unshard(residual)
     assert 0.01 < np.linalg.norm(total - want) / np.linalg.norm(want)
@@ -310,8 +309,8 @@ def test_a_checkpoint_holds_the_sum_and_deals_it_out_to_any_number(tmp_path, kin
         "sum", {k: x[0] for k, x in g.items()}, "data", residual=r, options=options
     )[1]
     specs = specs_of(start)
-    run = jax.shard_map(f, mesh=mesh_of(N), in_specs=(specs, P("data")), out_specs=specs)
-    residual = jax.jit(run)(start, {"w": gaussian(N, 40, 30), "b": gaussian(N, 3)})
+    given = {"w": gaussian(N, 40, 30), "b": gaussian(N, 3)}
+    residual = mapped(f, (specs, P("data")), specs)(start, given)
     jc.save_checkpoint(tmp_path / "r.npz", {"r": residual})
     total = jc.unshard(residual)
     assert np.abs(owed(residual)["w"]).max() > (1 if kind == "powersgd" else 0)
@@ -352,9 +351,8 @@ def test_a_leaf_that_some_replicas_hold_alike_has_no_residual():
     def f(g, r):
         return jc.all_reduce("sum", g, axes, residual=r, invariant="replicated")
 
-    run = jax.shard_map(f, mesh=mesh, in_specs=(P("node"), P(axes)), out_specs=(P(), P(axes)))
     with pytest.raises(ValueError, match="already the same on every replica along one of the axes"):
-        jax.eval_shape(run, g, jc.residual(g[:1], axes, mesh=mesh))
+        mapped(f, (P("node"), P(axes)), mesh=mesh)(g, jc.residual(g[:1], axes, mesh=mesh))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -370,10 +368,8 @@ def test_gradients_of_what_is_a_replicas_own_travel_exactly_beside_a_residual(ki
         return step(w, residual=residual)
 
     own, of_residual = {"common": P(), "own": P("data")}, specs_of(residual)
-    run = jax.shard_map(
-        f, mesh=mesh, in_specs=(own, of_residual, P(axes)), out_specs=(own, of_residual)
-    )
-    grads, after = jax.jit(run)(w, residual, g)
+    specs = (own, of_residual, P(axes))
+    grads, after = mapped(f, specs, (own, of_residual), mesh)(w, residual, g)
     np.testing.assert_allclose(grads["own"], g[:2] + g[2:], rtol=1e-6)
     assert not np.allclose(grads["common"][0], g.sum(0), rtol=1e-6)
     assert not owed(after)["own"].any()

@@ -5,9 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from cases import OPTIONS, close, grid, lowered, on_replicas, run, split
+from cases import OPTIONS, close, lowered, on_replicas, run, split
 
 import jaxcoll as jc
 
@@ -302,26 +301,3 @@ def test_a_loss_may_reduce_statistics_on_the_way(runner):
     want = jax.jit(jax.value_and_grad(whole))(PARAMS)
     for each in (one for kind in got for one in kind):
         close(each, want)
-
-
-def test_a_step_of_optax_on_a_two_axis_mesh():
-    tx = optax.adam(1e-2)
-    state = jax.tree.map(np.asarray, jax.jit(tx.init)(PARAMS))
-
-    @jax.numpy_dtype_promotion("standard")  # optax relies on it
-    def step(p, s, x, y):
-        grads = jc.grad(mean_loss, ("node", "data"))(p, x, y)
-        updates, s = tx.update(grads, s, p)
-        return optax.apply_updates(p, updates), s
-
-    rowwise = P(("node", "data"))
-    specs = (P(), P(), rowwise, rowwise)
-    mapped = jax.shard_map(step, mesh=grid(2, 4), in_specs=specs, out_specs=P())
-    got, _ = jax.jit(mapped, donate_argnums=1)(PARAMS, jax.tree.map(jnp.array, state), X, Y)
-
-    def one(p):
-        updates, _ = tx.update(jax.grad(mean_loss)(p, X, Y), state, p)
-        return optax.apply_updates(p, updates)
-
-    with jax.numpy_dtype_promotion("standard"):
-        close(got, jax.jit(one)(PARAMS), atol=1e-5)

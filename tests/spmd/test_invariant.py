@@ -4,19 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import grid, mesh_of, rows, run
+from cases import WHOLE, grid, mapped, rows, run
 
 import jaxcoll as jc
 
 P = jax.sharding.PartitionSpec
 
 
-REPLICATED = P()
-
-
-def checked(f, *args, n=8, in_specs=None, out_specs=REPLICATED, mesh=None):
-    mapped = jax.shard_map(f, mesh=mesh or mesh_of(n), in_specs=in_specs, out_specs=out_specs)
-    return jax.jit(mapped)(*args)
+def checked(f, *args, in_specs, out_specs=WHOLE, mesh=8):
+    return mapped(f, in_specs, out_specs, mesh)(*args)
 
 
 def pre_summed(p, x):
@@ -34,7 +30,7 @@ def test_a_gradient_that_autodiff_has_summed_is_refused_by_name():
             match=rf"leaf \['layer'\]\[0\] is already the same on every replica along 'data' \(size {n}\)"
             rf".*count it {n} times.*invariant=\"summed\".*invariant=\"replicated\"",
         ):
-            checked(f, jnp.ones(()), rows(n), n=n, in_specs=(P(), P("data")))
+            checked(f, jnp.ones(()), rows(n), mesh=n, in_specs=(P(), P("data")))
     assert issubclass(jc.AlreadyReducedError, ValueError)
 
 

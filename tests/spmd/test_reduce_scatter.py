@@ -4,7 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OPTIONS, RUNNERS, assert_trees_equal, grid, lowered, per_replica, rows, run, tree
+from cases import (
+    OPTIONS,
+    RUNNERS,
+    assert_trees_equal,
+    grid,
+    lowered,
+    mapped,
+    per_replica,
+    rows,
+    run,
+    tree,
+)  # fmt: skip
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxcoll as jc
@@ -117,8 +128,7 @@ def test_over_two_axes_the_parts_are_in_the_order_of_the_replicas():
         return found
 
     outs = [(P(axes), P())] * len(algorithms)
-    mapped = jax.shard_map(f, mesh=grid(2, 4), in_specs=P(axes), out_specs=outs)
-    for parts, whole in jax.jit(mapped)(x):
+    for parts, whole in mapped(f, P(axes), outs, grid(2, 4))(x):
         np.testing.assert_array_equal(whole, np.asarray(x).sum(0))
         np.testing.assert_array_equal(np.asarray(parts).reshape(-1)[:2000], np.asarray(x).sum(0))
 
@@ -216,19 +226,16 @@ def test_what_cannot_be_cut_is_refused_by_its_path(call, words):
 def test_a_leaf_sharded_over_an_axis_that_is_not_mapped_is_refused():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     x = jax.device_put(np.ones((2, 8), "f"), jax.NamedSharding(mesh, P("data", "model")))
-    f = jax.shard_map(lambda v: jc.reduce_scatter("sum", v, "data").parts[0], mesh=mesh,
-                      in_specs=P("data"), out_specs=P("data"), axis_names={"data"})  # fmt: skip
+    f = lambda v: jc.reduce_scatter("sum", v, "data").parts[0]
     with pytest.raises(ValueError, match=r"the value in shards: it is sharded over another axis"):
-        jax.jit(f)(x)
+        mapped(f, outs=P("data"), mesh=mesh, axis_names={"data"})(x)
 
 
 def test_shards_are_gathered_over_the_axes_they_were_made_over():
-    mesh = grid(2, 4)
     f = lambda v: jc.all_gather(jc.reduce_scatter("sum", v, ("node", "data")), "data")
-    with pytest.raises(
-        ValueError, match=r"over 'data' \(size 4\) got Shards of 8 replicas over 'node', 'data'"
-    ):
-        jax.shard_map(f, mesh=mesh, in_specs=P(("node", "data")), out_specs=P())(np.ones(8, "f"))
+    words = r"over 'data' \(size 4\) got Shards of 8 replicas over 'node', 'data'"
+    with pytest.raises(ValueError, match=words):
+        mapped(f, P(("node", "data")), mesh=grid(2, 4))(np.ones(8, "f"))
 
 
 @pytest.mark.parametrize("kind", ["mean", "sum", "weighted"])

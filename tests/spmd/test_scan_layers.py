@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import close, grid, mesh_of
+from cases import close, grid, mapped, mesh_of
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -55,10 +55,8 @@ def one_device():
     return jax.jit(jax.value_and_grad(plain, argnums=(0, 1, 2)))(STACK, X, MASK)
 
 
-def on_rows(f, *args, specs, out_specs, checks=True, mesh=None):
-    mesh = mesh_of(N) if mesh is None else mesh
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=checks)
-    return jax.jit(mapped)(*args)
+def on_rows(f, *args, specs, out_specs, checks=True, mesh=N):
+    return mapped(f, specs, out_specs, mesh, check_vma=checks)(*args)
 
 
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -308,10 +306,7 @@ def test_many_leaves_keep_their_types(checks):
 
 
 def compiled(loss, *args, specs):
-    mapped = jax.shard_map(
-        jax.grad(loss), mesh=mesh_of(N), in_specs=specs, out_specs=specs[0], check_vma=False
-    )
-    return jc.inspect(jax.jit(mapped), *args)
+    return jc.inspect(mapped(jax.grad(loss), specs, specs[0], N, check_vma=False), *args)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
@@ -369,16 +364,13 @@ def test_what_is_gathered_is_cast_before():
         return jax.grad(f)(w), jc.scan_layers(layer, x, w, "data", gather_dtype=jnp.bfloat16)[1]
 
     specs = P(None, "data"), ROWS
-    text = (
-        jax.jit(jax.shard_map(replica, mesh=mesh_of(N), in_specs=specs, out_specs=(specs[0], ROWS)))
-        .lower(STACK["w"], X)
-        .as_text(debug_info=True)
-    )
+    program = mapped(replica, specs, (specs[0], ROWS), N)
+    text = program.lower(STACK["w"], X).as_text(debug_info=True)
     moved = [line for line in text.splitlines() if "all_gather" in line or "reduce_scatter" in line]
     assert moved
     assert all("bf16" in line for line in moved if "->" in line)
     assert narrow_sums(text) == []  # it is what was asked for
-    of_w, sizes = on_rows(replica, STACK["w"], X, specs=specs, out_specs=(specs[0], ROWS))
+    of_w, sizes = program(STACK["w"], X)
     assert of_w.dtype == np.float32
     assert set(np.asarray(sizes)) == {2.0}
     plain = lambda w: jnp.mean(lax.scan(lambda h, p: (h @ p, None), X, w)[0])
@@ -398,10 +390,7 @@ def call(layer=None, carry=None, stack=None, *, specs=SPECS, checks=True, outer=
 
     stack = STACK if stack is None else stack
     out = ROWS if outer is None else specs
-    mapped = jax.shard_map(
-        replica, mesh=mesh_of(N), in_specs=(specs, ROWS), out_specs=out, check_vma=checks
-    )
-    return jax.eval_shape(mapped, stack, X)
+    return jax.eval_shape(mapped(replica, (specs, ROWS), out, N, check_vma=checks), stack, X)
 
 
 def rows_of(*shape):
@@ -519,13 +508,9 @@ def test_a_layer_that_reads_the_gathered_stack():
         whole = lax.all_gather(w, "data", axis=1, tiled=True)
         return jc.scan_layers(lambda h, p: h @ whole[0], x, w, "data", sharded=True)[0]
 
-    mapped = jax.shard_map(
-        replica, mesh=mesh_of(N), in_specs=(P(None, "data"), ROWS), out_specs=ROWS
-    )
-    with pytest.raises(
-        ValueError, match=r"reads an array of type float32\[4, 16, 16\] .* the value"
-    ):
-        jax.eval_shape(mapped, STACK["w"], X)
+    words = r"reads an array of type float32\[4, 16, 16\] .* the value"
+    with pytest.raises(ValueError, match=words):
+        mapped(replica, (P(None, "data"), ROWS), ROWS, N)(STACK["w"], X)
 
 
 def test_a_second_derivative_is_refused():
@@ -533,14 +518,9 @@ def test_a_second_derivative_is_refused():
         scan = lambda x: jnp.sum(jc.scan_layers(lambda h, p: h @ p, x, w, "data")[0] ** 2)
         return jnp.sum(jax.grad(scan)(x) ** 2)
 
-    mapped = jax.shard_map(
-        jax.grad(replica),
-        mesh=mesh_of(N),
-        in_specs=(P(None, "data"), ROWS),
-        out_specs=P(None, "data"),
-    )
+    rows = P(None, "data")
     with pytest.raises(NotImplementedError, match="`scan_layers` has first derivatives only"):
-        jax.eval_shape(mapped, STACK["w"], X)
+        mapped(jax.grad(replica), (rows, ROWS), rows, N)(STACK["w"], X)
 
 
 @pytest.mark.parametrize("within", ["scan", "checkpoint", "vmap"])
@@ -576,11 +556,9 @@ def test_shards_of_something_else(words, message):
         shards = shards.replace([shards.parts[0][0] if flat else shards.parts[0]])
         return jc.scan_layers(lambda h, p: h, jnp.ones(()), shards, axis, **words)[0]
 
-    mesh = mesh_of(N, axis)
     spec = shards.replace([P(None, axis)])
-    mapped = jax.shard_map(replica, mesh=mesh, in_specs=(spec,), out_specs=P())
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(mapped, shards)
+        mapped(replica, (spec,), mesh=mesh_of(N, axis))(shards)
 
 
 def test_a_loss_over_some_of_the_axes():
@@ -590,6 +568,5 @@ def test_a_loss_over_some_of_the_axes():
         scan = lambda layer, x, stack: jc.scan_layers(layer, x, stack, both, sharded=WORDS)
         return jc.grad(functools.partial(loss_of, scan), "data")(stack, x, MASK)
 
-    mapped = jax.shard_map(replica, mesh=HYBRID, in_specs=(SPECS, P(both)), out_specs=SPECS)
     with pytest.raises(ValueError, match="Give both the same `axis_name`"):
-        jax.eval_shape(mapped, STACK, X)
+        mapped(replica, (SPECS, P(both)), SPECS, HYBRID)(STACK, X)

@@ -11,6 +11,7 @@ from cases import (
     compiled_and_planned,
     gaussian,
     grid,
+    mapped,
     mesh_of,
     per_replica,
     refused,
@@ -268,8 +269,7 @@ def test_a_hierarchy_rounds_twice():
     x = gaussian(8, 5000)
     options = jc.CommunicationOptions(algorithm="shuffle/native", compression="int8")
     f = lambda v: jc.all_reduce("sum", v[0], ("node", "data"), options=options)
-    over = jax.shard_map(f, mesh=grid(2, 4), in_specs=P(("node", "data")), out_specs=P())
-    got = jax.jit(over)(x)
+    got = mapped(f, P(("node", "data")), mesh=grid(2, 4))(x)
     assert error(got, x.astype("f8").sum(0)) < 1.05 * ERROR["int8"]
 
 
@@ -283,8 +283,7 @@ def test_a_hierarchy_of_one_host_rounds_nothing():
         owed = jc.residual(v[0], axes)
         return plain, *jc.all_reduce("sum", v[0], axes, options=options, residual=owed)
 
-    over = jax.shard_map(f, mesh=grid(1, 4), in_specs=P(axes), out_specs=(P(), P(), P(axes)))
-    plain, total, owed = jax.jit(over)(x)
+    plain, total, owed = mapped(f, P(axes), (P(), P(), P(axes)), grid(1, 4))(x)
     for got in (plain, total):
         np.testing.assert_allclose(got, x.astype("f8").sum(0), atol=1e-5)
     assert not any(np.any(part) for part in owed.parts)

@@ -181,15 +181,6 @@ def test_plans_are_complete_after_the_step_has_run_and_shapes_alone_are_enough()
     assert step.lower(*shapes).compile().as_text().count(" all-reduce(") == 1
 
 
-def test_an_output_that_varies_is_refused_by_name():
-    step = jc.data_parallel(lambda p, x: {"ok": p, "bad": [x @ p["w"]]})
-    with pytest.raises(ValueError, match=r"output \['bad'\]\[0\] of the step differs between replicas"
-                       r" \(it varies over 'data'\).*jc.all_reduce\(\"mean\".*concatenate"):  # fmt: skip
-        step(PARAMS, X)
-    with pytest.raises(ValueError, match="the output of the step differs"):
-        jc.data_parallel(lambda x: x)(X)
-
-
 def test_varying_outputs_can_be_concatenated_in_replica_order():
     step = jc.data_parallel(
         lambda p, x: (x @ p["w"], jc.all_reduce("sum", x.sum(), "data")),
@@ -198,8 +189,6 @@ def test_varying_outputs_can_be_concatenated_in_replica_order():
     predictions, total = step(PARAMS, X)
     np.testing.assert_allclose(predictions, X @ PARAMS["w"], rtol=1e-5)
     assert total.is_fully_replicated
-    with pytest.raises(ValueError, match=r"is a scalar, which cannot be concatenated.*x\[None\]"):
-        jc.data_parallel(lambda x: x.sum(), varying_outputs="concatenate")(X)
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_sizes():
@@ -267,12 +256,44 @@ def test_a_wrong_mesh_or_setting_is_refused_before_anything_is_traced(settings, 
         jc.data_parallel(step, **settings)(X)
 
 
-def test_a_step_that_is_no_function_and_an_argument_that_is_not_there():
-    with pytest.raises(ValueError, match="expects a function; got int"):
-        jc.data_parallel(3)
-    step = jc.data_parallel(lambda p, x: x, batch_argnums=2)
-    with pytest.raises(ValueError, match="argument 2 is named in .* called with 1 positional"):
-        step(X)
+def sums(p, batch, mode=None):
+    return jc.all_reduce("sum", (p * batch).sum(), "data")
+
+
+def own(x):
+    return x + jax.lax.axis_index("model").astype("f")
+
+
+BESIDE = {"mesh": MESHES["beside a model axis"][0]}
+REFUSED = [  # a step, how it is wrapped, its arguments, and the words
+    (lambda p, x: {"ok": p, "bad": [x @ p["w"]]}, {}, (PARAMS, X),
+     r"output \['bad'\]\[0\] of the step differs between replicas \(it varies over 'data'\)"
+     r".*jc.all_reduce\(\"mean\".*concatenate"),
+    (lambda x: x, {}, (X,), "the output of the step differs"),
+    (lambda x: x.sum(), {"varying_outputs": "concatenate"}, (X,),
+     r"is a scalar, which cannot be concatenated.*x\[None\]"),
+    (lambda p, x: (p, x), {"varying_outputs": ("error",) * 3}, (PARAMS, X),
+     "`varying_outputs` is a tree that does not fit"),
+    (own, {**BESIDE, "varying_outputs": "concatenate"}, (X,),
+     "the output of the step varies over 'model', and rows"),
+    *((lambda x: {"s": jc.reduce_scatter("mean", own(x), "data")}, {**BESIDE, "checks": checks}, (X,),
+       r"output \['s'\] of the step holds Shards along 'data' that differ along 'model'")
+      for checks in (True, False)),
+    (3, {}, (X,), "expects a function; got int"),
+    (lambda p, x: x, {"batch_argnums": 2}, (X,),
+     "argument 2 is named in .* called with 1 positional"),
+    (sums, {}, ({"act": "relu"}, X), r"args\[0\]\['act'\] is no array or number; got str"),
+
+    *((sums, {}, (1.0, {"x": X, "y": words}), r"args\[1\]\['y'\] has elements of dtype .*expected num")
+      for words in (np.array(["a"] * 8), np.array([{}] * 8), np.zeros(8, "M8[s]"),
+                    np.zeros(8, [("a", "f")]))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "settings", "args", "words"), REFUSED)
+def test_what_cannot_be_given_or_returned_is_refused_by_its_name(step, settings, args, words):
+    with pytest.raises(ValueError, match=words):
+        jc.data_parallel(step, **settings)(*args)
 
 
 def test_a_step_past_its_deadline_names_itself_and_the_next_one_works():
@@ -359,18 +380,6 @@ def test_a_step_may_close_over_what_another_program_traces(name):
     np.testing.assert_allclose(rows, [0 * want, 2 * want], rtol=1e-5)
 
 
-def test_what_is_no_array_is_refused_by_its_name():
-    step = jc.data_parallel(lambda p, x, mode=None: jc.all_reduce("sum", x.sum(), "data"))
-    with pytest.raises(ValueError, match=r"args\[0\]\['act'\] is no array or number; got str"):
-        step({"act": "relu"}, X)
-    with pytest.raises(ValueError, match=r"kwargs\['mode'\] is no array .* `functools.partial`"):
-        step(1.0, X, mode=jnp.tanh)
-
-
-def sums(p, batch):
-    return jc.all_reduce("sum", (p * batch).sum(), "data")
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -404,6 +413,8 @@ def test_a_batch_that_only_a_keyword_can_name_and_one_before_other_arguments():
         jc.data_parallel(sums, batch_argnums="rows")(2.0, X)
     with pytest.raises(TypeError, match="missing a required argument: 'batch'"):
         jc.data_parallel(sums)(2.0, butch=X)
+    with pytest.raises(ValueError, match=r"kwargs\['mode'\] is no array .* `functools.partial`"):
+        jc.data_parallel(sums)(1.0, X, mode=jnp.tanh)
 
 
 @pytest.mark.parametrize(
@@ -504,15 +515,6 @@ def test_a_method_that_is_replaced_is_not_called_again():
         assert trainer.step(1.0, X) == scale
 
 
-@pytest.mark.parametrize(
-    "words",
-    [np.array(["a"] * 8), np.array([{}] * 8), np.zeros(8, "M8[s]"), np.zeros(8, [("a", "f")])],
-)
-def test_what_no_device_can_hold_is_refused_by_its_path(words):
-    with pytest.raises(ValueError, match=r"args\[1\]\['y'\] has elements of dtype .*expected num"):
-        jc.data_parallel(sums)(1.0, {"x": X, "y": words})
-
-
 def test_what_is_put_together_does_not_depend_on_types():
     """Of an output that happens to be the same everywhere each replica still has its rows."""
 
@@ -532,29 +534,6 @@ def test_what_is_put_together_does_not_depend_on_types():
     rule = {"p": "concatenate", "zeros": "concatenate", "mean": "error"}
     each = jc.data_parallel(step, varying_outputs=rule)(PARAMS, X)
     assert [x.shape for x in jax.tree.leaves(each)] == [(3, 5), (24, 2), (24, 2)]
-    with pytest.raises(ValueError, match="`varying_outputs` is a tree that does not fit"):
-        jc.data_parallel(step, varying_outputs=("error", "error"))(PARAMS, X)
-
-
-def test_rows_are_not_put_together_along_another_axis():
-    mesh, _ = MESHES["beside a model axis"]
-    own = lambda x: x + jax.lax.axis_index("model").astype("f")
-    step = jc.data_parallel(own, mesh=mesh, varying_outputs="concatenate")
-    with pytest.raises(ValueError, match="the output of the step varies over 'model', and rows"):
-        step(X)
-
-
-def test_shards_that_differ_along_another_axis_are_refused():
-    mesh, _ = MESHES["beside a model axis"]
-
-    def step(x):
-        mine = x + jax.lax.axis_index("model").astype("f")
-        return {"s": jc.reduce_scatter("mean", mine, "data")}
-
-    for checks in (True, False):
-        with pytest.raises(ValueError, match=r"output \['s'\] of the step holds Shards along 'data' "
-                           "that differ along 'model'"):  # fmt: skip
-            jc.data_parallel(step, mesh=mesh, checks=checks)(X)
 
 
 def test_shapes_alone_are_read_where_nothing_runs():
