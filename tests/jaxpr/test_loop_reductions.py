@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import mesh_of
+from cases import mapped
 from jax import lax
 
 import jaxcoll as jc
@@ -127,8 +127,7 @@ NEEDED = [
 
 
 def found(f):
-    mapped = jax.shard_map(f, mesh=mesh_of(4), in_specs=(P(), P("data")), out_specs=P())
-    return repeated_reductions(jax.jit(mapped).trace(W, ROWS).jaxpr)
+    return repeated_reductions(mapped(f, (P(), P("data"))).trace(W, ROWS).jaxpr)
 
 
 @pytest.mark.parametrize("f", REPEATED, ids=range(len(REPEATED)))

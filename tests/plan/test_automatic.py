@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from cases import mapped
 
 import jaxcoll as jc
 from jaxcoll._plan.algorithms import stages
@@ -172,19 +173,10 @@ def test_what_is_stated_as_temporary_is_what_the_compiler_allots():
     tree = [jax.ShapeDtypeStruct((1000,), F32)] * 20
     options = jc.CommunicationOptions(bytes_per_pack=1 << 20)
     reduce = functools.partial(jc.all_reduce, "sum", axis_name="data", options=options)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
-    program = jax.jit(
-        jax.shard_map(
-            lambda t: reduce(jax.tree.map(lambda x: x * x[0], t)),
-            mesh=mesh,
-            in_specs=spec("data"),
-            out_specs=spec(),
-        )
-    )
+    program = mapped(lambda t: reduce(jax.tree.map(lambda x: x * x[0], t)), mesh=8)
     rows = [jax.ShapeDtypeStruct((8000,), F32)] * 20
     memory = program.lower(rows).compile().memory_analysis()
-    plan = jc.plan(tree, mesh=mesh, options=options)
+    plan = jc.plan(tree, axis_size=8, options=options)
     assert plan.temporary_bytes == 2 * 20 * 4000
     assert memory.temp_size_in_bytes == pytest.approx(plan.temporary_bytes, rel=0.55)
 
