@@ -583,26 +583,19 @@ def test_options_of_the_strategy_of_run_and_of_the_call():
 def test_experimental_hints_go_where_options_go():
     with pytest.warns(DeprecationWarning, match="use CommunicationOptions"):
         hints = jc.CollectiveHints(bytes_per_pack=50 << 20, timeout_seconds=120)
-    value = PerReplica([1.0, 3.0])
-    ops = jc.NcclAllReduce()
-    said = {"experimental_hints": hints}
-    assert local(PAIR, PAIR.run(lambda x: all_reduce("sum", x, **said), (value,))) == [4.0, 4.0]
-    assert PAIR.reduce("sum", value, axis=None, **said) == 4.0
-    assert PAIR.extended.reduce_to("sum", value, "cpu:0", **said) == 4.0
-    assert PAIR.extended.batch_reduce_to("SUM", [(value, "cpu:0")], **said) == [4.0]
-    assert ops.reduce("sum", value, "cpu:0", **said) == 4.0
-    assert ops.batch_reduce("sum", [(value, "cpu:0")], **said) == [4.0]
-    both = {"options": hints, **said}
+    value, ops = PerReplica([1.0, 3.0]), jc.NcclAllReduce()
+    pairs = [(value, "cpu:0")]
     for call in (
-        lambda: PAIR.run(lambda x: all_reduce("sum", x, **both), (value,)),
-        lambda: PAIR.reduce("sum", value, axis=None, **both),
-        lambda: PAIR.extended.reduce_to("sum", value, "cpu:0", **both),
-        lambda: PAIR.extended.batch_reduce_to("sum", [(value, "cpu:0")], **both),
-        lambda: ops.reduce("sum", value, "cpu:0", **both),
-        lambda: ops.batch_reduce("sum", [(value, "cpu:0")], **both),
+        lambda **said: PAIR.run(lambda x: all_reduce("sum", x, **said), (value,))[1],
+        lambda **said: PAIR.reduce("sum", value, axis=None, **said),
+        lambda **said: PAIR.extended.reduce_to("sum", value, "cpu:0", **said),
+        lambda **said: PAIR.extended.batch_reduce_to("SUM", pairs, **said)[0],
+        lambda **said: ops.reduce("sum", value, "cpu:0", **said),
+        lambda **said: ops.batch_reduce("sum", pairs, **said)[0],
     ):
+        assert call(experimental_hints=hints) == 4.0
         with pytest.raises(ValueError, match="the older name of `options`: give one of the two"):
-            call()
+            call(options=hints, experimental_hints=hints)
 
 
 def test_what_is_in_place_is_not_copied():

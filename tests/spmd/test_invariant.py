@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import WHOLE, grid, mapped, rows, run
+from cases import WHOLE, grid, mapped, rows, run, vmapped
 
 import jaxcoll as jc
 
@@ -122,11 +122,6 @@ def test_where_types_are_not_tracked_nothing_is_inferred():
         np.testing.assert_array_equal(got[0], [8, 8, 8])
 
 
-def test_an_unknown_meaning_is_named():
-    with pytest.raises(ValueError, match="`invariant` must be one of 'error', 'summed', 'replic"):
-        run("vmap", lambda x: jc.all_reduce("sum", x, "data", invariant="skip"), 2, rows(2))
-
-
 @pytest.mark.parametrize("runner", ["vmap", "pmap", "checked", "unchecked"])
 def test_an_axis_out_of_scope_is_named_with_those_in_scope(runner):
     with pytest.raises(
@@ -135,23 +130,26 @@ def test_an_axis_out_of_scope_is_named_with_those_in_scope(runner):
         run(runner, lambda x: jc.all_reduce("sum", x, "dta"), 2, rows(2))
     with pytest.raises(NameError, match=r"`jc.value_and_grad` over axis 'dta'"):
         run(runner, lambda x: jc.value_and_grad(lambda v: v, "dta")(x), 2, rows(2))
-
-
-def test_outside_every_mapped_program_no_axis_is_in_scope():
     with pytest.raises(NameError, match="Axes in scope: none. Call it inside `jax.shard_map`"):
         jc.all_reduce("sum", jnp.ones(3), "data")
 
 
+def summed(axis, **said):
+    return lambda x: jc.all_reduce("sum", x, axis, **said)
+
+
 @pytest.mark.parametrize(
-    ("axis", "words"),
-    [(3, "a string or a non-empty tuple"), ((), "non-empty tuple"), (("data", "data"), "an axis twice"),
-     (None, "got None")],
+    ("call", "words"),
+    [
+        *((lambda axis=axis: vmapped(summed(axis), rows(2)), words) for axis, words in (
+            (3, "a string or a non-empty tuple"), ((), "non-empty tuple"), (None, "got None"),
+            (("data", "data"), "an axis twice"),
+        )),
+        (lambda: jax.jit(lambda axis: summed(axis)(jnp.ones(3)))(3), "make the argument static"),
+        (lambda: vmapped(summed("data", invariant="skip"), rows(2)),
+         "`invariant` must be one of 'error', 'summed', 'replic"),
+    ],
 )  # fmt: skip
-def test_an_axis_name_of_the_wrong_form_is_refused(axis, words):
+def test_an_axis_name_of_the_wrong_form_and_an_unknown_meaning_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
-        run("vmap", lambda x: jc.all_reduce("sum", x, axis), 2, rows(2))
-
-
-def test_a_traced_axis_name_is_told_to_be_static():
-    with pytest.raises(ValueError, match="make the argument static"):
-        jax.jit(lambda axis: jc.all_reduce("sum", jnp.ones(3), axis))(3)
+        call()
