@@ -1,6 +1,7 @@
 """data_parallel: an ordinary step, placed, compiled once a shape, and checked."""
 
 import dataclasses
+import itertools
 import threading
 
 import jax
@@ -22,14 +23,6 @@ def loss(p, batch):
     return jnp.mean((batch["x"] @ p["w"] + p["b"][None] - batch["y"]) ** 2)
 
 
-MESHES = {
-    "none": (None, "data"),
-    "auto": (jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), "data"),
-    "explicit": (jax.make_mesh((8,), ("data",)), "data"),
-    "beside a model axis": (jax.make_mesh((4, 2), ("data", "model")), "data"),
-}
-
-
 def counted(**settings):
     """A step that counts its own traces."""
     traces = []
@@ -42,39 +35,26 @@ def counted(**settings):
     return step, traces
 
 
-@pytest.mark.parametrize("name", ["none", "auto", "explicit"])
-def test_A7_compiles_and_traces_once_a_shape(name):
-    step, traces = counted(mesh=MESHES[name][0])
-    batch = {"x": X, "y": Y}
-    with CompileCounter() as first:
-        params = step(PARAMS, batch)
-    with CompileCounter() as later:
-        for _ in range(3):
-            params = step(params, batch)
-    assert (first.count, later.count, len(traces)) == (1, 0, 1)
-    with CompileCounter() as other:
-        for _ in range(2):
-            step(params, {"x": X[:16], "y": Y[:16]})
-    assert (other.count, len(traces)) == (1, 2)
-
-
-@pytest.mark.parametrize("n", [1, 8])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_compiles_once_whatever_the_first_arguments_lie_on(n, kind):
-    mesh = Mesh(np.array(jax.devices()[:n]), ("data",), axis_types=(kind,))
-    other = Mesh(np.array(jax.devices()[:n]), ("elsewhere",), axis_types=(kind,))
-    for put in (
-        np.asarray,
-        jnp.asarray,
-        lambda x: jax.device_put(x, NamedSharding(other, PartitionSpec())),
-    ):
-        step, _ = counted(mesh=mesh)
+@pytest.mark.parametrize(
+    ("n", "kind"),
+    [(None, AxisType.Auto), *itertools.product((1, 8), (AxisType.Auto, AxisType.Explicit))],
+)
+def test_A7_compiles_and_traces_once_a_shape_whatever_the_first_arguments_lie_on(n, kind):
+    mesh_over = lambda axis: Mesh(np.array(jax.devices()[:n]), (axis,), axis_types=(kind,))
+    elsewhere = NamedSharding(mesh_over("elsewhere"), PartitionSpec())
+    for put in (np.asarray, jnp.asarray, lambda x: jax.device_put(x, elsewhere)):
+        step, traces = counted(mesh=n and mesh_over("data"))
         params = jax.tree.map(put, PARAMS)
         with CompileCounter() as first:
             params = step(params, {"x": X, "y": Y})
         with CompileCounter() as later:
-            step(params, {"x": X, "y": Y})
-        assert (first.count, later.count) == (1, 0)
+            for _ in range(3):
+                params = step(params, {"x": X, "y": Y})
+        assert (first.count, later.count, len(traces)) == (1, 0, 1)
+    with CompileCounter() as other:
+        for _ in range(2):
+            step(params, {"x": X[:16], "y": Y[:16]})
+    assert (other.count, len(traces)) == (1, 2)
 
 
 def test_what_is_in_place_is_not_copied():
@@ -234,7 +214,7 @@ def test_arrays_of_a_batch_that_fit_each_other_only_in_their_shares_are_refused(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"mesh": MESHES["auto"][0], "axis_name": "dta"},
+        ({"mesh": jax.make_mesh((8,), ("data",)), "axis_name": "dta"},
          r"over axis 'dta': the mesh has no such axis. Its axes: 'data'"),
         ({"mesh": Mesh(np.array([], dtype=object), ("data",))}, "`data_parallel` got no devices"),
         ({"mesh": Mesh(np.array(jax.devices())[[0, 1, 0]], ("data",))}, "got a device twice: cpu:0"),
@@ -264,7 +244,7 @@ def own(x):
     return x + jax.lax.axis_index("model").astype("f")
 
 
-BESIDE = {"mesh": MESHES["beside a model axis"][0]}
+BESIDE = {"mesh": jax.make_mesh((4, 2), ("data", "model"))}
 REFUSED = [  # a step, how it is wrapped, its arguments, and the words
     (lambda p, x: {"ok": p, "bad": [x @ p["w"]]}, {}, (PARAMS, X),
      r"output \['bad'\]\[0\] of the step differs between replicas \(it varies over 'data'\)"
