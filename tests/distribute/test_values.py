@@ -173,6 +173,10 @@ def test_a_mask_is_never_dropped(take):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        (lambda kind: kind([1], devices=devices(2)), "one device for each value; got 1 value and 2"),
+        (lambda kind: kind([1, 1], devices=devices(1) * 2), "`{}` got a device twice: cpu:0"),
+        (lambda kind: kind.from_function(int, devices=["cpu:0"]), "`{}` expects devices"),
+        (lambda kind: kind.from_function(int, devices=[]), "`{}` got no devices"),
         (3.0, "expects a list or tuple with one value for each replica; got float. `{}.from_g"),
         (np.ones(3), "got ndarray"),
         ([], "`{}` got no values; it needs at least one replica"),
@@ -190,20 +194,7 @@ def test_a_mask_is_never_dropped(take):
 )  # fmt: skip
 def test_L5_values_that_are_no_replicas_are_refused(kind, values, message):
     with pytest.raises(ValueError, match=message.format(kind.__name__)):
-        kind(values)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_devices_that_do_not_match_are_refused(kind):
-    one, two = devices(2)
-    with pytest.raises(ValueError, match="one device for each value; got 1 value and 2 devices"):
-        kind([1], devices=[one, two])
-    with pytest.raises(ValueError, match=f"`{kind.__name__}` got a device twice: cpu:0"):
-        kind([1, 1], devices=[one, one])
-    with pytest.raises(ValueError, match=f"`{kind.__name__}` expects devices"):
-        kind.from_function(lambda i: 0, devices=["cpu:0"])
-    with pytest.raises(ValueError, match=f"`{kind.__name__}` got no devices"):
-        kind.from_function(lambda i: 0, devices=[])
+        values(kind) if callable(values) else kind(values)
 
 
 def test_copies_that_differ_are_no_Mirrored():
