@@ -16,6 +16,7 @@ from jaxcoll._observe.parse.hlo import read_hlo
 from jaxcoll._spmd.algorithms import table as algorithms
 
 HUGE = 1e6
+ROWS, WHOLE = PartitionSpec("data"), PartitionSpec()
 RUNNERS = ("vmap", "pmap", "checked", "unchecked")
 
 OPTIONS = {
@@ -38,6 +39,12 @@ def grid(*shape, kind=AxisType.Auto):
     names = ("pod", "node", "data")[-len(shape) :]
     found = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
     return Mesh(found, names, axis_types=(kind,) * len(shape))
+
+
+def mapped(f, ins=ROWS, outs=WHOLE, mesh=4, **how):
+    """`jax.shard_map` in a program, over a mesh or over so many devices along "data"."""
+    mesh = mesh_of(mesh) if isinstance(mesh, int) else mesh
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=ins, out_specs=outs, **how))
 
 
 def devices(n):

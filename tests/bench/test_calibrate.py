@@ -117,25 +117,6 @@ def test_worlds_that_are_refused(team, words):
         calibrated(team)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--tree", "resnet50"], "--calibrate measures what the cost model needs: leave --tree out"),
-        (["--rounds", "3"], "leave --rounds out"),
-        (["--reduce-op", "sum"], "leave --reduce-op out"),
-        (["--plot", "a.png"], "leave --plot out"),
-        (["--json", "/proc/no/such.json"], "--json: cannot write /proc/no/such.json"),
-        (["--json", "/"], "--json: cannot write / (it is a folder)"),
-    ],
-)  # fmt: skip
-def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
-    assert main(["bench", "--calibrate", *flags]) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("jaxcoll bench: ")
-    assert words in printed
-    assert len(printed.splitlines()) == 1
-
-
 @pytest.fixture
 def fake_world(monkeypatch):
     @contextlib.contextmanager

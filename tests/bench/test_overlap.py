@@ -64,22 +64,6 @@ def test_what_is_exposed_is_what_the_step_takes_beside_the_computation():
     assert len(words) <= 4 + 3 + 5 + 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--overlap", "0"], "--overlap must be at least 1 program; got 0"),
-        (["--overlap", "2", "--sizes", "1KiB"], "leave --sizes out"),
-        (["--overlap", "2", "--plot", "a.png"], "leave --plot out"),
-        (["--overlap", "2", "--calibrate"], "leave --overlap out"),
-    ],
-)
-def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
-    assert main(["bench", *flags]) == 2
-    printed, complaint = capsys.readouterr()
-    assert printed == ""
-    assert words in complaint
-
-
 @pytest.mark.processes
 def test_over_two_processes(capsys):
     assert main(["bench", "--processes", "2", "--tree", "200x1KiB", "--overlap", "3",

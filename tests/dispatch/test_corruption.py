@@ -45,14 +45,10 @@ def in_run(x):
     return strategy.run(replica, args=(jc.PerReplica(list(x)),), options=OPTIONS)[0]
 
 
-def in_op(op, x):
+def in_op(op, x, to=None):
     value = each_row(4, {"w": x})
-    return op.reduce("sum", value, value, options=OPTIONS)[0]["w"]
-
-
-def to_one_device(op, x):
-    value = each_row(4, {"w": x})
-    return op.reduce("sum", value, "cpu:5", options=OPTIONS)["w"]
+    result = op.reduce("sum", value, to or value, options=OPTIONS)
+    return (result if to else result[0])["w"]
 
 
 def in_reduce(x):
@@ -78,8 +74,10 @@ FACES = {
     "HierarchicalCopyAllReduce": functools.partial(in_op, jc.HierarchicalCopyAllReduce()),
     "batch_reduce": in_batch,
     "ReductionToOneDevice": functools.partial(in_op, jc.ReductionToOneDevice()),
-    "to one device": functools.partial(to_one_device, jc.NcclAllReduce()),
-    "to a device of its own": functools.partial(to_one_device, jc.ReductionToOneDevice("cpu:7")),
+    "to one device": functools.partial(in_op, jc.NcclAllReduce(), to="cpu:5"),
+    "to a device of its own": functools.partial(
+        in_op, jc.ReductionToOneDevice("cpu:7"), to="cpu:5"
+    ),
     "reduce": in_reduce,
 }
 

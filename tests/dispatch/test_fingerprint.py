@@ -21,20 +21,18 @@ GOLDEN = sorted((Path(__file__).parents[1] / "observe" / "golden").rglob("*.hlo*
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.name)
-def test_every_collective_that_a_report_finds_is_compared(path):
+def test_every_collective_that_a_report_finds_is_compared_with_its_groups_and_packs(path):
     text = path.read_text()
-    found = report_of(text)
-    lines = collectives(text)
+    found, lines = report_of(text), collectives(text)
     assert [line.split()[0] for line in lines] == [c.kind for c in found.collectives]
-
-
-@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.name)
-def test_every_collective_names_the_groups_that_it_is_among(path):
-    text = path.read_text()
-    for line in collectives(text):
+    for line in lines:
         groups = re.search(r" among (.*?)(?:, channel |, asked for |, carrying |$)", line)[1]
         assert read_groups(groups) or groups == "{}"
         assert f"={groups}, " in text
+    wanted = {pack for k in range(found.count) for pack in found.packs_of(k)}
+    named = set(re.findall(r"\w+/(?:pack|rows)\d+", "\n".join(lines)))
+    # TPU compilers keep the scopes of several beside their results, and the first one's here.
+    assert named == wanted or ("v6e" in path.name and set() < named < wanted)
 
 
 def test_programs_that_sum_over_other_axes_of_one_mesh_differ():
@@ -55,16 +53,6 @@ def test_programs_that_sum_over_other_axes_of_one_mesh_differ():
 
         marks.add(compiled_for(Call(step, (x,), (), "step"), shared=True).mark)
     assert len(marks) == 3
-
-
-@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.name)
-def test_packs_are_named_also_where_the_compiler_combines_them(path):
-    text = path.read_text()
-    found = report_of(text)
-    wanted = {pack for k in range(found.count) for pack in found.packs_of(k)}
-    named = set(re.findall(r"\w+/(?:pack|rows)\d+", "\n".join(collectives(text))))
-    # TPU compilers keep the scopes of several beside their results, and the first one's here.
-    assert named == wanted or ("v6e" in path.name and set() < named < wanted)
 
 
 def test_a_collective_is_named_with_the_leaves_that_it_carries():

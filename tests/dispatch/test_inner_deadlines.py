@@ -79,11 +79,14 @@ def test_it_bounds_the_call_of_a_wrapped_step(waits, entry):
         assert [waits.pop(), waits.pop()] == [want] * 2
 
 
-@EVERY
-@pytest.mark.parametrize("runner", ["vmap", "pmap", "checked", "unchecked"])
-def test_where_nobody_waits_it_is_refused(runner, entry):
+@pytest.mark.parametrize(
+    ("runner", "name"),
+    [*(("checked", name) for name in ENTRIES),
+     *((runner, "all_reduce") for runner in ("vmap", "pmap", "unchecked"))],
+)  # fmt: skip
+def test_where_nobody_waits_it_is_refused(runner, name):
     with pytest.raises(ValueError, match="`timeout_seconds` 300 was given inside a program that j"):
-        run(runner, lambda x: entry(LATE, "data", x), 2, ROWS[:2])
+        run(runner, lambda x: ENTRIES[name](LATE, "data", x), 2, ROWS[:2])
 
 
 def test_zero_and_none_are_no_deadline():

@@ -14,8 +14,11 @@ def test_a_worker_makes_calls_in_order_and_ends_when_it_is_closed():
     made = []
     worker = Worker("in order")
     tasks = [worker.submit(lambda i=i: made.append(i) or i) for i in range(5)]
+    raises = worker.submit(lambda: 1 / 0)
     worker.close()
-    assert all(task.wait(5) for task in tasks)
+    assert all(task.wait(5) for task in (*tasks, raises))
+    with pytest.raises(ZeroDivisionError):
+        raises.result()
     assert [task.result() for task in tasks] == made == [*range(5)]
     assert not worker.is_alive()
     (thread,) = [t for t in threading.enumerate() if t.name == "in order"] or [None]
@@ -44,13 +47,6 @@ def test_results_are_checked_as_the_thread_that_asks_for_them_has_it(check):
     assert checked.wait(5)
     assert plain.wait(5)
     assert (checked.result(), plain.result()) == (True, False)
-
-
-def test_what_a_call_raises_is_raised_where_its_result_is_asked_for():
-    task = Worker("raises").submit(lambda: 1 / 0)
-    assert task.wait()
-    with pytest.raises(ZeroDivisionError):
-        task.result()
 
 
 def test_an_abandoned_call_keeps_its_thread_and_the_next_begins_after_it():

@@ -64,13 +64,11 @@ def test_L2_L41_16_bit_floats_keep_their_type(ops, dtype):
     half, single = ops.reduce("mean", value, value)[1]
     assert (half.item(), half.dtype) == (1.5, dtype)
     assert (single.item(), single.dtype) == (5.5, np.float32)
-
-
-@pytest.mark.parametrize("ops", [OPS["one"], OPS["nccl"], OPS["nccl-packs0"]])
-def test_the_mean_of_float16_does_not_overflow_where_it_fits(ops):
-    value = PerReplica([np.float16(60000)] * 3)
-    assert ops.reduce("mean", value, value)[2].item() == 60000
-    assert np.isinf(ops.reduce("sum", value, value)[2].item())
+    large = PerReplica([np.array(60000, dtype)] * 3)
+    mean, total = (ops.reduce(op, large, "cpu:0") for op in ("mean", "sum"))
+    if ops is not OPS["one-add_n"]:  # a sum of the user's own overflows
+        assert abs(mean.astype("f").item() - 60000) < 300
+    assert np.isinf(total.astype("f").item()) == (dtype == np.float16)
 
 
 @EVERY
@@ -82,12 +80,6 @@ def test_L4_booleans_are_refused(ops):
         ops.batch_reduce("mean", [(PerReplica([1, 2]), "cpu:0"), (value, "cpu:0")])
     with pytest.raises(ValueError, match=r"cannot reduce the value: a typed PRNG key has no sum"):
         ops.reduce("sum", jax.random.key(0), "cpu:0")
-
-
-def test_L7_reduce_to_device_is_only_where_it_is_added():
-    value = PerReplica([1.0, 3.0])
-    for device in ("CPU:3", jax.devices()[3]):
-        check(ReductionToOneDevice(reduce_to_device=device).reduce("sum", value, value), 4.0, value)
 
 
 @EVERY
@@ -139,10 +131,12 @@ def test_every_way_to_say_a_device(spelling):
         assert jc.MirroredStrategy([spelling]).devices == (jax.devices()[3],)
 
 
-def test_a_task_without_a_device_is_its_first_and_one_that_is_not_there_is_refused():
+def test_a_task_without_a_device_is_its_first_and_what_an_array_lies_on_are_its_devices():
     value = PerReplica([1.0, 3.0])
     first = NcclAllReduce().reduce("sum", value, "/job:worker/task:0")
     assert first.devices() == {jax.devices()[0]}
+    wide = jax.device_put(np.ones((3, 2)), NamedSharding(jax.make_mesh((3,), ("x",)), P("x")))
+    check(NcclAllReduce().reduce("sum", value, wide), 4.0, on(devices(3)))
     absent = "there is no such device. There are: cpu:0, cpu:1"
     for name, words in (
         ("/job:worker/task:1/device:CPU:0", absent),
@@ -153,11 +147,6 @@ def test_a_task_without_a_device_is_its_first_and_one_that_is_not_there_is_refus
     ):
         with pytest.raises(ValueError, match=words):
             NcclAllReduce().reduce("sum", value, name)
-
-
-def test_an_array_over_several_devices_is_a_destination():
-    wide = jax.device_put(np.ones((3, 2)), NamedSharding(jax.make_mesh((3,), ("x",)), P("x")))
-    check(NcclAllReduce().reduce("sum", PerReplica([1.0, 3.0]), wide), 4.0, on(devices(3)))
 
 
 @EVERY
@@ -206,6 +195,8 @@ def test_L19_num_packs_cuts_evenly_and_never_mixes_dtypes():
     assert requested(value, NumPacks(4)) == [("f32", 4), ("f32", 3), ("f32", 3), ("s32", 2)]
     assert requested(value, NumPacks(1)) == [("f32", 10), ("s32", 2)]
     assert requested(value, UNPACKED) == [("f32", 5), ("f32", 3), ("f32", 2), ("s32", 2)]
+    copies = Mirrored([np.arange(3.0)] * 8)
+    assert requested(copies, UNPACKED) == [], "what all hold is multiplied"
 
 
 # Laws
@@ -236,13 +227,6 @@ def test_dtypes_and_devices_may_mix_in_one_batch_and_keep_their_order(ops):
         got = got if isinstance(to, str) else got[-1]
         assert got.dtype == value.tree.dtype
         assert got.tolist() == [want] * (i // 2 + 1)
-
-
-def test_a_mirrored_value_is_reduced_without_a_collective():
-    value = Mirrored.from_function(lambda i: np.arange(3.0))
-    assert requested(value, UNPACKED) == []
-    assert NcclAllReduce().reduce("sum", value, value)[5].tolist() == [0.0, 8.0, 16.0]
-    assert NcclAllReduce().reduce("mean", value, value)[5].tolist() == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -352,12 +336,6 @@ def requested(value, packing, options=None):
     return [(d, int(np.prod([int(k) for k in s.split(",") if k]))) for d, s in found]
 
 
-@pytest.mark.parametrize(("packs", "want"), [(1, 1), (2, 2), (5, 5), (0, 7)])
-def test_num_packs_is_the_number_of_all_reduces_requested(packs, want):
-    value = PerReplica([[np.full((k + 3,), k, "f") for k in range(7)]] * 8)
-    assert len(requested(value, NumPacks(packs) if packs else UNPACKED)) == want
-
-
 @EVERY
 @pytest.mark.parametrize("options", [3, "ring", {"bytes_per_pack": 1}])
 def test_options_of_another_type_are_refused(ops, options):
@@ -401,27 +379,18 @@ def test_an_op_that_is_no_reduction_is_refused(ops, op):
 
 
 @SIMPLE
-@pytest.mark.parametrize(
-    "bad", [[1.0, 2.0], (1.0,), {"a": 1.0}, "1", None, object()], ids=lambda bad: type(bad).__name__
-)
-def test_a_value_that_is_none_is_refused(ops, bad):
-    with pytest.raises(
-        ValueError, match=r"`reduce` expects a PerReplica, a Mirrored, an array or a number; got .*"
+def test_a_value_that_is_none_is_refused(ops):
+    words = (
+        r"`reduce` expects a PerReplica, a Mirrored, an array or a number; got .*"
         r"`PerReplica` takes a list with each replica's value"
-    ):  # fmt: skip
-        ops.reduce("sum", bad, "cpu:0")
-
-
-@SIMPLE
-def test_an_array_over_several_devices_must_say_what_it_is(ops):
+    )
+    for bad in ([1.0, 2.0], (1.0,), {"a": 1.0}, "1", None, object()):
+        with pytest.raises(ValueError, match=words):
+            ops.reduce("sum", bad, "cpu:0")
     wide = jax.pmap(lambda x: x)(np.arange(8.0))
     with pytest.raises(ValueError, match="got an array over 8 devices, which does not say"):
         ops.reduce("sum", wide, wide)
     assert ops.reduce("sum", PerReplica.from_global(wide), wide)[7].item() == 28.0
-
-
-@SIMPLE
-def test_broadcast_refuses_what_is_not_one_value(ops):
     expected = "`broadcast` expects arrays or numbers, or a Mirrored; "
     with pytest.raises(ValueError, match=expected + "the value is PerReplica"):
         ops.broadcast(PerReplica([1, 2]), "cpu:0")
@@ -457,18 +426,16 @@ def test_reduce_to_device_and_accumulation_fn_are_checked(arguments, message):
         ReductionToOneDevice(*arguments).reduce("sum", value, value)
 
 
-def test_one_device_stays_within_a_process(monkeypatch):
-    value = PerReplica([1.0, 2.0])
+def test_L7_a_reduction_to_one_device_is_one_of_the_family_and_stays_within_a_process(monkeypatch):
+    with pytest.raises(TypeError, match=r"abstract method '?_prepare"):
+        jc.CrossDeviceOps()
+    assert issubclass(NcclAllReduce, jc.CrossDeviceOps)
+    value = PerReplica([1.0, 3.0])
+    for device in ("CPU:3", jax.devices()[3]):  # only where it is added
+        check(ReductionToOneDevice(reduce_to_device=device).reduce("sum", value, value), 4.0, value)
+    shown = repr(ReductionToOneDevice("cpu:1"))
+    assert shown.startswith("ReductionToOneDevice(reduce_to_device=cpu:1")
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     words = r"between the devices of one process; cpu:0 belongs to process 0\. Reduce to"
     with pytest.raises(ValueError, match=words):
         ReductionToOneDevice().reduce("sum", value, value)
-
-
-def test_CrossDeviceOps_is_abstract():
-    with pytest.raises(TypeError, match=r"abstract method '?_prepare"):
-        jc.CrossDeviceOps()
-    assert issubclass(NcclAllReduce, jc.CrossDeviceOps)
-    assert repr(ReductionToOneDevice("cpu:1")).startswith(
-        "ReductionToOneDevice(reduce_to_device=cpu:1"
-    )

@@ -21,10 +21,15 @@ def sparse(values, indices, dense_shape=None):
     return IndexedSlices(np.array(values, "f"), np.array(indices, "i4"), dense_shape)
 
 
+def total_of(parts):
+    """The rows of the sum, by index."""
+    total = sum(np.asarray(part.to_dense()) for part in parts)
+    return {i: row.tolist() for i, row in enumerate(total) if row.any()}
+
+
 def dense_rows(slices):
     """The rows of the dense array that are not zero, by index."""
-    dense = np.asarray(slices.to_dense())
-    return {i: row.tolist() for i, row in enumerate(dense) if row.any()}
+    return total_of([slices])
 
 
 def one(result):
@@ -83,61 +88,37 @@ def test_E7_a_broadcast_without_a_dense_shape(ops):
     assert wide[2].values.tolist() == [1.0]
 
 
-F7 = [sparse([[1], [2]], [0, 1], (10, 1)), sparse([[3], [4]], [1, 2], (10, 1))]
-F8 = [*F7, sparse([[5], [6]], [7, 8], (10, 1)), sparse([[7], [8]], [3, 2], (10, 1))]
+ROWS = [[0, 1], [1, 2], [7, 8], [3, 2]]
+F8 = [sparse([[2 * i + 1], [2 * i + 2]], rows, (10, 1)) for i, rows in enumerate(ROWS)]
+F14 = [sparse([[3], [4]], [k % 4, 4], (5, 1)) for k in range(4)]
 
 
 @EVERY
-def test_F7_F8_L31_L43_reduce_sparse(ops):
-    two, four = PerReplica(F7), PerReplica(F8)
-    total = one(ops.reduce("sum", two, two))
-    assert dense_rows(total) == {0: [1], 1: [5], 2: [4]}
-    if ops is OPS["nccl"]:
-        assert total.indices.tolist() == [0, 1, 1, 2]
-    assert dense_rows(one(ops.reduce("sum", four, four))) == {
-        0: [1], 1: [5], 2: [12], 3: [7], 7: [5], 8: [6]
-    }  # fmt: skip
-    assert dense_rows(one(ops.reduce("mean", four, four)))[2] == [3]
-
-
-@EVERY
-def test_F13_F14_batch_reduce_sparse(ops):
-    firsts = [
-        ([[1], [2]], [0, 1]),
-        ([[5], [6]], [1, 2]),
-        ([[9], [10]], [3, 4]),
-        ([[13], [14]], [8, 9]),
-    ]
-    seconds = [
-        ([[3], [4]], [1, 2]),
-        ([[7], [8]], [0, 1]),
-        ([[11], [12]], [3, 4]),
-        ([[15], [16]], [3, 4]),
-    ]
-    want = {
-        2: ({0: [1], 1: [7], 2: [6]}, {0: [7], 1: [11], 2: [4]}),
-        4: ({0: [1], 1: [7], 2: [6], 3: [9], 4: [10], 8: [13], 9: [14]},
-            {0: [7], 1: [11], 2: [4], 3: [26], 4: [28]}),
-    }  # fmt: skip
+def test_F7_F8_F13_F14_L31_L43_reduce_and_batch_reduce(ops):
     for n in (2, 4):
-        x = PerReplica([sparse(*part, (10, 1)) for part in firsts[:n]])
-        y = PerReplica([sparse(*part, (5, 1)) for part in seconds[:n]])
+        x, y = PerReplica(F8[:n]), PerReplica(F14[:n])
+        want = [total_of(F8[:n]), total_of(F14[:n])]
+        total = one(ops.reduce("sum", x, x))
+        assert dense_rows(total) == want[0]
+        if ops is OPS["nccl"]:
+            assert total.indices.tolist() == np.concatenate(ROWS[:n]).tolist()
+        mean = {i: [v / n for v in row] for i, row in want[0].items()}
+        assert dense_rows(one(ops.reduce("mean", x, x))) == mean
         got = ops.batch_reduce("sum", [(x, x), (y, y)])
-        assert tuple(dense_rows(one(g)) for g in got) == want[n]
+        assert [dense_rows(one(g)) for g in got] == want
 
 
 @pytest.mark.parametrize("n", [3, 6])
 def test_F31_F32_workers_with_one_and_two_devices(n):
     rows = [[[1, 2]], [[3, 4]], [[2, 1]], [[0, 0]], [[3, 1]], [[2, 1]]]
-    value = PerReplica([sparse(rows[i], [i + 1], (10, 2)) for i in range(n)])
-    workers = [f"/job:worker/task:{i}" for i in range(3)]
+    parts = [sparse(rows[i], [i + 1], (10, 2)) for i in range(n)]
+    value, workers = PerReplica(parts), [f"/job:worker/task:{i}" for i in range(3)]
     for ops in (
         jc.MultiWorkerAllReduce(workers, n // 3),
         jc.CollectiveAllReduce(jax.devices()[:n], n),
     ):
         (got,) = ops.batch_reduce("sum", [(value, value)])
-        want = {i + 1: rows[i][0] for i in range(n) if i != 3}
-        assert dense_rows(got[0]) == dense_rows(got[n - 1]) == want
+        assert dense_rows(got[0]) == dense_rows(got[n - 1]) == total_of(parts)
 
 
 @HOW
@@ -145,12 +126,10 @@ def test_F31_F32_workers_with_one_and_two_devices(n):
 def test_F35_fixed_and_variable_lengths_on_two_devices(how, ring):
     options = jc.CommunicationOptions(implementation="ring" if ring else "nccl")
     ops = jc.CollectiveAllReduce(jax.devices()[:2], 2, options)
-    fixed = PerReplica([sparse([[1, 2]], [1], (10, 2)), sparse([[3, 4]], [2], (10, 2))])
-    variable = PerReplica(
-        [sparse([[1, 2]], [1], (10, 2)), sparse([[3, 4], [3, 4]], [2, 2], (10, 2))]
-    )
-    assert dense_rows(one(reduced(ops, "sum", fixed, how))) == {1: [1, 2], 2: [3, 4]}
-    assert dense_rows(one(reduced(ops, "sum", variable, how))) == {1: [1, 2], 2: [6, 8]}
+    first = sparse([[1, 2]], [1], (10, 2))
+    for second in (sparse([[3, 4]], [2], (10, 2)), sparse([[3, 4], [3, 4]], [2, 2], (10, 2))):
+        got = reduced(ops, "sum", PerReplica([first, second]), how)
+        assert dense_rows(one(got)) == total_of([first, second])
 
 
 @SIMPLE

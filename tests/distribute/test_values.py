@@ -122,12 +122,9 @@ def test_every_dtype_is_kept_to_the_bit(dtype):
     value = jc.PerReplica(list(rows))
     assert value.tree.dtype == dtype
     assert np.asarray(value.tree).tobytes() == rows.tobytes()
-
-
-def test_python_numbers_have_jaxs_default_types():
-    value = jc.PerReplica([(0, 0.5, 1j, True), (np.int64(1), np.float64(1.5), 2j, False)])
-    assert [x.dtype.name for x in value.tree] == ["int32", "float32", "complex64", "bool"]
-    assert not any(x.weak_type for x in value.tree)
+    numbers = jc.PerReplica([(0, 0.5, 1j, True), (np.int64(1), np.float64(1.5), 2j, False)])
+    assert [x.dtype.name for x in numbers.tree] == ["int32", "float32", "complex64", "bool"]
+    assert not any(x.weak_type for x in numbers.tree)
 
 
 @pytest.mark.parametrize(
@@ -169,23 +166,6 @@ def test_a_mask_is_never_dropped(take):
         take(np.ma.array(np.ones(8, "f"), mask=[0, 1] * 4))
 
 
-def test_the_repr_says_structure_shapes_and_devices():
-    assert repr(jc.PerReplica([1.0, 2.0])) == "PerReplica(float32[] on 2: cpu:0, cpu:1)"
-    value = jc.Mirrored.from_function(
-        lambda i: {"b": [np.ones(3, "f")], "w": np.ones((2, 3), "i4")}
-    )
-    assert repr(value) == (
-        "Mirrored({'b': [float32[3]], 'w': int32[2, 3]} on 8: cpu:0, cpu:1, …, cpu:7)"
-    )
-
-
-def test_A5_decompose_and_rebuild():
-    value = jc.PerReplica([1.0, 2.0])
-    leaves, treedef = jax.tree.flatten(value)
-    assert [v.item() for v in treedef.unflatten(leaves)] == [1.0, 2.0]
-    assert [v.item() for v in jc.PerReplica(value.values)] == [1.0, 2.0]
-
-
 # Bad input
 
 
@@ -193,6 +173,10 @@ def test_A5_decompose_and_rebuild():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        (lambda kind: kind([1], devices=devices(2)), "one device for each value; got 1 value and 2"),
+        (lambda kind: kind([1, 1], devices=devices(1) * 2), "`{}` got a device twice: cpu:0"),
+        (lambda kind: kind.from_function(int, devices=["cpu:0"]), "`{}` expects devices"),
+        (lambda kind: kind.from_function(int, devices=[]), "`{}` got no devices"),
         (3.0, "expects a list or tuple with one value for each replica; got float. `{}.from_g"),
         (np.ones(3), "got ndarray"),
         ([], "`{}` got no values; it needs at least one replica"),
@@ -210,20 +194,7 @@ def test_A5_decompose_and_rebuild():
 )  # fmt: skip
 def test_L5_values_that_are_no_replicas_are_refused(kind, values, message):
     with pytest.raises(ValueError, match=message.format(kind.__name__)):
-        kind(values)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_devices_that_do_not_match_are_refused(kind):
-    one, two = devices(2)
-    with pytest.raises(ValueError, match="one device for each value; got 1 value and 2 devices"):
-        kind([1], devices=[one, two])
-    with pytest.raises(ValueError, match=f"`{kind.__name__}` got a device twice: cpu:0"):
-        kind([1, 1], devices=[one, one])
-    with pytest.raises(ValueError, match=f"`{kind.__name__}` expects devices"):
-        kind.from_function(lambda i: 0, devices=["cpu:0"])
-    with pytest.raises(ValueError, match=f"`{kind.__name__}` got no devices"):
-        kind.from_function(lambda i: 0, devices=[])
+        values(kind) if callable(values) else kind(values)
 
 
 def test_copies_that_differ_are_no_Mirrored():
@@ -299,15 +270,19 @@ def test_a_value_is_indexed_by_a_replica_id(bad):
         jc.PerReplica([1.0, 2.0, 3.0])[bad]
 
 
-def test_a_value_is_copied_in_place_and_not_pickled():
+def test_A5_a_value_is_taken_apart_copied_in_place_and_shown_and_not_pickled():
     value = jc.PerReplica([1.0, 2.0, 3.0])
-    for copied in (copy.copy(value), copy.deepcopy(value)):
+    leaves, treedef = jax.tree.flatten(value)
+    again = (treedef.unflatten(leaves), jc.PerReplica(value.values))
+    for copied in (copy.copy(value), copy.deepcopy(value), *again):
         assert copied.devices == value.devices
         assert [float(x) for x in copied] == [1.0, 2.0, 3.0]
     with pytest.raises(TypeError, match="A PerReplica lies on devices and cannot be pickled"):
         pickle.dumps(value)
-
-
-def test_what_both_have_in_common_is_no_value_itself():
     with pytest.raises(TypeError, match="`DistributedValues` is what `PerReplica` and `Mirrored`"):
         jc.DistributedValues([1.0])
+    assert repr(value) == "PerReplica(float32[] on 3: cpu:0, cpu:1, cpu:2)"
+    tree = {"b": [np.ones(3, "f")], "w": np.ones((2, 3), "i4")}
+    assert repr(jc.Mirrored.from_function(lambda i: tree)) == (
+        "Mirrored({'b': [float32[3]], 'w': int32[2, 3]} on 8: cpu:0, cpu:1, …, cpu:7)"
+    )

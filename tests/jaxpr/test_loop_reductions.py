@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OPTIONS, mesh_of
+from cases import mapped
 from jax import lax
 
 import jaxcoll as jc
@@ -127,8 +127,7 @@ NEEDED = [
 
 
 def found(f):
-    mapped = jax.shard_map(f, mesh=mesh_of(4), in_specs=(P(), P("data")), out_specs=P())
-    return repeated_reductions(jax.jit(mapped).trace(W, ROWS).jaxpr)
+    return repeated_reductions(mapped(f, (P(), P("data"))).trace(W, ROWS).jaxpr)
 
 
 @pytest.mark.parametrize("f", REPEATED, ids=range(len(REPEATED)))
@@ -140,16 +139,3 @@ def test_what_is_only_added_up_is_found(f):
 @pytest.mark.parametrize("f", NEEDED, ids=lambda f: f.__name__)
 def test_what_a_loop_needs_in_every_turn_is_not(f):
     assert found(f) == ()
-
-
-def test_inspect_and_assert_collectives_warn_and_the_report_keeps_it():
-    step = jc.data_parallel(gradients_reduced_by_jaxcoll)
-    with pytest.warns(
-        jc.ReductionInLoopWarning, match=r"`inspect`: reductions stand in a loop.*\["
-    ):
-        report = jc.inspect(step, W, ROWS)
-    with pytest.warns(jc.ReductionInLoopWarning, match=r"`assert_collectives`.*jc\.accumulate"):
-        jc.assert_collectives(step, W, ROWS)
-    assert "added up" in str(report)
-    assert jc.Report.from_json(report.to_json()).notes == report.notes
-    assert OPTIONS

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import mesh_of
+from cases import grid, mapped
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -186,10 +186,8 @@ def test_what_varies(name):
         found.append(varying_outputs(jax.make_jaxpr(flat)(x[0], w), AXIS, [True, False], 4))
         return [jnp.asarray(out)[None] for out in flat(x[0], w)]
 
-    mapped = jax.shard_map(
-        body, mesh=mesh_of(4), in_specs=(P(AXIS), P()), out_specs=P(AXIS), check_vma=False
-    )
-    outputs = jax.jit(mapped)(jnp.array([0.5, 1.5, 2.5, -1.5]), jnp.float32(2))
+    over_four = mapped(body, (P(AXIS), P()), P(AXIS), check_vma=False)
+    outputs = over_four(jnp.array([0.5, 1.5, 2.5, -1.5]), jnp.float32(2))
     assert [bool(fact & VARIES) for fact in found[0]] == want
     for out, varies in zip(outputs, want, strict=True):
         if not varies:
@@ -197,8 +195,7 @@ def test_what_varies(name):
 
 
 def test_an_axis_that_is_not_reduced_over_does_not_count():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("node", AXIS))
-    found = []
+    mesh, found = grid(2, 4), []
 
     def body(x):
         outs = lambda x: (lax.psum(x, "node"), lax.psum(x, AXIS), lax.psum(x, ("node", AXIS)))
@@ -206,7 +203,5 @@ def test_an_axis_that_is_not_reduced_over_does_not_count():
         return x
 
     spec = P(("node", AXIS))
-    jax.eval_shape(
-        jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), jnp.ones(8)
-    )
+    mapped(body, spec, spec, mesh, check_vma=False)(jnp.ones(8))
     assert found == [[True, False, False]]

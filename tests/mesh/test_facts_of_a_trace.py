@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import mesh_of
+from cases import mapped, mesh_of
 
 import jaxcoll as jc
 from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._spmd.scope import entered
 
-P = jax.sharding.PartitionSpec
 ROWS = np.ones((8, 4), "f")
 
 
@@ -62,19 +61,8 @@ def by_strategy():
 
 def by_shard_map():
     """Nobody stands above it, so the first trace of a process reads the facts for all of them."""
-    step = jax.shard_map(
-        lambda x: collectives(x, "data"), mesh=mesh_of(4), in_specs=P("data"), out_specs=P()
-    )
-    jax.eval_shape(
-        jax.shard_map(
-            lambda x: jc.all_reduce("sum", x, "data"),
-            mesh=mesh_of(4),
-            in_specs=P("data"),
-            out_specs=P(),
-        ),
-        ROWS,
-    )
-    return jax.jit(step)(ROWS)
+    jax.eval_shape(mapped(lambda x: jc.all_reduce("sum", x, "data")), ROWS)
+    return mapped(lambda x: collectives(x, "data"))(ROWS)
 
 
 @pytest.mark.parametrize("run", [by_data_parallel, by_strategy, by_shard_map])
@@ -103,6 +91,5 @@ def test_scopes_of_equal_meshes_are_equal_so_that_programs_share_their_traces():
             return total(x)
 
     for _ in range(2):
-        step = jax.shard_map(lambda x: program(x), mesh=mesh, in_specs=P("data"), out_specs=P())
-        jax.jit(step)(ROWS)
+        mapped(lambda x: program(x), mesh=mesh)(ROWS)
     assert traces == [(2, 4)]

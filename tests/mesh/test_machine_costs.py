@@ -10,7 +10,7 @@ from jaxcoll._cluster.hosts import Hosts
 from jaxcoll._mesh import machine_costs as host
 from jaxcoll._mesh.machine_costs import calibration, circumstances, machine, saved, terms_here
 from jaxcoll._plan.cost.presets import preset
-from jaxcoll._plan.cost.terms import Key, Link
+from jaxcoll._plan.cost.terms import Link
 from jaxcoll._plan.world import World
 
 WORLD = World("cpu", (4,), processes=4)
@@ -194,8 +194,3 @@ def test_the_machine_is_its_processor_and_cores(monkeypatch, tmp_path):
     monkeypatch.delattr("os.sched_getaffinity", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: None)
     assert host.machine.__wrapped__().endswith(", 1 cores")
-
-
-def test_a_key_stays_a_key(named):
-    written(named)
-    assert terms_here(WORLD).key == Key.of(WORLD)

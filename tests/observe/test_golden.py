@@ -134,28 +134,19 @@ def test_arithmetic_between_start_and_end():
     assert (first.meanwhile.flops, second.meanwhile.flops) == (2 * 2048**3, 0)
 
 
-def test_everything_about_an_asynchronous_pair_in_a_loop():
+def test_an_asynchronous_pair_is_one_collective_whatever_it_is_made_of():
     first, last = compiled("gpu-0.12.0.1-loop")
     assert first.name == "all-reduce-start"
     assert first.operands == (Operand("f32", (1, 256)),)
     assert first.groups == ALL
     assert first.computation == "region_0.0_spmd"
     assert first.op_name == "jit(loop)/shard_map/while/body/eval_jaxpr/psum_invariant"
-    assert first.is_async
-    assert not last.is_async
-    assert last.computation == "main.0_spmd"
-
-
-def test_pairs_of_other_kinds_count_once():
-    assert [c.is_async for c in compiled("gpu-0.12.0.1-overlapped")] == [True, True]
-    assert compiled("gpu-0.12.0.1-overlapped")[1].groups == AROUND
-
-
-def test_a_sum_that_a_tpu_carries_out_elsewhere_is_asynchronous():
+    assert (first.is_async, last.is_async, last.computation) == (True, False, "main.0_spmd")
+    scattered, permuted = compiled("gpu-0.12.0.1-overlapped")
+    assert (scattered.is_async, permuted.is_async, permuted.groups) == (True, True, AROUND)
     # custom-call-start, -update and -done around a computation that holds the all-reduce
     first, second = compiled("v6e-0.12.0.1-layers")
-    assert first.is_async
-    assert second.is_async
+    assert (first.is_async, second.is_async) == (True, True)
     assert first.computation == "called_computation.2" != second.computation
 
 

@@ -180,22 +180,21 @@ def test_kernels_that_cannot_be_read_are_a_note():
     assert read_program(cut.replace("ROOT %sum = f32[] add", "%sum = f32[] add")).notes
 
 
-def test_host_callbacks_are_no_collectives():
-    line = (
-        "%send = (f32[16,4]{1,0}, u32[], token[]) send(%x, %t), channel_id=9, is_host_transfer=true"
-    )
-    assert read_hlo(module(entry("%t = token[] after-all()", line))) == ()
-
-
-def test_names_that_look_like_collectives():
-    text = module(
-        entry(
-            "%all-reduce.7 = f32[16,4]{1,0} negate(%x), "
-            'metadata={op_name="jit(f)/all-reduce(x) body=%nowhere"}',
-            "ROOT %all-gather = f32[16,4]{1,0} copy(%all-reduce.7)",
-        )
-    )
-    assert read_hlo(text) == ()
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (),
+        ("%t = token[] after-all()", "%send = (f32[16,4]{1,0}, u32[], token[]) send(%x, %t), "
+         "channel_id=9, is_host_transfer=true"),
+        ("%all-reduce.7 = f32[16,4]{1,0} negate(%x), "
+         'metadata={op_name="jit(f)/all-reduce(x) body=%nowhere"}',
+         "ROOT %all-gather = f32[16,4]{1,0} copy(%all-reduce.7)"),
+    ],
+    ids=["nothing", "host callback", "names"],
+)  # fmt: skip
+def test_what_only_looks_like_a_collective_is_none(lines):
+    assert read_hlo(module(entry(*lines))) == ()
+    assert wire_bytes([]) == 0
 
 
 def test_what_is_not_understood_is_told_when_it_may_not_stop_the_reader():
@@ -210,11 +209,6 @@ def test_what_is_not_understood_is_told_when_it_may_not_stop_the_reader():
     assert "`all-shuffle` ('s') moves data" in program.uncounted[0]
     assert "custom call 'k' (my_nccl_kernel) may send by itself" in program.uncounted[1]
     assert "'g' multiplies matrices of sizes that its text does not say" in program.notes[0]
-
-
-def test_a_program_without_collectives():
-    assert read_hlo(module(entry())) == ()
-    assert wire_bytes([]) == 0
 
 
 AR = "%ar = f32[16,4]{1,0} all-reduce(%x), replica_groups={{0,1}}"

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import mapped
 from jax.sharding import PartitionSpec as P
 
 import jaxcoll as jc
@@ -38,9 +39,7 @@ def asked_for(params, x):
 
 
 def notes(function):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    return jc.inspect(mapped, PARAMS, BATCH).notes
+    return jc.inspect(mapped(function, (P(), P("data")), mesh=8), PARAMS, BATCH).notes
 
 
 def test_the_trap_is_told_with_its_line():

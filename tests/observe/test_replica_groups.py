@@ -98,4 +98,5 @@ def test_the_three_ways_to_number_devices(kind, listed, channel, global_ids, exp
 
 def test_the_size_of_a_permutation_counts_those_that_move_something():
     assert group_size("collective-permute", ((0, 1), (1, 0), (2, 2))) == 2
+    assert group_size("collective-permute", ((0, 0), (1, 1))) == 0
     assert group_size("all-reduce", ((0, 1, 2), (3,))) == 3

@@ -15,17 +15,12 @@ from jaxcoll import CommunicationImplementation as Implementation
 from jaxcoll import CommunicationOptions as Options
 
 
-def test_defaults_are_those_of_the_reference_page():
+def test_A1_defaults_are_those_of_the_reference_page_and_what_is_given_reads_back():
     options = Options()
     assert options.bytes_per_pack == 0
     assert options.timeout_seconds is None
     assert options.implementation is Implementation.AUTO
     assert jc.CollectiveCommunication is Implementation
-
-
-def test_A1_reads_back_what_was_given():
-    assert isinstance(Options(bytes_per_pack=1), Options)
-    assert Options(bytes_per_pack=1).bytes_per_pack == 1
     assert Options(np.int64(5)).bytes_per_pack == 5
     assert Options(timeout_seconds=2).timeout_seconds == 2.0
     assert Options(implementation="Ring").implementation is Implementation.RING
@@ -54,34 +49,35 @@ def test_A2_a_bad_value_is_named(name, bad):
         Options(**{name: bad})
 
 
-@pytest.mark.parametrize("bad", ["max", 1, None, Implementation.RING])
-def test_an_unknown_reduce_op_is_named(bad):
-    with pytest.raises(ValueError, match="`reduce_op` must be a ReduceOp or one of .* SUM, MEAN"):
-        jc.ReduceOp.of(bad)
-
-
-@pytest.mark.parametrize("name", ["reproducible", "checksum"])
-def test_a_switch_is_on_or_off(name):
-    assert Options(**{name: True}).merge(Options(**{name: False})) == Options(**{name: False})
-
-
 def test_H7_strings_name_reduce_ops_in_any_case():
     assert {jc.ReduceOp.of(s) for s in ("mean", "MEAN", "Mean")} == {jc.ReduceOp.MEAN}
     assert jc.ReduceOp.of(jc.ReduceOp.SUM) is jc.ReduceOp.SUM
+    for bad in ("max", 1, None, Implementation.RING):
+        with pytest.raises(
+            ValueError, match="`reduce_op` must be a ReduceOp or one of .* SUM, MEAN"
+        ):
+            jc.ReduceOp.of(bad)
+
+
+def test_a_frozen_value_is_a_key_and_survives_pickling_and_copying():
+    a, b = Options(4, 1.0, "ring"), Options(4, 1, Implementation.RING)
+    assert a == b == pickle.loads(pickle.dumps(a)) == copy.deepcopy(a)
+    assert hash(a) == hash(b)
+    assert {a: 1}[b] == 1
+    assert a != Options(5, 1.0, "ring")
+    assert a != "options"
+    assert pickle.loads(pickle.dumps(jc.UNSET)) is jc.UNSET
+    with pytest.raises(AttributeError, match=r"frozen; use options.replace\(bytes_per_pack=5\)"):
+        a.bytes_per_pack = 5
+    with pytest.raises(AttributeError, match="frozen"):
+        a.other = 5
+    with pytest.raises(AttributeError, match="frozen"):
+        del a.bytes_per_pack
 
 
 def test_a_traced_value_is_told_to_be_static():
     with pytest.raises(ValueError, match="make this argument static"):
         jax.jit(lambda b: Options(bytes_per_pack=b).bytes_per_pack)(4)
-
-
-def test_equal_by_value_and_usable_as_a_key():
-    a, b = Options(4, 1.0, "ring"), Options(4, 1, Implementation.RING)
-    assert a == b
-    assert hash(a) == hash(b)
-    assert {a: 1}[b] == 1
-    assert a != Options(5, 1.0, "ring")
-    assert a != "options"
 
 
 def test_usable_as_a_static_argument_and_inside_a_pytree():
@@ -101,16 +97,6 @@ def test_usable_as_a_static_argument_and_inside_a_pytree():
     )
 
 
-def test_frozen():
-    options = Options(4)
-    with pytest.raises(AttributeError, match=r"frozen; use options.replace\(bytes_per_pack=5\)"):
-        options.bytes_per_pack = 5
-    with pytest.raises(AttributeError, match="frozen"):
-        options.other = 5
-    with pytest.raises(AttributeError, match="frozen"):
-        del options.bytes_per_pack
-
-
 def test_merge_takes_what_the_override_has_set_defaults_included():
     strategy = Options(bytes_per_pack=7, timeout_seconds=9, implementation="ring")
     assert strategy.merge(None) == strategy
@@ -119,9 +105,9 @@ def test_merge_takes_what_the_override_has_set_defaults_included():
     assert strategy.merge(Options(timeout_seconds=None)).timeout_seconds is None
     assert strategy.merge(Options(implementation="auto")).implementation is Implementation.AUTO
     assert strategy.merge(Options(bytes_per_pack=0)).implementation is Implementation.RING
-
-
-def test_unset_differs_from_its_default_because_it_merges_differently():
+    for name in ("reproducible", "checksum"):
+        assert Options(**{name: True}).merge(Options(**{name: False})) == Options(**{name: False})
+    # So what is unset differs from its default.
     assert Options() != Options(bytes_per_pack=0)
     assert Options(bytes_per_pack=jc.UNSET) == Options()
 
@@ -148,13 +134,6 @@ def test_repr_shows_what_was_said_and_reads_back():
         text == "CommunicationOptions(bytes_per_pack=4, timeout_seconds=1.5, implementation=NCCL)"
     )
     assert repr(jc.UNSET) == "UNSET"
-
-
-def test_survives_pickling_and_copying():
-    options = Options(4, implementation="ring")
-    assert pickle.loads(pickle.dumps(options)) == options
-    assert copy.deepcopy(options) == options
-    assert pickle.loads(pickle.dumps(jc.UNSET)) is jc.UNSET
 
 
 def test_collective_hints_warn_and_give_options():

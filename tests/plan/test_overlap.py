@@ -105,13 +105,6 @@ def test_on_cpus_the_plan_says_that_nothing_is_computed_meanwhile():
     assert any("waits for each collective" in reason for reason in within.reasons)
 
 
-def test_a_plan_that_overlaps_survives_json():
-    plan = jc.plan(layers(2, 512), axis_size=8, options=ASKED)
-    again = Plan.from_json(plan.to_json())
-    assert again == plan
-    assert [leaf.ready for leaf in again.leaves] == [leaf.ready for leaf in plan.leaves]
-
-
 def test_overlap_may_be_unsaid():
     assert jc.CommunicationOptions().overlap is None
     assert ASKED.merge(jc.CommunicationOptions(overlap=None)).overlap is None

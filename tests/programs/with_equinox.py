@@ -56,22 +56,10 @@ def filtered_parallel():
     return losses(step, params, state, batch=BATCH)
 
 
-def recurrent_plain():
+def recurrent():
     @eqx.filter_jit
     def step(module, state, batch):
         value, grads = eqx.filter_value_and_grad(cross_entropy)(module, *batch)
-        updates, state = TX.update(grads, state, module)
-        return eqx.apply_updates(module, updates), state, value
-
-    module = Recurrent(jax.random.key(0))
-    state = TX.init(module)
-    return losses(step, module, state, batch=[(SEQUENCES, Y)])
-
-
-def recurrent_parallel():
-    @jc.data_parallel
-    def step(module, state, batch):
-        value, grads = jc.value_and_grad(cross_entropy, "data")(module, *batch)
         updates, state = TX.update(grads, state, module)
         return eqx.apply_updates(module, updates), state, value
 

@@ -7,8 +7,6 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from programs.data import BATCH, STEPS, X, losses
 
-import jaxcoll as jc
-
 NET = nn.Sequential([nn.Dense(16), nn.gelu, nn.Dense(3)])
 NORMED = nn.Sequential([nn.Dense(16), nn.BatchNorm(use_running_average=False), nn.Dense(3)])
 SYNCED = nn.Sequential(
@@ -29,7 +27,7 @@ def cross_entropy(scores, labels):
     return optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean()
 
 
-def train_state_plain():
+def train_state():
     @jax.jit
     def step(state, batch):
         def loss(params):
@@ -43,21 +41,7 @@ def train_state_plain():
     return losses(step, state)
 
 
-def train_state_parallel():
-    @jc.data_parallel
-    def step(state, batch):
-        def loss(params):
-            return cross_entropy(state.apply_fn(params, batch[0]), batch[1])
-
-        value, grads = jc.value_and_grad(loss, "data")(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    params = NET.init(jax.random.key(0), X)
-    state = TrainState.create(apply_fn=NET.apply, params=params, tx=optax.adam(1e-2))
-    return losses(step, state)
-
-
-def batch_norm_plain():
+def batch_norm():
     tx = optax.sgd(0.1, momentum=0.9)
 
     @jax.jit
@@ -77,27 +61,7 @@ def batch_norm_plain():
     return losses(step, variables, state)
 
 
-def batch_norm_parallel():
-    tx = optax.sgd(0.1, momentum=0.9)
-
-    @jc.data_parallel
-    def step(variables, state, batch):
-        def loss(params):
-            given = {"params": params, "batch_stats": variables["batch_stats"]}
-            scores, new = SYNCED.apply(given, batch[0], mutable=["batch_stats"])
-            return jax.lax.pmean(cross_entropy(scores, batch[1]), "data"), new
-
-        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
-        updates, state = tx.update(grads, state)
-        params = optax.apply_updates(variables["params"], updates)
-        return {"params": params, **new}, state, value
-
-    variables = NORMED.init(jax.random.key(0), X)
-    state = tx.init(variables["params"])
-    return losses(step, variables, state)
-
-
-def nnx_in_place_plain():
+def nnx_in_place():
     @nnx.jit
     def step(module, optimizer, batch):
         def loss(module):
@@ -116,26 +80,7 @@ def nnx_in_place_plain():
     return found
 
 
-def nnx_in_place_parallel():
-    @jc.data_parallel
-    def step(module, optimizer, batch):
-        def loss(module):
-            return cross_entropy(module(batch[0]), batch[1])
-
-        value, grads = jc.all_reduce("mean", nnx.value_and_grad(loss)(module), "data")
-        optimizer.update(module, grads)
-        return value, module, optimizer
-
-    module = Module()
-    optimizer = nnx.Optimizer(module, optax.adam(1e-2), wrt=nnx.Param)
-    found = []
-    for _ in range(STEPS):
-        value, module, optimizer = step(module, optimizer, BATCH)
-        found.append(value)
-    return found
-
-
-def nnx_functional_plain():
+def nnx_functional():
     graph, params = nnx.split(Module())
     tx = optax.adam(1e-2)
 
@@ -145,23 +90,6 @@ def nnx_functional_plain():
             return cross_entropy(nnx.merge(graph, params)(batch[0]), batch[1])
 
         value, grads = jax.value_and_grad(loss)(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    state = tx.init(params)
-    return losses(step, params, state)
-
-
-def nnx_functional_parallel():
-    graph, params = nnx.split(Module())
-    tx = jc.sharded_optimizer(optax.adam(1e-2), "data")
-
-    @jc.data_parallel
-    def step(params, state, batch):
-        def loss(params):
-            return cross_entropy(nnx.merge(graph, params)(batch[0]), batch[1])
-
-        value, grads = jc.value_and_grad(loss, "data", scatter=True)(params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 

@@ -18,7 +18,7 @@ def loss(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(scores, batch[1]).mean()
 
 
-def averaged_plain():
+def averaged():
     tx = optax.adam(1e-2)
 
     @jax.jit
@@ -37,41 +37,10 @@ def averaged_plain():
     return found
 
 
-def averaged_parallel():
-    tx = optax.adam(1e-2)
-
-    @jc.data_parallel
-    def step(params, average, state, batch):
-        value, grads = jc.value_and_grad(loss, "data")(params, batch)
-        updates, state = tx.update(grads, state)
-        params = optax.apply_updates(params, updates)
-        return params, optax.incremental_update(params, average, 0.1), state, value
-
-    params = average = NET.init(jax.random.key(0), X)
-    state = tx.init(params)
-    found = []
-    for _ in range(STEPS):
-        params, average, state, value = step(params, average, state, BATCH)
-        found += [value, loss(average, BATCH)]
-    return found
-
-
-def clipped_plain():
+def clipped():
     @jax.jit
     def step(params, state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = CLIPPED.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    params = NET.init(jax.random.key(0), X)
-    state = CLIPPED.init(params)
-    return losses(step, params, state)
-
-
-def clipped_parallel():
-    @jc.data_parallel
-    def step(params, state, batch):
-        value, grads = jc.value_and_grad(loss, "data")(params, batch)
         updates, state = CLIPPED.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
@@ -115,7 +84,7 @@ def accumulated_parallel():
     return found
 
 
-def lookahead_plain():
+def lookahead():
     @chex.dataclass
     class State:
         params: optax.LookaheadParams
@@ -126,25 +95,6 @@ def lookahead_plain():
     @jax.jit
     def step(state, batch):
         value, grads = jax.value_and_grad(loss)(state.params.fast, batch)
-        updates, opt = tx.update(grads, state.opt, state.params)
-        return State(params=optax.apply_updates(state.params, updates), opt=opt), value
-
-    params = optax.LookaheadParams.init_synced(NET.init(jax.random.key(0), X))
-    state = State(params=params, opt=tx.init(params))
-    return losses(step, state)
-
-
-def lookahead_parallel():
-    @chex.dataclass
-    class State:
-        params: optax.LookaheadParams
-        opt: optax.OptState
-
-    tx = optax.lookahead(optax.adam(1e-2), sync_period=2, slow_step_size=0.5)
-
-    @jc.data_parallel
-    def step(state, batch):
-        value, grads = jc.value_and_grad(loss, "data")(state.params.fast, batch)
         updates, opt = tx.update(grads, state.opt, state.params)
         return State(params=optax.apply_updates(state.params, updates), opt=opt), value
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import mesh_of, noise, rows, run
+from cases import mapped, mesh_of, noise, refused, rows, run
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -19,6 +19,10 @@ DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.int32]
 
 def _options(algorithm):
     return jc.CommunicationOptions(checksum=True, algorithm=algorithm, bytes_per_pack=1 << 12)
+
+
+def _sum_of(algorithm):
+    return lambda t: jc.all_reduce("sum", t, "data", options=_options(algorithm))
 
 
 def _wild(n, dtype, seed=0):
@@ -98,8 +102,7 @@ def test_subnormal_numbers_that_hardware_takes_for_zero_are_no_corruption():
 def test_what_is_put_in_may_be_infinite_or_no_number():
     x = np.ones((4, 3000), "f")
     x[1, 5], x[2, 2999] = np.inf, np.nan
-    reduce = lambda t: jc.all_reduce("sum", t, "data", options=_options(None))
-    found = run("checked", reduce, 4, x)[0]
+    found = run("checked", _sum_of(None), 4, x)[0]
     assert found[5] == np.inf
     assert np.isnan(found[2999])
     assert (found == 4).sum() == 2998
@@ -143,13 +146,7 @@ def test_one_element_of_one_replicas_result_marks_the_pack_on_all(monkeypatch, a
     x = {np.dtype(d).name: rows(4, 2100, dtype=d) for d in DTYPES}
     for leaf in x.values():  # to a half that bit adds half the exponent's range
         leaf[:, 1234] = 0.125
-    found = run(
-        runner,
-        lambda t, small: jc.all_reduce("sum", (t, small), "data", options=_options(algorithm)),
-        4,
-        x,
-        np.ones((4, 5), np.complex64),
-    )
+    found = run(runner, _sum_of(algorithm), 4, (x, np.ones((4, 5), np.complex64)))
     assert all(_all_marked(leaf) for leaf in found[0].values())
     assert (found[1] == 4).all()  # a pack of its own
 
@@ -169,30 +166,18 @@ def test_a_message_that_changes_on_its_way_marks_the_pack(monkeypatch, algorithm
     assert _all_marked(run(runner, mean, n, x))
 
 
-def test_elements_that_change_places_are_seen(monkeypatch):
-    def turned(x, axes):
-        return jnp.where(lax.axis_index(axes) == 0, jnp.roll(x, 1024), x)
-
-    _damage_results(monkeypatch, turned)
-    found = run(
-        "checked",
-        lambda t: jc.all_reduce("sum", t, "data", options=_options(None)),
-        2,
-        noise(2, 2048),
-    )
-    assert _all_marked(found)
-
-
-@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
-def test_a_result_that_is_not_finite_must_come_from_somewhere(monkeypatch, value):
-    _damage_results(monkeypatch, lambda x, axes: x.at[7].set(value))
-    found = run(
-        "checked",
-        lambda t: jc.all_reduce("sum", t, "data", options=_options(None)),
-        2,
-        noise(2, 90),
-    )
-    assert _all_marked(found)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, axes: jnp.where(lax.axis_index(axes) == 0, jnp.roll(x, 1024), x),
+        lambda x, axes: x.at[7].set(jnp.nan),
+        lambda x, axes: x.at[7].set(jnp.inf),
+    ],
+    ids=["places", "nan", "inf"],
+)
+def test_elements_that_change_places_and_what_is_finite_nowhere_else_are_seen(monkeypatch, change):
+    _damage_results(monkeypatch, change)
+    assert _all_marked(run("checked", _sum_of(None), 2, noise(2, 2048)))
 
 
 def test_a_step_whose_gradients_are_corrupted_returns_what_all_finite_sees(monkeypatch):
@@ -230,33 +215,13 @@ def test_a_derivative_passes_the_checksum_by():
 
 def test_what_has_no_checksum_is_refused():
     options = jc.CommunicationOptions(checksum=True)
-    with pytest.raises(
-        ValueError, match="`reduce_scatter` has no checksum.*leave `checksum` unset"
-    ):
-        run(
-            "pmap",
-            lambda t: jc.reduce_scatter("sum", t, "data", options=options).parts,
-            2,
-            noise(2, 4),
-        )
+    words = "`reduce_scatter` has no checksum.*leave `checksum` unset"
+    refused(words, lambda t: jc.reduce_scatter("sum", t, "data", options=options), noise(2, 4))
 
 
 def test_a_leaf_that_is_sharded_over_another_axis_is_refused():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
-    options = jc.CommunicationOptions(checksum=True)
-
-    @jax.shard_map(
-        mesh=mesh, axis_names={"data"}, in_specs=PartitionSpec("data"), out_specs=PartitionSpec()
-    )
-    def reduced(x):
-        return jc.all_reduce("sum", x, "data", options=options)
-
-    with (
-        jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="`checksum` cannot be made for the value"),
-    ):
-        jax.jit(reduced)(
-            jax.device_put(
-                np.ones((2, 4), np.float32), NamedSharding(mesh, PartitionSpec("data", "model"))
-            )
-        )
+    x = jax.device_put(np.ones((2, 4), "f"), NamedSharding(mesh, PartitionSpec("data", "model")))
+    words = "`checksum` cannot be made for the value"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=words):
+        mapped(_sum_of(None), mesh=mesh, axis_names={"data"})(x)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import OPTIONS, assert_trees_equal, gaussian, lowered, rows, run, vmapped
+from cases import OPTIONS, assert_trees_equal, gaussian, lowered, mapped, rows, run, vmapped
 
 import jaxcoll as jc
 
@@ -100,35 +100,27 @@ def test_a_typed_key_alone_is_refused():
 
 def test_bfloat16_survives_a_mesh_that_is_only_partly_mapped():
     """XLA's CPU compiler would abort the process: it must travel as float32 there."""
-    spec = jax.sharding.PartitionSpec
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    f = jax.shard_map(
-        lambda v: jc.all_reduce("sum", v, "data"),
-        mesh=mesh, in_specs=spec("data"), out_specs=spec(), axis_names={"data"},
-    )  # fmt: skip
-    program = jax.jit(f).lower(jnp.ones((4, 6), jnp.bfloat16))
-    assert "}) : (tensor<1x6xf32>) -> tensor<1x6xf32>" in program.as_text()
-    np.testing.assert_array_equal(np.asarray(jax.jit(f)(jnp.ones((4, 6), jnp.bfloat16)), "f"), 4)
+    f = mapped(lambda v: jc.all_reduce("sum", v, "data"), mesh=mesh, axis_names={"data"})
+    x = jnp.ones((4, 6), jnp.bfloat16)
+    assert "}) : (tensor<1x6xf32>) -> tensor<1x6xf32>" in f.lower(x).as_text()
+    np.testing.assert_array_equal(np.asarray(f(x), "f"), 4)
 
 
 @pytest.mark.parametrize("name", ["auto", "halving_doubling", "ring-in-2"])
 def test_a_leaf_sharded_over_another_axis_keeps_its_shape(name):
     """With an Explicit second axis, flattening would gather it, and so would cutting shards."""
-    spec = jax.sharding.PartitionSpec
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     options = OPTIONS[name].replace(bytes_per_pack=1 << 20)
-    f = jax.shard_map(
-        lambda t: jc.all_reduce("sum", t, "data", options=options),
-        mesh=mesh, in_specs=spec("data"), out_specs=spec(), axis_names={"data"},
-    )  # fmt: skip
-    put = lambda x, s: jax.device_put(x, jax.sharding.NamedSharding(mesh, s))
+    reduce = lambda t: jc.all_reduce("sum", t, "data", options=options)
+    put = lambda x, *axes: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*axes)))
     value = {
-        "split": put(rows(4, 6), spec("data", "model")),
-        "whole": put(rows(4, 3), spec("data")),
-        "other": put(rows(4, 5), spec("data")),
+        "split": put(rows(4, 6), "data", "model"),
+        "whole": put(rows(4, 3), "data"),
+        "other": put(rows(4, 5), "data"),
     }
     with jax.set_mesh(mesh):
-        out = jax.jit(f)(value)
+        out = mapped(reduce, mesh=mesh, axis_names={"data"})(value)
     np.testing.assert_array_equal(out["split"][0], rows(4, 6).sum(0))
     np.testing.assert_array_equal(out["other"][0], rows(4, 5).sum(0))
     assert out["split"].sharding.spec[1] == "model"

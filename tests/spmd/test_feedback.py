@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import RUNNERS, gaussian, grid, mesh_of, per_replica, refused, vmapped
+from cases import RUNNERS, gaussian, grid, mapped, mesh_of, per_replica, refused, vmapped
 
 import jaxcoll as jc
 
@@ -89,20 +89,26 @@ def test_what_is_lost_is_that_of_the_codes_that_were_sent(name):
     np.testing.assert_allclose(total[0] + owed, g.astype("f8").sum(0), atol=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "op"), [("bfloat16", "mean"), ("float16", "sum")])
-def test_what_a_narrow_type_cannot_hold_is_owed_too(dtype, op):
-    g = jnp.asarray(gaussian(3, 600)).astype(dtype)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "op"),
+    [("int8", "bfloat16", "mean"), ("int8", "float16", "sum"), ("powersgd", "bfloat16", "mean"),
+     ("powersgd", "bfloat16", "sum")],
+)  # fmt: skip
+def test_what_a_narrow_type_cannot_hold_is_owed_too(kind, dtype, op):
+    options = {**OPTIONS, **KINDS}[kind]
+    g = jnp.asarray(gaussian(3, 40, 15)).astype(dtype)
 
     def f(g):
-        first, residual = jc.all_reduce(
-            op, g, "data", residual=jc.residual(g, "data"), options=OPTIONS["int8"]
-        )
-        second, residual = jc.all_reduce(op, g, "data", residual=residual, options=OPTIONS["int8"])
-        return first, second, residual.parts[0]
+        residual, arrived = jc.residual(g, "data", options=options), []
+        for _ in range(2):
+            total, residual = jc.all_reduce(op, g, "data", residual=residual, options=options)
+            arrived.append(total)
+        return arrived, residual
 
-    *arrived, left = vmapped(f, g)
+    arrived, residual = vmapped(f, g)
+    assert {total.dtype for total in arrived} == {g.dtype}
     sent = sum(np.asarray(x[0], "f8") for x in arrived) * (3 if op == "mean" else 1)
-    left = np.asarray(left, "f8").reshape(3, -1)[:, :600].sum(0)
+    left = flat(getattr(residual, "owed", residual))[""].sum(0)
     want = 2 * np.asarray(g, "f8").sum(0)
     assert np.linalg.norm(sent + left - want) <= 1e-6 * np.linalg.norm(want)
 
@@ -146,8 +152,7 @@ def test_a_hierarchy_loses_nothing_either():
 
     residual = jc.residual(g[0], axes, mesh=mesh)
     spec = P(axes)
-    run = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(spec, spec), out_specs=(P(), spec)))
-    total, residual = run(g, residual)
+    total, residual = mapped(f, spec, (P(), spec), mesh)(g, residual)
     want = g.astype("f8").sum(0)
     left = jc.unshard(residual)
     assert 0.01 < np.linalg.norm(total - want) / np.linalg.norm(want)
@@ -182,6 +187,10 @@ def owed(residual):
     """What all replicas owe together, of either kind of residual."""
     found = jc.unshard(residual)
     return getattr(found, "owed", found)
+
+
+def specs_of(tree):
+    return jax.tree.map(lambda x: x.sharding.spec, tree)
 
 
 def owing(g):
@@ -299,9 +308,9 @@ def test_a_checkpoint_holds_the_sum_and_deals_it_out_to_any_number(tmp_path, kin
     f = lambda r, g: jc.all_reduce(
         "sum", {k: x[0] for k, x in g.items()}, "data", residual=r, options=options
     )[1]
-    specs = jax.tree.map(lambda x: x.sharding.spec, start)
-    run = jax.shard_map(f, mesh=mesh_of(N), in_specs=(specs, P("data")), out_specs=specs)
-    residual = jax.jit(run)(start, {"w": gaussian(N, 40, 30), "b": gaussian(N, 3)})
+    specs = specs_of(start)
+    given = {"w": gaussian(N, 40, 30), "b": gaussian(N, 3)}
+    residual = mapped(f, (specs, P("data")), specs)(start, given)
     jc.save_checkpoint(tmp_path / "r.npz", {"r": residual})
     total = jc.unshard(residual)
     assert np.abs(owed(residual)["w"]).max() > (1 if kind == "powersgd" else 0)
@@ -342,26 +351,28 @@ def test_a_leaf_that_some_replicas_hold_alike_has_no_residual():
     def f(g, r):
         return jc.all_reduce("sum", g, axes, residual=r, invariant="replicated")
 
-    run = jax.shard_map(f, mesh=mesh, in_specs=(P("node"), P(axes)), out_specs=(P(), P(axes)))
     with pytest.raises(ValueError, match="already the same on every replica along one of the axes"):
-        jax.eval_shape(run, g, jc.residual(g[:1], axes, mesh=mesh))
+        mapped(f, (P("node"), P(axes)), mesh=mesh)(g, jc.residual(g[:1], axes, mesh=mesh))
 
 
-def test_gradients_of_what_is_a_replicas_own_travel_exactly_beside_a_residual():
-    mesh, axes, g = grid(2, 2), ("node", "data"), gaussian(4, 600)
-    w = {"common": np.zeros((1, 600), "f"), "own": np.zeros((2, 600), "f")}
-    residual = jc.residual({"common": w["common"], "own": w["own"][:1]}, axes, mesh=mesh)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_what_is_a_replicas_own_travel_exactly_beside_a_residual(kind):
+    mesh, axes, g = grid(2, 2), ("node", "data"), gaussian(4, 40, 30)
+    w = {"common": np.zeros((1, 40, 30), "f"), "own": np.zeros((2, 40, 30), "f")}
+    like = {"common": w["common"], "own": w["own"][:1]}
+    residual = jc.residual(like, axes, mesh=mesh, options=KINDS[kind])
 
     def f(w, residual, g):
         loss = lambda w: jnp.sum((w["common"] + w["own"]) * g)
-        step = jc.grad(loss, axes, reduce_op="sum", feedback=True, options=OPTIONS["int4"])
+        step = jc.grad(loss, axes, reduce_op="sum", feedback=True, options=KINDS[kind])
         return step(w, residual=residual)
 
-    own = {"common": P(), "own": P("data")}
-    run = jax.shard_map(f, mesh=mesh, in_specs=(own, P(axes), P(axes)), out_specs=(own, P(axes)))
-    grads, _ = jax.jit(run)(w, residual, g)
+    own, of_residual = {"common": P(), "own": P("data")}, specs_of(residual)
+    specs = (own, of_residual, P(axes))
+    grads, after = mapped(f, specs, (own, of_residual), mesh)(w, residual, g)
     np.testing.assert_allclose(grads["own"], g[:2] + g[2:], rtol=1e-6)
     assert not np.allclose(grads["common"][0], g.sum(0), rtol=1e-6)
+    assert not owed(after)["own"].any()
 
 
 def test_feedback_without_a_state_and_where_there_is_none():

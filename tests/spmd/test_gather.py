@@ -11,7 +11,7 @@ from cases import (
     assert_trees_equal,
     grid,
     lowered,
-    mesh_of,
+    mapped,
     per_replica,
     refused,
     rows,
@@ -87,12 +87,6 @@ def test_forward_mode_gathers_the_tangent(runner):
     np.testing.assert_array_equal(got[1], np.asarray(tangents).reshape(-1))
 
 
-def test_one_replica_needs_no_collective():
-    text = lowered(lambda v: jc.all_gather(v, "data"), 1, rows(1, 4)).as_text()
-    assert "all_gather" not in text
-    assert run("checked", lambda v: jc.all_gather(v, "data"), 1, rows(1, 4)).shape == (1, 4)
-
-
 def test_what_the_options_ask_is_in_the_program():
     tree = [rows(4, 2), rows(4, 3), rows(4, 5)]
 
@@ -109,12 +103,11 @@ def test_what_the_options_ask_is_in_the_program():
 
 
 def test_several_axes_count_the_outer_one_slowest():
-    mesh = grid(2, 4)
     for algorithm in (None, "ring", "native/ring", "ring/native"):
         options = jc.CommunicationOptions(algorithm=algorithm)
-        f = functools.partial(jc.all_gather, axis_name=("node", "data"), options=options)
-        mapped = jax.shard_map(f, mesh=mesh, in_specs=P(("node", "data")), out_specs=P())
-        assert jax.jit(mapped)(np.arange(16.0)).tolist() == [*range(16)]
+        gather = functools.partial(jc.all_gather, axis_name=("node", "data"), options=options)
+        found = mapped(gather, P(("node", "data")), mesh=grid(2, 4))(np.arange(16.0))
+        assert found.tolist() == [*range(16)]
 
 
 def test_on_two_levels_a_device_sends_no_more_than_its_own_outside_of_its_group():
@@ -129,14 +122,12 @@ def test_on_two_levels_a_device_sends_no_more_than_its_own_outside_of_its_group(
 
 
 def test_what_is_the_same_everywhere_is_repeated():
-    mapped = jax.shard_map(
-        lambda x: jc.all_gather(x, "data"), mesh=mesh_of(3), in_specs=P(), out_specs=P()
-    )
-    assert jax.jit(mapped)(jnp.arange(2.0)).tolist() == [0, 1, 0, 1, 0, 1]
+    gathered = mapped(lambda x: jc.all_gather(x, "data"), P(), mesh=3)(jnp.arange(2.0))
+    assert gathered.tolist() == [0, 1, 0, 1, 0, 1]
     # One value behind three slices: its derivative is that of all of them together.
     f = lambda x, c: jax.grad(lambda v: jnp.sum(jc.all_gather(v, "data") * c))(x)
-    mapped = jax.shard_map(f, mesh=mesh_of(3), in_specs=(P(), P()), out_specs=P())
-    assert jax.jit(mapped)(jnp.zeros(2), jnp.arange(6.0)).tolist() == [0 + 2 + 4, 1 + 3 + 5]
+    found = mapped(f, P(), mesh=3)(jnp.zeros(2), jnp.arange(6.0))
+    assert found.tolist() == [0 + 2 + 4, 1 + 3 + 5]
 
 
 def test_inside_a_loss_whose_types_were_given_up_jax_speaks_for_itself():

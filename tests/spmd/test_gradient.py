@@ -5,9 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from cases import OPTIONS, close, grid, lowered, on_replicas, run, split
+from cases import OPTIONS, close, lowered, on_replicas, refused, run, split
 
 import jaxcoll as jc
 
@@ -167,12 +166,6 @@ def test_hessian_vector_products_go_through(runner):
     close(found(runner, 8)["hessian"], want(ones), rtol=1e-4, atol=1e-5)
 
 
-def test_a_weighted_loss_has_no_sum():
-    f = jc.value_and_grad(lambda w, x: jc.WeightedLoss(w * x, 1.0), "data", reduce_op="sum")
-    with pytest.raises(ValueError, match="got a WeightedLoss with reduce_op SUM"):
-        run("vmap", lambda x: f(1.0, x), 2, jnp.ones(2))
-
-
 def test_keyword_arguments_are_handed_on():
     f = jc.grad(lambda p, *, x: jnp.mean(p * x), "data")
     assert run("checked", lambda x: f(2.0, x=x), 4, jnp.arange(4.0))[0] == 1.5
@@ -208,14 +201,6 @@ def test_a_loss_that_reduces_itself_is_refused():
         on_replicas("checked", lambda x, y: jc.value_and_grad(own, "data")(PARAMS, x, y), 8, X, Y)
     with pytest.raises(jc.AlreadyReducedError, match=r"`jc.grad` over 'data'"):
         on_replicas("checked", lambda x, y: jc.grad(own, "data")(PARAMS, x, y), 8, X, Y)
-
-
-def test_a_tuple_without_has_aux_teaches_both_ways_out():
-    f = jc.value_and_grad(lambda p, x: (p * x, 1.0), "data")
-    with pytest.raises(
-        TypeError, match=r"a tuple of 2.*has_aux=True.*jc.WeightedLoss\(total, weig"
-    ):
-        run("vmap", lambda x: f(1.0, x), 2, jnp.ones(2))
 
 
 def test_a_loop_that_mixes_captured_data_keeps_jaxs_own_message():
@@ -254,13 +239,25 @@ def test_a_loop_from_a_constant_in_a_loss_that_communicates_is_refused(communica
         on_replicas("checked", f, 8, X, Y)
 
 
-def test_a_weighted_loss_is_made_of_scalars():
-    for total, weight, name in ((0.0, np.ones(4, "f"), "weight"), (np.ones(2, "f"), 1.0, "total")):
-        f = jc.grad(lambda w, x, t=total, k=weight: jc.WeightedLoss(w * x * t, k), "data")
-        with pytest.raises(
-            ValueError, match=rf"the {name} of a WeightedLoss to be a scalar.*got shape"
-        ):
-            run("vmap", lambda x, f=f: f(1.0, x), 2, jnp.ones(2))
+@pytest.mark.parametrize(
+    ("error", "loss", "said", "words"),
+    [
+        (TypeError, lambda p, x: p * x, {}, r"scalar or a `jc.WeightedLoss`; got float32\[4\]"),
+        (TypeError, lambda p, x: {"loss": p}, {}, r"got dict\. Return its mean"),
+        (TypeError, lambda p, x: None, {}, "got NoneType"),
+        (TypeError, lambda p, x: (p * x, 1.0), {}, r"a tuple of 2.*has_aux=True.*jc.WeightedLoss\(total, weig"),
+        (TypeError, lambda p, x: jnp.mean(p * x), {"has_aux": True}, r"to return \(loss, aux\); got float32\[\]"),
+        (ValueError, lambda p, x: jc.WeightedLoss(p, 1.0), {"reduce_op": "sum"}, "got a WeightedLoss with reduce_op SUM"),
+        (ValueError, lambda p, x: jc.WeightedLoss(p, x), {}, "the weight of a WeightedLoss to be a scalar.*got shape"),
+        (ValueError, lambda p, x: jc.WeightedLoss(x, p), {}, "the total of a WeightedLoss to be a scalar.*got shape"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("made", [jc.value_and_grad, jc.grad, jc.accumulate])
+def test_what_is_no_loss_is_refused(error, loss, said, words, made):
+    step = made(loss, "data", *[1] * (made is jc.accumulate), **said)
+    refused(
+        f"`jc.{made.__name__}`.*{words}", step, np.ones(2, "f"), np.ones((2, 4), "f"), error=error
+    )
 
 
 def test_a_type_error_of_the_users_own_stays_their_own():
@@ -302,26 +299,3 @@ def test_a_loss_may_reduce_statistics_on_the_way(runner):
     want = jax.jit(jax.value_and_grad(whole))(PARAMS)
     for each in (one for kind in got for one in kind):
         close(each, want)
-
-
-def test_a_step_of_optax_on_a_two_axis_mesh():
-    tx = optax.adam(1e-2)
-    state = jax.tree.map(np.asarray, jax.jit(tx.init)(PARAMS))
-
-    @jax.numpy_dtype_promotion("standard")  # optax relies on it
-    def step(p, s, x, y):
-        grads = jc.grad(mean_loss, ("node", "data"))(p, x, y)
-        updates, s = tx.update(grads, s, p)
-        return optax.apply_updates(p, updates), s
-
-    rowwise = P(("node", "data"))
-    specs = (P(), P(), rowwise, rowwise)
-    mapped = jax.shard_map(step, mesh=grid(2, 4), in_specs=specs, out_specs=P())
-    got, _ = jax.jit(mapped, donate_argnums=1)(PARAMS, jax.tree.map(jnp.array, state), X, Y)
-
-    def one(p):
-        updates, _ = tx.update(jax.grad(mean_loss)(p, X, Y), state, p)
-        return optax.apply_updates(p, updates)
-
-    with jax.numpy_dtype_promotion("standard"):
-        close(got, jax.jit(one)(PARAMS), atol=1e-5)

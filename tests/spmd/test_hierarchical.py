@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import grid, noise, rows
+from cases import WHOLE, grid, mapped, noise, rows
 
 import jaxcoll as jc
 
@@ -16,25 +16,18 @@ TENSORFLOW = ("nccl/xring", "nccl/rechd", "nccl/pscpu", "pscpu/pscpu")
 MESHES = ((2, 4), (1, 8), (8, 1), (1, 1))
 
 
-def mapped(f, shape, *, checked=True, in_specs=None, out_specs=None):
+def over(shape, f, *, checked=True, ins=None, outs=WHOLE):
     mesh = grid(*shape)
     names = mesh.axis_names
-    return jax.jit(
-        jax.shard_map(
-            lambda *args: f(names, *args), mesh=mesh, check_vma=checked,
-            in_specs=P(names) if in_specs is None else in_specs,
-            out_specs=P() if out_specs is None else out_specs,
-        )
-    )  # fmt: skip
+    ins = P(names) if ins is None else ins
+    return mapped(lambda *args: f(names, *args), ins, outs, mesh, check_vma=checked)
 
 
-def reduced(algorithms, shape, x, *, checked=True, op="sum", **more):
+def reduced(algorithms, shape, x, *, checked=True, **more):
     """The sum by each algorithm, in one program."""
     asked = [jc.CommunicationOptions(algorithm=a, **more) for a in algorithms]
-    return mapped(
-        lambda names, v: [jc.all_reduce(op, v, names, options=options) for options in asked],
-        shape, checked=checked,
-    )(x)  # fmt: skip
+    f = lambda names, v: [jc.all_reduce("sum", v, names, options=options) for options in asked]
+    return over(shape, f, checked=checked)(x)
 
 
 def agrees(found, x):
@@ -92,7 +85,7 @@ def test_the_derivative_is_the_same_reduction(checked):
     ct = noise(6, 5)
     spec = P(("node", "data"))
     want = np.broadcast_to(ct.astype(np.float64).sum(0), ct.shape)
-    for got in mapped(f, (2, 3), checked=checked, in_specs=spec, out_specs=spec)(rows(6, 5), ct):
+    for got in over((2, 3), f, checked=checked, ins=spec, outs=spec)(rows(6, 5), ct):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -103,19 +96,12 @@ def test_a_leaf_that_varies_along_one_axis_only_needs_one_of_the_two():
     def f(names, x):
         return jc.all_reduce("sum", x, names, options=options, invariant="summed")
 
-    inner = mapped(f, (4, 2), in_specs=P("data"))
-    outer = mapped(f, (4, 2), in_specs=P("node"))
+    inner, outer = (over((4, 2), f, ins=P(axis)) for axis in ("data", "node"))
     assert inner(np.array([2.0, 4.0])).tolist() == [6.0]
     assert outer(np.arange(1.0, 5.0)).tolist() == [10.0]
     for program, x, permutes in ((inner, np.zeros(2), 2 * 1), (outer, np.zeros(4), 2 * 2)):
         text = program.lower(x).as_text()
         assert text.count('"stablehlo.collective_permute"') == permutes
-
-
-def test_a_mean_over_both_axes():
-    x = rows(6, 5)
-    (got,) = reduced(["nccl/xring"], (2, 3), x, op="mean")
-    np.testing.assert_allclose(np.asarray(got)[0], x.mean(0), rtol=1e-6)
 
 
 def test_shards_are_owned_by_workers_where_a_shuffle_is_between_them():
@@ -154,7 +140,6 @@ def test_axes_in_another_order_than_the_meshs_are_the_same_sum(order, checks):
         sums = [jc.all_reduce("sum", v[0], axes, options=options) for options in asked]
         return sums, [jc.all_gather(v, axes, options=options) for options in asked]
 
-    program = jax.shard_map(f, mesh=mesh, in_specs=P(axes), out_specs=P(), check_vma=checks)
-    for total, gathered in zip(*jax.jit(program)(x), strict=True):
+    for total, gathered in zip(*mapped(f, P(axes), mesh=mesh, check_vma=checks)(x), strict=True):
         np.testing.assert_array_equal(total, x.sum(0))
         np.testing.assert_array_equal(gathered, x)

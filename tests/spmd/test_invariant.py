@@ -4,19 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import grid, mesh_of, rows, run
+from cases import WHOLE, grid, mapped, rows, run, vmapped
 
 import jaxcoll as jc
 
 P = jax.sharding.PartitionSpec
 
 
-REPLICATED = P()
-
-
-def checked(f, *args, n=8, in_specs=None, out_specs=REPLICATED, mesh=None):
-    mapped = jax.shard_map(f, mesh=mesh or mesh_of(n), in_specs=in_specs, out_specs=out_specs)
-    return jax.jit(mapped)(*args)
+def checked(f, *args, in_specs, out_specs=WHOLE, mesh=8):
+    return mapped(f, in_specs, out_specs, mesh)(*args)
 
 
 def pre_summed(p, x):
@@ -34,7 +30,7 @@ def test_a_gradient_that_autodiff_has_summed_is_refused_by_name():
             match=rf"leaf \['layer'\]\[0\] is already the same on every replica along 'data' \(size {n}\)"
             rf".*count it {n} times.*invariant=\"summed\".*invariant=\"replicated\"",
         ):
-            checked(f, jnp.ones(()), rows(n), n=n, in_specs=(P(), P("data")))
+            checked(f, jnp.ones(()), rows(n), mesh=n, in_specs=(P(), P("data")))
     assert issubclass(jc.AlreadyReducedError, ValueError)
 
 
@@ -102,10 +98,13 @@ def test_a_leaf_that_varies_over_one_axis_of_two(op, invariant, want):
         )  # fmt: skip
 
 
-def test_a_leaf_keeps_the_variance_of_other_axes():
-    """Packed beside a leaf that varies over more axes, it must not catch the others' type."""
+@pytest.mark.parametrize(
+    "asked", [{"bytes_per_pack": 1 << 20}, {"overlap": True, "bytes_per_pack": 64}]
+)
+def test_a_leaf_keeps_the_variance_of_other_axes(asked):
+    """Packed beside a leaf that varies over more axes, or sent after it, it must not catch its type."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    options = jc.CommunicationOptions(bytes_per_pack=1 << 20)
+    options = jc.CommunicationOptions(**asked)
     got = checked(
         lambda a, b: jc.all_reduce("sum", (a, b), "data", options=options),
         rows(4, 3), rows(8, 3), mesh=mesh,
@@ -123,11 +122,6 @@ def test_where_types_are_not_tracked_nothing_is_inferred():
         np.testing.assert_array_equal(got[0], [8, 8, 8])
 
 
-def test_an_unknown_meaning_is_named():
-    with pytest.raises(ValueError, match="`invariant` must be one of 'error', 'summed', 'replic"):
-        run("vmap", lambda x: jc.all_reduce("sum", x, "data", invariant="skip"), 2, rows(2))
-
-
 @pytest.mark.parametrize("runner", ["vmap", "pmap", "checked", "unchecked"])
 def test_an_axis_out_of_scope_is_named_with_those_in_scope(runner):
     with pytest.raises(
@@ -136,23 +130,26 @@ def test_an_axis_out_of_scope_is_named_with_those_in_scope(runner):
         run(runner, lambda x: jc.all_reduce("sum", x, "dta"), 2, rows(2))
     with pytest.raises(NameError, match=r"`jc.value_and_grad` over axis 'dta'"):
         run(runner, lambda x: jc.value_and_grad(lambda v: v, "dta")(x), 2, rows(2))
-
-
-def test_outside_every_mapped_program_no_axis_is_in_scope():
     with pytest.raises(NameError, match="Axes in scope: none. Call it inside `jax.shard_map`"):
         jc.all_reduce("sum", jnp.ones(3), "data")
 
 
+def summed(axis, **said):
+    return lambda x: jc.all_reduce("sum", x, axis, **said)
+
+
 @pytest.mark.parametrize(
-    ("axis", "words"),
-    [(3, "a string or a non-empty tuple"), ((), "non-empty tuple"), (("data", "data"), "an axis twice"),
-     (None, "got None")],
+    ("call", "words"),
+    [
+        *((lambda axis=axis: vmapped(summed(axis), rows(2)), words) for axis, words in (
+            (3, "a string or a non-empty tuple"), ((), "non-empty tuple"), (None, "got None"),
+            (("data", "data"), "an axis twice"),
+        )),
+        (lambda: jax.jit(lambda axis: summed(axis)(jnp.ones(3)))(3), "make the argument static"),
+        (lambda: vmapped(summed("data", invariant="skip"), rows(2)),
+         "`invariant` must be one of 'error', 'summed', 'replic"),
+    ],
 )  # fmt: skip
-def test_an_axis_name_of_the_wrong_form_is_refused(axis, words):
+def test_an_axis_name_of_the_wrong_form_and_an_unknown_meaning_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
-        run("vmap", lambda x: jc.all_reduce("sum", x, axis), 2, rows(2))
-
-
-def test_a_traced_axis_name_is_told_to_be_static():
-    with pytest.raises(ValueError, match="make the argument static"):
-        jax.jit(lambda axis: jc.all_reduce("sum", jnp.ones(3), axis))(3)
+        call()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import RUNNERS, grid, program, run
+from cases import RUNNERS, grid, mapped, program, run
 
 import jaxcoll as jc
 
@@ -41,7 +41,6 @@ def test_of_shards_over_all_replicas(runner):
 
 def test_what_every_replica_holds_counts_once_beside_shards():
     """Over two axes: whole, a shard over one axis, a shard over both. One scalar travels."""
-    mesh = grid(2, 4)
     both, spec = ("node", "data"), jax.sharding.PartitionSpec
     specs = {"whole": spec(), "some": spec("data"), "all": spec(both)}
     tree = {k: RNG.standard_normal(16).astype("f") for k in specs}
@@ -49,13 +48,13 @@ def test_what_every_replica_holds_counts_once_beside_shards():
     def f(tree):
         return jc.global_norm(tree, both), jc.all_finite(tree, both)
 
-    mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=spec()))
-    norm, finite = mapped(tree)
+    program = mapped(f, (specs,), mesh=grid(2, 4))
+    norm, finite = program(tree)
     np.testing.assert_allclose(norm, of_all(tree), rtol=1e-6)
     assert finite
-    assert mapped.lower(tree).as_text().count('"stablehlo.all_reduce"') == 2
+    assert program.lower(tree).as_text().count('"stablehlo.all_reduce"') == 2
     tree["some"][5] = np.inf
-    assert not mapped(tree)[1]
+    assert not program(tree)[1]
 
 
 @pytest.mark.parametrize("checks", [True, False])

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import RUNNERS, lowered, rows, run
-from jax.sharding import Mesh, PartitionSpec
 
 import jaxcoll as jc
 
@@ -41,22 +40,6 @@ def test_packs_are_chained_in_the_order_they_are_ready():
 
     text = lowered(step, 4, rows(4, 2, 4)).as_text()
     assert text.count("optimization_barrier") == text.count("stablehlo.all_reduce") - 1 > 3
-
-
-def test_a_leaf_that_varies_over_another_axis_waits_for_one_that_does_not():
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
-
-    def step(a, b):
-        reduced = jc.all_reduce("mean", [a, b], "data", options=OVERLAP)
-        return reduced[0], reduced[1]
-
-    specs = (PartitionSpec("data"), PartitionSpec("data", "model"))
-    out = (PartitionSpec(), PartitionSpec(None, "model"))
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out)
-    a, b = rows(2, 30), rows(2, 40)
-    got = jax.jit(mapped)(a, b)
-    np.testing.assert_allclose(got[0], np.mean(a, 0, keepdims=True))
-    np.testing.assert_allclose(got[1], np.mean(b, 0, keepdims=True))
 
 
 def test_a_bare_reduction_goes_from_last_to_first_and_says_so():

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from cases import close as nearly
-from cases import grid, mesh_of
+from cases import grid, mapped
 from jax import lax
 
 import jaxcoll as jc
@@ -91,9 +91,7 @@ def on_replicas(f, specs=SPECS, mesh=MESH):
         }
 
     ins = (specs, P(*BOTH), P(*BOTH))
-    return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=ins, out_specs=(P(), specs)))(
-        PARAMS, X, WEIGHT
-    )
+    return mapped(own, ins, (P(), specs), mesh)(PARAMS, X, WEIGHT)
 
 
 @pytest.mark.parametrize("pieces", [None, 2])
@@ -108,8 +106,7 @@ def test_a_leaf_is_reduced_over_the_axes_along_which_it_is_the_same(loss, pieces
 
 
 def on_a_line(f, in_specs, out_specs, *args, checks=True):
-    specs = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": checks}
-    return jax.jit(jax.shard_map(f, mesh=mesh_of(4), **specs))(*args)
+    return mapped(f, in_specs, out_specs, check_vma=checks)(*args)
 
 
 BATCH = X.reshape(4, -1, 3)
@@ -176,9 +173,7 @@ def test_nothing_is_sent_for_a_leaf_that_every_replica_has_its_own_of():
 
     params = {"expert": np.ones((4, 3, 4), "f"), "shared": np.ones((3, 4), "f")}
     specs = {"expert": ROW, "shared": P()}
-    f = jax.shard_map(
-        jc.grad(loss, "data"), mesh=mesh_of(4), in_specs=(specs, ROW), out_specs=specs
-    )
+    f = mapped(jc.grad(loss, "data"), (specs, ROW), specs)
     report = jc.assert_collectives(f, params, X.reshape(-1, 3), max_count=1)
     assert report.wire_bytes == 2 * 3 / 4 * params["shared"].nbytes
 

@@ -4,7 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OPTIONS, RUNNERS, assert_trees_equal, grid, lowered, per_replica, rows, run, tree
+from cases import (
+    OPTIONS,
+    RUNNERS,
+    assert_trees_equal,
+    grid,
+    lowered,
+    mapped,
+    per_replica,
+    rows,
+    run,
+    tree,
+)  # fmt: skip
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxcoll as jc
@@ -117,8 +128,7 @@ def test_over_two_axes_the_parts_are_in_the_order_of_the_replicas():
         return found
 
     outs = [(P(axes), P())] * len(algorithms)
-    mapped = jax.shard_map(f, mesh=grid(2, 4), in_specs=P(axes), out_specs=outs)
-    for parts, whole in jax.jit(mapped)(x):
+    for parts, whole in mapped(f, P(axes), outs, grid(2, 4))(x):
         np.testing.assert_array_equal(whole, np.asarray(x).sum(0))
         np.testing.assert_array_equal(np.asarray(parts).reshape(-1)[:2000], np.asarray(x).sum(0))
 
@@ -216,45 +226,35 @@ def test_what_cannot_be_cut_is_refused_by_its_path(call, words):
 def test_a_leaf_sharded_over_an_axis_that_is_not_mapped_is_refused():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     x = jax.device_put(np.ones((2, 8), "f"), jax.NamedSharding(mesh, P("data", "model")))
-    f = jax.shard_map(lambda v: jc.reduce_scatter("sum", v, "data").parts[0], mesh=mesh,
-                      in_specs=P("data"), out_specs=P("data"), axis_names={"data"})  # fmt: skip
+    f = lambda v: jc.reduce_scatter("sum", v, "data").parts[0]
     with pytest.raises(ValueError, match=r"the value in shards: it is sharded over another axis"):
-        jax.jit(f)(x)
+        mapped(f, outs=P("data"), mesh=mesh, axis_names={"data"})(x)
 
 
 def test_shards_are_gathered_over_the_axes_they_were_made_over():
-    mesh = grid(2, 4)
     f = lambda v: jc.all_gather(jc.reduce_scatter("sum", v, ("node", "data")), "data")
-    with pytest.raises(
-        ValueError, match=r"over 'data' \(size 4\) got Shards of 8 replicas over 'node', 'data'"
-    ):
-        jax.shard_map(f, mesh=mesh, in_specs=P(("node", "data")), out_specs=P())(np.ones(8, "f"))
+    words = r"over 'data' \(size 4\) got Shards of 8 replicas over 'node', 'data'"
+    with pytest.raises(ValueError, match=words):
+        mapped(f, P(("node", "data")), mesh=grid(2, 4))(np.ones(8, "f"))
 
 
-@pytest.mark.parametrize("op", ["mean", "sum"])
-def test_value_and_grad_can_leave_the_gradients_in_shards(op):
+@pytest.mark.parametrize("kind", ["mean", "sum", "weighted"])
+def test_value_and_grad_can_leave_the_gradients_in_shards(kind):
+    """As they are whole; by weights that are few on one replica and none on another, too."""
     w, x = {"a": np.full(300, 0.5, "f"), "b": np.float32(2.0)}, rows(3, 4, 300)
-    loss = lambda w, x: jnp.sum(jnp.tanh(x @ w["a"] + w["b"]))
+    real = np.array([[1.0] * 4, [1, 0, 0, 0], [0] * 4], "f")
+    op = "sum" if kind == "sum" else "mean"
 
-    def whole(x, w=w):
-        value, grads = jc.value_and_grad(loss, "data", reduce_op=op, scatter=True)(w, x)
-        only = jc.grad(loss, "data", reduce_op=op, scatter=True)(w, x)
-        plain = jc.value_and_grad(loss, "data", reduce_op=op)(w, x)
+    def loss(w, x, m):
+        each = jnp.tanh(x @ w["a"] + w["b"])
+        return jc.WeightedLoss((m * each).sum(), m.sum()) if kind == "weighted" else each.sum()
+
+    def whole(x, m, w=w):
+        value, grads = jc.value_and_grad(loss, "data", reduce_op=op, scatter=True)(w, x, m)
+        only = jc.grad(loss, "data", reduce_op=op, scatter=True)(w, x, m)
+        plain = jc.value_and_grad(loss, "data", reduce_op=op)(w, x, m)
         return (value, jc.all_gather(grads, "data")), jc.all_gather(only, "data"), plain
 
-    got, only, want = run("checked", whole, 3, x)
+    got, only, want = run("checked", whole, 3, x, real)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
     assert_trees_equal(only, got[1])
-
-
-def test_a_weighted_mean_is_exact_in_shards_too():
-    x, real = rows(3, 4), jnp.array([[1.0] * 4, [1, 0, 0, 0], [0] * 4])
-    loss = lambda w, x, m: jc.WeightedLoss(jnp.sum((w * x) ** 2 * m), jnp.sum(m))
-
-    def whole(x, m):
-        value, grads = jc.value_and_grad(loss, "data", scatter=True)(np.float32(3.0), x, m)
-        return value, jc.all_gather(grads, "data")
-
-    got = run("checked", whole, 3, x, real)
-    mean = np.sum(np.asarray(x) ** 2 * np.asarray(real)) / 5
-    np.testing.assert_allclose([got[0][0], got[1][0]], [9 * mean, 6 * mean], rtol=1e-6)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, each_row, lowered, noise, per_replica, rows, run
+from cases import RUNNERS, each_row, mapped, noise, per_replica, rows, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,11 +128,8 @@ def test_several_axes_are_counted_as_they_are_named(shape, names):
         sizes = dict(zip(names, shape, strict=True))
         mesh = jax.make_mesh(tuple(sizes[a] for a in sorted(names)), tuple(sorted(names)), axis_types=mesh.axis_types)  # fmt: skip
     x = noise(n, 101)
-    f = jax.shard_map(
-        lambda v: [jc.all_reduce("sum", v[0], names, options=reproducible(**o)) for o in asked],
-        mesh=mesh, in_specs=P(names), out_specs=P(),
-    )  # fmt: skip
-    for got in jax.jit(f)(x):
+    f = lambda v: [jc.all_reduce("sum", v[0], names, options=reproducible(**o)) for o in asked]
+    for got in mapped(f, P(names), mesh=mesh)(x):
         assert not any(differing({"": got}, {"": pairs_of(list(x))}).values())
 
 
@@ -275,24 +272,14 @@ def test_hierarchies_are_refused_where_groups_are_no_branches_of_the_tree():
             choose(reproducible(algorithm=name), World(sizes=(2, 4), processes=2))
 
 
-def test_one_replica_has_nothing_to_refuse():
-    for asked in ({}, {"algorithm": "ring"}, {"implementation": "nccl"}):
-        f = lambda x, asked=asked: jc.all_reduce("sum", x, "data", options=reproducible(**asked))
-        assert "stablehlo.collective" not in lowered(f, 1, rows(1, 4)).as_text()
-        np.testing.assert_array_equal(run("checked", f, 1, rows(1, 4)), rows(1, 4))
-
-
 def test_a_leaf_that_must_keep_its_shape_is_refused_by_its_path():
     auto = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=auto)
     f = lambda x: jc.all_reduce("sum", {"w": x}, "data", options=reproducible())
     x = jax.device_put(jnp.zeros((2, 8)), jax.NamedSharding(mesh, P(None, "model")))
-    with jax.set_mesh(mesh):
-        step = jax.shard_map(f, in_specs=P("data"), out_specs=P(), axis_names={"data"})
-        with pytest.raises(
-            ValueError, match=r"`reproducible` cannot hold for leaf \['w'\]: it is sharded over"
-        ):
-            jax.jit(step).lower(x)
+    words = r"`reproducible` cannot hold for leaf \['w'\]: it is sharded over"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=words):
+        mapped(f, mesh=mesh, axis_names={"data"}).lower(x)
 
 
 def test_the_plan_says_so():

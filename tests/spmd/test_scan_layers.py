@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import close, grid, mesh_of
+from cases import close, grid, mapped, mesh_of
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -55,19 +55,21 @@ def one_device():
     return jax.jit(jax.value_and_grad(plain, argnums=(0, 1, 2)))(STACK, X, MASK)
 
 
-def on_rows(f, *args, specs, out_specs, checks=True, mesh=None):
-    mesh = mesh_of(N) if mesh is None else mesh
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=checks)
-    return jax.jit(mapped)(*args)
+def on_rows(f, *args, specs, out_specs, checks=True, mesh=N):
+    return mapped(f, specs, out_specs, mesh, check_vma=checks)(*args)
 
 
-SCHEDULES = [(1, True, "mean"), (1, False, "sum"), (2, "dots", "mean"), (0, True, "sum")]
-
-
-def settings(ahead, remat):
-    if remat == "dots":
-        remat = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return {"ahead": ahead, "remat": remat}
+DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+PACKED = jc.CommunicationOptions(algorithm="halving_doubling", bytes_per_pack=1 << 20)
+SCHEDULES = [
+    {"ahead": 1},
+    {"remat": False, "reduce_op": "sum"},
+    {"ahead": 2, "remat": DOTS},
+    {"ahead": 0, "reduce_op": "sum", "unroll": 2},
+    {"unroll": 3},
+    {"options": PACKED, "ahead": 0},
+    {"options": jc.CommunicationOptions(reproducible=True), "ahead": 0},
+]
 
 
 @pytest.mark.slow
@@ -79,21 +81,28 @@ def test_plain_grad_has_reduced_rows(checks):
         if checks:  # so that types do not sum the mask's gradient
             mask = lax.pcast(mask, "data", to="varying")
         found = []
-        for ahead, remat, op in SCHEDULES:
-            loss = functools.partial(loss_of, scan_of(reduce_op=op, **settings(ahead, remat)))
+        for how in SCHEDULES:
+            loss = functools.partial(loss_of, scan_of(**how))
             value, (of_stack, of_x, of_mask) = jax.value_and_grad(loss, (0, 1, 2))(stack, x, mask)
-            if op == "sum":
+            if how.get("reduce_op") == "sum":
                 of_stack = jax.tree.map(lambda g: g / N, of_stack)
             found.append(
                 (lax.pmean(value, "data"), (of_stack, of_x / N, lax.pmean(of_mask, "data")))
             )
-        return found
+        one_layer = functools.partial(loss_of, scan_of(unroll=2))
+        return found, jax.grad(one_layer)(first_of(stack), x, MASK)
 
     specs = (SPECS, ROWS, P())
-    out = [(P(), specs)] * len(SCHEDULES)
-    got = on_rows(replica, STACK, X, MASK, specs=specs, out_specs=out, checks=checks)
+    out = [(P(), specs)] * len(SCHEDULES), SPECS
+    got, of_one = on_rows(replica, STACK, X, MASK, specs=specs, out_specs=out, checks=checks)
     for each in got:
         close(each, one_device(), rtol=2e-5)
+    alone = jax.jit(jax.grad(functools.partial(loss_of, lax.scan)))
+    close(of_one, alone(first_of(STACK), X, MASK), rtol=2e-5)
+
+
+def first_of(stack):
+    return jax.tree.map(lambda a: a[:1], stack)
 
 
 def weighted(scan, stack, x, mask):
@@ -108,7 +117,7 @@ def test_what_is_reduced_here_is_not_sent_again(call):
     def replica(stack, x, mask):
         found = []
         for ahead, remat in ((1, True), (9, False)):
-            scan = scan_of(**settings(ahead, remat))
+            scan = scan_of(ahead=ahead, remat=remat)
             loss = functools.partial(weighted if call == "weighted" else loss_of, scan)
             if call == "accumulate":
                 f = jc.accumulate(loss, "data", 2, batch_argnums=1, argnums=(0, 2))
@@ -297,10 +306,7 @@ def test_many_leaves_keep_their_types(checks):
 
 
 def compiled(loss, *args, specs):
-    mapped = jax.shard_map(
-        jax.grad(loss), mesh=mesh_of(N), in_specs=specs, out_specs=specs[0], check_vma=False
-    )
-    return jc.inspect(jax.jit(mapped), *args)
+    return jc.inspect(mapped(jax.grad(loss), specs, specs[0], N, check_vma=False), *args)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
@@ -358,53 +364,17 @@ def test_what_is_gathered_is_cast_before():
         return jax.grad(f)(w), jc.scan_layers(layer, x, w, "data", gather_dtype=jnp.bfloat16)[1]
 
     specs = P(None, "data"), ROWS
-    text = (
-        jax.jit(jax.shard_map(replica, mesh=mesh_of(N), in_specs=specs, out_specs=(specs[0], ROWS)))
-        .lower(STACK["w"], X)
-        .as_text(debug_info=True)
-    )
+    program = mapped(replica, specs, (specs[0], ROWS), N)
+    text = program.lower(STACK["w"], X).as_text(debug_info=True)
     moved = [line for line in text.splitlines() if "all_gather" in line or "reduce_scatter" in line]
     assert moved
     assert all("bf16" in line for line in moved if "->" in line)
     assert narrow_sums(text) == []  # it is what was asked for
-    of_w, sizes = on_rows(replica, STACK["w"], X, specs=specs, out_specs=(specs[0], ROWS))
+    of_w, sizes = program(STACK["w"], X)
     assert of_w.dtype == np.float32
     assert set(np.asarray(sizes)) == {2.0}
     plain = lambda w: jnp.mean(lax.scan(lambda h, p: (h @ p, None), X, w)[0])
     close(of_w, jax.grad(plain)(STACK["w"]), rtol=0.05, atol=2e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("unroll", [2, 3])
-def test_unrolled_loops_and_results_of_one_layer(unroll):
-    def replica(stack, x):
-        one = jax.tree.map(lambda a: a[:1], stack)
-        scan = scan_of(unroll=unroll)
-        return (
-            jax.grad(functools.partial(loss_of, scan))(stack, x, MASK),
-            jax.grad(functools.partial(loss_of, scan))(one, x, MASK),
-        )
-
-    got = on_rows(replica, STACK, X, specs=(SPECS, ROWS), out_specs=(SPECS, SPECS))
-    plain = jax.jit(jax.grad(functools.partial(loss_of, lax.scan)))
-    one = jax.tree.map(lambda a: a[:1], STACK)
-    close(got, (plain(STACK, X, MASK), plain(one, X, MASK)), rtol=2e-5)
-
-
-@pytest.mark.slow
-def test_algorithms_of_ours_and_reproducible_sums():
-    options = [
-        jc.CommunicationOptions(algorithm="halving_doubling", bytes_per_pack=1 << 20),
-        jc.CommunicationOptions(reproducible=True),
-    ]
-
-    def replica(stack, x):
-        scans = [scan_of(options=each, ahead=0) for each in options]
-        return [jax.grad(functools.partial(loss_of, scan))(stack, x, MASK) for scan in scans]
-
-    found = on_rows(replica, STACK, X, specs=(SPECS, ROWS), out_specs=[SPECS] * 2)
-    for each in found:
-        close(each, one_device()[1][0], rtol=2e-5)
 
 
 def call(layer=None, carry=None, stack=None, *, specs=SPECS, checks=True, outer=None, **how):
@@ -420,10 +390,7 @@ def call(layer=None, carry=None, stack=None, *, specs=SPECS, checks=True, outer=
 
     stack = STACK if stack is None else stack
     out = ROWS if outer is None else specs
-    mapped = jax.shard_map(
-        replica, mesh=mesh_of(N), in_specs=(specs, ROWS), out_specs=out, check_vma=checks
-    )
-    return jax.eval_shape(mapped, stack, X)
+    return jax.eval_shape(mapped(replica, (specs, ROWS), out, N, check_vma=checks), stack, X)
 
 
 def rows_of(*shape):
@@ -541,13 +508,9 @@ def test_a_layer_that_reads_the_gathered_stack():
         whole = lax.all_gather(w, "data", axis=1, tiled=True)
         return jc.scan_layers(lambda h, p: h @ whole[0], x, w, "data", sharded=True)[0]
 
-    mapped = jax.shard_map(
-        replica, mesh=mesh_of(N), in_specs=(P(None, "data"), ROWS), out_specs=ROWS
-    )
-    with pytest.raises(
-        ValueError, match=r"reads an array of type float32\[4, 16, 16\] .* the value"
-    ):
-        jax.eval_shape(mapped, STACK["w"], X)
+    words = r"reads an array of type float32\[4, 16, 16\] .* the value"
+    with pytest.raises(ValueError, match=words):
+        mapped(replica, (P(None, "data"), ROWS), ROWS, N)(STACK["w"], X)
 
 
 def test_a_second_derivative_is_refused():
@@ -555,14 +518,9 @@ def test_a_second_derivative_is_refused():
         scan = lambda x: jnp.sum(jc.scan_layers(lambda h, p: h @ p, x, w, "data")[0] ** 2)
         return jnp.sum(jax.grad(scan)(x) ** 2)
 
-    mapped = jax.shard_map(
-        jax.grad(replica),
-        mesh=mesh_of(N),
-        in_specs=(P(None, "data"), ROWS),
-        out_specs=P(None, "data"),
-    )
+    rows = P(None, "data")
     with pytest.raises(NotImplementedError, match="`scan_layers` has first derivatives only"):
-        jax.eval_shape(mapped, STACK["w"], X)
+        mapped(jax.grad(replica), (rows, ROWS), rows, N)(STACK["w"], X)
 
 
 @pytest.mark.parametrize("within", ["scan", "checkpoint", "vmap"])
@@ -598,11 +556,9 @@ def test_shards_of_something_else(words, message):
         shards = shards.replace([shards.parts[0][0] if flat else shards.parts[0]])
         return jc.scan_layers(lambda h, p: h, jnp.ones(()), shards, axis, **words)[0]
 
-    mesh = mesh_of(N, axis)
     spec = shards.replace([P(None, axis)])
-    mapped = jax.shard_map(replica, mesh=mesh, in_specs=(spec,), out_specs=P())
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(mapped, shards)
+        mapped(replica, (spec,), mesh=mesh_of(N, axis))(shards)
 
 
 def test_a_loss_over_some_of_the_axes():
@@ -612,6 +568,5 @@ def test_a_loss_over_some_of_the_axes():
         scan = lambda layer, x, stack: jc.scan_layers(layer, x, stack, both, sharded=WORDS)
         return jc.grad(functools.partial(loss_of, scan), "data")(stack, x, MASK)
 
-    mapped = jax.shard_map(replica, mesh=HYBRID, in_specs=(SPECS, P(both)), out_specs=SPECS)
     with pytest.raises(ValueError, match="Give both the same `axis_name`"):
-        jax.eval_shape(mapped, STACK, X)
+        mapped(replica, (SPECS, P(both)), SPECS, HYBRID)(STACK, X)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OPTIONS, RUNNERS, grid, mesh_of, per_replica, split
+from cases import OPTIONS, RUNNERS, grid, mapped, mesh_of, per_replica, split
 from cases import close as nearly
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -198,8 +198,7 @@ def test_outside_of_value_and_grad_types_mean_what_they_mean_elsewhere():
 
     rows, of = PartitionSpec("data"), {"embedding": PartitionSpec("data")}
     of["layers"] = PartitionSpec(None, "data")
-    mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=(of, rows, rows), out_specs=(of, of))
-    of_mean, of_sum = jax.jit(mapped)(in_shards(4), X, MASK)
+    of_mean, of_sum = mapped(step, (of, rows, rows), (of, of))(in_shards(4), X, MASK)
     _, want = on_one_device(mean)
     close(jc.unshard(of_mean), want)
     close(jc.unshard(of_sum), jax.tree.map(lambda x: 4 * x, want))
@@ -255,29 +254,22 @@ def test_gradients_in_shards_are_not_reduced_once_more(name):
 
 
 def test_what_cannot_be_gathered_or_differentiated_so_is_refused():
-    shards = in_shards(8)
-    step = functools.partial(jc.data_parallel, batch_argnums=1)
-    with pytest.raises(ValueError, match=r"Shards of 3 stacked layers, all of which no device has"):
-        step(lambda s, x: jc.all_gather(s, "data"))(shards, X)
-    with pytest.raises(
-        ValueError, match=r"`Shards` and with arrays beside them, which would become n"
-    ):
-        step(lambda s, x: jc.all_gather((s["embedding"], x), "data"))(shards, X)
-    f = jc.data_parallel(
-        jc.value_and_grad(gathering(mean), "data", scatter=True), batch_argnums=(1, 2)
-    )
-    with pytest.raises(
-        ValueError, match=r"scatter=True: .* gradients of `Shards` are Shards without"
-    ):
-        f(shards, X, MASK)
-    with pytest.raises(
-        ValueError, match=r"Shards of 8 replicas along 'data' do not fit the mesh \(data=4\)"
-    ):
-        jc.data_parallel(lambda s, x: x.sum(), mesh=mesh_of(4))(shards, X)
-    with pytest.raises(
-        ValueError, match=r"args\[1\] holds `Shards` and is taken for the batch, whose"
-    ):
-        jc.data_parallel(lambda x, s: x.sum(), batch_argnums=(0, 1))(X, shards)
+    shards, mine = in_shards(8), functools.partial(jc.data_parallel, batch_argnums=1)
+    scattered = jc.value_and_grad(gathering(mean), "data", scatter=True)
+    for words, step, args in (
+        (r"Shards of 3 stacked layers, all of which no device has",
+         mine(lambda s, x: jc.all_gather(s, "data")), (shards, X)),
+        (r"`Shards` and with arrays beside them, which would become n",
+         mine(lambda s, x: jc.all_gather((s["embedding"], x), "data")), (shards, X)),
+        (r"scatter=True: .* gradients of `Shards` are Shards without",
+         jc.data_parallel(scattered, batch_argnums=(1, 2)), (shards, X, MASK)),
+        (r"Shards of 8 replicas along 'data' do not fit the mesh \(data=4\)",
+         jc.data_parallel(lambda s, x: x.sum(), mesh=mesh_of(4)), (shards, X)),
+        (r"args\[1\] holds `Shards` and is taken for the batch, whose",
+         jc.data_parallel(lambda x, s: x.sum(), batch_argnums=(0, 1)), (X, shards)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            step(*args)
 
 
 def test_what_needs_another_value_keeps_its_bits_and_no_compiler_sees_that_it_does_not():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import RUNNERS, grid, lowered, mesh_of, noise, per_replica, rows, run
+from cases import RUNNERS, grid, lowered, mapped, noise, per_replica, rows, run
 
 import jaxcoll as jc
 from jaxcoll import IndexedSlices
@@ -156,9 +156,8 @@ def test_L44_the_derivative_from_outside_is_each_replicas_own_slice():
     n = 4
     x, i = noise(n, 3, 2), indices(n, 3)
     body = lambda v, i: jc.all_reduce("mean", IndexedSlices(v[0], i[0]), "data").values
-    mapped = jax.shard_map(body, mesh=mesh_of(n), in_specs=P("data"), out_specs=P())
     weight = rows(n, 3, 2, seed=5)
-    got = jax.grad(lambda v: jnp.sum(jax.jit(mapped)(v, i) * weight.reshape(12, 2)))(x)
+    got = jax.grad(lambda v: jnp.sum(mapped(body)(v, i) * weight.reshape(12, 2)))(x)
     np.testing.assert_allclose(got, weight / n, rtol=1e-6)
 
 
@@ -196,12 +195,10 @@ def test_rows_that_differ_at_indices_that_do_not_or_the_reverse(runner):
 @pytest.mark.parametrize("checked", [True, False])
 def test_replicas_along_several_axes_are_in_the_order_of_the_axes(shape, checked):
     n = shape[0] * shape[1]
-    mesh = grid(*shape)
-    f = jax.shard_map(
-        lambda i: jc.all_reduce("sum", IndexedSlices(i.astype(jnp.float32), i), ("node", "data")),
-        mesh=mesh, in_specs=P(("node", "data")), out_specs=P(), check_vma=checked,
-    )  # fmt: skip
-    assert jax.jit(f)(jnp.arange(2 * n)).indices.tolist() == list(range(2 * n))
+    both = ("node", "data")
+    f = lambda i: jc.all_reduce("sum", IndexedSlices(i.astype(jnp.float32), i), both)
+    found = mapped(f, P(both), mesh=grid(*shape), check_vma=checked)(jnp.arange(2 * n))
+    assert found.indices.tolist() == list(range(2 * n))
 
 
 def test_a_vmap_inside_reduces_each_by_itself():
@@ -242,17 +239,6 @@ def test_nothing_to_gather(runner):
     f = lambda x: [jc.all_reduce("mean", IndexedSlices(v, i), "data") for v, i in x]
     for got, (k, row) in zip(run(runner, f, 3, x), shapes, strict=True):
         assert (got.values.shape, got.indices.shape) == ((3, 3 * k, row), (3, 3 * k))
-
-
-def test_one_replica_emits_no_collective():
-    program = lowered(
-        lambda v, i: jc.all_reduce("mean", IndexedSlices(v, i), "data"),
-        1,
-        rows(1, 2),
-        indices(1, 2),
-    )
-    for text in (program.as_text(), program.compile().as_text()):
-        assert not re.search(r"stablehlo\.(all|coll)|all-(reduce|gather)\(", text)
 
 
 def test_it_is_never_made_dense_on_the_way():

@@ -285,13 +285,6 @@ def test_along_one_of_two_axes_the_other_is_still_to_be_reduced():
     assert [leaf.over for leaf in last[0].leaves if "stack" in leaf.path] == [(2, 1)] * 2
 
 
-def test_one_replica_has_no_collective():
-    f = jc.value_and_grad(functools.partial(mean_loss, nested, sync), "data")
-    assert "all_reduce" not in lowered(lambda x: f(PARAMS, x), 1, split(1, X)).as_text().replace(
-        "all_reduce_", ""
-    )
-
-
 def test_options_come_from_the_gradient_then_from_the_program():
     loss = functools.partial(mean_loss, scanned, sync)
     ring = jc.CommunicationOptions(algorithm="ring")
@@ -360,15 +353,10 @@ def test_what_has_no_gradient_is_refused_by_its_path(tree, words):
     assert run("vmap", lambda x: (sync(None), sync({"a": None})) and x, 2, jnp.ones(2)).tolist()
 
 
-def test_a_sum_inside_a_gradient_that_is_reduced_is_refused():
+def test_a_sum_inside_a_gradient_that_is_reduced_and_an_axis_that_is_not_mapped_are_refused():
+    with pytest.raises(NameError, match="`sync_in_backward` over axis 'model': no such axis"):
+        jc.sync_in_backward(jnp.ones(2), "model")
     loss = lambda w, x: jnp.mean(sync(w, reduce_op="sum") * x)
     for gradient, name in ((jc.grad, "jc.grad"), (jc.value_and_grad, "value_and_grad")):
         with pytest.raises(ValueError, match=rf"over 'data' with reduce_op SUM, inside.*{name}"):
             run("vmap", lambda x, g=gradient: g(loss, "data")(2.0, x), 2, jnp.ones(2))
-
-
-def test_an_axis_that_is_not_mapped_is_refused():
-    refused(
-        "`sync_in_backward` over axis 'model': no such axis",
-        lambda x: jc.sync_in_backward(x, "model"), jnp.ones(2), error=NameError,
-    )  # fmt: skip

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
+    assert_trees_equal,
     compiled_and_planned,
     gaussian,
     grid,
+    mapped,
     mesh_of,
     per_replica,
     refused,
@@ -141,27 +143,21 @@ def test_what_a_vmap_does_not_map_is_summed_as_well(call, asked):
     assert (found == 254).all()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_one_replica_rounds_and_sends_nothing(name):
-    value = case(1, name)
-    f = lambda v: jc.all_reduce("sum", v, "data", options=OPTIONS[name])
-    for got, x in zip(
-        jax.tree.leaves(run("checked", f, 1, value)), jax.tree.leaves(value), strict=True
-    ):
-        assert np.asarray(got).tobytes() == np.asarray(x).tobytes()
-    plan = jc.plan(jax.tree.map(lambda x: x[0], value), axis_size=1, options=OPTIONS[name])
-    assert plan.steps == plan.wire_bytes == 0
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_every_size_over_every_number_of_replicas(n):
+    """One replica rounds and sends nothing."""
     sizes = (0, 1, 63, 64, 65, 255, 256, 257, 1000)
     value = {str(size): gaussian(n, size) for size in sizes}
     f = lambda v: {k: jc.all_reduce("sum", v, "data", options=o) for k, o in OPTIONS.items()}
     for name, got in run("checked", f, n, value).items():
+        if n == 1:
+            plan = jc.plan(value, axis_size=1, options=OPTIONS[name])
+            assert plan.steps == plan.wire_bytes == 0
+            assert_trees_equal(got, value)
+            continue
         for size in sizes[1:]:
             want = value[str(size)].astype("f8").sum(0)
-            exact = n == 1 or size < max(64, BLOCK[name])
+            exact = size < max(64, BLOCK[name])
             few = 1 + 5 / size**0.5  # of so few elements the error differs from the mean of all
             assert error(got[str(size)][0], want) < (1e-6 if exact else few * ERROR[name])
 
@@ -273,8 +269,7 @@ def test_a_hierarchy_rounds_twice():
     x = gaussian(8, 5000)
     options = jc.CommunicationOptions(algorithm="shuffle/native", compression="int8")
     f = lambda v: jc.all_reduce("sum", v[0], ("node", "data"), options=options)
-    over = jax.shard_map(f, mesh=grid(2, 4), in_specs=P(("node", "data")), out_specs=P())
-    got = jax.jit(over)(x)
+    got = mapped(f, P(("node", "data")), mesh=grid(2, 4))(x)
     assert error(got, x.astype("f8").sum(0)) < 1.05 * ERROR["int8"]
 
 
@@ -288,8 +283,7 @@ def test_a_hierarchy_of_one_host_rounds_nothing():
         owed = jc.residual(v[0], axes)
         return plain, *jc.all_reduce("sum", v[0], axes, options=options, residual=owed)
 
-    over = jax.shard_map(f, mesh=grid(1, 4), in_specs=P(axes), out_specs=(P(), P(), P(axes)))
-    plain, total, owed = jax.jit(over)(x)
+    plain, total, owed = mapped(f, P(axes), (P(), P(), P(axes)), grid(1, 4))(x)
     for got in (plain, total):
         np.testing.assert_allclose(got, x.astype("f8").sum(0), atol=1e-5)
     assert not any(np.any(part) for part in owed.parts)

@@ -1,14 +1,14 @@
 """data_parallel: an ordinary step, placed, compiled once a shape, and checked."""
 
 import dataclasses
+import itertools
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from cases import CompileCounter, close
+from cases import CompileCounter
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcoll as jc
@@ -17,59 +17,10 @@ RNG = np.random.default_rng(0)
 X = RNG.standard_normal((24, 5)).astype("f")
 Y = RNG.standard_normal((24, 2)).astype("f")
 PARAMS = {"w": RNG.standard_normal((5, 2)).astype("f"), "b": np.zeros(2, "f")}
-TX = optax.sgd(0.1, momentum=0.9)
 
 
 def loss(p, batch):
     return jnp.mean((batch["x"] @ p["w"] + p["b"][None] - batch["y"]) ** 2)
-
-
-def local_step(gradient):
-    @jax.numpy_dtype_promotion("standard")  # optax relies on it
-    def step(params, state, batch):
-        value, grads = gradient(params, batch)
-        updates, state = TX.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
-
-
-def train(step, steps=4):
-    params, state = PARAMS, TX.init(PARAMS)
-    for _ in range(steps):
-        params, state, value = step(params, state, {"x": X, "y": Y})
-    return params, state, value
-
-
-ONE_DEVICE = train(jax.jit(local_step(jax.value_and_grad(loss))))
-
-MESHES = {
-    "none": (None, "data"),
-    "auto": (jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), "data"),
-    "explicit": (jax.make_mesh((8,), ("data",)), "data"),
-    "three": (Mesh(np.array(jax.devices()[:3]), ("data",)), "data"),
-    "one": (Mesh(np.array(jax.devices()[:1]), ("data",)), "data"),
-    "beside a model axis": (jax.make_mesh((4, 2), ("data", "model")), "data"),
-    "two levels": (jax.make_mesh((2, 4), ("node", "data")), ("node", "data")),
-}
-
-
-PACKED, RING = (
-    jc.CommunicationOptions(bytes_per_pack=48), jc.CommunicationOptions(implementation="ring")
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [*((name, None) for name in MESHES),
-     *((name, options) for name in ("auto", "two levels") for options in (PACKED, RING))],
-)  # fmt: skip
-def test_n_devices_equal_one_device(name, options):
-    mesh, axis = MESHES[name]
-    step = local_step(lambda p, b: jc.value_and_grad(loss, axis)(p, b))
-    got = train(jc.data_parallel(step, mesh=mesh, axis_name=axis, options=options))
-    close(got, ONE_DEVICE)
-    assert all(g.is_fully_replicated for g in jax.tree.leaves(got))
 
 
 def counted(**settings):
@@ -84,39 +35,26 @@ def counted(**settings):
     return step, traces
 
 
-@pytest.mark.parametrize("name", ["none", "auto", "explicit"])
-def test_A7_compiles_and_traces_once_a_shape(name):
-    step, traces = counted(mesh=MESHES[name][0])
-    batch = {"x": X, "y": Y}
-    with CompileCounter() as first:
-        params = step(PARAMS, batch)
-    with CompileCounter() as later:
-        for _ in range(3):
-            params = step(params, batch)
-    assert (first.count, later.count, len(traces)) == (1, 0, 1)
-    with CompileCounter() as other:
-        for _ in range(2):
-            step(params, {"x": X[:16], "y": Y[:16]})
-    assert (other.count, len(traces)) == (1, 2)
-
-
-@pytest.mark.parametrize("n", [1, 8])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_compiles_once_whatever_the_first_arguments_lie_on(n, kind):
-    mesh = Mesh(np.array(jax.devices()[:n]), ("data",), axis_types=(kind,))
-    other = Mesh(np.array(jax.devices()[:n]), ("elsewhere",), axis_types=(kind,))
-    for put in (
-        np.asarray,
-        jnp.asarray,
-        lambda x: jax.device_put(x, NamedSharding(other, PartitionSpec())),
-    ):
-        step, _ = counted(mesh=mesh)
+@pytest.mark.parametrize(
+    ("n", "kind"),
+    [(None, AxisType.Auto), *itertools.product((1, 8), (AxisType.Auto, AxisType.Explicit))],
+)
+def test_A7_compiles_and_traces_once_a_shape_whatever_the_first_arguments_lie_on(n, kind):
+    mesh_over = lambda axis: Mesh(np.array(jax.devices()[:n]), (axis,), axis_types=(kind,))
+    elsewhere = NamedSharding(mesh_over("elsewhere"), PartitionSpec())
+    for put in (np.asarray, jnp.asarray, lambda x: jax.device_put(x, elsewhere)):
+        step, traces = counted(mesh=n and mesh_over("data"))
         params = jax.tree.map(put, PARAMS)
         with CompileCounter() as first:
             params = step(params, {"x": X, "y": Y})
         with CompileCounter() as later:
-            step(params, {"x": X, "y": Y})
-        assert (first.count, later.count) == (1, 0)
+            for _ in range(3):
+                params = step(params, {"x": X, "y": Y})
+        assert (first.count, later.count, len(traces)) == (1, 0, 1)
+    with CompileCounter() as other:
+        for _ in range(2):
+            step(params, {"x": X[:16], "y": Y[:16]})
+    assert (other.count, len(traces)) == (1, 2)
 
 
 def test_what_is_in_place_is_not_copied():
@@ -223,15 +161,6 @@ def test_plans_are_complete_after_the_step_has_run_and_shapes_alone_are_enough()
     assert step.lower(*shapes).compile().as_text().count(" all-reduce(") == 1
 
 
-def test_an_output_that_varies_is_refused_by_name():
-    step = jc.data_parallel(lambda p, x: {"ok": p, "bad": [x @ p["w"]]})
-    with pytest.raises(ValueError, match=r"output \['bad'\]\[0\] of the step differs between replicas"
-                       r" \(it varies over 'data'\).*jc.all_reduce\(\"mean\".*concatenate"):  # fmt: skip
-        step(PARAMS, X)
-    with pytest.raises(ValueError, match="the output of the step differs"):
-        jc.data_parallel(lambda x: x)(X)
-
-
 def test_varying_outputs_can_be_concatenated_in_replica_order():
     step = jc.data_parallel(
         lambda p, x: (x @ p["w"], jc.all_reduce("sum", x.sum(), "data")),
@@ -240,8 +169,6 @@ def test_varying_outputs_can_be_concatenated_in_replica_order():
     predictions, total = step(PARAMS, X)
     np.testing.assert_allclose(predictions, X @ PARAMS["w"], rtol=1e-5)
     assert total.is_fully_replicated
-    with pytest.raises(ValueError, match=r"is a scalar, which cannot be concatenated.*x\[None\]"):
-        jc.data_parallel(lambda x: x.sum(), varying_outputs="concatenate")(X)
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_sizes():
@@ -284,22 +211,10 @@ def test_arrays_of_a_batch_that_fit_each_other_only_in_their_shares_are_refused(
     assert apart(np.ones((16, 2), "f"), np.ones((32, 3), "f")) == 128
 
 
-def test_a_padded_batch_with_weights_equals_the_unpadded_one():
-    def weighted(p, batch):
-        errors = jnp.mean((batch["x"] @ p["w"] + p["b"][None] - batch["y"]) ** 2, axis=1)
-        return jc.WeightedLoss(jnp.sum(errors * batch["real"]), jnp.sum(batch["real"]))
-
-    step = jc.data_parallel(lambda p, b: jc.value_and_grad(weighted, "data")(p, b))
-    pad = lambda a: np.concatenate([a[:21], np.zeros((3, *a.shape[1:]), "f")])
-    got = step(PARAMS, {"x": pad(X), "y": pad(Y), "real": pad(np.ones(24, "f"))})
-    want = jax.value_and_grad(loss)(PARAMS, {"x": X[:21], "y": Y[:21]})
-    close(got, want)
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"mesh": MESHES["auto"][0], "axis_name": "dta"},
+        ({"mesh": jax.make_mesh((8,), ("data",)), "axis_name": "dta"},
          r"over axis 'dta': the mesh has no such axis. Its axes: 'data'"),
         ({"mesh": Mesh(np.array([], dtype=object), ("data",))}, "`data_parallel` got no devices"),
         ({"mesh": Mesh(np.array(jax.devices())[[0, 1, 0]], ("data",))}, "got a device twice: cpu:0"),
@@ -321,12 +236,44 @@ def test_a_wrong_mesh_or_setting_is_refused_before_anything_is_traced(settings, 
         jc.data_parallel(step, **settings)(X)
 
 
-def test_a_step_that_is_no_function_and_an_argument_that_is_not_there():
-    with pytest.raises(ValueError, match="expects a function; got int"):
-        jc.data_parallel(3)
-    step = jc.data_parallel(lambda p, x: x, batch_argnums=2)
-    with pytest.raises(ValueError, match="argument 2 is named in .* called with 1 positional"):
-        step(X)
+def sums(p, batch, mode=None):
+    return jc.all_reduce("sum", (p * batch).sum(), "data")
+
+
+def own(x):
+    return x + jax.lax.axis_index("model").astype("f")
+
+
+BESIDE = {"mesh": jax.make_mesh((4, 2), ("data", "model"))}
+REFUSED = [  # a step, how it is wrapped, its arguments, and the words
+    (lambda p, x: {"ok": p, "bad": [x @ p["w"]]}, {}, (PARAMS, X),
+     r"output \['bad'\]\[0\] of the step differs between replicas \(it varies over 'data'\)"
+     r".*jc.all_reduce\(\"mean\".*concatenate"),
+    (lambda x: x, {}, (X,), "the output of the step differs"),
+    (lambda x: x.sum(), {"varying_outputs": "concatenate"}, (X,),
+     r"is a scalar, which cannot be concatenated.*x\[None\]"),
+    (lambda p, x: (p, x), {"varying_outputs": ("error",) * 3}, (PARAMS, X),
+     "`varying_outputs` is a tree that does not fit"),
+    (own, {**BESIDE, "varying_outputs": "concatenate"}, (X,),
+     "the output of the step varies over 'model', and rows"),
+    *((lambda x: {"s": jc.reduce_scatter("mean", own(x), "data")}, {**BESIDE, "checks": checks}, (X,),
+       r"output \['s'\] of the step holds Shards along 'data' that differ along 'model'")
+      for checks in (True, False)),
+    (3, {}, (X,), "expects a function; got int"),
+    (lambda p, x: x, {"batch_argnums": 2}, (X,),
+     "argument 2 is named in .* called with 1 positional"),
+    (sums, {}, ({"act": "relu"}, X), r"args\[0\]\['act'\] is no array or number; got str"),
+
+    *((sums, {}, (1.0, {"x": X, "y": words}), r"args\[1\]\['y'\] has elements of dtype .*expected num")
+      for words in (np.array(["a"] * 8), np.array([{}] * 8), np.zeros(8, "M8[s]"),
+                    np.zeros(8, [("a", "f")]))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "settings", "args", "words"), REFUSED)
+def test_what_cannot_be_given_or_returned_is_refused_by_its_name(step, settings, args, words):
+    with pytest.raises(ValueError, match=words):
+        jc.data_parallel(step, **settings)(*args)
 
 
 def test_a_step_past_its_deadline_names_itself_and_the_next_one_works():
@@ -413,18 +360,6 @@ def test_a_step_may_close_over_what_another_program_traces(name):
     np.testing.assert_allclose(rows, [0 * want, 2 * want], rtol=1e-5)
 
 
-def test_what_is_no_array_is_refused_by_its_name():
-    step = jc.data_parallel(lambda p, x, mode=None: jc.all_reduce("sum", x.sum(), "data"))
-    with pytest.raises(ValueError, match=r"args\[0\]\['act'\] is no array or number; got str"):
-        step({"act": "relu"}, X)
-    with pytest.raises(ValueError, match=r"kwargs\['mode'\] is no array .* `functools.partial`"):
-        step(1.0, X, mode=jnp.tanh)
-
-
-def sums(p, batch):
-    return jc.all_reduce("sum", (p * batch).sum(), "data")
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -458,6 +393,8 @@ def test_a_batch_that_only_a_keyword_can_name_and_one_before_other_arguments():
         jc.data_parallel(sums, batch_argnums="rows")(2.0, X)
     with pytest.raises(TypeError, match="missing a required argument: 'batch'"):
         jc.data_parallel(sums)(2.0, butch=X)
+    with pytest.raises(ValueError, match=r"kwargs\['mode'\] is no array .* `functools.partial`"):
+        jc.data_parallel(sums)(1.0, X, mode=jnp.tanh)
 
 
 @pytest.mark.parametrize(
@@ -558,15 +495,6 @@ def test_a_method_that_is_replaced_is_not_called_again():
         assert trainer.step(1.0, X) == scale
 
 
-@pytest.mark.parametrize(
-    "words",
-    [np.array(["a"] * 8), np.array([{}] * 8), np.zeros(8, "M8[s]"), np.zeros(8, [("a", "f")])],
-)
-def test_what_no_device_can_hold_is_refused_by_its_path(words):
-    with pytest.raises(ValueError, match=r"args\[1\]\['y'\] has elements of dtype .*expected num"):
-        jc.data_parallel(sums)(1.0, {"x": X, "y": words})
-
-
 def test_what_is_put_together_does_not_depend_on_types():
     """Of an output that happens to be the same everywhere each replica still has its rows."""
 
@@ -586,29 +514,6 @@ def test_what_is_put_together_does_not_depend_on_types():
     rule = {"p": "concatenate", "zeros": "concatenate", "mean": "error"}
     each = jc.data_parallel(step, varying_outputs=rule)(PARAMS, X)
     assert [x.shape for x in jax.tree.leaves(each)] == [(3, 5), (24, 2), (24, 2)]
-    with pytest.raises(ValueError, match="`varying_outputs` is a tree that does not fit"):
-        jc.data_parallel(step, varying_outputs=("error", "error"))(PARAMS, X)
-
-
-def test_rows_are_not_put_together_along_another_axis():
-    mesh, _ = MESHES["beside a model axis"]
-    own = lambda x: x + jax.lax.axis_index("model").astype("f")
-    step = jc.data_parallel(own, mesh=mesh, varying_outputs="concatenate")
-    with pytest.raises(ValueError, match="the output of the step varies over 'model', and rows"):
-        step(X)
-
-
-def test_shards_that_differ_along_another_axis_are_refused():
-    mesh, _ = MESHES["beside a model axis"]
-
-    def step(x):
-        mine = x + jax.lax.axis_index("model").astype("f")
-        return {"s": jc.reduce_scatter("mean", mine, "data")}
-
-    for checks in (True, False):
-        with pytest.raises(ValueError, match=r"output \['s'\] of the step holds Shards along 'data' "
-                           "that differ along 'model'"):  # fmt: skip
-            jc.data_parallel(step, mesh=mesh, checks=checks)(X)
 
 
 def test_shapes_alone_are_read_where_nothing_runs():

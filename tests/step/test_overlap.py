@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import mesh_of
+from cases import mapped
 
 import jaxcoll as jc
 from jaxcoll._compat import compiler
@@ -53,14 +53,9 @@ def test_a_jit_of_ones_own_takes_the_options_of_the_plan():
     plan = jc.plan(PARAMS, axis_size=8, options=options)
     assert plan.compiler_options("gpu") == {}
     assert plan.compiler_options("tpu") == {"xla_jf_crs_combiner_threshold_in_bytes": 65536}
-    mapped = jax.shard_map(
-        lambda tree: jc.all_reduce("mean", tree, "data", options=options),
-        mesh=mesh_of(8),
-        in_specs=jax.sharding.PartitionSpec("data"),
-        out_specs=jax.sharding.PartitionSpec(),
-    )
+    reduce = mapped(lambda tree: jc.all_reduce("mean", tree, "data", options=options), mesh=8)
     rows = [np.ones((8 * 16, 16), np.float32)] * 6
-    report = jc.inspect(jax.jit(mapped, compiler_options=plan.compiler_options()), rows)
+    report = jc.inspect(jax.jit(reduce, compiler_options=plan.compiler_options()), rows)
     assert report.count == len(plan.packs) == 6
 
 

@@ -21,12 +21,15 @@ PARAMS = {"b": np.zeros(2, "f"), "w": RNG.standard_normal((5, 2)).astype("f")}
 BATCH = {"x": X, "y": Y}
 
 MESHES = {
+    "none": (None, "data"),
     "line": (mesh_of(8), "data"),
+    "four of eight": (mesh_of(4, kind=AxisType.Explicit), "data"),
     "two levels": (grid(2, 4, kind=AxisType.Explicit), ("node", "data")),
     "beside a model axis": (
         jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2), "data"),
     "one device": (mesh_of(1), "data"),
 }  # fmt: skip
+SEVERAL = ("line", "two levels", "beside a model axis")
 
 
 def loss(p, batch):
@@ -155,7 +158,7 @@ def one_device(f):
 @pytest.mark.parametrize(
     ("style", "mesh"),
     [
-        *((style, mesh) for style in STYLES for mesh in MESHES if mesh != "one device"),
+        *((style, mesh) for style in STYLES for mesh in SEVERAL),
         *((style, "one device") for style in ("pmap", "typed", "jc.grad", "psum / psum(1)")),
     ],
 )
@@ -169,6 +172,18 @@ def test_however_a_step_reduces_n_devices_equal_one(style, mesh):
 
     got = jc.data_parallel(step, mesh=mesh, axis_name=axis)(PARAMS, BATCH)
     assert_close(got, [one_device(f) for f in losses])
+    assert all(x.is_fully_replicated for x in jax.tree.leaves(got))
+
+
+@pytest.mark.parametrize("mesh", ["none", "four of eight", "line", "two levels"])
+def test_whatever_the_options_and_the_mesh_n_devices_equal_one(mesh):
+    mesh, axis = MESHES[mesh]
+    for asked in ({}, {"bytes_per_pack": 48}, {"implementation": "ring"}):
+        options = jc.CommunicationOptions(**asked)
+        step = step_of("jc.grad", axis, loss)
+        got = jc.data_parallel(step, mesh=mesh, axis_name=axis, options=options)(PARAMS, BATCH)
+        assert_close(got, one_device(loss))
+        assert all(x.is_fully_replicated for x in jax.tree.leaves(got))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -183,7 +198,7 @@ def test_a_loop_from_a_constant_runs_in_every_style_but_the_types_own(style):
 
 @pytest.mark.parametrize(
     ("style", "mesh"),
-    [*((style, mesh) for style in ("pmap", "jc.grad") for mesh in MESHES if mesh != "one device"),
+    [*((style, mesh) for style in ("pmap", "jc.grad") for mesh in SEVERAL),
      ("typed", "line"), ("typed", "beside a model axis"),
      ("jc.all_reduce", "two levels"), ("jc.all_reduce", "one device")],
 )  # fmt: skip

@@ -1,72 +1,43 @@
 """The reduction as a link of an optax chain, on trees of any library."""
 
-import dataclasses
 import functools
 import sys
 
+import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from cases import close, run
+from flax import nnx
 
 import jaxcoll as jc
 
-pytestmark = pytest.mark.usefixtures("dtypes_may_mix")
+pytestmark = pytest.mark.usefixtures("types_may_mix")
 
 X = np.random.default_rng(11).standard_normal((8, 4, 5)).astype("f")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["weight", "bias"], meta_fields=["size", "act"]
-)
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    """As equinox's modules are: leaves among static fields, a function one of them."""
-
-    weight: jax.Array
-    bias: jax.Array | None
-    size: int
-    act: object
-
-    def __call__(self, x):
-        return self.act(x @ self.weight + (0 if self.bias is None else self.bias[None]))
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class State:
-    """As nnx's states are: a mapping of its own class, with attributes for keys."""
-
-    def __init__(self, **fields):
-        self.fields = fields
-
-    def tree_flatten_with_keys(self):
-        keys = sorted(self.fields)
-        return [(jax.tree_util.GetAttrKey(k), self.fields[k]) for k in keys], tuple(keys)
-
-    @classmethod
-    def tree_unflatten(cls, keys, values):
-        return cls(**dict(zip(keys, values, strict=True)))
-
-
-def ones(*shape):
-    return jnp.full(shape, 0.3)
-
-
+KEY = jax.random.key(0)
+DENSE = nn.Dense(3)
+GRAPH, STATE = nnx.split(nnx.Linear(5, 3, rngs=nnx.Rngs(0)))
 MODELS = {
-    "linen": lambda: {"params": {"dense": {"kernel": ones(5, 3), "bias": ones(3)}}},
-    "equinox": lambda: [Linear(ones(5, 4), ones(4), 4, jnp.tanh), Linear(ones(4, 3), None, 3, jnp.sin)],
-    "nnx": lambda: State(first=State(kernel=ones(5, 3)), scale=ones(3)),
-}  # fmt: skip
+    "linen": DENSE.init(KEY, X[0]),
+    "equinox": [eqx.nn.Linear(5, 4, key=KEY), eqx.nn.Linear(4, 3, use_bias=False, key=KEY)],
+    "nnx": STATE,
+}
 
 
 def apply(model, x):
-    if isinstance(model, State):
-        return (x @ model.fields["first"].fields["kernel"]) * model.fields["scale"][None]
+    if isinstance(model, nnx.State):
+        return nnx.merge(GRAPH, model)(x)
     if isinstance(model, dict):
-        return x @ model["params"]["dense"]["kernel"] + model["params"]["dense"]["bias"][None]
-    return functools.reduce(lambda h, layer: layer(h), model, x)
+        return DENSE.apply(model, x)
+    return jax.vmap(lambda row: functools.reduce(lambda h, layer: jnp.tanh(layer(h)), model, row))(
+        x
+    )
 
 
 def loss(model, x):
@@ -90,21 +61,17 @@ def updated(tx, model, x, mine=lambda model: model):
 
 @pytest.mark.parametrize("runner", ["pmap", "checked"])
 def test_a_chain_with_the_link_updates_as_one_device_does(runner):
-    models = {name: new() for name, new in MODELS.items()}
-
     def mine(model):
         vary = lambda p: jax.lax.pcast(p, "data", to="varying")
         return jax.tree.map(vary, model) if runner == "checked" else model
 
     step = of_each(functools.partial(updated, chain(jc.all_reduce_updates("data")), mine=mine))
-    got = jax.tree.map(lambda p: p[0], run(runner, functools.partial(step, models), 8, X))
+    got = jax.tree.map(lambda p: p[0], run(runner, functools.partial(step, MODELS), 8, X))
     one = jax.jit(of_each(functools.partial(updated, chain())))
-    close(got, one(models, X.reshape(-1, 5)), rtol=1e-4)
+    close(got, one(MODELS, X.reshape(-1, 5)), rtol=1e-4)
 
 
 def test_accumulation_norm_and_finite_check_take_the_trees_as_they_are():
-    models = {name: new() for name, new in MODELS.items()}
-
     def step(model, x):
         value, grads = jc.accumulate(loss, "data", 2)(model, x)
         return (value, grads, jc.global_norm(grads)), jc.all_finite(grads)
@@ -113,19 +80,19 @@ def test_accumulation_norm_and_finite_check_take_the_trees_as_they_are():
         value, grads = jax.value_and_grad(loss)(model, x)
         return (value, grads, optax.tree.norm(grads)), True
 
-    found = jc.data_parallel(of_each(step))(models, X.reshape(-1, 5))
-    close(found, jax.jit(of_each(one))(models, X.reshape(-1, 5)), rtol=1e-4)
+    found = jc.data_parallel(of_each(step))(MODELS, X.reshape(-1, 5))
+    close(found, jax.jit(of_each(one))(MODELS, X.reshape(-1, 5)), rtol=1e-4)
 
 
 def test_gradients_that_types_would_sum_are_a_replicas_own_or_refused_until_they_are_said_to_be():
-    model = MODELS["linen"]()
+    model = MODELS["linen"]
 
     def step(model, x, **said):
         tx = jc.all_reduce_updates("data", **said)
         return tx.update(jax.grad(loss)(model, x), tx.init(model))[0]
 
     rows = X.reshape(-1, 5)
-    with pytest.raises(jc.AlreadyReducedError, match=r"leaf \['params'\]\['dense'\]\['bias'\]"):
+    with pytest.raises(jc.AlreadyReducedError, match=r"leaf \['params'\]\['bias'\]"):
         jc.data_parallel(step, checks=True)(model, rows)
     summed = functools.partial(step, invariant="summed")
     for right in (
