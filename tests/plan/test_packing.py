@@ -196,9 +196,10 @@ def test_small_neighbours_travel_together_and_nothing_else_does(leaves, max_byte
 
 def test_a_group_ends_where_it_is_full_or_a_leaf_is_large():
     """40 bytes are small, 44 are not."""
-    leaves = [leaf((size,)) for size in (2, 2, 2, 10, 11, 1, 1, 1, 1)]
+    leaves = [leaf((size,)) for size in (2, 2, 2, 10, 10, 11, 1, 1, 1, 1)]
     packs = plan_packs(leaves, GroupSmall(40, 3))
-    assert [[s.leaf for s in p.segments] for p in packs] == [[0, 1, 2], [3], [4], [5, 6, 7], [8]]
+    groups = [[0, 1, 2], [3, 4], [5], [6, 7, 8], [9]]
+    assert [[s.leaf for s in p.segments] for p in packs] == groups
 
 
 def test_E8_packs_are_of_one_dtype_and_the_limit_is_a_ceiling():
