@@ -82,20 +82,20 @@ def test_a_line_without_end_is_copied_once_and_broken_where_it_is_too_long(monke
 
 
 def test_what_has_no_room_stays_with_its_process():
-    said, process, room = [], Printing(), [False]
-    found = Lines(lambda *piece: said.append(piece), lambda stream: room[0])
+    pieces, process, room = [], Printing(), [False]
+    found = Lines(lambda *piece: pieces.append(piece), lambda stream: room[0])
     found.of(3, process)
     process.print(b"words\n")
     found.pass_on(1.0)
-    assert said == []
+    assert pieces == []
     found.pass_on(1.0, freely=True)
-    assert said == [(3, "out", b"words\n")]
+    assert pieces == [(3, "out", b"words\n")]
     room[0] = True
     process.print(b"more\n")
     found.pass_on(1.0)
     process.end()
     found.finish()
-    assert said[1:] == [(3, "out", b"more\n")]
+    assert pieces[1:] == [(3, "out", b"more\n")]
 
 
 def test_the_end_waits_for_nobody_who_prints_on_and_on():

@@ -85,8 +85,10 @@ FACES = {
 @pytest.mark.parametrize("face", FACES.values(), ids=FACES)
 def test_a_call_raises_and_names_the_pack_and_its_leaves_and_the_next_goes_on(face, caplog):
     assert (face(GOOD) == 4).all()
-    said = r"(?s)was corrupted: .* in all_reduce_\w+/pack\d of .*\['w'\], on [12] of [24] replicas"
-    with pytest.raises(jc.ReductionCorruptedError, match=said) as raised:
+    message = (
+        r"(?s)was corrupted: .* in all_reduce_\w+/pack\d of .*\['w'\], on [12] of [24] replicas"
+    )
+    with pytest.raises(jc.ReductionCorruptedError, match=message) as raised:
         face(BAD)
     ((pack, leaves),) = raised.value.packs.items()
     assert pack in str(raised.value)

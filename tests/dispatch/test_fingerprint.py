@@ -103,8 +103,8 @@ def test_gathered_rows_are_named_with_their_leaf():
 
 
 def test_a_difference_in_length_is_one():
-    said = first_difference({0: ("a",), 1: ("a", "b")})
-    assert said == "process 0: (nothing more)\nprocess 1: b"
+    difference = first_difference({0: ("a",), 1: ("a", "b")})
+    assert difference == "process 0: (nothing more)\nprocess 1: b"
 
 
 def test_what_processes_must_have_in_common_is_compared_in_every_call():

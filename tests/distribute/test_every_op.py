@@ -39,8 +39,8 @@ def all_reduce(*args):
     return lambda n: jc.AllReduceCrossDeviceOps(*args)
 
 
-def collective(**said):
-    return lambda n: jc.CollectiveAllReduce(devices(n), n, CommunicationOptions(**said))
+def collective(**settings):
+    return lambda n: jc.CollectiveAllReduce(devices(n), n, CommunicationOptions(**settings))
 
 
 def workers(*algorithms, **more):

@@ -31,8 +31,8 @@ ONE = jc.MirroredStrategy(["cpu:0"])
 PAIR = STRATEGIES["mirrored-2"]
 
 
-def all_reduce(op, value, **said):
-    return get_replica_context().all_reduce(op, value, **said)
+def all_reduce(op, value, **settings):
+    return get_replica_context().all_reduce(op, value, **settings)
 
 
 def all_gather(value, axis):
@@ -566,16 +566,16 @@ def test_options_of_the_strategy_of_run_and_of_the_call():
 
     from jaxcoll._distribute.strategy.replica_program import replica_program
 
-    for s, said, rings in (
+    for s, settings, rings in (
         (STRATEGIES["multi-ring"], jc.CommunicationOptions(), 1),
         (STRATEGIES["multi"], ring, 1),
         (STRATEGIES["multi"], jc.CommunicationOptions(), 0),
         (STRATEGIES["multi-ring"], native, 0),
     ):
-        out = s.run(step, (x,), options=said)
+        out = s.run(step, (x,), options=settings)
         assert [type(v) for v in out] == [Mirrored, Mirrored]
         assert [v[3].tolist() for v in out] == [[8.0] * 16, [1.0] * 16]
-        program, _ = replica_program(s.devices, step, s._options.merge(said), s._context)
+        program, _ = replica_program(s.devices, step, s._options.merge(settings), s._context)
         text = program.lower((x,), {}).as_text()
         assert ("collective_permute" in text) == bool(rings)
 
@@ -586,12 +586,12 @@ def test_experimental_hints_go_where_options_go():
     value, ops = PerReplica([1.0, 3.0]), jc.NcclAllReduce()
     pairs = [(value, "cpu:0")]
     for call in (
-        lambda **said: PAIR.run(lambda x: all_reduce("sum", x, **said), (value,))[1],
-        lambda **said: PAIR.reduce("sum", value, axis=None, **said),
-        lambda **said: PAIR.extended.reduce_to("sum", value, "cpu:0", **said),
-        lambda **said: PAIR.extended.batch_reduce_to("SUM", pairs, **said)[0],
-        lambda **said: ops.reduce("sum", value, "cpu:0", **said),
-        lambda **said: ops.batch_reduce("sum", pairs, **said)[0],
+        lambda **settings: PAIR.run(lambda x: all_reduce("sum", x, **settings), (value,))[1],
+        lambda **settings: PAIR.reduce("sum", value, axis=None, **settings),
+        lambda **settings: PAIR.extended.reduce_to("sum", value, "cpu:0", **settings),
+        lambda **settings: PAIR.extended.batch_reduce_to("SUM", pairs, **settings)[0],
+        lambda **settings: ops.reduce("sum", value, "cpu:0", **settings),
+        lambda **settings: ops.batch_reduce("sum", pairs, **settings)[0],
     ):
         assert call(experimental_hints=hints) == 4.0
         with pytest.raises(ValueError, match="the older name of `options`: give one of the two"):

@@ -30,8 +30,8 @@ def gradients_summed_by_autodiff(w, x):
     return lax.scan(add, jnp.zeros_like(w), x)[0]
 
 
-def gradients_reduced_by_jaxcoll(w, x, **said):
-    options = jc.CommunicationOptions(**said)
+def gradients_reduced_by_jaxcoll(w, x, **settings):
+    options = jc.CommunicationOptions(**settings)
     add = lambda total, row: (
         jax.tree.map(jnp.add, total, jc.value_and_grad(loss, "data", options=options)(w, row)),
         None,

@@ -50,24 +50,24 @@ class Became:
     """What became of one process, from what it printed."""
 
     def __init__(self, status, log):
-        told = [(word, json.loads(said)) for word, said in _TOLD.findall(log)]
+        lines = [(word, json.loads(result)) for word, result in _LINES.findall(log)]
         self.status, self.log = status, log
-        self.hits = [said["at"] for word, said in told if word == "FAULT"]
-        self.training = any(word == "TRAINING" for word, _ in told)
-        self.changes = [c for word, said in told if word == "CHANGES" for c in said["changes"]]
-        self.said = {"outcome": "silent", "at": 0.0, "message": "", "expired": 0.0}
-        for word, said in told:
+        self.hits = [result["at"] for word, result in lines if word == "FAULT"]
+        self.training = any(word == "TRAINING" for word, _ in lines)
+        self.changes = [c for word, result in lines if word == "CHANGES" for c in result["changes"]]
+        self.result = {"outcome": "silent", "at": 0.0, "message": "", "expired": 0.0}
+        for word, result in lines:
             if word == "ENDED":
-                self.said |= said
-        self.outcome, self.at = self.said["outcome"], self.said["at"]
+                self.result |= result
+        self.outcome, self.at = self.result["outcome"], self.result["at"]
 
     @property
     def words(self):
-        return self.said["message"] + "".join(c["why"] for c in self.changes)
+        return self.result["message"] + "".join(c["why"] for c in self.changes)
 
 
 # Gloo's own words may stand before it, but not in it.
-_TOLD = re.compile(r"\b(FAULT|TRAINING|CHANGES|ENDED) (\{.*\})\n")
+_LINES = re.compile(r"\b(FAULT|TRAINING|CHANGES|ENDED) (\{.*\})\n")
 
 
 class Ran:
@@ -158,7 +158,7 @@ class Ran:
             elif rank not in fault.hit and want == fault.want:
                 seen += [f"no {w!r} in {b.words!r}" for w in fault.words if w not in b.words]
                 lost = sorted(r for c in b.changes for r in c["lost"])  # each in one change
-                named = lost if want == "trained" else b.said["ranks"]
+                named = lost if want == "trained" else b.result["ranks"]
                 # A step of two processes that is not elastic ends well where nobody is lost.
                 if named != (fault.named if fault.job != "calls" or want != "trained" else []):
                     seen.append(f"{named} is named, and not {fault.named}")
@@ -166,14 +166,14 @@ class Ran:
                 seen.append(f"its status is {b.status}")
             if "good" in fault.spec and [c["good"] for c in b.changes] != [fault.spec["good"]]:
                 seen.append(f"the checkpoint after the fault is not the last good one: {b.changes}")
-            if b.said.get("again") != b.said.get("bits"):
-                seen.append(f"not what the smaller world gives: {b.said}")
-            if b.said.get("seen", fault.spec.get("steps", 40)) != fault.spec.get("steps", 40):
-                seen.append(f"not every step once: {b.said}")
+            if b.result.get("again") != b.result.get("bits"):
+                seen.append(f"not what the smaller world gives: {b.result}")
+            if b.result.get("seen", fault.spec.get("steps", 40)) != fault.spec.get("steps", 40):
+                seen.append(f"not every step once: {b.result}")
             if seen:
                 complaints.append(f"process {rank}: {'; '.join(seen)}\n{b.log[-2000:]}")
-        if len({b.said["bits"] for b in self.became if "bits" in b.said}) > 1:
-            complaints.append(f"not the same bits: {[b.said for b in self.became]}")
+        if len({b.result["bits"] for b in self.became if "bits" in b.result}) > 1:
+            complaints.append(f"not the same bits: {[b.result for b in self.became]}")
         if self.last != fault.spec.get("last", self.last):
             complaints.append(f"the checkpoint is of step {self.last}")
         if self.orphans:
@@ -190,7 +190,7 @@ class Ran:
             if c["lost"]
         ]
         events += [
-            (b.at, b.outcome == DEADLINE and b.said["expired"], math.nan, False)
+            (b.at, b.outcome == DEADLINE and b.result["expired"], math.nan, False)
             for b in others.values()
             if b.outcome not in ("trained", "silent")
         ]
@@ -205,8 +205,10 @@ class Ran:
     def late(self):
         """What took longer than the row says, in words."""
         knew, went_on = self.times()
-        said = [f"known after {knew:.1f} s, not {self.fault.within:g}"] * (knew > self.fault.within)
-        return said + [f"the next step after {went_on:.1f} s"] * (
+        result = [f"known after {knew:.1f} s, not {self.fault.within:g}"] * (
+            knew > self.fault.within
+        )
+        return result + [f"the next step after {went_on:.1f} s"] * (
             went_on > self.fault.within + STEP
         )
 
@@ -285,9 +287,9 @@ def main():
         times = ran.times()
         row["times"] = [np.fmax(*pair).item() for pair in zip(row["times"], times, strict=True)]
         row["wrong"] += (complaints := ran.wrong() + ran.late())
-        said = ", ".join(complaints) or "ok"
+        result = ", ".join(complaints) or "ok"
         print(
-            f"{fault.name}: noticed {times[0]:.2f} s, next step {times[1]:.2f} s: {said}",
+            f"{fault.name}: noticed {times[0]:.2f} s, next step {times[1]:.2f} s: {result}",
             flush=True,
         )
         if args.save:

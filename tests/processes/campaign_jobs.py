@@ -15,7 +15,7 @@ RANK = int(os.environ["JAXCOLL_RANK"])
 AGAIN = "again" in sys.argv
 
 
-def told(word, **more):
+def emit(word, **more):
     print(f"{word} " + json.dumps({"at": time.time(), **more}), flush=True)
 
 
@@ -24,7 +24,7 @@ def injected(*moments):
     for fault in SPEC["faults"]:
         if fault["rank"] != RANK or fault["when"] not in moments or AGAIN:
             continue
-        told("FAULT")
+        emit("FAULT")
         match fault["what"]:
             case "sleep":
                 time.sleep(600)
@@ -123,27 +123,27 @@ class Elastic:
         for change in self.trainer.changes[len(self.changes) :]:
             noticed = now - change.seconds
             before = [t for t in self.expiries if t - SPEC["timeout"] < noticed]
-            said = {
+            found = {
                 "step": change.step,
                 "lost": change.lost,
                 "joined": change.joined,
                 "why": change.why,
             }
             times = {"noticed": noticed, "again": now, "expired": max(before, default=0.0)}
-            self.changes.append({**said, **times})
+            self.changes.append({**found, **times})
             if "good" in SPEC:
                 good = jc.restore_checkpoint(self.settings["checkpoint"], self.start)[1]
                 self.changes[-1]["good"] = good
 
     def run(self):
         injected("before training")
-        told("TRAINING")
+        emit("TRAINING")
         expires_in(self.settings["startup_seconds"])
         try:
             state = self.trainer.run(self.batches, SPEC["steps"])
         finally:
             self.note_changes()
-            told("CHANGES", changes=self.changes)
+            emit("CHANGES", changes=self.changes)
         if state is None:
             return {"spare": True}
         again = bits(self.smaller()) if self.trainer.changes else bits(state)
@@ -195,7 +195,7 @@ class Odd(Elastic):
         self.odd = (SPEC["again with"] if AGAIN else SPEC["odd"]) if RANK == 1 else ""
         self.since = {"function": 0, "options": 0, "steps": 29, "drift": 12}.get(self.odd, 20)
         if self.odd and AGAIN:
-            told("FAULT")
+            emit("FAULT")
         if self.odd == "state":
             self.start = {**self.start, "large": np.ones(4095, "f")}
         super().__init__()
@@ -224,16 +224,16 @@ class Odd(Elastic):
         every = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
         shards = jax.sharding.NamedSharding(every, jax.sharding.PartitionSpec("x"))
         state = jax.make_array_from_callback((every.size,), shards, lambda at: np.zeros(1, "f"))
-        said = ""
+        found = ""
         try:
             jc.Elastic(step, {"w": state})
         except ValueError as error:
-            said = str(error)
-        assert "state['w'] is sharded over processes, so that no other" in said, said
+            found = str(error)
+        assert "state['w'] is sharded over processes, so that no other" in found, found
 
     def batches(self, at, rank, world):
         if self.odd and at == self.since:
-            told("FAULT")
+            emit("FAULT")
         few = at >= 20 and self.odd in ("rows", "slow rows")
         return tuple(x[: 4 if few else 8] for x in super().batches(at, rank, world))
 
@@ -299,7 +299,7 @@ class Calls:
             calls, x = (one, two), np.ones((2, 9 if SPEC["odd"] == "op" and at >= 6 else 8), "f")
             odd = SPEC["odd"] if RANK == 1 and at == 6 else ""
             if odd:
-                told("FAULT")
+                emit("FAULT")
             match odd:
                 case "shape":
                     x = x[:, :4]
@@ -335,7 +335,7 @@ try:
             RANK,
         )
         del os.environ["JAXCOLL_RANK"]
-        told("FAULT")
+        emit("FAULT")
     connect = jax.distributed.initialize
     jax.distributed.initialize = lambda *a, **k: (injected("while connecting"), connect(*a, **k))
     exchange = _jax.make_gloo_tcp_collectives
@@ -348,12 +348,12 @@ try:
     jobs = {"elastic": Elastic, "owing": Owing, "odd": Odd, "calls": Calls}
     job = jobs[SPEC["job"]]()
     write_in_two_parts()
-    told("ENDED", outcome="trained", **job.run())
+    emit("ENDED", outcome="trained", **job.run())
 except BaseException as error:
     notes = " ".join(getattr(error, "__notes__", ()))
     ranks = sorted(getattr(error, "ranks", ()))
     kind = type(error).__name__
-    told("ENDED", outcome=kind, message=f"{error} {notes}", ranks=ranks, expired=EXPIRES["at"])
+    emit("ENDED", outcome=kind, message=f"{error} {notes}", ranks=ranks, expired=EXPIRES["at"])
     sys.exit(3)
 finally:
     if AGAIN:

@@ -34,11 +34,13 @@ fewest = int(sys.argv[5])
 trainer = jc.Elastic(
     step, np.float32(0), min_workers=fewest, timeout_seconds=seconds, checkpoint=PATH, every=5
 )
-said = {}
+found = {}
 try:
     state = np.asarray(trainer.run(batches, STEPS).addressable_data(0))
-    said = {"bits": hashlib.sha256(state.tobytes()).hexdigest()}
+    found = {"bits": hashlib.sha256(state.tobytes()).hexdigest()}
 except jc.PeerLostError as error:
-    said = {"error": str(error)}
+    found = {"error": str(error)}
 changes = [[c.workers, c.lost, c.seconds] for c in trainer.changes]
-print("TOLD " + json.dumps({**said, "changes": changes, "finished": trainer.finished}), flush=True)
+print(
+    "RESULT " + json.dumps({**found, "changes": changes, "finished": trainer.finished}), flush=True
+)

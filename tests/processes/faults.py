@@ -55,16 +55,16 @@ def attempt(name, call):
     start = time.monotonic()
     try:
         result = jax.tree.leaves(call())[0]
-        said = {"sum": float(np.asarray(result.addressable_data(0)).ravel()[0])}
+        found = {"sum": float(np.asarray(result.addressable_data(0)).ravel()[0])}
     except Exception as error:
-        said = {
+        found = {
             "error": type(error).__name__,
             "message": str(error),
             "ranks": list(getattr(error, "ranks", ())),
             "packs": getattr(error, "packs", {}),
         }
-    said["seconds"] = time.monotonic() - start
-    print("FAULT " + json.dumps({"fault": name, **said}), flush=True)
+    found["seconds"] = time.monotonic() - start
+    print("FAULT " + json.dumps({"fault": name, **found}), flush=True)
 
 
 def meet(name, processes=None):

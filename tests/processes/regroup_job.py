@@ -169,19 +169,19 @@ class Lost:
 
 
 job = {"late": Late, "lost": Lost, "owing": Owing, "rounds": Rounds}[WHAT]()
-said = {}
+found = {}
 try:
     start = getattr(job, "start", START)
     trainer = jc.Elastic(getattr(job, "step", step), start, **job.settings)
     state = trainer.run(job.batches, job.steps)
-    said = {
+    found = {
         "bits": bits(jax.tree.leaves(getattr(state, "shared", state))[-1]),
         "workers": trainer.workers,
         **job.result(state),
     }
-    said["changes"] = [[c.step, c.lost, c.joined] for c in trainer.changes]
+    found["changes"] = [[c.step, c.lost, c.joined] for c in trainer.changes]
 except Exception as error:
-    said = {"error": type(error).__name__, "message": str(error)}
-print("TOLD " + json.dumps(said), flush=True)
-if "error" in said:
+    found = {"error": type(error).__name__, "message": str(error)}
+print("RESULT " + json.dumps(found), flush=True)
+if "error" in found:
     sys.exit(3)

@@ -32,10 +32,10 @@ def faulty(tmp_path_factory):
                 time.sleep(0.05)
             texts = [log.read_text(errors="replace") for log in logs]
             assert all(p.poll() == 0 for p in waited_for), "\n".join(texts)
-        said = [
+        result = [
             [json.loads(x[6:]) for x in t.splitlines() if x.startswith("FAULT ")] for t in texts
         ]
-        return [{each["fault"]: each for each in reversed(one)} for one in said]
+        return [{each["fault"]: each for each in reversed(one)} for one in result]
 
     return run
 
@@ -53,14 +53,16 @@ def test_processes_out_of_step_are_told_so_and_go_on(faulty):
         "swapped second": r"process 0: program `double`\nprocess 1: program `total`",
         "cross-device op": r"(<ReduceOp.SUM: 'SUM'>",
     }
-    for said in both:
+    for result in both:
         for fault, difference in differences.items():
-            assert said[fault]["error"] == "ProgramMismatchError", fault
-            assert "nothing was run" in said[fault]["message"]
-            assert difference.replace(r"\n", "\n") in said[fault]["message"], said[fault]["message"]
+            assert result[fault]["error"] == "ProgramMismatchError", fault
+            assert "nothing was run" in result[fault]["message"]
+            assert difference.replace(r"\n", "\n") in result[fault]["message"], result[fault][
+                "message"
+            ]
         for fault in ("none", "afterwards"):
-            assert said[fault].get("sum") == 2, said[fault]
-        recompiled = said["one recompiles"]
+            assert result[fault].get("sum") == 2, result[fault]
+        recompiled = result["one recompiles"]
         assert recompiled["error"] == "ProgramMismatchError"
         assert (
             "0: `total` of float32[2,4]\nprocess 1: `total` of float32[2,11]"
@@ -70,15 +72,15 @@ def test_processes_out_of_step_are_told_so_and_go_on(faulty):
 
 def test_who_departs_from_a_known_order_is_stopped_before_anything_wrong_is_returned(faulty):
     *asked, third, fourth = faulty("departs", 4, ends=(0, 1, 2, 3))
-    for said in asked:
-        assert said["departs"]["sum"] == 2  # the first of the calls
-        assert said["afterwards"]["error"] == "ProgramMismatchError"
+    for result in asked:
+        assert result["departs"]["sum"] == 2  # the first of the calls
+        assert result["afterwards"]["error"] == "ProgramMismatchError"
         assert (
             "run different programs as call 14. The first difference:\n"
             "process 0: `total` of float32[2,4]\nprocess 1: `double` of float32[2,4]"
-        ) in said["afterwards"]["message"]
-    for said in (third, fourth):  # nobody asked: it is found out before anything is saved
-        for found in (said["saved"], said["afterwards"]):
+        ) in result["afterwards"]["message"]
+    for result in (third, fourth):  # nobody asked: it is found out before anything is saved
+        for found in (result["saved"], result["afterwards"]):
             assert found["error"] == "ProgramMismatchError"
             assert "in different orders: call 1" in found["message"]
             assert "`double` of float32[2,4] on process" in found["message"]
@@ -100,21 +102,22 @@ def test_a_late_process_is_named_with_the_collective_that_waits(faulty):
 
 
 def test_the_dead_and_the_stopped_are_named_on_every_survivor_which_go_on(faulty):
-    said = faulty("losses", 4, ends=(0, 1))
+    result = faulty("losses", 4, ends=(0, 1))
     for rank in (0, 1, 3):
         for fault in ("killed", "again"):
-            assert said[rank][fault]["error"] == "PeerLostError", said[rank][fault]
-            assert said[rank][fault]["ranks"] == [2]
+            assert result[rank][fault]["error"] == "PeerLostError", result[rank][fault]
+            assert result[rank][fault]["ranks"] == [2]
             assert (
-                "process 2 has died, or was cut off: its connection" in said[rank][fault]["message"]
+                "process 2 has died, or was cut off: its connection"
+                in result[rank][fault]["message"]
             )
-        assert said[rank]["three"]["sum"] == 3
+        assert result[rank]["three"]["sum"] == 3
     for rank in (0, 1):
-        assert said[rank]["stopped"]["error"] == "DeadlineExceededError", said[rank]["stopped"]
-        assert said[rank]["stopped"]["ranks"] == [3]
-        assert said[rank]["two"]["sum"] == 2
-    assert said[0]["ended"]["error"] == "PeerLostError"
-    assert "process 1 has ended" in said[0]["ended"]["message"]
+        assert result[rank]["stopped"]["error"] == "DeadlineExceededError", result[rank]["stopped"]
+        assert result[rank]["stopped"]["ranks"] == [3]
+        assert result[rank]["two"]["sum"] == 2
+    assert result[0]["ended"]["error"] == "PeerLostError"
+    assert "process 1 has ended" in result[0]["ended"]["message"]
 
 
 def test_who_has_done_its_part_may_end_and_is_missed_in_the_next_call_only(faulty):
@@ -128,19 +131,19 @@ def test_who_has_done_its_part_may_end_and_is_missed_in_the_next_call_only(fault
 
 
 def test_a_corrupted_sum_is_named_on_every_process_which_go_on(faulty):
-    for said in faulty("corrupted", 2, ends=(0, 1)):
+    for result in faulty("corrupted", 2, ends=(0, 1)):
         for name, what in {
             "step": "Call 2 of `both`",
             "deadline": "Call 2 of `both`",
             "op": "`NcclAllReduce.reduce` (SUM of 1 value)",
             "elastic again": "Step 1",
         }.items():
-            wrong = said[name]
+            wrong = result[name]
             assert wrong["error"] == "ReductionCorruptedError", wrong
             ((pack, leaves),) = wrong["packs"].items()
             assert f"{what} was corrupted: " in wrong["message"]
             assert f"in {pack} of {leaves}, on 1 of 2 replicas." in wrong["message"]
             assert "['w']" in leaves
         for name in ("step", "deadline"):
-            assert said[f"{name} before"]["sum"] == said[f"{name} afterwards"]["sum"] == 2
-        assert said["elastic"]["sum"] == said["elastic once more"]["sum"] == 6
+            assert result[f"{name} before"]["sum"] == result[f"{name} afterwards"]["sum"] == 2
+        assert result["elastic"]["sum"] == result["elastic once more"]["sum"] == 6

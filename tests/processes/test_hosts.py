@@ -22,31 +22,31 @@ JOB = Path(__file__).with_name("cut_job.py")
 @contextlib.contextmanager
 def training(folder, fewest):
     """Three hosts with a worker each, and a place for what each will have said."""
-    logs, said = [folder / f"{rank}.log" for rank in range(3)], []
+    logs, found = [folder / f"{rank}.log" for rank in range(3)], []
     saved = folder / "last.npz"
     with hosts(3) as three, surely_ended() as running:
         for rank, log in enumerate(logs):
-            told = [str(rank), "3", f"{three.addresses[0]}:9123", str(saved), str(fewest)]
-            command = three.on(rank, sys.executable, str(JOB), *told)
+            arguments = [str(rank), "3", f"{three.addresses[0]}:9123", str(saved), str(fewest)]
+            command = three.on(rank, sys.executable, str(JOB), *arguments)
             alone = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
             with log.open("wb") as out:
                 running.start(command, alone, stdout=out, stderr=subprocess.STDOUT)
         wait_for(lambda: all("TRAINING" in log.read_text() for log in logs), logs)
-        yield three, said
+        yield three, found
         wait_for(lambda: all(process.poll() is not None for process in running.processes), logs)
         # The coordinator cannot see the process beyond a cut end, and leaves all the same.
         wait_for(lambda: not three.pids(0), logs)
     texts = [log.read_text() for log in logs]
     assert [process.returncode for process in running.processes] == [0, 0, 0], "\n".join(texts)
-    said += [json.loads(text.partition("TOLD ")[2].splitlines()[0]) for text in texts]
+    found += [json.loads(text.partition("RESULT ")[2].splitlines()[0]) for text in texts]
 
 
 def test_only_the_side_that_has_the_coordinator_goes_on_when_a_cable_is_pulled(tmp_path):
-    with training(tmp_path, 1) as (three, said):
+    with training(tmp_path, 1) as (three, found):
         for host, address in enumerate(three.addresses):
             assert three.listening(host) <= {address, "127.0.0.1"}, "its own address, and no other"
         three.pull_cable(2)
-    here, there, cut = said
+    here, there, cut = found
     assert "bits" in here
     assert here["bits"] == there["bits"]
     for one in (here, there):
@@ -62,18 +62,18 @@ def test_only_the_side_that_has_the_coordinator_goes_on_when_a_cable_is_pulled(t
 
 @pytest.mark.parametrize("fewest", [1, 3])
 def test_of_two_hosts_that_cannot_connect_to_each_other_one_is_left_out(tmp_path, fewest):
-    with training(tmp_path, fewest) as (three, said):
+    with training(tmp_path, fewest) as (three, found):
         three.part(1, 2)
     link = "workers 1 and 2 cannot connect to each other"
     saved = jc.restore_checkpoint(tmp_path / "last.npz", np.float32(0))[1]
     if fewest == 1:
-        for one in said[:2]:
+        for one in found[:2]:
             assert [change[:2] for change in one["changes"]][-1] == [[0, 1], [2]]
-            assert one["bits"] == said[0]["bits"]
-        assert f"as workers 0, 1, because {link}" in said[2]["error"]
+            assert one["bits"] == found[0]["bits"]
+        assert f"as workers 0, 1, because {link}" in found[2]["error"]
         assert saved == 100
         return
-    for one in said:
+    for one in found:
         assert f"2 workers are left (0, 1), and `min_workers` is 3: {link}." in one["error"]
         assert f"The state after step {saved} is saved in" in one["error"]
         assert saved <= one["finished"] <= saved + 1, "no worker is further than all by more"

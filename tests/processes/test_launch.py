@@ -180,8 +180,8 @@ def test_a_worker_that_died_is_started_again_and_taken_in(tmp_path):
     flags = ["-n", "2", "--keep-going", "--restarts", "1"]
     done = run(*flags, script(tmp_path, AGAIN))
     assert done.returncode == 0, done.stderr
-    said = "process 1 of 2 was ended by SIGKILL; it is started again, to rejoin the others"
-    assert f"jaxcoll launch: {said} (restart 1 of 1)." in done.stderr
+    text = "process 1 of 2 was ended by SIGKILL; it is started again, to rejoin the others"
+    assert f"jaxcoll launch: {text} (restart 1 of 1)." in done.stderr
     assert "[0] workers (0, 1) [((1,), ()), ((), (1,))]" in done.stdout.splitlines()
     assert "[1] workers (0, 1) [((), (1,))]" in done.stdout.splitlines()
 
@@ -364,9 +364,9 @@ def children(pid):
 )
 def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
     assert main(["launch", *flags]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("jaxcoll launch: ")
-    assert words in said
+    text = capsys.readouterr().err
+    assert text.startswith("jaxcoll launch: ")
+    assert words in text
 
 
 def test_the_doctor_looks_over_a_job_and_sees_devices_that_differ(tmp_path):
@@ -379,19 +379,19 @@ def test_the_doctor_looks_over_a_job_and_sees_devices_that_differ(tmp_path):
     )
     well = run("-n", "2", "-m", "jaxcoll", "doctor", "--json")
     assert well.returncode in (0, 1), well.stderr
-    found = {f["what"]: f for f in told(well)}
+    found = {f["what"]: f for f in json_lines(well)}
     assert found["processes"]["found"] == "2 on 1 host"
     assert found["interface"]["found"] == "127.0.0.1"
     assert found["version of jax"]["level"] == "ok"
     assert "GB/s over 1 link" in found["between ranks"]["found"]
     ill = run("-n", "2", file)
     assert ill.returncode == 2, ill.stderr
-    found = {f["what"]: f for f in told(ill)}
+    found = {f["what"]: f for f in json_lines(ill)}
     assert found["devices of each process"]["found"] == "1 on process 0; 2 on process 1"
     assert "as many devices" in found["devices of each process"]["fix"]
 
 
-def told(done):
+def json_lines(done):
     lines = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
     assert all("{" not in line or line.startswith("{") for line in lines), "one process prints"
     return [json.loads(line) for line in lines if line.startswith("{")]
@@ -399,7 +399,7 @@ def told(done):
 
 def test_the_doctor_looks_over_this_machine(capsys):
     assert main(["doctor"]) in (0, 1)
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     for what in ("versions", "devices", "collectives", "open files", "shared memory", "loopback"):
-        assert what in said
-    assert os.uname().nodename in said
+        assert what in text
+    assert os.uname().nodename in text

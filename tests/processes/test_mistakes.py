@@ -20,17 +20,19 @@ def test_mistakes_over_processes_are_told_and_a_call_that_was_given_up_lets_pyth
     lines = done.stdout.splitlines()
     different = "ProgramMismatchError: Processes are about to run different programs"
     for rank, other in ((0, "1"), (1, "0")):
-        said = dict(
+        found = dict(
             line.removeprefix(f"[{rank}] ").split(": ", 1)
             for line in lines
             if line.startswith(f"[{rank}] ") and ": " in line
         )
-        assert "have different numbers of devices" in said["uneven"], lines
-        assert f"all devices of the mesh belong to process {other}" in said["other's"]
-        assert said["order"].startswith(different)
-        assert "process 0: devices 0 1 2048 2049; process 1: devices 2049 2048 1 0" in said["order"]
-        assert said["name"].startswith(different)
-        assert "process 1: program `batch_reduce`" in said["name"]
+        assert "have different numbers of devices" in found["uneven"], lines
+        assert f"all devices of the mesh belong to process {other}" in found["other's"]
+        assert found["order"].startswith(different)
+        assert (
+            "process 0: devices 0 1 2048 2049; process 1: devices 2049 2048 1 0" in found["order"]
+        )
+        assert found["name"].startswith(different)
+        assert "process 1: program `batch_reduce`" in found["name"]
     left = [line for line in lines if line.startswith("[0] left: PeerLostError")]
     assert left, lines
     assert "process 1 has ended" in left[0], left

@@ -46,19 +46,19 @@ class Workers:
                 if process.poll() == -signal.SIGKILL:
                     when_killed(rank)
             time.sleep(0.05)
-        told = [text.rpartition("TOLD ")[2] for text in self.logs()]
+        lines = [text.rpartition("RESULT ")[2] for text in self.logs()]
         assert all(p.poll() == 0 for p in self.processes), "\n".join(self.logs())
-        return [json.loads(text) for text in told]
+        return [json.loads(text) for text in lines]
 
 
 def test_two_workers_of_whom_one_is_late_six_times_in_a_row_go_on(tmp_path):
     with coordinated(2) as coordinator, forks.running() as running:
         both = Workers(2, "late", tmp_path, running, coordinator.address).wait()
     assert both[1]["late"] == 0, "it was late less often"
-    for said in both:
-        assert said["bits"] == said["plain"] == both[0]["bits"]
-        assert len(said["changes"]) == 6
-        assert all((lost, joined) == ([], []) for _, lost, joined in said["changes"])
+    for result in both:
+        assert result["bits"] == result["plain"] == both[0]["bits"]
+        assert len(result["changes"]) == 6
+        assert all((lost, joined) == ([], []) for _, lost, joined in result["changes"])
     opened = both[1]["open"]
     assert opened[-1] == opened[2], f"each generation keeps something: {opened}"
 
@@ -76,14 +76,14 @@ def test_who_is_lost_comes_back_however_often_and_process_0_too(tmp_path):
             workers.processes[rank] = workers.start(rank, "again")
 
         three = workers.wait(again)
-    assert [said["workers"] for said in three] == [[0, 1, 2]] * 3
-    assert len({said["bits"] for said in three}) == 1
+    assert [result["workers"] for result in three] == [[0, 1, 2]] * 3
+    assert len({result["bits"] for result in three}) == 1
     changes = three[1]["changes"]
     assert [lost for _, lost, _ in changes if lost] == [[turn] for turn in turns]
     assert [joined for _, _, joined in changes if joined] == [[turn] for turn in turns]
-    (said,) = refused
-    assert said["error"] == "RuntimeError", said
-    assert "Process 0 was started again with 2 CPU devices and had 1 when" in said["message"]
+    (result,) = refused
+    assert result["error"] == "RuntimeError", result
+    assert "Process 0 was started again with 2 CPU devices and had 1 when" in result["message"]
 
 
 def test_survivors_keep_their_residuals_and_what_the_dead_took_along_is_all_that_is_missing(
@@ -96,8 +96,8 @@ def test_survivors_keep_their_residuals_and_what_the_dead_took_along_is_all_that
             workers.processes[rank] = workers.start(rank, "again")
 
         three = workers.wait(again)
-    assert [said["workers"] for said in three] == [[0, 1, 2]] * 3
-    assert len({said["bits"] for said in three}) == 1
+    assert [result["workers"] for result in three] == [[0, 1, 2]] * 3
+    assert len({result["bits"] for result in three}) == 1
     (lost_at, lost, _), (taken_at, _, joined) = three[0]["changes"]
     assert (lost, joined) == ([1], [1])
     there = lambda at, rank: rank != 1 or not lost_at <= at < taken_at
@@ -130,7 +130,7 @@ def test_local_updates_go_on_without_the_lost_and_a_newcomer_gets_the_shared_par
             workers.processes[rank] = workers.start(rank, "again")
 
         three = workers.wait(again)
-    assert len({said["bits"] for said in three}) == 1
+    assert len({result["bits"] for result in three}) == 1
     (lost_at, lost, _), (taken_at, _, joined) = three[0]["changes"]
     # It died after 18 local steps, and had last brought a fragment to the others after 17.
     assert (lost_at, lost, joined) == (17, [1], [1])
@@ -148,4 +148,4 @@ def with_two_devices(workers, rank):
     """What a process says that is started again with more devices than it had; it ends alone."""
     other = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_NUM_CPU_DEVICES": "2"}
     assert workers.start(rank, "again", **other).wait(60) == 3, workers.logs()[rank]
-    return json.loads(workers.logs()[rank].rpartition("TOLD ")[2])
+    return json.loads(workers.logs()[rank].rpartition("RESULT ")[2])

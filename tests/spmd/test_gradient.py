@@ -253,8 +253,8 @@ def test_a_loop_from_a_constant_in_a_loss_that_communicates_is_refused(communica
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("made", [jc.value_and_grad, jc.grad, jc.accumulate])
-def test_what_is_no_loss_is_refused(error, loss, said, words, made):
-    step = made(loss, "data", *[1] * (made is jc.accumulate), **said)
+def test_what_is_no_loss_is_refused(error, loss, settings, words, made):
+    step = made(loss, "data", *[1] * (made is jc.accumulate), **settings)
     refused(
         f"`jc.{made.__name__}`.*{words}", step, np.ones(2, "f"), np.ones((2, 4), "f"), error=error
     )

@@ -134,8 +134,8 @@ def test_an_axis_out_of_scope_is_named_with_those_in_scope(runner):
         jc.all_reduce("sum", jnp.ones(3), "data")
 
 
-def summed(axis, **said):
-    return lambda x: jc.all_reduce("sum", x, axis, **said)
+def summed(axis, **settings):
+    return lambda x: jc.all_reduce("sum", x, axis, **settings)
 
 
 @pytest.mark.parametrize(

@@ -97,11 +97,11 @@ def on_replicas(f, specs=SPECS, mesh=MESH):
 @pytest.mark.parametrize("pieces", [None, 2])
 @pytest.mark.parametrize("loss", [mean, total, weighted, scanned])
 def test_a_leaf_is_reduced_over_the_axes_along_which_it_is_the_same(loss, pieces):
-    said = {"reduce_op": "sum" if loss is total else "mean"}
+    settings = {"reduce_op": "sum" if loss is total else "mean"}
     if pieces is None:
-        f = jc.value_and_grad(loss, BOTH, **said)
+        f = jc.value_and_grad(loss, BOTH, **settings)
     else:
-        f = jc.accumulate(loss, BOTH, pieces, batch_argnums=(1, 2), **said)
+        f = jc.accumulate(loss, BOTH, pieces, batch_argnums=(1, 2), **settings)
     close(on_replicas(f), on_one_device(loss))
 
 

@@ -275,9 +275,9 @@ def test_the_plan_shows_the_rows_and_is_the_one_carried_out():
         lambda v, i, b: jc.all_reduce("mean", [IndexedSlices(v, i), b.sum(0)], "data"),
         batch_argnums=(0, 1, 2),
     )
-    (told,) = step.plans(np.ones((32, 3), "f2"), np.ones(32, "i4"), np.ones((8, 2), "f"))
-    assert [leaf.gathers for leaf in told.gathers] == [40]
-    assert (told.packs[0].nbytes, told.wire_bytes) == (plan.packs[0].nbytes, plan.wire_bytes)
+    (stated,) = step.plans(np.ones((32, 3), "f2"), np.ones(32, "i4"), np.ones((8, 2), "f"))
+    assert [leaf.gathers for leaf in stated.gathers] == [40]
+    assert (stated.packs[0].nbytes, stated.wire_bytes) == (plan.packs[0].nbytes, plan.wire_bytes)
     assert jc.plan(shapes, axis_size=1).wire_bytes == 0
 
 

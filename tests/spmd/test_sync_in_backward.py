@@ -175,8 +175,8 @@ def test_the_reduction_is_in_the_loop_and_nothing_of_it_after(op):
     last = report.plans[-1]
     assert [p.dtype.name for p in last.packs] == ["float32"]
     assert last.nbytes == 4
-    told = "not sent again: 3 leaves that `sync_in_backward` has made the same on every replica: "
-    assert told + ".grads['ends'] … .grads['stack']['w']" in last.reasons
+    reason = "not sent again: 3 leaves that `sync_in_backward` has made the same on every replica: "
+    assert reason + ".grads['ends'] … .grads['stack']['w']" in last.reasons
     assert all("when: in the backward pass" in str(plan) for plan in report.plans[:-1])
 
 

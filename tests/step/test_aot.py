@@ -101,8 +101,8 @@ def test_axes_of_a_mesh_are_hosts_and_what_each_has_or_as_told():
     assert '"node"=2, "data"=8' in requested(both)
     beside = jc.data_parallel(step, mesh=GRID)
     assert '"data"=4, "model"=2' in requested(beside, topology="v5e:2x4")
-    told = AbstractMesh((2, 8), ("data", "model"))
-    assert '"data"=2, "model"=8' in requested(beside, mesh=told)
+    stated = AbstractMesh((2, 8), ("data", "model"))
+    assert '"data"=2, "model"=8' in requested(beside, mesh=stated)
     sharded = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(GRID, P("data")))
     auto = jax.jit(lambda w, x: (x @ w).sum())
     for kind in (AxisType.Auto, AxisType.Explicit):

@@ -87,8 +87,8 @@ def test_accumulation_norm_and_finite_check_take_the_trees_as_they_are():
 def test_gradients_that_types_would_sum_are_a_replicas_own_or_refused_until_they_are_said_to_be():
     model = MODELS["linen"]
 
-    def step(model, x, **said):
-        tx = jc.all_reduce_updates("data", **said)
+    def step(model, x, **settings):
+        tx = jc.all_reduce_updates("data", **settings)
         return tx.update(jax.grad(loss)(model, x), tx.init(model))[0]
 
     rows = X.reshape(-1, 5)

@@ -78,11 +78,11 @@ def scaled(reduce_op, scale):
 def test_a_wrong_reduction_is_named_by_its_factor(reduced, factor, words, rate):
     with pytest.raises(AssertionError) as caught:
         jc.n_devices_equal_one(jc.data_parallel(updated(reduced, rate)), PARAMS, BATCH)
-    said = str(caught.value)
-    assert "in 2 of 3 outputs" in said
-    assert "output [0]['w']: its change from args[0]['w'] is" in said
-    assert f"output [0]['b']: is {factor} times too large" in said
-    assert said.count(words) == 2
+    message = str(caught.value)
+    assert "in 2 of 3 outputs" in message
+    assert "output [0]['w']: its change from args[0]['w'] is" in message
+    assert f"output [0]['b']: is {factor} times too large" in message
+    assert message.count(words) == 2
 
 
 def test_optimizer_state_shows_the_square():
@@ -96,9 +96,9 @@ def test_optimizer_state_shows_the_square():
 
     with pytest.raises(AssertionError) as caught:
         jc.n_devices_equal_one(jc.data_parallel(step), PARAMS, tx.init(PARAMS), BATCH)
-    said = str(caught.value)
-    assert "output [1][0].mu['w']: is 8.0 times too large" in said
-    assert "output [1][0].nu['w']: is 64.0 times too large: 8 squared" in said
+    message = str(caught.value)
+    assert "output [1][0].mu['w']: is 8.0 times too large" in message
+    assert "output [1][0].nu['w']: is 64.0 times too large: 8 squared" in message
 
 
 def test_a_function_that_takes_a_mesh_and_one_that_makes_a_step():
