@@ -240,7 +240,7 @@ def test_a_loop_from_a_constant_in_a_loss_that_communicates_is_refused(communica
 
 
 @pytest.mark.parametrize(
-    ("error", "loss", "said", "words"),
+    ("error", "loss", "settings", "words"),
     [
         (TypeError, lambda p, x: p * x, {}, r"scalar or a `jc.WeightedLoss`; got float32\[4\]"),
         (TypeError, lambda p, x: {"loss": p}, {}, r"got dict\. Return its mean"),
