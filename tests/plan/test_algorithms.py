@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 import jaxcoll as jc
 from jaxcoll import CommunicationOptions as Options
-from jaxcoll._plan.algorithms import DESCRIPTIONS, canonical, stages, steps, wire_bytes
+from jaxcoll._plan.algorithms import (
+    DESCRIPTIONS,
+    aligned,
+    canonical,
+    stages,
+    steps,
+    wire_bytes,
+)
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.world import World
 
@@ -72,6 +79,14 @@ def test_few_owners_send_more(n, owners, size):
     owners = min(owners, n)
     plan = stages("shuffle", owners, (n,))
     assert wire_bytes(plan, size, 1) == (owners + n - 2) * -(-size // owners) * (n > 1)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([("int8", 256), ("int4", 64)]), st.integers(2, 9))
+def test_coded_shards_are_padded_to_whole_blocks_and_no_further(size, coded, n):
+    name, block = coded
+    padded = aligned(stages("native", 0, (n,), name), size)
+    assert 0 <= padded - size < n * block
+    assert padded % (n * block) == 0
 
 
 def test_axes_where_nothing_is_summed_have_no_stage():

@@ -37,14 +37,23 @@ def known(tree, options=None, world=H100):
 
 @pytest.mark.parametrize(
     ("tree", "fewest", "most"),
-    [(layers(12, 1024), 24, 60), (layers(2, 512), 6, 24), (layers(48, 2048), 40, 220)],
-    ids=["604MB", "25MB", "9.7GB"],
+    [
+        (layers(12, 1024), 24, 60),
+        (layers(1, 512), 6, 24),
+        (layers(2, 512), 6, 24),
+        (layers(48, 2048), 40, 220),
+    ],
+    ids=["604MB", "13MB", "25MB", "9.7GB"],
 )
 def test_gpus_get_several_packs_and_small_ones_last(tree, fewest, most):
     plan = known(tree)
     assert plan.overlap
     assert plan.chained
     assert fewest <= len(plan.packs) <= most
+    # At least 3 and at most 48 of the full size, which the first is short of by a quarter.
+    largest = max(pack.nbytes for pack in plan.packs)
+    assert 4 * largest <= plan.nbytes <= 49 * max(largest, 16 << 20)
+    assert 24 * plan.packs[-2].nbytes <= plan.nbytes, "those at the end are small"
     assert plan.packs[-1].nbytes <= 2 << 20
     assert min(p.nbytes for p in plan.packs[:3]) > 2 * plan.packs[-1].nbytes
     assert any("order: that in which the gradients" in reason for reason in plan.reasons)

@@ -1,6 +1,7 @@
 """jc.plan: what will be sent, before anything is compiled; through JSON and back, and as HTML."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,14 @@ def test_shows_itself_as_a_table_and_as_json():
     data = json.loads(plan.to_json())
     assert data["packs"][0]["leaves"][1] == {"path": "['s']", "start": 0, "elements": 1}
     assert data["wire_bytes_per_device"] == plan.wire_bytes
+
+
+def test_its_prediction_is_in_milliseconds():
+    plan = jc.plan({"a": np.ones(1 << 20, "f")}, axis_size=8)
+    cost = plan.predicted
+    parts = (cost.seconds, cost.latency, cost.bandwidth, cost.reduction, cost.copy)
+    shown = re.findall(r"([\d.e+-]+) (?:ms|latency|bandwidth|sums|copies)", plan.prediction)
+    assert [float(figure) for figure in shown] == pytest.approx([1e3 * x for x in parts], rel=0.01)
 
 
 def test_a_long_table_is_cut_and_counts_the_rest():

@@ -353,6 +353,23 @@ def test_what_has_no_gradient_is_gathered_and_not_scattered():
     assert scattered == STACK["v"].nbytes
 
 
+@pytest.mark.parametrize("gather_dtype", [None, jnp.float16])
+def test_a_layer_is_traced_with_the_types_in_which_its_leaves_are_gathered(gather_dtype):
+    stacked = {"w": np.ones((2, N, 3), jnp.bfloat16), "place": np.ones((2, N), "i4")}
+    seen = set()
+
+    def layer(x, p):
+        seen.add((p["w"].dtype.name, p["place"].dtype.name, p["w"].shape))
+        return x + p["w"].sum().astype("f") * p["place"].sum().astype("f")
+
+    f = lambda p: jc.scan_layers(layer, np.float32(0), p, "data", sharded=True,
+                                 gather_dtype=gather_dtype)[0]  # fmt: skip
+    assert (
+        float(on_rows(f, stacked, specs=P(None, "data"), out_specs=P(), checks=False)) == 2 * 24 * N
+    )
+    assert seen == {("bfloat16" if gather_dtype is None else "float16", "int32", (N, 3))}
+
+
 def test_what_is_gathered_is_cast_before():
     """Master weights in float32; their gradients travel as they were gathered, and end as they are."""
 
