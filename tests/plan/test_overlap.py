@@ -50,7 +50,7 @@ def test_gpus_get_several_packs_and_small_ones_last(tree, fewest, most):
     assert plan.overlap
     assert plan.chained
     assert fewest <= len(plan.packs) <= most
-    # At least 3 and at most 48 of the full size, which the first is short of by a quarter.
+    # None has more than a quarter of what is left; at most 48 are of the full size.
     largest = max(pack.nbytes for pack in plan.packs)
     assert 4 * largest <= plan.nbytes <= 49 * max(largest, 16 << 20)
     assert 24 * plan.packs[-2].nbytes <= plan.nbytes, "those at the end are small"

@@ -22,9 +22,9 @@ PyTorch's smallest bucket has, of others a `PARTS`-th, but not so few that they 
 
 PARTS = 24
 
-FEWEST, MOST = 3, 48
-"""Packs of a tree that is not tiny, those at the end apart: enough that most of the exchange runs
-while something is computed, and no more than XLA was seen to place well (docs/decisions.md)."""
+MOST = 48
+"""Packs of a tree that is not tiny, those at the end apart: no more than XLA was seen to place well
+(docs/decisions.md)."""
 
 SLOWED = 1.8
 """Of the time that its bytes would need at full bandwidth, what a pack may take."""
@@ -100,8 +100,7 @@ def rule_for(
     limit = LAST
     while limit < total and prices.of(composed, limit).seconds > SLOWED * limit * whole:
         limit += limit // 4
-    limit = max(LAST, min(max(limit, total // MOST), total // FEWEST))
-    return ReadyOrder(limit, max(LEAST, min(LAST, total // PARTS)), ALONE)
+    return ReadyOrder(max(limit, total // MOST), max(LEAST, min(LAST, total // PARTS)), ALONE)
 
 
 def with_guess(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
