@@ -56,10 +56,9 @@ def test_processes_out_of_step_are_told_so_and_go_on(faulty):
     for result in both:
         for fault, difference in differences.items():
             assert result[fault]["error"] == "ProgramMismatchError", fault
-            assert "nothing was run" in result[fault]["message"]
-            assert difference.replace(r"\n", "\n") in result[fault]["message"], result[fault][
-                "message"
-            ]
+            message = result[fault]["message"]
+            assert "nothing was run" in message
+            assert difference.replace(r"\n", "\n") in message, message
         for fault in ("none", "afterwards"):
             assert result[fault].get("sum") == 2, result[fault]
         recompiled = result["one recompiles"]
