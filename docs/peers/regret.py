@@ -19,7 +19,7 @@ from rich.text import Text
 from jaxcoll._files import write_text
 from jaxcoll.bench import targets
 from jaxcoll.bench.all_reduce import MOST_CALLS, SHORTEST, WARM, Contestant
-from jaxcoll.bench.lab.namespaces import Network
+from jaxcoll.bench.lab import Network
 from jaxcoll.bench.naming import AGAIN, BASELINE
 from jaxcoll.bench.rank_pool import Team
 from jaxcoll.bench.table import wide_console

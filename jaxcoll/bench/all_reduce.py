@@ -46,7 +46,6 @@ class Contestant:
     description: dict[str, Any] = dataclasses.field(default_factory=dict)
     warm: float = 0.0  # seconds of the last call that did not count
     calls: int = 1  # in one round
-    barrier_bytes: float = 0.0  # that the barrier before a round sends
     rounds: list[Round] = dataclasses.field(default_factory=list)  # what was measured
 
     def compile(self) -> float | None:
@@ -64,7 +63,7 @@ class Contestant:
         """Carry it out, `calls` times."""
         before = self.team.sent_bytes() or 0
         ranks = self.team.do("time", name=self.name, calls=self.calls)
-        sent = (self.team.sent_bytes() or 0) - before - self.barrier_bytes
+        sent = (self.team.sent_bytes() or 0) - before - self.team.barrier_bytes
         return Round(
             seconds=max(x["seconds"] for x in ranks) / self.calls,
             cpu_seconds=sum(x["cpu_seconds"] for x in ranks) / self.calls,
@@ -114,9 +113,7 @@ def measure(
         for warm_up in _turns(chosen, Contestant.warm_up, "warm up", progress).values():
             warm_up()
     for team in teams:
-        barrier_bytes = _barrier_bytes(team)
-        for c in (c for c in chosen.values() if c.team is team):
-            c.barrier_bytes = barrier_bytes
+        team.barrier_bytes = _barrier_bytes(team)
     # Before the rounds, so that what others send meanwhile can be told from what is measured.
     idle = idle_rate(teams[0].sent_bytes)
     start = _spent(teams)

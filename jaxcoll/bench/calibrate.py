@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -79,13 +80,13 @@ def _measured(
     ]
     team.do("prepare", leaves=leaves, reduce_op="sum")
     turns: dict[str, Contestant] = {}
-    first = 0
-    for k, probe in enumerate(probes):
+    stops = itertools.accumulate(probe.count for probe in probes)
+    for k, (probe, stop) in enumerate(zip(probes, stops, strict=True)):
         progress(f"build {k + 1} of {len(probes)}")
         turns[str(k)] = Contestant(str(k), team)
-        stop = first + probe.count
-        _build(team, str(k), _spelled(probe), first, stop, usual)
-        first = stop
+        alone = BASELINE if probe.algorithm == "native" else probe.algorithm
+        algorithm = f"{probe.algorithm}@all" if probe.packed else alone
+        _build(team, str(k), algorithm, stop - probe.count, stop, usual)
     for _ in range(WARM):
         progress("warm up")
         for c in turns.values():
@@ -116,13 +117,5 @@ def _held_out(team: Team, terms: Terms) -> tuple[float, float]:
 
 
 def _build(team: Team, name: str, algorithm: str, first: int, stop: int, terms: Terms) -> Any:
-    """See `JaxRank.build`."""
     part = {"first": first, "stop": stop, "terms": terms.to_dict()}
     return team.do("build", name=name, algorithm=algorithm, **part)[0]
-
-
-def _spelled(probe: Probe) -> str:
-    """A probe's algorithm as on the command line."""
-    if probe.packed:
-        return f"{probe.algorithm}@all"
-    return BASELINE if probe.algorithm == "native" else probe.algorithm

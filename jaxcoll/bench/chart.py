@@ -100,7 +100,6 @@ def _page(results: Sequence[Result], height: float) -> Figure:
 
 
 def _bandwidths(axes: Axes, results: Sequence[Result]) -> None:
-    """Bus bandwidth against size."""
     ways = list(dict.fromkeys(r.algorithm for r in results if r.algorithm != TWIN))
     colours = dict(zip([way for way in ways if way != BASELINE], COLOURS * len(ways), strict=False))
     axes.fill_between(*_band(results, TWIN), color=LINE, linewidth=0, zorder=1)
@@ -161,12 +160,7 @@ def _name_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
 
 
 def _spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Rising places at least `gap` apart, none above 1 if there is room, close to those wanted.
-
-    Examples:
-      >>> [round(x, 2) for x in _spread([0.5, 0.5, 0.5, 1.0], 0.1)]
-      [0.4, 0.5, 0.6, 1.0]
-    """
+    """Rising places at least `gap` apart, none above 1 if there is room, close to those wanted."""
     groups: list[list[float]] = []
     # Groups that would touch merge, and a merged group is centred on what its members wanted.
     for place in wanted:
@@ -235,10 +229,5 @@ def _plain_ticks(axes: Axes, which: str) -> None:
 
 
 def _short(value: float) -> str:
-    """Two digits below 1, three above.
-
-    Examples:
-      >>> _short(0.0341), _short(1.038), _short(12.34), _short(140.0)
-      ('0.034', '1.04', '12.3', '140')
-    """
+    """Two digits below 1, three above."""
     return f"{value:#.{2 if value < 0.995 else 3}g}".rstrip(".")

@@ -31,19 +31,9 @@ def busy_seconds() -> float | None:
     return busy_ticks(_CORES.read_text()) / os.sysconf("SC_CLK_TCK")
 
 
+# Between processes of one host everything goes through "lo", where each packet leaves once.
 def transmitted_bytes(text: str, interface: str) -> int:
-    r"""Bytes that an interface has sent, headers included, by the `text` of /proc/net/dev.
-
-    Between processes of one host everything goes through "lo", where each packet leaves once.
-
-    Raises:
-      ValueError: the text has no such interface.
-
-    Examples:
-      >>> head = "Inter-| Receive | Transmit\n face |bytes packets ... |bytes packets ...\n"
-      >>> transmitted_bytes(head + "   lo: 900 3 0 0 0 0 0 0 700 2 0 0 0 0 0 0\n", "lo")
-      700
-    """
+    """Bytes that an interface has sent, headers included, by the `text` of /proc/net/dev."""
     for line in text.splitlines():
         name, colon, counters = line.partition(":")
         fields = counters.split()
@@ -55,15 +45,7 @@ def transmitted_bytes(text: str, interface: str) -> int:
 
 
 def busy_ticks(text: str) -> int:
-    r"""Clock ticks of user, nice, system and interrupts on all cores, by the `text` of /proc/stat.
-
-    Raises:
-      ValueError: the text does not begin with the line of all cores.
-
-    Examples:
-      >>> busy_ticks("cpu  100 1 20 9999 50 2 3 7 0 0\ncpu0 ...\n")
-      126
-    """
+    """Ticks of user, nice, system and interrupts on all cores, by the `text` of /proc/stat."""
     fields = text.partition("\n")[0].split()
     if len(fields) < 8 or fields[0] != "cpu":
         raise ValueError(f"expected the text of /proc/stat, with 'cpu' first; got {text[:80]!r}.")

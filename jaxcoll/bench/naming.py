@@ -33,12 +33,6 @@ def options_of(name: str) -> CommunicationOptions:
 
     Raises:
       ValueError: there is no such algorithm, format or pack.
-
-    Examples:
-      >>> options_of("halving-doubling@4MiB")
-      CommunicationOptions(bytes_per_pack=4194304, algorithm='halving_doubling')
-      >>> options_of("auto+int8")
-      CommunicationOptions(compression=Int8(block=256))
     """
     algorithm, at, pack = name.partition("@")
     algorithm, plus, format = algorithm.partition("+")
@@ -64,15 +58,7 @@ def options_of(name: str) -> CommunicationOptions:
 
 
 def bytes_of(text: str) -> int:
-    """Bytes of a size with a unit, or of a plain number.
-
-    Raises:
-      ValueError: it is neither, or zero.
-
-    Examples:
-      >>> bytes_of("4MiB"), bytes_of("1.5KiB"), bytes_of("512")
-      (4194304, 1536, 512)
-    """
+    """Bytes of a size with a unit ("1.5KiB"), or of a plain number."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB)?", text.strip())
     size = int(float(found[1]) * _UNITS[found[2] or "B"]) if found else 0
     if not size:
@@ -81,15 +67,7 @@ def bytes_of(text: str) -> int:
 
 
 def sizes_of(text: str) -> list[int]:
-    """The sizes of "first:last" or "first:last:factor" (2 without it), or of one alone.
-
-    Raises:
-      ValueError: it is neither.
-
-    Examples:
-      >>> [spelled(size) for size in sizes_of("1KiB:1MiB:32")]
-      ['1KiB', '32KiB', '1MiB']
-    """
+    """The sizes of "first:last" or "first:last:factor" (2 without it), or of one alone."""
     first, *more = text.split(":")
     low = bytes_of(first)
     high = bytes_of(more[0]) if more else low
@@ -104,12 +82,7 @@ def sizes_of(text: str) -> list[int]:
 
 
 def spelled(nbytes: int) -> str:
-    """A size in the largest unit that leaves at most one decimal.
-
-    Examples:
-      >>> spelled(1024), spelled(1536), spelled(1000), spelled(4 << 20)
-      ('1KiB', '1.5KiB', '1000B', '4MiB')
-    """
+    """A size in the largest unit that leaves at most one decimal: "1.5KiB"."""
     for unit, size in reversed(_UNITS.items()):
         if nbytes >= size and (10 * nbytes) % size == 0:
             return f"{nbytes / size:g}{unit}"
@@ -117,13 +90,15 @@ def spelled(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that suits them.
+    """Seconds in the unit that suits them: "12.3 ms"."""
+    unit, size = "µs", 1e-6
+    if seconds >= 1e-3:
+        unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3)
+    return f"{significant(seconds / size)} {unit}"
 
-    Examples:
-      >>> duration(0.000123), duration(0.0123), duration(1.5)
-      ('123 µs', '12.3 ms', '1.50 s')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:#.3g}".rstrip(".") + f" {unit}"
-    return f"{seconds * 1e6:#.3g}".rstrip(".") + " µs"
+
+def significant(value: float) -> str:
+    """Three digits, or all those before the point."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}".rstrip(".") if value else "0"

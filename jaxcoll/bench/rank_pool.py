@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
 import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,6 +30,7 @@ class Team(abc.ABC):
 
     on_this_host = False  # whether all ranks are known to run on this machine
     launched = False  # whether they are processes of their own
+    barrier_bytes = 0.0  # that the barrier before a round sends
     network = ""  # what joins their hosts, in words; "": it is one host, or that is not known
 
     def __init__(self, entries: Sequence[Entry], world: dict[str, Any]) -> None:
@@ -77,16 +77,6 @@ def _gathered(reply: Any) -> list[Any]:
     return [json.loads(row[:n].tobytes()) for row, n in zip(rows, lengths, strict=True)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Places:
-    """Where launched ranks run: by default all in this machine's own network."""
-
-    network: str = ""  # what joins their hosts, in words; "": they are on one
-    on: Callable[[int], Sequence[str]] = lambda rank: ()  # what to put before the command of a rank
-    # Bytes that the kernel has counted between them; None: it does not count
-    sent_bytes: Callable[[], int | None] = loopback_bytes
-
-
 class Launched(Team):
     """Ranks in processes of their own on this host, which `serve` requests over pipes."""
 
@@ -100,18 +90,12 @@ class Launched(Team):
         pipes: Sequence[tuple[Connection, Connection]],
         logs: Sequence[Path],
         timeout: float,
-        places: Places,
     ) -> None:
         self._label, self._running, self._logs, self._timeout = label, running, logs, timeout
-        self._pipes, self._places = pipes, places
-        self.network = places.network
+        self._pipes, self.sent_bytes = pipes, loopback_bytes
         world = self._replies("start")[0]
         # Ranks of other libraries name their contestants themselves.
         super().__init__(entries or [tuple(entry) for entry in world.get("entries", ())], world)
-
-    def sent_bytes(self) -> int | None:
-        """See `Team`."""
-        return self._places.sent_bytes()
 
     def do(self, method: str, **arguments: Any) -> list[Any]:
         """See `Team`."""
@@ -122,7 +106,6 @@ class Launched(Team):
         return self._replies(f"{method} {arguments['name']!r}" if "name" in arguments else method)
 
     def _replies(self, doing: str) -> list[Any]:
-        """One reply of each rank."""
         values: list[Any] = [None] * len(self._pipes)
         missing = {replies: rank for rank, (_, replies) in enumerate(self._pipes)}
         deadline = time.monotonic() + self._timeout
@@ -163,7 +146,10 @@ class Launched(Team):
             raise LaunchError(f"{who} failed ({doing}): {error or 'it closed its pipe'}")
         status = self._running[rank].returncode
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended ({status})"
-        raise LaunchError(f"{who} {how} ({doing}).{_last_words(self._logs[rank])}")
+        lines = self._logs[rank].read_text(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        words = f" Its last words: {last[:300]}" if last else ""
+        raise LaunchError(f"{who} {how} ({doing}).{words}")
 
 
 @contextlib.contextmanager
@@ -173,7 +159,7 @@ def launched(
     command: Sequence[str],
     worlds: Sequence[dict[str, str]],
     timeout: float,
-    places: Places | None = None,
+    before: Sequence[Sequence[str]] | None = None,  # what each one's command begins with
 ) -> Iterator[Launched]:
     """Start a team of processes that run `command`, one for each of `worlds`; none outlives it."""
     with (
@@ -181,7 +167,7 @@ def launched(
         surely_ended() as running,
         contextlib.ExitStack() as open_pipes,
     ):
-        logs, pipes, places = [], [], places or Places()
+        logs, pipes = [], []
         for rank, variables in enumerate(worlds):
             logs.append(Path(folder) / f"{rank}.log")
             standard_input, requests = Pipe(duplex=False)
@@ -189,12 +175,5 @@ def launched(
             pipes.append((open_pipes.enter_context(requests), open_pipes.enter_context(replies)))
             with logs[-1].open("wb") as log, standard_input, standard_output:
                 streams = {"stdin": standard_input, "stdout": standard_output, "stderr": log}
-                running.start([*places.on(rank), *command], variables, **streams)
-        yield Launched(label, entries, running.processes, pipes, logs, timeout, places)
-
-
-def _last_words(log: Path) -> str:
-    """The last line of a log that is not empty."""
-    lines = log.read_text(errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f" Its last words: {last[:300]}" if last else ""
+                running.start([*(before[rank] if before else ()), *command], variables, **streams)
+        yield Launched(label, entries, running.processes, pipes, logs, timeout)

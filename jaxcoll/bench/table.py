@@ -12,7 +12,7 @@ from jaxcoll._plan.algorithms import stages
 from jaxcoll._plan.cost.model import Prices
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll.bench.calibrate import Calibrated
-from jaxcoll.bench.naming import BASELINE, TWIN, spelled
+from jaxcoll.bench.naming import BASELINE, TWIN, significant, spelled
 from jaxcoll.bench.terminal import new_console, new_table
 from jaxcoll.bench.timing import Estimate, Result
 
@@ -113,10 +113,10 @@ def _cells(row: Result) -> list[str]:
     """The figures of a row, in the order of `_COLUMNS`."""
     disturbed = "~" if row.socket_bytes_disturbed else ""
     return [
-        _significant(row.seconds.median * 1e3),
+        significant(row.seconds.median * 1e3),
         "1" if row.algorithm == BASELINE else str(row.ratio or "–"),
-        _significant(row.busbw),
-        _significant(row.cpu_seconds * 1e3),
+        significant(row.busbw),
+        significant(row.cpu_seconds * 1e3),
         _median(row.cpu_ratio),
         _bytes(row.wire_bytes),
         disturbed + _bytes(row.socket_bytes),
@@ -137,27 +137,10 @@ def _median(ratio: Estimate | None) -> str:
 
 
 def _bytes(nbytes: float | None) -> str:
-    """Bytes with three digits and a decimal prefix.
-
-    Examples:
-      >>> _bytes(None), _bytes(0), _bytes(704), _bytes(43_690), _bytes(153_342_192)
-      ('–', '0', '704', '43.7k', '153M')
-    """
+    """Bytes with three digits and a decimal prefix: "43.7k"."""
     if nbytes is None:
         return "–"
     for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if nbytes >= size:
-            return _significant(nbytes / size) + prefix
+            return significant(nbytes / size) + prefix
     return f"{nbytes:.0f}"
-
-
-def _significant(value: float) -> str:
-    """Three digits, or all those before the point.
-
-    Examples:
-      >>> _significant(1234.5), _significant(12.34), _significant(0.01234), _significant(0.0)
-      ('1,234', '12.3', '0.0123', '0')
-    """
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:#.3g}".rstrip(".") if value else "0"

@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxcoll._cluster.initialize import initialize
 from jaxcoll._cluster.launch.local import join, world
-from jaxcoll.bench.checkout import from_checkout
-from jaxcoll.bench.lab.namespaces import Lab, Network, lab
-from jaxcoll.bench.rank_pool import Entry, Here, Places, Team, launched
+from jaxcoll.bench.lab import Lab, Network, lab
+from jaxcoll.bench.rank_pool import Entry, Here, Team, launched
 
 SIMULATED = 8
 """Simulated CPU devices by default."""
+SOURCES = Path(__file__).parents[2] / "docs" / "peers"
+"""What of the benchmark is in the source tree, and not in the wheel."""
+
+
+def from_checkout(what: str, name: str) -> Any:
+    """A module of `SOURCES`; where that is not there, an error that begins with `what`."""
+    file = SOURCES / f"{name}.py"
+    if not file.exists():
+        raise ValueError(
+            f"{what} in jaxcoll's source tree (docs/peers), not in the wheel: run `jaxcoll bench` "
+            "from a checkout."
+        )
+    return _loaded(file)
+
+
+@functools.cache  # not by `sys.modules`, where a module stays whose code has failed
+def _loaded(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"jaxcoll_peers_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    # Dataclasses look their module up by its name.
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @contextlib.contextmanager
@@ -78,10 +105,9 @@ def on_hosts(
     """A team of JAX whose ranks are on hosts of their own, and these hosts."""
     with lab(network.hosts, network.rate) as made:
         variables = made.variables(network.per_host)
-        places = Places(
-            str(network), lambda rank: made.on(rank // network.per_host), made.sent_bytes
-        )
-        with launched("jax", entries, _command(devices), variables, timeout, places) as team:
+        of_rank = [made.on(rank // network.per_host) for rank in range(len(variables))]
+        with launched("jax", entries, _command(devices), variables, timeout, of_rank) as team:
+            team.network, team.sent_bytes = str(network), made.sent_bytes
             yield team, made
 
 

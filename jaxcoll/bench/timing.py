@@ -13,12 +13,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A median over rounds, with its 95 % bootstrap interval (2,000 resamples).
-
-    Examples:
-      >>> str(estimate([2.0, 1.0, 2.0]))
-      '2 [1, 2]'
-    """
+    """A median over rounds, with its 95 % bootstrap interval (2,000 resamples)."""
 
     median: float
     low: float
@@ -47,14 +42,7 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Estimate | None:
-    """The ratio of two things that were measured in the same rounds, each with its own quotient.
-
-    None where a denominator is 0, as CPU seconds are that the clock was too coarse for.
-
-    Examples:
-      >>> str(ratio([2.0, 2.0, 4.0], [1.0, 2.0, 2.0]))
-      '2 [1, 2]'
-    """
+    """Of the quotients of each round; None where the clock was too coarse for a denominator."""
     if not all(denominator):
         return None
     return estimate([a / b for a, b in zip(numerator, denominator, strict=True)])

@@ -14,10 +14,10 @@ from typing import Any
 from jaxcoll._files import check_writable, write_result, write_text
 from jaxcoll._mesh.machine_costs import FILE, calibration
 from jaxcoll.bench import targets
-from jaxcoll.bench.checkout import from_checkout
-from jaxcoll.bench.lab.namespaces import Network
+from jaxcoll.bench.lab import Network
 from jaxcoll.bench.naming import BASELINE, PEERS, TWIN, options_of, sizes_of
 from jaxcoll.bench.rank_pool import Entry, Team
+from jaxcoll.bench.targets import from_checkout
 from jaxcoll.bench.terminal import new_console, progress_bars
 from jaxcoll.bench.workloads import Workload, array_of, tree_of
 from jaxcoll.cli import flags

@@ -14,9 +14,8 @@ import pytest
 from processes.ranks import launch
 
 from jaxcoll.bench import all_reduce
-from jaxcoll.bench.checkout import from_checkout
-from jaxcoll.bench.lab import namespaces
 from jaxcoll.bench.naming import BASELINE, TWIN
+from jaxcoll.bench.targets import from_checkout
 from jaxcoll.cli.main import main
 
 OURS = ["auto", "native@all", "ring", "halving-doubling", "shuffle"]
@@ -192,7 +191,7 @@ def test_bad_flags_are_one_line_and_status_2(flags, words, capsys):
 
 
 def test_where_there_can_be_no_network_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None)
+    monkeypatch.setattr("jaxcoll.bench.lab.shutil.which", lambda tool: None)
     assert main(["bench", "--rate", "1gbit"]) == 2
     needed = "a network with a rate needs `ip`, `tc`, `nsenter`, `unshare` (iproute2, util-linux)"
     assert capsys.readouterr().err.startswith(f"jaxcoll bench: {needed}")

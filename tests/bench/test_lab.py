@@ -15,8 +15,7 @@ import pytest
 from processes.ranks import launch
 
 from jaxcoll._cluster.launch.subprocesses import surely_ended
-from jaxcoll.bench.lab import namespaces
-from jaxcoll.bench.lab.namespaces import LabUnavailableError, Network, bits_per_second, lab
+from jaxcoll.bench.lab import LabUnavailableError, Network, bits_per_second, lab
 
 JOB = Path(__file__).parents[1] / "processes" / "two_levels.py"
 ARRAY = 4 << 20  # bytes that the job sums
@@ -42,7 +41,7 @@ with socket.create_server((sys.argv[1], 5000)) as server:
 """
 HOLDS = """
 import os, signal
-from jaxcoll.bench.lab.namespaces import lab
+from jaxcoll.bench.lab import lab
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with lab(2, "1gbit") as made:
     print(*made.on(0), flush=True)
@@ -149,6 +148,10 @@ def test_hosts_can_be_named_by_hand():
         check_two_levels(*facts_in(log), "shuffle", "all-to-all")
 
 
+def test_rates_as_tc_spells_them():
+    assert [bits_per_second(rate) for rate in ("200mbit", "1.5gbit", "none")] == [2e8, 1.5e9, None]
+
+
 @pytest.mark.parametrize("rate", ["", "fast", "0mbit", "100 mbit", "-1gbit", "1tbit"])
 def test_what_is_not_a_rate_is_refused(rate):
     with pytest.raises(ValueError, match="expected a rate such as 200mbit or 1gbit, or 'none'"):
@@ -162,7 +165,9 @@ def test_so_many_hosts_are_refused(count):
 
 
 def test_a_missing_tool_is_named(monkeypatch):
-    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    monkeypatch.setattr(
+        "jaxcoll.bench.lab.shutil.which", lambda tool: None if tool == "tc" else tool
+    )
     with pytest.raises(LabUnavailableError, match="needs `tc` .iproute2, util-linux., which is"):
         with lab(2):
             pass

@@ -5,8 +5,10 @@ import math
 import pytest
 
 import jaxcoll as jc
-from jaxcoll.bench.naming import bytes_of, options_of, sizes_of, spelled
-from jaxcoll.bench.timing import interleaved, ratio
+from jaxcoll.bench.chart import _short, _spread
+from jaxcoll.bench.naming import bytes_of, duration, options_of, significant, sizes_of, spelled
+from jaxcoll.bench.table import _bytes
+from jaxcoll.bench.timing import estimate, interleaved, ratio
 from jaxcoll.bench.workloads import TREES, array_of, tree_of
 
 
@@ -20,6 +22,7 @@ def test_algorithms():
     ]
     assert [o.bytes_per_pack for o in options.values()] == [0, 2048, 0, 1 << 60]
     assert options_of("halving-doubling") == options_of("halving_doubling")
+    assert options_of("auto+int8") == jc.CommunicationOptions(compression=jc.Int8())
     coded = options_of("shuffle/shuffle+int8@4MiB")
     assert (coded.algorithm, coded.bytes_per_pack) == ("shuffle/shuffle", 4 << 20)
     assert coded.compression == jc.Int8()
@@ -37,7 +40,9 @@ def test_algorithms():
 
 def test_sizes():
     assert [spelled(s) for s in sizes_of("1KiB:8KiB")] == ["1KiB", "2KiB", "4KiB", "8KiB"]
+    assert [spelled(s) for s in sizes_of("1KiB:1MiB:32")] == ["1KiB", "32KiB", "1MiB"]
     assert sizes_of("1MiB") == [1 << 20]
+    assert [bytes_of(text) for text in ("4MiB", "1.5KiB", "512")] == [4 << 20, 1536, 512]
     assert sizes_of("100:1000:3") == [100, 300, 900]
     assert len(sizes_of("1KiB:1GiB")) == 21
     for size in (1, 999, 1024, 5 << 20, 3 << 29):
@@ -99,9 +104,29 @@ def test_rounds_are_reversed_every_other_time_and_ratios_are_paired():
     assert len(list(interleaved(calls, 3))) == 3
     assert order == list("abbaab")
     assert ratio([2.0, 20.0, 4.0], [1.0, 10.0, 2.0]).median == 2.0
+    assert str(ratio([2.0, 2.0, 4.0], [1.0, 2.0, 2.0])) == "2 [1, 2]"
+    assert str(estimate([2.0, 1.0, 2.0])) == "2 [1, 2]"
     assert ratio([1.0], [0.0]) is None
 
 
 def test_reproducible_is_spelled_like_an_algorithm():
     assert options_of("reproducible@all").reproducible
     assert options_of("reproducible").algorithm is None
+
+
+@pytest.mark.parametrize(
+    ("written", "numbers", "expected"),
+    [
+        (spelled, (1024, 1536, 1000, 4 << 20), "1KiB 1.5KiB 1000B 4MiB"),
+        (duration, (0.000123, 0.0123, 0.9996, 1.5), "123_µs 12.3_ms 1,000_ms 1.50_s"),
+        (significant, (1234.5, 12.34, 0.01234, 0.0), "1,234 12.3 0.0123 0"),
+        (_bytes, (None, 0, 704, 43_690, 153_342_192), "– 0 704 43.7k 153M"),
+        (_short, (0.0341, 1.038, 12.34, 140.0), "0.034 1.04 12.3 140"),
+    ],
+)
+def test_figures_as_people_read_them(written, numbers, expected):
+    assert [written(number).replace(" ", "_") for number in numbers] == expected.split()
+
+
+def test_names_beside_curves_keep_their_distance():
+    assert _spread([0.5, 0.5, 0.5, 1.0], 0.1) == pytest.approx([0.4, 0.5, 0.6, 1.0])

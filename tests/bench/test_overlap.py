@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcoll.bench.checkout import from_checkout
 from jaxcoll.bench.rank_pool import Team
+from jaxcoll.bench.targets import from_checkout
 from jaxcoll.bench.workloads import Workload
 from jaxcoll.cli.main import main
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from jaxcoll._errors import LaunchError
-from jaxcoll.bench import checkout
+from jaxcoll.bench import targets
 from jaxcoll.bench.all_reduce import measure, steps
 from jaxcoll.bench.naming import BASELINE, TWIN
 from jaxcoll.bench.rank_pool import launched
 from jaxcoll.bench.workloads import Workload
 from jaxcoll.cli.main import main
 
-peers = checkout.from_checkout("--against: its ranks are", "peer")
+peers = targets.from_checkout("--against: its ranks are", "peer")
 BENCH = Path(sys.modules[measure.__module__].__file__).parent
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_rank.py")), str(BENCH)]
 TREE = Workload("pair", (jax.ShapeDtypeStruct((3,), np.float32),) * 2)
@@ -113,7 +113,7 @@ def test_a_library_that_is_not_there(python, words):
     ],
 )
 def test_what_only_the_source_tree_has_says_so(monkeypatch, tmp_path, flags, words, capsys):
-    monkeypatch.setattr(checkout, "SOURCES", tmp_path)
+    monkeypatch.setattr(targets, "SOURCES", tmp_path)
     assert main(["bench", *flags]) == 2
     complaint = capsys.readouterr().err
     assert words in complaint

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from jaxcoll.bench.checkout import from_checkout
 from jaxcoll.bench.naming import BASELINE, options_of
+from jaxcoll.bench.targets import from_checkout
 
 regret = from_checkout("--regret: it is", "regret")
 AUTO, HOPELESS, TWIN = regret.AUTO, regret.HOPELESS, regret.TWIN
@@ -77,6 +77,7 @@ class Ranks:
     """Ranks of which each contestant takes a time of its own."""
 
     SLOW = "native@all"
+    barrier_bytes = 0.0
 
     def __init__(self, asked):
         self.asked = asked

@@ -31,12 +31,7 @@ from jaxcoll.bench.ranks.rank import Rank, serve
 
 
 class JaxRank(Rank):
-    """One process of a JAX world, with all devices that it has.
-
-    Args:
-      devices: of all processes. Several processes of several devices each make two axes, so
-        that hierarchical algorithms have both.
-    """
+    """One process of a JAX world, which has the `devices` of all processes."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self._mesh = _mesh(devices)
@@ -161,43 +156,45 @@ class JaxRank(Rank):
 
     def plan(self, name: str) -> str:
         """What the plan of a contestant is called: equal plans share it."""
-        if name.removesuffix(AGAIN) == BASELINE:
+        if (name := name.removesuffix(AGAIN)) == BASELINE:
             return BASELINE
-        options = options_of(name.removesuffix(AGAIN))
+        options = options_of(name)
         where = {"mesh": self._mesh, "axis_name": self._axes}
         return jc.plan(self._specs, **where, options=options, reduce_op=self._reduce_op).name
 
     def _built(self, name: str, arrays: list[jax.Array]) -> Any:
-        if FEEDBACK in name:
-            return _WithResidual(name, self._reduce_op, self._mesh, arrays)
-        return self._program(_reduction(name, self._reduce_op, self._axes)).lower(arrays).compile()
+        op, axes, name = self._reduce_op, self._axes, name.removesuffix(AGAIN)
+        plain = lax.pmean if op == "mean" else lax.psum
 
-    def _program(self, reduce: Callable[[Any], Any]) -> Any:
-        """The jitted reduction of trees whose leaves have a leading replica dimension."""
+        def reduce(tree: Any, residual: Any = None) -> Any:
+            if name == BASELINE:
+                return jax.tree.map(lambda x: plain(x, axes), tree)
+            return jc.all_reduce(op, tree, axes, residual=residual, options=options_of(name))
 
-        def body(tree: Any) -> Any:
-            return reduce(jax.tree.map(lambda x: x[0], tree))
+        if FEEDBACK not in name:
+            return self._program(reduce).lower(arrays).compile()
+        shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in arrays]
+        residual = jc.residual(shapes, axes, mesh=self._mesh, options=options_of(name))
+        compiled = self._program(reduce, residual).lower(arrays, residual).compile()
+        return _WithResidual(compiled, residual)
+
+    def _program(self, reduce: Callable[..., Any], *kept: Any) -> Any:
+        """The jitted reduction of trees with a leading replica dimension, and what is `kept`."""
+
+        def body(tree: Any, *kept: Any) -> Any:
+            return reduce(jax.tree.map(lambda x: x[0], tree), *kept)
 
         rows, copies = PartitionSpec(self._axes), PartitionSpec()
-        return jax.jit(jax.shard_map(body, mesh=self._mesh, in_specs=(rows,), out_specs=copies))
+        inputs, outputs = (rows, *[rows] * len(kept)), (copies, rows) if kept else copies
+        return jax.jit(jax.shard_map(body, mesh=self._mesh, in_specs=inputs, out_specs=outputs))
 
 
 class _WithResidual:
     """A compiled reduction that adds to each call what the one before it lost."""
 
-    def __init__(self, name: str, reduce_op: str, mesh: Mesh, arrays: list[jax.Array]) -> None:
-        axes, options = mesh.axis_names, options_of(name.removesuffix(AGAIN))
-        shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in arrays]
-        self._residual = jc.residual(shapes, axes, mesh=mesh, options=options)
-
-        def body(tree: Any, residual: Any) -> Any:
-            tree = jax.tree.map(lambda x: x[0], tree)
-            return jc.all_reduce(reduce_op, tree, axes, residual=residual, options=options)
-
-        rows, copies = PartitionSpec(axes), PartitionSpec()
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=(rows, rows), out_specs=(copies, rows))
-        self._compiled = jax.jit(mapped).lower(arrays, self._residual).compile()
-        self.as_text, self.memory_analysis = self._compiled.as_text, self._compiled.memory_analysis
+    def __init__(self, compiled: Any, residual: Any) -> None:
+        self._compiled, self._residual = compiled, residual
+        self.as_text, self.memory_analysis = compiled.as_text, compiled.memory_analysis
 
     def __call__(self, arrays: list[jax.Array]) -> Any:
         sums, self._residual = self._compiled(arrays, self._residual)
@@ -217,16 +214,6 @@ def _mesh(devices: Sequence[jax.Device]) -> Mesh:
             grid, axes = grid.reshape(groups, -1), (name, "device")
             break
     return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
-
-
-def _reduction(name: str, reduce_op: str, axes: tuple[str, ...]) -> Callable[[Any], Any]:
-    """A new function that reduces a tree the way the name says."""
-    name = name.removesuffix(AGAIN)
-    if name == BASELINE:
-        plain = lax.pmean if reduce_op == "mean" else lax.psum
-        return lambda tree: jax.tree.map(lambda x: plain(x, axes), tree)
-    options = options_of(name)
-    return lambda tree: jc.all_reduce(reduce_op, tree, axes, options=options)
 
 
 def main() -> None:

@@ -1,1 +1,0 @@
-"""Hosts on a slow network, all of them on this machine."""
