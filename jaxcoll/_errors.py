@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 
+class _RanksError(Exception):
+    """An error that names processes of a job."""
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 class AlreadyReducedError(ValueError):
     """A leaf handed to a reduction is already the same on every replica.
 
@@ -13,31 +21,23 @@ class AlreadyReducedError(ValueError):
     """
 
 
-class DeadlineExceededError(TimeoutError):
+class DeadlineExceededError(_RanksError, TimeoutError):
     """A host-level call or a wrapped step took longer than its `timeout_seconds`.
 
     Attributes:
       ranks: the processes that did not arrive, as far as that is known.
     """
 
-    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
-
-class PeerLostError(ConnectionError):
+class PeerLostError(_RanksError, ConnectionError):
     """A process that took part in a call has died, or was cut off from the others.
 
     Attributes:
       ranks: the processes that are lost.
     """
 
-    def __init__(self, message: str, *, ranks: Iterable[int]) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
-
-class LaunchError(RuntimeError):
+class LaunchError(_RanksError, RuntimeError):
     """A process of `jc.launch` raised an exception or died, or the time was up.
 
     The message has its rank, and its traceback or last lines.
@@ -45,10 +45,6 @@ class LaunchError(RuntimeError):
     Attributes:
       ranks: the processes that failed first, or that were late.
     """
-
-    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
 
 class ProgramMismatchError(RuntimeError):

@@ -13,7 +13,7 @@ from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.report_text import carried, like
 from jaxcoll._show.units import counted, size
 from jaxcoll._step.aot import compile_for
-from jaxcoll._step.lowering import Texts, stage_of, texts_of
+from jaxcoll._step.lowering import stage_of, texts_of
 
 _REPEATED = (
     "reductions stand in a loop, and all that becomes of their results there is that they are "
@@ -143,27 +143,22 @@ def _report(fun: Any, args: Any, kwargs: Any, topology: Any, caller: str) -> Rep
                 "pass the function and its arguments, or the text alone."
             )
         return report_of(fun)
-    texts = _texts(fun, args, kwargs, topology, caller)
+    if topology is None:
+        texts = texts_of(fun, args, kwargs, caller)
+    elif callable(fun) and stage_of(fun) is None:
+        others = {name: value for name, value in kwargs.items() if name != "mesh"}
+        texts = compile_for(fun, args, others, topology, mesh=kwargs.get("mesh"))
+    else:
+        raise ValueError(
+            f"`{caller}` compiles functions for a topology, and got {type(fun).__name__}, which is "
+            "lowered for devices already, or no program; pass the function and its arguments."
+        )
     notes = [_REPEATED.format(found=described(texts.repeated))] if texts.repeated else []
     for note in notes:
         warnings.warn(f"`{caller}`: {note}", ReductionInLoopWarning, stacklevel=3)
     return report_of(
         texts.compiled, texts.requested, texts.plans, texts.where, texts.terms, notes, texts.memory
     )
-
-
-def _texts(fun: Any, args: Any, kwargs: Any, topology: Any, caller: str) -> Texts:
-    """The one place where a topology turns into texts."""
-    if topology is None:
-        return texts_of(fun, args, kwargs, caller)
-    if not callable(fun) or stage_of(fun) is not None:
-        raise ValueError(
-            f"`{caller}` compiles functions for a topology, and got {type(fun).__name__}, which is "
-            "lowered for devices already, or no program; pass the function and its arguments."
-        )
-    mesh = kwargs.get("mesh")
-    others = {name: value for name, value in kwargs.items() if name != "mesh"}
-    return compile_for(fun, args, others, topology, mesh=mesh)
 
 
 def _words(name: str, given: Iterable[str] | None) -> set[str] | None:

@@ -255,6 +255,14 @@ def not_at_exit(call: Callable[[], Any]) -> None:
     atexit.unregister(call)
 
 
+def in_forked_child(call: Callable[[], None]) -> Callable[[], None]:
+    """Have this called in every child that is forked."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=call)
+    return call
+
+
+@in_forked_child
 def _leave_to_parent() -> None:
     """A forked child that ends must not speak for its parent, nor remove what that one uses."""
     if not _at_exit:
@@ -263,7 +271,3 @@ def _leave_to_parent() -> None:
         atexit.unregister(call)
     _at_exit.clear()
     leave_coordinator(to_parent=True)  # JAX would shut it down when the child ends
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_leave_to_parent)

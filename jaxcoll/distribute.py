@@ -12,7 +12,6 @@ from jaxcoll._distribute.ops.all_reduce_ops import (
 )
 from jaxcoll._distribute.ops.all_reduce_ops import NcclAllReduce as NcclAllReduce
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps as CrossDeviceOps
-from jaxcoll._distribute.ops.hints import CollectiveHints as CollectiveHints
 from jaxcoll._distribute.ops.multi_worker_all_reduce import (
     MultiWorkerAllReduce as MultiWorkerAllReduce,
 )
@@ -27,6 +26,7 @@ from jaxcoll._distribute.values.per_replica import DistributedValues as Distribu
 from jaxcoll._distribute.values.per_replica import Mirrored as Mirrored
 from jaxcoll._distribute.values.per_replica import PerReplica as PerReplica
 from jaxcoll._plan.options import CollectiveCommunication as CollectiveCommunication
+from jaxcoll._plan.options import CollectiveHints as CollectiveHints
 from jaxcoll._plan.options import CommunicationImplementation as CommunicationImplementation
 from jaxcoll._plan.options import CommunicationOptions as CommunicationOptions
 from jaxcoll._plan.options import ReduceOp as ReduceOp

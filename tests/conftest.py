@@ -35,17 +35,33 @@ def compile_options(*args: Any, env_options_overrides: Any = None, **kwargs: Any
 
 
 compiler.get_compile_options = compile_options
+# Tests make many equal programs of functions that JAX has not met; programs that call back differ.
+compiled: dict[Any, Any] = {}
+anew = compiler.backend_compile_and_load
+
+
+def compile_once(backend: Any, module: Any, devices: Any, options: Any, callbacks: Any) -> Any:
+    if callbacks:
+        return anew(backend, module, devices, options, callbacks)
+    text = module.operation.get_asm(enable_debug_info=True)
+    key = backend, text, tuple(devices), options.SerializeAsString()
+    if key not in compiled:
+        compiled[key] = anew(backend, module, devices, options, callbacks)
+    return compiled[key]
+
+
+compiler.backend_compile_and_load = compile_once
 if jax.__version_info__ < (0, 11):
     # As later versions do by themselves: MLIR's context takes longer to make than to fill.
     contexts = threading.local()
-    anew = mlir.make_ir_context
+    new_context = mlir.make_ir_context
 
     def context_of_thread() -> Any:
         if ir.Context.current is not None:  # in the midst of another program
-            return anew()
+            return new_context()
         contexts.uses = getattr(contexts, "uses", 0) + 1
         if contexts.uses % 20 == 1:
-            contexts.last = anew()
+            contexts.last = new_context()
         return contexts.last
 
     mlir.make_ir_context = context_of_thread

@@ -14,7 +14,7 @@ import pytest
 
 import jaxcoll
 from jaxcoll.cli.main import main
-from jaxcoll.demos import digits, network
+from jaxcoll.demos import digits, network, picture
 from jaxcoll.demos.demonstration import STEPS, Outcome
 
 LEAVES = 9  # four layers' kernels and biases, and the loss
@@ -247,3 +247,11 @@ def test_bars_that_are_missed():
     assert dataclasses.replace(outcome, **good).shortfalls() == []
     nan = {**good, "largest_relative_difference": float("nan")}
     assert dataclasses.replace(outcome, **nan).shortfalls()
+
+
+def test_a_batch_divides_and_leaves_have_the_names_that_people_use():
+    assert [digits.batch_size(n) for n in (1, 3, 7, 8, 300)] == [256, 255, 259, 256, 300]
+    assert [picture._name(path) for path in (".grads['conv1']['bias']", ".value")] == [
+        "conv1 bias",
+        "loss",
+    ]

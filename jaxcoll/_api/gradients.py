@@ -76,7 +76,9 @@ def value_and_grad(
       >>> value.tolist(), grad.tolist()
       ([5.0, 5.0], [2.5, 2.5])
     """
-    return _gradient(fun, axis_name, reduce_op, argnums, has_aux, scatter, feedback, options)
+    feeding = with_feedback if feedback else None  # this room alone knows both
+    asked = gradient.Asked(fun, ReduceOp.of(reduce_op), argnums, has_aux, scatter, feeding)
+    return gradient.reduced_gradient(asked, axis_name, scope_here, checked(options))
 
 
 def grad(
@@ -106,9 +108,9 @@ def grad(
       A function with `fun`'s arguments that returns `grads`, or `(grads, aux)`; the gradients
       are *invariant* over the axes, but for leaves that are a replica's own, `aux` *varying*.
     """
-    return _gradient(
-        fun, axis_name, reduce_op, argnums, has_aux, scatter, feedback, options, with_value=False
-    )
+    feeding, op = with_feedback if feedback else None, ReduceOp.of(reduce_op)
+    asked = gradient.Asked(fun, op, argnums, has_aux, scatter, feeding, with_value=False)
+    return gradient.reduced_gradient(asked, axis_name, scope_here, checked(options))
 
 
 def sync_in_backward(
@@ -165,13 +167,8 @@ def sync_in_backward(
       >>> step(jnp.array([2.0, 5.0]), jnp.array([1.0, 3.0]))[0].tolist()
       [10.0, 4.0]
     """
-    return sync.sync_in_backward(
-        params,
-        axis_name,
-        reduce_op=ReduceOp.of(reduce_op),
-        scope=scope_here(),
-        options=checked(options),
-    )
+    op = ReduceOp.of(reduce_op)
+    return sync.sync_in_backward(params, axis_name, op, scope_here(), checked(options))
 
 
 def accumulate(
@@ -242,9 +239,9 @@ def accumulate(
             f"got {batch_argnums!r}."
         )
     pieces = MicroBatches(count, positions)
-    return _gradient(
-        fun, axis_name, reduce_op, argnums, has_aux, scatter, feedback, options, pieces=pieces
-    )
+    feeding, op = with_feedback if feedback else None, ReduceOp.of(reduce_op)
+    asked = gradient.Asked(fun, op, argnums, has_aux, scatter, feeding, micro_batches=pieces)
+    return gradient.reduced_gradient(asked, axis_name, scope_here, checked(options))
 
 
 def scan_layers(
@@ -323,31 +320,5 @@ def scan_layers(
     """
     asked = scan.Asked(ReduceOp.of(reduce_op), gather_dtype, ahead, remat, unroll)
     return scan.scan_layers(
-        layer,
-        carry,
-        stacked,
-        axis_name,
-        sharded=sharded,
-        asked=asked,
-        scope=scope_here(),
-        options=checked(options),
+        layer, carry, stacked, axis_name, sharded, asked, scope_here(), checked(options)
     )
-
-
-def _gradient(
-    fun: Callable[..., Any],
-    axis_name: str | tuple[str, ...],
-    reduce_op: ReduceOp | str,
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    scatter: bool,
-    feedback: bool,
-    options: CommunicationOptions | None,
-    *,
-    with_value: bool = True,
-    pieces: MicroBatches | None = None,
-) -> Callable[..., Any]:
-    feeding = with_feedback if feedback else None  # this room alone knows both
-    op = ReduceOp.of(reduce_op)
-    asked = gradient.Asked(fun, op, argnums, has_aux, scatter, feeding, with_value, pieces)
-    return gradient.reduced_gradient(asked, axis_name, scope=scope_here, options=checked(options))

@@ -83,7 +83,6 @@ class Coordinator:
         threading.Thread(target=self.process.wait, name="jaxcoll-coordinator", daemon=True).start()
 
     def end(self) -> None:
-        """End it now."""
         self.process.kill()
         self.process.wait()
         os.close(self.lifeline)
@@ -180,7 +179,6 @@ class _Coordinator:
             return time.sleep(0.01)
         self._received[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ, self._read)
-        return None
 
     def _read(self, connection: socket.socket) -> None:
         if connection not in self._received:  # closed in the same turn
@@ -205,7 +203,6 @@ class _Coordinator:
                 return self._refuse({"error": wrong, "kind": "world"})
             if len(self._arrived) == self._expected:
                 return self._begin()
-        return None
 
     def _arrive(self, hello: dict[str, Any]) -> str:
         """Note an arrival; the text of what is wrong with it, or ""."""
@@ -350,7 +347,6 @@ def main() -> None:
     # The service takes the port over while processes are connected here. Linux would let gRPC run
     # two services on one port; listening without SO_REUSEPORT finds that out.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reply: dict[str, str]
     try:
         listener.bind((host.strip("[]"), int(port)))
         listener.listen(1024)
@@ -358,8 +354,7 @@ def main() -> None:
         reply = {"address": settings["address"]}
     except OSError as error:
         reply = {"error": error.strerror or str(error)}
-    sys.stdout.write(json.dumps(reply) + "\n")
-    sys.stdout.flush()
+    print(json.dumps(reply), flush=True)
     os.dup2(2, 1)
     if "error" not in reply:
         _Coordinator(listener, settings).run()

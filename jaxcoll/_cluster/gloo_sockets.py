@@ -16,10 +16,11 @@ import selectors
 import socket
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 Address = tuple[str, int]
+Connection = tuple[int, Address, Address]  # a descriptor, and the addresses of both ends
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 
 CONNECT_SECONDS = 4.0
@@ -73,10 +74,9 @@ def listening() -> list[Address]:
     ]
 
 
-def connections(listening: Iterable[Address]) -> set[tuple[int, Address, Address]]:
-    """The connections of this process to or from those addresses, each with its descriptor."""
-    known = set(listening)
-    found = set()
+def connections(listening: Collection[Address]) -> set[Connection]:
+    """The connections of this process to or from those addresses, as they are now."""
+    known, found = set(listening), set()
     for fd, sock in _sockets():
         with contextlib.suppress(OSError):  # it is not connected
             ends = _address(sock.getsockname()), _address(sock.getpeername())
@@ -85,27 +85,11 @@ def connections(listening: Iterable[Address]) -> set[tuple[int, Address, Address
     return found
 
 
-class GenerationSockets:
-    """The connections to these listening addresses that are made from now on, until `settle`."""
+def shut(made: Iterable[Connection]) -> None:
+    """Have whatever waits in connections fail, if they are still there.
 
-    def __init__(self, listening: Iterable[Address]) -> None:
-        self._listening = set(listening)
-        self._before = connections(self._listening)
-        self._made: set[tuple[int, Address, Address]] | None = None
-
-    def settle(self) -> None:
-        """Note that a program has run: later connections belong to others."""
-        if self._made is None:
-            self._made = connections(self._listening) - self._before
-
-    def cut(self) -> None:
-        """Have whatever waits in them fail."""
-        self.settle()
-        shut(self._made or ())
-
-
-def shut(made: Iterable[tuple[int, Address, Address]]) -> None:
-    """End connections, if they are still there: a descriptor may be another socket's by now."""
+    A descriptor may be another socket's by now.
+    """
     for fd, *ends in made:
         with contextlib.suppress(OSError), _socket(fd) as sock:
             if [_address(sock.getsockname()), _address(sock.getpeername())] == ends:

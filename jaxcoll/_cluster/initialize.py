@@ -33,10 +33,9 @@ from jaxcoll._cluster.launchers import (
     member_of,
 )
 from jaxcoll._cluster.liveness import CoordinatorConnection, follow
-from jaxcoll._cluster.rendezvous import arrive, reach
 from jaxcoll._cluster.resolvers import ClusterResolver
 from jaxcoll._cluster.socket_folder import make_socket_folder
-from jaxcoll._cluster.startup_barriers import connected, exchanged
+from jaxcoll._cluster.startup import arrive, connected, exchanged, reach
 from jaxcoll._cluster.timing import JAX_STARTUP_SECONDS
 from jaxcoll._compat.gloo import let_gloo_listen_at
 from jaxcoll._errors import DeadlineExceededError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Callable
@@ -15,54 +16,42 @@ _LOST = "the coordinator is dead, stopped or cut off."
 _SILENT = "the coordinator is stopped or cut off: it did not answer within {limit:g} s."
 
 
+@dataclasses.dataclass(eq=False)
 class LocalKeys:
-    """Keys and values in memory, safe to use from several threads."""
+    """Keys and values in memory, with the methods of `Store`; safe to use from several threads."""
 
-    def __init__(self, process: int = 0, processes: int = 1) -> None:
-        self.process = process
-        self.processes = processes
-        self._held: dict[str, str] = {}
-        self._changed = threading.Condition()
-
-    def of(self, process: int) -> LocalKeys:
-        """The same keys and values, as another process sees them."""
-        other = LocalKeys(process, self.processes)
-        other._held, other._changed = self._held, self._changed
-        return other
+    process: int = 0
+    processes: int = 1
+    _held: dict[str, str] = dataclasses.field(default_factory=dict)
+    _changed: threading.Condition = dataclasses.field(default_factory=threading.Condition)
 
     def set(self, key: str, value: str) -> None:
-        """Write a value, also over another one."""
         with self._changed:
             self._held[key] = value
             self._changed.notify_all()
 
     def agree(self, key: str, value: str) -> str:
-        """Write unless there is a value; the value then."""
         with self._changed:
             value = self._held.setdefault(key, value)
             self._changed.notify_all()
             return value
 
     def get(self, key: str, timeout_seconds: float) -> str:
-        """The value, waited for; TimeoutError: nobody wrote it in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._held, timeout_seconds):
                 raise TimeoutError(key)
             return self._held[key]
 
     def try_get(self, key: str) -> str | None:
-        """The value, or None where there is none yet."""
         with self._changed:
             return self._held.get(key)
 
     def all(self, folder: str) -> dict[str, str]:
-        """Every value below `folder/`, by the rest of its key."""
         start = f"{folder}/"
         with self._changed:
             return {k[len(start) :]: v for k, v in self._held.items() if k.startswith(start)}
 
     def delete(self, key: str) -> None:
-        """Forget a key, and all below it."""
         with self._changed:
             for k in [k for k in self._held if k == key or k.startswith(f"{key}/")]:
                 del self._held[k]
@@ -74,8 +63,9 @@ Keys = Store | LocalKeys
 class CoordinatorClient:
     """The keys and values of a coordinator that may have died, or be stopped.
 
-    Requests raise StoreUnreachableError where there will be no reply. One thread makes them all,
-    because JAX's client has no timeout for most: what is blocked in it can only be abandoned.
+    It has the methods of `Store`, which raise StoreUnreachableError where there will be no reply.
+    One thread makes all requests, because JAX's client has no timeout for most: what is blocked in
+    it can only be abandoned.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -87,7 +77,6 @@ class CoordinatorClient:
         self._pending: set[Task] = set()
 
     def get(self, key: str, timeout_seconds: float) -> str:
-        """The value, waited for; TimeoutError: nobody wrote it in time."""
         self.check()
         # In the caller's thread: it has a timeout of its own, and would hold up other requests.
         return self.keys.get(key, timeout_seconds)

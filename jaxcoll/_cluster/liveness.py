@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 from jaxcoll._cluster.coordinator import news_of
+from jaxcoll._threads import in_forked_child
 
 CONNECTED, DEVICES, LEFT = "connected", "devices", "left"
 """Stages of the start: JAX's clients are connected; all know each other's devices. Or: this process
@@ -102,12 +103,9 @@ def ended() -> dict[int, dict[str, int]]:
     return {process: fields.get("done", {}) for process, fields in news.items()}
 
 
+@in_forked_child
 def _leave_to_parent() -> None:
     """Close a forked child's copy, which would keep the connection open when its parent dies."""
     if _connection is not None:
         _connection.close()
         follow(None)
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_leave_to_parent)

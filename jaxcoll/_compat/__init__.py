@@ -25,4 +25,5 @@ from jaxcoll._compat.primitives import through_backward as through_backward
 from jaxcoll._compat.settings import configuration as configuration
 from jaxcoll._compat.settings import configured as configured
 from jaxcoll._compat.settings import has_backend as has_backend
+from jaxcoll._compat.settings import numerics as numerics
 from jaxcoll._compat.settings import users_line as users_line

@@ -38,24 +38,16 @@ def reported(x: Any, group: Any, member: Any, hear: Hear) -> Any:
     return _report_p.bind(x, group, member, hear=hear)
 
 
-def _hear(hear: Hear, x: Any, group: Any, member: Any) -> tuple[np.ndarray]:
-    numbers = np.asarray(x)
-    if (numbers > 0).any():
-        hear(numbers, int(group), int(member))
-    return (numbers,)
-
-
 def _where_wrong(x: Any, group: Any, member: Any, *, hear: Hear) -> Any:
     return lax.cond((x > 0).any(), lambda: _heard_p.bind(x, group, member, hear=hear), lambda: x)
 
 
-def _first(x: Any, dim: int | None) -> Any:
-    return x if dim is None else lax.index_in_dim(x, 0, dim, keepdims=False)
-
-
 def _batched(args: Sequence[Any], dims: Sequence[int | None], *, hear: Hear) -> tuple[Any, Any]:
     (x, *scalars), (dim, *of_scalars) = args, dims
-    scalars = [_first(s, d) for s, d in zip(scalars, of_scalars, strict=True)]
+    scalars = [
+        s if d is None else lax.index_in_dim(s, 0, d, keepdims=False)
+        for s, d in zip(scalars, of_scalars, strict=True)
+    ]
     if dim is not None:
         x = jax.numpy.moveaxis(x, dim, 0)
     return _report_p.bind(x, *scalars, hear=hear), None if dim is None else 0
@@ -77,9 +69,15 @@ def _report_lowering(ctx: Any, x: Any, *scalars: Any, hear: Hear) -> Any:
 
 
 def _heard_lowering(ctx: Any, x: Any, group: Any, member: Any, *, hear: Hear) -> Any:
+    def heard(x: Any, group: Any, member: Any) -> tuple[np.ndarray]:
+        numbers = np.asarray(x)
+        if (numbers > 0).any():
+            hear(numbers, int(group), int(member))
+        return (numbers,)
+
     results, _, _ = mlir.emit_python_callback(
         ctx,
-        lambda *numbers: _hear(hear, *numbers),
+        heard,
         None,
         [x, group, member],
         ctx.avals_in,

@@ -13,7 +13,13 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxcoll._compat.axes import as_varying, retyped, tracks_variance, varying_axes
+from jaxcoll._compat.axes import (
+    as_varying,
+    retyped,
+    tracks_variance,
+    varying_axes,
+    varying_axes_of_type,
+)
 
 
 def unchanged(name: str, lower: Any = None, transpose: Any = None) -> Primitive:
@@ -63,10 +69,6 @@ def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False, vouched: 
     return _as_invariant_p.bind(x, axes=known, summed=summed, vouched=vouched) if known else x
 
 
-def _as_invariant_aval(aval: Any, *, axes: tuple[str, ...], **_: Any) -> Any:
-    return retyped(aval, frozenset(aval.manual_axis_type.varying) - set(axes))
-
-
 def _as_invariant_transpose(
     cotangent: Any, *, axes: tuple[str, ...], summed: bool, **_: Any
 ) -> list[Any]:
@@ -84,7 +86,9 @@ AS_INVARIANT = "as_invariant"
 """The name of the primitive of `as_invariant`."""
 
 _as_invariant_p = unchanged(AS_INVARIANT, transpose=_as_invariant_transpose)
-_as_invariant_p.def_abstract_eval(_as_invariant_aval)
+_as_invariant_p.def_abstract_eval(
+    lambda aval, *, axes, **_: retyped(aval, varying_axes_of_type(aval) - set(axes))
+)
 
 
 def ordered(x: Any, after: Any) -> Any:
@@ -125,7 +129,7 @@ def _through_avals(*avals: Any, axes: tuple[str, ...], **_: Any) -> list[Any]:
     # What was made outside of the mesh, a constant, does not know it yet.
     mesh = jax.sharding.get_abstract_mesh()
     avals = tuple(aval.update(sharding=aval.sharding.update(mesh=mesh)) for aval in avals)
-    return [retyped(a, frozenset(a.manual_axis_type.varying).union(axes)) for a in avals]
+    return [retyped(a, varying_axes_of_type(a).union(axes)) for a in avals]
 
 
 def _through_jvp(
@@ -147,10 +151,7 @@ def _through_transpose(
 ) -> list[Any]:
     avals = dict(zip(which, (arg.aval for arg in args), strict=True))
     known = {i: ct for i, ct in zip(which, cotangents, strict=True) if not isinstance(ct, ad.Zero)}
-    varying = {
-        i: frozenset(getattr(getattr(avals[i], "manual_axis_type", None), "varying", ()))
-        for i in known
-    }
+    varying = {i: varying_axes_of_type(avals[i]) for i in known}
     results = through(known, varying) if known else {}
     return [
         results[i] if i in results else ad.Zero(aval.to_tangent_aval()) for i, aval in avals.items()

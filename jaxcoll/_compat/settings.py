@@ -10,6 +10,22 @@ from typing import Any
 
 import jax
 
+_NUMERICS = (
+    *("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl"),
+    *("jax_threefry_partitionable", "jax_softmax_custom_jvp", "jax_high_dynamic_range_gumbel"),
+    *("jax_accurate_erf_inv", "jax_use_hlo_logistic_lowering", "jax_allow_f16_reductions"),
+    *("jax_use_direct_linearize", "jax_compiler_enable_remat_pass", "jax_optimization_level"),
+    *("jax_exec_time_optimization_effort", "jax_memory_fitting_level"),
+    *("jax_memory_fitting_effort", "jax_disable_most_optimizations"),
+)
+
+
+def numerics() -> dict[str, Any]:
+    """The settings of JAX that change numbers, as far as this version has them, by name."""
+    # A thread may have its own of those that are attributes; the table has all.
+    table = jax.config.values
+    return {name: getattr(jax.config, name, table[name]) for name in _NUMERICS if name in table}
+
 
 def configuration() -> Any:
     """All of this thread's configuration that a trace depends on, as a hashable value.

@@ -11,8 +11,6 @@ import jax
 from jaxcoll import _compat
 from jaxcoll._plan.options import UNSET, CommunicationOptions
 
-_NO_OPTIONS = CommunicationOptions()
-
 
 def settings_of(options: CommunicationOptions) -> str:
     """The options that all processes must have in common, as they compare them."""
@@ -60,7 +58,7 @@ class Call:
     devices: Sequence[jax.Device]  # those of the program's mesh
     name: str  # for messages
     # `timeout_seconds` bounds the call; with `checksum` a corrupted reduction raises
-    options: CommunicationOptions = _NO_OPTIONS
+    options: CommunicationOptions = CommunicationOptions()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # arguments by name, placed
     # What all processes must have in common beside the program; hashable, and its `repr` is
     # compared. None: `options`, of which a program has one value

@@ -16,7 +16,6 @@ from jaxcoll._plan.plan import Corruption
 
 _LOG = logging.getLogger("jaxcoll")
 
-
 _lock = threading.Lock()
 _listeners: list[tuple[frozenset[jax.Device], dict[str, Corruption]]] = []
 """For each call that is waited for, its devices, and of each pack the worst that they reported."""
@@ -53,7 +52,8 @@ class Reports:
             reports[member] += 1
             new = all(n < reports[member] for other, n in reports.items() if other != member)
         if new:
-            _LOG.warning("A reduction was corrupted, and came back as NaN: %s.", _text(found))
+            text = "; ".join(map(str, found))
+            _LOG.warning("A reduction was corrupted, and came back as NaN: %s.", text)
 
 
 def listening(call: Callable[[], Any], what: str, across: Sequence[jax.Device]) -> Any:
@@ -67,16 +67,13 @@ def listening(call: Callable[[], Any], what: str, across: Sequence[jax.Device]) 
     finally:
         with _lock:
             _listeners[:] = [each for each in _listeners if each is not listener]
-    if found := tuple(worst.values()):
+    if found := worst.values():
+        packs = "; ".join(map(str, found))
         raise ReductionCorruptedError(
             f"{what} was corrupted: what came back is not the sum of what was put in, in "
-            f"{_text(found)}. Its result is dropped. Nothing else is wrong with these processes: "
+            f"{packs}. Its result is dropped. Nothing else is wrong with these processes: "
             "the call can be made again, with arguments that it did not consume. If that happens "
             "again, a link, a memory or a kernel is at fault.",
             packs={each.pack: each.leaves for each in found},
         )
     return result
-
-
-def _text(found: Sequence[Corruption]) -> str:
-    return "; ".join(map(str, found))

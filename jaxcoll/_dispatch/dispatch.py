@@ -112,19 +112,13 @@ def _begin(
     task = Task(worker, execution.run)
     if group is not None:
         group.check()
-    involved = {each for each in (group, *groups) if each is not None}
-    for each in involved:  # before the task starts, so that it misses no failure
+    for each in filter(None, {group, *groups}):  # before it starts, so that it misses no failure
         each.register(task)
     until = time.monotonic() + seconds if seconds else None
     worker.start(task)
 
     def finish() -> list[Any]:
-        try:
-            in_time = task.wait(None if until is None else max(0.0, until - time.monotonic()))
-        finally:
-            for each in involved:
-                each.unregister(task)
-        if in_time:
+        if task.wait(None if until is None else max(0.0, until - time.monotonic())):
             return task.result()
         abandon(worker)
         ranks, why = execution.late()

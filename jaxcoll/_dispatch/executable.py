@@ -1,23 +1,49 @@
-"""Compiled programs, cached by the shapes and shardings of their arguments."""
+"""Compiled programs, cached by the shapes and shardings of their arguments.
+
+With the digests of a program's first arguments, which processes compare once. Arguments that every
+replica gets in full must be the same on all processes, or they compute with different parameters
+from then on; rows that are the same on all of them are one batch several times.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import json
 import re
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jaxcoll import _compat
 from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.environment import environment
 from jaxcoll._dispatch.fingerprint import collectives, fingerprint, mark
-from jaxcoll._dispatch.first_values import FirstValues, first_values, uncompared
 from jaxcoll._plan.plan import Plan
 
 _PACK = re.compile(r"(\w+_[0-9a-f]{6})/(pack|rows)(\d+)")
+
+
+@dataclasses.dataclass
+class FirstValues:
+    """Digests of one process's arguments."""
+
+    replicated: dict[str, str]  # of each leaf that every replica gets in full, by its path
+    # Of each leaf of which this process has its share; leaves that hold one number in every place
+    # are left out, because equal ones prove nothing
+    rows: dict[str, str]
+    done: bool = False  # whether they were compared, and nothing differed that should be the same
+
+    @property
+    def short(self) -> str:
+        """All of them, as short as two numbers."""
+        rows = _digest(json.dumps(self.rows).encode()) if self.rows else ""
+        return f"{_digest(json.dumps(self.replicated).encode())}:{rows}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +57,11 @@ class Program:
     moved: tuple[str, ...] = ()  # its collectives, one line each
     # What this process brings to its first run; None: nothing is compared
     first: FirstValues | None = None
+
+    @property
+    def uncompared(self) -> FirstValues | None:
+        """What this process brings to the first run, if that is still to be compared."""
+        return None if self.first is None or self.first.done else self.first
 
     @property
     def starts_with(self) -> str:
@@ -95,13 +126,12 @@ def compiled_for(call: Call, *, shared: bool) -> Program:
             found = Program(lowered.compile(), _name(name, leaves))
         else:
             # Only a function's first program: later ones are given state that it returned.
-            first = None if known else first_values(call.args, call.kwargs, call.rows)
+            first = None if known else _first_values(call)
             found = shared_program(lowered, name, leaves, call.settings_text())
             found = dataclasses.replace(found, first=first)
         known[key] = found
-    elif uncompared(found):  # a call before this one did not come to it, or was refused
-        first = first_values(call.args, call.kwargs, call.rows)
-        found = known[key] = dataclasses.replace(found, first=first)
+    elif found.uncompared:  # a call before this one did not come to it, or was refused
+        found = known[key] = dataclasses.replace(found, first=_first_values(call))
     known[_LAST] = key, found
     return found
 
@@ -113,15 +143,15 @@ def shared_program(
     compiled = lowered.compile()
     moved = collectives(compiled.as_text() or "")
     here = filter(None, (x.sharding.addressable_devices for x in leaves))
-    around = environment(min(next(here, jax.local_devices()), key=lambda d: d.id))
-    lines = fingerprint(f"`{name}`", around, settings, _devices(leaves), lowered, moved)
+    device = min(next(here, jax.local_devices()), key=lambda d: d.id)
+    lines = fingerprint(f"`{name}`", device, settings, _devices(leaves), lowered, moved)
     return Program(compiled, _name(name, leaves), lines, mark(lines), moved)
 
 
-def _name(function: str, leaves: Sequence[Any], shown: int = 3) -> str:
+def _name(function: str, leaves: Sequence[Any]) -> str:
     """The function and the first arrays, in short."""
-    words = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in leaves[:shown]]
-    more = f" and {len(leaves) - shown} more" * (len(leaves) > shown)
+    words = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in leaves[:3]]
+    more = f" and {len(leaves) - 3} more" * (len(leaves) > 3)
     return f"`{function}` of {', '.join(words)}{more}"
 
 
@@ -130,3 +160,60 @@ def _devices(leaves: Sequence[Any]) -> str:
     meshes = (getattr(x.sharding, "mesh", None) for x in leaves)
     found = next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
     return "" if found is None else " ".join(str(d.id) for d in found.devices.flat)
+
+
+def known_options(wanted: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:
+    """The options among `wanted` that the compiler for `device` knows; it warns of the others.
+
+    Cost: the first time, the compilation of an empty program for each option.
+    """
+    unknown = [name for name, value in wanted.items() if not _is_known(name, value, device)]
+    if unknown:
+        warnings.warn(
+            f"the compiler for {device.platform} does not know {', '.join(unknown)}, by which "
+            "jaxcoll would keep packs apart (`overlap=True`): it may combine them. `jc.inspect` "
+            "shows what it does.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return {name: value for name, value in wanted.items() if name not in unknown}
+
+
+@functools.cache
+def _is_known(name: str, value: Any, device: jax.Device) -> bool:
+    nothing = jax.ShapeDtypeStruct((), np.float32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x, compiler_options={name: value}).lower(nothing).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" in str(error):
+            return False
+        raise
+    return True
+
+
+def _first_values(call: Call) -> FirstValues:
+    """The digests of a call's arguments, of which this process's part is read once."""
+    found = FirstValues({}, {})
+    for tree, name in ((tuple(call.args), "args"), (dict(call.kwargs), "kwargs")):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            shards = [_host(shard.data) for shard in leaf.addressable_shards]
+            if not shards:
+                continue
+            place = name + jax.tree_util.keystr(path)
+            if leaf.is_fully_replicated:
+                found.replicated[place] = _digest(shards[0].view(np.uint8))
+            elif call.rows and any(np.any(x != x[:1]) for x in shards):
+                found.rows[place] = _digest(b"".join(x.tobytes() for x in shards))
+    return found
+
+
+def _host(x: jax.Array) -> np.ndarray:
+    """The elements as bytes, a row each: bits are compared, whatever they mean."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    flat = np.ascontiguousarray(np.asarray(x)).reshape(-1)
+    return flat.view(np.uint8).reshape(flat.size, -1) if flat.size else np.zeros((0, 1), np.uint8)
+
+
+def _digest(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

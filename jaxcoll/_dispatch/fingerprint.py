@@ -1,17 +1,42 @@
-"""Fingerprints of compiled programs: lines that processes compare and a person can read."""
+"""Fingerprints of compiled programs: lines that processes compare and a person can read.
+
+The same program rounds differently where the compiler gets other flags or compiles for another
+processor. Replicas that each update their own copy of the parameters then drift apart, and no
+collective notices.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
+import os
+import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jaxlib
 
+from jaxcoll import _compat
 from jaxcoll._plan.scope_names import names, op_name_of, pack_of
+
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
+"""Environment variables that compilers read."""
+
+# Flags that change no number, so that processes may differ in them.
+_HARMLESS = re.compile(
+    r"--?(xla_force_host_platform_device_count|xla_hlo_profile|xla_\w*dump\w*|xla_\w*timeout\w*"
+    r"|xla_\w*cache_(dir|file|mode))\b"
+)
+# Instructions that a compiler can use; Linux lists flags of the kernel and hypervisor beside them.
+_INSTRUCTIONS = re.compile(
+    r"(sse|ssse|avx|amx|fma|bmi|sha|asimd|sve)\w*|v?aes|v?pclmulqdq|f16c|popcnt|adx|gfni|movbe|abm"
+    r"|sme2?|bf16|i8mm|fp|fphp|crc32|fcma"
+)
+_KIND = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part", "uarch", "isa")
 
 _COLLECTIVE = re.compile(
     r"^ *(?:ROOT )?%?\S+ = (?P<type>\(.*?\)|\S+) (?P<kind>(?:all-reduce|all-gather|reduce-scatter"
@@ -83,9 +108,50 @@ def _line(found: re.Match[str]) -> str:
     )
 
 
+def environment(device: jax.Device) -> tuple[str, ...]:
+    """Everything that programs for `device` depend on beside their text, one line each."""
+    version = " ".join(str(device.client.platform_version).split())
+    kind = _processor() if device.platform == "cpu" else f"{device.device_kind}, {version}"
+    return (
+        *(f"{name} {_flags(os.environ.get(name, ''))}" for name in VARIABLES),
+        f"processor {kind}",
+        *(f"setting {name}={value}" for name, value in _compat.numerics().items()),
+    )
+
+
+def _flags(text: str) -> str:
+    """Flags in order of their names, without those that change no number."""
+    if text and not text.lstrip().startswith("-") and Path(text).is_file():
+        text = Path(text).read_text("utf8", "replace")  # as XLA does
+    last = {flag.partition("=")[0]: flag for flag in text.split()}
+    return " ".join(flag for _, flag in sorted(last.items()) if not _HARMLESS.match(flag)) or "-"
+
+
+@functools.cache
+def _processor() -> str:
+    """The kind of this host's processor, as a compiler distinguishes processors."""
+    try:
+        kind = kind_of(Path("/proc/cpuinfo").read_text("utf8", "replace"))
+    except OSError:  # no Linux
+        kind = platform.processor()
+    return f"{platform.machine()}, {kind}"
+
+
+def kind_of(cpuinfo: str) -> str:
+    """The first processor that Linux describes, as far as a compiler knows it."""
+    known = {}
+    for line in cpuinfo.partition("\n\n")[0].splitlines():
+        name, _, value = line.partition(":")
+        known[name.strip()] = value.strip()
+    flags = known.get("flags", known.get("Features", "")).split()
+    kind = [f"{name} {known[name]}" for name in _KIND if name in known]
+    instructions = sorted(flag for flag in flags if _INSTRUCTIONS.fullmatch(flag))
+    return ", ".join([*kind, " ".join(instructions)])
+
+
 def fingerprint(
     name: str,
-    environment: Sequence[str],
+    device: jax.Device,
     options: str,
     devices: str,
     lowered: jax.stages.Lowered,
@@ -93,14 +159,15 @@ def fingerprint(
 ) -> tuple[str, ...]:
     """All that processes must agree upon before they run a program; the most telling lines first.
 
-    `devices` are in the order of the mesh, and `moved` are the program's `collectives`.
+    `device` is one of this process's, `devices` are in the order of the mesh, and `moved` are the
+    program's `collectives`.
     """
     args, kwargs = lowered.args_info
     # Constants are left out, because a process may bake in its rank.
     return (
         f"JAX {jax.__version__} with jaxlib {jaxlib.__version__}",
         f"program {name}",
-        *environment,
+        *environment(device),
         *([f"options {options}"] if options else []),
         *([f"devices {devices}"] if devices else []),
         *(f"argument {line}" for line in _arrays((args, kwargs), ("args", "kwargs"))),

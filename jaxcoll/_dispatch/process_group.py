@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,9 +15,14 @@ import jax
 from jaxcoll._cluster.liveness import followed
 from jaxcoll._cluster.timing import REPLY_SECONDS, RETRY_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
-from jaxcoll._dispatch.call_history import CallHistory, Entered, disordered, in_words
-from jaxcoll._dispatch.call_predictor import CallPredictor
-from jaxcoll._dispatch.first_values import uncompared
+from jaxcoll._dispatch.call_history import (
+    CallHistory,
+    CallPredictor,
+    Entered,
+    disordered,
+    in_words,
+)
+from jaxcoll._dispatch.executable import Program
 from jaxcoll._dispatch.peers import Peers
 from jaxcoll._dispatch.program_check import ProgramCheck
 from jaxcoll._errors import PeerLostError, ProgramMismatchError
@@ -42,8 +48,8 @@ class ProcessGroup:
         self.failure: Exception | None = None  # the error that all calls raise from now on
         self.done = 0  # the last call of which this process has done its part
         self._peers = peers
-        self._waiting: list[Task] = []
-        self._history = CallHistory()
+        self._waiting: set[weakref.ref[Task]] = set()
+        self.history = CallHistory()
         self._predictor = CallPredictor()
         self._check = ProgramCheck(peers, self.name, processes)
         self._published = 0
@@ -55,14 +61,9 @@ class ProcessGroup:
         return tuple(p for p in self.processes if p != self._peers.process)
 
     @property
-    def last(self) -> Entered:
-        """The call that was entered last."""
-        return self._history.last
-
-    @property
     def position(self) -> int:
         """Of the call that was entered last."""
-        return self.last.position
+        return self.history.last.position
 
     def check(self) -> None:
         """Refuse to begin anything with processes that are lost or out of step."""
@@ -73,39 +74,34 @@ class ProcessGroup:
             raise self._loss(lost, "it was known before this call, which was not begun")
 
     def register(self, task: Task) -> None:
-        """Have a task abandoned if the group fails, until `unregister`."""
-        for ended in [each for each in self._waiting if each.is_settled]:  # and nobody asked for
-            self.unregister(ended)
-        self._waiting.append(task)
-
-    def unregister(self, task: Task) -> None:
-        """The inverse of `register`."""
-        if task in self._waiting:
-            self._waiting.remove(task)
+        """Have a task abandoned if the group fails before it is settled."""
+        # It is not kept: results are large.
+        self._waiting.add(weakref.ref(task, self._waiting.discard))
 
     def _interrupt(self, error: Exception) -> None:
         """End all waits for calls of this group."""
-        for task in list(self._waiting):
-            task.abandon(error)
+        for known in list(self._waiting):
+            if (task := known()) and not task.is_settled:
+                task.abandon(error)
 
     def run(
-        self, program: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wait: bool = True
+        self, program: Program, args: Sequence[Any], kwargs: Mapping[str, Any], wait: bool = True
     ) -> Any:
-        """Call a `Program` together with the others, and `wait` for the result.
+        """Call a program together with the others, and `wait` for the result.
 
         Raises:
           ProgramMismatchError: they call another one.
           PeerLostError: the call failed, and somebody has died, or does not answer any more.
         """
         self.check()
-        call = self._history.enter(program)
+        call = self.history.enter(program)
         try:
             unexpected = self._predictor.is_unexpected(call.mark)
             # A program made anew may have the mark of one that ran, and gets other values.
-            if unexpected or uncompared(program):
+            if unexpected or program.uncompared:
                 self._agree(program, call)
             self._predictor.follow(call.mark, unexpected)
-            self._history.agreed = call  # before it runs: others ask while this process waits in it
+            self.history.agreed = call  # before it runs: others ask while this process waits in it
             result = program.compiled(*args, **kwargs)
             if wait:
                 jax.block_until_ready(result)
@@ -115,16 +111,15 @@ class ProcessGroup:
             raise PeerLostError(
                 f"Call {call.position}, {call.name}, could not be agreed upon: the process of the "
                 f"coordination service is dead or cut off. What was seen: {error}",
-                ranks=(),
             ) from error
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # Gloo's errors are the latter
-            if self._history.agreed is call:
-                self._history.fail(call, error)
+            if self.history.agreed is call:
+                self.history.fail(call, error)
             raise self.explained(error) from error
         finally:
-            self._history.leave()
+            self.history.leave()
 
-    def _agree(self, program: Any, call: Entered) -> None:
+    def _agree(self, program: Program, call: Entered) -> None:
         try:
             disagreement = self._check.disagreement(program, call)
         except PeerLostError as error:
@@ -134,7 +129,7 @@ class ProcessGroup:
         error, nobody_ran = disagreement
         if not nobody_ran:
             self._fail(error)
-        self._history.take_back()
+        self.history.take_back()
         self._predictor.interrupt()
         raise error
 
@@ -148,9 +143,8 @@ class ProcessGroup:
             lost = self._peers.lost.intersection(self.processes) or self._silent_processes()
         except StoreUnreachableError as unknown:
             return PeerLostError(
-                f"Call {self.position}, {self.last.name}, failed, and nobody can be asked who is "
-                f"lost: {unknown} The transport reported: {str(error).splitlines()[0]}",
-                ranks=(),
+                f"Call {self.position}, {self.history.last.name}, failed, and nobody can be asked "
+                f"who is lost: {unknown} The transport reported: {str(error).splitlines()[0]}",
             )
         if not lost:
             return error
@@ -174,9 +168,9 @@ class ProcessGroup:
     def _loss(self, lost: Iterable[int], why: str) -> PeerLostError:
         who = "; ".join(f"process {p} {self._peers.silence(p)}" for p in sorted(lost))
         return PeerLostError(
-            f"Call {self.position} among {len(self.processes)} processes, {self.last.name}, "
-            f"failed: {who}. Those that live can go on over a mesh of their own devices. What was "
-            f"seen: {why}",
+            f"Call {self.position} among {len(self.processes)} processes, "
+            f"{self.history.last.name}, failed: {who}. Those that live can go on over a mesh of "
+            f"their own devices. What was seen: {why}",
             ranks=sorted(lost),
         )
 
@@ -235,13 +229,9 @@ class ProcessGroup:
         each = "; ".join(f"process {p} {words[p]}" for p in late)
         return tuple(late), f"{who} of {len(self.processes)} {what}: {each}."
 
-    def status(self, position: int) -> dict[str, Any]:
-        """Where this process is, for one that is at `position`."""
-        return self._history.status(position)
-
     def confirm(self) -> None:
         """Ask all others now for what a heartbeat compares with one."""
-        now, here = self._history.agreed, self._peers.process
+        now, here = self.history.agreed, self._peers.process
         replies = self._peers.ask(self.name, now.position, self.others)
         for process, reply in sorted(replies.items()):
             if reply.get("digest") not in (None, now.digest):
@@ -255,18 +245,18 @@ class ProcessGroup:
     def beat(self) -> None:
         """Publish how far this process is, compare with the next one, and see who has ended."""
         self._end_vain_wait()
-        published, here = self._history.published(), self._peers.process
+        published, here = self.history.published(), self._peers.process
         store, folder = self._peers.store, f"{self._peers.root}/order/{self.name}"
         if published["at"] != self._published:
             self._published = published["at"]
             store.set(f"{folder}/{here}", json.dumps(published))
-        elif not self._history.is_inside:
+        elif not self.history.is_inside:
             return
         # One neighbour each is enough: if any two orders differ, so do those of two neighbours.
         there = self.processes[(self.processes.index(here) + 1) % len(self.processes)]
         text = store.try_get(f"{folder}/{there}")
         if text and not self.failure:
-            if difference := self._history.difference(here, there, json.loads(text)):
+            if difference := self.history.difference(here, there, json.loads(text)):
                 self._fail(disordered(difference))
 
     def _end_vain_wait(self) -> None:

@@ -7,24 +7,31 @@ whatever their number; the lines of a program travel only where marks differ.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxcoll._cluster.liveness import followed
 from jaxcoll._cluster.timing import HEARTBEAT_SECONDS, SILENT_CALLER_SECONDS
 from jaxcoll._dispatch.call_history import Entered
+from jaxcoll._dispatch.executable import FirstValues, Program
 from jaxcoll._dispatch.fingerprint import first_difference
-from jaxcoll._dispatch.first_values import compared, uncompared
 from jaxcoll._dispatch.peers import Peers
-from jaxcoll._errors import PeerLostError, ProgramMismatchError
+from jaxcoll._errors import (
+    PeerLostError,
+    ProgramMismatchError,
+    ReplicaDivergenceError,
+    SameRowsWarning,
+)
 
 PATIENCE_SECONDS = 0.25
 """How long a mark is waited for before its process is asked what it does instead."""
 
-SHOW_SECONDS = 2.0
-"""How long the lines of another process are waited for."""
+LINES_SECONDS, LEAVES_SECONDS = 2.0, 10.0
+"""How long the lines of another process, and the digests of its leaves, are waited for."""
 
 _MISMATCH = """\
 Processes are about to run different programs as call {position}; {done}. The first difference:
@@ -32,6 +39,16 @@ Processes are about to run different programs as call {position}; {done}. The fi
 Every process has to call the same function, with arguments of the same structure, shapes and \
 dtypes and the same options, under the same version of JAX, its settings and `XLA_FLAGS`, and on \
 the same kind of processor."""
+
+_DIFFERENT = """\
+{name}: processes hold different values in {n} of {of} leaves that every replica gets whole, \
+{leaf} first: processes {groups}. Nothing was run. Make them from one seed, or read them from \
+one file, on every process; what is meant to differ is a batch, or a `PerReplica`."""
+
+_SAME_ROWS = """\
+{name}: all {n} processes pass the same rows in {leaf}. Each process passes its own share of the \
+batch, so that these rows count {n} times; if this is the whole batch, pass this process's part \
+of it, as in `rows[jax.process_index()::jax.process_count()]`."""
 
 
 class ProgramCheck:
@@ -41,59 +58,90 @@ class ProgramCheck:
         self._peers, self._group, self._processes = peers, group, processes
         self._last_folder = ""
 
-    def disagreement(self, program: Any, call: Entered) -> tuple[Exception, bool] | None:
+    def disagreement(self, program: Program, call: Entered) -> tuple[Exception, bool] | None:
         """Wait until all processes are about to run the same `Program`: None.
 
         Or the error that says what differs, and whether nobody has run anything.
         """
         peers = self._peers
         folder = f"{peers.root}/agree/{self._group}/{call.position}"
-        first = uncompared(program)
+        first = program.uncompared
         if first is not None:
             peers.store.set(f"{folder}/values/{peers.process}", first.short)
         peers.store.set(f"{folder}/marks/{peers.process}", call.mark)
-        if peers.process == self._processes[0]:
-            verdict = self._judge(call, folder)
-        else:
+        if peers.process != self._processes[0]:
             verdict = self._await_verdict(call, folder)
+        else:
+            verdict = self._verdict(call, folder)
+            peers.store.set(f"{folder}/verdict", json.dumps(verdict))
+            if verdict["same"]:  # all are here, and so have read the verdict before this one
+                if self._last_folder:
+                    peers.store.delete(self._last_folder)
+                self._last_folder = folder
         if not verdict["same"]:
             return self._mismatch(program, call, verdict, folder)
-        if first is None:
-            return None
-        different = compared(peers, folder, self._processes, first, program.name)
+        different = None if first is None else self._divergence(program.name, first, folder)
         return None if different is None else (different, True)
 
     def _mismatch(
-        self, program: Any, call: Entered, verdict: dict[str, Any], folder: str
+        self, program: Program, call: Entered, verdict: dict[str, Any], folder: str
     ) -> tuple[Exception, bool]:
         if not verdict.get("show"):
             return ProgramMismatchError(verdict["text"]), False
-        store, me = self._peers.store, self._peers.process
-        if me in verdict["show"]:
-            store.set(f"{folder}/lines/{me}", json.dumps(program.lines))
-        sides = {}
-        for process in verdict["show"]:
-            try:
-                sides[process] = json.loads(store.get(f"{folder}/lines/{process}", SHOW_SECONDS))
-            except TimeoutError:
-                sides[process] = ("(its lines did not arrive)",)
-        ran = verdict["ran"]
+        ran, sides = verdict["ran"], dict.fromkeys(verdict["show"], ("(its lines did not arrive)",))
+        sides |= self._shown(sides, f"{folder}/lines", program.lines, LINES_SECONDS)
         done = f"process {ran[0]} runs one and waits in it" if ran else "nothing was run"
         text = _MISMATCH.format(position=call.position, done=done, sides=first_difference(sides))
         return ProgramMismatchError(text), not ran
 
-    def _judge(self, call: Entered, folder: str) -> dict[str, Any]:
-        """Read all marks, and write the verdict."""
-        store = self._peers.store
-        verdict = self._verdict(call, folder)
-        store.set(f"{folder}/verdict", json.dumps(verdict))
-        if verdict["same"]:  # all are here, and so have read the verdict before this one
-            if self._last_folder:
-                store.delete(self._last_folder)
-            self._last_folder = folder
-        return verdict
+    def _divergence(
+        self, name: str, mine: FirstValues, folder: str
+    ) -> ReplicaDivergenceError | None:
+        """Compare the digests of all processes: the error that they raise; None: none differ."""
+        # Digests of all leaves in one: leaves by themselves are exchanged only where these differ.
+        texts = self._peers.store.all(f"{folder}/values")
+        short = {int(p): text.split(":") for p, text in texts.items()}
+        groups: dict[str, list[int]] = {}
+        for process in sorted(short):
+            groups.setdefault(short[process][0], []).append(process)
+        if len(groups) > 1:
+            named = tuple(
+                tuple(map(str, group)) for group in sorted(groups.values(), key=len, reverse=True)
+            )
+            sides = [int(group[0]) for group in named[:2]]
+            leaves = self._shown(sides, f"{folder}/leaves", mine.replicated, LEAVES_SECONDS)
+            one, other = leaves.values() if len(leaves) == 2 else (mine.replicated, {})
+            paths = [path for path in one if one[path] != other.get(path)]
+            text = _DIFFERENT.format(
+                name=name,
+                n=len(paths),
+                of=len(mine.replicated),
+                leaf=paths[0],
+                groups=" | ".join(map(", ".join, named)),
+            )
+            return ReplicaDivergenceError(text, divergent=dict.fromkeys(paths, named))
+        rows, n = {text for _, text in short.values()}, len(self._processes)
+        if len(short) == n > 1 and len(rows) == 1 and rows != {""}:
+            text = _SAME_ROWS.format(name=name, n=n, leaf=next(iter(mine.rows)))
+            warnings.warn(text, SameRowsWarning, stacklevel=2)
+        mine.done = True
+        return None
+
+    def _shown(
+        self, sides: Collection[int], folder: str, mine: Any, seconds: float
+    ) -> dict[int, Any]:
+        """What some processes show of their own, this one's `mine` among it; the late ones' not."""
+        store, me = self._peers.store, self._peers.process
+        if me in sides:
+            store.set(f"{folder}/{me}", json.dumps(mine))
+        found = {}
+        for process in sides:
+            with contextlib.suppress(TimeoutError):
+                found[process] = json.loads(store.get(f"{folder}/{process}", seconds))
+        return found
 
     def _verdict(self, call: Entered, folder: str) -> dict[str, Any]:
+        """What the marks of all processes say, as far as it takes to know."""
         peers, inquiry = self._peers, _Inquiry(self._peers, self._group, call)
         pause = 0.001
         while True:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from jaxcoll._cluster.timing import COORDINATOR_SECONDS, HEARTBEAT_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError, store
 from jaxcoll._dispatch.peers import Peers
 from jaxcoll._dispatch.process_group import ProcessGroup
-from jaxcoll._threads import at_exit, not_at_exit
+from jaxcoll._threads import at_exit, in_forked_child, not_at_exit
 
 _END_SECONDS = 2.0  # how long the end waits for the coordinator, and for the thread
 
@@ -137,7 +136,11 @@ class Watchdog:
             if to is not None:
                 to.alarmed(received["alarm"])
         else:
-            reply = to.status(received["position"]) if isinstance(to, ProcessGroup) else {"at": 0}
+            reply = (
+                to.history.status(received["position"])
+                if isinstance(to, ProcessGroup)
+                else {"at": 0}
+            )
             peers.store.set(f"{received['ask']}/{peers.process}", json.dumps(reply))
 
 
@@ -185,11 +188,8 @@ def confirm() -> None:
             group.confirm()
 
 
+@in_forked_child
 def _leave_to_parent() -> None:
     """A forked child has the groups, and none of the threads that could ask for it."""
     if _watchdog is not None:
         _watchdog.peers.store.lost = True
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_leave_to_parent)

@@ -85,7 +85,6 @@ class _Leaf:
     # Which part of it each device holds; devices that hold equal parts are compared
     part: Mapping[jax.Device, str]
     alone: str  # in words, why there is nothing to compare; "" if there is
-    shared: bool  # whether other processes hold parts
 
 
 def _leaf(path: str, array: jax.Array, given: Any, stacked: bool) -> _Leaf:
@@ -99,7 +98,7 @@ def _leaf(path: str, array: jax.Array, given: Any, stacked: bool) -> _Leaf:
     on_a_mesh = isinstance(given, jax.Array) and isinstance(given.sharding, NamedSharding)
     if len(devices) == 1 and jax.process_count() > 1:
         everywhere = dict.fromkeys(jax.devices(), "of each process")
-        return _Leaf(path, array, everywhere, "", True)
+        return _Leaf(path, array, everywhere, "")
     if stacked:
         part = dict.fromkeys(devices, "row")
     else:
@@ -108,8 +107,7 @@ def _leaf(path: str, array: jax.Array, given: Any, stacked: bool) -> _Leaf:
     alone = min(Counter(part.values()).values()) < 2
     if jax.device_count() == 1 or (len(devices) == 1 and on_a_mesh):
         alone = False  # one replica, which cannot differ
-    shared = not array.is_fully_addressable
-    return _Leaf(path, array, part, _whose(given) if alone else "", shared)
+    return _Leaf(path, array, part, _whose(given) if alone else "")
 
 
 def _whose(given: Any) -> str:
@@ -142,7 +140,7 @@ def _check_copies(leaves: Sequence[_Leaf]) -> None:
 def _words(leaf: _Leaf) -> dict[jax.Device, np.ndarray]:
     """The digest of the part on each device of this process."""
     found = {s.device: _digest(s.data) for s in leaf.array.addressable_shards}
-    if leaf.shared and leaf.array.is_fully_addressable:  # one value, which stands for all of them
+    if leaf.part.keys() != leaf.array.sharding.device_set:  # one value, which stands for all
         found = dict.fromkeys(jax.local_devices(), *found.values())
     return {device: np.asarray(words) for device, words in found.items()}
 
@@ -151,7 +149,9 @@ def _exchanged(
     leaves: Sequence[_Leaf], words: list[dict[jax.Device, np.ndarray]]
 ) -> list[dict[jax.Device, np.ndarray]]:
     """The digests of all processes, where leaves lie over several."""
-    shared = [k for k, leaf in enumerate(leaves) if leaf.shared]
+    shared = [
+        k for k, leaf in enumerate(leaves) if len(of_this_process([*leaf.part])) < len(leaf.part)
+    ]
     devices = tuple(sorted({d for k in shared for d in leaves[k].part}, key=lambda d: d.id))
     if not devices:
         return words
@@ -162,14 +162,14 @@ def _exchanged(
         )
     none = np.zeros(WORDS, np.uint32)
     digests = {
-        i: np.stack([words[k].get(devices[i], none) for k in shared]).reshape(-1).view(np.int32)
+        i: np.stack([words[k].get(devices[i], none) for k in shared]).view(np.int32)
         for i in of_this_process(devices)
     }
     leaves_text = repr(
         [(leaves[k].path, leaves[k].array.dtype, leaves[k].array.shape) for k in shared]
     )
     table = known_to_all(digests, devices, "check_replicas", settings=leaves_text)
-    copies = table.view(np.uint32).reshape(len(devices), len(shared), WORDS)
+    copies = table.view(np.uint32)
     found = list(words)
     for column, k in enumerate(shared):
         found[k] = {d: copies[i, column] for i, d in enumerate(devices) if d in leaves[k].part}
@@ -180,6 +180,7 @@ def _compared(
     leaves: Sequence[_Leaf], words: Sequence[Mapping[jax.Device, np.ndarray]]
 ) -> ReplicaCheck:
     """The digests as differences from what most copies of the same part have."""
+    several = jax.process_count() > 1
     holders = sorted({device for found in words for device in found}, key=lambda d: d.id)
     row = {device: i for i, device in enumerate(holders)}
     digests = np.zeros((len(holders), len(leaves), WORDS), np.uint32)
@@ -193,7 +194,7 @@ def _compared(
     return ReplicaCheck(
         digests,
         tuple(leaf.path for leaf in leaves),
-        tuple(map(_name, holders)),
+        tuple(f"{d} of process {d.process_index}" if several else str(d) for d in holders),
         tuple(tuple(sorted(row[device] for device in found)) for found in words),
     )
 
@@ -207,8 +208,3 @@ def _usual(words: Sequence[bytes]) -> np.ndarray:
     if others and others[0][1] == times:
         return np.zeros(WORDS, np.uint32)
     return np.frombuffer(most, np.uint32)
-
-
-def _name(device: jax.Device) -> str:
-    several = jax.process_count() > 1
-    return f"{device} of process {device.process_index}" if several else str(device)

@@ -8,7 +8,6 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Sequence
 from typing import Self
 
 import jax
@@ -46,7 +45,9 @@ class Connections:
     def __init__(self, membership: Membership) -> None:
         self._membership, generation = membership, membership.generation
         self._number = generation.number  # which the thread needs when the next one has begun
-        self._made = gloo_sockets.GenerationSockets(())
+        self._listening: set[gloo_sockets.Address] = set()  # where all members do
+        self._before: set[gloo_sockets.Connection] = set()
+        self._made: set[gloo_sockets.Connection] | None = None
         self._until = float("inf")  # how long addresses of others are looked for
         self._ended = threading.Event()
         self._client: ClientAnew | None = None
@@ -60,10 +61,6 @@ class Connections:
             )
             self._thread.start()
 
-    def of(self, ranks: Sequence[int]) -> list[jax.Device]:
-        """The devices of these processes, in their order."""
-        return [d for rank in ranks for d in self.devices if d.process_index == rank]
-
     def begin(self) -> None:
         """Learn where the others listen, and end the generation if not all can be reached."""
         listening = gloo_sockets.listening()
@@ -74,9 +71,8 @@ class Connections:
             mine = {"gloo": listening, "port": port and port.getsockname()[:2]}
             texts = self._membership.gather("listening", json.dumps(mine))
             there = {name: json.loads(text) for name, text in texts.items()}
-            self._made = gloo_sockets.GenerationSockets(
-                (h, p) for one in there.values() for h, p in one["gloo"]
-            )
+            self._listening = {(h, p) for one in there.values() for h, p in one["gloo"]}
+            self._before = gloo_sockets.connections(self._listening)
             if self._client is None:
                 return
             del there[self._membership.name]
@@ -100,7 +96,8 @@ class Connections:
 
     def settle(self) -> None:
         """Note that a program has run: later connections belong to others."""
-        self._made.settle()
+        if self._made is None:
+            self._made = gloo_sockets.connections(self._listening) - self._before
         self._until = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -110,7 +107,8 @@ class Connections:
         """Have whatever waits for a connection fail, and make no more."""
         global _jax_broken
         if any_blocked():  # in a collective of this generation, which only this ends
-            self._made.cut()
+            self.settle()
+            gloo_sockets.shut(self._made or ())
         # After an error connections may be broken, here or elsewhere.
         _jax_broken = _jax_broken or (kind is not None and self._client is None)
         self._ended.set()

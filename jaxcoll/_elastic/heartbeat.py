@@ -36,11 +36,6 @@ class StepStatus(NamedTuple):
         return len(marks) > 1 or self.is_new != other.is_new
 
 
-def heartbeat(count: int, status: StepStatus) -> str:
-    """The text that a worker writes."""
-    return json.dumps([count, status])
-
-
 def new_name(process: int) -> str:
     """A name for this worker: its number, and a part that its predecessors and successors lack."""
     return f"{process}.{os.urandom(4).hex()}{'' if followed() else _UNFOLLOWED}"

@@ -28,7 +28,7 @@ from jaxcoll._elastic.generation import (
     to_leave_out,
     words,
 )
-from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, StepStatus, has_ended, heartbeat, new_name
+from jaxcoll._elastic.heartbeat import ENDED, Heartbeats, StepStatus, has_ended, new_name
 from jaxcoll._errors import DeadlineExceededError, PeerLostError
 
 _POLL_SECONDS = 0.02
@@ -324,7 +324,7 @@ class Membership:
         return f"{self._root}/{number}/{what}"
 
     def _write_heartbeat(self) -> None:
-        text = heartbeat(next(self._counts), self.status)
+        text = json.dumps([next(self._counts), self.status])
         self._keys.set(f"{self._root}/heartbeat/{self.name}", text)
 
     def alarmed(self, alarm: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -133,8 +132,7 @@ class ReplicatedState:
         _check_agreed(structures, membership, _other_structure, start)
         alike = self.alike(state)
         if generation.given:
-            give = functools.partial(together, seconds=membership.startup, what="giving the state")
-            alike = _given(alike, generation, mesh, give)
+            alike = _given(alike, membership, mesh, together)
         digests = membership.gather("digest", _digests(self.compared(alike)))
         _check_agreed(digests, membership, _other_values, start)
         placed = self.placed(state, alike, membership, mesh)
@@ -191,12 +189,11 @@ class ReplicatedState:
 
     def add_up(self, membership: Membership, together: Together) -> None:
         """Have the sum of residuals over all workers, which all call this, for a checkpoint."""
-        found = residuals.residuals_in(self.latest)
-        if found:
-            self._adder = self._adder or residuals.adder(found)
-            wait = functools.partial(together, seconds=membership.startup, what="adding residuals")
-            sums = residuals.summed_over_workers(found, self._adder, wait)
-            self._added = {self.finished: sums}
+        if found := residuals.residuals_in(self.latest):
+            add = self._adder = self._adder or residuals.adder(found)
+            parts = [x.parts for x in found]
+            sums = together(lambda: add(parts), membership.startup, "adding residuals")
+            self._added = {self.finished: list(map(residuals.in_host_memory, sums, found))}
 
     def check_result(self, out: Any) -> None:
         """Refuse a step that does not return a state like the one it was given; name the leaf."""
@@ -326,12 +323,12 @@ def _other_values(digests: dict[str, str]) -> ReplicaDivergenceError:
     )
 
 
-def _given(state: Any, generation: Generation, mesh: Mesh, together: Together) -> Any:
+def _given(state: Any, membership: Membership, mesh: Mesh, together: Together) -> Any:
     """The state of the worker that has it, on all: as bytes, so that NaNs keep their bits."""
     leaves, structure = jax.tree.flatten(state)
     parts = [_bytes(x) for x in leaves]
     mine = np.concatenate([np.zeros(0, np.uint8), *parts])
-    axis = mesh.axis_names[0]
+    axis, generation = mesh.axis_names[0], membership.generation
     here = len(mesh.local_devices)
     source = generation.members.index(generation.source) * here
     give = data_parallel(
@@ -341,8 +338,7 @@ def _given(state: Any, generation: Generation, mesh: Mesh, together: Together) -
     with no_mesh():
         program = give.lower(rows).compile()
         placed = place(rows, NamedSharding(mesh, PartitionSpec(axis)))
-    got = together(lambda: program(placed))
-    bits = on_host("", got)
+    bits = on_host("", together(lambda: program(placed), membership.startup, "giving the state"))
     cuts = np.cumsum([part.size for part in parts])[:-1]
     return structure.unflatten(
         [

@@ -82,17 +82,9 @@ def adder(residuals: Sequence[Shards]) -> Callable[..., list[Any]]:
         return add.lower([x.parts for x in residuals]).compile()
 
 
-def summed_over_workers(
-    residuals: Sequence[Shards],
-    add: Callable[..., list[Any]],
-    together: Callable[[Callable[[], Any]], Any],
-) -> list[Shards]:
-    """The sum of each over all replicas, on every worker, in host memory."""
-    sums = together(lambda: add([x.parts for x in residuals]))
-    return [
-        _of([on_host("", part) for part in parts], residual)
-        for parts, residual in zip(sums, residuals, strict=True)
-    ]
+def in_host_memory(sums: Sequence[Any], residual: Shards) -> Shards:
+    """A residual's parts as the program of `adder` returned them."""
+    return _of([on_host("", part) for part in sums], residual)
 
 
 def norm(residuals: Iterable[Shards]) -> float:

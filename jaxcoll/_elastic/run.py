@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,44 +49,6 @@ class Job:
     workers: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Writers:
-    """Who writes checkpoints in a generation: the same on all members, who wait for them."""
-
-    names: tuple[str, ...]  # members that have a file, in the order in which they try
-    every: int  # steps between two checkpoints, as the first of them has it; 0: there are none
-
-    def are_due(self, before: int, finished: int) -> bool:
-        """Whether all compare their states, and the first writes, after these steps."""
-        return bool(self.names) and finished // self.every > before // self.every
-
-
-class Attempts:
-    """The attempts at one step."""
-
-    def __init__(self) -> None:
-        self.times = 0  # how often in a row the present workers began it
-        self.error: Exception | None = None  # what failed on this worker in the last attempt
-        self._failed: Exception | None = None
-        self._last: object = None
-
-    def fail(self, error: Exception) -> None:
-        """Note that the step failed here, and not because a deadline passed."""
-        self._failed = error.with_traceback(None)  # a traceback would keep the step's arrays
-
-    def count(self, generation: Generation) -> None:
-        """Note that this generation begins the next attempt."""
-        now = generation.step, frozenset(generation.members)
-        self.times = self.times + 1 if now == self._last else 1
-        self._last = now
-        self.error, self._failed = self._failed, None
-
-    @property
-    def are_over(self) -> bool:
-        """Whether another attempt is pointless: it failed here twice, or was late too often."""
-        return (self.error is not None and self.times > 1) or self.times >= MOST_ATTEMPTS
-
-
 class Run:
     """One call of `Elastic.run`."""
 
@@ -95,10 +57,15 @@ class Run:
         self._batches, self._steps = batches, steps
         self._state = job.state
         self._programs: StepPrograms | None = None
-        self._attempts = Attempts()
+        # The step and the workers of the last attempt, and how many in a row had the same
+        self._attempted: tuple[int, frozenset[str]] = 0, frozenset()
+        self._attempts = 0
+        self._failed: Exception | None = None  # why it failed on this worker in that attempt
+        self._failing: Exception | None = None  # and in the present one
         self._began = 0.0
         self._changes: list[tuple[float, WorldChange]] = []  # without their durations yet
-        self._writers = Writers((), 0)
+        self._writers: tuple[str, ...] = ()
+        self._every = 0  # steps between two checkpoints, where there are writers
 
     def run(self) -> Any:
         self._membership.reconnects = may_be_broken()
@@ -119,7 +86,11 @@ class Run:
                     generation = self._membership.regroup(
                         self._state.finished, self._state.held, self._state.residual_norm
                     )
-                    self._attempts.count(generation)
+                    attempted = generation.step, frozenset(generation.members)
+                    again = attempted == self._attempted
+                    self._attempts = self._attempts + 1 if again else 1
+                    self._attempted = attempted
+                    self._failed, self._failing = self._failing, None
         finally:
             self._date_changes()
         return self._state.latest
@@ -134,7 +105,7 @@ class Run:
         self._programs.end(self._steps)
         self._compare()
         writer, failure = self._written(self._state.finished)
-        if writer or not self._writers.names:
+        if writer or not self._writers:
             self._membership.finish()
         if failure:
             raise failure
@@ -142,7 +113,7 @@ class Run:
     def _compare(self) -> None:
         """Compare the state on all members; where it is to be written, add up residuals."""
         self._state.compare(self._membership)
-        if self._writers.names:
+        if self._writers:
             self._state.add_up(self._membership, self._together)
 
     def _written(self, step: int) -> tuple[str, OSError | None]:
@@ -161,7 +132,9 @@ class Run:
     def _settle(self, connections: Connections) -> StepPrograms:
         """Take this worker's place in the generation: connections, mesh and state."""
         connections.begin()
-        mesh = line_of(connections.of(self._job.workers), self._job.axis)
+        ranks, devices = self._job.workers, connections.devices
+        ours = [d for rank in ranks for d in devices if d.process_index == rank]
+        mesh = line_of(ours, self._job.axis)
         self._programs = self._job.programs(mesh, self._membership)
         self._state.settle(self._membership, mesh, self._together)
         connections.forget_others()
@@ -171,10 +144,10 @@ class Run:
         """End this worker where the generation is not to train, or not with it."""
         job, membership, name = self._job, self._membership, self._membership.name
         generation = self._generation
-        mine = self._programs.lines if self._programs else ()
+        if self._programs is not None:
+            show(membership, self._programs.lines)
         if generation.ends_for_its_program(name):
-            raise mismatch(membership, mine)
-        show(membership, mine)
+            raise mismatch(membership)
         is_member = name in generation.members
         if is_member:
             self._state.term = generation.term
@@ -182,7 +155,7 @@ class Run:
         few = few and not generation.ended
         if few or is_member:
             # Workers that are too few to train, a dropped one among them, still save together.
-            self._writers = writers_of(membership, job.every if job.file else 0)
+            self._writers, self._every = writers_of(membership, job.every if job.file else 0)
         if few:
             self._give_up(
                 PeerLostError(
@@ -202,8 +175,15 @@ class Run:
                 f"Worker {rank_of(name)} was dropped by the others, who {went_on}",
                 ranks=(rank_of(name),),
             )
-        if self._attempts.are_over:
-            self._give_up(self._attempts.error or _always_late(generation))
+        # Another attempt is pointless after it failed here twice, or was late too often.
+        if self._attempts >= MOST_ATTEMPTS or (self._failed and self._attempts > 1):
+            late = DeadlineExceededError(
+                f"Workers {listed(generation.ranks)} began the step after step {generation.step} "
+                f"{MOST_ATTEMPTS} times in a row and never finished it, though all live and "
+                f"connect to each other. The last time, {generation.why}. A larger "
+                "`timeout_seconds` waits longer."
+            )
+            self._give_up(self._failed or late)
 
     def _announce(self) -> None:
         generation = self._generation
@@ -270,14 +250,15 @@ class Run:
             why = f"{what} failed on worker {name}: {reason}"
             if not self._membership.ask(why, corrupted=corrupted):
                 # If nobody turns out to be lost, and it fails again, the others did not cause it.
-                self._attempts.fail(error)
+                self._failing = error.with_traceback(None)  # which would keep the step's arrays
             raise RegroupError from error
 
     def _save_if_due(self, before: int, finished: int) -> None:
-        if finished == self._steps or not self._writers.are_due(before, finished):
+        is_due = self._writers and finished // self._every > before // self._every
+        if finished == self._steps or not is_due:
             return  # `_end` saves the last state
         self._compare()
-        if self._membership.name != self._writers.names[0] or self._job.file is None:
+        if self._membership.name != self._writers[0] or self._job.file is None:
             return
         try:
             self._state.save(self._job.file, finished, PATIENCE)
@@ -285,24 +266,20 @@ class Run:
             _LOG.warning("%s %s", error, " ".join(getattr(error, "__notes__", ())))
 
 
-def _always_late(generation: Generation) -> DeadlineExceededError:
-    return DeadlineExceededError(
-        f"Workers {listed(generation.ranks)} began the step after step {generation.step} "
-        f"{MOST_ATTEMPTS} times in a row and never finished it, though all live and connect to "
-        f"each other. The last time, {generation.why}. A larger `timeout_seconds` waits longer.",
-        ranks=(),
-    )
+def writers_of(membership: Membership, every: int) -> tuple[tuple[str, ...], int]:
+    """Agree on who writes, by the steps between two checkpoints of each (0: it has no file).
 
-
-def writers_of(membership: Membership, every: int) -> Writers:
-    """Agree on who writes, by the steps between two checkpoints of each (0: it has no file)."""
+    Returns:
+      The members that have a file, in the order in which they try, and the steps between two
+      checkpoints, as the first of them has it.
+    """
     every_of = {name: int(text) for name, text in membership.gather("every", str(every)).items()}
     names = tuple(name for name in membership.generation.members if every_of[name])
-    return Writers(names, every_of[names[0]] if names else 0)
+    return names, every_of[names[0]] if names else 0
 
 
 def written_by_one(
-    membership: Membership, writers: Writers, write: Callable[[], object]
+    membership: Membership, writers: Sequence[str], write: Callable[[], object]
 ) -> tuple[str, OSError | None]:
     """The writer, which is the first that can, once it has written; and this worker's own error.
 
@@ -310,7 +287,7 @@ def written_by_one(
     "". If it dies, the others find that like any loss, and call this in the next generation.
     """
     failure = None
-    for name in writers.names:
+    for name in writers:
         if name == membership.name:
             try:
                 write()

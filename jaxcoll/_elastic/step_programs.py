@@ -109,9 +109,8 @@ class StepPrograms:
         self._membership.gather("finished", "", same=True)
 
 
-def mismatch(membership: Membership, mine: tuple[str, ...]) -> ProgramMismatchError:
-    """The error for workers that end for their programs; each publishes its own."""
-    show(membership, mine)
+def mismatch(membership: Membership) -> ProgramMismatchError:
+    """The error for workers that end for their programs, which each has published by `show`."""
     generation, sides = membership.generation, _sides(membership)
     if min(map(len, sides.values())) <= 2:  # one worker has no whole program to show
         sides = {p: lines[1:2] or ["a program that is new to it"] for p, lines in sides.items()}
@@ -134,8 +133,8 @@ def show(membership: Membership, mine: tuple[str, ...]) -> None:
 def _sides(membership: Membership) -> dict[int, list[str]]:
     """The programs that were found to differ, by process."""
     generation, until = membership.generation, time.monotonic() + _SHOW_SECONDS
-    shown = membership.shared(generation.number, "lines")
-    while set(generation.differ) - set(shown) and time.monotonic() < until:
+    while set(generation.differ) - set(shown := membership.shared(generation.number, "lines")):
+        if time.monotonic() > until:
+            break
         time.sleep(_POLL_SECONDS)
-        shown = membership.shared(generation.number, "lines")
     return {rank_of(name): json.loads(shown.get(name, "[]")) for name in generation.differ}

@@ -222,7 +222,6 @@ class Elastic:
         return PeerLostError(
             "The coordinator died, is stopped, or is cut off from this worker: the workers cannot "
             f"agree on anything any more. {saved} Start the job again, unless others go on.",
-            ranks=(),
         )
 
 
@@ -231,7 +230,7 @@ def _exchange_devices() -> None:
     try:
         jax.devices()
     except RuntimeError as error:
-        # JAX wraps whatever its factory of devices raises; the cause is ours (startup_barriers).
+        # JAX wraps whatever its factory of devices raises; the cause is ours (startup).
         if isinstance(error.__context__, DeadlineExceededError | PeerLostError):
             raise error.__context__ from None
         raise

@@ -59,7 +59,13 @@ def all_reduce(
     matrices: dict[str, tuple[int, int]] = {}
     if isinstance(format, PowerSGD):
         scope = scope.exactly
-        matrices = _matrices(format, value, owed) if count(axes) > 1 else {}
+        # Rows and columns of the leaves that travel as factors, by path. A number has no type.
+        matrices = {
+            path: matrix
+            for path, leaf in flattened(value, is_sparse)[0]
+            if count(axes) > 1 and path in owed and hasattr(leaf, "dtype")
+            if (matrix := format.matrix(leaf.shape, np.dtype(leaf.dtype)))
+        }
     if not isinstance(format, PowerSGD) or not matrices:
         result, left = reduce.all_reduce(
             reduce_op, value, axis_name, scope=scope, residual=owed, **how
@@ -75,19 +81,6 @@ def all_reduce(
     )
     right = {path[len(prefix) :]: factor for path, factor in new.items()}
     return result, closed(residual, left, prefix, right)
-
-
-def _matrices(
-    format: PowerSGD, value: Any, owed: Mapping[str, jax.Array]
-) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the leaves that travel as factors, by path."""
-    found = {}
-    for name, leaf in flattened(value, is_sparse)[0]:
-        if name not in owed or not hasattr(leaf, "dtype"):  # a number
-            continue
-        if matrix := format.matrix(leaf.shape, np.dtype(leaf.dtype)):
-            found[name] = matrix
-    return found
 
 
 def _in_factors(

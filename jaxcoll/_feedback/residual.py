@@ -99,11 +99,8 @@ def right_factor(residual: Any, path: str, columns: int, format: PowerSGD, calle
     expected = (columns, format.rank)
     if path not in held or np.shape(held[path]) != expected:
         got = f"one of shape {np.shape(held[path])}" if path in held else "none"
-        raise ValueError(
-            _OTHER_FACTORS.format(
-                caller=caller, format=str(format), expected=expected, leaf=where(path), got=got
-            )
-        )
+        words = {"caller": caller, "format": str(format), "leaf": where(path)}
+        raise ValueError(_OTHER_FACTORS.format(expected=expected, got=got, **words))
     return held[path]
 
 
@@ -124,23 +121,18 @@ def opened(
                 over=listed(residual.axes),
             )
         )
-    found = layout_like(tree, axes, caller)
-    difference = first_difference(found.leaves, layout.leaves)
+    difference = first_difference(layout_like(tree, axes, caller).leaves, layout.leaves)
     if difference:
         raise ValueError(_OTHER_TREE.format(caller=caller, difference=difference))
+    found = {}
     for pack, part in zip(layout.packs, residual.parts, strict=True):
         expected = (layout.rows(pack), LANES)
         if np.shape(part) != expected:
-            raise ValueError(
-                _NOT_OWN.format(
-                    caller=caller, expected=expected, got=np.shape(part), axes=residual.axes
-                )
-            )
-    return {
-        prefix + leaf.path: part.reshape(-1)[: leaf.size].reshape(leaf.shape)
-        for pack, part in zip(layout.packs, residual.parts, strict=True)
-        for leaf in [layout.leaves[pack.segments[0].leaf]]
-    }
+            words = {"caller": caller, "axes": residual.axes, "got": np.shape(part)}
+            raise ValueError(_NOT_OWN.format(expected=expected, **words))
+        leaf = layout.leaves[pack.segments[0].leaf]
+        found[prefix + leaf.path] = part.reshape(-1)[: leaf.size].reshape(leaf.shape)
+    return found
 
 
 def closed(

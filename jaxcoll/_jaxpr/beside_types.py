@@ -117,14 +117,11 @@ class _Hidden(_ByType):
         outs = self.inside(eqn, ins) if programs(eqn) else self.opaque(eqn, ins)
         found = [*map(self._seen, outs, eqn.outvars)]
         if self.backward and self.settled and not marks.is_made_again(eqn):
-            self._check_cotangents(eqn, found)
+            for fact, out in zip(found, eqn.outvars, strict=True):
+                if fact == _HIDDEN and not self.varies(out):
+                    at = at_line(_compat.users_line(eqn))
+                    raise ValueError(_CHOSEN.format(axis=self.axis, at=at, like=like(out.aval)))
         return found
-
-    def _check_cotangents(self, eqn: JaxprEqn, found: list[int]) -> None:
-        for fact, out in zip(found, eqn.outvars, strict=True):
-            if fact == _HIDDEN and not self.varies(out):
-                at = at_line(_compat.users_line(eqn))
-                raise ValueError(_CHOSEN.format(axis=self.axis, at=at, like=like(out)))
 
     def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
         name = eqn.primitive.name

@@ -60,7 +60,12 @@ def repeated_reductions(program: Any) -> tuple[Repeated, ...]:
     An empty answer proves nothing: what XLA's partitioner puts into a loop is in no traced
     program, and a `lax.while_loop` with a condition of its own is read like any other.
     """
-    return tuple(map(_repeated, _union(_in_loops(program))))
+    found = []
+    for eqn, _ in equations(program):
+        name = eqn.primitive.name
+        if name == "while" or (name == "scan" and eqn.params["length"] > 1):
+            found += _added_up(*carry_of(eqn))
+    return tuple(map(_repeated, _union(found)))
 
 
 def described(found: Sequence[Repeated]) -> str:
@@ -73,15 +78,8 @@ def described(found: Sequence[Repeated]) -> str:
 def _repeated(eqn: JaxprEqn) -> Repeated:
     avals: list[Any] = [out.aval for out in eqn.outvars]
     nbytes = sum(aval.size * aval.dtype.itemsize for aval in avals)
-    kind, types = _REDUCTIONS[eqn.primitive.name], ", ".join(map(like, eqn.outvars))
+    kind, types = _REDUCTIONS[eqn.primitive.name], ", ".join(map(like, avals))
     return Repeated(kind, types, nbytes, _compat.users_line(eqn))
-
-
-def _in_loops(program: Any) -> Iterator[tuple[JaxprEqn, ...]]:
-    for eqn, _ in equations(program):
-        name = eqn.primitive.name
-        if name == "while" or (name == "scan" and eqn.params["length"] > 1):
-            yield from _added_up(*carry_of(eqn))
 
 
 def _added_up(body: Any, first: int, carried: int) -> Iterator[tuple[JaxprEqn, ...]]:

@@ -106,8 +106,8 @@ def check_gradients(program: ClosedJaxpr, axes: Sequence[str]) -> None:
     """
     if has(program.jaxpr, marks.GRADIENT) or has(program.jaxpr, marks.ROWS):
         for axis in axes:
-            captured = [int(axis in _compat.varying_axes(const)) for const in program.consts]
-            by_type = dict(zip(program.jaxpr.constvars, captured, strict=True))
+            pairs = zip(program.jaxpr.constvars, program.consts, strict=True)
+            by_type = {var: int(axis in _compat.varying_axes(const)) for var, const in pairs}
             _Varying(axis, by_type, refuses=True).outputs(program, [])
 
 
@@ -169,9 +169,8 @@ class _Varying(AlongAxis[int]):
                 return ins
             if name in _RETYPING or (name == _compat.AS_INVARIANT and not params["vouched"]):
                 return ins
-            same = name in _SAME or (
-                name in _EQUALIZING and params.get("axis_index_groups") is None
-            )
+            whole = params.get("axis_index_groups") is None
+            same = name in _SAME or (name in _EQUALIZING and whole)
             self._any_of(eqn, varies=True)
             repeated = self._repeated(eqn, ins, jaxpr)
             if name == marks.COTANGENT:
@@ -182,9 +181,8 @@ class _Varying(AlongAxis[int]):
         if any(map(is_ref, eqn.invars)):
             # Another holder of a `Ref` may write what varies to it at any time.
             if programs(eqn):
-                self.inside(
-                    eqn, [fact | is_ref(x) for x, fact in zip(eqn.invars, ins, strict=True)]
-                )
+                both = zip(eqn.invars, ins, strict=True)
+                self.inside(eqn, [fact | is_ref(x) for x, fact in both])
             return [VARIES] * len(eqn.outvars)
         outs = super().equation(eqn, ins, jaxpr)
         if self.backward or programs(eqn):

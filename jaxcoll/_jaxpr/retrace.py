@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxcoll._jaxpr.dataflow import Dataflow
@@ -45,6 +46,21 @@ class Traced:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
+def with_captured(program: Traced) -> tuple[Traced, list[Any]]:
+    """The program with the traced values that it captures as inputs behind its own, and these."""
+    jaxpr = program.program.jaxpr
+    pairs = [*zip(jaxpr.constvars, program.program.consts, strict=True)]
+    captured = {var: const for var, const in pairs if isinstance(const, Tracer)}
+    held = {var: const for var, const in pairs if var not in captured}
+    jaxpr = jaxpr.replace(
+        constvars=[*held],
+        invars=[*jaxpr.invars, *captured],
+        debug_info=jaxpr.debug_info._replace(arg_names=None),
+    )
+    closed = ClosedJaxpr(jaxpr, [*held.values()])
+    return dataclasses.replace(program, program=closed), [*captured.values()]
+
+
 def traced(
     fun: Callable[..., Any], *args: Any, inputs: tuple[Any, ...] = (), **kwargs: Any
 ) -> Traced:
@@ -58,10 +74,8 @@ def traced(
 
     def program(*inputs: Any) -> list[Any]:
         leaves, treedef = jax.tree.flatten(fun(*inputs, *args, **kwargs))
-        is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-        others = tuple(None if a else (x,) for a, x in zip(is_array, leaves, strict=True))
-        found.append((treedef, others))
-        return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
+        found.append((treedef, tuple(None if isinstance(x, jax.Array) else (x,) for x in leaves)))
+        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
     closed = jax.make_jaxpr(program)(*inputs)
     ((treedef, others),) = found

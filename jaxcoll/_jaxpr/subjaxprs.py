@@ -87,6 +87,6 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return getattr(atom.aval, "shape", ())
 
 
-def like(atom: Any) -> str:
-    """The type of a variable in a message, as in float32[3, 5]."""
-    return f"{atom.aval.dtype.name}[{', '.join(map(str, atom.aval.shape))}]"
+def like(array: Any) -> str:
+    """The type of an array, or of a type itself, in a message, as in float32[3, 5]."""
+    return f"{array.dtype.name}{[*array.shape]}"

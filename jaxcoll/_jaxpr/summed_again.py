@@ -71,9 +71,8 @@ def check_sums(program: Any, axes: Mapping[str, int], typed: bool = False) -> No
     apart, so that autodiff sums what they have in common.
     """
     for axis, n in axes.items():
-        if n == 1:
-            continue
-        _Reduced(axis, n, typed).outputs_of_all(program, "")
+        if n > 1:
+            _Reduced(axis, n, typed).outputs_of_all(program, "")
 
 
 @dataclasses.dataclass(eq=False)
@@ -127,7 +126,7 @@ class _Reduced(AlongAxis[str]):
                     words.format(
                         axis=self.axis,
                         at=at_line(_compat.users_line(eqn)),
-                        like=like(out),
+                        like=like(out.aval),
                         maker=maker,
                         n=self.n,
                     )

@@ -59,8 +59,8 @@ def summed_gradients(program: Any, axis: str) -> tuple[Summed, ...]:
     reader = _Sums(axis)
     reader.take(reader.outputs_of_all(program, _Known()))
     return tuple(
-        dataclasses.replace(found, again=reader.again.get(key))
-        for key, found in reader.found.items()
+        Summed(like(eqn.outvars[0].aval), _compat.users_line(eqn), reader.again.get(key))
+        for key, eqn in reader.found.items()
     )
 
 
@@ -78,7 +78,7 @@ def crossing_sums(program: Any, axes: Sequence[str]) -> tuple[str, ...]:
 @dataclasses.dataclass(eq=False)
 class _Sums(AlongAxis[_Known]):
     constant = _Known()
-    found: dict[int, Summed] = dataclasses.field(default_factory=dict)
+    found: dict[int, JaxprEqn] = dataclasses.field(default_factory=dict)
     again: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def literal(self, literal: Literal) -> _Known:
@@ -86,9 +86,8 @@ class _Sums(AlongAxis[_Known]):
 
     def take(self, used: Sequence[_Known]) -> None:
         """Note the sums among values that are used outside of a backward pass."""
-        for eqn in (known.summed for known in used):
-            if eqn is not None and id(eqn) not in self.found:
-                self.found[id(eqn)] = Summed(like(eqn.outvars[0]), _compat.users_line(eqn))
+        for eqn in (known.summed for known in used if known.summed is not None):
+            self.found.setdefault(id(eqn), eqn)
 
     def join(self, facts: Sequence[_Known]) -> _Known:
         return _Known(

@@ -34,9 +34,34 @@ class MachineCosts:
     memory_is_kept: bool = False  # malloc keeps the pages of large arrays that are freed
     hosts: Hosts = dataclasses.field(default_factory=Hosts)  # of the job
 
+    @functools.cache  # noqa: B019  a process has few of these
     def __call__(self, world: World) -> Terms:
         """What `world` costs."""
-        return _terms(self, world)
+        kept = world.platform == "cpu" and self.memory_is_kept
+        usual, name = self.preset(world), _saved_name(world, kept)
+        found = [each for each in self.texts if self.is_named or each[0].name == name]
+        if not found:
+            return usual
+        ((path, text),) = found
+        try:
+            data = parsed(text)
+            terms = terms_of(data)
+        except ValueError as error:
+            raise ValueError(f"the calibration {path}: {error}") from None
+        measured_on = data.get("measured_on")
+        there = measured_on.get("machine") if isinstance(measured_on, dict) else None
+        if there != machine():
+            raise ValueError(
+                f"the calibration {path} was measured on another machine ({there}); this is "
+                f"{machine()}: calibrate here with `jaxcoll bench --calibrate`, or delete the file."
+            )
+        if terms.key != Key.of(world):
+            other = f"is of another world ({terms.key})"
+        elif measured_on != {"machine": there, "keeps_memory": kept}:
+            other = f"was measured with memory that malloc {'gives back' if kept else 'keeps'}"
+        else:
+            return terms
+        return dataclasses.replace(usual, source=f"{usual.source}, since {path} {other}")
 
     def preset(self, world: World) -> Terms:
         """The preset for `world` on this machine, whatever has been calibrated.
@@ -87,9 +112,8 @@ def _folder() -> Path:
 
 def _saved_name(world: World, kept: bool) -> str:
     key = Key.of(world)
-    counts = (("n", key.replicas), ("processes", key.processes), ("hosts", key.hosts))
-    words = [key.backend, key.device_kind, *(f"{name}{count}" for name, count in counts)]
-    words += ["kept"] * kept
+    counts = f"n{key.replicas}", f"processes{key.processes}", f"hosts{key.hosts}"
+    words = [key.backend, key.device_kind, *counts, *["kept"] * kept]
     return f"{_file_name('-'.join(filter(None, words)))}.json"
 
 
@@ -141,35 +165,6 @@ def _text(path: Path) -> str:
 @functools.cache
 def _texts(folder: Path) -> tuple[tuple[Path, str], ...]:
     return tuple((path, _text(path)) for path in sorted(folder.glob("*.json")))
-
-
-@functools.cache
-def _terms(costs: MachineCosts, world: World) -> Terms:
-    kept = world.platform == "cpu" and costs.memory_is_kept
-    usual, name = costs.preset(world), _saved_name(world, kept)
-    found = [each for each in costs.texts if costs.is_named or each[0].name == name]
-    if not found:
-        return usual
-    ((path, text),) = found
-    try:
-        data = parsed(text)
-        terms = terms_of(data)
-    except ValueError as error:
-        raise ValueError(f"the calibration {path}: {error}") from None
-    measured_on = data.get("measured_on")
-    there = measured_on.get("machine") if isinstance(measured_on, dict) else None
-    if there != machine():
-        raise ValueError(
-            f"the calibration {path} was measured on another machine ({there}); this is "
-            f"{machine()}: calibrate here with `jaxcoll bench --calibrate`, or delete the file."
-        )
-    if terms.key != Key.of(world):
-        other = f"is of another world ({terms.key})"
-    elif measured_on != {"machine": there, "keeps_memory": kept}:
-        other = f"was measured with memory that malloc {'gives back' if kept else 'keeps'}"
-    else:
-        return terms
-    return dataclasses.replace(usual, source=f"{usual.source}, since {path} {other}")
 
 
 def _file_name(words: str) -> str:

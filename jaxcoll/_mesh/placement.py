@@ -21,11 +21,9 @@ def place(tree: Any, sharding: NamedSharding) -> Any:
     With several processes, a host array is this process's share: its rows of a batch where the
     sharding splits rows, the whole value where it replicates. A `jax.ShapeDtypeStruct` stays one.
     """
-    return (
-        tree
-        if is_in_place(tree, sharding)
-        else jax.tree.map(lambda x: place_leaf(x, sharding), tree)
-    )
+    if is_in_place(tree, sharding):
+        return tree
+    return jax.tree.map(lambda x: place_leaf(x, sharding), tree)
 
 
 def is_in_place(tree: Any, sharding: NamedSharding) -> bool:

@@ -20,7 +20,7 @@ from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.leaves import Leaf, check_reducible, dtype_of, travels_as, where
+from jaxcoll._plan.packs.leaves import Leaf, check_reducible, dtype_of, flattened, travels_as, where
 from jaxcoll._plan.packs.shard_layout import layout_of
 from jaxcoll._plan.packs.shard_plan import Half, plan_half
 from jaxcoll._plan.plan import Plan
@@ -109,8 +109,7 @@ def plan_in(
     format = asked.compression
     given = asked.replace(compression=UNSET) if isinstance(format, PowerSGD) else asked
     leaves = [
-        _leaf(jax.tree_util.keystr(path), leaf, reduce_op, world, given)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_sparse)[0]
+        _leaf(path, leaf, reduce_op, world, given) for path, leaf in flattened(value, is_sparse)[0]
     ]
     wire_formats.check_any_coded(format, [leaf.dtype for leaf in leaves])
     if not isinstance(format, PowerSGD):

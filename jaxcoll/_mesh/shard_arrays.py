@@ -107,13 +107,11 @@ def abstract(layout: ShardLayout, axes: tuple[str, ...], stack: tuple[int, ...] 
 
 def own_shapes(shards: Shards) -> Shards:
     """The shapes of one replica's parts, from those of all."""
-    n = shards.layout.replicas
-
-    def own(x: Any) -> jax.ShapeDtypeStruct:
+    n, own = shards.layout.replicas, []
+    for x in shards.parts:
         *stack, rows, lanes = x.shape
-        return jax.ShapeDtypeStruct((*stack, rows // n, lanes), x.dtype)
-
-    return shards.replace([own(x) for x in shards.parts])
+        own.append(jax.ShapeDtypeStruct((*stack, rows // n, lanes), x.dtype))
+    return shards.replace(own)
 
 
 def whole_shapes(shards: Shards) -> Any:

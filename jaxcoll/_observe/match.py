@@ -100,13 +100,12 @@ class _Joiner:
 
     def _named(self, k: int) -> list[int]:
         """What is requested under a name that the compiled collective bears."""
-        found: dict[int, None] = {}
+        found: set[int] = set()
         for name in dict.fromkeys(names(self._compiled[k].op_name)):
             parts = name.split("/")
             # Compiled names have the scopes of callers in front: any tail may be the name.
             for start in range(len(parts)):
-                known = self._by_name.get("/".join(parts[start:]), ())
-                found.update(dict.fromkeys(known))
+                found.update(self._by_name.get("/".join(parts[start:]), ()))
         return sorted(found)
 
     def _join(self, k: int, among: Sequence[int], fits: Fits, by: By) -> None:

@@ -45,13 +45,14 @@ def overlap(collectives: Sequence[Collective], matmuls: Sequence[Matmul]) -> Ove
     Law: a loop that does not say how often it turns counts one turn; of a conditional every
     branch counts; a collective among one device sends nothing and does not count.
     """
-    shares: dict[str, Share] = {}
+    sent: Counter[str] = Counter()
+    behind: Counter[str] = Counter()
     for c in collectives:
         if c.group_size > 1:
-            known, turns = shares.get(c.kind, Share()), c.turns
-            hides = c.is_async and c.meanwhile is not None and c.meanwhile.matmuls > 0
-            behind = turns * c.nbytes if hides else 0
-            shares[c.kind] = Share(known.nbytes + turns * c.nbytes, known.behind + behind)
+            sent[c.kind] += c.turns * c.nbytes
+            if c.is_async and c.meanwhile is not None and c.meanwhile.matmuls > 0:
+                behind[c.kind] += c.turns * c.nbytes
+    shares = {kind: Share(nbytes, behind[kind]) for kind, nbytes in sent.items()}
     inside = (m for m, open_now in _meetings(collectives, matmuls) if open_now)
     return Overlap(shares, sum(m.turns * m.flops for m in inside))
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxcoll._files import replacing
-from jaxcoll._observe import report_json, report_text
-from jaxcoll._observe.match import join
-from jaxcoll._observe.parse.collective import Collective
+from jaxcoll._observe import report_text
+from jaxcoll._observe.match import Origin, join
+from jaxcoll._observe.parse.collective import Collective, Groups
 from jaxcoll._observe.parse.hlo import read_program
 from jaxcoll._observe.parse.narrow_sums import narrow_sums
 from jaxcoll._observe.parse.stablehlo import read_stablehlo
 from jaxcoll._observe.report_data import PackedLeaves, ReportData
 from jaxcoll._observe.timeline import trace
-from jaxcoll._plan.cost.terms import Terms
+from jaxcoll._plan.cost.terms import Terms, terms_of
 from jaxcoll._plan.plan import Plan
+from jaxcoll._show import codec
 
+_SAME = ("name", "where", "devices", "instructions", "uncounted", "notes")
 _HELD = ("argument", "output", "temp")
 
 
@@ -53,7 +56,54 @@ class Report(ReportData):
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain numbers and strings, bytes and elements counted on one device."""
-        return report_json.to_dict(self)
+        # Its own fields, and beside them what can be derived: totals, packs, changes.
+        groups: dict[Groups, int] = {}
+        requested = None
+        if self.requested is not None:
+            requested = [_collective(r, groups) for r in self.requested]
+        compiled = [
+            {
+                **_collective(c, groups),
+                "requested": list(origin.requested),
+                "requested_known_by": origin.by,
+                "again": origin.again,
+                "packs": list(self.packs_of(k)),
+                "leaves": list(self.leaves_of(k)),
+                "changes": list(self.changes(k)),
+                "predicted_seconds": self.seconds_of(k),
+                "exposed_seconds": self.exposed_of(k),
+            }
+            for k, (c, origin) in enumerate(zip(self.collectives, self.origins, strict=True))
+        ]
+        return {
+            **{name: codec.plain(getattr(self, name)) for name in _SAME},
+            "count": self.count,
+            "runs": self.runs,
+            "wire_bytes_per_device": self.wire_bytes,
+            "requested_wire_bytes_per_device": self.requested_wire_bytes,
+            "overlap": {
+                "overlapped": self.overlapped,
+                "bytes": {
+                    kind: {"sent": s.nbytes, "behind_matmuls": s.behind}
+                    for kind, s in self.overlap.shares.items()
+                },
+                "flops": self.overlap.flops,
+                "seconds": self.seconds,
+                "exposed_seconds": self.exposed_seconds,
+            },
+            "dropped": list(self.dropped),
+            "requested": requested,
+            "compiled": compiled,
+            "groups": [[list(group) for group in each] for each in groups],
+            "packs": [
+                {"name": p.name, "dtype": p.dtype, "bytes": p.nbytes, "leaves": list(p.leaves)}
+                for p in self.packs
+            ],
+            "matmuls": [list(codec.plain(m).values()) for m in self.matmuls],
+            "loops": [list(codec.plain(x).values()) for x in self.loops],
+            "terms": None if self.terms is None else self.terms.to_dict(),
+            "memory_bytes_per_device": self.memory_bytes,
+        }
 
     def to_json(self) -> str:
         """`to_dict()` as JSON text."""
@@ -67,7 +117,31 @@ class Report(ReportData):
           ValueError: the text is not such JSON.
         """
         try:
-            return cls(**report_json.fields(json.loads(text)))
+            data = json.loads(text)
+            groups = codec.read(tuple[Groups, ...], data["groups"])
+            asked, made = data["requested"], data["compiled"]
+            kinds = typing.get_type_hints(ReportData)
+            return cls(
+                **{
+                    name: codec.read(kinds[name], data[name])
+                    for name in (*_SAME, "matmuls", "loops")
+                },
+                requested=None if asked is None else tuple(_read(r, groups) for r in asked),
+                collectives=tuple(_read(c, groups) for c in made),
+                origins=codec.read(
+                    tuple[Origin, ...],
+                    [[c["requested"], c["requested_known_by"], c["again"]] for c in made],
+                ),
+                packs=codec.read(
+                    tuple[PackedLeaves, ...],
+                    [
+                        [p[key] for key in ("name", "dtype", "bytes", "leaves")]
+                        for p in data["packs"]
+                    ],
+                ),
+                terms=None if data["terms"] is None else terms_of(data["terms"]),
+                memory_bytes=data.get("memory_bytes_per_device"),
+            )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"expected what `Report.to_json` writes; got {text[:60]!r} ({error!r})."
@@ -145,6 +219,20 @@ class Report(ReportData):
         printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
 
 
+def _collective(c: Collective, groups: dict[Groups, int]) -> dict[str, Any]:
+    return codec.plain(c) | {
+        "operands": [[operand.dtype, list(operand.shape)] for operand in c.operands],
+        "groups": groups.setdefault(c.groups, len(groups)),  # each once; they are long
+        "bytes": c.nbytes,
+        "wire_bytes": c.wire_bytes,
+    }
+
+
+def _read(data: Mapping[str, Any], groups: tuple[Groups, ...]) -> Collective:
+    known = {f.name: data[f.name] for f in dataclasses.fields(Collective) if f.name in data}
+    return codec.read(Collective, {**known, "groups": groups[data["groups"]]})
+
+
 def _drawn(method: str, path: str | Path | None, *shown: Any) -> Any:
     """The figure of a method, written to `path` if there is one."""
     try:
@@ -176,7 +264,12 @@ def report_of(
     and all that is temporary, by XLA's names.
     """
     program = read_program(compiled)
-    asked, more = (None, []) if requested is None else _requested(requested)
+    asked, more = None, []
+    try:
+        if requested is not None:
+            asked, more = read_stablehlo(requested), narrow_sums(requested)
+    except ValueError as error:  # its notation is not known
+        more = [f"what was requested could not be read: {error}"]
     known = program._replace(notes=(*program.notes, *more, *notes))._asdict()
     return Report(
         **known,
@@ -188,14 +281,6 @@ def report_of(
         memory_bytes=sum(memory[x] for x in _HELD) - memory["alias"] if memory else None,
         plans=tuple(plans),
     )
-
-
-def _requested(text: str) -> tuple[tuple[Collective, ...] | None, list[str]]:
-    """What is requested, and notes; where its notation is not known, a note in its place."""
-    try:
-        return read_stablehlo(text), narrow_sums(text)
-    except ValueError as error:
-        return None, [f"what was requested could not be read: {error}"]
 
 
 def _packed(plans: Sequence[Plan]) -> list[PackedLeaves]:

@@ -63,7 +63,7 @@ class ReportData:
         They are what a byte-optimal implementation of each collective sends. A loop that does
         not say how often it turns counts one turn, and `uncounted` says so.
         """
-        return wire_bytes(self.collectives, unknown_trips=1)
+        return wire_bytes(self.collectives)
 
     @property
     def requested_wire_bytes(self) -> int | None:
@@ -71,8 +71,7 @@ class ReportData:
         if self.requested is None:
             return None
         both = zip(self.requested, self.trips, strict=True)
-        found = (dataclasses.replace(r, trips=trips) for r, trips in both)
-        return wire_bytes(found, unknown_trips=1)
+        return wire_bytes(dataclasses.replace(r, trips=trips) for r, trips in both)
 
     @property
     def dropped(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import warnings
 from collections.abc import Callable
 from typing import Any, final
 
@@ -101,16 +102,11 @@ def _algorithm(value: Any) -> str | None:
     refuse("algorithm", "None or the name of one", value)
 
 
-def _switch(argument: str, value: Any) -> bool:
-    if isinstance(value, bool):
+def _switch(argument: str, value: Any, or_none: str = "") -> bool | None:
+    """True or False; or None, which the message then lists as `or_none` says."""
+    if isinstance(value, bool) or (value is None and or_none):
         return value
-    refuse(argument, "True or False", value)
-
-
-def _overlap(value: Any) -> bool | None:
-    if value is None or isinstance(value, bool):
-        return value
-    refuse("overlap", "True, False or None (decided automatically)", value)
+    refuse(argument, or_none or "True or False", value)
 
 
 _OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -126,7 +122,10 @@ _OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "algorithm": (None, _algorithm),
     "shards": (0, lambda v: count("shards", " (0: as many as the algorithm has by itself)", v)),
     "reproducible": (False, lambda v: _switch("reproducible", v)),
-    "overlap": (None, _overlap),
+    "overlap": (
+        None,
+        lambda v: _switch("overlap", v, "True, False or None (decided automatically)"),
+    ),
     "checksum": (False, lambda v: _switch("checksum", v)),
     "compression": (None, wire_formats.checked),
 }
@@ -301,3 +300,53 @@ def checked(options: Any, exactly: str = "") -> CommunicationOptions:
             )
         return options
     refuse("options", "a CommunicationOptions or None", options)
+
+
+def given(options: Any, experimental_hints: Any) -> CommunicationOptions:
+    """The options of a call that also takes them under their older name."""
+    if experimental_hints is None:
+        return checked(options)
+    if options is not None:
+        raise ValueError(
+            "`experimental_hints` is the older name of `options`: give one of the two."
+        )
+    if isinstance(experimental_hints, CommunicationOptions):
+        return experimental_hints
+    what = "a CollectiveHints, a CommunicationOptions or None"
+    refuse("experimental_hints", what, experimental_hints)
+
+
+@jax.tree_util.register_static
+class CollectiveHints(CommunicationOptions):
+    """Deprecated spelling of `CommunicationOptions`, without `implementation`.
+
+    It is one, with both options set: equal to it, and taken wherever one is.
+
+    Args:
+      bytes_per_pack: as in `CommunicationOptions`.
+      timeout_seconds: as in `CommunicationOptions`.
+
+    Raises:
+      ValueError: as in `CommunicationOptions`.
+
+    Warns:
+      DeprecationWarning: always.
+
+    Examples:
+      >>> import warnings
+      >>> with warnings.catch_warnings(action="ignore"):
+      ...     hints = CollectiveHints(timeout_seconds=120)
+      >>> isinstance(hints, CollectiveHints), isinstance(hints, CommunicationOptions)
+      (True, True)
+    """
+
+    __slots__ = ()
+
+    def __init__(self, bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> None:
+        warnings.warn(
+            "CollectiveHints is deprecated; use CommunicationOptions, which takes the same "
+            "arguments.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        super().__init__(bytes_per_pack, timeout_seconds)

@@ -183,7 +183,9 @@ class Plan:
         if self.in_backward and self.collective != "all_reduce":
             kind = "loop"
         chained = platform == "gpu" and kind == "all-reduce" and not self.in_backward
-        return overlap.compiler_options(platform, kind) if self.overlap and not chained else {}
+        return dict(
+            overlap.OPTIONS.get((platform, kind), {}) if self.overlap and not chained else {}
+        )
 
     def carried(self, pack: int) -> str:
         """The first and the last leaf that a pack carries, with the part of it where it is cut."""

@@ -30,21 +30,18 @@ def names(op_name: str) -> tuple[str, ...]:
     """
     if not op_name:
         return ()
-    depth, opened, cuts = 0, [], []
+    cuts: list[list[int]] = []  # of each open bracket its place, and those of its colons
     for at, character in enumerate(op_name):
         if character == "(":
-            opened.append(at)
             cuts.append([at])
-            depth += 1
-        elif character == ")" and depth:
-            depth -= 1
-            start, cut = opened.pop(), cuts.pop()
+        elif character == ")" and cuts:
+            start, *_ = cut = cuts.pop()
             # A list follows a slash; the brackets of jit(...) hold something else.
             if len(cut) > 1 and (start == 0 or op_name[start - 1] == "/"):
                 head, tail = op_name[:start], op_name[at + 1 :]
                 inner = [op_name[a + 1 : b] for a, b in zip(cut, [*cut[1:], at], strict=True)]
                 return tuple(n for part in inner for n in names(head + part + tail))
-        elif character == ":" and depth:
+        elif character == ":" and cuts:
             cuts[-1].append(at)
     return (op_name,)
 

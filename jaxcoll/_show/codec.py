@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -48,29 +49,24 @@ def read(kind: Any, data: Any) -> Any:
     if origin in (types.UnionType, typing.Union):
         return _read_union(kind, args, data)
     if origin is tuple:
-        if not isinstance(data, list | tuple):
-            raise ValueError(_expected(kind, data))
-        kinds = [args[0]] * len(data) if args[-1] is ... else args
-        if len(kinds) != len(data):
-            raise ValueError(_expected(kind, data))
-        return tuple(map(read, kinds, data))
-    if origin is dict and isinstance(data, Mapping):
-        return {read(args[0], key): read(args[1], value) for key, value in data.items()}
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if isinstance(data, list | tuple):
+            kinds = args[:1] * len(data) if args[-1] is ... else args
+            if len(kinds) == len(data):
+                return tuple(map(read, kinds, data))
+    elif origin is dict:
+        if isinstance(data, Mapping):
+            return {read(args[0], key): read(args[1], value) for key, value in data.items()}
+    elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _read_fields(kind, data)
-    if kind is np.dtype:
-        try:
+    elif kind is np.dtype:
+        with contextlib.suppress(TypeError):
             return np.dtype(data or "nothing")  # None would mean float64
-        except TypeError as error:
-            raise ValueError(_expected(kind, data)) from error
-    if isinstance(kind, enum.EnumMeta):
-        if data not in kind.__members__:
-            raise ValueError(_expected(kind, data))
-        return kind[data]
-    fits = data in args if origin is Literal else _fits(kind, data)
-    if not fits:
-        raise ValueError(_expected(kind, data))
-    return data
+    elif isinstance(kind, enum.EnumMeta):
+        if data in kind.__members__:
+            return kind[data]
+    elif data in args if origin is Literal else _fits(kind, data):
+        return data
+    raise ValueError(_expected(kind, data))
 
 
 def _fits(kind: Any, data: Any) -> bool:
@@ -84,10 +80,8 @@ def _read_union(kind: Any, args: tuple[Any, ...], data: Any) -> Any:
         return None
     rest = [each for each in args if each is not types.NoneType]
     for each in rest[:-1]:
-        try:
+        with contextlib.suppress(ValueError):
             return read(each, data)
-        except ValueError:
-            continue
     return read(rest[-1], data)
 
 

@@ -1,4 +1,4 @@
-"""Which axes a reduction is over: names checked before anything is reduced."""
+"""What a call is given, checked before anything is sent: names of axes, and arrays."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._plan.packs.leaves import where
+from jaxcoll._plan.packs.leaves import no_array, where
 
 
 def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:
@@ -29,8 +31,16 @@ def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:
         )
     if len(set(names)) < len(names):
         raise ValueError(f"`{caller}` got an axis twice in `axis_name`: {axis_name!r}.")
-    axes = {name: _size(name, caller) for name in names}
-    for name in axes:
+    axes = {}
+    for name in names:
+        try:
+            axes[name] = lax.axis_size(name)
+        except NameError:
+            scope = listed(_compat.axes_in_scope()) or "none"
+            raise NameError(
+                f"`{caller}` over axis {name!r}: no such axis here. Axes in scope: {scope}. Call "
+                f"it inside `jax.shard_map`, `jax.pmap` or `jc.data_parallel` that maps {name!r}."
+            ) from None
         if _compat.is_unreachable(name):
             raise ValueError(
                 f"`{caller}` over axis {name!r}: JAX cannot communicate over the axis of a `vmap` "
@@ -45,15 +55,11 @@ def bound_axes(axis_name: Any, caller: str) -> dict[str, int]:
     return axes
 
 
-def _size(name: str, caller: str) -> int:
-    try:
-        return lax.axis_size(name)
-    except NameError:
-        scope = listed(_compat.axes_in_scope()) or "none"
-        raise NameError(
-            f"`{caller}` over axis {name!r}: no such axis here. Axes in scope: {scope}. "
-            f"Call it inside `jax.shard_map`, `jax.pmap` or `jc.data_parallel` that maps {name!r}."
-        ) from None
+def as_array(value: Any, who: str, expected: str = "an array") -> jax.Array:
+    """An array, or a number as one; anything else is refused, beginning with `who`."""
+    if (got := no_array(value)) is not None:
+        raise ValueError(f"{who}: expected {expected}, got {got}.")
+    return jnp.asarray(value)
 
 
 def named(axes: Mapping[str, int]) -> str:
@@ -67,11 +73,14 @@ def listed(axes: Iterable[str]) -> str:
 
 
 def already_reduced(
-    message: str, path: str, axes: Mapping[str, int], same: Mapping[str, int]
+    caller: str, instead: str, path: str, axes: Mapping[str, int], same: Mapping[str, int]
 ) -> AlreadyReducedError:
     """The refusal of a leaf that is the same on every replica along some of the axes."""
     return AlreadyReducedError(
-        message.format(axes=named(axes), leaf=where(path), missing=named(same), n=count(same))
+        f"`{caller}` over {named(axes)}: {where(path)} is already the same on every replica along "
+        f"{named(same)}, so reducing it again would count it {count(same)} times. What probably "
+        "happened: autodiff has summed this gradient already, because its parameter enters a "
+        f"checked `shard_map` replicated. {instead.format(n=count(same))}"
     )
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from jaxcoll._plan.options import ReduceOp
-from jaxcoll._plan.packs.leaves import carried_dtype, flattened, no_array, where
-from jaxcoll._spmd.axes import bound_axes, count, listed
+from jaxcoll._plan.packs.leaves import carried_dtype, flattened, where
+from jaxcoll._spmd.axes import as_array, bound_axes, count, listed
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope
 
@@ -61,11 +61,9 @@ def _without_zero(dtype: np.dtype) -> bool:
 
 
 def _as_array(path: str, value: Any) -> jax.Array:
-    got = no_array(value)
-    if got is None and jax.dtypes.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
-        got = f"{value.dtype}; send its `jax.random.key_data`"
-    if got is not None:
-        raise ValueError(
-            f"`broadcast` cannot send {where(path)}: expected an array of numbers, got {got}."
-        )
-    return jnp.asarray(value)
+    who, expected = f"`broadcast` cannot send {where(path)}", "an array of numbers"
+    array = as_array(value, who, expected)
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        got = f"{array.dtype}; send its `jax.random.key_data`"
+        raise ValueError(f"{who}: expected {expected}, got {got}.")
+    return array

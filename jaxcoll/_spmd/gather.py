@@ -15,10 +15,10 @@ from jaxcoll._plan.algorithms import Stage, stages
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.options import UNSET
 from jaxcoll._plan.packs.automatic import usual
-from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, dtype_of, flattened, no_array, where
+from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, flattened, where
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._spmd.algorithms import table as algorithms
-from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.axes import as_array, bound_axes, count
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import is_sparse
@@ -71,18 +71,11 @@ def _rows(
 ) -> list[jax.Array]:
     """What every replica has of each array, a row each, in their order."""
     over = tuple(axes.values())
-    leaves = [
-        Leaf(
-            path=path,
-            shape=array.shape,
-            dtype=np.dtype(array.dtype),
-            wire=np.dtype(array.dtype),
-            over=over,
-            kind=_compat.varying_axes(array),
-            solid=_compat.is_partially_sharded(array),
-        )
-        for path, array in zip(paths, arrays, strict=True)
-    ]
+    leaves = []
+    for path, array in zip(paths, arrays, strict=True):
+        dtype, kind = np.dtype(array.dtype), _compat.varying_axes(array)
+        solid = _compat.is_partially_sharded(array)
+        leaves.append(Leaf(path, array.shape, dtype, dtype, over, kind, solid))
     # There are no sums to cut in shards.
     world = scope.world(axes)
     choice = choose(scope.exactly.options.replace(shards=UNSET), world)
@@ -125,11 +118,10 @@ def _as_array(path: str, value: Any) -> jax.Array:
             f"`all_gather` expects dense arrays; {where(path)} is an IndexedSlices. `all_reduce` "
             "gathers the rows of all replicas, which is their sum; `to_dense` makes it an array."
         )
-    if (got := no_array(value)) is not None:
-        raise ValueError(f"`all_gather` cannot gather {where(path)}: expected an array, got {got}.")
-    if jax.dtypes.issubdtype(dtype_of(value), jax.dtypes.prng_key):
+    array = as_array(value, f"`all_gather` cannot gather {where(path)}")
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         raise ValueError(
             f"`all_gather` cannot gather {where(path)}: it is a typed PRNG key; gather its "
             "`jax.random.key_data`."
         )
-    return jnp.asarray(value)
+    return array

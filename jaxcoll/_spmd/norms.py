@@ -67,14 +67,11 @@ def all_finite(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
     _check_axes_of_shards(tree, axes, caller)
     leaves = [x for _, x in _arrays(tree, caller) if jnp.issubdtype(x.dtype, np.inexact)]
     bad = (~finite(leaves)).astype(np.float32)
-    if any(_in_shards(x, axes) for x in leaves):
+    # Replicas hold different parts of a leaf, or might: no type says they do not.
+    varying = (_compat.varying_axes(x) for x in leaves)
+    if any(a in over or not _compat.tracks_variance(a) for over in varying for a in axes):
         bad = _summed(bad, axis_name, axes, scope)
     return bad == 0
-
-
-def _in_shards(x: jax.Array, axes: dict[str, int]) -> bool:
-    """Whether replicas hold different parts of a leaf, or might: no type says they do not."""
-    return any(a in _compat.varying_axes(x) or not _compat.tracks_variance(a) for a in axes)
 
 
 def _summed(total: jax.Array, axis_name: Any, axes: dict[str, int], scope: Scope) -> jax.Array:
@@ -131,18 +128,16 @@ def _added(numbers: Sequence[jax.Array]) -> jax.Array:
 
 def _arrays(tree: Any, caller: str) -> list[tuple[str, jax.Array]]:
     """The leaves with their paths."""
-    flat, _ = flattened(tree, is_sparse)
-    return [(name, _array(name, leaf, caller)) for name, leaf in flat]
-
-
-def _array(path: str, leaf: Any, caller: str) -> jax.Array:
-    if is_sparse(leaf):
-        raise ValueError(
-            f"`{caller}`: {where(path)} is an IndexedSlices, whose rows may be parts of one row; "
-            "hand over its `to_dense()`."
-        )
-    dtype = dtype_of(leaf)
-    if dtype is None or not jnp.issubdtype(dtype, np.number):
-        got = type(leaf).__name__ if dtype is None else dtype
-        raise ValueError(f"`{caller}`: {where(path)}: expected numbers, got {got}.")
-    return jnp.asarray(leaf)
+    found = []
+    for path, leaf in flattened(tree, is_sparse)[0]:
+        if is_sparse(leaf):
+            raise ValueError(
+                f"`{caller}`: {where(path)} is an IndexedSlices, whose rows may be parts of one "
+                "row; hand over its `to_dense()`."
+            )
+        dtype = dtype_of(leaf)
+        if dtype is None or not jnp.issubdtype(dtype, np.number):
+            got = type(leaf).__name__ if dtype is None else dtype
+            raise ValueError(f"`{caller}`: {where(path)}: expected numbers, got {got}.")
+        found.append((path, jnp.asarray(leaf)))
+    return found

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -21,7 +20,6 @@ from jaxcoll._plan.packs.leaves import (
     check_reducible,
     dtype_of,
     flattened,
-    no_array,
     travels_as,
     where,
     wire_dtype,
@@ -34,7 +32,7 @@ from jaxcoll._plan.world import World
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.table import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
-from jaxcoll._spmd.axes import already_reduced, bound_axes, count
+from jaxcoll._spmd.axes import already_reduced, as_array, bound_axes, count
 from jaxcoll._spmd.checks import checksum
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
@@ -44,14 +42,11 @@ from jaxcoll._spmd.wire_formats.two_phase import Coded, How
 
 Invariant = Literal["error", "summed", "replicated"]
 
-_ALREADY_REDUCED = """\
-`all_reduce` over {axes}: {leaf} is already the same on every replica along {missing}, so \
-reducing it again would count it {n} times. What probably happened: autodiff has summed this \
-gradient already, because its parameter enters a checked `shard_map` replicated. Take the \
-gradient with `jc.value_and_grad` or `jc.grad`, which keep it per replica; or say what the leaf \
-is: `invariant="summed"` if it is the sum over the replicas (SUM leaves it, MEAN divides it by \
-{n}), `invariant="replicated"` if every replica holds this value (SUM multiplies it by {n}, MEAN \
-leaves it)."""
+_SUMMED_ALREADY = """\
+Take the gradient with `jc.value_and_grad` or `jc.grad`, which keep it per replica; or say what \
+the leaf is: `invariant="summed"` if it is the sum over the replicas (SUM leaves it, MEAN divides \
+it by {n}), `invariant="replicated"` if every replica holds this value (SUM multiplies it by {n}, \
+MEAN leaves it)."""
 
 _NO_FEEDBACK = """\
 `compression` {format!r} loses most of a gradient but for its residual, and {leaf} is reduced \
@@ -106,14 +101,17 @@ def all_reduce(
         arrays = with_owed(arrays, leaves, residual, count(axes))
     packs = pack(arrays, plan.packs, leaves, [plan.elements(p) for p in plan.packs])
     sums, coded = _carry_out(plan, packs, scope.heard, residual is not None)
-    hidden = hiding_axis(axes) if world.platform == "cpu" else None
+    hidden = hiding_axis(axes, world)
     reduced = unpack(sums, plan.packs, leaves, one_kernel_a_shape=hidden)
-    results = [
-        _settled(x if is_sparse(x) else array, leaf, packed, f"{plan.name}/rows{k}")
-        for k, (x, array, leaf, packed) in enumerate(
-            zip(taken, arrays, leaves, reduced, strict=True)
-        )
-    ]
+    results = []
+    for k, (x, array, leaf, found) in enumerate(zip(taken, arrays, leaves, reduced, strict=True)):
+        recipe = cast(Recipe, leaf.kind)
+        if is_sparse(x):
+            with jax.named_scope(f"{plan.name}/rows{k}"):
+                found = gathered(x, recipe)
+        elif found is None:  # no pack carries it
+            found = after(before(array, recipe), recipe)
+        results.append(found)
     result = scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
     if residual is None:
         return result
@@ -158,14 +156,21 @@ def _leaf(
     wire, format = wire_dtype(dtype, reduce_op, world), ""
     if not exact and not solid and indices is None:
         wire, format = travels_as(dtype, array.shape, reduce_op, world, options)
-    recipe = _recipe(reduce_op, path, array, axes, wire, invariant, equal)
+    by_type = _compat.same_axes(array, axes)
+    missing = {a: n for a, n in axes.items() if a in by_type or a in equal}
+    if invariant == "error" and array.size and not equal.issuperset(by_type):
+        raise already_reduced("all_reduce", _SUMMED_ALREADY, path, axes, missing)
+    repeated = 1 if invariant == "summed" else count(missing)
+    over = tuple(a for a, n in axes.items() if n > 1 and a not in missing)
+    divisor = count(axes) // repeated if reduce_op is ReduceOp.MEAN else None
+    varying = _compat.varying_axes(array)
     return Leaf(
         path=path,
         shape=array.shape,
         dtype=dtype,
         wire=wire if indices is None else dtype,
-        kind=recipe,
-        over=tuple(n if a in recipe.over else 1 for a, n in axes.items()),
+        kind=Recipe(over, tuple(axes), varying, dtype, wire, repeated, divisor),
+        over=tuple(n if a in over else 1 for a, n in axes.items()),
         solid=solid,
         indices=None if indices is None else np.dtype(indices.dtype),
         format=format,
@@ -179,20 +184,10 @@ def check_any_coded(value: Any, given: CommunicationOptions) -> None:
         wire_formats.check_any_coded(given.compression, found)
 
 
-def hiding_axis(axes: dict[str, int]) -> str | None:
-    """An axis whose index no compiler knows beforehand."""
-    return next((a for a, n in axes.items() if n > 1 and not _compat.is_vmapped(a)), None)
-
-
-def _settled(
-    array: jax.Array | IndexedSlices, leaf: Leaf, packed: jax.Array | None, name: str
-) -> Any:
-    """The result for one leaf: what came out of its packs, if any carried it."""
-    recipe = cast(Recipe, leaf.kind)
-    if isinstance(array, IndexedSlices):
-        with jax.named_scope(name):
-            return gathered(array, recipe)
-    return after(before(array, recipe), recipe) if packed is None else packed
+def hiding_axis(axes: Mapping[str, int], world: World) -> str | None:
+    """An axis whose index XLA's CPU compiler does not know beforehand, for `unpack` there."""
+    known = (a for a, n in axes.items() if n > 1 and not _compat.is_vmapped(a))
+    return next(known, None) if world.platform == "cpu" else None
 
 
 def _carry_out(
@@ -264,42 +259,13 @@ def _added(plan: Plan, planned: Pack, few: jax.Array) -> jax.Array:
     return all_reduce_by(few, stages, cast(Recipe, planned.kind).axes)
 
 
-def _recipe(
-    reduce_op: ReduceOp,
-    path: str,
-    array: jax.Array,
-    axes: dict[str, int],
-    wire: np.dtype,
-    invariant: Invariant,
-    equal: frozenset[str],
-) -> Recipe:
-    by_type = _compat.same_axes(array, axes)
-    missing = {a: n for a, n in axes.items() if a in by_type or a in equal}
-    if invariant == "error" and array.size and not equal.issuperset(by_type):
-        raise already_reduced(_ALREADY_REDUCED, path, axes, missing)
-    repeated = 1 if invariant == "summed" else count(missing)
-    dtype = np.dtype(array.dtype)
-    return Recipe(
-        over=tuple(a for a, n in axes.items() if n > 1 and a not in missing),
-        axes=tuple(axes),
-        varying=_compat.varying_axes(array),
-        dtype=dtype,
-        wire=wire,
-        times=repeated,
-        divisor=count(axes) // repeated if reduce_op is ReduceOp.MEAN else None,
-    )
-
-
 def _taken(path: str, leaf: Any, equal: frozenset[str]) -> jax.Array | IndexedSlices:
     """`leaf` as it is reduced, or an error that names its place."""
     if is_sparse(leaf):
         leaf.check(f"`all_reduce`: {where(path)}")
         check_reducible(path + ".values", leaf.values.dtype)
         return alike(leaf)
-    if (got := no_array(leaf)) is not None:
-        raise ValueError(
-            f"`all_reduce` cannot reduce {where(path)}: expected an array or a number, got {got}."
-        )
+    array = as_array(leaf, f"`all_reduce` cannot reduce {where(path)}", "an array or a number")
     check_reducible(path, dtype_of(leaf))
     # Equal values are those of the first replica, which alone has their cotangent.
-    return _compat.as_invariant(jnp.asarray(leaf), tuple(equal), summed=True)
+    return _compat.as_invariant(array, tuple(equal), summed=True)

@@ -27,12 +27,10 @@ from jaxcoll._spmd.reduce import hiding_axis
 from jaxcoll._spmd.scope import Scope, retyped
 from jaxcoll._spmd.shards import Shards, blocks_of, check_fits, leaves_of, sharded_leaves, whole_of
 
-_ALREADY_REDUCED = """\
-`reduce_scatter` over {axes}: {leaf} is already the same on every replica along {missing}, so \
-reducing it again would count it {n} times. What probably happened: autodiff has summed this \
-gradient already, because its parameter enters a checked `shard_map` replicated. Take the gradient \
-with `jc.value_and_grad(..., scatter=True)`, which sums it once and leaves each replica its part; \
-or, if it is the mean already, give it to the optimizer's `update` with `reduced=True`."""
+_SUMMED_ALREADY = """\
+Take the gradient with `jc.value_and_grad(..., scatter=True)`, which sums it once and leaves each \
+replica its part; or, if it is the mean already, give it to the optimizer's `update` with \
+`reduced=True`."""
 
 
 def reduce_scatter(
@@ -51,7 +49,7 @@ def reduce_scatter(
     for leaf, array in zip(found, arrays, strict=True):
         same = {a: axes[a] for a in _compat.same_axes(array, axes)}
         if same and array.size:
-            raise already_reduced(_ALREADY_REDUCED, leaf.path, axes, same)
+            raise already_reduced("reduce_scatter", _SUMMED_ALREADY, leaf.path, axes, same)
     recipes = [recipe_of(leaf, reduce_op, axes, world) for leaf in found]
     if layout is not None:
         check_fits(layout, treedef, found, count(axes), "reduce_scatter")
@@ -99,15 +97,9 @@ def plan_scatter(
             for leaf, dtype in zip(found, results, strict=True)
         )
         layout = layout_of(treedef, ends, count(axes), scope.options.bytes_per_pack)
-    leaves = [
-        dataclasses.replace(leaf, wire=recipe.wire)
-        for leaf, recipe in zip(layout.leaves, recipes, strict=True)
-    ]
-    terms = scope.terms(world)
-    return (
-        plan_half("reduce_scatter", reduce_op, layout.packs, leaves, scope.options, world, terms),
-        layout,
-    )
+    asked = (scope.options, world, scope.terms(world))
+    leaves = wired(layout.leaves, recipes)
+    return plan_half("reduce_scatter", reduce_op, layout.packs, leaves, *asked), layout
 
 
 def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope) -> Any:
@@ -151,7 +143,6 @@ def _gather_of(
     asked = (scope.options, world, scope.terms(world))
     plan = plan_half("all_gather", ReduceOp.SUM, layout.packs, leaves, *asked)
     scope.record(plan)
-    hidden = hiding_axis(dict(axes)) if world.platform == "cpu" else None
 
     def gathered(parts: list[jax.Array]) -> list[jax.Array]:
         wholes = []
@@ -161,15 +152,12 @@ def _gather_of(
                 blocks = algorithms.all_gather(sent, plan.stages(planned), tuple(axes))
                 wholes.append(whole_of(blocks.astype(part.dtype), layout, k))
         wholes = _compat.at_once(wholes) if world.over_gloo else wholes
-        return leaves_of(wholes, layout, hidden)
+        return leaves_of(wholes, layout, hiding_axis(axes, world))
 
     def scattered(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
         recipes = [recipe_of(leaf, ReduceOp.SUM, axes, world) for leaf in leaves]
-        wired = [
-            dataclasses.replace(leaf, wire=recipe.wire)
-            for leaf, recipe in zip(leaves, recipes, strict=True)
-        ]
-        back = plan_half("reduce_scatter", ReduceOp.SUM, layout.packs, wired, *asked)
+        sent = wired(leaves, recipes)
+        back = plan_half("reduce_scatter", ReduceOp.SUM, layout.packs, sent, *asked)
         scope.record(back)
         cotangents = _compat.at_once(cotangents) if world.over_gloo else cotangents
         own = _scattered(cotangents, back, layout, recipes, axes)
@@ -187,6 +175,12 @@ def recipe_of(leaf: Leaf, reduce_op: ReduceOp, axes: Mapping[str, int], world: W
     wire = wire_dtype(leaf.dtype, reduce_op, world)
     divisor = count(axes) if reduce_op is ReduceOp.MEAN else None
     return Recipe(over, tuple(axes), frozenset(), leaf.dtype, wire, 1, divisor)
+
+
+def wired(leaves: Sequence[Leaf], recipes: Sequence[Recipe]) -> list[Leaf]:
+    """The leaves in the types that their recipes send them in."""
+    both = zip(leaves, recipes, strict=True)
+    return [dataclasses.replace(leaf, wire=recipe.wire) for leaf, recipe in both]
 
 
 def _result_dtype(recipe: Recipe) -> np.dtype:

@@ -7,7 +7,6 @@ the next.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -127,31 +126,20 @@ class Differentiation:
             )
 
 
-_current = jax.make_user_context(default_value=None)
-_differentiation = jax.make_user_context(default_value=None)
+entered = jax.make_user_context(default_value=None)
+"""`with entered(scope):` traces what follows under a `Scope`; `entered.value` is the one that holds
+here, None outside every jaxcoll program."""
 
-
-def current() -> Scope | None:
-    """The scope of this point of the trace; None outside every jaxcoll program."""
-    return _current.value
-
-
-def entered(scope: Scope) -> contextlib.AbstractContextManager[Any]:
-    """Trace what follows under `scope`."""
-    return _current(scope)
+differentiated = jax.make_user_context(default_value=None)
+"""`with differentiated(differentiation):` traces what follows as part of a loss."""
 
 
 def differentiation() -> Differentiation | None:
     """Whose loss this point of the trace belongs to; None outside every such loss."""
-    return _differentiation.value
+    return differentiated.value
 
 
 def retyped() -> frozenset[str]:
     """Axes along which a value is typed as varying here, whether it differs or not."""
     inside = differentiation()
     return frozenset() if inside is None else inside.enclosing.union(inside.axes)
-
-
-def differentiated(differentiation: Differentiation) -> contextlib.AbstractContextManager[Any]:
-    """Trace what follows as part of a loss."""
-    return _differentiation(differentiation)

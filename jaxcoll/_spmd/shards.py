@@ -93,6 +93,16 @@ def shards_in(tree: Any) -> list[Shards]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_shards) if is_shards(x)]
 
 
+def said_of_each(tree: Any, value: Any, odd: str, is_leaf: Any = None) -> list[Any]:
+    """For each array and each `Shards` of `value`, what a tree says of which it is an extension."""
+    places = jax.tree.map(lambda _: 0, value, is_leaf=is_shards)
+    try:
+        spread = jax.tree.broadcast(tree, places, is_leaf=is_leaf)
+    except ValueError as error:
+        raise ValueError(f"{odd}: {error}") from None
+    return jax.tree.leaves(spread, is_leaf=is_leaf)
+
+
 def axes_of_shards(tree: Any) -> list[tuple[str, ...]]:
     """For each array of a tree the axes of the `Shards` that it is a part of; () outside of any."""
     nodes = jax.tree.leaves(tree, is_leaf=is_shards)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import jax
@@ -188,11 +187,6 @@ def unchecked(values: Any, indices: Any, dense_shape: tuple[int, ...] | None) ->
     return self
 
 
-def _unflattened(dense_shape: tuple[int, ...] | None, parts: Iterable[Any]) -> IndexedSlices:
-    values, indices = parts
-    return unchecked(values, indices, dense_shape)
-
-
 jax.tree_util.register_pytree_with_keys(
     IndexedSlices,
     lambda x: (
@@ -202,7 +196,7 @@ jax.tree_util.register_pytree_with_keys(
         ),
         x.dense_shape,
     ),
-    _unflattened,
+    lambda dense_shape, parts: unchecked(*parts, dense_shape=dense_shape),
 )
 
 

@@ -68,11 +68,13 @@ def compile_for(
     plans: list[Plan] = []
     traced = traced_over(fun, args, kwargs, where, mesh, plans.append)
     requested = lowered_over(traced, where)
+    # The sizes of the program's mesh, by which devices are put in order.
+    meshes = ([int(n) for n in re.findall(r"=(\d+)", axes)] for axes in _MESH.findall(requested))
     request = {
         "platform": where.platform,
         "size": where.size,
         "cluster": where.request(),
-        "mesh_sizes": _mesh_sizes(requested, where.size),
+        "mesh_sizes": next((sizes for sizes in meshes if len(sizes) > 1), [where.size]),
         "compiler_options": compiler_options(traced),
     }
     with tempfile.TemporaryDirectory(prefix="jaxcoll-") as name:
@@ -84,15 +86,6 @@ def compile_for(
     terms = preset(topology_world(where))
     repeated = repeated_reductions(traced.jaxpr)
     return Texts(compiled, requested, tuple(plans), str(where), terms, repeated, memory)
-
-
-def _mesh_sizes(requested: str, size: int) -> list[int]:
-    """The sizes of the program's mesh, by which devices are put in order."""
-    for axes in _MESH.findall(requested):
-        sizes = [int(number) for number in re.findall(r"=(\d+)", axes)]
-        if len(sizes) > 1:
-            return sizes
-    return [size]
 
 
 def _ask(folder: Path, python: str, topology: Topology, timeout: float) -> dict[str, int]:
@@ -188,9 +181,10 @@ def traced_over(
 
 def lowered_over(traced: jax.stages.Traced, topology: Topology) -> str:
     """The text of the requested program, with source lines."""
+    platform = "cuda" if topology.platform == "gpu" else topology.platform
     try:
         with no_mesh():
-            lowered = traced.lower(lowering_platforms=(topology.lowers_as,))
+            lowered = traced.lower(lowering_platforms=(platform,))
     except ValueError as error:
         if "different from the lowering platform" in str(error):
             error.add_note(
@@ -220,13 +214,12 @@ def _as_argument(x: Any, mesh: AbstractMesh | None) -> Any:
     if not isinstance(shape, jax.ShapeDtypeStruct):
         return x
     if not isinstance(sharding, NamedSharding):
-        return shape if mesh is None else shape.update(sharding=_open(mesh, len(shape.shape)))
+        if mesh is None:
+            return shape
+        # The compiler's choice, unless types say it.
+        free = all(kind == AxisType.Auto for kind in mesh.axis_types)
+        unknown = [PartitionSpec.UNCONSTRAINED] * (len(shape.shape) * free)
+        return shape.update(sharding=NamedSharding(mesh, PartitionSpec(*unknown)))
     if mesh is not None and sharding.mesh.axis_names == mesh.axis_names:
         return shape.update(sharding=NamedSharding(mesh, sharding.spec))
     return shape.update(sharding=sharding)
-
-
-def _open(mesh: AbstractMesh, rank: int) -> NamedSharding:
-    """The sharding of an argument that has none: the compiler's choice, unless types say it."""
-    free = all(kind == AxisType.Auto for kind in mesh.axis_types)
-    return NamedSharding(mesh, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * (rank * free)))

@@ -132,13 +132,12 @@ class Signature:
         for other in (*range(len(call.args)), *call.kwargs):
             if other == chosen:
                 continue
-            name = other if isinstance(other, str) else self._name(other)
             value = call.at(other)
             among = other != 0 and rows is not None and rows == _rows(value)
             beside = among and not _alike(value, call.args[0] if call.args else None)
-            if jax.tree.leaves(value) and (name in _BATCHES or beside):
+            if jax.tree.leaves(value) and (self._name(other) in _BATCHES or beside):
                 why = f"has {rows} rows as well" if beside else "is called like a batch"
-                raise ValueError(self._unclear(chosen, other, name, why))
+                raise ValueError(self._unclear(chosen, other, why))
 
     def check_one_row(self, call: Call, meets: Callable[[tuple[int, ...]], bool]) -> None:
         """Refuse a batch that nobody named, if a share of one row meets more rows elsewhere."""
@@ -160,19 +159,27 @@ class Signature:
             if found:
                 rows = found[0][0]
                 why = f"has {rows} rows, against which each replica's one row would broadcast"
-                raise ValueError(self._unclear(chosen, other, self._name(other), why))
+                raise ValueError(self._unclear(chosen, other, why))
 
-    def _name(self, position: int) -> str:
-        return self._names[position] if position < len(self._names) else ""
+    def _name(self, slot: Slot) -> str:
+        """The name of an argument in the step's signature; "" if that is not known."""
+        if isinstance(slot, str):
+            return slot
+        return self._names[slot] if slot < len(self._names) else ""
 
-    def _unclear(self, chosen: Slot, other: Slot, name: str, why: str) -> str:
-        mine = chosen if isinstance(chosen, str) else self._name(chosen)
+    def _unclear(self, chosen: Slot, other: Slot, why: str) -> str:
+        mine, others = (
+            f"`{slot}`"
+            if isinstance(slot, str)
+            else f"args[{slot}]" + (f" (`{self._name(slot)}`)" if self._name(slot) else "")
+            for slot in (chosen, other)
+        )
         both = ", ".join(repr(k) for k in sorted((other, chosen), key=str))
         return (
-            f"`data_parallel`: which arguments are the batch is not clear: {_shown(chosen, mine)}, "
-            f"the last positional one, would be split, and {_shown(other, name)} {why}, but every "
-            f"replica would get the whole of it. Pass `batch_argnums`: ({both}) splits both, "
-            f"{chosen!r} and {other!r} one of them alone."
+            f"`data_parallel`: which arguments are the batch is not clear: {mine}, the last "
+            f"positional one, would be split, and {others} {why}, but every replica would get the "
+            f"whole of it. Pass `batch_argnums`: ({both}) splits both, {chosen!r} and {other!r} "
+            "one of them alone."
         )
 
 
@@ -199,12 +206,6 @@ def bound_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
         else:
             held[key] = found
     return found[2]
-
-
-def _shown(slot: Slot, name: str) -> str:
-    if isinstance(slot, str):
-        return f"`{slot}`"
-    return f"args[{slot}]" + (f" (`{name}`)" if name else "")
 
 
 def _rows(tree: Any) -> int | None:

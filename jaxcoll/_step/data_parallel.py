@@ -14,8 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxcoll._dispatch import call as dispatched
 from jaxcoll._dispatch.dispatch import run, start
-from jaxcoll._dispatch.environment import known_options
-from jaxcoll._dispatch.executable import remember
+from jaxcoll._dispatch.executable import known_options, remember
 from jaxcoll._mesh.mesh import (
     abstract_mesh,
     axis_names,
@@ -324,10 +323,9 @@ class DataParallel:
 
     def _compiled(self, call: Call) -> Any:
         """The jitted program, which its first arguments decide on."""
-        known = self._known.get(call.batch)
-        if known is None:
-            known = self._known[call.batch] = self._jitted(remember, call)
-        return known
+        if call.batch not in self._known:
+            self._known[call.batch] = self._jitted(remember, call)
+        return self._known[call.batch]
 
     def _jitted(self, record: Callable[[Plan], None], call: Call) -> Any:
         """The program, with the compiler options that its plans need with these arguments.

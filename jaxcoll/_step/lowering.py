@@ -73,21 +73,15 @@ def _texts_of(stage: Stage, plans: Sequence[Plan] = ()) -> Texts:
     """The texts of what is traced, lowered or compiled already."""
     lowered = stage.lower() if isinstance(stage, jax.stages.Traced) else stage
     compiled = lowered.compile() if isinstance(lowered, jax.stages.Lowered) else lowered
-    memory = compiled.memory_analysis()
+    memory, mesh = compiled.memory_analysis(), line_of(jax.devices(), "data")
     return Texts(
         compiled.as_text() or "",
         lowered.as_text(debug_info=True) if isinstance(lowered, jax.stages.Lowered) else None,
         tuple(plans),
-        terms=_terms(),
+        terms=terms_here(mesh_world(mesh, {"data": mesh.size})),
         repeated=repeated_reductions(stage.jaxpr) if isinstance(stage, jax.stages.Traced) else (),
         memory=memory and memory_by_name(memory),
     )
-
-
-def _terms() -> Terms:
-    """What a program costs over all devices that are here."""
-    mesh = line_of(jax.devices(), "data")
-    return terms_here(mesh_world(mesh, {"data": mesh.size}))
 
 
 def _traced(
@@ -102,9 +96,12 @@ def _traced(
     if isinstance(program, DataParallel):
         return program.trace_recorded(record, *args, **kwargs)
     if not callable(program):
+        functions = [name for name in ("apply", "init") if callable(getattr(program, name, None))]
+        meant = f", whose functions are {' and '.join(f'`.{name}`' for name in functions)}"
         raise ValueError(
             f"`{caller}` expects a function and its arguments, a `data_parallel` step, what "
-            f"`.trace`, `.lower` or `.compile` returned, or HLO text; got {_what(program)}."
+            f"`.trace`, `.lower` or `.compile` returned, or HLO text; got "
+            f"{type(program).__name__}{meant if functions else ''}."
         )
     jittable: Any = program
     if not hasattr(program, "lower"):
@@ -120,13 +117,6 @@ def _traced(
             f"to, {type(found).__name__}, holds no program of JAX. Pass the function that it wraps."
         )
     return stage
-
-
-def _what(program: Any) -> str:
-    """What was passed instead of a program, and which of its functions may be meant."""
-    functions = [name for name in ("apply", "init") if callable(getattr(program, name, None))]
-    meant = f", whose functions are {' and '.join(f'`.{name}`' for name in functions)}"
-    return type(program).__name__ + meant * bool(functions)
 
 
 def stage_of(program: Any) -> Stage | None:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcoll._mesh.shard_arrays import specs_of
 from jaxcoll._spmd.axes import listed
-from jaxcoll._spmd.shards import is_shards
+from jaxcoll._spmd.shards import is_shards, said_of_each
 
 VaryingOutputs = Literal["error", "concatenate"]
 
@@ -53,7 +53,8 @@ def output_specs(
         return PartitionSpec()
 
     flat, treedef = jax.tree_util.tree_flatten_with_path(results, is_leaf=is_shards)
-    words = _words(rule, results)
+    unfit = "`data_parallel`: `varying_outputs` is a tree that does not fit what the step returns"
+    words: list[VaryingOutputs] = said_of_each(rule, results, unfit)
     return jax.tree.unflatten(
         treedef, [spec(word, *leaf) for word, leaf in zip(words, flat, strict=True)]
     )
@@ -69,18 +70,6 @@ _DIFFERS = """\
 no one value to return. {shown}Reduce it with `jc.all_reduce("mean", ...)`; or, if it was put \
 together by `lax.all_gather`, whose result JAX types as different everywhere, gather it with \
 `jc.all_gather`; or pass varying_outputs="concatenate" to get every replica's rows."""
-
-
-def _words(rule: Any, results: Any) -> list[VaryingOutputs]:
-    """The rule for each array and each `Shards`, in order."""
-    places = jax.tree.map(lambda _: 0, results, is_leaf=is_shards)
-    try:
-        return jax.tree.leaves(jax.tree.broadcast(rule, places))
-    except ValueError as error:
-        raise ValueError(
-            "`data_parallel`: `varying_outputs` is a tree that does not fit what the step "
-            f"returns: {error}"
-        ) from None
 
 
 def _joined(name: str, output: Any, along: frozenset[str], axes: tuple[str, ...]) -> PartitionSpec:

@@ -124,7 +124,16 @@ class Arguments:
     def shapes(self, call: Call) -> Call:
         """What `placed` would make of it, as types: no array is read, so that deleted ones do."""
         row = functools.partial(placed_shape, sharding=self._rows, processes=self._processes)
-        return call.map(lambda x: jax.tree.map(row, x), self._replicated_shapes)
+
+        def whole(x: Any) -> Any:
+            if is_shards(x):  # their parts are global arrays already
+                return place_shards(jax.tree.map(shape_of, x), self._mesh)
+            return placed_shape(x, self._whole, 1)
+
+        return call.map(
+            lambda tree: jax.tree.map(row, tree),
+            lambda tree: jax.tree.map(whole, tree, is_leaf=is_shards),
+        )
 
     def _replicated(self, tree: Any) -> Any:
         """Copies of everything on every device, but for `Shards`: each device has its own."""
@@ -135,14 +144,6 @@ class Arguments:
             tree,
             is_leaf=is_shards,
         )
-
-    def _replicated_shapes(self, tree: Any) -> Any:
-        def shape(x: Any) -> Any:
-            if is_shards(x):  # their parts are global arrays already
-                return place_shards(jax.tree.map(shape_of, x), self._mesh)
-            return placed_shape(x, self._whole, 1)
-
-        return jax.tree.map(shape, tree, is_leaf=is_shards)
 
 
 def _memory(leaf: Any) -> int:

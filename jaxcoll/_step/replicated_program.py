@@ -164,6 +164,7 @@ class StepProgram:
         # Tracers of a program around this one, which the step closes over, are inputs that come
         # first; like all that a `shard_map` captures they are the same on every replica.
         captured = len(opened(program).invars) - len(jax.tree.leaves(self.arguments))
+        shown = ""
         if typed:
             again = self._summed(program)
             with _not_proven():
@@ -171,7 +172,6 @@ class StepProgram:
                 hidden = hidden_outputs(program, self.mesh.axis_names)
             by_type = (_compat.varying_axes_of_type(var.aval) for var in opened(program).outvars)
             varying = [a | b for a, b in zip(by_type, hidden, strict=True)]
-            specs = self._specs(results, varying, "")
         else:
             again = ()
             if self.checks is None:
@@ -179,9 +179,12 @@ class StepProgram:
             inputs = [frozenset[str]()] * captured + _by_spec(self.lying, self.arguments)
             found = self._proven(program, inputs)
             varying = [frozenset(a for a in facts if facts[a] & VARIES) for facts in found]
-            specs = self._specs(results, varying, _not_reduced(summed))
-            if self.checks is None:
-                _check_meanings(found, results)
+            if summed:
+                shown = _NOT_REDUCED.format(like=summed[0].like, at=at_line(summed[0].line))
+        with _not_proven():
+            specs = output_specs(results, varying, self.axes, self.rule, shown)
+        if not typed and self.checks is None:
+            _check_meanings(found, results)
         tree = jax.tree.structure(results)
 
         def replayed(args: Any, kwargs: Any) -> Any:
@@ -192,10 +195,6 @@ class StepProgram:
 
         call = mapped(replayed, out_specs=specs)
         return _Run(call, scope, plans, again, program, typed)
-
-    def _specs(self, results: Any, varying: list[frozenset[str]], shown: str) -> Any:
-        with _not_proven():
-            return output_specs(results, varying, self.axes, self.rule, shown)
 
     def _summed(self, program: Any) -> tuple[Summed, ...]:
         """Gradients of local losses that types have summed."""
@@ -226,10 +225,8 @@ class StepProgram:
         others = [a for a, n in self.mesh.shape.items() if a not in self.axes and n > 1]
         crossed = crossing_sums(program, others)
         if crossed:
-            why = (
-                f", because of the gradient {summed[0].like}{at_line(summed[0].line)}"
-                if summed
-                else ""
+            why = "".join(
+                f", because of the gradient {x.like}{at_line(x.line)}" for x in summed[:1]
             )
             raise ValueError(_CROSSING.format(why=why, axes=listed(crossed))) from error
 
@@ -252,9 +249,8 @@ def _is_refused_by_types(error: BaseException | None) -> bool:
     A library may fail of its own once JAX has refused its loop, so what came before counts, too.
     """
     while error is not None:
-        if isinstance(error, AlreadyReducedError | _NotProvenError):
-            return True
-        if _compat.is_variance_mismatch(error):
+        ours = isinstance(error, AlreadyReducedError | _NotProvenError)
+        if ours or _compat.is_variance_mismatch(error):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -263,23 +259,14 @@ def _is_refused_by_types(error: BaseException | None) -> bool:
 def _by_spec(lying: Any, arguments: Any) -> list[frozenset[str]]:
     """Along which axes each array among the arguments is split."""
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    specs = jax.tree.broadcast(lying, arguments, is_leaf=is_spec)
-    return [_axes_of(spec) for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
-
-
-def _axes_of(spec: PartitionSpec) -> frozenset[str]:
-    parts = [part for part in spec if part is not None]
-    return frozenset(a for part in parts for a in (part if isinstance(part, tuple) else (part,)))
+    specs = jax.tree.leaves(jax.tree.broadcast(lying, arguments, is_leaf=is_spec), is_leaf=is_spec)
+    return [frozenset(jax.tree.leaves(tuple(spec))) for spec in specs]
 
 
 def _check_meanings(found: list[dict[str, int]], results: Any) -> None:
     for facts, (path, _) in zip(found, jax.tree.leaves_with_path(results), strict=True):
         if axes := [axis for axis, fact in facts.items() if is_wrong(fact)]:
             raise _TwoMeaningsError(_TWO_MEANINGS.format(name=output_name(path), axis=axes[0]))
-
-
-def _not_reduced(summed: tuple[Summed, ...]) -> str:
-    return _NOT_REDUCED.format(like=summed[0].like, at=at_line(summed[0].line)) if summed else ""
 
 
 def _check_lost_updates(
@@ -310,14 +297,10 @@ def _has_mutable(structure: Any) -> bool:
     node = structure.node_data()
     if node is None:  # a leaf
         return False
-    return _is_mutable(node[0]) or any(map(_has_mutable, structure.children()))
-
-
-def _is_mutable(kind: type) -> bool:
-    parameters = getattr(kind, "__dataclass_params__", None)
-    return not issubclass(kind, dict | list | tuple | type(None)) and not getattr(
-        parameters, "frozen", False
-    )
+    frozen = getattr(getattr(node[0], "__dataclass_params__", None), "frozen", False)
+    if not frozen and not issubclass(node[0], dict | list | tuple | type(None)):
+        return True
+    return any(map(_has_mutable, structure.children()))
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checks that an optimizer treats every element by itself: it is tried, and its program is read."""
+"""Checks of a sharded optimizer: it is tried, its program is read, and so are its arguments."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoll import _compat
 from jaxcoll._jaxpr.mixing import Origin, origins
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import is_array, shape_of
 from jaxcoll._mesh.shard_arrays import abstract, cut, joined, own_shapes
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
-from jaxcoll._spmd.shards import Shards, is_shards, sharded_leaves, shards_in
+from jaxcoll._spmd.shards import Shards, check_fits, is_shards, sharded_leaves, shards_in
 
+CALLER = "sharded_optimizer"
 _REPLICAS = 2
 _LEARNED = (
     "A sharded optimizer sees packs of elements, of each replica's part only, so it must treat "
@@ -43,7 +46,7 @@ def check_elementwise(tx: Any) -> None:
     broken = jax.tree.map(np.copy, tree)
     broken["matrix"][0, 0] = np.nan
     params = jax.tree.map(lambda x: 30 * x[::-1].copy(), tree)
-    _compare(tx, params, [*steps, broken, tree], True, _ONE)
+    _compare(tx, params, [*steps, broken, tree], True, jax.tree.structure(0))
     parts = own_shapes(abstract(_layout(tree), ("probe",)))
     _check_programs(tx, jax.tree.map(shape_of, tree), parts)
 
@@ -153,8 +156,8 @@ def _check_program(
     program, shapes = jax.make_jaxpr(update, return_shape=True)(params, state, params, *extra)
     own: list[Origin] = list(range(len(jax.tree.leaves(params))))
     found = origins(program, [*own, *numbers, *own, *of_more])
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
-    for path, origin, wanted in zip(paths, found, [*own, *numbers], strict=True):
+    outputs = zip(flattened(shapes)[0], found, [*own, *numbers], strict=True)
+    for (path, _), origin, wanted in outputs:
         if origin not in (None, wanted):
             what = "the update of" if path.startswith("[0]") else "its state at"
             raise ValueError(
@@ -218,7 +221,7 @@ def _data(x: Any) -> Any:
 
 
 def _check_equal(step: int, whole: Any, found: Any, known: Any) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(whole)
+    leaves, _ = flattened(whole)
     largest = max(
         (np.nanmax(np.abs(x), initial=0.0, where=np.isfinite(x)) for _, x in leaves), default=0.0
     )
@@ -231,8 +234,7 @@ def _check_equal(step: int, whole: Any, found: Any, known: Any) -> None:
             raise ValueError(
                 "`sharded_optimizer` expects an elementwise optimizer, and tried this one on a "
                 f"small tree, as one and in {_REPLICAS} shards: the update of an element of "
-                f"{jax.tree_util.keystr(path)} in step {step} is {a[at]:.6g} and {b[at]:.6g}. "
-                + _LEARNED
+                f"{path} in step {step} is {a[at]:.6g} and {b[at]:.6g}. " + _LEARNED
             )
 
 
@@ -264,7 +266,7 @@ def _in_shards(
 
 
 def _layout(tree: Any) -> ShardLayout:
-    treedef, leaves = sharded_leaves(tree, {"probe": _REPLICAS}, "sharded_optimizer")
+    treedef, leaves = sharded_leaves(tree, {"probe": _REPLICAS}, CALLER)
     return layout_of(treedef, leaves, _REPLICAS)
 
 
@@ -284,8 +286,56 @@ def _together(of_each: Sequence[Any]) -> Any:
     return jax.tree.map(joined, joined_up, is_leaf=is_shards)
 
 
-_ONE = jax.tree.structure(0)
-
-
 def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
+
+
+def check_like(grads: Shards, layout: ShardLayout | None, replicas: int) -> None:
+    """Refuse shards that are laid out otherwise than the state's."""
+    if layout is None or grads.layout == layout:
+        return
+    check_fits(layout, grads.layout.treedef, grads.layout.leaves, replicas, f"{CALLER}.update")
+    raise ValueError(
+        f"`{CALLER}.update`: the gradients' shards are packed otherwise than the state's "
+        f"({grads.layout} and {layout}). Give `bytes_per_pack` to both, in the options of "
+        "`sharded_optimizer` and of `data_parallel` or `value_and_grad`, or to none."
+    )
+
+
+def check_all_in_shards(params: Any) -> None:
+    """Refuse a tree with arrays beside `Shards`, of which it would not be known who holds what."""
+    for path, x in flattened(params, is_shards)[0]:
+        if not is_shards(x):
+            raise ValueError(
+                f"`{CALLER}`: {where(path)} of the parameters is an array "
+                "beside `Shards`. Make Shards of it as well, by `jc.shard`, which takes any "
+                "shapes; or use another optimizer for what every replica holds whole."
+            )
+
+
+def check_gradients_in_shards(grads: Any, params: Any) -> None:
+    """Refuse gradients that are not in the shards of the parameters."""
+    check_all_in_shards(params)
+    if jax.tree.structure(grads) == jax.tree.structure(params):
+        return
+    if not shards_in(grads):
+        raise ValueError(
+            f"`{CALLER}.update` got parameters in `Shards` and whole gradients, which belong to "
+            "the tree that was gathered. Differentiate the Shards: `jc.value_and_grad(loss, axis)"
+            "(shards, ...)`, whose loss calls `jc.all_gather` or `jc.scan_layers` itself."
+        )
+    raise ValueError(
+        f"`{CALLER}.update`: the gradients are not in the shards of the parameters: "
+        f"{jax.tree.structure(grads)} and {jax.tree.structure(params)}."
+    )
+
+
+def check_same(extra: dict[str, Any], axes: tuple[str, ...]) -> None:
+    """Refuse arguments that differ between replicas, whose parts would be updated differently."""
+    for path, x in flattened(extra, is_shards)[0]:
+        if isinstance(x, jax.Array) and _compat.varying_axes(x) & set(axes):
+            raise ValueError(
+                f"`{CALLER}.update`: {path} differs between replicas, and "
+                "each would update its part of the parameters by its own. Reduce it first, as "
+                "with `jc.all_reduce`; the loss that `jc.value_and_grad` returns is reduced."
+            )

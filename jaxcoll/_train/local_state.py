@@ -1,4 +1,4 @@
-"""The state of local updates, and which parts of it are exchanged after which step."""
+"""Local updates: their state, its parts and when these are exchanged, and the step of a replica."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxcoll._mesh.placement import is_array
+from jaxcoll._mesh.replica_rows import ReplicaRows
+from jaxcoll._plan.packs.leaves import flattened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +111,8 @@ def joined(tree: Any, part: Any) -> Any:
 
 def check_leaves(name: str, tree: Any) -> None:
     """Refuse leaves of `params` or `opt_state` that no replica can train."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        what = f"`local_updates`: {name}{jax.tree_util.keystr(path)} is"
+    for path, leaf in flattened(tree)[0]:
+        what = f"`local_updates`: {name}{path} is"
         if not is_array(leaf):
             raise ValueError(f"{what} not an array of numbers; got {type(leaf).__name__}.")
         dtype = jnp.result_type(leaf)
@@ -148,10 +150,60 @@ def check_state(state: Any, here: int, schedule: Schedule) -> None:
 
 def check_batch(batch: Any, here: int) -> None:
     """Refuse a batch whose rows do not divide over the replicas that are here."""
-    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+    for path, x in flattened(batch)[0]:
         rows = np.shape(x)[:1]
         if not rows or rows[0] % here:
             raise ValueError(
-                f"`local_updates`: batch{jax.tree_util.keystr(path)} has the shape {np.shape(x)}, "
+                f"`local_updates`: batch{path} has the shape {np.shape(x)}, "
                 f"and its rows are to be shared by {here} replicas of this process, equally."
             )
+
+
+def step_program(step: Callable[..., Any], places: ReplicaRows) -> Any:
+    """The step of every replica of this process: of `(replicas, batch)`, both by rows."""
+    # Without types: a gradient in here is this replica's own.
+    mapped = jax.shard_map(
+        functools.partial(_rows_of_step, step),
+        mesh=places.mesh,
+        in_specs=places.rows.spec,
+        out_specs=places.rows.spec,
+        check_vma=False,
+    )
+    return jax.jit(functools.update_wrapper(mapped, step, updated=()))
+
+
+def _rows_of_step(step: Callable[..., Any], replica: Any, batch: Any) -> Any:
+    """A step on the one row that a device has of its replica, and its rows of the batch."""
+    given = jax.tree.map(lambda x: x[0], replica)
+    try:
+        result = step(*given, batch)
+    except NameError as error:
+        error.add_note(
+            "jaxcoll: the step of `local_updates` is that of one device and reduces nothing; no "
+            "axis has a name in it."
+        )
+        raise
+    if not isinstance(result, tuple) or len(result) != 3:
+        raise ValueError(
+            "The step of `local_updates` returns (params, opt_state, metrics); this one returns "
+            f"{f'{len(result)} values' if isinstance(result, tuple) else type(result).__name__}."
+        )
+    *kept, metrics = jax.tree.map(jnp.asarray, result)
+    before, after = _types(given), _types(tuple(kept))
+    for name in before | after:
+        was, became = before.get(name, "not there"), after.get(name, "not there")
+        if was != became:
+            raise ValueError(
+                "The step of `local_updates` must return parameters and an optimizer state like "
+                f"those that it was given; {name} was {was} and is {became}."
+            )
+    return jax.tree.map(lambda x: x[None], (tuple(kept), metrics))
+
+
+def _types(kept: tuple[Any, Any]) -> dict[str, str]:
+    """The type of each leaf of parameters and optimizer state, by its path."""
+    return {
+        name + path: f"{x.dtype}{list(x.shape)}"
+        for name, tree in zip(("params", "opt_state"), kept, strict=True)
+        for path, x in flattened(tree)[0]
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +22,13 @@ from jaxcoll._plan.checks import is_integer, is_number, refuse
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._step.data_parallel import DataParallel, data_parallel
 from jaxcoll._train import local_state
-from jaxcoll._train.local_programs import Average, step_program
-from jaxcoll._train.local_state import LocalState, Schedule, Sum
+from jaxcoll._train.local_state import LocalState, Schedule, Sum, step_program
 
 _CALLER = "local_updates"
+_AVERAGE = types.SimpleNamespace(  # takes the mean of the replicas, as `optax.sgd(1.0)`
+    init=lambda params: (),
+    update=lambda deltas, state, params: (jax.tree.map(jnp.negative, deltas), state),
+)
 
 
 def local_updates(
@@ -105,7 +109,7 @@ def local_updates(
         )
     if not is_number(mixing) or not 0 < mixing <= 1:
         refuse("mixing", "above 0 and at most 1", mixing)
-    outer = Average() if outer is None else outer
+    outer = _AVERAGE if outer is None else outer
     if not callable(getattr(outer, "init", None)) or not callable(getattr(outer, "update", None)):
         raise ValueError(
             f"`outer` must be None or an optax transformation, something with `init` and `update`; "
@@ -359,6 +363,5 @@ class LocalUpdates:
         )
 
     def _fragments(self, shared: Any) -> tuple[tuple[int, ...], ...]:
-        """The leaves of each fragment."""
         sizes = tuple(x.size * x.dtype.itemsize for x in jax.tree.leaves(shared))
         return local_state.fragments_of(sizes, self.schedule.fragments)

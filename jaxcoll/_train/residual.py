@@ -12,7 +12,7 @@ from jaxcoll import _compat
 from jaxcoll._feedback.residual import LowRankResidual, first_factors, layout_like, zeros
 from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.placement import place
-from jaxcoll._mesh.shard_arrays import abstract, spec_of
+from jaxcoll._mesh.shard_arrays import abstract, place_shards
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.wire_formats import PowerSGD
 from jaxcoll._spmd.shards import Shards
@@ -87,14 +87,9 @@ def residual(
     if isinstance(over, AbstractMesh):
         by_shape = {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in right.items()}
         return LowRankResidual(shapes, by_shape) if factors else shapes
-    sharding = NamedSharding(over, spec_of(axes, ()))
-
-    def part(x: jax.ShapeDtypeStruct) -> jax.Array:
-        own = sharding.shard_shape(x.shape)
-        return jax.make_array_from_callback(x.shape, sharding, lambda _: np.zeros(own, x.dtype))
-
-    owed = shapes.replace([part(x) for x in shapes.parts])
-    if not factors:
-        return owed
+    # On the host a view of one zero: each device is given its own part of it.
+    nothing = [np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in shapes.parts]
     with no_mesh():
-        return LowRankResidual(owed, place(right, NamedSharding(over, PartitionSpec())))
+        owed = place_shards(shapes.replace(nothing), over)
+        copies = NamedSharding(over, PartitionSpec())
+        return LowRankResidual(owed, place(right, copies)) if factors else owed

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcoll._plan.packs.leaves import flattened
+
 _NO_ROWS = """\
 `batches` expects rows that it can read in any order: a pytree of arrays with equally many rows, \
 or one object with `len` and `[i]` that gives a row; got {got}. What gives one batch after another \
@@ -15,12 +17,7 @@ is for `jc.prefetch`."""
 
 
 class Rows:
-    """The rows of a source, read by their numbers.
-
-    Args:
-      source: a pytree of arrays, whose rows belong together; or an object with `__len__` and
-        `__getitem__`, whose items are rows: pytrees of arrays and numbers.
-    """
+    """The rows of a source of `batches`, read by their numbers."""
 
     def __init__(self, source: Any) -> None:
         # An iterator would be a leaf, with a warning of JAX's.
@@ -28,7 +25,14 @@ class Rows:
         self._items: Any = None
         if leaves and all(_is_column(leaf) for leaf in leaves):
             self._columns = jax.tree.map(lambda x: np.asarray(x) if _is_jax(x) else x, source)
-            self._count = self._rows_of_columns()
+            (first, column), *others = flattened(self._columns)[0]
+            self._count = int(column.shape[0])
+            for path, other in others:
+                if other.shape[0] != self._count:
+                    raise ValueError(
+                        "`batches` expects arrays with equally many rows: "
+                        f"source{first} has {self._count}, and source{path} {other.shape[0]}."
+                    )
         elif len(leaves) == 1 and leaves[0] is source and _has(source, "__len__", "__getitem__"):
             self._items = source
             self._count = len(self._items)
@@ -44,18 +48,6 @@ class Rows:
             return jax.tree.map(lambda x: _array(x[numbers]), self._columns)
         rows = [self._items[i] for i in numbers.tolist()]
         return jax.tree.map(lambda *xs: np.stack([_array(x) for x in xs]), *rows)
-
-    def _rows_of_columns(self) -> int:
-        named = jax.tree_util.tree_flatten_with_path(self._columns)[0]
-        (first, column), *others = named
-        for path, other in others:
-            if other.shape[0] != column.shape[0]:
-                one, another = (jax.tree_util.keystr(p) for p in (first, path))
-                raise ValueError(
-                    "`batches` expects arrays with equally many rows: "
-                    f"source{one} has {column.shape[0]}, and source{another} {other.shape[0]}."
-                )
-        return int(column.shape[0])
 
 
 def order(rows: int, seed: int | None, epoch: int) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jaxcoll._mesh.mesh import axis_names, checked_any_mesh, no_mesh
 from jaxcoll._mesh.shard_arrays import abstract, cut, joined, read, spec_of
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.packs.leaves import where
-from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
+from jaxcoll._plan.packs.shard_layout import layout_of
 from jaxcoll._spmd.axes import count
 from jaxcoll._spmd.shards import Shards, all_parts, is_shards, sharded_leaves
 
@@ -86,7 +85,14 @@ def shard(
     with no_mesh():
         if init is None:
             return cut(given, layout, over, axes, stack)
-        return _initialized(init.evaluate, layout, over, axes, stack)
+        sharding = NamedSharding(over, spec_of(axes, stack))
+        # A program for each pack, from which the compiler drops all others.
+        part = jax.jit(
+            lambda k: all_parts(init.evaluate(), layout, axes, stack).parts[k],
+            static_argnums=0,
+            out_shardings=sharding,
+        )
+        return Shards(tuple(map(part, range(len(layout.packs)))), layout, axes)
 
 
 def unshard(tree: Any) -> Any:
@@ -117,21 +123,3 @@ def _layers(leaves: list[tuple[str, tuple[int, ...]]]) -> tuple[int, ...]:
                 "np.stack(x), *layers)`, and make Shards of their own of what no layer has."
             )
     return leaves[0][1][:1] if leaves else ()
-
-
-def _initialized(
-    init: Callable[[], Any],
-    layout: ShardLayout,
-    mesh: Mesh,
-    axes: tuple[str, ...],
-    stack: tuple[int, ...],
-) -> Shards:
-    """The parts of what `init` makes, by a program for each pack: the compiler drops the rest."""
-    over = NamedSharding(mesh, spec_of(axes, stack))
-
-    def part(k: int) -> jax.Array:
-        return jax.jit(
-            lambda: all_parts(init(), layout, axes, stack).parts[k], out_shardings=over
-        )()
-
-    return Shards(tuple(part(k) for k in range(len(layout.packs))), layout, axes)

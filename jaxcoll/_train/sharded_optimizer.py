@@ -21,10 +21,9 @@ from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
 from jaxcoll._spmd import reduce_scatter as halves
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.norms import clipped
-from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.shards import Shards, all_parts, is_shards, own_part, sharded_leaves, shards_in
-from jaxcoll._train import update_checks
-from jaxcoll._train.elementwise import check_elementwise, check_on_structure, check_with_more
+from jaxcoll._train import elementwise as checks
+from jaxcoll._train.elementwise import CALLER
 from jaxcoll._train.shard import unshard
 
 
@@ -85,17 +84,14 @@ def sharded_optimizer(
             f"`update`; got {type(tx).__name__}."
         )
     if mesh is not None:
-        checked_any_mesh(mesh, axis_name, _CALLER)
+        checked_any_mesh(mesh, axis_name, CALLER)
     if max_norm is not None and not (is_number(max_norm) and max_norm > 0):
         raise ValueError(f"`max_norm` must be None or a positive number; got {max_norm!r}.")
     if not assume_elementwise:
-        check_elementwise(tx)
+        checks.check_elementwise(tx)
     return ShardedOptimizer(
         tx, axis_name, mesh, ReduceOp.of(reduce_op), max_norm, checked(options), assume_elementwise
     )
-
-
-_CALLER = "sharded_optimizer"
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -120,7 +116,7 @@ class ShardedOptimizer:
     @functools.cached_property
     def mesh(self) -> Mesh | AbstractMesh:
         """Where states are placed between programs."""
-        return checked_any_mesh(self._mesh, self._axis_name, _CALLER)
+        return checked_any_mesh(self._mesh, self._axis_name, CALLER)
 
     def init(self, params: Any) -> Any:
         """The state for parameters that are still to be trained.
@@ -142,14 +138,14 @@ class ShardedOptimizer:
         """
         own = set(self._axes) <= set(_compat.axes_in_scope())
         if shards_in(params):
-            update_checks.check_all_in_shards(params)
+            checks.check_all_in_shards(params)
         else:
             params = self._in_shards(params, own)
         shapes = jax.eval_shape(lambda: params)
         if not self._assumed:
             whole = jax.tree.map(whole_shapes, shapes, is_leaf=is_shards)
             parts = jax.tree.map(lambda x: x if own else own_shapes(x), shapes, is_leaf=is_shards)
-            check_on_structure(self._tx, whole, parts)
+            checks.check_on_structure(self._tx, whole, parts)
         if own:
             return _varying(self._tx.init(params))
         leaves = jax.tree.leaves(params)
@@ -169,7 +165,7 @@ class ShardedOptimizer:
         """Whole parameters in shards: this replica's `own` in a program, else those of all."""
         if own:
             scope = scope_here().merged(self._options)
-            return own_part(params, self._axis_name, _CALLER, scope=scope)
+            return own_part(params, self._axis_name, CALLER, scope=scope)
         layout, leaves = self._layout(params)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             return all_parts(params, layout, self._axes)
@@ -209,42 +205,35 @@ class ShardedOptimizer:
             depend on several elements.
           AlreadyReducedError: a plain tree is the same on all replicas, and `reduced` is False.
         """
-        axes = bound_axes(self._axis_name, f"{_CALLER}.update")
+        axes = bound_axes(self._axis_name, f"{CALLER}.update")
         scope = scope_here().merged(self._options)
         found, in_shards = shards_in(state), bool(shards_in(params))
         layout = found[0].layout if found else None
         if in_shards:
-            update_checks.check_gradients_in_shards(grads, params)
+            checks.check_gradients_in_shards(grads, params)
         elif is_shards(grads):
-            update_checks.check_like(grads, layout, count(axes))
+            checks.check_like(grads, layout, count(axes))
         elif reduced:
-            grads = own_part(grads, self._axis_name, _CALLER, scope=scope, layout=layout)
+            grads = own_part(grads, self._axis_name, CALLER, scope=scope, layout=layout)
         else:
             is_mean = self._reduce_op is ReduceOp.MEAN
             grads = scope.reduced_once(grads, self._axis_name, mean=is_mean)
             grads = halves.reduce_scatter(
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
             )
-        grads = self._checked(grads, state, extra, axes, scope)
+        self._check_state(grads, state)
+        checks.check_same(extra, tuple(axes))
+        if extra and not self._assumed:
+            checks.check_with_more(self._tx, grads, state, extra)
+        if self._max_norm is not None:
+            grads = clipped(grads, tuple(axes), self._max_norm, scope=scope)
         if params is not None and not in_shards:
-            params = own_part(params, self._axis_name, _CALLER, scope=scope, layout=grads.layout)
+            params = own_part(params, self._axis_name, CALLER, scope=scope, layout=grads.layout)
         updates, state = self._tx.update(grads, state, params, **extra)
         # Updates are gathered and not parameters: as many bytes, and rounded where optax rounds.
         if not in_shards:
             updates = halves.all_gather(updates, self._axis_name, scope=scope)
         return updates, _varying(state)
-
-    def _checked(
-        self, grads: Any, state: Any, extra: dict[str, Any], axes: dict[str, int], scope: Scope
-    ) -> Any:
-        """The gradients in shards as `tx` gets them, once all that it gets is checked."""
-        self._check_state(grads, state)
-        update_checks.check_same(extra, tuple(axes))
-        if extra and not self._assumed:
-            check_with_more(self._tx, grads, state, extra)
-        if self._max_norm is None:
-            return grads
-        return clipped(grads, tuple(axes), self._max_norm, scope=scope)
 
     def unshard(self, state: Any) -> Any:
         """The state that the unsharded `tx` would have: for checkpoints, whatever n is.
@@ -316,9 +305,8 @@ class ShardedOptimizer:
         return jax.tree.map(lambda sharding, node: bound(node, sharding), over, state)
 
     def _layout(self, params: Any) -> tuple[ShardLayout, list[Any]]:
-        """The layout over this mesh, and the leaves."""
         axes = {a: self.mesh.shape[a] for a in self._axes}
-        treedef, leaves = sharded_leaves(params, axes, _CALLER)
+        treedef, leaves = sharded_leaves(params, axes, CALLER)
         layout = layout_of(treedef, leaves, count(axes), self._options.bytes_per_pack)
         return layout, treedef.flatten_up_to(params)
 
@@ -329,11 +317,11 @@ class ShardedOptimizer:
             return
         if shards_in(expected) and not shards_in(state):
             raise ValueError(
-                f"`{_CALLER}.update` expects a state with Shards in it, and this one has none: "
+                f"`{CALLER}.update` expects a state with Shards in it, and this one has none: "
                 "make it with this optimizer's `init`, or `shard` the state of the unsharded one."
             )
         raise ValueError(
-            f"`{_CALLER}.update` expects a state like {jax.tree.structure(expected)}; got "
+            f"`{CALLER}.update` expects a state like {jax.tree.structure(expected)}; got "
             f"{jax.tree.structure(state)}. Make it with this optimizer's `init` or `shard`."
         )
 

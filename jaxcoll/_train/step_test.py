@@ -179,8 +179,9 @@ class _Output:
     path: tuple[Any, ...]  # the keys on the way to it
     one: np.ndarray  # on one device
     many: np.ndarray  # on many
-    base: _Base | None  # the argument that it is a change of; None: of nothing
-    others: tuple[_Base, ...]  # arguments that it might be a change of as well, after a large step
+    # The argument that it is a change of, None: of nothing; then what else it might be a change of,
+    # after a large step
+    starts: tuple[_Base | None, ...]
     rounding: float  # how far two right results may be apart, however little they changed
     allowed: float  # how far they may be apart
 
@@ -216,13 +217,11 @@ def _output(
     inexact = jax.dtypes.issubdtype(one.dtype, np.inexact)
     eps = float(jax.numpy.finfo(one.dtype).eps) if inexact else 0.0
     exact = _wide(one)
-    base, others = _base_of(path, one, exact, bases)
-    start = 0.0 if base is None else _wide(base.value)
+    starts = _starts(path, one, exact, bases)
+    start = 0.0 if starts[0] is None else _wide(starts[0].value)
     rounding = 16 * eps * _largest(exact)
     share = eps**0.5 if tolerance is None else tolerance
-    return _Output(
-        path, one, many, base, others, rounding, rounding + share * _largest(exact - start)
-    )
+    return _Output(path, one, many, starts, rounding, rounding + share * _largest(exact - start))
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
@@ -231,7 +230,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 def _complaint(output: _Output, n: int) -> str:
     """How an output that is off differs, by which factor, and what that means."""
-    one, many, base = _wide(output.one), _wide(output.many), output.base
+    one, many = _wide(output.one), _wide(output.many)
     if one.shape != many.shape:
         return f"has shape {many.shape}, and {one.shape} on one device; is it a value per replica?"
     odd = np.count_nonzero(apart(one, many) == np.inf)
@@ -242,27 +241,28 @@ def _complaint(output: _Output, n: int) -> str:
         )
     found = []
     # After a large step an output is near no argument, but its change may tell the factor.
-    for start in (base, None, *output.others) if base else (None, *output.others):
+    for start in output.starts:
         shift = 0.0 if start is None else start.value.astype(one.dtype)
         factor = _factor(one - shift, many - shift, output.rounding)
         if factor is not None:
             found.append((_meaning(factor, n) is None, len(found), start, factor))
-    if not found:
-        what = "is" if base is None else f"its change from {base.name} is"
-        return f"{what} not the same, nor by a factor: off by up to {_largest(many - one):.3g}"
-    _, _, start, factor = min(found, key=lambda each: each[:2])
-    what = "is" if start is None else f"its change from {start.name} is"
-    size = f"{factor:.3g}" if factor % 1 else f"{factor:.1f}"
-    meaning = _meaning(factor, n) or (
-        f"no power of the {n} devices; does it depend on how the batch is split?"
-    )
-    return f"{what} {size} times too large: {meaning}"
+    if found:
+        _, _, start, factor = min(found, key=lambda each: each[:2])
+        size = f"{factor:.3g}" if factor % 1 else f"{factor:.1f}"
+        meaning = _meaning(factor, n) or (
+            f"no power of the {n} devices; does it depend on how the batch is split?"
+        )
+        how = f"{size} times too large: {meaning}"
+    else:
+        start = output.starts[0]
+        how = f"not the same, nor by a factor: off by up to {_largest(many - one):.3g}"
+    return f"is {how}" if start is None else f"its change from {start.name} is {how}"
 
 
-def _base_of(
+def _starts(
     path: Any, one: np.ndarray, exact: np.ndarray, bases: Sequence[_Base]
-) -> tuple[_Base | None, tuple[_Base, ...]]:
-    """The argument that an output is a small change of, if any, and the others that fit.
+) -> tuple[_Base | None, ...]:
+    """The argument that an output is a small change of, if any, None for none, and others that fit.
 
     Only arguments whose path shares the longest named end with the output's are considered.
     """
@@ -275,11 +275,10 @@ def _base_of(
     ]
     alike = [base for base in fits if base.value.dtype == one.dtype]
     near = min(alike, key=lambda b: float(np.sum(np.abs(exact - b.value)) or 0), default=None)
-    if near is None or not one.ndim or not one.size:
-        return None, tuple(fits)
-    if np.sum(np.abs(exact - near.value)) < 0.5 * np.sum(np.abs(exact)):
-        return near, tuple(base for base in fits if base is not near)
-    return None, tuple(fits)
+    if near is not None and one.ndim and one.size:
+        if np.sum(np.abs(exact - near.value)) < 0.5 * np.sum(np.abs(exact)):
+            return near, None, *(base for base in fits if base is not near)
+    return None, *fits
 
 
 def _shared(path: Any, other: Any) -> int:

@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 
 from jaxcoll._cluster.coordinator import Coordinator
-from jaxcoll._cluster.launch.local import coordinated, device_variables, world_variables
+from jaxcoll._cluster.launch.local import coordinated, world_variables
 from jaxcoll._cluster.launch.output import Output
 from jaxcoll._cluster.launch.subprocesses import signal_name
 from jaxcoll._cluster.launch.supervisor import Job, Outcome, Owner
@@ -107,11 +107,8 @@ class _Launch(Owner):
         """One world, from its coordinator's start to its end."""
         args, self._is_coordinator_lost = self.args, False
         with coordinated(args.processes, *self.logs[-1:]) as self._coordinator:
-            worlds = world_variables(self._coordinator.address, args.processes)
             devices = args.platform, args.devices_per_process or 1
-            variables = [
-                {**own, **device_variables(*devices, rank)} for rank, own in enumerate(worlds)
-            ]
+            variables = world_variables(self._coordinator.address, args.processes, *devices)
             job = Job(self.command, variables, self, keep_going=args.keep_going)
             return job.run(max(0.0, self.until - time.monotonic()))
 

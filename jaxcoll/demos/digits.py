@@ -36,12 +36,7 @@ def load() -> Digits:
 
 
 def batch_size(replicas: int) -> int:
-    """Images of one step: about `BATCH`, and a whole number for each replica.
-
-    Examples:
-      >>> [batch_size(n) for n in (1, 3, 7, 8, 300)]
-      [256, 255, 259, 256, 300]
-    """
+    """Images of one step: about `BATCH`, and a whole number for each replica."""
     return replicas * max(1, round(BATCH / replicas))
 
 

@@ -128,12 +128,7 @@ def _carried(plan: jc.Plan, pack: Any) -> str:
 
 
 def _name(path: str) -> str:
-    """`.grads['conv1']['bias']` as conv1 bias; the reduced value is the loss.
-
-    Examples:
-      >>> _name(".grads['conv1']['bias']"), _name(".value")
-      ('conv1 bias', 'loss')
-    """
+    """`.grads['conv1']['bias']` as conv1 bias; the reduced value is the loss."""
     return " ".join(re.findall(r"\['?([^'\]]+)'?\]", path)) or "loss"
 
 

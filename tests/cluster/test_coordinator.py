@@ -18,7 +18,7 @@ from jaxcoll._cluster import coordinator as coordinators
 from jaxcoll._cluster.coordinator import STRANGERS, message, news_of, start_coordinator
 from jaxcoll._cluster.launchers import Member
 from jaxcoll._cluster.liveness import CoordinatorConnection
-from jaxcoll._cluster.rendezvous import arrive
+from jaxcoll._cluster.startup import arrive
 
 HELLO = {"process_id": 1, "num_processes": 2, "patience": 60.0, "who": "there:1"}
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()

@@ -18,15 +18,15 @@ def test_only_the_connections_that_are_meant_are_shut():
         assert at not in gloo_sockets.listening(), "Python's own sockets are no Gloo's"
         os.set_inheritable(listener.fileno(), True)
         assert at in gloo_sockets.listening()
-        made = gloo_sockets.GenerationSockets([at])
+        before_it = gloo_sockets.connections([at])
         with socket.create_connection(at) as new:
-            made.settle()
+            made = gloo_sockets.connections([at]) - before_it
             with socket.create_connection(at) as later:
-                made.cut()
+                gloo_sockets.shut(made)
                 assert new.recv(1) == b""
                 for sock in (old, foreign, later):
                     sock.sendall(b"still there")
-        made.cut()  # what has ended since is passed over
+        gloo_sockets.shut(made)  # what has ended since is passed over
         gloo_sockets.shut([(foreign.fileno(), at, at)])  # as is what has the number of another
         foreign.sendall(b"still there")
     assert len(os.listdir("/dev/fd")) == before

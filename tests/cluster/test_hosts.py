@@ -25,8 +25,7 @@ def job(monkeypatch):
 
     def act(process, function, name="a"):
         with lock:
-            keys = Keys(process, 4)
-            keys._held, keys._changed = first._held, first._changed
+            keys = Keys(process, 4, first._held, first._changed)
             monkeypatch.setenv(HOST, name)
             monkeypatch.setattr(hosts, "store", lambda: keys)
             monkeypatch.setattr(hosts, "_known", None)

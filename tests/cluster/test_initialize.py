@@ -17,7 +17,7 @@ from jaxcoll._cluster.coordinator import start_coordinator
 from jaxcoll._cluster.initialize import _start
 from jaxcoll._cluster.launchers import Member
 from jaxcoll._cluster.liveness import CoordinatorConnection
-from jaxcoll._cluster.rendezvous import arrive
+from jaxcoll._cluster.startup import arrive
 
 TIMES = {"heartbeat_timeout_seconds": 1, "shutdown_timeout_seconds": 1}
 

@@ -8,10 +8,8 @@ import time
 
 import pytest
 
-from jaxcoll._cluster.launch import lines
 from jaxcoll._cluster.launch import output as launch_output
-from jaxcoll._cluster.launch.lines import Lines
-from jaxcoll._cluster.launch.output import Outlet, Output
+from jaxcoll._cluster.launch.output import Lines, Outlet, Output
 from jaxcoll._cluster.launch.subprocesses import signal_name
 
 
@@ -70,12 +68,12 @@ def test_a_bar_is_seen_before_the_next_one_comes():
 
 
 def test_a_line_that_is_written_in_two_is_passed_on_in_one(monkeypatch):
-    monkeypatch.setattr(lines, "_QUIET", 0.0)
+    monkeypatch.setattr(launch_output, "_QUIET", 0.0)
     assert passed_on(b"half a ", b"line\n") == [b"half a line\n"]
 
 
 def test_a_line_without_end_is_copied_once_and_broken_where_it_is_too_long(monkeypatch):
-    monkeypatch.setattr(lines, "LONGEST", 1000)
+    monkeypatch.setattr(launch_output, "LONGEST", 1000)
     found = passed_on(*[b"x" * 300] * 10, b"\n")
     assert b"".join(found) == b"x" * 3000 + b"\n"
     assert [len(piece) for piece in found] == [1200, 1200, 601]
@@ -137,6 +135,8 @@ def test_a_reader_that_stops_holds_up_its_writer_and_nobody_else():
     while not stream.written.startswith(b"firstxxx") and time.monotonic() < until:
         time.sleep(0.01)
     assert stream.written.startswith(b"firstxxx")
+    stream.errors += [BrokenPipeError(), BrokenPipeError()]  # it would write on and on
+    assert outlet.drain(lambda: False)
 
 
 def test_a_full_disk_is_named_once_and_what_comes_later_is_written():

@@ -1,5 +1,6 @@
 """What the coordinator tells of who has ended is heard, and told apart from silence."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from at_once import at_once
 from jaxcoll._cluster import liveness
 from jaxcoll._cluster.coordinator import start_coordinator
 from jaxcoll._cluster.launchers import Member
-from jaxcoll._cluster.rendezvous import arrive
+from jaxcoll._cluster.startup import arrive
 from jaxcoll._elastic import heartbeat
 from jaxcoll._elastic.heartbeat import Heartbeats, new_name
 
@@ -77,9 +78,7 @@ def test_a_worker_that_has_ended_is_silent_and_its_successor_is_not(coordinator)
     new = new_name(1)
     liveness.follow(connection)
     seen = Heartbeats()
-    seen.observe(
-        {name: heartbeat.heartbeat(1, heartbeat.StepStatus(0, 1)) for name in (old, new, other)}
-    )
+    seen.observe({name: json.dumps([1, heartbeat.StepStatus(0, 1)]) for name in (old, new, other)})
     assert not any(map(seen.is_silent, (old, new, other)))
     coordinator.sendall(b'{"ended": 1}\n')
     assert [seen.is_silent(name) for name in (old, new, other)] == [True, False, False]
@@ -94,9 +93,7 @@ def test_while_its_connection_is_open_a_worker_that_says_nothing_lives(coordinat
     liveness.follow(None)
     unfollowed = new_name(2)
     liveness.follow(connection)
-    texts = {
-        name: heartbeat.heartbeat(1, heartbeat.StepStatus(0, 1)) for name in (followed, unfollowed)
-    }
+    texts = {name: json.dumps([1, heartbeat.StepStatus(0, 1)]) for name in (followed, unfollowed)}
     seen.observe(texts)
     time.sleep(0.01)
     seen.observe(texts)

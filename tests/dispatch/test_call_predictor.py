@@ -5,8 +5,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcoll._dispatch import call_predictor
-from jaxcoll._dispatch.call_predictor import CallPredictor
+from jaxcoll._dispatch import call_history
+from jaxcoll._dispatch.call_history import CallPredictor
 
 RUNS = st.lists(
     st.tuples(st.sampled_from("abcd"), st.sampled_from([1, 1, 2, 3, 10])), min_size=1, max_size=8
@@ -50,8 +50,8 @@ def test_an_irregular_order_is_asked_about_at_every_hundredth_call_and_kept_in_b
     rng = random.Random(0)
     one = CallPredictor()
     asked = called(one, (rng.choice("ab") for _ in range(20_000)))
-    assert 200 < asked <= call_predictor.FREE_CHECKS + 20_000 // call_predictor.CALLS_PER_CHECK
-    assert len(one._followed) <= call_predictor.MAX_PLACES
+    assert 200 < asked <= call_history.FREE_CHECKS + 20_000 // call_history.CALLS_PER_CHECK
+    assert len(one._followed) <= call_history.MAX_PLACES
 
 
 def test_after_an_interruption_the_next_call_is_asked_about():

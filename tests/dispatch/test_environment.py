@@ -3,10 +3,10 @@
 import jax
 import pytest
 
-from jaxcoll._dispatch import environment as environments
+from jaxcoll._dispatch import fingerprint
 from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.environment import environment, kind_of
 from jaxcoll._dispatch.executable import compiled_for
+from jaxcoll._dispatch.fingerprint import environment, kind_of
 
 INTEL = """\
 processor\t: 0
@@ -58,7 +58,13 @@ def test_programs_differ_under_other_settings_of_jax_and_on_other_processors(mon
         assert marks() != before
         assert "setting jax_default_matmul_precision=highest" in lines()
     assert marks() == before
-    monkeypatch.setattr(environments, "_processor", lambda: "another")
+    jax.config.update("jax_disable_most_optimizations", False)  # no attribute of `jax.config`
+    try:
+        assert marks() != before
+        assert "setting jax_disable_most_optimizations=False" in lines()
+    finally:
+        jax.config.update("jax_disable_most_optimizations", True)
+    monkeypatch.setattr(fingerprint, "_processor", lambda: "another")
     assert marks() != before
     assert "processor another" in lines()
 

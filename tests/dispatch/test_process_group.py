@@ -1,5 +1,6 @@
 """What neighbours tell one another once a second finds orders that nobody asked about."""
 
+import dataclasses
 import threading
 import types
 
@@ -29,17 +30,28 @@ class Wired:
                 self.groups[process].alarmed(alarm)
 
 
+class Waiting:
+    """As much of a `Task` as a process group needs."""
+
+    is_settled = False
+
+    def __init__(self, given_up):
+        self.abandon = given_up.append
+
+
 @pytest.fixture
 def three(monkeypatch):
     monkeypatch.setattr(ProgramCheck, "disagreement", lambda *args: None)
     keys, groups = LocalKeys(processes=3), {}
-    wired = [Wired(keys.of(process), groups) for process in range(3)]
+    wired = [Wired(dataclasses.replace(keys, process=process), groups) for process in range(3)]
     groups.update({peers.process: ProcessGroup(peers, (0, 1, 2)) for peers in wired})
     return list(zip(wired, groups.values(), strict=True))
 
 
 def call(one, mark):
-    program = types.SimpleNamespace(mark=mark, name=f"`{mark}`", lines=(), compiled=lambda: mark)
+    program = types.SimpleNamespace(
+        mark=mark, name=f"`{mark}`", lines=(), uncompared=None, compiled=lambda: mark
+    )
     one.run(program, (), {})
 
 
@@ -72,7 +84,8 @@ def test_who_is_ahead_is_not_out_of_order(three):
 def test_a_call_that_somebody_who_ended_did_not_enter_is_given_up_after_a_beat(three):
     (peers, one), *_ = three
     given_up = []
-    one.register(types.SimpleNamespace(abandon=given_up.append))
+    waiting = Waiting(given_up)
+    one.register(waiting)
     for _ in range(3):
         call(one, "a")
     peers.gone = {1: {one.name: 3}}  # it entered this call before it ended
@@ -88,6 +101,11 @@ def test_a_call_that_somebody_who_ended_did_not_enter_is_given_up_after_a_beat(t
     assert {error.ranks for error in given_up} == {(2,)}
     assert "the coordinator reported it" in str(given_up[0])
     assert peers.lost == {2}
+    waiting.is_settled = True  # what has its result is left alone, and what nobody has is forgotten
+    one._fail(ProgramMismatchError("another"))
+    del waiting
+    assert len(given_up) == 1
+    assert not one._waiting
 
 
 def test_of_who_died_without_a_word_no_call_is_known(three):
@@ -111,7 +129,9 @@ def test_an_error_of_the_transport_is_a_loss_also_where_nobody_can_be_asked(thre
 
     peers.look, peers.ask = lambda: None, unreachable
     call(one, "a")
-    program = types.SimpleNamespace(mark="a", name="`a`", lines=(), compiled=broken)
+    program = types.SimpleNamespace(
+        mark="a", name="`a`", lines=(), uncompared=None, compiled=broken
+    )
     with pytest.raises(PeerLostError, match="Call 2, `a`, failed.*is stopped.*Gloo") as caught:
         one.run(program, (), {})
     assert caught.value.ranks == ()
@@ -135,8 +155,11 @@ def test_who_did_its_part_is_not_blamed_for_another_and_who_died_is_at_once(thre
 
 def test_of_what_was_agreed_upon_only_the_last_is_kept():
     keys = LocalKeys(processes=2)
-    checks = [ProgramCheck(Wired(keys.of(process), {}), "both", (0, 1)) for process in range(2)]
-    program = types.SimpleNamespace(lines=())
+    checks = [
+        ProgramCheck(Wired(dataclasses.replace(keys, process=process), {}), "both", (0, 1))
+        for process in range(2)
+    ]
+    program = types.SimpleNamespace(lines=(), uncompared=None)
 
     def agree_often(process):
         for position in range(1, 30):

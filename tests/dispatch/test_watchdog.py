@@ -1,5 +1,6 @@
 """Watchdogs speak with each other over keys and values alone, by threads in the place of processes."""
 
+import dataclasses
 import threading
 import time
 
@@ -50,7 +51,7 @@ def here(one):
 
 def test_a_question_is_replied_to_at_once_also_about_a_group_that_has_made_no_call(meet):
     keys = LocalKeys(processes=3)
-    one, other = (here(meet(keys.of(process))) for process in range(2))
+    one, other = (here(meet(dataclasses.replace(keys, process=process))) for process in range(2))
     group = other.group((0, 1))
     assert other.group((0, 1)) is group
     assert one.peers.ask(group.name, 1, [1])[1]["name"] == "nothing"
@@ -60,7 +61,7 @@ def test_a_question_is_replied_to_at_once_also_about_a_group_that_has_made_no_ca
 
 def test_an_alarm_reaches_what_it_is_meant_for_and_nobody_else(meet):
     keys, found, others = LocalKeys(processes=2), Recorder(), Recorder()
-    one, other = (here(meet(keys.of(process))) for process in range(2))
+    one, other = (here(meet(dataclasses.replace(keys, process=process))) for process in range(2))
     other.watched |= {"a run": found, "another": others}
     one.watched["a run"] = others
     one.peers.alarm("unknown", [0, 1], {"lost": [7]})
@@ -72,7 +73,7 @@ def test_an_alarm_reaches_what_it_is_meant_for_and_nobody_else(meet):
 
 def test_it_beats_whether_it_hears_something_or_not(meet):
     keys, quiet = LocalKeys(processes=2), Recorder()
-    one = here(meet(keys.of(0)))
+    one = here(meet(dataclasses.replace(keys, process=0)))
     one.watched["quiet"] = quiet
     assert quiet.beaten.wait(5)
     ringing = threading.Event()
@@ -113,10 +114,10 @@ def test_few_of_its_reads_time_out_in_a_row_because_each_keeps_memory(meet, monk
 
 def test_one_that_is_started_again_does_not_hear_what_its_predecessor_was_to_hear(meet):
     keys, found = LocalKeys(processes=2), Recorder()
-    asking = here(meet(keys.of(0)))
+    asking = here(meet(dataclasses.replace(keys, process=0)))
     asking.peers.alarm("a run", [1], {"lost": [1]})  # while process 1 is not there
     keys.set("jaxcoll/watch/state/1", "ended")
-    again = here(meet(keys.of(1)))
+    again = here(meet(dataclasses.replace(keys, process=1)))
     again.watched["a run"] = found
     asking.peers.alarm("a run", [1], {"lost": [2]})
     assert found.heard.wait(5)
@@ -126,7 +127,7 @@ def test_one_that_is_started_again_does_not_hear_what_its_predecessor_was_to_hea
 
 def test_what_anybody_may_have_written_into_the_inbox_does_no_harm(meet):
     keys, found = LocalKeys(processes=2), Recorder()
-    one, other = (here(meet(keys.of(process))) for process in range(2))
+    one, other = (here(meet(dataclasses.replace(keys, process=process))) for process in range(2))
     other.watched["a run"] = found
     for number, text in enumerate(
         ("[", "[1]", "{}", '{"to": []}', '{"to": "a run", "ask": 1}', '{"to": "x", "alarm": 5}')

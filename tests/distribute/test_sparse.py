@@ -208,11 +208,11 @@ def test_lengths_of_other_processes_count_and_so_do_their_tables(monkeypatch):
         assemble.padded_alike("PerReplica", {0: B9[0], 1: B9[1]}, devices[:2])[0].values.shape[0]
         == 2
     )
-    others = np.array([[1, assemble._shape_hash(B9[0])], [5, assemble._shape_hash(B9[0])]])
+    others = np.array([[[1, 7]], [[5, 7]]])  # lengths, and what the tables' shapes come to
     monkeypatch.setattr(assemble, "known_to_all", lambda *_: others)
     found = assemble.padded_alike("PerReplica", {0: B9[0], 1: B9[1]}, devices)
     assert [x.values.shape for x in found.values()] == [(5, 2), (5, 2)]
-    others[1, 1] += 1
+    others[1, 0, 1] += 1
     with pytest.raises(
         ValueError, match=r"rows of one array; those here have the dense_shape \(5, 2\), and other"
     ):

@@ -10,7 +10,7 @@ import pytest
 import jaxcoll as jc
 from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._cluster.launchers import Member
-from jaxcoll._cluster.rendezvous import reach
+from jaxcoll._cluster.startup import reach
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._elastic import replicated_state
 from jaxcoll._elastic.generation import Generation, RegroupError

@@ -1,5 +1,6 @@
 """What is agreed upon before steps does not become more the longer a run lasts."""
 
+import dataclasses
 import threading
 
 from jaxcoll._cluster.key_value import LocalKeys
@@ -11,7 +12,13 @@ from jaxcoll._elastic.membership import BLOCK, Membership
 def test_members_forget_only_what_all_have_begun():
     keys = LocalKeys(processes=2)
     membership = [
-        Membership(Watchdog(keys.of(r)), "run", patience=5.0, startup=5.0, most=None)
+        Membership(
+            Watchdog(dataclasses.replace(keys, process=r)),
+            "run",
+            patience=5.0,
+            startup=5.0,
+            most=None,
+        )
         for r in range(2)
     ]
     entering = threading.Thread(target=membership[1].enter, args=(0,))

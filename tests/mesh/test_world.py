@@ -78,7 +78,7 @@ def test_inner_axes_are_those_that_stay_within_hosts(monkeypatch, hosts, axes, m
 
 
 def test_a_mesh_that_processes_do_not_share_evenly_has_a_world():
-    worlds, found = world._TracedWorlds("cpu", "", (0, 1)), []
+    worlds, found = world._Worlds("cpu", "", ((0, 0), (1, 1))), []
     mesh = jax.sharding.AbstractMesh((3,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def f(x):

@@ -10,20 +10,22 @@ from cases import mapped
 
 import jaxcoll as jc
 from jaxcoll._plan.algorithms import stages
-from jaxcoll._plan.cost.model import HALF_DUPLEX, Prices
+from jaxcoll._plan.cost.model import HALF_DUPLEX, Cost, Prices
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Link
 from jaxcoll._plan.packs.automatic import (
     MODESTY,
     RULES,
     WORTH,
+    Way,
     algorithms_for,
+    fastest,
     in_words,
     priced,
     rules_for,
 )
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack, NumPacks
+from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack, NumPacks, plan_packs
 from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.world import World
 from jaxcoll.bench.workloads import TREES
@@ -86,6 +88,16 @@ def test_big_leaves_are_not_copied_and_little_memory_is_taken():
     plan = plan_of(TREES["gpt2-small"]().values())
     assert plan.temporary_bytes < plan.nbytes / 2
     assert any(p.is_leaf(plan.leaves) for p in plan.packs)
+
+
+@pytest.mark.parametrize(("elements", "packs"), [(1 << 19, 1), ((1 << 19) + 1, 2)])
+def test_memory_counts_beyond_eight_mebibytes_of_packs(elements, packs):
+    leaves = [Leaf(name, (elements,), F32, F32, (4,)) for name in "ab"]
+    ways = [
+        Way(rule, plan_packs(leaves, rule), Cost(seconds), seconds)
+        for rule, seconds in ((BytesPerPack(1 << 30), 1.0), (UNPACKED, 1.2))
+    ]
+    assert len(fastest(ways, leaves).packs) == packs
 
 
 def test_a_pack_is_exchanged_only_where_that_is_worth_its_kernels():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import jaxcoll as jc
 from jaxcoll._plan.algorithms import DESCRIPTIONS, stages
 from jaxcoll._plan.cost.curve import Curve
-from jaxcoll._plan.cost.model import Cost, Load, Prices, loads
+from jaxcoll._plan.cost.model import Cost, Load, Met, Prices, collective, loads
 from jaxcoll._plan.cost.presets import NETWORKS, preset
 from jaxcoll._plan.cost.terms import Key, Link, Terms
 from jaxcoll._plan.world import World
@@ -348,3 +348,15 @@ def test_cpu_processes_are_islands_on_one_host_and_hosts_are_on_several():
     one, several = (Key.of(World("cpu", (8,), processes=8, hosts=hosts)) for hosts in (1, 2))
     assert (one.islands, one.per_island) == (8, 1)
     assert (several.islands, several.per_island) == (2, 4)
+
+
+def test_halves_of_an_all_reduce_without_a_curve_take_together_what_it_takes():
+    terms = dataclasses.replace(preset(WORLDS[4]), native=())
+    for met in (Met(8, 8, 1), Met(8, 4, 2)):
+        whole = collective("all-reduce", 1 << 20, met, terms)
+        scatter = collective("reduce-scatter", 1 << 20, met, terms)
+        gather = collective("all-gather", 1 << 17, met, terms)
+        assert (scatter + gather).latency == pytest.approx(whole.latency + terms.call)
+        assert (scatter + gather).bandwidth == pytest.approx(whole.bandwidth)
+        assert (scatter.reduction, gather.reduction) == pytest.approx((whole.reduction, 0))
+        assert whole.reduction > 0

@@ -20,7 +20,7 @@ import numpy as np  # noqa: E402
 
 import jaxcoll as jc  # noqa: E402
 from jaxcoll._compat.coordination import store  # noqa: E402
-from jaxcoll._dispatch import call_predictor, watchdog  # noqa: E402
+from jaxcoll._dispatch import call_history, watchdog  # noqa: E402
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 
@@ -108,7 +108,7 @@ def out_of_step():
 def departs():
     """Two pairs that went round a loop; then one of each leaves it earlier than it ever did."""
     if RANK > 1:
-        call_predictor.FREE_CHECKS = (
+        call_history.FREE_CHECKS = (
             0  # as where the order is so irregular that processes stopped to agree
         )
     mesh = of([0, 1] if RANK < 2 else [2, 3])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxcoll as jc
+from jaxcoll._compat import numerics
 from jaxcoll._train.rows import order
 from jaxcoll.cli.main import main
 
@@ -25,13 +26,23 @@ def test_results_come_in_the_order_of_the_ranks_with_the_callers_numerics(capfd)
         print("aside", file=sys.stderr)
         share = np.arange(8.0) + 8 * jax.process_index()
         total = jc.data_parallel(lambda x: jc.all_reduce("sum", x.sum(), "data"))(share)
-        return {"rank": jax.process_index(), "total": total, "devices": jax.device_count()}
+        found = {"rank": jax.process_index(), "total": total, "devices": jax.device_count()}
+        return found | {"settings": {name: str(value) for name, value in numerics().items()}}
 
-    jax.config.update("jax_enable_x64", True)
+    others = {
+        "jax_enable_x64": True,
+        "jax_softmax_custom_jvp": not jax.config.jax_softmax_custom_jvp,
+    }
+    before = {name: getattr(jax.config, name) for name in others}
     try:
+        for name, value in others.items():
+            jax.config.update(name, value)
+        settings = {name: str(value) for name, value in numerics().items()}
         found = jc.launch(run, 2, devices_per_process=2, timeout=SECONDS)
     finally:
-        jax.config.update("jax_enable_x64", False)
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert [f["settings"] for f in found] == [settings] * 2
     assert [f["rank"] for f in found] == [0, 1]
     assert {f["devices"] for f in found} == {4}
     assert {(type(f["total"]), f["total"].dtype, float(f["total"])) for f in found} == {

@@ -424,7 +424,7 @@ def reproducible():
     )
     ways = {
         "alone": (names[:2], {"bytes_per_pack": 1, "reproducible": True}),
-        "packed, last first": (names[::-1], {"bytes_per_pack": 1 << 20, "reproducible": True}),
+        "packed, last first": (names[1::-1], {"bytes_per_pack": 1 << 20, "reproducible": True}),
         "shuffled": (names, {"algorithm": "shuffle", "reproducible": True}),
         "cut": (names[1::-1], {"algorithm": "rechd", "shards": 2, "reproducible": True}),
         "native": (names[:2], {"algorithm": "native"}),

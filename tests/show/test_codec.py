@@ -62,6 +62,7 @@ def test_only_a_field_that_came_later_may_be_missing():
         ({"points": [{"x": 1.5, "y": 1}]}, "expected int, got '1.5'"),
         ({"points": [{"x": 1, "y": "1"}]}, "expected float, got '1'"),
         ({"points": {}}, r"expected tuple\[.*Point, ...\], got '{}'"),
+        ({"points": 5}, r"expected tuple\[.*Point, ...\], got '5'"),
         ({"pair": ["a"]}, r"expected tuple\[str, int\], got"),
         ({"pair": [1, 1]}, "expected str, got '1'"),
         ({"colour": "BLUE"}, "expected Colour, got 'BLUE'"),
@@ -75,3 +76,9 @@ def test_only_a_field_that_came_later_may_be_missing():
 def test_what_is_of_another_type_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         codec.read(Shape, {**codec.plain(SHAPE), **changes})
+
+
+def test_what_is_no_table_is_refused_where_one_is_expected():
+    assert codec.read(dict[str, float], {"a": 1}) == {"a": 1}
+    with pytest.raises(ValueError, match=r"expected dict\[str, float\], got '\[1\]'"):
+        codec.read(dict[str, float], [1])

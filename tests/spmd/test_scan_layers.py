@@ -185,6 +185,15 @@ def test_shards_of_layers(checks):
     assert not np.asarray(got["large"].parts[0]).reshape(LAYERS, -1)[:, ODD[0].size :].any()
 
 
+def test_plans_have_the_rows_of_all_replicas():
+    shards = jc.shard({"u": np.ones((LAYERS, 40, 64), "f")}, "data", stacked=True)
+    loss = lambda s, x: scan_of(sharded=None)(lambda h, p: h + p["u"].sum(), x, s)[0].mean()
+    gather, scatter, _ = jc.data_parallel(jc.value_and_grad(loss, "data")).plans(shards, X)
+    _, *rows = shards.parts[0].shape
+    assert rows[0] > len(jax.devices())
+    assert [leaf.shape for p in (gather, scatter) for leaf in p.leaves] == [tuple(rows)] * 2
+
+
 @pytest.mark.parametrize("again", [
     lambda g: jc.all_reduce("mean", g, "data"),
     lambda g: jax.tree.map(lambda x: lax.pmean(x, "data"), g),

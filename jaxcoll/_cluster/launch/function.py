@@ -18,22 +18,22 @@ import jax
 import numpy as np
 
 from jaxcoll._cluster.initialize import initialize
-from jaxcoll._cluster.launch.local import device_variables, world
+from jaxcoll._cluster.launch.local import world
 from jaxcoll._cluster.launch.subprocesses import signal_name
 from jaxcoll._cluster.launch.supervisor import Job, Outcome, Owner
 from jaxcoll._cluster.launchers import check_system
-from jaxcoll._compat import configured
+from jaxcoll._compat import numerics
 from jaxcoll._errors import LaunchError
 from jaxcoll._plan import checks
 
 _CHILD = "from jaxcoll._cluster.launch.function import work; work()"
 _CALL = "call"
 _TAIL = 30  # lines shown of a process that died without a word
-_NUMERICS = (
-    *("enable_x64", "default_matmul_precision", "default_prng_impl", "threefry_partitionable"),
-    *("numpy_dtype_promotion", "numpy_rank_promotion", "debug_nans"),
+_CARRIED = (
+    *("jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_random_seed_offset"),
+    *("jax_debug_nans", "jax_debug_infs"),
 )
-"""Settings of JAX that change numbers: processes compute with those of the caller."""
+"""Settings of JAX that processes have from their caller, beside those that change numbers."""
 
 
 def launch(
@@ -85,16 +85,12 @@ def launch(
     if timeout is not None:
         timeout = checks.seconds("launch", "timeout", timeout)
     check_system()
-    settings = {f"jax_{name}": configured(name) for name in _NUMERICS}
+    settings = numerics() | {name: getattr(jax.config, name) for name in _CARRIED}
     call = pickle.dumps((list(sys.path), settings)) + _pickled(fn)
     with tempfile.TemporaryDirectory(prefix="jaxcoll-") as folder:
         Path(folder, _CALL).write_bytes(call)
         shown = _Shown(processes)
-        with world(processes) as worlds:
-            variables = [
-                {**own, **device_variables(platform, count, rank)}
-                for rank, own in enumerate(worlds)
-            ]
+        with world(processes, platform, count) as variables:
             outcome = Job([sys.executable, "-c", _CHILD, folder], variables, shown).run(timeout)
         found = [_read(Path(folder, str(rank))) for rank in range(processes)]
     _check(found, outcome, shown, timeout)
@@ -208,6 +204,5 @@ class _Shown(Owner):
         print(f"[{rank}] {text}", end="", file=sys.stdout if stream == "out" else sys.stderr)
 
     def tail(self, rank: int) -> str:
-        """The last lines of a process."""
         lines = "".join(self._tails[rank]).rstrip()
         return f" Its last lines:\n{lines}" if lines else ""

@@ -26,20 +26,30 @@ def join() -> bool:
 
 
 @contextlib.contextmanager
-def world(processes: int) -> Iterator[list[dict[str, str]]]:
+def world(processes: int, platform: str = "", count: int = 0) -> Iterator[list[dict[str, str]]]:
     """A coordinator on this host; yields each rank's environment variables, with which it joins."""
     with coordinated(processes) as coordinator:
-        yield world_variables(coordinator.address, processes)
+        yield world_variables(coordinator.address, processes, platform, count)
 
 
-def world_variables(address: str, processes: int) -> list[dict[str, str]]:
-    """Each rank's environment variables, by which it finds the coordinator at an address."""
+def world_variables(
+    address: str, processes: int, platform: str = "", count: int = 0
+) -> list[dict[str, str]]:
+    """Each rank's environment variables, by which it finds the coordinator at an address.
+
+    With a platform also those by which it has so many devices of it.
+    """
     common = {COORDINATOR: address, PROCESSES: str(processes)}
-    return [{**common, RANK: str(rank)} for rank in range(processes)]
+    return [
+        {**common, RANK: str(rank), **_device_variables(platform, count, rank)}
+        for rank in range(processes)
+    ]
 
 
-def device_variables(platform: str, count: int, rank: int) -> dict[str, str]:
+def _device_variables(platform: str, count: int, rank: int) -> dict[str, str]:
     """Variables for the devices of a process, and defaults that the user's own replace."""
+    if not platform:
+        return {}
     # JAX's preemption service would keep SIGTERM from ending a process.
     usual = {"PYTHONUNBUFFERED": "1", "JAX_ENABLE_PREEMPTION_SERVICE": "false"}
     if platform == "cpu":

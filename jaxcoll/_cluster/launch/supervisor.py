@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from jaxcoll._cluster.launch.lines import Lines
+from jaxcoll._cluster.launch.output import Lines
 from jaxcoll._cluster.launch.subprocesses import Running, surely_ended
 from jaxcoll._cluster.launchers import REJOIN
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxcoll._dispatch.call import Call
 from jaxcoll._distribute.ops.cross_device_ops import Batch, CrossDeviceOps, Reduction
 from jaxcoll._distribute.ops.one_device import ReductionToOneDevice
-from jaxcoll._distribute.values.device_names import devices_named
+from jaxcoll._distribute.values.destinations import devices_named
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
 from jaxcoll._distribute.values.replica_axis import AXIS
 from jaxcoll._mesh.mesh import line_of
@@ -80,18 +80,16 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
         agg_small_grads_max_group: int = 10,
     ) -> None:
         self._algorithm = _algorithm(all_reduce_alg)
-        sizes = {
-            "num_packs": count("num_packs", " (0: no packing)", num_packs),
-            "agg_small_grads_max_bytes": count(
-                "agg_small_grads_max_bytes",
-                " number of bytes (0: no grouping)",
-                agg_small_grads_max_bytes,
-            ),
-            "agg_small_grads_max_group": count(
-                "agg_small_grads_max_group", " (0: no grouping)", agg_small_grads_max_group
-            ),
-        }
-        self._packing: PackingRule | None = _packing(*sizes.values())
+        bytes_of_small = " number of bytes (0: no grouping)"
+        given = (
+            ("num_packs", " (0: no packing)", num_packs),
+            ("agg_small_grads_max_bytes", bytes_of_small, agg_small_grads_max_bytes),
+            ("agg_small_grads_max_group", " (0: no grouping)", agg_small_grads_max_group),
+        )
+        sizes = {name: count(name, meaning, value) for name, meaning, value in given}
+        packs, max_bytes, max_group = sizes.values()
+        small = GroupSmall(max_bytes, max_group) if max_bytes and max_group else UNPACKED
+        self._packing: PackingRule | None = NumPacks(packs) if packs else small
         self._arguments: dict[str, Any] = {"all_reduce_alg": all_reduce_alg, **sizes}
         self._otherwise = ReductionToOneDevice()
 
@@ -221,7 +219,16 @@ class CollectiveAllReduce(AllReduceCrossDeviceOps):
                 f"so that every worker has as many; got {group_size!r}."
             )
         if group_size > len(found):
-            self._group = _of_all_workers(self._group, int(group_size))
+            every = jax.devices()
+            if set(found) != set(jax.local_devices()) or group_size != len(every):
+                raise ValueError(
+                    f"`group_size` {group_size} takes {group_size // len(found)} workers of "
+                    f"{len(found)} devices; there {'is' if jax.process_count() == 1 else 'are'} "
+                    f"{jax.process_count()}, with {len(every)} devices together, "
+                    f"{len(jax.local_devices())} of them here. Pass group_size={len(found)}, or "
+                    f"this process's devices and group_size={len(every)}."
+                )
+            self._group = tuple(sorted(every, key=lambda device: (device.process_index, device.id)))
         self._options, self._packing = checked(options), None
         self._arguments = {"devices": list(map(str, found)), "group_size": int(group_size)}
         self._arguments |= {"options": self._options} if options else {}
@@ -245,7 +252,6 @@ def all_reduce_program(
         arrays = [leaf.values if is_sparse(leaf) else leaf for leaf in leaves]
         limits = [route.limit for route in routes]
         taken = [first_that_takes(limits, x.size * x.dtype.itemsize) for x in arrays]
-        results: dict[int, Any] = {}
         for k, route in enumerate(routes):
             mine = [leaf if taker == k else None for leaf, taker in zip(leaves, taken, strict=True)]
             sums = reduce.all_reduce(
@@ -256,11 +262,9 @@ def all_reduce_program(
                 invariant="replicated",
                 packing=route.packing,
             )
-            members = [i for i, taker in enumerate(taken) if taker == k]
-            sums = jax.tree.leaves(sums, is_leaf=is_sparse)
-            results.update(zip(members, sums, strict=True))
-        tree = treedef.unflatten([results[i] for i in range(len(leaves))])
-        return [Mirrored.of(total) for total in tree]
+            found = zip(leaves, treedef.flatten_up_to(sums), strict=True)
+            leaves = [leaf if total is None else total for leaf, total in found]
+        return [Mirrored.of(total) for total in treedef.unflatten(leaves)]
 
     def batch_reduce(values: list[PerReplica | Mirrored]) -> list[Mirrored]:
         specs = [PartitionSpec() if v.replicated else PartitionSpec(axes) for v in values]
@@ -303,23 +307,3 @@ def _algorithm(name: Any) -> str | None:
         pass
     known = ", ".join([HIERARCHICAL_COPY, *TENSORFLOW, *DESCRIPTIONS])
     raise ValueError(f"`all_reduce_alg` must be one of {known}; got {name!r}.")
-
-
-def _packing(num_packs: int, max_bytes: int, max_group: int) -> PackingRule:
-    if num_packs:
-        return NumPacks(num_packs)
-    return GroupSmall(max_bytes, max_group) if max_bytes and max_group else UNPACKED
-
-
-def _of_all_workers(devices: tuple[jax.Device, ...], group_size: int) -> tuple[jax.Device, ...]:
-    """The devices of all processes, where those of this one are given."""
-    every = jax.devices()
-    if set(devices) != set(jax.local_devices()) or group_size != len(every):
-        raise ValueError(
-            f"`group_size` {group_size} takes {group_size // len(devices)} workers of "
-            f"{len(devices)} devices; there {'is' if jax.process_count() == 1 else 'are'} "
-            f"{jax.process_count()}, with {len(every)} devices together, "
-            f"{len(jax.local_devices())} of them here. Pass group_size={len(devices)}, or this "
-            f"process's devices and group_size={len(every)}."
-        )
-    return tuple(sorted(every, key=lambda device: (device.process_index, device.id)))

@@ -14,17 +14,20 @@ from jax.core import Tracer
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run_all
 from jaxcoll._distribute.ops.gather import Gather
-from jaxcoll._distribute.ops.hints import given
 from jaxcoll._distribute.strategy.replica_context import check_cross_replica
 from jaxcoll._distribute.values.assemble import own_devices
-from jaxcoll._distribute.values.device_names import destination_devices
+from jaxcoll._distribute.values.destinations import (
+    copied,
+    copy_near,
+    delivered,
+    destination_devices,
+)
 from jaxcoll._distribute.values.parts import Held, first_of_each_process, of_all
-from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
-from jaxcoll._distribute.values.replicate import copied, copy_near, delivered
+from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica, is_distributed
 from jaxcoll._mesh.mesh import no_mesh, span_processes
 from jaxcoll._mesh.placement import host_array, is_array
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
-from jaxcoll._plan.packs.leaves import check_reducible, is_reducible, where
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked, given
+from jaxcoll._plan.packs.leaves import check_reducible, flattened, is_reducible, where
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.sparse import is_sparse
 
@@ -208,14 +211,11 @@ class CrossDeviceOps(abc.ABC):
             if spans or (set(tensor.devices) == set(devices) and len(devices) > 1):
                 return delivered(tensor, devices)
             return copied(copy_near(tensor, devices), devices, options.timeout_seconds)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(
-            tensor, is_leaf=lambda x: isinstance(x, DistributedValues)
-        ):
+        for path, leaf in flattened(tensor, is_distributed)[0]:
             if not is_array(leaf):
-                name = where(jax.tree_util.keystr(path))
                 raise ValueError(
-                    f"`broadcast` expects arrays or numbers, or a Mirrored; {name} is {leaf!r} "
-                    f"({type(leaf).__name__})."
+                    f"`broadcast` expects arrays or numbers, or a Mirrored; {where(path)} is "
+                    f"{leaf!r} ({type(leaf).__name__})."
                 )
         return copied(jax.tree.map(host_array, tensor), devices, options.timeout_seconds)
 
@@ -277,9 +277,9 @@ class CrossDeviceOps(abc.ABC):
         caller: str,
         reduce_op: ReduceOp | str,
         pairs: Sequence[tuple[str, tuple[Any, Any]]],
-        options: CommunicationOptions | None,
+        options: CommunicationOptions,
     ) -> list[Any]:
-        op, merged = ReduceOp.of(reduce_op), self._options.merge(checked(options))
+        op, merged = ReduceOp.of(reduce_op), self._options.merge(options)
         _check_between_programs(caller, [pair for _, pair in pairs])
         reductions = [self._checked(caller, name, *pair) for name, pair in pairs]
         moving = [r for r in reductions if not r.is_in_place(op)]
@@ -303,15 +303,27 @@ class CrossDeviceOps(abc.ABC):
             wrapped = self._of_all(caller, value, devices[0])
         dtypes = dict.fromkeys([leaf.dtype for leaf in jax.tree.leaves(wrapped.tree)])
         if not all(map(is_reducible, dtypes)):
-            for path, leaf in jax.tree_util.tree_leaves_with_path(wrapped.tree):
-                check_reducible(name + jax.tree_util.keystr(path), leaf.dtype)
+            for path, leaf in flattened(wrapped.tree)[0]:
+                check_reducible(name + path, leaf.dtype)
         return Reduction(wrapped, devices)
 
     def _of_all(self, caller: str, value: Any, device: jax.Device) -> PerReplica | Mirrored:
         """A value of all replicas, from what this process passes of it."""
         if isinstance(value, PerReplica | Mirrored):
             return of_all(type(self).__name__, value, self._group)
-        _check_plain(caller, value)
+        if is_sparse(value):
+            value.check(f"`{caller}`")
+        elif not is_array(value):
+            raise ValueError(
+                f"`{caller}` expects a PerReplica, a Mirrored, an array or a number; got {value!r} "
+                f"({type(value).__name__}). `PerReplica` takes a list with each replica's value."
+            )
+        elif isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
+            raise ValueError(
+                f"`{caller}` got an array over {len(value.sharding.device_set)} devices, which "
+                "does not say what it is: `PerReplica.from_global` takes it for one row for each "
+                "replica, `Mirrored.from_global` for one copy for each."
+            )
         if span_processes(self._group):
             return Held.of_process([value], first_of_each_process(self._group)).assembled()
         if is_sparse(value):  # rows that no other replica shares
@@ -344,21 +356,4 @@ def _check_between_programs(caller: str, tree: Any) -> None:
             f"`{caller}` got a value that is being traced, so it lies on no device. Call it "
             "between programs; inside one, `jc.all_reduce` and its like deal with the value that "
             "the replica holds."
-        )
-
-
-def _check_plain(caller: str, value: Any) -> None:
-    if is_sparse(value):
-        value.check(f"`{caller}`")
-        return
-    if not is_array(value):
-        raise ValueError(
-            f"`{caller}` expects a PerReplica, a Mirrored, an array or a number; got {value!r} "
-            f"({type(value).__name__}). `PerReplica` takes a list with each replica's value."
-        )
-    if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
-        raise ValueError(
-            f"`{caller}` got an array over {len(value.sharding.device_set)} devices, which does "
-            "not say what it is: `PerReplica.from_global` takes it for one row for each replica, "
-            "`Mirrored.from_global` for one copy for each."
         )

@@ -13,15 +13,10 @@ import numpy as np
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.dispatch import run
-from jaxcoll._distribute.values.parts import (
-    Held,
-    check_parts,
-    held,
-    parts_of,
-)
+from jaxcoll._distribute.values.destinations import check_here, copied, copy_near, delivered, spread
+from jaxcoll._distribute.values.parts import Held, check_parts, held, parts_of
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
 from jaxcoll._distribute.values.replica_axis import AXIS, replicating, without_row
-from jaxcoll._distribute.values.replicate import check_here, copied, copy_near, delivered, spread
 from jaxcoll._mesh.mesh import of_this_process, span_processes
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._plan.options import UNSET, CommunicationOptions
@@ -59,9 +54,15 @@ class Gather:
                 gather.dimension(self.axis, shape, f"`gather`: {where(path)}")
             found = held(self.name, value, self.group)
             return self._of_held(found) if isinstance(found, Held) else self._of_all(found)
-        parts = _plain_parts(value)
+        check_dense(value, _SPARSE, NotImplementedError)
+        if not isinstance(value, list | tuple) and not is_array(value):
+            raise ValueError(
+                "`gather` expects a PerReplica, a Mirrored, an array, or a list or tuple with one "
+                f"array for each replica; got {value!r} ({type(value).__name__})."
+            )
         if span_processes(self.group):
             return self._of_held(Held.of_plain("gather", value, self.group))
+        parts = parts_of("gather", [value] if is_array(value) else value)
         who = "`gather`: the part of replica 0" if len(parts) > 1 else "`gather`: the value"
         check_parts("gather", parts, [gather.dimension(self.axis, parts[0].shape, who)])
         return self._copies(parts)
@@ -141,19 +142,6 @@ def _cut(joined: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
         for i, size in enumerate(sizes)
     ]
     return jnp.concatenate(pieces, axis)
-
-
-def _plain_parts(value: Any) -> list[Any]:
-    """The arrays of a list, or the one array that is the value of one replica."""
-    check_dense(value, _SPARSE, NotImplementedError)
-    if isinstance(value, list | tuple):
-        return parts_of("gather", value)
-    if is_array(value):
-        return parts_of("gather", [value])
-    raise ValueError(
-        "`gather` expects a PerReplica, a Mirrored, an array, or a list or tuple with one "
-        f"array for each replica; got {value!r} ({type(value).__name__})."
-    )
 
 
 def _gathered(value: PerReplica, scope: Scope, axis: int) -> Mirrored:

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxcoll._distribute.ops.all_reduce_ops import AllReduceCrossDeviceOps, Route, grid_of
-from jaxcoll._distribute.values.device_names import devices_named
+from jaxcoll._distribute.values.destinations import devices_named
 from jaxcoll._plan import checks
 from jaxcoll._plan.algorithms import check_fits
 from jaxcoll._plan.all_reduce_spec import parse_spec
@@ -117,7 +117,17 @@ def _workers_of(
             f"devices, for each worker; got {workers!r}."
         )
     if all(isinstance(worker, str) and worker for worker in workers):
-        devices = _devices_in_order(workers, count, caller)
+        twice = sorted({name for name in workers if workers.count(name) > 1})
+        if twice:
+            raise ValueError(f"`{caller}` got a worker twice: {', '.join(twice)}.")
+        every, wanted = jax.devices(), len(workers) * count
+        if wanted > len(every):
+            raise ValueError(
+                f"`{caller}` needs {wanted} devices for {len(workers)} workers of {count} each; "
+                f"there are {len(every)}: {', '.join(map(str, every))}. Simulated ones are made by "
+                '`jax.config.update("jax_num_cpu_devices", n)` at the start of a program.'
+            )
+        devices = tuple(every[:wanted])
     elif all(isinstance(worker, list | tuple) for worker in workers):
         devices = devices_named([device for worker in workers for device in worker], caller)
     else:
@@ -132,18 +142,3 @@ def _workers_of(
                 f"{num_gpus_per_worker}; worker {i} has {len(worker)}."
             )
     return tuple(devices[k : k + count] for k in range(0, len(devices), count))
-
-
-def _devices_in_order(names: Sequence[str], count: int, caller: str) -> tuple[jax.Device, ...]:
-    """The first `count` devices for each of these workers, whatever they are called."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"`{caller}` got a worker twice: {', '.join(twice)}.")
-    devices = jax.devices()
-    if len(names) * count > len(devices):
-        raise ValueError(
-            f"`{caller}` needs {len(names) * count} devices for {len(names)} workers of {count} "
-            f"each; there are {len(devices)}: {', '.join(map(str, devices))}. Simulated ones are "
-            'made by `jax.config.update("jax_num_cpu_devices", n)` at the start of a program.'
-        )
-    return tuple(devices[: len(names) * count])

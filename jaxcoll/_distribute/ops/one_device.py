@@ -11,10 +11,9 @@ import jax.numpy as jnp
 
 from jaxcoll._dispatch.call import Call
 from jaxcoll._distribute.ops.cross_device_ops import Batch, CrossDeviceOps, Reduction
-from jaxcoll._distribute.values.device_names import device_named
+from jaxcoll._distribute.values.destinations import copy_near, device_named
 from jaxcoll._distribute.values.per_replica import PerReplica
 from jaxcoll._distribute.values.replica_axis import AXIS, without_row
-from jaxcoll._distribute.values.replicate import copy_near
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
@@ -84,32 +83,26 @@ class ReductionToOneDevice(CrossDeviceOps):
         carried = CommunicationOptions(reproducible=options.reproducible, checksum=options.checksum)
         calls = []
         for reduction in batch.reductions:
-            device = self._reduce_to_device or reduction.destinations[0]
-            moved = jax.device_put(_components(reduction, device), device)
-            rows = isinstance(reduction.value, PerReplica)
+            value, device = reduction.value, self._reduce_to_device or reduction.destinations[0]
+            near = (device, *reduction.destinations)
+            every: tuple[Any, ...] = (*value.devices, *near)
+            foreign = [d for d in every if d.process_index != jax.process_index()]
+            if foreign:
+                raise ValueError(
+                    f"A reduction to one device copies between the devices of one process; "
+                    f"{foreign[0]} belongs to process {foreign[0].process_index}. Reduce to the "
+                    "value's own devices with `NcclAllReduce` instead."
+                )
+            rows = isinstance(value, PerReplica)
+            if isinstance(value, PerReplica):
+                parts = [value.part(d) for d in value.devices]
+            else:
+                parts = [copy_near(value, near)] * len(value)
+            moved = jax.device_put(parts, device)
             program = one_device_program(device, op, self._accumulation_fn, rows, carried)
             call = Call(program, (moved,), (device,), batch.name, options)
             calls.append((call, [reduction]))
         return calls
-
-
-def _components(reduction: Reduction, device: jax.Device) -> list[Any]:
-    """The part of each replica, still on its own device; of equal copies the nearest."""
-    value = reduction.value
-    foreign = [
-        d
-        for d in (*value.devices, device, *reduction.destinations)
-        if d.process_index != jax.process_index()
-    ]
-    if foreign:
-        raise ValueError(
-            f"A reduction to one device copies between the devices of one process; "
-            f"{foreign[0]} belongs to process {foreign[0].process_index}. Reduce to the "
-            "value's own devices with `NcclAllReduce` instead."
-        )
-    if not isinstance(value, PerReplica):
-        return [copy_near(value, (device, *reduction.destinations))] * len(value)
-    return [value.part(d) for d in value.devices]
 
 
 @functools.lru_cache(maxsize=256)

@@ -38,13 +38,7 @@ def reduce_along(
 ) -> Any:
     """Reduce each replica's part along `axis`, and by `ops` the results over the replicas.
 
-    Law: it is the sum, or the mean, of all elements that fall together, whichever replica they
-    are on: a mean is one sum and one division by their number.
-
-    The value is a `PerReplica` or `Mirrored`, over `devices` or this process's share of them; or a
-    list or tuple with an array for each replica of this process, whose sizes along `axis` may
-    differ, from process to process too; or an array, which is one of each process. The result is
-    plain, on this process's first device.
+    Values and results are those of `Strategy.reduce` over `devices`.
     """
     here = of_this_process(devices)
     first = devices[here[0]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,13 +10,12 @@ import jax
 import numpy as np
 
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps, checked_pairs
-from jaxcoll._distribute.ops.hints import given
 from jaxcoll._distribute.strategy.replica_context import check_cross_replica
-from jaxcoll._distribute.strategy.replica_program import is_distributed, run_on_replicas
-from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
+from jaxcoll._distribute.strategy.replica_program import run_on_replicas
+from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica, is_distributed
 from jaxcoll._mesh.mesh import no_mesh, span_processes
 from jaxcoll._mesh.placement import is_array
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, given
 from jaxcoll._spmd.sparse import is_sparse
 
 
@@ -150,7 +148,7 @@ class StrategyExtended:
         arguments = ((value, *args), dict(kwargs or {}))
         result = run_on_replicas(caller, f"`{caller}`", fn, arguments, devices, self._options, None)
         with no_mesh():
-            return _joined(result) if isinstance(value, DistributedValues) else result
+            return _joined(result) if is_distributed(value) else result
 
     def _check(self, method: str, instead: str) -> None:
         check_cross_replica(f"{self._name}.{method}", instead)
@@ -177,14 +175,11 @@ def check_has_sum(
 def _joined(result: Any) -> Mirrored | PerReplica:
     """One value of a tree of them: `Mirrored` if all are."""
     parts = jax.tree.leaves(result, is_leaf=is_distributed)
-    if all(isinstance(part, Mirrored) for part in parts):
-        return Mirrored.of(jax.tree.map(lambda v: v.tree, result, is_leaf=is_distributed))
-    rows = functools.partial(jax.tree.map, _rows, is_leaf=is_distributed)
-    return PerReplica.of(rows(result))
+    kind = Mirrored if all(isinstance(part, Mirrored) for part in parts) else PerReplica
 
-
-def _rows(value: Any) -> Any:
-    """The arrays of a `PerReplica`; of a `Mirrored` the same with a row for each copy."""
-    if isinstance(value, PerReplica):
+    def arrays(value: Any) -> Any:
+        if not isinstance(value, kind):  # a row for each copy
+            value = kind.from_function(value.__getitem__, devices=value.devices)
         return value.tree
-    return PerReplica.from_function(value.__getitem__, devices=value.devices).tree
+
+    return kind.of(jax.tree.map(arrays, result, is_leaf=is_distributed))

@@ -12,8 +12,7 @@ from jaxcoll._cluster.resolvers import ClusterResolver
 from jaxcoll._distribute.ops.all_reduce_ops import CollectiveAllReduce, NcclAllReduce
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps
 from jaxcoll._distribute.strategy.strategy import Strategy
-from jaxcoll._distribute.values.device_names import devices_named
-from jaxcoll._distribute.values.replicate import check_here
+from jaxcoll._distribute.values.destinations import check_here, devices_named
 from jaxcoll._mesh.mesh import span_processes
 from jaxcoll._plan.options import CommunicationOptions
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import jax
 
 from jaxcoll._api.collectives import all_gather, all_reduce
-from jaxcoll._distribute.ops.hints import given
-from jaxcoll._distribute.values.per_replica import DistributedValues
+from jaxcoll._distribute.values.per_replica import is_distributed
 from jaxcoll._distribute.values.replica_axis import AXIS
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, given
 
 
 class ReplicaContext:
@@ -26,11 +24,10 @@ class ReplicaContext:
     `jc.value_and_grad`, `jc.all_reduce` and `jax.lax` here.
     """
 
-    __slots__ = ("_replicas", "_strategy")
+    __slots__ = ("_strategy",)
 
-    def __init__(self, strategy: Any, num_replicas: int) -> None:
+    def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self._replicas = num_replicas
 
     @property
     def strategy(self) -> Any:
@@ -40,7 +37,7 @@ class ReplicaContext:
     @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas run the function; a Python int."""
-        return self._replicas
+        return self._strategy.num_replicas_in_sync
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
@@ -104,7 +101,7 @@ class ReplicaContext:
         return all_gather(value, AXIS, axis=axis, options=options)
 
     def __repr__(self) -> str:
-        return f"ReplicaContext(num_replicas_in_sync={self._replicas})"
+        return f"ReplicaContext(num_replicas_in_sync={self.num_replicas_in_sync})"
 
     def _check_here(self) -> None:
         if get_replica_context() is not self:
@@ -117,7 +114,7 @@ class ReplicaContext:
 
 # Part of JAX's trace-cache key, so that a function jitted by the user, and traced inside one
 # replica function, is traced anew for another strategy and outside.
-_current = jax.make_user_context(default_value=None)
+context_in_trace = jax.make_user_context(default_value=None)
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -131,18 +128,13 @@ def get_replica_context() -> ReplicaContext | None:
       >>> get_replica_context() is None
       True
     """
-    return _current.value
-
-
-def replicas_of(context: ReplicaContext | None) -> contextlib.AbstractContextManager[Any]:
-    """Trace what follows as a replica function of `context`."""
-    return _current(context)
+    return context_in_trace.value
 
 
 def check_own(caller: str, value: Any) -> None:
     """Refuse a value of all replicas where a replica's own is meant."""
-    for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, DistributedValues)):
-        if isinstance(leaf, DistributedValues):
+    for leaf in jax.tree.leaves(value, is_leaf=is_distributed):
+        if is_distributed(leaf):
             raise ValueError(
                 f"`{caller}` deals with what one replica holds; it has a {type(leaf).__name__}, "
                 "which holds the values of all. If the function has it from outside, pass it to "

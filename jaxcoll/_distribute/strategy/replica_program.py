@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec
 from jaxcoll import _compat
 from jaxcoll._dispatch.call import Call, InnerDeadlines
 from jaxcoll._dispatch.dispatch import run
-from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_own, replicas_of
+from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_own, context_in_trace
+from jaxcoll._distribute.values.destinations import copy_near
 from jaxcoll._distribute.values.parts import Uneven, of_all
-from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
+from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica, is_distributed
 from jaxcoll._distribute.values.replica_axis import AXIS, copies_over
-from jaxcoll._distribute.values.replicate import copy_near
 from jaxcoll._jaxpr.replication import VARIES, varying_outputs
 from jaxcoll._jaxpr.summed_again import check_sums
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
@@ -82,10 +82,8 @@ def replica_program(
 ) -> tuple[Any, InnerDeadlines]:
     """The program that runs `function` on every device, compiled once for each shape.
 
-    Law: replica i computes with row i of each `PerReplica` and with its copy of everything else;
-    it sees other replicas' values only by reductions and gathers. An output is a `Mirrored`
-    exactly where `varying_outputs` proves it the same everywhere. Beside the jitted program of
-    placed arguments are the deadlines that its traces ask for.
+    Law: as of `Strategy.run`. Beside the jitted program of placed arguments are the deadlines that
+    its traces ask for.
     """
     inner = InnerDeadlines()
     name = getattr(function, "__name__", type(function).__name__)
@@ -116,7 +114,7 @@ def replica_program(
         # One trace of the function serves both passes: the first only asks what varies.
         traced = jax.jit(one, inline=True)
         varies: list[Any] = []
-        with entered(scope), replicas_of(context):
+        with entered(scope), context_in_trace(context):
             jax.eval_shape(
                 mapped(
                     lambda *arguments: varies.append(_varying(traced, arguments, mesh.size)),
@@ -140,11 +138,6 @@ def replica_program(
 
     one.__name__ = program.__name__ = name  # what messages and profiles show
     return jax.jit(program), inner
-
-
-def is_distributed(value: Any) -> bool:
-    """Whether `value` has a part on every replica, so that it is one argument and not a tree."""
-    return isinstance(value, DistributedValues)
 
 
 def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) -> Any:

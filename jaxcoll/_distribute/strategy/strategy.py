@@ -12,17 +12,17 @@ from typing import Any, Self
 import jax
 
 from jaxcoll._distribute.ops.cross_device_ops import CrossDeviceOps
-from jaxcoll._distribute.ops.hints import given
 from jaxcoll._distribute.strategy.axis_reduction import reduce_along
 from jaxcoll._distribute.strategy.dataset import DistributedDataset
 from jaxcoll._distribute.strategy.extended import StrategyExtended, check_has_sum
 from jaxcoll._distribute.strategy.replica_context import ReplicaContext, check_cross_replica
-from jaxcoll._distribute.strategy.replica_program import is_distributed, run_on_replicas
+from jaxcoll._distribute.strategy.replica_program import run_on_replicas
 from jaxcoll._distribute.values.parts import Uneven, check_no_list, distributed, has_parts, parts_of
-from jaxcoll._distribute.values.per_replica import DistributedValues
+from jaxcoll._distribute.values.per_replica import DistributedValues, is_distributed
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._mesh.placement import is_array
-from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked, given
+from jaxcoll._plan.packs.leaves import flattened
 from jaxcoll._show.units import counted
 
 _entered: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar(
@@ -55,7 +55,7 @@ class Strategy:
         self._ops = ops
         self._options = options
         self._here = of_this_process(devices)
-        self._context = ReplicaContext(self, len(devices))
+        self._context = ReplicaContext(self)
         self._extended = StrategyExtended(f"{type(self).__name__}.extended", ops, options, devices)
 
     @property
@@ -132,8 +132,7 @@ class Strategy:
           >>> strategy.run(step, args=(1.0, PerReplica([2.0, 4.0])))
           (Mirrored(float32[] on 2: cpu:0, cpu:1), PerReplica(float32[] on 2: cpu:0, cpu:1))
         """
-        self._check("run", "call the function itself")
-        caller = f"{type(self).__name__}.run"
+        caller = self._check("run", "call the function itself")
         if not callable(fn) or not isinstance(args, tuple | list):
             raise ValueError(
                 f"`{caller}` expects a function, and its arguments in a tuple, as in "
@@ -197,14 +196,13 @@ class Strategy:
           >>> float(strategy.reduce("mean", [np.array([1.0, 2, 3]), np.array([4.0, 5])], axis=0))
           3.0
         """
-        self._check("reduce", "call `jc.get_replica_context().all_reduce(...)`")
+        caller = self._check("reduce", "call `jc.get_replica_context().all_reduce(...)`")
         op, first = ReduceOp.of(reduce_op), self._devices[self._here[0]]
-        caller = f"{type(self).__name__}.reduce"
         merged = self._options.merge(given(options, experimental_hints))
-        flat, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=has_parts)
+        flat, treedef = flattened(value, has_parts)
         for path, leaf in flat:
             if axis is None:
-                check_no_list(caller, jax.tree_util.keystr(path), leaf)
+                check_no_list(caller, path, leaf)
             check_has_sum(caller, op, leaf, self._devices)
         leaves = [leaf for _, leaf in flat]
         if axis is None:
@@ -242,10 +240,8 @@ class Strategy:
           >>> strategy.gather(PerReplica([np.array([1, 2]), np.array([3, 4])]), axis=0).tolist()
           [1, 2, 3, 4]
         """
-        self._check("gather", "call `jc.get_replica_context().all_gather(...)`")
-
-        caller, first = f"{type(self).__name__}.gather", self._devices[self._here[0]]
-        merged = self._options.merge(checked(options))
+        caller = self._check("gather", "call `jc.get_replica_context().all_gather(...)`")
+        first, merged = self._devices[self._here[0]], self._options.merge(checked(options))
 
         def gathered(leaf: Any) -> Any:
             if is_array(leaf) and self.num_replicas_in_sync > 1:
@@ -370,7 +366,7 @@ class Strategy:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # it is immutable, and devices cannot be copied
 
-    def _check(self, method: str, instead: str) -> None:
+    def _check(self, method: str, instead: str) -> str:
         caller = f"{type(self).__name__}.{method}"
         check_cross_replica(caller, instead)
         other = _entered.get()
@@ -379,3 +375,4 @@ class Strategy:
                 f"`{caller}` was called under the scope of another strategy, {other!r}, so it is "
                 "not clear whose replicas are meant. Leave that scope first."
             )
+        return caller

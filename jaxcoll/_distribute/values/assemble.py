@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxcoll._distribute.values.replica_axis import copies_over, known_to_all, rows_over
 from jaxcoll._mesh.mesh import no_mesh, of_this_process
 from jaxcoll._mesh.placement import host_array
-from jaxcoll._plan.packs.leaves import where
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._spmd.sparse import is_sparse
 
 
@@ -72,11 +72,11 @@ def _agreed(name: str, values: Mapping[int, Any]) -> tuple[list[str], Any]:
             "all belong to other processes."
         )
     first = next(iter(values))
-    with_paths, treedef = jax.tree_util.tree_flatten_with_path(values[first])
+    with_paths, treedef = flattened(values[first])
     if not with_paths:
         raise ValueError(f"`{name}` got values without leaves; each needs an array or a number.")
     check_structures(name, {i: jax.tree.structure(value) for i, value in values.items()})
-    return [jax.tree_util.keystr(path) for path, _ in with_paths], treedef
+    return [path for path, _ in with_paths], treedef
 
 
 def check_structures(name: str, structures: Mapping[int, Any]) -> None:
@@ -151,15 +151,15 @@ def padded_alike(
     lengths are exchanged.
     """
     first = next(iter(values.values()), None)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(first, is_leaf=is_sparse)
+    flat, treedef = flattened(first, is_sparse)
     rows = {i: jax.tree.leaves(value, is_leaf=is_sparse) for i, value in values.items()}
     alike = all(jax.tree.structure(v, is_leaf=is_sparse) == treedef for v in values.values())
     if not alike or not any(is_sparse(leaf) for row in rows.values() for leaf in row):
         return values
     sparse = []
     for k, (path, _) in enumerate(flat):
-        leaf = where(jax.tree_util.keystr(path))
-        if _is_sparse_everywhere(f"`{name}`: {leaf}", {i: row[k] for i, row in rows.items()}):
+        column = {i: row[k] for i, row in rows.items()}
+        if _is_sparse_everywhere(f"`{name}`: {where(path)}", column):
             sparse.append(k)
     lengths = _longest(name, {i: [row[k] for k in sparse] for i, row in rows.items()}, devices)
     for row in rows.values():
@@ -172,12 +172,13 @@ def _longest(
     name: str, rows: Mapping[int, list[Any]], devices: tuple[jax.Device, ...]
 ) -> list[int]:
     """The length of the longest of all replicas' slices, for each leaf that is sparse."""
+    # Of the dense shape 31 bits, for a table of 32-bit integers.
     facts = {
-        i: [fact for slices in row for fact in (slices.indices.shape[0], _shape_hash(slices))]
+        i: [(s.indices.shape[0], zlib.crc32(repr(s.dense_shape).encode()) >> 1) for s in row]
         for i, row in rows.items()
     }
     table = known_to_all(facts, devices, f"{name} of IndexedSlices")
-    lengths, hashes = table[:, ::2], table[:, 1::2]
+    lengths, hashes = table[..., 0], table[..., 1]
     if (hashes != hashes[:1]).any():
         shapes = [slices.dense_shape for slices in next(iter(rows.values()))]
         raise ValueError(
@@ -186,11 +187,6 @@ def _longest(
             "others."
         )
     return lengths.max(0).tolist()
-
-
-def _shape_hash(slices: Any) -> int:
-    """31 bits of the dense shape, for a table of 32-bit integers."""
-    return zlib.crc32(repr(slices.dense_shape).encode()) >> 1
 
 
 def _is_sparse_everywhere(name: str, leaves: Mapping[int, Any]) -> bool:

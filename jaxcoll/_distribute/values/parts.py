@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll._distribute.values.assemble import check_structures
-from jaxcoll._distribute.values.per_replica import DistributedValues, Mirrored, PerReplica
+from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica, is_distributed
 from jaxcoll._distribute.values.replica_axis import known_to_all
 from jaxcoll._mesh.mesh import of_this_process, span_processes
 from jaxcoll._mesh.placement import host_array, is_array
@@ -36,7 +36,7 @@ class Uneven(tuple):
 
 def has_parts(value: Any) -> bool:
     """Whether `value` is one value with a part for each replica, as far as one can see."""
-    return isinstance(value, DistributedValues) or is_sparse(value) or _is_list(value)
+    return is_distributed(value) or is_sparse(value) or _is_list(value)
 
 
 def check_no_list(caller: str, path: str, value: Any) -> None:
@@ -140,14 +140,11 @@ class Held:
         """
         # One exchange for all leaves: it is a round trip, whatever it carries.
         facts = {
-            i: [fact for leaf in jax.tree.leaves(part) for fact in _facts(caller, leaf)]
+            i: [_facts(caller, leaf) for leaf in jax.tree.leaves(part)]
             for i, part in self.parts.items()
         }
         table = known_to_all(facts, self.devices, caller, timeout_seconds)
-        found = [
-            [_shape_of(row) for row in table[:, k : k + 2 * _MOST + 1].tolist()]
-            for k in range(0, table.shape[1], 2 * _MOST + 1)
-        ]
+        found = [[*map(_shape_of, column)] for column in table.swapaxes(0, 1).tolist()]
         for parts, own in zip(found, axes, strict=True):
             check_parts(caller, parts, own)
         return found

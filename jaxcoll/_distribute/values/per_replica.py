@@ -352,6 +352,11 @@ class Mirrored(DistributedValues, replicated=True):
     __slots__ = ()
 
 
+def is_distributed(value: Any) -> bool:
+    """Whether `value` has a part on every replica, so that it is one argument and not a tree."""
+    return isinstance(value, DistributedValues)
+
+
 class _Plain(str):
     """Text that stands in a `repr` as it is."""
 

@@ -66,16 +66,16 @@ def replicating(
 
 
 def known_to_all(
-    facts: Mapping[int, Sequence[int] | np.ndarray],
+    facts: Mapping[int, Sequence[Any] | np.ndarray],
     devices: tuple[jax.Device, ...],
     what: str,
     timeout_seconds: float | None = None,
     settings: str = "",
 ) -> np.ndarray:
-    """A row of integers for each replica, of which each process brings those of its replicas.
+    """A table of integers for each replica, of which each process brings those of its replicas.
 
     A program depends on such facts (lengths, say) before all processes can compile the same one.
-    If all devices belong to this process, nothing is sent. All rows have one length, and integers
+    If all devices belong to this process, nothing is sent. All tables have one shape, and integers
     of 32 bits. `settings` is a text that all processes must have in common; "": `what`.
     """
     here = of_this_process(devices)

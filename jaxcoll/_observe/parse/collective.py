@@ -156,7 +156,7 @@ def _leaving(kind: str, operand: Operand, n: int) -> int:
             return operand.nbytes
 
 
-def wire_bytes(collectives: Iterable[Collective], *, unknown_trips: int | None = None) -> int:
+def wire_bytes(collectives: Iterable[Collective]) -> int:
     """Bytes that leave one device when the program runs once.
 
     Law: with n devices in a group and S bytes in an operand, an all-reduce sends 2(n-1)/n·S,
@@ -165,11 +165,9 @@ def wire_bytes(collectives: Iterable[Collective], *, unknown_trips: int | None =
     ragged all-to-all at most S, its sizes being known only when it runs. A group of one sends
     nothing. Shares are of whole elements, operand by operand: those of an all-reduce may differ
     by one, and a device sends all but one of them, twice. Where devices differ, the one that
-    sends most counts; of the branches of a conditional, the one that sends most. What a kernel (a
-    custom call) sends by itself is not seen.
-
-    Raises:
-      ValueError: a loop does not say how often it turns, and `unknown_trips` is None.
+    sends most counts; of the branches of a conditional, the one that sends most. A loop that does
+    not say how often it turns counts one turn. What a kernel (a custom call) sends by itself is
+    not seen.
 
     Examples:
       >>> eight = tuple(range(8))
@@ -177,17 +175,7 @@ def wire_bytes(collectives: Iterable[Collective], *, unknown_trips: int | None =
       >>> wire_bytes([Collective("all-reduce", "ar", (gradient,), 8, (eight,), "main", trips=5)])
       3520
     """
-    sent = []
-    for c in collectives:
-        trips = unknown_trips if c.trips is None else c.trips
-        if trips is None:
-            raise ValueError(
-                f"{c.kind} {c.name!r} in {c.computation!r} is in a loop that does not say how "
-                "often it turns, so its bytes cannot be counted. Pass `unknown_trips` to say how "
-                "often such loops turn."
-            )
-        sent.append((c.branches, trips * c.wire_bytes))
-    return _dearest(sent)
+    return _dearest([(c.branches, c.turns * c.wire_bytes) for c in collectives])
 
 
 def runs(collectives: Iterable[Collective]) -> int:

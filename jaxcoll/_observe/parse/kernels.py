@@ -64,7 +64,7 @@ class KernelReader:
         found: dict[str, _Kernel] = {}
         ends = graph.ends.get(name, [name])
         for start, beyond in ((name, graph.makers), *((end, graph.users) for end in ends)):
-            waiting = list(beyond(start))
+            waiting = list(beyond.get(start, ()))
             while waiting:
                 each = waiting.pop()
                 if each in found or each in (name, *ends) or each not in graph.lines:
@@ -79,7 +79,7 @@ class KernelReader:
                     found[each] = kernel
                     if not kernel.only_copies:
                         continue
-                waiting += beyond(each)
+                waiting += beyond.get(each, ())
         return Kernels(len(found), sum(kernel.nbytes for kernel in found.values()))
 
     def _kernel(self, instruction: Instruction, inside: Computation) -> _Kernel | None:
@@ -145,19 +145,12 @@ class _Graph(Computation):
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__(lines)
         self.kernels: dict[str, _Kernel | None] = {}
-        self._users: dict[str, list[str]] = {}
-        for user in self.lines:
-            for each in self.makers(user):
-                self._users.setdefault(each, []).append(user)
+        self.makers = {name: self[name].given for name in self.lines}
+        self.users: dict[str, list[str]] = {}
+        for user, given in self.makers.items():
+            for each in given:
+                self.users.setdefault(each, []).append(user)
         self.ends: dict[str, list[str]] = {}
         for _, name, opcode, start in pair_ends(lines):
             if opcode.endswith("-done") and opcode != "copy-done":
                 self.ends.setdefault(start, []).append(name)
-
-    def makers(self, name: str) -> Sequence[str]:
-        """Names of what it is given."""
-        return self[name].given if name in self.lines else ()
-
-    def users(self, name: str) -> Sequence[str]:
-        """Names of the instructions that it is given to."""
-        return self._users.get(name, ())

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxcoll._observe.parse.calls import Bodies, Call, Matmul, busy_among
-from jaxcoll._observe.parse.collective import Collective, Kernels, Meanwhile
+from jaxcoll._observe.parse.collective import Collective, Meanwhile, Operand
 from jaxcoll._observe.parse.hlo_text import (
     Computation,
+    Instruction,
     Module,
     defined_name,
     pair_ends,
     parse_instruction,
 )
 from jaxcoll._observe.parse.kernels import KernelReader
-from jaxcoll._observe.parse.matmul import TARGET, flops, is_matmul
 
+_CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
+_CONTRACTED_IN_CONFIG = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')  # a GPU library's
+_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")  # dim_labels=b01f_01io->b01f
+_WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
+_FIELD = re.compile(r"(\w+)=([\w\-]+)")
+_TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
+_PRODUCT = re.compile(r"gemm|matmul", re.IGNORECASE)
+_CONVOLVES = re.compile(r"cudnn\$conv", re.IGNORECASE)
 _IDLE = re.compile(
     r" (?:parameter|constant|get-tuple-element|tuple|bitcast|after-all|iota|partition-id|"
     r"[a-z][\w\-]*-(?:start|update|done))\("
@@ -45,6 +56,10 @@ class Work(NamedTuple):
         return Work(self.matmuls + times * other.matmuls, self.flops + more, dtype)
 
 
+def _together(works: Iterable[Work]) -> Work:
+    return functools.reduce(Work.plus, works, Work())
+
+
 class Schedule:
     """A module whose collectives and calls are known already.
 
@@ -58,14 +73,8 @@ class Schedule:
         self._uncounted, self._notes = uncounted, notes
         self._busy = busy_among(bodies, (Collective,))
         self._kernels = KernelReader(module)
-        self._direct: dict[str, dict[int, Work]] = {}
-        self._totals: dict[str, Work] = {}
-        # The calls of each computation that are programs of their own, by their line.
-        self._programs: dict[str, dict[int, list[Call]]] = {name: {} for name in bodies}
-        for name, body in bodies.items():
-            for item in body:
-                if isinstance(item, Call) and not self._is_dropped(item):
-                    self._programs[name].setdefault(item.at, []).append(item)
+        # The work at each line of a computation: its own, and with the programs it calls there.
+        self._known: dict[str, tuple[dict[int, Work], dict[int, Work]]] = {}
 
     def bodies(self) -> Bodies:
         """The bodies with matrix products in their places, and with what runs meanwhile.
@@ -78,7 +87,7 @@ class Schedule:
         lines, ends = self._module.computations[name], self._ends(name)
         items: list[Collective | Call | Matmul] = [
             Matmul(defined_name(lines[at]), work.flops, at=at, dtype=work.dtype)
-            for at, work in self._direct_work(name).items()
+            for at, work in self._work(name)[0].items()
         ]
         for item in self._bodies[name]:
             if isinstance(item, Matmul) or (isinstance(item, Call) and self._is_dropped(item)):
@@ -99,82 +108,59 @@ class Schedule:
                 "for one turn."
             )
         if isinstance(item, Collective) or item.is_async:
-            item = dataclasses.replace(item, kernels=self._kernels_around(computation, name))
+            try:
+                item = dataclasses.replace(item, kernels=self._kernels.around(computation, name))
+            except (ValueError, KeyError, IndexError) as error:
+                self._notes.append(f"the kernels around {name!r} could not be read: {error}")
         if not item.is_async:
             return item
         at, until = ends.get(name, (item.at, item.at))
         meanwhile = self._meanwhile(computation, at, until)
         return dataclasses.replace(item, at=at, until=until, meanwhile=meanwhile)
 
-    def _kernels_around(self, computation: str, name: str) -> Kernels | None:
-        try:
-            return self._kernels.around(computation, name)
-        except (ValueError, KeyError, IndexError) as error:
-            self._notes.append(f"the kernels around {name!r} could not be read: {error}")
-            return None
-
     def _is_dropped(self, call: Call) -> bool:
         return call.is_part and call.callee not in self._busy
 
     def _meanwhile(self, name: str, start: int, end: int) -> Meanwhile:
         """What stands between two lines of a computation."""
-        direct, programs, between = self._direct_work(name), self._programs[name], []
-        work = Work()
-        for at in range(start + 1, end):
-            work = work.plus(direct.get(at, Work()))
-            between += programs.get(at, ())
-        work = work.plus(self._called(between))
+        _, whole = self._work(name)
+        work = _together(whole[at] for at in range(start + 1, end) if at in whole)
         # Constants, tuples and the ends of other pairs take no time.
         lines = self._module.computations[name][start + 1 : end]
         count = sum(not _IDLE.search(line) for line in lines)
         return Meanwhile(count, work.matmuls, work.flops)
 
-    def _called(self, calls: Iterable[Call]) -> Work:
-        """The work of computations that are called; of a conditional, that of its longest."""
-        work = Work()
-        branches: dict[str, Work] = {}
-        for call in calls:
-            turns = 1 if call.trips is None else call.trips
-            each = Work().plus(self._total(call.callee), turns)
-            if call.branch is None:
-                work = work.plus(each)
-            else:
-                branches[call.site] = max(branches.get(call.site, Work()), each)
-        for most in branches.values():
-            work = work.plus(most)
-        return work
+    def _work(self, name: str) -> tuple[dict[int, Work], dict[int, Work]]:
+        """The work at each line of a computation: its own, and with the programs it calls there.
 
-    def _total(self, name: str) -> Work:
-        """The work of one computation, with what it calls."""
-        if name not in self._totals:
-            self._totals[name] = Work()  # for one that calls itself, which is found elsewhere
-            work = self._called(itertools.chain(*self._programs[name].values()))
-            for direct in self._direct_work(name).values():
-                work = work.plus(direct)
-            self._totals[name] = work
-        return self._totals[name]
-
-    def _direct_work(self, name: str) -> dict[int, Work]:
-        """The work of each instruction, by its line; a fusion's is that of what it fuses."""
-        if name not in self._direct:
-            # Stays empty while it is worked out, for a text in which a computation calls itself.
-            self._direct[name] = {}
-            found = self._own_work(name)
-            for item in self._bodies[name]:
-                if isinstance(item, Call) and self._is_dropped(item):
-                    work = self._total(item.callee)
+        A fusion's own is that of what it fuses; of a conditional the longest branch counts.
+        """
+        if name not in self._known:
+            # Empty while it is worked out, for a text in which a computation calls itself.
+            self._known[name] = {}, {}
+            direct, called = self._own_work(name), {}
+            for call in self._bodies[name]:
+                if not isinstance(call, Call):
+                    continue
+                turns = 1 if call.trips is None else call.trips
+                work = Work().plus(_together(self._work(call.callee)[1].values()), turns)
+                known = called.get(call.at, Work())
+                if self._is_dropped(call):
                     if work.matmuls:
-                        found[item.at] = found.get(item.at, Work()).plus(work)
-            self._direct[name] = found
-        return self._direct[name]
+                        direct[call.at] = direct.get(call.at, Work()).plus(work)
+                else:
+                    called[call.at] = known.plus(work) if call.branch is None else max(known, work)
+            both = {at: direct.get(at, Work()).plus(w) for at, w in called.items()}
+            self._known[name] = direct, {**direct, **both}
+        return self._known[name]
 
     def _own_work(self, name: str) -> dict[int, Work]:
         found: dict[int, Work] = {}
         lines, inside = self._module.computations[name], None
         for at, line in enumerate(lines):
-            if not is_matmul(line):
-                continue
-            if " custom-call(" in line and (target := TARGET.search(line)):
+            if not any(name in line for name in (" dot(", " convolution(", " custom-call(")):
+                continue  # quick, because it is asked of every line
+            if " custom-call(" in line and (target := _TARGET.search(line)):
                 # A backend_config may be long: it is searched only where it has that field.
                 config = line.partition("backend_config=")[2] if "has_comm" in line else ""
                 if _MAY_SEND.search(target[1]) or _MAY_SEND.search(config):
@@ -210,3 +196,77 @@ class Schedule:
                 begins = at
             found[start] = (begins, at)
         return found
+
+
+def flops(instruction: Instruction, inside: Computation) -> int | None:
+    """Floating-point operations of an instruction: 2 for each multiplication and addition.
+
+    Law: a product with an output of N elements that sums over K has 2·N·K of them. A convolution
+    has 2 for each element of an output and of its kernel that meet an element of the input, and
+    neither padding nor what dilation puts between elements; a library's convolution, whose text
+    says less, has those, too. It is 0 if it multiplies no matrices; None if it does, and its text
+    does not say how large they are.
+
+    Examples:
+      >>> from jaxcoll._observe.parse.hlo_text import parse_instruction
+      >>> text = "  %d = f32[4,6] dot(f32[4,5] %a, f32[5,6] %b), lhs_contracting_dims={1}"
+      >>> flops(parse_instruction(text), Computation([]))
+      240
+    """
+    opcode, attributes = instruction.opcode, instruction.attributes
+    target = _TARGET.search(attributes) if opcode == "custom-call" else None
+    convolves = opcode == "convolution" or (target and _CONVOLVES.search(target[1]))
+    if not (opcode == "dot" or convolves or (target and _PRODUCT.search(target[1]))):
+        return 0
+    results, given = instruction.results, inside.operands(instruction)
+    if not results or len(given) < 2:
+        return None
+    if opcode == "convolution":
+        return _convolved(attributes, given[0], given[1], results[0])
+    summed = _kernel(attributes, given[1]) if convolves else _contracted(attributes, given[0])
+    return None if summed is None else 2 * results[0].size * summed
+
+
+def _contracted(attributes: str, left: Operand) -> int | None:
+    """Elements of the left operand's dimensions that are summed over."""
+    found = _CONTRACTED.search(attributes) or _CONTRACTED_IN_CONFIG.search(attributes)
+    if not found:
+        return None
+    dims = [int(d) for d in re.findall(r"\d+", found[1])]
+    return (
+        math.prod(left.shape[d] for d in dims) if all(d < len(left.shape) for d in dims) else None
+    )
+
+
+def _kernel(attributes: str, kernel: Operand) -> int | None:
+    """Elements of a convolution's kernel for one output feature."""
+    found = _LABELS.search(attributes)
+    if not found or len(found[2]) != len(kernel.shape) or "o" not in found[2]:
+        return None
+    return math.prod(n for n, label in zip(kernel.shape, found[2], strict=True) if label != "o")
+
+
+def _convolved(attributes: str, left: Operand, kernel: Operand, output: Operand) -> int | None:
+    """Operations of a convolution; TPUs write every product as one, batches as dilated windows."""
+    labels, window = _LABELS.search(attributes), _WINDOW.search(attributes)
+    if not labels or [*map(len, labels.groups())] != [
+        len(each.shape) for each in (left, kernel, output)
+    ]:
+        return None
+    inputs, weights, outputs = (
+        dict(zip(named, each.shape, strict=True))
+        for named, each in zip(labels.groups(), (left, kernel, output), strict=True)
+    )
+    given = dict(_FIELD.findall(window[1])) if window else {}
+    found = 2 * weights["i"] * outputs["b"] * outputs["f"]
+    for k, dim in enumerate(sorted(filter(str.isdigit, inputs))):
+        stride, pad, dilated, spread = (
+            int(given[name].split("x")[k].partition("_")[0]) if name in given else usual
+            for name, usual in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
+        )
+        # For each output element and kernel element the input position, which may be padding.
+        at = np.arange(outputs[dim])[:, None] * stride - pad
+        at = at + np.arange(weights[dim])[None] * spread
+        inside = (at >= 0) & (at <= (inputs[dim] - 1) * dilated) & (at % dilated == 0)
+        found *= int(inside.sum())
+    return found

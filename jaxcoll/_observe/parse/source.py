@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -50,15 +51,12 @@ class StackFrames:
                 table[number] = {"": text} if fields is None else dict(_FIELD.findall(fields))
             elif line.strip():
                 table = self._tables.setdefault(line.strip(), {})
-        self._known: dict[str, str] = {}
+        self._user = functools.cache(lambda number: users(self._frames(number)))
 
     def source(self, attributes: str) -> str:
         """File and line of the Python behind an instruction; "" if its text does not say."""
         if found := _FRAME.search(attributes):
-            number = found[1]
-            if number not in self._known:
-                self._known[number] = users(self._frames(number))
-            return self._known[number]
+            return self._user(found[1])
         found = _FILE.search(attributes)
         return users([(found[1], found[2] or "0")]) if found else ""
 

@@ -91,11 +91,6 @@ class Topology:
     hosts: int  # processes, one per host
     size: int  # replicas it has room for, over all hosts
 
-    @property
-    def lowers_as(self) -> str:
-        """The platform's name where JAX lowers a program for it."""
-        return "cuda" if self.platform == "gpu" else self.platform
-
     def sizes(self, axes: int) -> tuple[int, ...]:
         """Sizes of a mesh of so many axes, outer first, that it has by itself."""
         if axes > 2:

@@ -33,20 +33,6 @@ class Network:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """A curve of the backend's own all-reduce: pairs of bytes and microseconds."""
-
-    replicas: int
-    points: tuple[tuple[int, float], ...]
-    islands: int = dataclasses.field(default=1, metadata=codec.OPTIONAL)
-
-    def curve(self) -> Curve:
-        """The same in seconds."""
-        points = tuple((size, t * MICRO) for size, t in self.points)
-        return Curve(points, self.replicas, self.islands)
-
-
-@dataclasses.dataclass(frozen=True)
 class Ring:
     """What a ring of fewer devices reaches, which get no sums in the switch."""
 
@@ -77,13 +63,17 @@ class Accelerator:
     peaks: dict[str, float]
     reached: float
     torus: int = dataclasses.field(default=0, metadata=codec.OPTIONAL)
-    curves: tuple[Measured, ...] = dataclasses.field(default=(), metadata=codec.OPTIONAL)
+    # Of the backend's own all-reduce, in microseconds
+    curves: tuple[Curve, ...] = dataclasses.field(default=(), metadata=codec.OPTIONAL)
     ring: Ring | None = dataclasses.field(default=None, metadata=codec.OPTIONAL)
 
     @functools.cached_property
     def native(self) -> tuple[Curve, ...]:
         """The curves as measured, and the ring's."""
-        measured = [each.curve() for each in self.curves]
+        measured = [
+            dataclasses.replace(c, points=tuple((size, t * MICRO) for size, t in c.points))
+            for c in self.curves
+        ]
         ring = [self.ring.curve(measured[0])] if self.ring else []
         return (*measured[:1], *ring, *measured[1:])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -129,45 +130,42 @@ def priced(
     """Each rule's packs, each by the algorithm that is predicted to be fastest; none twice."""
     # `names` has the algorithm of all packs; or the compiler's own first, and others that may stand
     # in for it. A leaf that must keep its shape has the compiler's own.
-    suited: dict[tuple[tuple[int, ...], int, str], str] = {}
     coded = tuple(dict.fromkeys(map(coded_by, names)))
     # Codes are for slow networks, on which two levels gain most; within a host nothing is rounded.
     coded = tuple(name for name in coded if "/" in name) or coded
     tried: set[tuple[Pack, ...]] = set()
 
-    def algorithm(pack: Pack) -> str:
-        choice = coded if pack.format else names
-        if pack.solid or len(choice) == 1:
-            return "native" if pack.solid else choice[0]
-        key = pack.over, pack.nbytes, pack.format
-        if key not in suited and pack.format:
-            suited[key] = min(coded, key=lambda name: _seconds(name, pack, prices))
-        elif key not in suited:
-            found = {
-                name: _seconds(name, pack, prices) / _limits(name)[1]
-                for name in names
-                if pack.nbytes <= _limits(name)[0]
-            }
-            suited[key] = min(found, key=lambda name: found[name])
-        return suited[key]
-
-    def more(pack: Pack) -> float:
-        """What a pack's price is beyond its seconds."""
-        if len(names) == 1 or pack.format or pack.algorithm == names[0]:
-            return 0.0
-        return _seconds(pack.algorithm, pack, prices) * (1 / _limits(pack.algorithm)[1] - 1)
+    @functools.cache
+    def suited(over: tuple[int, ...], nbytes: int, format: str) -> tuple[str, float]:
+        """What sums such a pack, and what its price is beyond its seconds."""
+        choice = coded if format else names
+        if len(choice) == 1:
+            return choice[0], 0.0
+        seconds = {
+            name: prices.of(stages(name, 0, over, format), nbytes).seconds
+            + prices.terms.array * (name == "native")
+            for name in choice
+            if format or nbytes <= _limits(name)[0]
+        }
+        worth = {name: 1.0 if format else _limits(name)[1] for name in seconds}
+        best = min(seconds, key=lambda name: seconds[name] / worth[name])
+        return best, seconds[best] * (1 / worth[best] - 1)
 
     for rule in rules:
+        packs = plan_packs(leaves, rule)
+        found = [
+            ("native", 0.0) if pack.solid else suited(pack.over, pack.nbytes, pack.format)
+            for pack in packs
+        ]
         packs = tuple(
             pack if name == pack.algorithm else dataclasses.replace(pack, algorithm=name)
-            for pack in plan_packs(leaves, rule)
-            for name in (algorithm(pack),)
+            for pack, (name, _) in zip(packs, found, strict=True)
         )
         # Of a tree of small leaves several rules make the same packs; to price is what takes time.
         if packs not in tried:
             tried.add(packs)
             cost = prices.predict(loads(packs, leaves, _stages_of))
-            yield Way(rule, packs, cost, cost.seconds + sum(map(more, packs)))
+            yield Way(rule, packs, cost, cost.seconds + sum(more for _, more in found))
 
 
 def alternatives(leaves: Sequence[Leaf], world: World, terms: Terms) -> tuple[Alternative, ...]:
@@ -225,13 +223,8 @@ def _limits(name: str) -> tuple[int, float]:
     return (PAIRED, WORTH_OF_PAIRS) if "/" in name else (EXCHANGED, WORTH)
 
 
-def _seconds(name: str, pack: Pack, prices: Prices) -> float:
-    handed_over = prices.terms.array if name == "native" else 0.0
-    return prices.of(_stages_of(pack, name), pack.nbytes).seconds + handed_over
-
-
-def _stages_of(pack: Pack, algorithm: str = "") -> tuple[Stage, ...]:
-    return stages(algorithm or pack.algorithm, 0, pack.over, pack.format)
+def _stages_of(pack: Pack) -> tuple[Stage, ...]:
+    return stages(pack.algorithm, 0, pack.over, pack.format)
 
 
 def _size(nbytes: int) -> str:

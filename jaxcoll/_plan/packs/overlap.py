@@ -36,7 +36,7 @@ _AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 """Collectives that XLA's scheduler for GPUs may have under way. It plans for one at a time, so that
 in a loop, which is scheduled as a program of its own, those of one turn stand behind each other."""
 
-_OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
+OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("cpu", "all-reduce"): {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"},
     # Where packs are chained nothing is left to combine; these are for a loop's, which are not.
     ("gpu", "all-reduce"): {"xla_gpu_all_reduce_combine_threshold_bytes": 1, _AT_ONCE: 8},
@@ -47,6 +47,8 @@ _OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     # Packs are larger than this, metrics are not, which then still travel together.
     ("tpu", "all-reduce"): {"xla_jf_crs_combiner_threshold_in_bytes": ALONE},
 }
+"""What keeps packs apart in a program that is compiled for a platform, by their collective; of the
+kind "loop" what lets a gather and a scatter of other layers be under way in one turn."""
 
 _WHERE = {
     "cpu": (
@@ -140,17 +142,9 @@ def reasons(
         yield by_options(world.platform)
 
 
-def compiler_options(platform: str, kind: str = "all-reduce") -> dict[str, Any]:
-    """What keeps packs apart in a program that is compiled for `platform`, by their collective.
-
-    Of the kind "loop": what lets a gather and a scatter of other layers be under way in one turn.
-    """
-    return dict(_OPTIONS.get((platform, kind), {}))
-
-
 def by_options(platform: str, kind: str = "all-reduce") -> str:
-    """The same in a sentence."""
-    options, in_loops = compiler_options(platform, kind), kind == "loop"
+    """The options that keep packs apart, in a sentence."""
+    options, in_loops = OPTIONS.get((platform, kind), {}), kind == "loop"
     listed = " and ".join(f"{name}={value}" for name, value in options.items())
     if listed:
         return (

@@ -6,7 +6,9 @@ its inverse needs no state: reading the packs in order gives back every leaf, to
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
@@ -132,14 +134,10 @@ def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
     inside a pack; leaves that do not travel are in none. Packs are ordered by the first leaf
     they carry; with `ReadyOrder` leaves and packs are in the order in which they are ready.
     """
+    solid = ([_whole(leaves, i)] for i, leaf in enumerate(leaves) if leaf.travels and leaf.solid)
     packs = [
-        Pack(*_agreement(leaf)[:3], (_whole(leaves, i),), solid=True, format=leaf.format)
-        for i, leaf in enumerate(leaves)
-        if leaf.travels and leaf.solid
-    ]
-    packs += [
-        Pack(*_agreement(first)[:3], tuple(segments), format=first.format)
-        for segments in _shared(leaves, rule)
+        Pack(*_agreement(first)[:3], tuple(segments), first.solid, format=first.format)
+        for segments in itertools.chain(solid, _shared(leaves, rule))
         for first in [leaves[segments[0].leaf]]
     ]
     if isinstance(rule, ReadyOrder):
@@ -153,7 +151,11 @@ def _shared(leaves: Sequence[Leaf], rule: PackingRule) -> Iterator[list[Segment]
         for run in _small_runs(leaves, rule):
             yield [_whole(leaves, i) for i in run]
         return
-    groups = _groups(leaves)
+    alike: dict[Hashable, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.travels and not leaf.solid:
+            alike.setdefault(_agreement(leaf), []).append(i)
+    groups = list(alike.values())
     shares = _shares(leaves, groups, rule.count) if isinstance(rule, NumPacks) else []
     for k, members in enumerate(groups):
         match rule:
@@ -177,21 +179,9 @@ def cut(packs: Sequence[Pack], parts: int) -> tuple[Pack, ...]:
     )
 
 
-Agreement = tuple[np.dtype, tuple[int, ...], Hashable, str]
-
-
-def _agreement(leaf: Leaf) -> Agreement:
+def _agreement(leaf: Leaf) -> tuple[np.dtype, tuple[int, ...], Hashable, str]:
     """What two leaves must agree in to share a pack."""
     return leaf.wire, leaf.over, leaf.kind, leaf.format
-
-
-def _groups(leaves: Sequence[Leaf]) -> list[list[int]]:
-    """Indices of the leaves that may share packs, together where they agree."""
-    groups: dict[Agreement, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if leaf.travels and not leaf.solid:
-            groups.setdefault(_agreement(leaf), []).append(i)
-    return list(groups.values())
 
 
 def _whole(leaves: Sequence[Leaf], i: int) -> Segment:
@@ -240,22 +230,16 @@ def _tapering(
 
 def _small_runs(leaves: Sequence[Leaf], rule: GroupSmall) -> Iterator[list[int]]:
     """Indices of the leaves that travel together, one by one where they are large."""
-    run: list[int] = []
-    for i, leaf in enumerate(leaves):
-        if not leaf.travels:
-            continue
-        if run and (
-            leaf.solid
-            or len(run) == rule.max_group
-            or max(leaf.nbytes, leaves[run[-1]].nbytes) > rule.max_bytes
-            or _agreement(leaf) != _agreement(leaves[run[-1]])
-        ):
-            yield run
-            run = []
-        if not leaf.solid:
-            run.append(i)
-    if run:
-        yield run
+
+    def run_of(i: int) -> Hashable:
+        leaf = leaves[i]
+        return leaf.solid, i if leaf.nbytes > rule.max_bytes else None, _agreement(leaf)
+
+    travelling = (i for i, leaf in enumerate(leaves) if leaf.travels)
+    for _, run in itertools.groupby(travelling, run_of):
+        members = [i for i in run if not leaves[i].solid]
+        for start in range(0, len(members), rule.max_group):
+            yield members[start : start + rule.max_group]
 
 
 def _close_before(
@@ -281,18 +265,15 @@ def _close_before(
 
 def _cut_evenly(segments: Sequence[Segment], count: int) -> Iterator[list[Segment]]:
     """The same elements in `count` runs whose sizes differ by one at most."""
-    total = sum(s.size for s in segments)
-    sizes = [total // count + (k < total % count) for k in range(count)]
-    waiting = iter(segments)
-    rest = next(waiting)
-    for size in sizes:
+    ends = list(itertools.accumulate(s.size for s in segments))
+    each, more = divmod(ends[-1], count)
+    bounds = [k * each + min(k, more) for k in range(count + 1)]
+    for low, high in itertools.pairwise(bounds):
         pack: list[Segment] = []
-        while size:
-            rest = rest if rest.size else next(waiting)
-            step = min(size, rest.size)
-            pack.append(Segment(rest.leaf, rest.start, step))
-            rest = Segment(rest.leaf, rest.start + step, rest.size - step)
-            size -= step
+        for k in range(bisect.bisect(ends, low), bisect.bisect_left(ends, high) + 1):
+            end, s = min(ends[k], high), segments[k]
+            pack.append(Segment(s.leaf, s.start + s.size - (ends[k] - low), end - low))
+            low = end
         yield pack
 
 

@@ -31,7 +31,13 @@ def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Row `rank` of the sum of (n, k) rows, by ⌈log2 n⌉ steps; (n-1)/n of the bytes are sent."""
     rank, bits = lax.axis_index(axes), _bits(len(shards))
     if bits is None:
-        return _handed_around(turned(shards, rank), axes)
+        # Row i is for the replica i further, so that all slices are static.
+        shards = turned(shards, rank)
+        for many, few in _halvings(len(shards)):
+            received = passed_on(shards[few:many], axes, few)
+            met = many - few
+            shards = jnp.concatenate([shards[:met] + received, shards[met:few]])
+        return shards[0]
     for bit in bits:
         halves = shards.reshape(-1, 2, shards.shape[-1])
         mine = rank // bit % 2
@@ -71,15 +77,6 @@ def _half(halves: jax.Array, which: jax.Array) -> jax.Array:
 
 def _pairs(first: jax.Array, second: jax.Array) -> jax.Array:
     return jnp.stack([first, second], axis=1)
-
-
-def _handed_around(collected: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The first row's sum; row i is for the replica i further, so that all slices are static."""
-    for many, few in _halvings(len(collected)):
-        received = passed_on(collected[few:many], axes, few)
-        met = many - few
-        collected = jnp.concatenate([collected[:met] + received, collected[met:few]])
-    return collected[0]
 
 
 def _halvings(n: int) -> list[tuple[int, int]]:

@@ -6,11 +6,6 @@ import jax
 from jax import lax
 
 
-def all_reduce(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The sum of `array` over all replicas along `axes`, *invariant*; compilers combine several."""
-    return lax.psum(array, axes)
-
-
 def reduce_scatter(shards: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Row `rank` of the sum of (n, ...) rows; TPUs make an all-reduce of scalar rows."""
     return lax.psum_scatter(shards, axes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -50,9 +49,9 @@ def all_reduce(array: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -
     `array` is *varying* over those axes where types tell; every replica ends with the same bits.
     """
     if [stage.algorithm for stage in stages] == ["native"]:
-        return native.all_reduce(array, _names(stages[0], axes))
-    total = _summed(array.reshape(-1), stages, axes).reshape(array.shape)
-    return _compat.as_invariant(total, axes, summed=True)
+        return lax.psum(array, _names(stages[0], axes))
+    total, _ = _summed(array.reshape(-1), stages, axes)
+    return _compat.as_invariant(total.reshape(array.shape), axes, summed=True)
 
 
 def coded_all_reduce(
@@ -66,7 +65,7 @@ def coded_all_reduce(
     if not is_coded(stages):
         return all_reduce(array, stages, axes), None
     flat = _flat(array, stages)
-    total, coded = _coded(lax.stop_gradient(flat), stages, axes, how)
+    total, coded = _summed(lax.stop_gradient(flat), stages, axes, how)
     total = as_exact(total, flat, tuple(stages), tuple(axes), 1)[: array.size].reshape(array.shape)
     return _compat.as_invariant(total, axes, summed=True), coded
 
@@ -106,20 +105,6 @@ def _flat(array: jax.Array, stages: Sequence[Stage]) -> jax.Array:
     return jnp.pad(flat, (0, aligned(stages, flat.size) - flat.size))
 
 
-def _coded(
-    flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str], how: How
-) -> tuple[jax.Array, Coded]:
-    """As `_summed`, of a flat array that every stage cuts into shards of whole blocks."""
-    stage, *outer = stages
-    over = _names(stage, axes)
-    if stage.format:
-        return two_phase.all_reduce(flat, stage.format, over, how)
-    algorithm = ALGORITHMS[stage.algorithm]
-    shard = algorithm.reduce_scatter(flat.reshape(stage.shards, -1), over)
-    total, coded = _coded(shard, outer, axes, how)
-    return algorithm.all_gather(total, stage.shards, over).reshape(-1), coded
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def as_exact(
     total: jax.Array, own: jax.Array, stages: tuple[Stage, ...], axes: tuple[str, ...], by: int
@@ -131,26 +116,35 @@ def as_exact(
 @as_exact.defjvp
 def _as_exact_jvp(stages: Any, axes: Any, by: int, primals: Any, tangents: Any) -> Any:
     (total, _), (_, own) = primals, tangents
-    exact = [dataclasses.replace(stage, format="") for stage in stages]
-    moved = _summed(own.reshape(-1), exact, axes).reshape(own.shape)
-    moved = _compat.as_invariant(moved, sorted({*axes} - _compat.varying_axes(total)))
+    moved, _ = _summed(own.reshape(-1), stages, axes)
+    moved = _compat.as_invariant(
+        moved.reshape(own.shape), sorted({*axes} - _compat.varying_axes(total))
+    )
     return total, (moved / by if by > 1 else moved).astype(total.dtype)
 
 
-def _summed(flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:
-    """Reduce-scatter, the same for the shard along the outer axes, all-gather."""
+def _summed(
+    flat: jax.Array, stages: Sequence[Stage], axes: Sequence[str], how: How | None = None
+) -> tuple[jax.Array, Coded | None]:
+    """Reduce-scatter, the same for the shard along the outer axes, all-gather.
+
+    Without `how` exactly; else in the last stage's wire format, of shards of whole blocks, and with
+    what was coded.
+    """
     if not stages:
-        return flat
+        return flat, None
     stage, *outer = stages
     over = _names(stage, axes)
+    if stage.format and how is not None:
+        return two_phase.all_reduce(flat, stage.format, over, how)
     if stage.algorithm == "native" and not outer:
-        return native.all_reduce(flat, over)
+        return lax.psum(flat, over), None
     algorithm = ALGORITHMS[stage.algorithm]
     length = -(-flat.size // stage.shards)
     padded = jnp.pad(flat, (0, stage.shards * length - flat.size))
     shard = algorithm.reduce_scatter(padded.reshape(stage.shards, length), over)
-    gathered = algorithm.all_gather(_summed(shard, outer, axes), stage.shards, over)
-    return gathered.reshape(-1)[: flat.size]
+    total, coded = _summed(shard, outer, axes, how)
+    return algorithm.all_gather(total, stage.shards, over).reshape(-1)[: flat.size], coded
 
 
 def reduce_scatter(blocks: jax.Array, stages: Sequence[Stage], axes: Sequence[str]) -> jax.Array:

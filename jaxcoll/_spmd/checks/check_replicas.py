@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 
 from jaxcoll._errors import ReplicaDivergenceError
-from jaxcoll._plan.packs.leaves import flattened, no_array, where
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.axes import as_array, bound_axes, count
 from jaxcoll._spmd.gather import all_gather
 from jaxcoll._spmd.scope import Scope
 
@@ -49,15 +49,22 @@ class ReplicaCheck:
     @property
     def differs(self) -> Any:
         """bool[leaves]: whether not all replicas hold the same. Works in a program, too."""
-        digests = self.digests if self.digests.ndim == 3 else _first(self.digests)
+        digests = self._every()
         return (digests != digests[:1]).any((0, 2))
+
+    def _every(self) -> Any:
+        """Of what `pmap` or `vmap` returned, all rows of which are equal, one that is at hand."""
+        if self.digests.ndim == 3:
+            return self.digests
+        shards = getattr(self.digests, "addressable_shards", None)
+        return shards[0].data[0] if shards else self.digests[0]
 
     def divergent(self) -> dict[str, tuple[tuple[str, ...], ...]]:
         """Of each leaf that differs the replicas in groups that agree, largest first; on the host.
 
         The first group is the majority if it is larger than the second.
         """
-        digests = np.asarray(self.digests if self.digests.ndim == 3 else _first(self.digests))
+        digests = np.asarray(self._every())
         found = {}
         for leaf in np.flatnonzero((digests != digests[:1]).any((0, 2))):
             groups: dict[bytes, list[str]] = {}
@@ -169,16 +176,9 @@ def _as_array(path: str, leaf: Any) -> Any:
     dtype = getattr(leaf, "dtype", None)
     if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
-    got = str(dtype) if dtype == jax.dtypes.float0 else no_array(leaf)
-    if got is not None:
-        raise ValueError(f"`check_replicas`: {where(path)}: expected an array, got {got}.")
-    return jnp.asarray(leaf)
-
-
-def _first(stacked: Any) -> Any:
-    """Of what `pmap` or `vmap` returned, all rows of which are equal, one that is at hand."""
-    shards = getattr(stacked, "addressable_shards", None)
-    return shards[0].data[0] if shards else stacked[0]
+    if dtype == jax.dtypes.float0:
+        raise ValueError(f"`check_replicas`: {where(path)}: expected an array, got {dtype}.")
+    return as_array(leaf, f"`check_replicas`: {where(path)}")
 
 
 def _leaves(n: int) -> str:

@@ -82,39 +82,34 @@ def accumulated(
     # Traced once by itself, for the types with which the sums must begin.
     first = jax.tree.map(lambda x: x[0], pieces)
     program = traced(one, inputs=(first,))
-    types, sums = jax.tree.flatten(program.result(program.program.out_avals)[0])
-    _warn_of_reductions(program.program, micro)
+    types, _ = program.result(program.program.out_avals)
+    summed = jax.tree.leaves(types)
+    if micro.count > 1 and (repeated := moved_reductions(program.program)):
+        message = _MOVABLE.format(count=micro.count, found=described(repeated))
+        warnings.warn(message, ReductionInLoopWarning, stacklevel=2)
 
     def turn(totals: list[jax.Array], piece: dict[int, Any]) -> tuple[list[jax.Array], Any]:
         found = program.outputs(piece)
         added = [t + x.astype(t.dtype) for t, x in zip(totals, found, strict=False)]
-        return added, found[len(types) :]
+        return added, found[len(summed) :]
 
-    zeros = [_compat.zeros_like_aval(aval, wide(aval.dtype)) for aval in types]
+    zeros = [_compat.zeros_like_aval(aval, wide(aval.dtype)) for aval in summed]
     totals, stacked = lax.scan(turn, zeros, pieces)
-    value, weight, metrics, grads = jax.tree.unflatten(
-        sums, list(map(_Sum, totals, [aval.dtype for aval in types]))
-    )
+    (value, weight, metrics, grads), aux = program.result([*totals, *stacked])
     parts = micro.count if mean and weight is None else 1
     taken_off = 0 if weight is None else halvings
-    value, grads = jax.tree.map(lambda s: s.over(parts, taken_off), (value, grads))
-    weight, metrics = jax.tree.map(lambda s: s.over(1, 0), (weight, metrics))
-    _, aux = program.result([*totals, *stacked])
+
+    def averaged(total: jax.Array, like: Any) -> jax.Array:
+        total = total / parts if parts > 1 else total
+        if taken_off and like.dtype == np.float16:
+            total = total * np.float32(2.0**-taken_off)
+        return total.astype(like.dtype)
+
+    value, grads = jax.tree.map(averaged, (value, grads), (types[0], types[3]))
+    weight, metrics = jax.tree.map(
+        lambda total, like: total.astype(like.dtype), (weight, metrics), types[1:3]
+    )
     return (value, Beside(weight, metrics, aux)), grads
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sum:
-    """A sum in the type it was added in, and the type of what was added."""
-
-    total: jax.Array
-    dtype: np.dtype
-
-    def over(self, parts: int, halvings: int) -> jax.Array:
-        total = self.total / parts if parts > 1 else self.total
-        if halvings and self.dtype == np.float16:
-            total = total * np.float32(2.0**-halvings)
-        return total.astype(self.dtype)
 
 
 def _in_pieces(
@@ -155,9 +150,3 @@ def _cut(i: int, count: int, path: Any, leaf: Any) -> Any:
         )
     array = leaf if hasattr(leaf, "reshape") else jnp.asarray(leaf)
     return array.reshape(count, shape[0] // count, *shape[1:])
-
-
-def _warn_of_reductions(program: Any, micro: MicroBatches) -> None:
-    if micro.count > 1 and (found := moved_reductions(program)):
-        message = _MOVABLE.format(count=micro.count, found=described(found))
-        warnings.warn(message, ReductionInLoopWarning, stacklevel=2)

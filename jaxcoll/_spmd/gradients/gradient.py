@@ -79,8 +79,8 @@ class Asked:
     has_aux: bool
     scatter: bool
     feedback: Callable[..., Any] | None
-    with_value: bool
-    micro_batches: MicroBatches | None
+    with_value: bool = True
+    micro_batches: MicroBatches | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.fun):
@@ -118,13 +118,140 @@ class Asked:
             for path, leaf in flattened(args[i])[0]
         }
 
+    def halvings(self, axes: Mapping[str, int]) -> int:
+        """Powers of two off a float16 of a weighted mean, whose sums may be too large for it."""
+        pieces = 1 if self.micro_batches is None else self.micro_batches.count
+        return halvings(count(axes) * pieces)
+
+    def of_share(
+        self, axes: dict[str, int], here: Differentiation, args: tuple[Any, ...], kwargs: Any
+    ) -> Differentiated:
+        """Value and gradients of a replica's share; terms of a weighted mean fit to be summed."""
+        caller, micro_batches = self.caller, self.micro_batches
+
+        def loss(*args: Any, **kwargs: Any) -> tuple[Any, Beside]:
+            out = self.fun(*args, **kwargs)
+            out, aux = loss_and_aux(out, caller) if self.has_aux else (out, None)
+            value, weight = value_and_weight(out, caller)
+            if weight is not None and self.reduce_op is ReduceOp.SUM:
+                raise ValueError(_WEIGHT_IN_SUM.format(caller=caller))
+            return value, Beside(weight, *metrics.taken_apart(aux, caller))
+
+        def differentiate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Differentiated:
+            (value, beside), grads = value_and_local_grad(loss, self.argnums, here, args, kwargs)
+            if missing := _compat.same_axes(value, axes):  # reduced on the way, as its type shows
+                words = {"caller": caller, "axes": listed(axes), "missing": listed(missing)}
+                raise AlreadyReducedError(_LOSS_ALREADY_REDUCED.format(**words))
+            parts = metrics.varied(beside.metrics, axes, caller)
+            weight = jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), beside.weight)
+            return (value, Beside(weight, parts, beside.aux)), grads
+
+        if micro_batches is not None:
+            return accumulated(
+                differentiate,
+                args,
+                kwargs,
+                micro_batches,
+                learned=self.places(args),
+                mean=self.reduce_op is ReduceOp.MEAN,
+                halvings=self.halvings(axes),
+            )
+        (value, beside), grads = differentiate(args, kwargs)
+        if beside.weight is not None:
+            value, grads = jax.tree.map(lambda x: halved(x, self.halvings(axes)), (value, grads))
+        return (value, beside), grads
+
+    def reduced(
+        self, program: Traced, args: tuple[Any, ...], axes: dict[str, int], scope: Scope, owed: Any
+    ) -> Any:
+        """What the caller gets, from the program of one replica's share."""
+        leaves, enclosing = self.leaves(args), retyped()
+        in_shards = axes_of_shards([args[i] for i in self.places(args)])
+        own = own_axes(leaves, axes, in_shards)
+        (value, beside), grads = program.evaluate()
+        is_mean = self.reduce_op is ReduceOp.MEAN
+        value = scope.reduced_once(value, tuple(axes), "the loss", mean=is_mean)
+        along = (scope.marked | scope.watched | enclosing).intersection(axes)
+        grads = watched(grads, leaves, along, self.caller, own, own_too=bool(scope.watched))
+        weighted = beside.weight is not None
+        op = ReduceOp.SUM if weighted else self.reduce_op
+        local = _Local(value if self.with_value else None, beside.weight, beside.metrics, grads)
+        residual = None
+        if self.scatter:
+            refuse_own(NO_SHARD, leaves, own, self.caller)
+            shards = reduce_scatter(op, grads, tuple(axes), scope=scope)
+            local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope.exactly)
+            local = local._replace(grads=shards)
+        else:
+            local, residual = self._together(op, local, own, program, axes, scope, owed)
+        value, grads = local.value, local.grads
+        if weighted:
+            mean = functools.partial(quotient, by=local.weight, times=self.halvings(axes))
+            value, grads = jax.tree.map(mean, (value, grads))
+            if residual is not None:  # a small weight, or none, may make a finite sum infinite
+                fine = finite(jax.tree.leaves(shared(grads, own)))
+                residual = jax.tree.map(functools.partial(jnp.where, fine), residual, owed)
+        times = count(axes) if op is ReduceOp.MEAN else 1
+        aux = metrics.put_together(beside.aux, local.metrics, times)
+        outputs = ((value, aux) if self.has_aux else value, grads)
+        if not self.with_value:
+            outputs = (grads, aux) if self.has_aux else (grads,)
+        if self.feedback:
+            return (*outputs, residual)
+        return outputs if len(outputs) > 1 else grads
+
+    def _together(
+        self,
+        op: ReduceOp,
+        local: _Local,
+        own: Sequence[tuple[str, ...]],
+        program: Traced,
+        axes: Mapping[str, int],
+        scope: Scope,
+        residual: Shards | None,
+    ) -> tuple[_Local, Shards | None]:
+        """One reduction for everything that replicas have in common, and the next residual."""
+        same, ready = _synced(program, tuple(axes)), None
+        if residual is not None and same:
+            raise ValueError(_SYNCED_ALREADY.format(caller=self.caller, leaf=where(min(same))))
+        common = local._replace(grads=shared(local.grads, own))
+        beside = flattened(common._replace(grads=None))[0]
+        if wants_order(scope.options, scope.world(dict(axes))):
+            _, order = program.result(places(program.program))
+            # All but the gradients is there before any of them.
+            ready = [*(-1 for _ in beside), *jax.tree.leaves(shared(order, own))]
+        if any(own) and scope.world(dict(axes)).over_gloo:
+            parts = [x for x, mine in zip(jax.tree.leaves(local.grads), own, strict=True) if mine]
+            leaves, treedef = jax.tree.flatten(common)
+            common = treedef.unflatten(_compat.at_once(leaves, parts))
+        ends = " … ".join(dict.fromkeys([*[*same][:1], *[*same][-1:]]))
+        again = _SYNCED.format(what=counted(len(same), "leaf", "leaves"), paths=ends)
+        reduce: Any = all_reduce
+        if self.feedback is not None:
+            known = {"of": local.grads, "prefix": ".grads", "caller": self.caller}
+            reduce = functools.partial(self.feedback, residual=residual, **known)
+        reduced = reduce(
+            op,
+            common,
+            tuple(axes),
+            scope=scope,
+            ready=ready,
+            same=same,
+            exact=frozenset(path for path, _ in beside),
+            reasons=(again,) if same else (),
+        )
+        if residual is not None:
+            reduced, residual = reduced
+        if any(own):
+            # Of these no residual is kept.
+            exactly = scope if residual is None else scope.exactly
+            grads = with_own(reduced.grads, op, local.grads, own, axes, scope=exactly)
+            reduced = reduced._replace(grads=grads)
+        return reduced, residual
+
 
 def reduced_gradient(
-    asked: Asked,
-    axis_name: str | tuple[str, ...],
-    *,
-    scope: Callable[[], Scope],
-    options: CommunicationOptions,
+    asked: Asked, axis_name: Any, scope: Callable[[], Scope], options: CommunicationOptions
 ) -> Callable[..., Any]:
     """The body of `jc.value_and_grad`, `jc.grad` and `jc.accumulate`, which say what it does."""
     caller = asked.caller
@@ -140,154 +267,12 @@ def reduced_gradient(
         enclosing = retyped()
         check_differentiable(asked.leaves(args), caller)
         here = Differentiation(tuple(axes), options, enclosing=enclosing)
-        program = traced(_of_share, asked, axes, here, args, kwargs)
+        program = traced(asked.of_share, axes, here, args, kwargs)
         typed = [a for a in axes if a not in enclosing and _compat.tracks_variance(a)]
         check_gradients(program.program, typed)
-        here_scope = scope().merged(options)
-        return _reduced(asked, program, args, axes, enclosing, here_scope, residual)
+        return asked.reduced(program, args, axes, scope().merged(options), residual)
 
     return reduced
-
-
-def _of_share(
-    asked: Asked,
-    axes: dict[str, int],
-    here: Differentiation,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Differentiated:
-    """Value and gradients of one replica's share; the terms of a weighted mean fit to be summed."""
-    caller, micro_batches = asked.caller, asked.micro_batches
-
-    def loss(*args: Any, **kwargs: Any) -> tuple[Any, Beside]:
-        out = asked.fun(*args, **kwargs)
-        out, aux = loss_and_aux(out, caller) if asked.has_aux else (out, None)
-        value, weight = value_and_weight(out, caller)
-        if weight is not None and asked.reduce_op is ReduceOp.SUM:
-            raise ValueError(_WEIGHT_IN_SUM.format(caller=caller))
-        return value, Beside(weight, *metrics.taken_apart(aux, caller))
-
-    def differentiate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Differentiated:
-        (value, beside), grads = value_and_local_grad(loss, asked.argnums, here, args, kwargs)
-        _check_local(value, axes, caller)
-        parts = metrics.varied(beside.metrics, axes, caller)
-        weight = jax.tree.map(lambda x: _compat.as_varying(x, tuple(axes)), beside.weight)
-        return (value, Beside(weight, parts, beside.aux)), grads
-
-    if micro_batches is not None:
-        return accumulated(
-            differentiate,
-            args,
-            kwargs,
-            micro_batches,
-            learned=asked.places(args),
-            mean=asked.reduce_op is ReduceOp.MEAN,
-            halvings=_halvings(asked, axes),
-        )
-    (value, beside), grads = differentiate(args, kwargs)
-    if beside.weight is not None:
-        value, grads = jax.tree.map(lambda x: halved(x, _halvings(asked, axes)), (value, grads))
-    return (value, beside), grads
-
-
-def _reduced(
-    asked: Asked,
-    program: Traced,
-    args: tuple[Any, ...],
-    axes: dict[str, int],
-    enclosing: frozenset[str],
-    scope: Scope,
-    owed: Shards | None,
-) -> Any:
-    """What the caller gets, from the program of one replica's share."""
-    leaves = asked.leaves(args)
-    in_shards = axes_of_shards([args[i] for i in asked.places(args)])
-    own = own_axes(leaves, axes, enclosing, in_shards)
-    (value, beside), grads = program.evaluate()
-    is_mean = asked.reduce_op is ReduceOp.MEAN
-    value = scope.reduced_once(value, tuple(axes), "the loss", mean=is_mean)
-    along = (scope.marked | scope.watched | enclosing).intersection(axes)
-    grads = watched(grads, leaves, along, asked.caller, own, own_too=bool(scope.watched))
-    weighted = beside.weight is not None
-    op = ReduceOp.SUM if weighted else asked.reduce_op
-    local = _Local(value if asked.with_value else None, beside.weight, beside.metrics, grads)
-    residual = None
-    if asked.scatter:
-        refuse_own(NO_SHARD, leaves, own, asked.caller)
-        shards = reduce_scatter(op, grads, tuple(axes), scope=scope)
-        local = all_reduce(op, local._replace(grads=None), tuple(axes), scope=scope.exactly)
-        local = local._replace(grads=shards)
-    else:
-        local, residual = _together(op, local, own, program, axes, scope, asked, owed)
-    value, grads = local.value, local.grads
-    if weighted:
-        taken_off = _halvings(asked, axes)
-        value, grads = jax.tree.map(lambda x: quotient(x, local.weight, taken_off), (value, grads))
-        if residual is not None:  # a small weight, or none, may make a finite sum infinite
-            fine = finite(jax.tree.leaves(shared(grads, own)))
-            residual = jax.tree.map(functools.partial(jnp.where, fine), residual, owed)
-    times = count(axes) if op is ReduceOp.MEAN else 1
-    aux = metrics.put_together(beside.aux, local.metrics, times)
-    outputs = ((value, aux) if asked.has_aux else value, grads)
-    if not asked.with_value:
-        outputs = (grads, aux) if asked.has_aux else (grads,)
-    if asked.feedback:
-        return (*outputs, residual)
-    return outputs if len(outputs) > 1 else grads
-
-
-def _together(
-    op: ReduceOp,
-    local: _Local,
-    own: Sequence[tuple[str, ...]],
-    program: Traced,
-    axes: Mapping[str, int],
-    scope: Scope,
-    asked: Asked,
-    residual: Shards | None,
-) -> tuple[_Local, Shards | None]:
-    """One reduction for everything that replicas have in common, and the next residual."""
-    same, ready = _synced(program, tuple(axes)), None
-    if residual is not None and same:
-        raise ValueError(_SYNCED_ALREADY.format(caller=asked.caller, leaf=where(min(same))))
-    common = local._replace(grads=shared(local.grads, own))
-    beside = flattened(common._replace(grads=None))[0]
-    if wants_order(scope.options, scope.world(dict(axes))):
-        _, order = program.result(places(program.program))
-        # All but the gradients is there before any of them.
-        ready = [*(-1 for _ in beside), *jax.tree.leaves(shared(order, own))]
-    if any(own) and scope.world(dict(axes)).over_gloo:
-        parts = [x for x, mine in zip(jax.tree.leaves(local.grads), own, strict=True) if mine]
-        leaves, treedef = jax.tree.flatten(common)
-        common = treedef.unflatten(_compat.at_once(leaves, parts))
-    reduce: Any = all_reduce
-    if asked.feedback is not None:
-        reduce = functools.partial(
-            asked.feedback, residual=residual, of=local.grads, prefix=".grads", caller=asked.caller
-        )
-    reduced = reduce(
-        op,
-        common,
-        tuple(axes),
-        scope=scope,
-        ready=ready,
-        same=same,
-        exact=frozenset(path for path, _ in beside),
-        reasons=_not_again(list(same)),
-    )
-    if residual is not None:
-        reduced, residual = reduced
-    if any(own):
-        # Of these no residual is kept.
-        exactly = scope if residual is None else scope.exactly
-        grads = with_own(reduced.grads, op, local.grads, own, axes, scope=exactly)
-        reduced = reduced._replace(grads=grads)
-    return reduced, residual
-
-
-def _halvings(asked: Asked, axes: Mapping[str, int]) -> int:
-    """Powers of two taken off a float16 of a weighted mean, whose sums may be too large for it."""
-    return halvings(count(axes) * (1 if asked.micro_batches is None else asked.micro_batches.count))
 
 
 def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]:
@@ -301,18 +286,3 @@ def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]
     _, grads = program.result(same_outputs(program.program, axes))
     found, _ = flattened(_Local(None, None, None, grads))
     return {path: along for path, along in found if along}
-
-
-def _not_again(paths: list[str]) -> tuple[str, ...]:
-    """What the plan says of leaves that were reduced before."""
-    ends = " … ".join(dict.fromkeys([*paths[:1], *paths[-1:]]))
-    return (
-        (_SYNCED.format(what=counted(len(paths), "leaf", "leaves"), paths=ends),) if paths else ()
-    )
-
-
-def _check_local(value: Any, axes: dict[str, int], caller: str) -> None:
-    """Refuse a loss that was reduced on the way, wherever its type shows it."""
-    if missing := _compat.same_axes(value, axes):
-        words = {"caller": caller, "axes": listed(axes), "missing": listed(missing)}
-        raise AlreadyReducedError(_LOSS_ALREADY_REDUCED.format(**words))

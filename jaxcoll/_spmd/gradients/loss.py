@@ -65,9 +65,18 @@ class WeightedLoss:
 def value_and_weight(out: Any, caller: str) -> tuple[Any, jax.Array | None]:
     """The number to differentiate, and its weight as a float of at least 32 bits, if it has one."""
     if not isinstance(out, WeightedLoss):
-        _check_scalar(out, caller)
+        if isinstance(out, tuple):
+            raise TypeError(_TUPLE_LOSS.format(caller=caller, n=len(out)))
+        is_number = _is_array(out) or isinstance(out, bool | int | float | complex)
+        if not is_number or np.shape(out):
+            raise TypeError(_NO_SCALAR.format(caller=caller, got=_kind(out)))
         return out, None
-    _check_scalars(out, caller)
+    for name, shape in (("total", jnp.shape(out.total)), ("weight", jnp.shape(out.weight))):
+        if shape:
+            raise ValueError(
+                f"`{caller}` expects the {name} of a WeightedLoss to be a scalar, the sum over "
+                f"this replica's share; got shape {shape}."
+            )
     weight = jnp.asarray(out.weight)
     return out.total, lax.stop_gradient(weight.astype(wide(weight.dtype)))
 
@@ -82,14 +91,6 @@ def loss_and_aux(out: Any, caller: str) -> tuple[Any, Any]:
     )
 
 
-def _check_scalar(loss: Any, caller: str) -> None:
-    if isinstance(loss, tuple):
-        raise TypeError(_TUPLE_LOSS.format(caller=caller, n=len(loss)))
-    is_number = _is_array(loss) or isinstance(loss, bool | int | float | complex)
-    if not is_number or np.shape(loss):
-        raise TypeError(_NO_SCALAR.format(caller=caller, got=_kind(loss)))
-
-
 def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
@@ -99,15 +100,6 @@ def _kind(x: Any) -> str:
     if not _is_array(x):
         return type(x).__name__
     return f"{jnp.result_type(x).name}[{', '.join(map(str, np.shape(x)))}]"
-
-
-def _check_scalars(loss: WeightedLoss, caller: str) -> None:
-    for name, value in (("total", loss.total), ("weight", loss.weight)):
-        if jnp.shape(value):
-            raise ValueError(
-                f"`{caller}` expects the {name} of a WeightedLoss to be a scalar, the sum over "
-                f"this replica's share; got shape {jnp.shape(value)}."
-            )
 
 
 def value_and_local_grad(
@@ -145,11 +137,22 @@ def value_and_local_grad(
     except TypeError as error:
         if not _compat.is_variance_mismatch(error):
             raise
+        args, kwargs = jax.tree.map(
+            lambda x: (
+                _compat.as_invariant(x, axes, vouched=False) if isinstance(x, jax.Array) else x
+            ),
+            (args, kwargs),
+        )
         with differentiated(dataclasses.replace(differentiation, untyped=True)):
-            result = _differentiate_untyped(loss, differentiate, axes, args, kwargs)
-        if result is None:
-            raise
-        return result
+            try:
+                # Whatever is reduced, gathered or asked of an axis names the axis, and so does the
+                # step that JAX puts in where an invariant value meets a varying one.
+                is_local = not mentions(traced(loss, *args, **kwargs).program.jaxpr, axes)
+            except (TypeError, AlreadyReducedError):
+                is_local = False
+            if not is_local:
+                raise
+            return _vary(differentiate(*args, **kwargs), axes)
 
 
 def check_differentiable(leaves: Mapping[str, Any], caller: str) -> None:
@@ -165,31 +168,6 @@ def check_differentiable(leaves: Mapping[str, Any], caller: str) -> None:
                 "eqx.is_inexact_array)` or `nnx.split(module, nnx.Param, ...)` gives it, and put "
                 "the module together in the loss."
             )
-
-
-def _differentiate_untyped(
-    loss: Callable[..., tuple[Any, Any]],
-    differentiate: Callable[..., Any],
-    axes: Sequence[str],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any | None:
-    """The second try; None if the loss is not local after all.
-
-    That is read from its program: whatever is reduced, gathered or asked of an axis names the
-    axis, and so does the step that JAX puts in where an invariant value meets a varying one.
-    """
-    args, kwargs = jax.tree.map(
-        lambda x: _compat.as_invariant(x, axes, vouched=False) if isinstance(x, jax.Array) else x,
-        (args, kwargs),
-    )
-    try:
-        program = traced(loss, *args, **kwargs).program
-    except (TypeError, AlreadyReducedError):
-        return None
-    if mentions(program.jaxpr, axes):
-        return None
-    return _vary(differentiate(*args, **kwargs), axes)
 
 
 def _vary(tree: Any, axes: Sequence[str]) -> Any:

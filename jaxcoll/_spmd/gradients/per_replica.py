@@ -45,34 +45,27 @@ def watched(
     calling it that, so it is marked as such if a reader wants these, too.
     """
     marked, treedef = jax.tree.flatten(gradients)
-    mark = marks.gradient_of
-    for k, ((name, leaf), mine) in enumerate(
-        zip(leaves.items(), own or [()] * len(leaves), strict=True)
-    ):
+    each = zip(leaves.items(), own or [()] * len(leaves), strict=True)
+    for k, ((name, leaf), mine) in enumerate(each):
         for axis in sorted({*along}.difference(mine)):
-            marked[k] = mark(leaf, marked[k], axis, caller, name)
+            marked[k] = marks.gradient_of(leaf, marked[k], axis, caller, name)
         for axis in mine if own_too else ():
-            marked[k] = mark(leaf, marked[k], axis, caller, name, own=True)
+            marked[k] = marks.gradient_of(leaf, marked[k], axis, caller, name, own=True)
     return treedef.unflatten(marked)
 
 
 def own_axes(
-    leaves: Mapping[str, Any],
-    axes: Iterable[str],
-    retyped: frozenset[str],
-    shards: Sequence[tuple[str, ...]] = (),
+    leaves: Mapping[str, Any], axes: Iterable[str], shards: Sequence[tuple[str, ...]] = ()
 ) -> list[tuple[str, ...]]:
     """Of each leaf the axes along which every replica has its own.
 
     Its type says so, except on axes where everything is `retyped`; or that it is a part of `Shards`
     along `shards`, which need no types.
     """
-    known = frozenset(axes) - retyped
-    of_shards = shards or [()] * len(leaves)
-    varying = [_compat.varying_axes(leaf) & known for leaf in leaves.values()]
+    known, of_shards = frozenset(axes) - retyped(), shards or [()] * len(leaves)
     return [
-        tuple(a for a in axes if a in by_type or a in parts)
-        for by_type, parts in zip(varying, of_shards, strict=True)
+        tuple(a for a in axes if a in parts or a in known & _compat.varying_axes(leaf))
+        for leaf, parts in zip(leaves.values(), of_shards, strict=True)
     ]
 
 
@@ -118,7 +111,7 @@ def common(tree: Any, axes: Mapping[str, int], caller: str, *, scope: Scope) -> 
     """A tree that every replica must hold alike, as far as can be known, and marked otherwise."""
     flat, treedef = flattened(tree)
     leaves = dict(flat)
-    refuse_own(_NOT_COMMON, leaves, own_axes(leaves, axes, retyped()), caller)
+    refuse_own(_NOT_COMMON, leaves, own_axes(leaves, axes), caller)
     along = (scope.marked | scope.watched).intersection(axes)
     return treedef.unflatten(watched(list(leaves.values()), leaves, along, caller))
 

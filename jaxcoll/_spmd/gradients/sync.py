@@ -23,12 +23,7 @@ _REASON = "when: in the backward pass, as soon as these gradients exist"
 
 
 def sync_in_backward(
-    params: Any,
-    axis_name: str | tuple[str, ...],
-    *,
-    reduce_op: ReduceOp,
-    scope: Scope,
-    options: CommunicationOptions,
+    params: Any, axis_name: Any, reduce_op: ReduceOp, scope: Scope, options: CommunicationOptions
 ) -> Any:
     """`params`, whose cotangents are reduced where they appear; see `jc.sync_in_backward`."""
     outer = differentiation()

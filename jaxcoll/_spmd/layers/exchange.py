@@ -1,4 +1,4 @@
-"""One layer's rows: gathered from all replicas, and their gradients reduced back to each one's."""
+"""What of a stack travels: rows of one layer, gathered from all replicas, and their gradients."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
+from jaxcoll._compat import marks
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.options import UNSET, ReduceOp
 from jaxcoll._plan.packs.automatic import usual
@@ -19,116 +20,170 @@ from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.packs.shard_layout import ShardedLeaf
 from jaxcoll._plan.packs.shard_plan import Half, plan_rows
 from jaxcoll._plan.plan import Plan
+from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.arithmetic import before, divided
 from jaxcoll._spmd.axes import count
 from jaxcoll._spmd.gather import rows_of_all
+from jaxcoll._spmd.layers.stack import Stack
 from jaxcoll._spmd.pack import pack, unpack
-from jaxcoll._spmd.reduce_scatter import recipe_of
+from jaxcoll._spmd.reduce import all_reduce
+from jaxcoll._spmd.reduce_scatter import recipe_of, wired
 from jaxcoll._spmd.scope import Scope
 
-Exchange = Callable[[Sequence[jax.Array]], list[jax.Array]]
+Arrays = list[jax.Array]
+
+Exchange = Callable[[Sequence[jax.Array]], Arrays]
 """What one layer's arrays go through, leaf by leaf."""
 
 
-def gather(
-    rows: Mapping[str, Any],
-    axes: Mapping[str, int],
-    gather_dtype: Any,
-    turns: int,
-    when: str,
-    scope: Scope,
-) -> Exchange:
-    """From one layer's rows on this replica to those of all replicas, *varying*, though equal.
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What of a stack travels, and how gradients are handed on."""
 
-    Real floating leaves are cast to `gather_dtype` before. For the plan: it happens `turns` times,
-    `when` in words.
-    """
-    leaves = [_leaf(name, x, axes, gather_dtype) for name, x in rows.items()]
-    packs, plan = _planned("all_gather", ReduceOp.SUM, leaves, axes, turns, when, scope)
+    stack: Stack  # the parameters
+    axes: Mapping[str, int]  # outer first
+    # Of gradients. A SUM is the derivative of a gather, and all that something around this asks for
+    reduce_op: ReduceOp
+    gather_dtype: Any  # that real floating rows are cast to before they travel; None: as they are
+    # Whether a `jc.value_and_grad` around this reduces what is whole, and divides sums
+    inside: bool
+    scope: Scope  # options and world
 
-    def gathered(rows: Sequence[jax.Array]) -> list[jax.Array]:
-        given = [x.astype(leaf.dtype) for x, leaf in zip(rows, leaves, strict=True)]
-        sent = [x.astype(leaf.wire) for x, leaf in zip(given, leaves, strict=True)]
-        stages = [plan.stages(planned) for planned in plan.packs]
-        wholes = rows_of_all(sent, leaves, packs, stages, tuple(axes), plan.name)
+    def gathers(self, ahead: int) -> dict[tuple[int, ...], Exchange]:
+        """By the leaves that travel together what gathers one layer's rows of them.
+
+        From its rows on this replica to those of all replicas, *varying*, though equal.
+        """
+        layers = self.stack.layers
+        ahead = min(ahead, layers)
+        when = (
+            f"gathered {counted(ahead, 'layer')} ahead of its use" if ahead else "where it is used"
+        )
+        # The last layers are still there when the backward pass begins with them.
+        when += f" in the forward pass ({layers}), and again in the backward pass"
+
+        def gather(members: tuple[int, ...], axes: dict[str, int]) -> Exchange:
+            leaves = self._leaves(members, axes)
+            packs, plan = self._planned("all_gather", leaves, axes, 2 * layers - ahead, when)
+
+            def gathered(rows: Sequence[jax.Array]) -> Arrays:
+                sent = [x.astype(y.dtype).astype(y.wire) for x, y in zip(rows, leaves, strict=True)]
+                stages = [plan.stages(planned) for planned in plan.packs]
+                wholes = rows_of_all(sent, leaves, packs, stages, tuple(axes), plan.name)
+                return [
+                    lax.collapse(whole, 0, 2).astype(leaf.dtype)
+                    for whole, leaf in zip(cast(Arrays, wholes), leaves, strict=True)
+                ]
+
+            return gathered
+
+        groups = self._groups(range(len(self.stack.arrays)))
+        return {members: gather(members, axes) for members, axes in groups.items()}
+
+    def scatters(self, moved: Sequence[int]) -> dict[tuple[int, ...], Exchange]:
+        """By the leaves that travel together what reduces the gradients of one layer's rows.
+
+        They travel in the types that the leaves were gathered in, and end in the leaves' own.
+        """
+        return {
+            members: self._scatter(members, axes) for members, axes in self._groups(moved).items()
+        }
+
+    def _scatter(self, members: tuple[int, ...], axes: dict[str, int]) -> Exchange:
+        world, over = self.scope.world(axes), tuple(axes)
+        leaves = self._leaves(members, axes)
+        recipes = [recipe_of(leaf, self.reduce_op, axes, world) for leaf in leaves]
+        leaves = wired(leaves, recipes)
+        recipes = [
+            dataclasses.replace(recipe, dtype=np.dtype(self.stack.arrays[i].dtype))
+            for i, recipe in zip(members, recipes, strict=True)
+        ]
+        when = "its gradients reduced while those of the layer before it are computed"
+        packs, plan = self._planned("reduce_scatter", leaves, axes, self.stack.layers, when)
+        rest = self._settled(over)
+
+        def scattered(gradients: Sequence[jax.Array]) -> Arrays:
+            blocks = [
+                before(x, recipe).reshape(world.replicas, *leaf.shape)
+                for x, leaf, recipe in zip(gradients, leaves, recipes, strict=True)
+            ]
+            packed = jax.vmap(lambda each: pack(each, packs, leaves))(blocks)
+            totals = []
+            for k, (planned, each) in enumerate(zip(plan.packs, packed, strict=True)):
+                with jax.named_scope(f"{plan.name}/pack{k}"):
+                    totals.append(algorithms.reduce_scatter(each, plan.stages(planned), over))
+            # Divided in the leaf's own type, which may be wider than what travelled.
+            summed = cast(Arrays, unpack(totals, packs, leaves))  # a pack carries each
+            rows = [
+                divided(total.astype(recipe.dtype), recipe)
+                for total, recipe in zip(summed, recipes, strict=True)
+            ]
+            rows = [_compat.as_stored(x) for x in rows] if plan.reproducible else rows
+            # Between copies of the rows, as between hosts, of an n-th of the bytes.
+            return all_reduce(self.reduce_op, rows, rest, scope=self.scope) if rest else rows
+
+        return scattered
+
+    def _planned(
+        self, half: Half, leaves: Sequence[Leaf], axes: dict[str, int], turns: int, when: str
+    ) -> tuple[tuple[Pack, ...], Plan]:
+        """The packs of this replica's rows, and the plan of what carries all replicas'."""
+        world, options, n = self.scope.world(axes), self.scope.options, count(axes)
+        packing = choose(options.replace(shards=UNSET), world).packing or usual(world)
+        packs = plan_packs(leaves, packing)
+        whole = [dataclasses.replace(x, shape=(n * x.shape[0], *x.shape[1:])) for x in leaves]
+        op = ReduceOp.SUM if half == "all_gather" else self.reduce_op
+        terms = self.scope.terms(world)
+        plan = plan_rows(half, op, whole, packs, options, world, terms, turns, when)
+        self.scope.record(plan)
+        return packs, plan
+
+    def _groups(self, leaves: Sequence[int]) -> dict[tuple[int, ...], dict[str, int]]:
+        """Leaves that are cut over the same axes, with these."""
+        found: dict[tuple[str, ...], list[int]] = {}
+        for i in leaves:
+            if self.stack.over[i]:
+                found.setdefault(self.stack.over[i], []).append(i)
+        return {tuple(each): {a: self.axes[a] for a in over} for over, each in found.items()}
+
+    def _leaves(self, members: Sequence[int], axes: Mapping[str, int]) -> list[Leaf]:
+        """One layer's rows, in the types that they are gathered in."""
+        found = []
+        for name, x in ((self.stack.names[i], self.stack.arrays[i]) for i in members):
+            dtype = np.dtype(x.dtype)
+            if self.gather_dtype is not None and jax.dtypes.issubdtype(dtype, np.floating):
+                dtype = np.dtype(self.gather_dtype)
+            kind, over = (dtype.name, *sorted(_compat.varying_axes(x))), tuple(axes.values())
+            found.append(ShardedLeaf(name, x.shape[1:], dtype, carried_dtype(dtype), over, kind))
+        return found
+
+    def _settled(self, over: Sequence[str]) -> tuple[str, ...]:
+        """The axes along which the gradient of a leaf is the same when it is handed on."""
+        return () if self.inside else tuple(a for a in self.axes if a not in over)
+
+    def typed(self, varying: Sequence[str]) -> Arrays:
+        """The stack, typed as its gradients are going to be."""
         return [
-            lax.collapse(whole, 0, 2).astype(x.dtype)
-            for whole, x in zip(cast(list[jax.Array], wholes), given, strict=True)
+            _compat.as_varying(x, [a for a in varying if a not in self._settled(over)])
+            for x, over in zip(self.stack.arrays, self.stack.over, strict=True)
         ]
 
-    return gathered
-
-
-def scatter(
-    rows: Mapping[str, Any],
-    axes: Mapping[str, int],
-    reduce_op: ReduceOp,
-    gather_dtype: Any,
-    turns: int,
-    when: str,
-    scope: Scope,
-) -> Exchange:
-    """From the gradients of gathered leaves to this replica's rows of their reduction; *varying*.
-
-    They travel in the types that the leaves were gathered in, and end in the leaves' own.
-    """
-    world = scope.world(dict(axes))
-    leaves, recipes = [], []
-    for name, x in rows.items():
-        leaf = _leaf(name, x, axes, gather_dtype)
-        recipe = recipe_of(leaf, reduce_op, axes, world)
-        leaves.append(dataclasses.replace(leaf, wire=recipe.wire))
-        recipes.append(dataclasses.replace(recipe, dtype=np.dtype(x.dtype)))
-    packs, plan = _planned("reduce_scatter", reduce_op, leaves, axes, turns, when, scope)
-
-    def scattered(gradients: Sequence[jax.Array]) -> list[jax.Array]:
-        blocks = [
-            before(x, recipe).reshape(world.replicas, *leaf.shape)
-            for x, leaf, recipe in zip(gradients, leaves, recipes, strict=True)
-        ]
-        packed = jax.vmap(lambda each: pack(each, packs, leaves))(blocks)
-        totals = []
-        for k, (planned, each) in enumerate(zip(plan.packs, packed, strict=True)):
-            with jax.named_scope(f"{plan.name}/pack{k}"):
-                stages = plan.stages(planned)
-                totals.append(algorithms.reduce_scatter(each, stages, tuple(axes)))
-        # Divided in the leaf's own type, which may be wider than what travelled.
-        summed = cast(list[jax.Array], unpack(totals, packs, leaves))  # a pack carries each
-        means = [
-            divided(total.astype(recipe.dtype), recipe)
-            for total, recipe in zip(summed, recipes, strict=True)
-        ]
-        return [_compat.as_stored(x) for x in means] if plan.reproducible else means
-
-    return scattered
-
-
-def _planned(
-    half: Half,
-    reduce_op: ReduceOp,
-    leaves: Sequence[Leaf],
-    axes: Mapping[str, int],
-    turns: int,
-    when: str,
-    scope: Scope,
-) -> tuple[tuple[Pack, ...], Plan]:
-    """The packs of this replica's rows, and the plan of what carries all replicas'."""
-    world, n = scope.world(dict(axes)), count(axes)
-    packing = choose(scope.options.replace(shards=UNSET), world).packing or usual(world)
-    packs = plan_packs(leaves, packing)
-    whole = [dataclasses.replace(x, shape=(n * x.shape[0], *x.shape[1:])) for x in leaves]
-    plan = plan_rows(
-        half, reduce_op, whole, packs, scope.options, world, scope.terms(world), turns, when
-    )
-    scope.record(plan)
-    return packs, plan
-
-
-def _leaf(name: str, x: Any, axes: Mapping[str, int], gather_dtype: Any) -> ShardedLeaf:
-    dtype = np.dtype(x.dtype)
-    if gather_dtype is not None and jax.dtypes.issubdtype(dtype, np.floating):
-        dtype = np.dtype(gather_dtype)
-    kind = (dtype.name, *sorted(_compat.varying_axes(x)))
-    over = tuple(axes.values())
-    return ShardedLeaf(name, x.shape, dtype, carried_dtype(dtype), over, kind)
+    def handed_on(self, gradients: dict[int, jax.Array]) -> list[jax.Array | None]:
+        """The gradients of the stack, those of whole leaves reduced unless something else does."""
+        names, over = self.stack.names, self.stack.over
+        whole = {names[i]: x for i, x in gradients.items() if not over[i]}
+        if whole and not self.inside:
+            reasons = ("when: after the backward pass of all layers, of leaves that are whole",)
+            whole = all_reduce(
+                self.reduce_op, whole, tuple(self.axes), scope=self.scope, reasons=reasons
+            )
+        found: dict[int, jax.Array] = {
+            i: marks.marked(
+                _compat.as_invariant(x, self._settled(over[i])), marks.PARTS, axes=over[i]
+            )
+            if over[i]
+            else whole[names[i]]
+            for i, x in gradients.items()
+        }
+        return [found.get(i) for i in range(len(names))]

@@ -12,12 +12,10 @@ import numpy as np
 from jax.tree_util import Partial
 
 from jaxcoll import _compat
-from jaxcoll._compat import marks
 from jaxcoll._plan.checks import count, shown
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
-from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import bound_axes, listed
-from jaxcoll._spmd.layers.exchange import Exchange, gather, scatter
+from jaxcoll._spmd.layers.exchange import Traffic
 from jaxcoll._spmd.layers.layer_program import (
     Arrays,
     Residuals,
@@ -27,8 +25,7 @@ from jaxcoll._spmd.layers.layer_program import (
     residuals_of,
 )
 from jaxcoll._spmd.layers.schedule import Schedule
-from jaxcoll._spmd.layers.stack import CALLER, Stack, stack_of
-from jaxcoll._spmd.reduce import all_reduce
+from jaxcoll._spmd.layers.stack import CALLER, stack_of
 from jaxcoll._spmd.scope import Differentiation, Scope, differentiation
 
 _PARTLY = """\
@@ -75,7 +72,6 @@ def scan_layers(
     carry: Any,
     stacked: Any,
     axis_name: str | tuple[str, ...],
-    *,
     sharded: Any,
     asked: Asked,
     scope: Scope,
@@ -87,13 +83,13 @@ def scan_layers(
     scope = scope.merged(inside.options if inside else None).merged(options)
     stack = stack_of(stacked, sharded, axes, scope)
     users = UserLayer(layer, *carried(carry), stack)
-    first, varying, program = users.program(axes, asked.gather_dtype, asked.remat)
-    traffic = _Traffic(stack, axes, asked, bool(inside), scope)
-    schedule = Schedule(
-        stack.layers, asked.ahead, asked.unroll, program, traffic.gathers(), varying
-    )
-    run = _differentiable(schedule, traffic)
-    return users.result(*run(first, traffic.typed(varying), program.captured))
+    first, varying, program, captured = users.program(axes, asked.gather_dtype)
+    op = ReduceOp.SUM if inside else asked.reduce_op
+    traffic = Traffic(stack, axes, op, asked.gather_dtype, bool(inside), scope)
+    gathers = traffic.gathers(asked.ahead)
+    schedule = Schedule(stack.layers, asked.ahead, asked.unroll, program, gathers, varying)
+    run = _differentiable(schedule, traffic, asked.remat)
+    return users.result(*run(first, traffic.typed(varying), captured))
 
 
 def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation | None:
@@ -107,109 +103,8 @@ def _enclosing(axes: Mapping[str, int], reduce_op: ReduceOp) -> Differentiation 
     return inside
 
 
-@dataclasses.dataclass(frozen=True)
-class _Traffic:
-    """What of a stack travels, and how gradients are handed on."""
-
-    stack: Stack  # the parameters
-    axes: Mapping[str, int]  # outer first
-    asked: Asked  # what the caller asked for
-    # Whether a `jc.value_and_grad` around this reduces what is whole, and divides sums
-    inside: bool
-    scope: Scope  # options and world
-
-    @property
-    def _op(self) -> ReduceOp:
-        """A SUM is the derivative of a gather, and all that something around this asks for."""
-        return ReduceOp.SUM if self.inside else self.asked.reduce_op
-
-    def gathers(self) -> dict[tuple[int, ...], Exchange]:
-        """By the leaves that travel together what gathers one layer's rows of them."""
-        layers = self.stack.layers
-        ahead = min(self.asked.ahead, layers)
-        when = (
-            f"gathered {counted(ahead, 'layer')} ahead of its use" if ahead else "where it is used"
-        )
-        # The last layers are still there when the backward pass begins with them.
-        when += f" in the forward pass ({layers}), and again in the backward pass"
-        turns = 2 * layers - ahead
-        return {
-            leaves: gather(
-                self._rows(leaves), axes, self.asked.gather_dtype, turns, when, self.scope
-            )
-            for leaves, axes in self._groups(range(len(self.stack.arrays))).items()
-        }
-
-    def scatters(self, moved: Sequence[int]) -> dict[tuple[int, ...], Exchange]:
-        """By the leaves that travel together what reduces the gradients of one layer's rows."""
-        when = "its gradients reduced while those of the layer before it are computed"
-        found = {}
-        for leaves, axes in self._groups(moved).items():
-            each = scatter(
-                self._rows(leaves),
-                axes,
-                self._op,
-                self.asked.gather_dtype,
-                self.stack.layers,
-                when,
-                self.scope,
-            )
-            found[leaves] = functools.partial(self._reduced, each, tuple(axes))
-        return found
-
-    def _groups(self, leaves: Sequence[int]) -> dict[tuple[int, ...], dict[str, int]]:
-        """Leaves that are cut over the same axes, with these."""
-        found: dict[tuple[str, ...], list[int]] = {}
-        for i in leaves:
-            if self.stack.over[i]:
-                found.setdefault(self.stack.over[i], []).append(i)
-        return {tuple(each): {a: self.axes[a] for a in over} for over, each in found.items()}
-
-    def _rows(self, leaves: Sequence[int]) -> dict[str, Any]:
-        """The types of one layer's rows, by name."""
-        arrays = [self.stack.arrays[i] for i in leaves]
-        rows = jax.eval_shape(lambda arrays: [x[0] for x in arrays], arrays)
-        # Not a dict through JAX, which would sort it: "[10]" comes before "[2]".
-        return {self.stack.names[i]: x for i, x in zip(leaves, rows, strict=True)}
-
-    def _reduced(
-        self, each: Exchange, over: Sequence[str], gradients: Sequence[jax.Array]
-    ) -> Arrays:
-        rows, rest = each(gradients), self._settled(over)
-        # Between copies of the rows, as between hosts, of an n-th of the bytes.
-        return all_reduce(self._op, rows, rest, scope=self.scope) if rest else rows
-
-    def _settled(self, over: Sequence[str]) -> tuple[str, ...]:
-        """The axes along which the gradient of a leaf is the same when it is handed on."""
-        return () if self.inside else tuple(a for a in self.axes if a not in over)
-
-    def typed(self, varying: Sequence[str]) -> Arrays:
-        """The stack, typed as its gradients are going to be."""
-        return [
-            _compat.as_varying(x, [a for a in varying if a not in self._settled(over)])
-            for x, over in zip(self.stack.arrays, self.stack.over, strict=True)
-        ]
-
-    def handed_on(self, gradients: dict[int, jax.Array]) -> list[jax.Array | None]:
-        """The gradients of the stack, those of whole leaves reduced unless something else does."""
-        names, over = self.stack.names, self.stack.over
-        whole = {names[i]: x for i, x in gradients.items() if not over[i]}
-        if whole and not self.inside:
-            reasons = ("when: after the backward pass of all layers, of leaves that are whole",)
-            whole = all_reduce(self._op, whole, tuple(self.axes), scope=self.scope, reasons=reasons)
-        found: dict[int, jax.Array] = {
-            i: marks.marked(
-                _compat.as_invariant(x, self._settled(over[i])), marks.PARTS, axes=over[i]
-            )
-            if over[i]
-            else whole[names[i]]
-            for i, x in gradients.items()
-        }
-        return [found.get(i) for i in range(len(names))]
-
-
 def _differentiable(
-    schedule: Schedule, traffic: _Traffic
+    schedule: Schedule, traffic: Traffic, remat: Any
 ) -> Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]:
     """The scan as a function of the carry, the stack, and what the layer captured, all lists."""
 
@@ -222,7 +117,8 @@ def _differentiable(
         _, *asked = ([x.perturbed and is_floating(x.value) for x in each] for each in given)
         moved = tuple([i for i, wanted in enumerate(each) if wanted] for each in asked)
         residuals = residuals_of(
-            schedule.layer,
+            schedule.program,
+            remat,
             (carry, schedule.example(stack), captured),
             [*map(is_floating, carry), *asked[0], *asked[1]],
         )

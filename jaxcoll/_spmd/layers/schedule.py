@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._spmd.layers.exchange import Exchange
-from jaxcoll._spmd.layers.layer_program import Arrays, LayerProgram, Residuals
+from jaxcoll._jaxpr.retrace import Traced
+from jaxcoll._spmd.layers.exchange import Arrays, Exchange
+from jaxcoll._spmd.layers.layer_program import Residuals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Schedule:
     layers: int  # how many
     ahead: int  # layers whose parameters are gathered, or under way, while another is computed
     unroll: int  # turns of a loop that are one turn of the compiled loop
-    layer: LayerProgram  # the program of one of them
+    program: Traced  # of one of them: from carry, parameters and captured values to the next carry
     # By the leaves of the stack that travel together; others every replica holds whole
     gathers: dict[tuple[int, ...], Exchange]
     varying: tuple[str, ...]  # axes that everything in the loops is typed as varying over
@@ -43,8 +44,11 @@ class Schedule:
         """What becomes of each leaf's array, once others are there."""
         found: dict[int, jax.Array] = {}
         for leaves, exchange in exchanges.items():
-            arrays = exchange(_after([*map(array, leaves)], after))
-            found.update(zip(leaves, self._vary(arrays), strict=True))
+            arrays = [*map(array, leaves)]
+            # Outside of loops a compiler would merge two layers' collectives, to hide neither.
+            for other in after.values():
+                arrays = [_compat.ordered(x, after=other) for x in arrays]
+            found.update(zip(leaves, self._vary(exchange(arrays)), strict=True))
         return found
 
     def _params(self, stack: Arrays, index: Any, gathered: dict[int, jax.Array]) -> Arrays:
@@ -64,29 +68,26 @@ class Schedule:
     def _vary(self, arrays: Sequence[Any]) -> list[Any]:
         return [_compat.as_varying(x, self.varying) for x in arrays]
 
-    def _stacked(self, avals: Sequence[Any]) -> Arrays:
-        """Room for as many arrays of each type as there are layers."""
-        return self._vary([jnp.zeros((self.layers, *a.shape), a.dtype) for a in avals])
-
     def forward(
         self, carry: Arrays, stack: Arrays, captured: Arrays, residuals: Residuals | None = None
     ) -> tuple[Arrays, Arrays, Arrays, list[dict[int, jax.Array]]]:
         """The last carry, every layer's results, what is saved, and what is gathered still."""
-        ahead, carried = min(self.ahead, self.layers), self.layer.carried
-        program = self.layer.program.program if residuals is None else residuals.program.program
-        own = program.out_avals[carried : len(self.layer.program.program.out_avals)]
-        saved = () if residuals is None else residuals.saved_avals
-        room = self._stacked(own), self._stacked(saved)
+        ahead, program = min(self.ahead, self.layers), (residuals or self).program
+        results = range(len(carry), len(self.program.program.out_avals))
+        # The positions, among what a layer gives, of what is there for each of them in the end.
+        stays = [*results, *(residuals.saved if residuals else ())]
 
         def turn(state: Any, index: Any, fetch: bool) -> Any:
-            carry, (results, kept), queue = state
+            carry, stacks, queue = state
             if fetch:
                 queue = [*queue, self._fetched(stack, index + ahead)]
             params = self._params(stack, index, queue[0])
-            outs, more = (residuals or self.layer).forward(carry, params, captured)
-            room = put(results, outs[carried:], index), put(kept, self._vary(more), index)
-            return outs[:carried], room, queue[1:]
+            outs = program.outputs(carry, params, captured)
+            stacks = put(stacks, self._vary([outs[k] for k in stays]), index)
+            return outs[: len(carry)], stacks, queue[1:]
 
+        avals = [program.program.out_avals[k] for k in stays]
+        room = self._vary([jnp.zeros((self.layers, *a.shape), a.dtype) for a in avals])
         queue: list[dict[int, jax.Array]] = []
         for index in range(ahead):
             queue.append(self._fetched(stack, index, queue[-1] if queue else {}))
@@ -96,8 +97,8 @@ class Schedule:
         last = state[2]
         for index in range(until, self.layers):
             state = turn(state, index, False)
-        carry, (results, kept), _ = state
-        return carry, results, kept, last
+        carry, stacks, _ = state
+        return carry, stacks[: len(results)], stacks[len(results) :], last
 
     def backward(
         self,
@@ -161,16 +162,6 @@ class Schedule:
         if not len(indices):
             return state
         return lax.scan(lambda s, i: (turn(s, i), None), state, indices, unroll=self.unroll)[0]
-
-
-def _after(arrays: Arrays, others: Mapping[int, jax.Array]) -> Arrays:
-    """`arrays`, once others are there.
-
-    Outside of loops a compiler would merge two layers' collectives, and then nothing hides either.
-    """
-    for other in others.values():
-        arrays = [_compat.ordered(x, after=other) for x in arrays]
-    return arrays
 
 
 def at(x: jax.Array, index: Any) -> jax.Array:

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._plan.packs.leaves import flattened, no_array, where
+from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._show.units import counted
-from jaxcoll._spmd.axes import count, listed
+from jaxcoll._spmd.axes import as_array, count, listed
 from jaxcoll._spmd.gradients.per_replica import watched
 from jaxcoll._spmd.scope import Scope, differentiation, retyped
-from jaxcoll._spmd.shards import Shards, is_shards, leaves_of, whole_of
+from jaxcoll._spmd.shards import Shards, is_shards, leaves_of, said_of_each, whole_of
 
 CALLER = "scan_layers"
 
@@ -112,14 +112,8 @@ def _words(sharded: Any, stacked: Any, has_shards: bool) -> list[Any]:
             False if has_shards and not is_shards(x) else None
             for x in jax.tree.leaves(stacked, is_leaf=is_shards)
         ]
-    places = jax.tree.map(lambda _: 0, stacked, is_leaf=is_shards)
-    try:
-        spread = jax.tree.broadcast(sharded, places, is_leaf=_is_names)
-    except ValueError as error:
-        raise ValueError(
-            f"`{CALLER}`: `sharded` is a tree that does not fit `stacked`: {error}"
-        ) from None
-    words = jax.tree.leaves(spread, is_leaf=_is_names)
+    unfit = f"`{CALLER}`: `sharded` is a tree that does not fit `stacked`"
+    words = said_of_each(sharded, stacked, unfit, _is_names)
     odd = [word for word in words if not (isinstance(word, bool | str) or _is_names(word))]
     if odd:
         raise ValueError(
@@ -134,17 +128,10 @@ def _is_names(x: Any) -> bool:
 
 
 def _array(name: str, leaf: Any) -> jax.Array:
-    got = no_array(leaf)
-    if got is not None:
-        raise ValueError(
-            f"`{CALLER}`: {where(name)} of `stacked`: expected an array with the layers first, "
-            f"got {got}."
-        )
-    array = jnp.asarray(leaf)
+    who = f"`{CALLER}`: {where(name)} of `stacked`"
+    array = as_array(leaf, who, "an array with the layers first")
     if not array.ndim:
-        raise ValueError(
-            f"`{CALLER}`: {where(name)} of `stacked` is a scalar; expected the layers first."
-        )
+        raise ValueError(f"{who} is a scalar; expected the layers first.")
     return array
 
 

@@ -16,7 +16,6 @@ from jax import lax
 from jaxcoll._plan import wire_formats
 from jaxcoll._plan.algorithms import is_coded
 from jaxcoll._plan.packs.leaves import Leaf, where
-from jaxcoll._plan.packs.packing import Pack
 from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.arithmetic import Recipe
@@ -35,18 +34,15 @@ def with_owed(
     arrays: Sequence[jax.Array], leaves: Sequence[Leaf], residual: Mapping[str, jax.Array], n: int
 ) -> list[jax.Array]:
     """The arrays and what this replica owes of them, in the types of sums over all `n` replicas."""
-    return [
-        _with(array, residual[leaf.path], leaf, n) if leaf.path in residual else array
-        for array, leaf in zip(arrays, leaves, strict=True)
-    ]
-
-
-def _with(array: jax.Array, owed: jax.Array, leaf: Leaf, n: int) -> jax.Array:
-    if math.prod(leaf.over) != n:
-        raise ValueError(_ALIKE.format(leaf=where(leaf.path)))
-    if not jnp.issubdtype(leaf.dtype, np.inexact):
-        return array
-    return array.astype(leaf.wire) + owed.astype(leaf.wire)
+    found = []
+    for array, leaf in zip(arrays, leaves, strict=True):
+        owed = residual.get(leaf.path)
+        if owed is not None and math.prod(leaf.over) != n:
+            raise ValueError(_ALIKE.format(leaf=where(leaf.path)))
+        if owed is not None and jnp.issubdtype(leaf.dtype, np.inexact):
+            array = array.astype(leaf.wire) + owed.astype(leaf.wire)
+        found.append(array)
+    return found
 
 
 def cut_off(total: jax.Array, result: jax.Array, recipe: Recipe) -> jax.Array | None:
@@ -90,7 +86,13 @@ def left(
         leaf = planned.segments[0].leaf
         # In the loop that finds what is lost, where its shape is that of the residual.
         instead = (fine, residual[plan.leaves[leaf].path]) if leaf in settled else None
-        lost.append(_lost(plan, planned, sums[k], *coded[k], instead))
+        codes, beside = coded[k]
+        if codes is None:
+            found = jnp.zeros_like(sums[k], np.float32)
+        else:
+            how, axes = How(True, plan.world.platform), cast(Recipe, planned.kind).axes
+            found = algorithms.lost(codes, plan.stages(planned), axes, how, sums[k], instead)
+        lost.append(found if beside is None else found + beside)
     rest = unpack(lost, [*packs.values()], plan.leaves, one_kernel_a_shape=hidden)
     found = {}
     for i, (leaf, new) in enumerate(zip(plan.leaves, rest, strict=True)):
@@ -99,23 +101,6 @@ def left(
             new = jnp.zeros_like(owed) if new is None else new
             found[leaf.path] = new if i in settled else jnp.where(fine, new, owed)
     return found
-
-
-def _lost(
-    plan: Plan,
-    planned: Pack,
-    total: jax.Array,
-    coded: Coded | None,
-    beside: jax.Array | None,
-    instead: tuple[jax.Array, jax.Array] | None,
-) -> jax.Array:
-    if coded is None:
-        found = jnp.zeros_like(total, np.float32)
-    else:
-        how = How(True, plan.world.platform)
-        stages, axes = plan.stages(planned), cast(Recipe, planned.kind).axes
-        found = algorithms.lost(coded, stages, axes, how, total, instead)
-    return found if beside is None else found + beside
 
 
 def finite(arrays: Sequence[jax.Array]) -> jax.Array:

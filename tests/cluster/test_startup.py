@@ -1,5 +1,6 @@
 """Processes that do not come to JAX's own meetings are named in time."""
 
+import dataclasses
 import json
 import socket
 import threading
@@ -8,7 +9,7 @@ import time
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._cluster import startup_barriers
+from jaxcoll._cluster import startup
 from jaxcoll._cluster.key_value import LocalKeys
 from jaxcoll._cluster.liveness import CoordinatorConnection
 
@@ -30,9 +31,9 @@ def waits(kind, connection, timeout):
     comes = threading.Event()
     try:
         if kind == "connect":
-            startup_barriers.connected(comes.wait, connection, timeout)
+            startup.connected(comes.wait, connection, timeout)
         else:
-            startup_barriers.exchanged(comes.wait, connection, timeout)
+            startup.exchanged(comes.wait, connection, timeout)
     finally:
         comes.set()
 
@@ -63,7 +64,7 @@ def test_nobody_is_waited_for_who_has_ended(kind, sent, words, ranks, connection
     [("connect", "within 0.1 s: one is stopped"), ("devices", "within 0.1 s, th")],
 )
 def test_a_meeting_that_does_not_come_about_ends_in_time(kind, words, connection, monkeypatch):
-    monkeypatch.setattr(startup_barriers, "_LEAST_SECONDS", 0.1)
+    monkeypatch.setattr(startup, "_LEAST_SECONDS", 0.1)
     with pytest.raises(jc.DeadlineExceededError, match=words):
         waits(kind, connection[0], 0.1)
 
@@ -71,30 +72,30 @@ def test_a_meeting_that_does_not_come_about_ends_in_time(kind, words, connection
 def test_who_ended_after_a_meeting_is_no_loss_for_it(connection):
     connection, coordinator = connection
     coordinator.sendall(b'{"ended": 1, "stage": "devices"}\n')
-    assert startup_barriers.exchanged(lambda: time.sleep(0.1) or 7, connection, 60) == 7
-    startup_barriers.connected(lambda: time.sleep(0.1), connection, 60)
+    assert startup.exchanged(lambda: time.sleep(0.1) or 7, connection, 60) == 7
+    startup.connected(lambda: time.sleep(0.1), connection, 60)
     reports = coordinator.recv(1000).splitlines()
     assert [json.loads(each)["stage"] for each in reports] == ["devices", "connected"]
     coordinator.sendall(b'{"ended": 2, "stage": "connected"}\n')
-    startup_barriers.connected(lambda: time.sleep(0.1), connection, 60)
+    startup.connected(lambda: time.sleep(0.1), connection, 60)
     with pytest.raises(jc.PeerLostError, match="Process 2 ended during"):
         waits("devices", connection, 60)
 
 
 def test_what_fails_while_connecting_is_the_callers():
     with pytest.raises(ZeroDivisionError):
-        startup_barriers.connected(lambda: 1 / 0, None, 5.0)
+        startup.connected(lambda: 1 / 0, None, 5.0)
     with pytest.raises(ZeroDivisionError):
-        startup_barriers.exchanged(lambda: 1 / 0, None, 5.0)
+        startup.exchanged(lambda: 1 / 0, None, 5.0)
 
 
 def test_who_has_no_devices_in_time_is_named_and_nobody_counts_on_who_gave_up(monkeypatch):
     keys = LocalKeys(0, 2)
-    monkeypatch.setattr(startup_barriers, "store", lambda: keys)
+    monkeypatch.setattr(startup, "store", lambda: keys)
     with pytest.raises(jc.DeadlineExceededError, match="Process 1 of 2 did not .* 0.1 s of the f"):
-        startup_barriers.await_all(0.1, lambda: None)
-    monkeypatch.setattr(startup_barriers, "store", lambda: keys.of(1))
+        startup.await_all(0.1, lambda: None)
+    monkeypatch.setattr(startup, "store", lambda: dataclasses.replace(keys, process=1))
     with pytest.raises(jc.DeadlineExceededError, match="when process 0 no longer waited for it"):
-        startup_barriers.await_all(60, lambda: None)
+        startup.await_all(60, lambda: None)
     keys.set("jaxcoll/devices/0", "here")
-    startup_barriers.await_all(0.1, lambda: None)
+    startup.await_all(0.1, lambda: None)
