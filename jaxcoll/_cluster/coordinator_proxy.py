@@ -42,7 +42,7 @@ class CoordinatorProxy:
         host, _, port = upstream.rpartition(":")
         self._upstream = (host.strip("[]"), int(port))
         self._heartbeat = self._silence = heartbeat
-        self._far: list[socket.socket] = []
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []  # towards JAX, and upstream
         self._lost = threading.Event()
         self.callbacks: list[Callable[[], None]] = []  # for when the coordinator has died
         self.is_left = False  # this process has given it up, and JAX must not notice its end
@@ -76,9 +76,20 @@ class CoordinatorProxy:
     def hurry(self, seconds: float) -> None:
         """Notice silence sooner, from now on, and in any case before JAX does."""
         self._silence = max(_LEAST, min(seconds, self._heartbeat / 2))
-        for far in self._far:
+        for _, far in self._pairs:
             with contextlib.suppress(OSError):  # one that is closed
                 break_when_silent(far, self._silence)
+
+    def cut(self) -> None:
+        """Break the connections of a client that JAX has shut down, unless it was given up.
+
+        JAX misses to cancel a read that begins during the shutdown, and destroys the client while
+        it holds Python's lock. There it waits for the reply, which nobody sends; or, if somebody
+        does, it comes through this proxy's threads, which need the lock.
+        """
+        for near, _ in () if self.is_left else self._pairs:
+            with contextlib.suppress(OSError):  # one that is closed
+                near.shutdown(socket.SHUT_RDWR)
 
     def _start(self, target: Callable[..., None], *args: socket.socket) -> None:
         threading.Thread(target=target, args=args, name="jaxcoll-proxy", daemon=True).start()
@@ -103,7 +114,7 @@ class CoordinatorProxy:
             far.settimeout(None)
             far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             break_when_silent(far, self._silence)
-            self._far = [other for other in self._far if other.fileno() >= 0] + [far]
+            self._pairs = [pair for pair in self._pairs if pair[1].fileno() >= 0] + [(near, far)]
             self._start(self._copy_out, near, far)
             self._start(self._copy_in, far, near)
 
@@ -112,7 +123,7 @@ class CoordinatorProxy:
             near.close()
         with contextlib.suppress(OSError):
             far.shutdown(socket.SHUT_RDWR)
-        if near.fileno() < 0 and store() is None and not self.is_left:
+        if near.fileno() < 0 and not self.is_left and (store() is None or _proxy is not self):
             self.close()
             self._when_parted()
 
@@ -160,6 +171,11 @@ def through_proxy(
     """The proxy of this process, to the coordinator's `address`."""
     global _proxy
     _proxy = CoordinatorProxy(address, heartbeat, when_parted)
+    return _proxy
+
+
+def current_proxy() -> CoordinatorProxy | None:
+    """The proxy of the job that this process is in; None: JAX alone has entered it."""
     return _proxy
 
 

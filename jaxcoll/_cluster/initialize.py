@@ -145,8 +145,8 @@ def initialize(
     }
     given = {name: value for name, value in given.items() if value is not None}
     member = _member(given, local_device_ids, cluster_resolver)
-    if not jax.distributed.is_initialized():
-        _part()
+    if (left := _joined) is not None and not jax.distributed.is_initialized():
+        _part(left)
     if _joined is not None or jax.distributed.is_initialized():
         if given and member is not None:
             _check_same(member)
@@ -182,7 +182,11 @@ def _enter_jax(
     global _joined
     member = joined.member
     assert member.coordinator_address is not None
-    proxy = through_proxy(member.coordinator_address, limits["heartbeat_timeout_seconds"], _part)
+    proxy = through_proxy(
+        member.coordinator_address,
+        limits["heartbeat_timeout_seconds"],
+        functools.partial(_part, joined),
+    )
     join = functools.partial(
         jax.distributed.initialize,
         proxy.address,
@@ -207,20 +211,22 @@ def _enter_jax(
         raise
     exchange = functools.partial(exchanged, connection=followed, timeout=timeout)
     let_gloo_listen_at(joined.address, exchange, make_socket_folder, again=rejoin)
-    _joined = joined
-    follow(followed)
+    with _parting:
+        _joined = joined
+        follow(followed)
 
 
-def _part() -> None:
-    """Let go of a job that this process has left by `jax.distributed.shutdown`."""
+def _part(left: _Joined) -> None:
+    """Let go of a job that this process has left by `jax.distributed.shutdown`, once."""
     global _joined
     with _parting:
-        left, _joined = _joined, None
-    if left is not None:
+        if _joined is not left:
+            return
+        _joined = None
         follow(None)
-        left.connection.close()
-        if left.coordinator is not None:
-            left.coordinator.part()
+    left.connection.close()
+    if left.coordinator is not None:
+        left.coordinator.part()
 
 
 def outlives_processes() -> bool:

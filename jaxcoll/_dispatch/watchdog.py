@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxcoll._cluster.coordinator import message
-from jaxcoll._cluster.coordinator_proxy import give_up_coordinator
+from jaxcoll._cluster.coordinator_proxy import current_proxy, give_up_coordinator
 from jaxcoll._cluster.key_value import CoordinatorClient, Keys
 from jaxcoll._cluster.liveness import followed
 from jaxcoll._cluster.timing import COORDINATOR_SECONDS, HEARTBEAT_SECONDS
@@ -44,6 +44,7 @@ class Watchdog:
 
     def __init__(self, keys: Keys) -> None:
         self.peers = Peers(CoordinatorClient(keys))
+        self._proxy, self._connection = current_proxy(), followed()  # of the job that it is of
         self.groups: dict[tuple[int, ...], ProcessGroup] = {}  # by their processes
         # All that it speaks for, by names that the other processes use, too
         self.watched: dict[str, Watched] = {}
@@ -76,8 +77,8 @@ class Watchdog:
 
     def _say_farewell(self) -> None:
         """Tell the coordinator, on the connection that ends with this process, what was done."""
-        if connection := followed():
-            connection.report(done={group.name: group.done for group in self.groups.values()})
+        if self._connection is not None:
+            self._connection.report(done={group.name: group.done for group in self.groups.values()})
 
     def _sign_off(self, keys: Keys) -> None:
         keys.set(self.peers.key("state", self.peers.process), "ended")
@@ -90,10 +91,15 @@ class Watchdog:
             return
         self.peers.store.lose()
         until = time.monotonic() + COORDINATOR_SECONDS
-        while store() is not None and not self._ended and time.monotonic() < until:
+        while self._is_known() and not self._ended and time.monotonic() < until:
             time.sleep(0.02)  # JAX forgets a client after it has shut it down
-        if not self._ended and store() is None:
+        if not self._ended and not self._is_known():
             self._let_go()
+
+    def _is_known(self) -> bool:
+        """Whether JAX still knows this client."""
+        found = store()
+        return found is not None and found.is_of(self.peers.store.keys)
 
     def _serve(self) -> None:
         """Handle messages, with a heartbeat in between, until this process ends."""
@@ -125,6 +131,8 @@ class Watchdog:
         not_at_exit(self.end)
         self._say_farewell()
         self.peers.store.close()
+        if self._proxy is not None:
+            self._proxy.cut()
         with _lock:
             if _watchdog is self:
                 _watchdog = None
