@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import re
 import signal
 import sys
 import time
@@ -172,6 +173,8 @@ def _command(args: argparse.Namespace) -> list[str]:
     program = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not program:
         raise ValueError("what is to run? Give a script.py, or -m and a module.")
+    if re.fullmatch(r"python[\d.]*", Path(program[0]).name):  # as mpirun wants it
+        raise ValueError(f"the script is run by this Python by itself: leave {program[0]!r} out.")
     if not Path(program[0]).exists():
         raise ValueError(f"there is no file {program[0]}.")
     return [sys.executable, *program]

@@ -358,6 +358,8 @@ def children(pid):
         (["--timeout", "nan", "x.py"], "--timeout must be a number of seconds above 0; got nan"),
         (["--restarts", "-1", "x.py"], "--restarts must be at least 0; got -1"),
         (["no-such.py"], "there is no file no-such.py"),
+        (["python", __file__], "leave 'python' out"),
+        ([sys.executable, __file__], "out."),
         (["--logs", __file__, __file__], "test_launch.py: File exists"),
         ([], "what is to run"),
     ],
