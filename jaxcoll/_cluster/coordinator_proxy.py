@@ -83,9 +83,9 @@ class CoordinatorProxy:
     def cut(self) -> None:
         """Break the connections of a client that JAX has shut down, unless it was given up.
 
-        JAX misses to cancel a read that begins during the shutdown, and destroys the client while
-        it holds Python's lock. There it waits for the reply, which nobody sends; or, if somebody
-        does, it comes through this proxy's threads, which need the lock.
+        JAX does not cancel a read that begins during the shutdown, and destroys the client while
+        it holds Python's lock. There it waits for the reply, which nobody sends; and if somebody
+        did, it would come through this proxy's threads, which need the lock.
         """
         for near, _ in () if self.is_left else self._pairs:
             with contextlib.suppress(OSError):  # one that is closed
@@ -175,7 +175,7 @@ def through_proxy(
 
 
 def current_proxy() -> CoordinatorProxy | None:
-    """The proxy of the job that this process is in; None: JAX alone has entered it."""
+    """The proxy of the job that this process has entered last; None: it never had one."""
     return _proxy
 
 

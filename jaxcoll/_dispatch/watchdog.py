@@ -20,7 +20,7 @@ from jaxcoll._cluster.coordinator_proxy import current_proxy, give_up_coordinato
 from jaxcoll._cluster.key_value import CoordinatorClient, Keys
 from jaxcoll._cluster.liveness import followed
 from jaxcoll._cluster.timing import COORDINATOR_SECONDS, HEARTBEAT_SECONDS
-from jaxcoll._compat.coordination import StoreUnreachableError, store
+from jaxcoll._compat.coordination import Store, StoreUnreachableError, store
 from jaxcoll._dispatch.peers import Peers
 from jaxcoll._dispatch.process_group import ProcessGroup
 from jaxcoll._threads import at_exit, in_forked_child, not_at_exit
@@ -91,14 +91,13 @@ class Watchdog:
             return
         self.peers.store.lose()
         until = time.monotonic() + COORDINATOR_SECONDS
-        while self._is_known() and not self._ended and time.monotonic() < until:
+        while self.is_of(store()) and not self._ended and time.monotonic() < until:
             time.sleep(0.02)  # JAX forgets a client after it has shut it down
-        if not self._ended and not self._is_known():
+        if not self._ended and not self.is_of(store()):
             self._let_go()
 
-    def _is_known(self) -> bool:
-        """Whether JAX still knows this client."""
-        found = store()
+    def is_of(self, found: Store | None) -> bool:
+        """Whether it uses the client of this store, which JAX knows now."""
         return found is not None and found.is_of(self.peers.store.keys)
 
     def _serve(self) -> None:
@@ -163,7 +162,7 @@ def watchdog() -> Watchdog | None:
     if found is None:
         return None
     with _lock:
-        if _watchdog is None or not found.is_of(_watchdog.peers.store.keys):
+        if _watchdog is None or not _watchdog.is_of(found):
             _watchdog = Watchdog(found)
         return _watchdog
 

@@ -174,7 +174,7 @@ def _command(args: argparse.Namespace) -> list[str]:
     if not program:
         raise ValueError("what is to run? Give a script.py, or -m and a module.")
     if re.fullmatch(r"python[\d.]*", Path(program[0]).name):  # as mpirun wants it
-        raise ValueError(f"the script is run by this Python by itself: leave {program[0]!r} out.")
+        raise ValueError(f"this Python runs the script already: leave {program[0]!r} out.")
     if not Path(program[0]).exists():
         raise ValueError(f"there is no file {program[0]}.")
     return [sys.executable, *program]
