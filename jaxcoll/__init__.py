@@ -4,9 +4,13 @@ from jaxcoll import distribute as distribute
 from jaxcoll._api.collectives import all_gather as all_gather
 from jaxcoll._api.collectives import all_reduce as all_reduce
 from jaxcoll._api.collectives import broadcast as broadcast
+from jaxcoll._api.collectives import pmean as pmean
+from jaxcoll._api.collectives import psum as psum
 from jaxcoll._api.collectives import reduce_scatter as reduce_scatter
+from jaxcoll._api.collectives import same as same
 from jaxcoll._api.gradients import accumulate as accumulate
 from jaxcoll._api.gradients import grad as grad
+from jaxcoll._api.gradients import mean_loss as mean_loss
 from jaxcoll._api.gradients import scan_layers as scan_layers
 from jaxcoll._api.gradients import sync_in_backward as sync_in_backward
 from jaxcoll._api.gradients import value_and_grad as value_and_grad
@@ -30,6 +34,7 @@ from jaxcoll._errors import PeerLostError as PeerLostError
 from jaxcoll._errors import ProgramMismatchError as ProgramMismatchError
 from jaxcoll._errors import ReductionCorruptedError as ReductionCorruptedError
 from jaxcoll._errors import ReductionInLoopWarning as ReductionInLoopWarning
+from jaxcoll._errors import RepeatedSumWarning as RepeatedSumWarning
 from jaxcoll._errors import ReplicaDivergenceError as ReplicaDivergenceError
 from jaxcoll._errors import SameRowsWarning as SameRowsWarning
 from jaxcoll._inspect import assert_collectives as assert_collectives

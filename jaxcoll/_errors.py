@@ -92,6 +92,13 @@ class ReductionInLoopWarning(UserWarning):
     """
 
 
+class RepeatedSumWarning(UserWarning):
+    """A sum over replicas of what a reduction over them has made the same everywhere.
+
+    It is as many times too large as there are replicas, and nearly always a mistake.
+    """
+
+
 class SameRowsWarning(UserWarning):
     """All processes passed the same rows of a batch, as if each of them held all of it.
 

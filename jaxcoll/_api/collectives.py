@@ -11,6 +11,7 @@ from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import broadcast as _broadcast
 from jaxcoll._spmd import gather, reduce
+from jaxcoll._spmd import same as _same
 from jaxcoll._spmd import reduce_scatter as _halves
 from jaxcoll._spmd.scope import differentiation
 from jaxcoll._spmd.shards import Shards, axes_of_shards, check_no_shards, is_shards, shards_in
@@ -19,7 +20,7 @@ from jaxcoll._spmd.shards import Shards, axes_of_shards, check_no_shards, is_sha
 def all_reduce(
     reduce_op: ReduceOp | str,
     value: Any,
-    axis_name: str | tuple[str, ...],
+    axis_name: str | tuple[str, ...] | None = None,
     *,
     options: CommunicationOptions | None = None,
     invariant: reduce.Invariant = "error",
@@ -41,7 +42,8 @@ def all_reduce(
         reduced by gathering: every replica's rows and indices, duplicates kept, one after
         another in replica order; a MEAN divides the rows.
       axis_name: the axis that `jax.shard_map`, `jax.pmap` or `jax.vmap` maps; or a tuple of
-        mesh axes, outer (between hosts) to inner (within a host).
+        mesh axes, outer (between hosts) to inner (within a host). None: inside `jc.data_parallel`
+        and `strategy.run` the axes of the replicas.
       options: how to pack and what carries it; unset ones come from the enclosing
         `data_parallel` or strategy, then from the automatic choice. Their `timeout_seconds`
         bounds the call of that step, or is refused where there is none.
@@ -77,12 +79,12 @@ def all_reduce(
             f"`invariant` must be one of {', '.join(map(repr, get_args(reduce.Invariant)))}; "
             f"got {invariant!r}."
         )
+    _check_order(reduce_op, value)
     given, op = checked(options), ReduceOp.of(reduce_op)
     reduce.check_any_coded(value, given)
     scope = scope_here().merged(given)
+    axis_name = scope.over(axis_name, "jc.all_reduce")
     check_no_shards(value, axis_name, "all_reduce")
-    if invariant != "replicated":
-        value = scope.reduced_once(value, axis_name, mean=op is ReduceOp.MEAN)
     if residual is None:
         return reduce.all_reduce(op, value, axis_name, scope=scope, invariant=invariant)
     return _with_feedback.all_reduce(
@@ -91,9 +93,145 @@ def all_reduce(
     )  # fmt: skip
 
 
+def psum(
+    value: Any,
+    axis_name: str | tuple[str, ...] | None = None,
+    *,
+    options: CommunicationOptions | None = None,
+    invariant: reduce.Invariant = "error",
+) -> Any:
+    """Return the sum over the replicas: `jax.lax.psum`, packed as `options` say.
+
+    Args:
+      value: a pytree as in `all_reduce`. Python numbers are the same on every replica and are
+        multiplied, so that `psum(1)` counts replicas, without anything sent.
+      axis_name: as in `all_reduce`.
+      options: as in `all_reduce`.
+      invariant: as in `all_reduce`.
+
+    Returns:
+      A pytree like `value`, *invariant* over the axes. Cost: as of `all_reduce`.
+
+    Raises:
+      ValueError: as in `all_reduce`.
+      NameError: as in `all_reduce`.
+      AlreadyReducedError: as in `all_reduce`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> jax.vmap(lambda v: psum(v, "data"), axis_name="data")(jnp.arange(3.0)).tolist()
+      [3.0, 3.0, 3.0]
+    """
+    return _in_laxs_order(ReduceOp.SUM, value, axis_name, options, invariant)
+
+
+def pmean(
+    value: Any,
+    axis_name: str | tuple[str, ...] | None = None,
+    *,
+    options: CommunicationOptions | None = None,
+    invariant: reduce.Invariant = "error",
+) -> Any:
+    """Return the mean over the replicas: `jax.lax.pmean`, packed as `options` say.
+
+    Args:
+      value: a pytree as in `all_reduce`. Python numbers are their own mean.
+      axis_name: as in `all_reduce`.
+      options: as in `all_reduce`.
+      invariant: as in `all_reduce`.
+
+    Returns:
+      A pytree like `value`, *invariant* over the axes. Cost: as of `all_reduce`.
+
+    Raises:
+      ValueError: as in `all_reduce`.
+      NameError: as in `all_reduce`.
+      AlreadyReducedError: as in `all_reduce`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> jax.vmap(lambda v: pmean(v, "data"), axis_name="data")(jnp.arange(3.0)).tolist()
+      [1.0, 1.0, 1.0]
+    """
+    return _in_laxs_order(ReduceOp.MEAN, value, axis_name, options, invariant)
+
+
+def same(value: Any, axis_name: str | tuple[str, ...] | None = None) -> Any:
+    """Vouch that a value is the same on every replica, where no program shows it.
+
+    Made for a number that the host returned (`jax.pure_callback`), a value read from a reference,
+    or a sum in an order of your own: an output, a predicate, a parameter. Nothing is sent. On the
+    first call for arguments of each shape, `jc.data_parallel` and `strategy.run` compare the
+    copies, bit by bit, over processes too; elsewhere nobody does.
+
+    Args:
+      value: a pytree of arrays.
+      axis_name: as in `all_reduce`.
+
+    Returns:
+      `value`, *invariant* over the axes. Its derivative is its cotangent's own. Cost: none; on a
+      first call that of a digest.
+
+    Raises:
+      NameError: an axis is not mapped here.
+      ValueError: a leaf is not an array.
+      ReplicaDivergenceError: on a first call, replicas hold different bits; the line is named.
+
+    Examples:
+      >>> import numpy as np
+      >>> step = data_parallel(lambda x: same(jax.lax.psum(x, "data") * 0.5))
+      >>> step(np.ones(8)).tolist()
+      [4.0]
+    """
+    scope = scope_here()
+    return _same.same(value, scope.over(axis_name, "jc.same"), scope.claims)
+
+
+def _in_laxs_order(
+    op: ReduceOp, value: Any, axis_name: Any, options: Any, invariant: reduce.Invariant
+) -> Any:
+    caller = "jc.psum" if op is ReduceOp.SUM else "jc.pmean"
+    if isinstance(value, str | ReduceOp):
+        raise ValueError(
+            f"`{caller}` takes the value first and then the axis, as `jax.lax` does: "
+            f'`{caller}(value, "data")`; got {value!r} for the value.'
+        )
+    axes = scope_here().over(axis_name, caller)
+    leaves, treedef = jax.tree.flatten(value)
+    is_number = [isinstance(x, bool | int | float | complex) for x in leaves]
+    rest = treedef.unflatten(
+        [None if number else x for x, number in zip(leaves, is_number, strict=True)]
+    )
+    if not all(is_number) or not leaves:
+        rest = all_reduce(op, rest, axes, options=options, invariant=invariant)
+    lax_ = jax.lax.psum if op is ReduceOp.SUM else jax.lax.pmean
+    arrays = iter(jax.tree.leaves(rest))
+    return treedef.unflatten(
+        [
+            lax_(x, axes) if number else next(arrays)
+            for x, number in zip(leaves, is_number, strict=True)
+        ]
+    )
+
+
+def _check_order(reduce_op: Any, value: Any, caller: str = "jc.all_reduce") -> None:
+    """Refuse swapped or missing arguments with the line that is meant."""
+    if isinstance(reduce_op, ReduceOp | str) and not isinstance(value, ReduceOp | str):
+        return
+    lax_ = ' In `jax.lax`\'s order there is `jc.pmean(value, "data")`.' * ("all" in caller)
+    raise ValueError(
+        f'`{caller}` names the operation first: `{caller}("mean", value, "data")`; got '
+        f"{_shown(reduce_op)} for it, and {_shown(value)} for the value.{lax_}"
+    )
+
+
+def _shown(x: Any) -> str:
+    return repr(x) if isinstance(x, ReduceOp | str) else type(x).__name__
+
+
 def all_gather(
     value: Any,
-    axis_name: str | tuple[str, ...],
+    axis_name: str | tuple[str, ...] | None = None,
     *,
     axis: int = 0,
     options: CommunicationOptions | None = None,
@@ -138,6 +276,7 @@ def all_gather(
       [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
     scope, given = scope_here(), checked(options, exactly="all_gather")
+    axis_name = scope.over(axis_name, "jc.all_gather")
     if not shards_in(value):
         scope = scope.merged(given)
         return gather.all_gather(value, axis_name, axis=axis, scope=scope)
@@ -162,7 +301,7 @@ def all_gather(
 def reduce_scatter(
     reduce_op: ReduceOp | str,
     value: Any,
-    axis_name: str | tuple[str, ...],
+    axis_name: str | tuple[str, ...] | None = None,
     *,
     options: CommunicationOptions | None = None,
 ) -> Shards:
@@ -197,16 +336,17 @@ def reduce_scatter(
       >>> [part.shape for part in shards.parts], float(shards.parts[0][1, 0, 0])
       ([(2, 2, 128)], 812.0)
     """
+    _check_order(reduce_op, value, "jc.reduce_scatter")
     scope = scope_here().merged(checked(options))
+    axis_name = scope.over(axis_name, "jc.reduce_scatter")
     check_no_shards(value, axis_name, "reduce_scatter")
     op = ReduceOp.of(reduce_op)
-    value = scope.reduced_once(value, axis_name, mean=op is ReduceOp.MEAN)
     return _halves.reduce_scatter(op, value, axis_name, scope=scope)
 
 
 def broadcast(
     value: Any,
-    axis_name: str | tuple[str, ...],
+    axis_name: str | tuple[str, ...] | None = None,
     *,
     source: int = 0,
     options: CommunicationOptions | None = None,
@@ -239,5 +379,6 @@ def broadcast(
       [2.0, 2.0, 2.0]
     """
     scope = scope_here().merged(checked(options, exactly="broadcast"))
+    axis_name = scope.over(axis_name, "jc.broadcast")
     check_no_shards(value, axis_name, "broadcast")
     return _broadcast.broadcast(value, axis_name, source=source, scope=scope)

@@ -10,13 +10,14 @@ from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.checks import positive
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd.gradients import gradient, sync
+from jaxcoll._spmd.gradients import mean_loss as mean
 from jaxcoll._spmd.gradients.accumulate import MicroBatches
 from jaxcoll._spmd.layers import scan
 
 
 def value_and_grad(
     fun: Callable[..., Any],
-    axis_name: str | tuple[str, ...],
+    axis_name: str | tuple[str, ...] | None = None,
     *,
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
     argnums: int | Sequence[int] = 0,
@@ -41,7 +42,7 @@ def value_and_grad(
     Args:
       fun: the loss of one replica's share of the batch, a scalar or a `WeightedLoss`. It must
         not reduce the loss over `axis_name` itself.
-      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
       reduce_op: MEAN or SUM, or their names in any case.
       argnums: positions of the arguments to differentiate, as in `jax.value_and_grad`.
       has_aux: whether `fun` returns `(loss, aux)`.
@@ -83,7 +84,7 @@ def value_and_grad(
 
 def grad(
     fun: Callable[..., Any],
-    axis_name: str | tuple[str, ...],
+    axis_name: str | tuple[str, ...] | None = None,
     *,
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
     argnums: int | Sequence[int] = 0,
@@ -96,7 +97,7 @@ def grad(
 
     Args:
       fun: the loss of one replica's share of the batch.
-      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
       reduce_op: MEAN or SUM, or their names in any case.
       argnums: positions of the arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
@@ -113,9 +114,50 @@ def grad(
     return gradient.reduced_gradient(asked, axis_name, scope_here, checked(options))
 
 
+def mean_loss(
+    fun: Callable[..., Any],
+    axis_name: str | tuple[str, ...] | None = None,
+    *,
+    argnums: int | Sequence[int] = 0,
+    options: CommunicationOptions | None = None,
+) -> Callable[..., Any]:
+    """The mean of the replicas' losses, as a function with the derivative of that mean.
+
+    Made for what differentiates a function that it is given: a line search, L-BFGS, an implicit
+    step. `jax.grad` of `lax.pmean(loss)` is each replica's own gradient, so that replicas would
+    search in different directions. Of this function value and derivative are those of one device.
+
+    Args:
+      fun: the loss of one replica's share of the batch, as in `value_and_grad`; it must not reduce
+        the loss itself.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
+      argnums: positions of the arguments that it may be differentiated by, in forward and in
+        reverse mode. It has no derivative by any other.
+      options: as in `all_reduce`, for the gradients.
+
+    Returns:
+      A function with `fun`'s arguments that returns a scalar, *invariant* over the axes. Cost: an
+      `all_reduce` of a number; where it is differentiated, one of value and gradients together.
+
+    Raises:
+      NameError: an axis is not mapped here.
+      TypeError: the loss is not a scalar.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> loss = mean_loss(lambda w, x: jnp.mean(w * x), "data")
+      >>> shares = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> step = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0), axis_name="data")
+      >>> value, grad = step(2.0, shares)
+      >>> value.tolist(), grad.tolist()
+      ([5.0, 5.0], [2.5, 2.5])
+    """
+    return mean.mean_loss(fun, axis_name, argnums, scope_here, checked(options))
+
+
 def sync_in_backward(
     params: Any,
-    axis_name: str | tuple[str, ...],
+    axis_name: str | tuple[str, ...] | None = None,
     *,
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
     options: CommunicationOptions | None = None,
@@ -140,7 +182,7 @@ def sync_in_backward(
 
     Args:
       params: a pytree of floating arrays, *invariant* or *varying* over the axes; None passes.
-      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
       reduce_op: MEAN or SUM, or their names in any case. Inside `jc.value_and_grad` MEAN, which
         that makes a sum or a weighted mean of where it was asked for one.
       options: as in `all_reduce`; unset ones are those of the enclosing `jc.value_and_grad`, then
@@ -167,14 +209,15 @@ def sync_in_backward(
       >>> step(jnp.array([2.0, 5.0]), jnp.array([1.0, 3.0]))[0].tolist()
       [10.0, 4.0]
     """
-    op = ReduceOp.of(reduce_op)
-    return sync.sync_in_backward(params, axis_name, op, scope_here(), checked(options))
+    op, scope = ReduceOp.of(reduce_op), scope_here()
+    axis_name = scope.over(axis_name, "jc.sync_in_backward")
+    return sync.sync_in_backward(params, axis_name, op, scope, checked(options))
 
 
 def accumulate(
     fun: Callable[..., Any],
-    axis_name: str | tuple[str, ...],
-    num_micro_batches: int,
+    axis_name: str | tuple[str, ...] | None = None,
+    num_micro_batches: int | None = None,
     *,
     batch_argnums: int | Sequence[int] = -1,
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
@@ -193,7 +236,7 @@ def accumulate(
 
     Args:
       fun: the loss of one piece, as in `value_and_grad`.
-      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
       num_micro_batches: pieces, of neighbouring rows, that each replica's share is cut into.
       batch_argnums: positions of the arguments that are cut along their leading dimension; the
         rest, and keyword arguments, are whole in every piece. Default: the last one, as in
@@ -248,7 +291,7 @@ def scan_layers(
     layer: Callable[[Any, Any], Any],
     carry: Any,
     stacked: Any,
-    axis_name: str | tuple[str, ...],
+    axis_name: str | tuple[str, ...] | None = None,
     *,
     reduce_op: ReduceOp | str = ReduceOp.MEAN,
     gather_dtype: Any = None,
@@ -278,7 +321,7 @@ def scan_layers(
       carry: a tree of arrays, keys among them, of the types that `layer` returns.
       stacked: a tree of arrays with the layers first and behind them this replica's rows, as
         `in_specs=P(None, "data")` cuts them; or of `Shards` of stacked layers.
-      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner.
+      axis_name: one mapped axis, or a tuple of mesh axes, outer to inner; None as in `all_reduce`.
       reduce_op: MEAN or SUM, or their names in any case; inside `jc.value_and_grad` MEAN, which
         that makes what it was asked for.
       gather_dtype: real floating rows are cast to it before they are gathered, and their gradients
@@ -319,6 +362,8 @@ def scan_layers(
       [789.0, 1785.0]
     """
     asked = scan.Asked(ReduceOp.of(reduce_op), gather_dtype, ahead, remat, unroll)
+    scope = scope_here()
+    axis_name = scope.over(axis_name, "jc.scan_layers")
     return scan.scan_layers(
-        layer, carry, stacked, axis_name, sharded, asked, scope_here(), checked(options)
+        layer, carry, stacked, axis_name, sharded, asked, scope, checked(options)
     )

@@ -10,7 +10,10 @@ from jaxcoll._spmd import metrics, norms
 
 
 def reduce_metrics(
-    value: Any, axis_name: str | tuple[str, ...], *, options: CommunicationOptions | None = None
+    value: Any,
+    axis_name: str | tuple[str, ...] | None = None,
+    *,
+    options: CommunicationOptions | None = None,
 ) -> Any:
     """Many metrics over all replicas in one collective.
 
@@ -46,9 +49,9 @@ def reduce_metrics(
       >>> round(float(found["accuracy"][0]), 6), int(found["tokens"][0])
       (0.7, 10)
     """
-    return metrics.reduce_metrics(
-        value, axis_name, scope=scope_here().merged(checked(options, exactly="reduce_metrics"))
-    )
+    scope = scope_here().merged(checked(options, exactly="reduce_metrics"))
+    axis_name = scope.over(axis_name, "jc.reduce_metrics")
+    return metrics.reduce_metrics(value, axis_name, scope=scope)
 
 
 def global_norm(

@@ -1,15 +1,17 @@
 """What JAX keeps to itself, which no other room touches: probes, not version numbers."""
 
 from jaxcoll._compat.axes import as_varying as as_varying
+from jaxcoll._compat.axes import automatic_axes as automatic_axes
 from jaxcoll._compat.axes import axes_in_scope as axes_in_scope
 from jaxcoll._compat.axes import in_mesh_order as in_mesh_order
 from jaxcoll._compat.axes import is_partially_sharded as is_partially_sharded
 from jaxcoll._compat.axes import is_shadowed as is_shadowed
 from jaxcoll._compat.axes import is_unreachable as is_unreachable
-from jaxcoll._compat.axes import is_variance_mismatch as is_variance_mismatch
 from jaxcoll._compat.axes import is_vmapped as is_vmapped
 from jaxcoll._compat.axes import same_axes as same_axes
 from jaxcoll._compat.axes import tracks_variance as tracks_variance
+from jaxcoll._compat.axes import types_tell as types_tell
+from jaxcoll._compat.axes import unreduced_axes as unreduced_axes
 from jaxcoll._compat.axes import varying_axes as varying_axes
 from jaxcoll._compat.axes import varying_axes_of_type as varying_axes_of_type
 from jaxcoll._compat.axes import zeros_like_aval as zeros_like_aval
@@ -25,5 +27,7 @@ from jaxcoll._compat.primitives import through_backward as through_backward
 from jaxcoll._compat.settings import configuration as configuration
 from jaxcoll._compat.settings import configured as configured
 from jaxcoll._compat.settings import has_backend as has_backend
+from jaxcoll._compat.settings import line_here as line_here
+from jaxcoll._compat.settings import line_of_gradient as line_of_gradient
 from jaxcoll._compat.settings import numerics as numerics
 from jaxcoll._compat.settings import users_line as users_line

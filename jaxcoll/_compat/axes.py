@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +17,10 @@ except ImportError:  # pragma: no cover - a JAX that has removed the debugging a
 
     def _axis_names() -> list[Any]:
         return []
+
+
+_checks_types = getattr(sys.modules[type(jax.config).__module__], "_check_vma", None)
+"""JAX's own setting of whether a `shard_map` around this point checks types."""
 
 
 def axes_in_scope() -> tuple[str, ...]:
@@ -79,18 +83,36 @@ def zeros_like_aval(aval: Any, dtype: Any) -> jax.Array:
     return as_varying(jnp.zeros(aval.shape, dtype), sorted(varying_axes_of_type(aval)))
 
 
+def types_tell() -> bool:
+    """Whether types tell replicas apart here: a checked `shard_map` is around."""
+    if _checks_types is not None:
+        return bool(_checks_types.value)
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # pragma: no cover
+    return any(a in varying_axes(lax.axis_index(a)) for a in manual)
+
+
 def tracks_variance(axis: str) -> bool:
     """Whether types tell replicas apart along `axis` (a checked `shard_map` binds it).
 
     `pmap`, `vmap` and `shard_map(check_vma=False)` leave every type without marks, so an
     empty set of varying axes means "the same everywhere" only where this is true.
     """
-    return axis in varying_axes(lax.axis_index(axis))
+    # An index costs an equation, so it is made only where types tell at all.
+    return types_tell() and axis in varying_axes(lax.axis_index(axis))
+
+
+def unreduced_axes(x: Any) -> frozenset[str]:
+    """Axes over which `x` is, by its type, a sum that is still owed."""
+    manual = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset(getattr(manual, "unreduced", ()))
 
 
 def same_axes(x: Any, axes: Iterable[str]) -> tuple[str, ...]:
     """Those of `axes` over which `x` is the same on all replicas by its type."""
-    return tuple(a for a in axes if a not in varying_axes(x) and tracks_variance(a))
+    if not types_tell():
+        return ()
+    differs = varying_axes(x) | unreduced_axes(x)
+    return tuple(a for a in axes if a not in differs and tracks_variance(a))
 
 
 def as_varying(x: Any, axes: Sequence[str]) -> Any:
@@ -106,19 +128,15 @@ def retyped(aval: Any, varying: frozenset[str]) -> Any:
     return aval.update(manual_axis_type=type(manual)(varying=varying, **kept))
 
 
-def is_variance_mismatch(error: BaseException) -> bool:
-    """Whether `error` may be JAX's refusal of types that vary differently.
-
-    JAX has no class for it, and as many wordings as primitives: of loops and branches, of custom
-    derivatives, solvers, samplers. All of them show a type that varies, or name such types.
-    """
-    return _VARIANCE.search(str(error)) is not None
-
-
-_VARIANCE = re.compile(r"\{V:|manual axis types|varying manual axes|check_vma=False")
-
-
 def is_partially_sharded(x: Any) -> bool:
     """Whether `x` is sharded, by its type, over a mesh axis that is not mapped here."""
     spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
     return any(part is not None for part in spec)
+
+
+def automatic_axes() -> tuple[str, ...]:
+    """Axes of the mesh around this point, longer than 1, that are left to the partitioner."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        return ()
+    return tuple(a for a, n in mesh.shape.items() if n > 1 and a not in mesh.manual_axes)

@@ -1,57 +1,92 @@
-"""What those who read a traced program go by; nothing of it is left in a compiled one."""
+"""Primitives that tell a reader of a traced program what its equations do not show.
+
+None of them computes anything, and nothing of them is left in a compiled program.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxcoll._compat.axes import types_tell
 from jaxcoll._compat.primitives import first_of, unchanged
-from jaxcoll._compat.settings import frames
-
-GRADIENT = "gradient_to_reduce"
-"""The name of the primitive of `gradient_of`."""
-
-
-def gradient_of(
-    leaf: Any, gradient: Any, axis: str, caller: str, name: str, *, own: bool = False
-) -> Any:
-    """`gradient` with a mark that it is going to be reduced along `axis`, and is that of `leaf`.
-
-    The mark holds the leaf itself, on which the gradient need not depend, so that whoever drops
-    equations without results drops it with the gradient only. If it is a replica's `own`, as types
-    say, it is not going to be reduced.
-    """
-    return _gradient_p.bind(gradient, leaf, axis=axis, caller=caller, path=name, own=own)
-
-
-_gradient_p = first_of(GRADIENT)
-
 
 SAME = "same_everywhere"
-"""It is equal everywhere along `axes`."""
-COTANGENT = "cotangent_of_same"
-"""It is the cotangent of what is marked by `SAME`."""
-ONCE = "reduced_once"
-"""It is going to be reduced along `axis`, to its `mean` or a sum, where it must differ."""
-ROWS = "own_rows"
-"""It is going to be gathered along `axis`, where it must differ."""
+DIFFERENTIATED = "differentiated"
 PARTS = "parts_of_sum"
-"""It is this replica's part of what was reduced over `axes`."""
+ALL = {SAME, DIFFERENTIATED, PARTS}
+"""The names of these primitives, each of which has a parameter `axes`."""
 
 
-def marked(x: Any, mark: str, **params: Any) -> Any:
-    """`x` with one of these marks, whose parameters readers of the program find beside it."""
-    return _marks[mark].bind(x, **params)
+def same(
+    results: Sequence[Any], axes: Sequence[str], before: Sequence[Any] = (), *, sums: bool = False
+) -> list[Any]:
+    """`results`, marked as equal on every replica along `axes`; where types say so, unmarked.
+
+    Args:
+      results: arrays.
+      axes: mapped axes.
+      before: for each result what was reduced, or gathered, to make it; empty: it is equal for a
+        reason of its own.
+      sums: whether the results are sums, in which what is the same everywhere counts repeatedly.
+    """
+    if not results or not axes or types_tell():
+        return list(results)
+    return _same_p.bind(*results, *before, axes=tuple(axes), sums=sums, count=len(results))
 
 
-_marks = {name: unchanged(name) for name in (COTANGENT, ONCE, ROWS, PARTS)}
-_marks[SAME] = unchanged(
-    SAME, transpose=lambda cotangent, *, axes: [marked(cotangent, COTANGENT, axes=axes)]
+def differentiated(
+    x: Any, leaves: Sequence[Any], axes: Sequence[str], caller: str, paths: Sequence[str]
+) -> Any:
+    """`x`, beside the leaves by which gradients are taken that `caller` reduces over `axes`."""
+    params = {"axes": tuple(axes), "caller": caller, "paths": tuple(paths)}
+    return _differentiated_p.bind(x, *leaves, **params)
+
+
+def part_of_sum(x: Any, axes: Sequence[str]) -> Any:
+    """`x`, marked as this replica's part of what was reduced over `axes`."""
+    return _parts_p.bind(x, axes=tuple(axes))
+
+
+def _same_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, count: int, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    out = _same_p.bind(*primals, count=count, **params)
+    moved = [k for k in range(count) if not isinstance(tangents[k], ad.Zero)]
+    results: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+    if moved:  # a tangent of something reduced is reduced likewise
+        same_tangents = _same_p.bind(
+            *(tangents[k] for k in moved), axes=params["axes"], sums=False, count=len(moved)
+        )
+        for k, tangent in zip(moved, same_tangents, strict=True):
+            results[k] = tangent
+    return out, results
+
+
+def _same_transpose(cotangents: Sequence[Any], *args: Any, count: int, **_: Any) -> list[Any]:
+    # Under `pmap`'s meaning each replica has a cotangent of its own.
+    return [*cotangents, *[None] * (len(args) - count)]
+
+
+_same_p = Primitive(SAME)
+_same_p.multiple_results = True
+_same_p.def_impl(lambda *xs, count, **_: list(xs[:count]))
+_same_p.def_abstract_eval(lambda *xs, count, **_: list(xs[:count]))
+mlir.register_lowering(_same_p, lambda ctx, *xs, count, **_: list(xs[:count]))
+batching.primitive_batchers[_same_p] = lambda xs, dims, count, **params: (
+    _same_p.bind(*xs, count=count, **params),
+    dims[:count],
 )
+ad.primitive_jvps[_same_p] = _same_jvp
+ad.primitive_transposes[_same_p] = _same_transpose
 
-
-ALL = (GRADIENT, *_marks)
-"""The names of all of these primitives."""
+_differentiated_p = first_of(DIFFERENTIATED)
+_parts_p = unchanged(PARTS)
 
 
 def in_backward(eqn: Any) -> bool:
@@ -65,11 +100,6 @@ def in_backward(eqn: Any) -> bool:
     )
 
 
-def is_made_again(eqn: Any) -> bool:
-    """Whether an equation repeats one of the forward pass, as `jax.checkpoint` does."""
-    return any(each.name == "rematted_computation" for each in _scopes(eqn))
-
-
 def is_our_reduction(eqn: Any, kind: str = "all_reduce") -> bool:
     """Whether an equation carries a pack of such a reduction of ours."""
     return any(re.fullmatch(rf"{kind}_[0-9a-f]{{6}}/pack\d+", x.name) for x in _scopes(eqn))
@@ -77,39 +107,3 @@ def is_our_reduction(eqn: Any, kind: str = "all_reduce") -> bool:
 
 def _scopes(eqn: Any) -> tuple[Any, ...]:
     return tuple(eqn.source_info.name_stack.stack)
-
-
-def is_transposed_reduction(eqn: Any) -> bool:
-    """Whether the cotangent of a reduced value is typed as varying here, by that reduction.
-
-    A rule of differentiation types its own constants so, too; only the Python that the derivative
-    was made for tells the two apart.
-    """
-    for frame in frames(eqn):
-        if frame.function_name == "as_invariant":  # of ours
-            return True
-        if frame.file_name.endswith(_COLLECTIVES):
-            return frame.function_name != "pcast"
-        if not _JAX.search(frame.file_name):
-            return False
-    return False
-
-
-def is_seed_of_gradient(eqn: Any) -> bool:
-    """Whether an equation makes the ones, of a loss's type, that `jax.grad` goes backwards from.
-
-    Nothing but the Python that made it shows that: JAX's own interface called JAX's own arrays,
-    with no line of a user, or of a rule of differentiation, between the two.
-    """
-    for frame in frames(eqn):
-        if frame.file_name.endswith(_INTERFACE):
-            return True
-        if not _JAX.search(frame.file_name) or frame.file_name.endswith(_AUTODIFF):
-            return False
-    return False
-
-
-_JAX = re.compile(r"[/\\]jax[/\\]")
-_INTERFACE = ("jax/_src/api.py", "jax\\_src\\api.py")
-_AUTODIFF = ("interpreters/ad.py", "interpreters\\ad.py")
-_COLLECTIVES = ("lax/parallel.py", "lax\\parallel.py")

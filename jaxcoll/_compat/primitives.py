@@ -50,7 +50,7 @@ def first_of(name: str, lower: Any = None) -> Primitive:
     return primitive
 
 
-def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False, vouched: bool = True) -> Any:
+def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False) -> Any:
     """`x` typed as equal on every replica along `axes`: no data moves, nothing is checked.
 
     The caller vouches for the equality. JAX itself offers this step only together with a
@@ -63,14 +63,13 @@ def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False, vouched: 
       summed: `x` is the end of a hand-written sum over replicas. JAX hands back the cotangent
         of an invariant value already totalled, so only the first replica sends it back through
         the sum; otherwise each replica keeps it.
-      vouched: False if nobody knows that it is equal, and only a trace is to take it for that.
     """
     known = tuple(a for a in axes if a in varying_axes(x))
-    return _as_invariant_p.bind(x, axes=known, summed=summed, vouched=vouched) if known else x
+    return _as_invariant_p.bind(x, axes=known, summed=summed) if known else x
 
 
 def _as_invariant_transpose(
-    cotangent: Any, *, axes: tuple[str, ...], summed: bool, **_: Any
+    cotangent: Any, *, axes: tuple[str, ...], summed: bool
 ) -> list[Any]:
     cotangent = as_varying(cotangent, axes)
     if summed:

@@ -76,4 +76,26 @@ def users_line(eqn: Any) -> str:
     return ""
 
 
+def line_here() -> str:
+    """The innermost line of Python that is running now and is not a library's, as file:line."""
+    frame: Any = sys._getframe()
+    while frame is not None and _LIBRARIES.search(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def line_of_gradient(eqn: Any) -> str:
+    """The user's line where JAX was asked for a gradient that an equation belongs to; "" if none.
+
+    The innermost line of an equation of a backward pass is one of the loss.
+    """
+    asked = False
+    for frame in frames(eqn):
+        asked |= bool(_GRADIENT.search(frame.file_name)) and "grad" in frame.function_name
+        if asked and not _LIBRARIES.search(frame.file_name):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""
+
+
+_GRADIENT = re.compile(r"[/\\]jax[/\\]_src[/\\]api\.py$")
 _LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]jaxcoll[/\\]_\w+[/\\.]")

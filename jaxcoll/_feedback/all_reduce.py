@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
+from jaxcoll._compat import marks
 from jaxcoll._feedback.residual import closed, opened, right_factor
 from jaxcoll._plan.algorithms import stages
 from jaxcoll._plan.options import ReduceOp
@@ -139,7 +140,9 @@ def _in_factors(
     fine = finite([results[path] for path in owed if path in results])
     left = {path: jnp.where(fine, left[path], x) for path, x in owed.items() if path in results}
     new = {p: jnp.where(fine, _refreshed(x, rights[p]), rights[p]) for p, x in found.items()}
-    return scope.vouched(treedef.unflatten(results.values()), names), left, new
+    before = jax.tree.leaves([*leaves.values()])
+    arrays = marks.same(jax.tree.leaves([*results.values()]), names, before)
+    return jax.tree.unflatten(jax.tree.structure(value), arrays), left, new
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A traced program as a value: read, and cut, before its equations become part of another."""
+"""A traced function as a value: read, and cut, before its equations become part of another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import jax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
-from jaxcoll._jaxpr.dataflow import Dataflow
 from jaxcoll._jaxpr.subjaxprs import called, opened, programs
 
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_matmul"}
@@ -22,28 +21,63 @@ Moment = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a function did when it was traced, with its arguments and whatever it captured."""
+    """What a function did when it was traced, with whatever it captured."""
 
-    # Its equations. Arguments, but for `inputs`, and captured values are constants of it; its
-    # outputs are the arrays among the leaves of the result, in the order of the tree
+    # Its outputs are the arrays among the leaves of the result, in the order of the tree
     program: ClosedJaxpr
     treedef: jax.tree_util.PyTreeDef  # of the result
     # For each leaf of the result None if it is an array, else the leaf in a tuple
     others: tuple[tuple[Any] | None, ...]
-
-    def evaluate(self) -> Any:
-        """The result, of equations that are now part of the program at hand."""
-        return self.result(self.outputs())
+    call: Callable[..., Sequence[jax.Array]]  # from the arrays of its inputs to its outputs
 
     def outputs(self, *inputs: Any) -> list[jax.Array]:
-        """The arrays of the result, likewise; for inputs like those that it was traced with."""
-        return jaxpr_as_fun(self.program)(*jax.tree.leaves(inputs))
+        """The arrays of the result, for inputs like those that it was traced with."""
+        return list(self.call(*jax.tree.leaves(inputs)))
+
+    def evaluate(self) -> Any:
+        """The result of a function without inputs, as part of the program at hand."""
+        return self.result(self.outputs())
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """A tree like the result, with `outputs` where the arrays are."""
         arrays = iter(outputs)
         leaves = [next(arrays) if other is None else other[0] for other in self.others]
         return jax.tree.unflatten(self.treedef, leaves)
+
+
+def traced_call(fun: Callable[..., Any], *inputs: Any) -> Traced:
+    """Trace `fun(*inputs)` once, as a jitted function; what calls it calls that trace.
+
+    What `fun` captures may belong to the program at hand. Leaves of the result that are not a
+    `jax.Array` are those of that one call.
+    """
+    flat, treedef = jax.tree.flatten(inputs)
+    arrays_of, parts = _arrays_of(lambda *leaves: fun(*treedef.unflatten(leaves)))
+    arrays_of.__name__ = getattr(fun, "__name__", "function")
+    jitted = jax.jit(arrays_of)
+    return Traced(jitted.trace(*flat).jaxpr, *parts[-1], jitted)
+
+
+def traced(fun: Callable[..., Any], *inputs: Any) -> Traced:
+    """Trace `fun(*inputs)`, so that its equations can be cut; a call makes them part of another."""
+    flat, treedef = jax.tree.flatten(inputs)
+    arrays_of, parts = _arrays_of(lambda *leaves: fun(*treedef.unflatten(leaves)))
+    closed = jax.make_jaxpr(arrays_of)(*flat)
+    return Traced(closed, *parts[-1], jaxpr_as_fun(closed))
+
+
+def _arrays_of(fun: Callable[..., Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
+    """`fun`, returning the arrays of its result, and a list of what else each call has returned."""
+    parts: list[tuple[Any, tuple[tuple[Any] | None, ...]]] = []
+
+    def arrays_of(*leaves: Any) -> list[Any]:
+        results, treedef = jax.tree.flatten(fun(*leaves))
+        is_array = [isinstance(x, jax.Array) for x in results]
+        others = tuple(None if a else (x,) for x, a in zip(results, is_array, strict=True))
+        parts.append((treedef, others))
+        return [x for x, a in zip(results, is_array, strict=True) if a]
+
+    return arrays_of, parts
 
 
 def with_captured(program: Traced) -> tuple[Traced, list[Any]]:
@@ -58,28 +92,8 @@ def with_captured(program: Traced) -> tuple[Traced, list[Any]]:
         debug_info=jaxpr.debug_info._replace(arg_names=None),
     )
     closed = ClosedJaxpr(jaxpr, [*held.values()])
-    return dataclasses.replace(program, program=closed), [*captured.values()]
-
-
-def traced(
-    fun: Callable[..., Any], *args: Any, inputs: tuple[Any, ...] = (), **kwargs: Any
-) -> Traced:
-    """Trace `fun(*inputs, *args, **kwargs)` without putting its equations into the program at hand.
-
-    Law: `traced(fun, ...).evaluate()` is `fun(...)`, in value, types and source lines; `fun` is
-    called once. Leaves of the result that are not a `jax.Array` are those of that call. `inputs`
-    are variables of the program; all else, and what `fun` captures, may belong to that at hand.
-    """
-    found: list[tuple[Any, tuple[tuple[Any] | None, ...]]] = []
-
-    def program(*inputs: Any) -> list[Any]:
-        leaves, treedef = jax.tree.flatten(fun(*inputs, *args, **kwargs))
-        found.append((treedef, tuple(None if isinstance(x, jax.Array) else (x,) for x in leaves)))
-        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-
-    closed = jax.make_jaxpr(program)(*inputs)
-    ((treedef, others),) = found
-    return Traced(closed, treedef, others)
+    program = dataclasses.replace(program, program=closed, call=jaxpr_as_fun(closed))
+    return program, [*captured.values()]
 
 
 def made_without(program: ClosedJaxpr, inputs: Sequence[int]) -> list[bool]:
@@ -96,34 +110,18 @@ def part_of(program: ClosedJaxpr, inputs: Sequence[int], outputs: Sequence[int])
     """The program of some outputs alone, which no inputs but these are needed for."""
     jaxpr = program.jaxpr
     wanted = [jaxpr.outvars[k] for k in outputs]
+    needed, kept = _variables(wanted), list[JaxprEqn]()
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            needed |= _variables(eqn.invars)  # an equation is taken to need all of its operands
     smaller = jaxpr.replace(
         invars=[jaxpr.invars[i] for i in inputs],
-        eqns=_behind(jaxpr, wanted, effects=False)[0],
+        eqns=kept[::-1],
         outvars=wanted,
         debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
     )
     return ClosedJaxpr(smaller, program.consts)
-
-
-def unused_outputs(program: Any, count: int) -> list[int]:
-    """Places, among the last `count` outputs, of those that no other output or effect needs."""
-    jaxpr: Jaxpr = opened(program)
-    first = len(jaxpr.outvars) - count
-    needed = _behind(jaxpr, jaxpr.outvars[:first], effects=True)[1]
-    last = jaxpr.outvars[first:]
-    return [k for k, var in enumerate(last) if isinstance(var, Literal) or var not in needed]
-
-
-def _behind(
-    jaxpr: Jaxpr, wanted: Sequence[Any], *, effects: bool
-) -> tuple[list[JaxprEqn], set[Any]]:
-    """The equations that these outputs, or also `effects`, need, and the variables of both."""
-    needed, kept = _variables(wanted), []
-    for eqn in reversed(jaxpr.eqns):
-        if (effects and eqn.effects) or not needed.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            needed |= _variables(eqn.invars)  # an equation is taken to need all of its operands
-    return kept[::-1], needed
 
 
 def _variables(atoms: Sequence[Any]) -> set[Any]:
@@ -139,22 +137,21 @@ def places(program: ClosedJaxpr) -> list[int]:
     their equations, which for a gradient is that of the transposition, last layer first. What one
     loop makes is ready at once.
     """
-    found = _Moments().outputs_of_all(program, (0, 0))
-    order = {moment: place for place, moment in enumerate(sorted(set(found)))}
-    return [order[moment] for moment in found]
+    moments = _moments(program.jaxpr, [(0, 0)] * len(program.jaxpr.invars), itertools.count(1))
+    order = {moment: place for place, moment in enumerate(sorted(set(moments)))}
+    return [order[moment] for moment in moments]
 
 
-class _Moments(Dataflow[Moment]):
-    constant = (0, 0)
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-
-    def equation(self, eqn: JaxprEqn, ins: list[Moment], jaxpr: Jaxpr) -> list[Moment]:
+def _moments(jaxpr: Jaxpr, inputs: Sequence[Moment], numbers: itertools.count[int]) -> list[Moment]:
+    ready: dict[Any, Moment] = dict(zip(jaxpr.invars, inputs, strict=True))
+    for eqn in jaxpr.eqns:
+        operands = [ready.get(x, (0, 0)) if not isinstance(x, Literal) else (0, 0) for x in eqn.invars]
         body = called(eqn)
         if body is not None:
-            return self.outputs(body, ins)
-        now = next(self._numbers)
-        product = eqn.primitive.name in _PRODUCTS or programs(eqn)
-        last = now if product else max((moment[0] for moment in ins), default=0)
-        return [(last, now)] * len(eqn.outvars)
+            ready.update(zip(eqn.outvars, _moments(opened(body), operands, numbers), strict=True))
+            continue
+        now = next(numbers)
+        is_product = eqn.primitive.name in _PRODUCTS or programs(eqn)
+        last = now if is_product else max((moment[0] for moment in operands), default=0)
+        ready.update(dict.fromkeys(eqn.outvars, (last, now)))
+    return [(0, 0) if isinstance(x, Literal) else ready.get(x, (0, 0)) for x in jaxpr.outvars]

@@ -63,6 +63,11 @@ def equations(program: Any, backward: bool = False) -> Iterator[tuple[JaxprEqn, 
             yield from equations(body, within)
 
 
+def contains(program: Any, primitive: str) -> bool:
+    """Whether a program has an equation of that primitive anywhere."""
+    return any(eqn.primitive.name == primitive for eqn, _ in equations(program))
+
+
 def names_axis(params: dict[str, Any], axis: str) -> bool:
     """Whether a parameter of an equation is the axis, or a collection with the axis in it."""
     return any(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
+from jaxcoll._compat import marks
 from jaxcoll._plan.algorithms import Stage, stages
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.options import UNSET
@@ -43,7 +44,8 @@ def all_gather(value: Any, axis_name: str | tuple[str, ...], *, axis: int, scope
         _compat.as_invariant(_joined(row, joint).astype(array.dtype), tuple(axes), summed=True)
         for row, joint, array in zip(rows, joints, arrays, strict=True)
     ]
-    return scope.vouched(jax.tree_util.tree_unflatten(treedef, joined), axes)
+    joined = marks.same(joined, tuple(axes))
+    return jax.tree_util.tree_unflatten(treedef, joined)
 
 
 def dimension(axis: Any, shape: Sequence[int], who: str) -> int:

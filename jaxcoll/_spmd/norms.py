@@ -15,7 +15,7 @@ from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
 from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.axes import bound_axes, listed
-from jaxcoll._spmd.gradients.per_replica import watched
+from jaxcoll._spmd.gradients.per_replica import taken_by
 from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.shards import axes_of_shards, is_shards
@@ -31,7 +31,7 @@ def global_norm(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
     """The norm of all elements; leaves may be in shards over the axes; see `jc.global_norm`."""
     caller = "jc.global_norm"
     axes = {} if axis_name is None else bound_axes(axis_name, caller)
-    leaves = _with_axes(tree, _arrays(tree, caller), axes, caller, scope)
+    leaves = _with_axes(tree, _arrays(tree, caller), axes, caller)
     if not any(over for _, over in leaves):
         return jnp.sqrt(_added([_squared(x) for x, _ in leaves]))
     squares = [_counted_once(_squared(x), axes, over) for x, over in leaves]
@@ -70,17 +70,19 @@ def all_finite(tree: Any, axis_name: Any, *, scope: Scope) -> jax.Array:
     # Replicas hold different parts of a leaf, or might: no type says they do not.
     varying = (_compat.varying_axes(x) for x in leaves)
     if any(a in over or not _compat.tracks_variance(a) for over in varying for a in axes):
-        bad = _summed(bad, axis_name, axes, scope)
+        bad = _summed(bad, axis_name, axes, scope, repeats=True)
     return bad == 0
 
 
-def _summed(total: jax.Array, axis_name: Any, axes: dict[str, int], scope: Scope) -> jax.Array:
+def _summed(
+    total: jax.Array, axis_name: Any, axes: dict[str, int], scope: Scope, repeats: bool = False
+) -> jax.Array:
     total = _compat.as_varying(total, tuple(axes))
-    return all_reduce(ReduceOp.SUM, total, axis_name, scope=scope.exactly)
+    return all_reduce(ReduceOp.SUM, total, axis_name, scope=scope.exactly, repeats=repeats)
 
 
 def _with_axes(
-    tree: Any, leaves: list[tuple[str, jax.Array]], axes: dict[str, int], caller: str, scope: Scope
+    tree: Any, leaves: list[tuple[str, jax.Array]], axes: dict[str, int], caller: str
 ) -> list[tuple[jax.Array, tuple[str, ...]]]:
     """Each leaf with the axes along which replicas hold different parts of it, or might.
 
@@ -91,16 +93,15 @@ def _with_axes(
     in_shards = axes_of_shards(tree)
     dark = [a for a in axes if not _compat.tracks_variance(a)]
     found = []
-    for (name, x), own in zip(leaves, in_shards, strict=True):
+    for (_, x), own in zip(leaves, in_shards, strict=True):
         unknown = own if any(in_shards) else dark
         varying = _compat.varying_axes(x)
         over = tuple(a for a in axes if a in varying or a in unknown)
-        # A reader of the program refuses a leaf that is not what it is taken for.
-        if any(in_shards):
-            (x,) = watched([x], {name: x}, scope.marked.intersection(axes).difference(own), caller)
-        else:
-            x = scope.reduced_once(x, dark, name)
         found.append((x, over))
+    if any(in_shards):
+        whole = {name: x for (name, x), (_, over) in zip(leaves, found, strict=True) if not over}
+        first, over = found[0]
+        found[0] = taken_by(first, whole, axes, caller), over
     return found
 
 

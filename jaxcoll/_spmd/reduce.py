@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
+from jaxcoll._compat import marks
 from jaxcoll._plan import wire_formats
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import (
@@ -71,6 +72,7 @@ def all_reduce(
     reasons: tuple[str, ...] = (),  # what else the plan should say
     in_backward: bool = False,  # the backward pass itself comes by here
     exact: frozenset[str] = frozenset(),  # paths of leaves that travel exactly, whatever is asked
+    repeats: bool = False,  # a sum may count what is the same everywhere repeatedly, and means it
     residual: Mapping[str, jax.Array] | None = None,  # what this replica owes of leaves, by path
 ) -> Any:
     """Reduce every leaf of `value` over the replicas along `axis_name`; see `jc.all_reduce`.
@@ -112,7 +114,10 @@ def all_reduce(
         elif found is None:  # no pack carries it
             found = after(before(array, recipe), recipe)
         results.append(found)
-    result = scope.vouched(jax.tree_util.tree_unflatten(treedef, results), axes)
+    arrays, structure = jax.tree.flatten(results)
+    sums_up = reduce_op is ReduceOp.SUM and not (in_backward or repeats)
+    arrays = marks.same(arrays, tuple(axes), jax.tree.leaves(taken), sums=sums_up)
+    result = jax.tree_util.tree_unflatten(treedef, jax.tree.unflatten(structure, arrays))
     if residual is None:
         return result
     return result, left(residual, plan, sums, results, coded, hidden)

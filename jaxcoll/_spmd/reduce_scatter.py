@@ -55,7 +55,9 @@ def reduce_scatter(
         check_fits(layout, treedef, found, count(axes), "reduce_scatter")
     plan, layout = plan_scatter(treedef, found, reduce_op, axes, world, scope, layout)
     scope.record(plan)
-    return Shards(_scattered(arrays, plan, layout, recipes, axes), layout, tuple(axes))
+    parts = _scattered(arrays, plan, layout, recipes, axes)
+    parts = tuple(marks.part_of_sum(part, tuple(axes)) for part in parts)
+    return Shards(parts, layout, tuple(axes))
 
 
 def _scattered(
@@ -127,8 +129,8 @@ def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope
     found = _gather_of(layout, shards.leaves, axes, scope)(parts)
     if not retyped().issuperset(axes):
         found = [_compat.as_invariant(x, tuple(axes), summed=True) for x in found]
-    tree = jax.tree_util.tree_unflatten(layout.treedef, found)  # pyright: ignore[reportArgumentType]
-    return scope.vouched(tree, axes)
+    found = marks.same(found, tuple(axes))
+    return jax.tree_util.tree_unflatten(layout.treedef, found)  # pyright: ignore[reportArgumentType]
 
 
 def _gather_of(
@@ -161,7 +163,7 @@ def _gather_of(
         scope.record(back)
         cotangents = _compat.at_once(cotangents) if world.over_gloo else cotangents
         own = _scattered(cotangents, back, layout, recipes, axes)
-        return ([marks.marked(part, marks.PARTS, axes=tuple(axes)) for part in own],)
+        return ([marks.part_of_sum(part, tuple(axes)) for part in own],)
 
     gather = jax.custom_vjp(gathered)
     gather.defvjp(lambda parts: (gathered(parts), None), scattered)

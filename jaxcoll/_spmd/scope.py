@@ -12,11 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jaxcoll import _compat
-from jaxcoll._compat import marks
 from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
@@ -24,7 +20,6 @@ from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.axes import listed
 from jaxcoll._spmd.checks.checksum import Heard
-from jaxcoll._spmd.sparse import is_sparse, unchecked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +38,9 @@ class Scope:
     # Called with each deadline that a call inside is given; None: the program is called by others,
     # so that nobody could keep one
     deadline: Callable[[float], None] | None = None
-    # Axes along which no type, but a mark, says that results are equal (see `replication.py`)
-    marked: frozenset[str] = frozenset()
-    # Whether a reduction along them of what is the same everywhere is refused, as types refuse it
-    once: bool = False
-    # Axes along which results are marked whatever the types say, for `summed_again.py`
-    watched: frozenset[str] = frozenset()
+    # The axes of a call that names none, outer first; (): there is no default
+    axes: tuple[str, ...] = ()
+    claims: Any = None  # a `Claims` that notes what `jc.same` is called with; None: nobody compares
 
     def merged(self, options: CommunicationOptions | None) -> Scope:
         """This scope with a call's own options over its defaults."""
@@ -64,45 +56,24 @@ class Scope:
             self.deadline(seconds)
         return dataclasses.replace(self, options=self.options.merge(options))
 
+    def over(self, axis_name: Any, caller: str) -> Any:
+        """The axes of a call: those that it names, or those of the step around it.
+
+        Raises:
+          ValueError: it names none, and there is no such step.
+        """
+        if axis_name is None and not self.axes:
+            raise ValueError(
+                f"`{caller}` needs an `axis_name` here. Only inside `jc.data_parallel` and "
+                "`strategy.run` it has a default, the axes of the replicas; in a `jax.shard_map` "
+                "or `jax.pmap` of your own, name the axis that it maps."
+            )
+        return self.axes if axis_name is None else axis_name
+
     @property
     def exactly(self) -> Scope:
         """This scope for what is not a gradient, and is not rounded on the wire."""
         return dataclasses.replace(self, options=self.options.replace(compression=UNSET))
-
-    def vouched(self, result: Any, axes: Iterable[str]) -> Any:
-        """The result of a reduction over `axes`, marked where somebody will look for it.
-
-        That is along these axes, and along those over which autodiff has summed it before, which
-        its type shows.
-        """
-        axes = (self.marked | self.watched).intersection(axes)
-
-        def marked(leaf: Any) -> Any:
-            by_type = self.watched - self.marked - _compat.varying_axes(leaf)
-            along = tuple(sorted(axes | by_type))
-            return marks.marked(leaf, marks.SAME, axes=along) if along else leaf
-
-        return jax.tree.map(marked, result) if axes or self.watched else result
-
-    def reduced_once(self, value: Any, axes: Any, name: str = "", *, mean: bool = False) -> Any:
-        """What is going to be reduced over `axes`, marked where somebody will look for it."""
-        if not self.once:
-            return value
-        along = self.marked.intersection(axes if isinstance(axes, tuple | list) else (axes,))
-
-        def marked(path: Any, leaf: Any) -> Any:
-            if is_sparse(leaf):
-                return unchecked(marked(path, leaf.values), leaf.indices, leaf.dense_shape)
-            if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic):
-                leaf = jnp.asarray(leaf)
-            if not isinstance(leaf, jax.Array):
-                return leaf
-            place = name + jax.tree_util.keystr(path)
-            for axis in along:
-                leaf = marks.marked(leaf, marks.ONCE, axis=axis, path=place, mean=mean)
-            return leaf
-
-        return jax.tree_util.tree_map_with_path(marked, value, is_leaf=is_sparse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +82,6 @@ class Differentiation:
 
     axes: tuple[str, ...]  # what the gradient is reduced over
     options: CommunicationOptions = CommunicationOptions()  # of that reduction
-    # Whether types have been taken away that tell replicas apart along `axes`
-    untyped: bool = False
     enclosing: frozenset[str] = frozenset()  # axes of all losses around this one
 
     def check_mean(self, reduce_op: ReduceOp, axes: Iterable[str], caller: str) -> None:

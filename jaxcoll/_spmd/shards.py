@@ -178,7 +178,7 @@ def own_part(
     else:
         check_fits(layout, treedef, found, count(axes), caller)
     arrays = [jnp.asarray(x) for x in treedef.flatten_up_to(value)]
-    arrays = jax.tree.leaves(common(treedef.unflatten(arrays), axes, caller, scope=scope))
+    arrays = jax.tree.leaves(common(treedef.unflatten(arrays), axes, caller))
     rank = _compat.as_varying(lax.axis_index(tuple(axes)), tuple(axes))
     parts = [
         lax.dynamic_index_in_dim(blocks_of(packed, layout, k), rank, keepdims=False)

@@ -8,14 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-
-from jaxcoll._spmd.shards import is_shards
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_BATCHES = {"batch", "batches", "x", "xs", "inputs", "images", "tokens", "data", "examples"}
-"""What batches are called."""
-
 FLAGS = """\
 `data_parallel`: while a step is traced, all of its arguments are arrays, whose values are not \
 known, numbers and flags such as `train=True` as well. Bind what the step decides by before you \
@@ -54,23 +48,32 @@ class Call(NamedTuple):
         )
 
 
-def positions(argument: str, value: Any, *, names: bool = False) -> tuple[Slot, ...]:
+def slots(argument: str, value: Any) -> tuple[Slot, ...]:
     """The positions, or names, that `batch_argnums` or `donate_argnums` gives."""
     several = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-    kinds = (int, str) if names else (int,)
-    if not all(isinstance(p, kinds) and not isinstance(p, bool) for p in several):
-        what = "an int or a sequence of ints" + " (or names of arguments)" * names
+    if not all(isinstance(p, int | str) and not isinstance(p, bool) for p in several):
+        what = "a position or a name of an argument, or a sequence of these"
         raise ValueError(f"`{argument}` must be {what}; got {value!r}.")
     return tuple(several)
 
 
+_UNNAMED = """\
+`data_parallel`: which arguments of {step} are the batch, whose rows are split over the replicas? \
+A step of two parameters splits the second; of any other they are named, as in
+    jc.data_parallel({name}, batch_argnums={example})
+All others are whole on every replica."""
+
+
 class Signature:
-    """What of a call is the batch: what `batch` names, or the last positional array or tree."""
+    """What of a call is the batch: what `batch` names; or the second of two parameters.
+
+    Parameters with a default do not count; of a single one it is that one.
+    """
 
     def __init__(self, step: Callable[..., Any], batch: tuple[Slot, ...] | None) -> None:
         self._step = step
         self._batch = batch
-        self._usual: dict[Any, tuple[Slot, ...]] = {}
+        self._usual: dict[int, tuple[Slot, ...]] = {}
 
     @functools.cached_property
     def _signature(self) -> inspect.Signature | None:
@@ -85,30 +88,34 @@ class Signature:
         parameters = self._signature.parameters.values() if self._signature else ()
         return tuple(p.name for p in parameters if p.kind in _POSITIONAL)
 
+    @functools.cached_property
+    def _chosen(self) -> tuple[Slot, ...]:
+        if self._batch is not None:
+            return self._batch
+        parameters = [*self._signature.parameters.values()] if self._signature else []
+        needed = [p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
+        if len(needed) in (1, 2) and all(p.kind != p.VAR_POSITIONAL for p in needed):
+            return (needed[-1].name,)
+        name = getattr(self._step, "__name__", "step")
+        named = [p.name for p in needed if p.kind != p.VAR_POSITIONAL]
+        example = repr(named[-1]) if named else "(1,)"
+        step = f"{name}{self._signature or '(...)'}"
+        raise ValueError(_UNNAMED.format(step=step, name=name, example=example))
+
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The arguments in their places."""
-        # What holds no array is no batch, and which arguments these are may change with the call.
-        empty = tuple(i for i, x in enumerate(args) if not jax.tree.structure(x).num_leaves)
-        usual = None if kwargs else self._usual.get((len(args), empty))
-        if usual is not None:
-            return Call(args, kwargs, usual)
-        named, by_position = frozenset(kwargs), len(args)
+        if not kwargs and len(args) in self._usual:
+            return Call(args, kwargs, self._usual[len(args)])
+        by_name = bool(kwargs)
         if kwargs and self._signature is not None:
             bound = self._signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
         call = Call(args, kwargs, ())
         slots: list[Slot] = [*range(len(args)), *(n for n in self._names if n in kwargs)]
-        if self._batch is None:
-            # What was passed by keyword and has no rows is not a batch.
-            last = max((k for k in range(by_position) if k not in empty), default=0)
-            given = range(last + 1 if last else by_position)
-            slots = [k for k in slots if k in given or _has_rows(call.at(k))]
-        chosen = (-1,) if self._batch is None else self._batch
-        call = call._replace(batch=tuple(dict.fromkeys(self._slot(p, slots, call) for p in chosen)))
-        if self._batch is None:
-            self._check_clear(call)
-        if not named:
-            self._usual[len(args), empty] = call.batch
+        batch = dict.fromkeys(self._slot(place, slots, call) for place in self._chosen)
+        call = call._replace(batch=tuple(batch))
+        if not by_name:
+            self._usual[len(args)] = call.batch
         return call
 
     def _slot(self, place: Slot, slots: list[Slot], call: Call) -> Slot:
@@ -125,62 +132,25 @@ class Signature:
             return self._names[place]
         raise ValueError(call.misses(place))
 
-    def _check_clear(self, call: Call) -> None:
-        """Refuse a call without `batch_argnums` in which another argument looks like the batch."""
-        (chosen,) = call.batch
-        rows = _rows(call.at(chosen))
-        for other in (*range(len(call.args)), *call.kwargs):
-            if other == chosen:
-                continue
-            value = call.at(other)
-            among = other != 0 and rows is not None and rows == _rows(value)
-            beside = among and not _alike(value, call.args[0] if call.args else None)
-            if jax.tree.leaves(value) and (self._name(other) in _BATCHES or beside):
-                why = f"has {rows} rows as well" if beside else "is called like a batch"
-                raise ValueError(self._unclear(chosen, other, why))
+    def positions(self, places: Sequence[Slot]) -> tuple[int, ...]:
+        """Positions of parameters that may be passed so, from positions and names.
 
-    def check_one_row(self, call: Call, meets: Callable[[tuple[int, ...]], bool]) -> None:
-        """Refuse a batch that nobody named, if a share of one row meets more rows elsewhere."""
-        # It may be numbers for each class, say, that stand last, and its one row would be taken for
-        # what all rows have in common where it broadcasts (`meets`) against another array's shape.
-        if self._batch is not None:
-            return
-        (chosen,) = call.batch
-        mine = _rows(call.at(chosen)) or 0
-        for other, value in enumerate(call.args):
-            if other in (0, chosen) or _alike(value, call.args[0]):
-                continue
-            shapes = {np.shape(leaf) for leaf in jax.tree.leaves(value)}
-            if _rows(value) is None:  # rows of the batch beside numbers, or a state of parameters
-                of_parameters = {np.shape(leaf) for leaf in jax.tree.leaves(call.args[0])}
-                found = [x for x in shapes - of_parameters if x[:1] == (mine,) and meets(x)]
-            else:
-                found = [x for x in shapes if x[:1] > (mine,) and meets(x)]
-            if found:
-                rows = found[0][0]
-                why = f"has {rows} rows, against which each replica's one row would broadcast"
-                raise ValueError(self._unclear(chosen, other, why))
+        Raises:
+          ValueError: there is no such parameter.
+        """
+        for place in places:
+            if isinstance(place, str) and place not in self._names:
+                raise ValueError(
+                    f"`data_parallel`: argument {place!r} is named in `donate_argnums`, and the "
+                    f"step has {', '.join(map(repr, self._names)) or 'none'} by position."
+                )
+        return tuple(self._names.index(p) if isinstance(p, str) else p for p in places)
 
-    def _name(self, slot: Slot) -> str:
-        """The name of an argument in the step's signature; "" if that is not known."""
+    def name(self, slot: Slot) -> str:
+        """What a message calls an argument: its parameter's name, as far as that is known."""
         if isinstance(slot, str):
             return slot
-        return self._names[slot] if slot < len(self._names) else ""
-
-    def _unclear(self, chosen: Slot, other: Slot, why: str) -> str:
-        mine, others = (
-            f"`{slot}`"
-            if isinstance(slot, str)
-            else f"args[{slot}]" + (f" (`{self._name(slot)}`)" if self._name(slot) else "")
-            for slot in (chosen, other)
-        )
-        both = ", ".join(repr(k) for k in sorted((other, chosen), key=str))
-        return (
-            f"`data_parallel`: which arguments are the batch is not clear: {mine}, the last "
-            f"positional one, would be split, and {others} {why}, but every replica would get the "
-            f"whole of it. Pass `batch_argnums`: ({both}) splits both, {chosen!r} and {other!r} "
-            "one of them alone."
-        )
+        return self._names[slot] if slot < len(self._names) else f"args[{slot}]"
 
 
 def bound_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
@@ -206,22 +176,3 @@ def bound_step(step: Any, instance: Any, bind: Callable[[Any], Any]) -> Any:
         else:
             held[key] = found
     return found[2]
-
-
-def _rows(tree: Any) -> int | None:
-    """How many rows every leaf of a tree has; None: not all have equally many."""
-    if any(map(is_shards, jax.tree.leaves(tree, is_leaf=is_shards))):
-        return None
-    found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(tree)}
-    only = found.pop() if len(found) == 1 else ()
-    return only[0] if only else None
-
-
-def _has_rows(tree: Any) -> bool:
-    return any(np.shape(leaf) for leaf in jax.tree.leaves(tree))
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether one tree may be the other's momentum, say: leaves of the same shapes."""
-    shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (one, other)]
-    return shapes[0] == shapes[1]

@@ -29,11 +29,13 @@ from jaxcoll._mesh.world import mesh_scope, topology_scope
 from jaxcoll._plan.cost.clusters import Topology
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.plan import Plan
+from jaxcoll._spmd.same import Claims
 from jaxcoll._spmd.scope import Scope
-from jaxcoll._step.arguments import Call, Signature, Slot, bound_step, positions
-from jaxcoll._step.out_specs import VaryingOutputs, checked_rule
+from jaxcoll._step.arguments import FLAGS, Call, Signature, Slot, bound_step, slots
+from jaxcoll._step.claims import are_new as claims_are_new
+from jaxcoll._step.claims import checked as checked_claims
 from jaxcoll._step.placed_arguments import Arguments
-from jaxcoll._step.replicated_program import StepProgram
+from jaxcoll._step.replicated_program import VaryingOutputs, checked_rule, stepped
 
 
 def data_parallel(
@@ -42,17 +44,18 @@ def data_parallel(
     mesh: Mesh | None = None,
     axis_name: str | tuple[str, ...] = "data",
     batch_argnums: int | str | Sequence[int | str] | None = None,
-    donate_argnums: int | Sequence[int] = (),
+    donate_argnums: int | str | Sequence[int | str] = (),
     options: CommunicationOptions | None = None,
     varying_outputs: VaryingOutputs | Any = "error",
-    checks: bool | None = None,
+    check_vma: bool = False,
 ) -> Any:
     """Run an ordinary step on every replica, each with its share of the batch.
 
-    Law: the step sees its replica's rows of the batch, its own part of `Shards` wherever they
-    are, and whole copies of everything else; what it returns, but for `Shards`, must be the same
-    on every replica, which is proven before it runs. Can be used as a decorator, with or without
-    arguments, on functions and on methods of a class.
+    The step means what `jax.pmap` means: every value in it is one replica's own, `jax.grad` is the
+    gradient of this replica's loss, and what it returns must be the same on every replica, which
+    is proven from the traced program before it runs. The step sees its replica's rows of the
+    batch, its own part of `Shards` wherever they are, and whole copies of everything else. Can be
+    used as a decorator, with or without arguments, on functions and on methods of a class.
 
     Over several processes an array of the host (numpy, or a `jax.Array` of this process alone) is
     this process's share: its rows of the batch, and the whole value of everything else. In one
@@ -61,17 +64,20 @@ def data_parallel(
 
     Args:
       step: a function or method of pytrees of arrays, positional or by keyword; it reduces with
-        `jc.grad`, `jc.value_and_grad`, `jc.all_reduce` or `jax.lax` over `axis_name`. What it
+        `jc.grad`, `jc.value_and_grad`, `jc.pmean` or `jax.lax` over `axis_name`. What it
         reads of `self` or a closure is a constant of the program, as with `jax.jit`: a later
         `self.lr = ...` changes nothing. What changes is an argument.
-      mesh: devices and axes, Auto or Explicit; None: all devices on one axis.
-      axis_name: the mesh axis, or axes from outer to inner, that the batch is split over.
-        Other axes of the mesh hold copies.
+      mesh: devices and axes; None: all devices on one axis.
+      axis_name: the mesh axis, or axes from outer to inner, that the batch is split over, and that
+        reductions in the step are over unless they name others. Other axes of the mesh are left
+        to the compiler, which splits the work along them as arrays lie, and have no name inside;
+        beside them leaves are summed one by one. Those of type Explicit hold copies.
       batch_argnums: positions in the step's signature, or names, of the arguments split along
-        their leading dimension, however they are passed; the rest is replicated. None: the last
-        positional argument that holds an array, unless another one looks like the batch, too.
-      donate_argnums: positions of the arguments whose memory may be reused for the results. An
-        array that is passed twice is given away once, and copied for its other places.
+        their leading dimension, however they are passed; the rest is whole on every replica. A
+        step of two parameters splits the second, one of a single parameter that one (parameters
+        with a default do not count); of any other step the batch must be named.
+      donate_argnums: positions or names of the arguments whose memory may be reused for the
+        results. An array that is passed twice is given away once, and copied for its other places.
       options: defaults for the reductions inside; `timeout_seconds` bounds each call.
         Where they overlap, the compiler options that their plans need are set, for this program
         alone, as its first call finds them.
@@ -80,13 +86,8 @@ def data_parallel(
         in replica order, as for the predictions of a batch; one that is the same everywhere
         gives its rows once for each replica, and only scalars are returned as they are. Or a
         tree of these words, one for each output or part of the output.
-      checks: what autodiff means inside. True: what JAX's types mean, with all checks of
-        `shard_map` on: `jax.grad` of a replica's own loss is the *sum* over replicas, so a
-        `lax.pmean` of it, n times too large, is refused. False: what `jax.pmap` means:
-        `jax.grad` is each replica's own until it is reduced, loops may begin with constants, and
-        a reader of the traced program proves what types would have. None: the first, unless its
-        types refuse the step or show such a sum; then the second. Either way a program gives one
-        device's numbers or an error.
+      check_vma: as in `jax.shard_map`. True hands the step to JAX's types, as a `shard_map` of your
+        own would: nothing is proven here, and a gradient has their meaning.
 
     Returns:
       A `DataParallel`: call it with host numpy arrays or global `jax.Array`s; it places them
@@ -95,18 +96,22 @@ def data_parallel(
 
     Raises:
       ValueError: an argument is invalid, the mesh is empty, lists a device twice or lacks the
-        axis; on a call, a batch that does not divide or is not clear, or whose arrays have unequal
-        numbers of rows and would broadcast on one replica alone; an argument that is not an array
-        of numbers or is deleted, or an output that varies.
-      AlreadyReducedError: on a call, what is reduced already is reduced again.
-      ReplicaDivergenceError: on a first call, processes pass different state.
-      SameRowsWarning: on a first call, all processes pass the same rows.
+        axis; on a call, the batch is not named or does not divide, or has unequal numbers of
+        rows that would broadcast on one replica alone; an argument that is not an array
+        of numbers or is deleted; an output that varies; or a reduction that would hang or mix
+        values, such as one in a branch that each replica chooses for itself.
+      AlreadyReducedError: on a call, `Shards` are reduced again.
+      ReplicaDivergenceError: on a first call, processes pass different state, or replicas hold
+        different values where `jc.same` was called.
       DeadlineExceededError: on a call, `timeout_seconds` passed.
-      ReductionCorruptedError: on a call, a checksum found a wrong sum.
+
+    Warns:
+      SameRowsWarning: on a first call, all processes pass the same rows.
+      RepeatedSumWarning: on a first call, a sum counts what was reduced before.
 
     Examples:
       >>> import numpy as np
-      >>> step = data_parallel(lambda w, x: all_reduce("sum", (w * x).sum(), "data"))
+      >>> step = data_parallel(lambda w, x: all_reduce("sum", (w * x).sum()))
       >>> float(step(2.0, np.arange(8.0)))
       56.0
     """
@@ -114,14 +119,14 @@ def data_parallel(
     settings = (
         mesh,
         axis_name,
-        positions("batch_argnums", batch_argnums, names=True) if named else None,
-        positions("donate_argnums", donate_argnums),
+        slots("batch_argnums", batch_argnums) if named else None,
+        slots("donate_argnums", donate_argnums),
         checked(options),
         checked_rule(varying_outputs),
-        checks,
+        check_vma,
     )
-    if checks is not None and not isinstance(checks, bool):
-        raise ValueError(f"`checks` must be True, False or None; got {checks!r}.")
+    if not isinstance(check_vma, bool):
+        raise ValueError(f"`check_vma` must be True or False; got {check_vma!r}.")
     if mesh is not None:
         checked_mesh(mesh, axis_name, "data_parallel")
     if step is None:
@@ -143,10 +148,10 @@ class DataParallel:
     _mesh: Mesh | None
     _axis_name: str | tuple[str, ...]
     _batch_argnums: tuple[Slot, ...] | None
-    _donate_argnums: tuple[Any, ...]
+    _donated: tuple[Slot, ...]
     _options: CommunicationOptions
     _varying_outputs: Any
-    _checks: bool | None
+    _check_vma: bool
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self._step, updated=())
@@ -172,7 +177,7 @@ class DataParallel:
     @functools.cached_property
     def _arguments(self) -> Arguments:
         return Arguments(
-            self.signature, self.mesh, self._axis_name, self._processes, self._donate_argnums
+            self.signature, self.mesh, self._axis_name, self._processes, self.donate_argnums
         )
 
     @functools.cached_property
@@ -195,10 +200,10 @@ class DataParallel:
         """The axis, or axes, that a batch is split over."""
         return self._axis_name
 
-    @property
-    def donate_argnums(self) -> tuple[Any, ...]:
+    @functools.cached_property
+    def donate_argnums(self) -> tuple[int, ...]:
         """Positions of the arguments whose memory may be reused."""
-        return self._donate_argnums
+        return self.signature.positions(self._donated)
 
     @property
     def options(self) -> CommunicationOptions:
@@ -213,19 +218,30 @@ class DataParallel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step's result on the whole batch; see `data_parallel`."""
         with no_mesh():
-            return run(self._call(args, kwargs))
+            call, checked = self._call(args, kwargs)
+            return checked(run(call))
 
     def start(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
         """Begin a call, after those begun before; what is returned waits for what it returns."""
         with no_mesh():
-            return start(self._call(args, kwargs))
+            call, checked = self._call(args, kwargs)
+            finish = start(call)
+            return lambda: checked(finish())
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dispatched.Call:
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[dispatched.Call, Callable[[Any], Any]]:
+        """The call of a program, and what is to be done with its result."""
         self._calls += 1
         name = f"Call {self._calls} of `{getattr(self._step, '__name__', 'step')}`"
         call = self._arguments.ready(args, kwargs)
-        given = self._compiled(call), call.args, self._devices, name, self._options, call.kwargs
-        return dispatched.Call(*given, rows=True, inner=self._inner)
+        (program, claims), checked = self._compiled(call), _unchanged
+        if claims.found and claims_are_new(claims, (call.args, call.kwargs)):
+            claims = Claims(compares=True)
+            program = self._jitted(remember, call, claims)
+            checked = checked_claims(claims, self.mesh, self._axes)
+        given = program, call.args, self._devices, name, self._options, call.kwargs
+        return dispatched.Call(*given, rows=True, inner=self._inner), checked
 
     def over(self, topology: Topology, mesh: Mesh | AbstractMesh | None = None) -> DataParallel:
         """This step on a cluster that is not here: to be traced and lowered, not to be called.
@@ -267,7 +283,7 @@ class DataParallel:
     def _twin(self, **changed: Any) -> DataParallel:
         twin = copy.copy(self)
         # What follows from the mesh is found anew, but for what `changed` says of it.
-        for cached in ("mesh", "_scope", "_devices", "_processes", "_arguments"):
+        for cached in ("mesh", "_scope", "_devices", "_processes", "_arguments", "donate_argnums"):
             vars(twin).pop(cached, None)
         vars(twin).update(changed, _known={}, _inner=dispatched.InnerDeadlines())
         return twin
@@ -284,7 +300,7 @@ class DataParallel:
         """
         with no_mesh():
             call = self._shapes(args, kwargs)
-            return self._compiled(call).trace(*call.args, **call.kwargs)
+            return self._compiled(call)[0].trace(*call.args, **call.kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The program for these arguments, lowered: `.as_text()` shows what is requested.
@@ -305,7 +321,7 @@ class DataParallel:
         """Like `trace`, made for the purpose, so that it tells each plan to `record`."""
         with no_mesh():
             call = self._shapes(args, kwargs)
-            return self._jitted(record, call).trace(*call.args, **call.kwargs)
+            return self._jitted(record, call, Claims()).trace(*call.args, **call.kwargs)
 
     def plans(self, *args: Any, **kwargs: Any) -> tuple[Plan, ...]:
         """The plan of every reduction that the step makes with these arguments, in order.
@@ -321,13 +337,14 @@ class DataParallel:
         self.trace_recorded(plans.append, *args, **kwargs)
         return tuple(plans)
 
-    def _compiled(self, call: Call) -> Any:
-        """The jitted program, which its first arguments decide on."""
+    def _compiled(self, call: Call) -> tuple[Any, Claims]:
+        """The jitted program, which its first arguments decide on, and its claims."""
         if call.batch not in self._known:
-            self._known[call.batch] = self._jitted(remember, call)
+            claims = Claims()
+            self._known[call.batch] = self._jitted(remember, call, claims), claims
         return self._known[call.batch]
 
-    def _jitted(self, record: Callable[[Plan], None], call: Call) -> Any:
+    def _jitted(self, record: Callable[[Plan], None], call: Call, claims: Claims) -> Any:
         """The program, with the compiler options that its plans need with these arguments.
 
         JAX keeps the trace that finds them, and compiles from it.
@@ -338,9 +355,9 @@ class DataParallel:
             wanted.update(plan.compiler_options())
             record(plan)
 
-        program = functools.partial(self._program, noted, call.batch)
+        program = functools.partial(self._program, noted, call.batch, claims)
         functools.update_wrapper(program, self._step, updated=())
-        jitted = functools.partial(jax.jit, program, donate_argnums=self._donate_argnums)
+        jitted = functools.partial(jax.jit, program, donate_argnums=self.donate_argnums)
         bare = jitted()
         bare.trace(*call.args, **call.kwargs)
         if not wanted:
@@ -350,18 +367,46 @@ class DataParallel:
         return jitted(compiler_options=known)
 
     def _program(
-        self, record: Callable[[Plan], None], batch: tuple[Slot, ...], /, *args: Any, **kwargs: Any
+        self,
+        record: Callable[[Plan], None],
+        batch: tuple[Slot, ...],
+        claims: Claims,
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """What is traced: the step on every device of the mesh; see `StepProgram`."""
+        """Return the result of the step on every device of the mesh; this is traced."""
         rows = PartitionSpec(self._axis_name)
-        lying = (
+        in_specs = (
             tuple(rows if i in batch else specs_of(arg) for i, arg in enumerate(args)),
             {name: rows if name in batch else specs_of(arg) for name, arg in kwargs.items()},
         )
-        scope = dataclasses.replace(self._scope, options=self._options, deadline=self._inner.ask)
-        how = self._checks, self._varying_outputs, lying
-        program = StepProgram(self._step, self.mesh, self._axes, scope, *how, (args, kwargs))
-        return program.traced(record)
+        scope = dataclasses.replace(
+            self._scope,
+            options=self._options,
+            deadline=self._inner.ask,
+            record=record,
+            axes=self._axes,
+            claims=claims,
+        )
+        try:
+            return stepped(
+                self._step,
+                self.mesh,
+                self._axes,
+                scope,
+                self._varying_outputs,
+                in_specs,
+                (args, kwargs),
+                check_vma=self._check_vma,
+            )
+        except jax.errors.ConcretizationTypeError as error:
+            error.add_note(FLAGS)
+            raise
 
     def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         return self._arguments.shapes(self._arguments.asked(args, kwargs))
+
+
+def _unchanged(result: Any) -> Any:
+    return result

@@ -30,9 +30,8 @@ from jaxcoll._step.arguments import Call, Signature, Slot
 _BROADCAST = """\
 `data_parallel`: {one} has {rows} rows and {other} has {others}. As a whole they do not fit each \
 other, but their shares on one replica, {share} and {another}, broadcast, and would give numbers \
-that no one device gives. Pass equally many rows of both. If one row for each replica is meant, \
-leave that argument out of `batch_argnums`, so that every replica gets all of it, and take its row \
-in the step with `[lax.axis_index(axis)]`."""
+that no one device gives. Pass equally many rows of both. If one row for each replica is meant, as \
+of a state, pass it as an argument of its own, named in `batch_argnums` as well."""
 
 
 _SHARDS_AS_BATCH = """\
@@ -79,20 +78,15 @@ class Arguments:
         for i in self._donated:
             if not -len(call.args) <= i < len(call.args):
                 raise ValueError(call.misses(i))
-        shares: dict[tuple[int, ...], Callable[[], str]] = {}
         for slot in call.batch:
-            name = f"kwargs[{slot!r}]" if isinstance(slot, str) else f"args[{slot}]"
+            name = self._signature.name(slot)
             if shards_in(call.at(slot)):
                 raise ValueError(_SHARDS_AS_BATCH.format(name=name))
-            shares |= check_rows(
+            shares = check_rows(
                 call.at(slot), name, self._replicas, self._processes, self._axis_name
             )
-        if len({share[0] for share in shares}) > 1:
-            _check_apart(shares, self._replicas)
-        if self._replicas > 1 and {share[0] for share in shares} == {1}:
-            self._signature.check_one_row(
-                call, lambda shape: any(_broadcast(share, shape) for share in shares)
-            )
+            if len({share[0] for share in shares}) > 1:
+                _check_apart(shares, self._replicas)
         return call
 
     def placed(self, call: Call) -> Call:
@@ -128,7 +122,7 @@ class Arguments:
         def whole(x: Any) -> Any:
             if is_shards(x):  # their parts are global arrays already
                 return place_shards(jax.tree.map(shape_of, x), self._mesh)
-            return placed_shape(x, self._whole, 1)
+            return placed_shape(x, self._whole_of(x), 1)
 
         return call.map(
             lambda tree: jax.tree.map(row, tree),
@@ -139,11 +133,20 @@ class Arguments:
         """Copies of everything on every device, but for `Shards`: each device has its own."""
         if is_in_place(tree, self._whole):
             return tree
-        return jax.tree.map(
-            lambda x: place_shards(x, self._mesh) if is_shards(x) else place_leaf(x, self._whole),
-            tree,
-            is_leaf=is_shards,
-        )
+
+        def placed(x: Any) -> Any:
+            return place_shards(x, self._mesh) if is_shards(x) else place_leaf(x, self._whole_of(x))
+
+        return jax.tree.map(placed, tree, is_leaf=is_shards)
+
+    def _whole_of(self, x: Any) -> NamedSharding:
+        """Where an array belongs that every replica has whole: along other axes where it lies."""
+        at = getattr(x, "sharding", None)
+        if self._whole.mesh.size == self._replicas or not isinstance(at, NamedSharding):
+            return self._whole
+        split = {a for part in at.spec if part for a in axis_names(part)}
+        here = at.mesh == self._mesh and split.isdisjoint(axis_names(self._axis_name))
+        return at if here else self._whole
 
 
 def _memory(leaf: Any) -> int:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoll import _compat
 from jaxcoll._jaxpr.mixing import Origin, origins
 from jaxcoll._mesh.mesh import no_mesh
 from jaxcoll._mesh.placement import is_array, shape_of
@@ -328,14 +327,3 @@ def check_gradients_in_shards(grads: Any, params: Any) -> None:
         f"`{CALLER}.update`: the gradients are not in the shards of the parameters: "
         f"{jax.tree.structure(grads)} and {jax.tree.structure(params)}."
     )
-
-
-def check_same(extra: dict[str, Any], axes: tuple[str, ...]) -> None:
-    """Refuse arguments that differ between replicas, whose parts would be updated differently."""
-    for path, x in flattened(extra, is_shards)[0]:
-        if isinstance(x, jax.Array) and _compat.varying_axes(x) & set(axes):
-            raise ValueError(
-                f"`{CALLER}.update`: {path} differs between replicas, and "
-                "each would update its part of the parameters by its own. Reduce it first, as "
-                "with `jc.all_reduce`; the loss that `jc.value_and_grad` returns is reduced."
-            )

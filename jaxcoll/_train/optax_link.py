@@ -8,7 +8,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxcoll._api.collectives import all_reduce
-from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd.axes import bound_axes
 from jaxcoll._spmd.gradients.per_replica import common
@@ -76,7 +75,7 @@ def all_reduce_updates(
         reduced, state = reduced if feedback else (reduced, state)
         if params is not None:
             axes = bound_axes(axis_name, _CALLER)
-            common(params, axes, _CALLER, scope=scope_here())
+            common(params, axes, _CALLER)
         return reduced, state
 
     def init(params: Any) -> Any:

@@ -17,9 +17,11 @@ from jaxcoll._mesh.shard_arrays import abstract, cut, own_shapes, specs_of, whol
 from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.checks import is_number
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
+from jaxcoll._plan.packs.leaves import flattened
 from jaxcoll._plan.packs.shard_layout import ShardLayout, layout_of
 from jaxcoll._spmd import reduce_scatter as halves
 from jaxcoll._spmd.axes import bound_axes, count
+from jaxcoll._spmd.gradients.per_replica import taken_by
 from jaxcoll._spmd.norms import clipped
 from jaxcoll._spmd.shards import Shards, all_parts, is_shards, own_part, sharded_leaves, shards_in
 from jaxcoll._train import elementwise as checks
@@ -216,13 +218,14 @@ class ShardedOptimizer:
         elif reduced:
             grads = own_part(grads, self._axis_name, CALLER, scope=scope, layout=layout)
         else:
-            is_mean = self._reduce_op is ReduceOp.MEAN
-            grads = scope.reduced_once(grads, self._axis_name, mean=is_mean)
             grads = halves.reduce_scatter(
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
             )
         self._check_state(grads, state)
-        checks.check_same(extra, tuple(axes))
+        if grads.parts:
+            first, *others = grads.parts
+            arrays = {path: x for path, x in flattened(extra)[0] if isinstance(x, jax.Array)}
+            grads = grads.replace([taken_by(first, arrays, axes, f"{CALLER}.update"), *others])
         if extra and not self._assumed:
             checks.check_with_more(self._tx, grads, state, extra)
         if self._max_norm is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
@@ -20,14 +21,12 @@ from jaxcoll._distribute.values.destinations import copy_near
 from jaxcoll._distribute.values.parts import Uneven, of_all
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica, is_distributed
 from jaxcoll._distribute.values.replica_axis import AXIS, copies_over
-from jaxcoll._jaxpr.replication import VARIES, varying_outputs
-from jaxcoll._jaxpr.summed_again import check_sums
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
 from jaxcoll._mesh.placement import InPlace, is_array, place, viewed
 from jaxcoll._mesh.world import mesh_scope
 from jaxcoll._plan.options import UNSET, CommunicationOptions
-from jaxcoll._spmd.scope import entered
 from jaxcoll._spmd.sparse import is_sparse
+from jaxcoll._step.replicated_program import replicated
 
 
 def run_on_replicas(
@@ -89,10 +88,10 @@ def replica_program(
     name = getattr(function, "__name__", type(function).__name__)
     mesh = line_of(devices, AXIS)
     scope = dataclasses.replace(
-        mesh_scope(mesh), options=options, deadline=inner.ask, marked=frozenset({AXIS})
+        mesh_scope(mesh), options=options, deadline=inner.ask, axes=(AXIS,)
     )
 
-    def one(args: Any, kwargs: Any) -> Any:
+    def replica(args: Any, kwargs: Any) -> Any:
         args, kwargs = jax.tree.map(
             lambda v: v.local(v.tree) if isinstance(v, PerReplica) else v,
             (args, kwargs),
@@ -100,7 +99,9 @@ def replica_program(
         )
         result = function(*args, **kwargs)
         check_own(name, result)
-        return result
+        arrays = [*map(jnp.asarray, jax.tree.leaves(result))]
+        # What varies is read off the trace, so each array is handed on both ways.
+        return jax.tree.map(_nothing, result), arrays, [x[None] for x in arrays]
 
     def program(args: Any, kwargs: Any) -> Any:
         specs = jax.tree.map(
@@ -108,36 +109,45 @@ def replica_program(
             (args, kwargs),
             is_leaf=is_distributed,
         )
-        # Types (check_vma) would turn a gradient that is taken inside into the sum over all
-        # replicas, and make a reduction of it wrong; see `replication`.
-        mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, check_vma=False)
-        # One trace of the function serves both passes: the first only asks what varies.
-        traced = jax.jit(one, inline=True)
-        varies: list[Any] = []
-        with entered(scope), context_in_trace(context):
-            jax.eval_shape(
-                mapped(
-                    lambda *arguments: varies.append(_varying(traced, arguments, mesh.size)),
-                    out_specs=None,
-                ),
-                args,
-                kwargs,
+        out_specs = PartitionSpec(), PartitionSpec(), PartitionSpec(AXIS)
+        with context_in_trace(context):
+            (empty, copies, rows), proven = replicated(
+                replica, mesh, (AXIS,), scope, specs, out_specs, (args, kwargs)
             )
-            run = mapped(
-                lambda *arguments: jax.tree.map(
-                    lambda x, v: x[None] if v else x, traced(*arguments), varies[0]
-                ),
-                out_specs=jax.tree.map(lambda v: PartitionSpec(*[AXIS] * v), varies[0]),
-            )
-            return jax.tree.map(
-                lambda x, v: (PerReplica if any(jax.tree.leaves(v)) else Mirrored).of(x),
-                run(args, kwargs),
-                varies[0],
-                is_leaf=is_sparse,
-            )
+        assert proven is not None
+        varies = [bool(along) for along in proven.varying[: len(copies)]]
+        return _distributed(empty, copies, rows, varies)
 
-    one.__name__ = program.__name__ = name  # what messages and profiles show
+    replica.__name__ = program.__name__ = name  # what messages and profiles show
     return jax.jit(program), inner
+
+
+@jax.tree_util.register_static
+class _Nothing:
+    """What stands in the place of an array in a tree that hands on a structure alone."""
+
+
+def _nothing(_: Any) -> _Nothing:
+    return _Nothing()
+
+
+def _distributed(empty: Any, copies: Any, rows: Any, varies: Sequence[bool]) -> Any:
+    """A function's result, each of whose arrays is one value for all, or every replica's own."""
+    arrays = iter(zip(copies, rows, varies, strict=True))
+
+    def value(node: Any) -> Any:  # the arrays of an IndexedSlices are one value
+        count = sum(map(_is_nothing, jax.tree.leaves(node, is_leaf=_is_nothing)))
+        own = [next(arrays) for _ in range(count)]
+        differs = any(v for _, _, v in own)
+        leaves = iter([row if differs else copy for copy, row, _ in own])
+        tree = jax.tree.map(lambda _: next(leaves), node, is_leaf=_is_nothing)
+        return (PerReplica if differs else Mirrored).of(tree)
+
+    return jax.tree.map(value, empty, is_leaf=lambda x: is_sparse(x) or _is_nothing(x))
+
+
+def _is_nothing(x: Any) -> bool:
+    return isinstance(x, _Nothing)
 
 
 def placed_arguments(caller: str, tree: Any, devices: tuple[jax.Device, ...]) -> Any:
@@ -201,23 +211,3 @@ def _over(
         f"on {', '.join(map(str, devices))}, in this order. Make it with "
         "`strategy.experimental_distribute_values_from_function`, or pass `devices`."
     )
-
-
-def _varying(traced: Any, arguments: Any, replicas: int) -> Any:
-    """In the structure of the function's result, whether each array may vary."""
-    inputs = [
-        isinstance(value, PerReplica)
-        for value in jax.tree.leaves(arguments, is_leaf=is_distributed)
-        for _ in jax.tree.leaves(value)
-    ]
-    program = traced.trace(*arguments)  # whose equations keep their lines of Python
-    jaxpr, shapes = program.jaxpr, program.out_info
-    check_sums(jaxpr, {AXIS: replicas})
-    found = varying_outputs(jaxpr, AXIS, inputs, replicas)
-    varying = [bool(fact & VARIES) for fact in found]
-    outputs = jax.tree.unflatten(jax.tree.structure(shapes), varying)
-
-    def as_one(node: Any) -> Any:  # the arrays of an IndexedSlices are one value
-        return jax.tree.map(lambda _: any(jax.tree.leaves(node)), node)
-
-    return jax.tree.map(as_one, outputs, is_leaf=is_sparse)

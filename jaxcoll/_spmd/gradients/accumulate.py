@@ -20,7 +20,7 @@ from jax import lax
 from jaxcoll import _compat
 from jaxcoll._errors import ReductionInLoopWarning
 from jaxcoll._jaxpr.loop_reductions import described, moved_reductions
-from jaxcoll._jaxpr.retrace import traced
+from jaxcoll._jaxpr.retrace import traced_call
 from jaxcoll._plan.packs.leaves import no_array
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.arithmetic import wide
@@ -81,7 +81,7 @@ def accumulated(
 
     # Traced once by itself, for the types with which the sums must begin.
     first = jax.tree.map(lambda x: x[0], pieces)
-    program = traced(one, inputs=(first,))
+    program = traced_call(one, first)
     types, _ = program.result(program.program.out_avals)
     summed = jax.tree.leaves(types)
     if micro.count > 1 and (repeated := moved_reductions(program.program)):

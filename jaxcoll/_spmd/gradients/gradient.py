@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +14,9 @@ import jax.numpy as jnp
 
 from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._jaxpr.replication import check_gradients, has, same_outputs
-from jaxcoll._jaxpr.retrace import Traced, places, traced
+from jaxcoll._jaxpr.proof import same_outputs
+from jaxcoll._jaxpr.retrace import Traced, places, traced_call
+from jaxcoll._jaxpr.subjaxprs import contains
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._plan.packs.overlap import wants_order
@@ -30,10 +33,9 @@ from jaxcoll._spmd.gradients.loss import (
 )
 from jaxcoll._spmd.gradients.per_replica import (
     NO_SHARD,
-    own_axes,
     refuse_own,
     shared,
-    watched,
+    taken_by,
     with_own,
 )
 from jaxcoll._spmd.reduce import all_reduce
@@ -112,11 +114,21 @@ class Asked:
 
     def leaves(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """What is differentiated, by name, in the order of the gradients' leaves."""
+        names = self._names
         return {
-            f"args[{i}]{path}": leaf
+            f"{names[i] if i < len(names) else f'args[{i}]'}{path}": leaf
             for i in self.places(args)
             for path, leaf in flattened(args[i])[0]
         }
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """Of the loss's parameters that are passed by position."""
+        try:
+            parameters = inspect.signature(self.fun).parameters.values()
+        except (TypeError, ValueError):  # one of C's has none
+            return []
+        return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     def halvings(self, axes: Mapping[str, int]) -> int:
         """Powers of two off a float16 of a weighted mean, whose sums may be too large for it."""
@@ -165,14 +177,11 @@ class Asked:
         self, program: Traced, args: tuple[Any, ...], axes: dict[str, int], scope: Scope, owed: Any
     ) -> Any:
         """What the caller gets, from the program of one replica's share."""
-        leaves, enclosing = self.leaves(args), retyped()
-        in_shards = axes_of_shards([args[i] for i in self.places(args)])
-        own = own_axes(leaves, axes, in_shards)
+        leaves = self.leaves(args)
+        own = axes_of_shards([args[i] for i in self.places(args)])
         (value, beside), grads = program.evaluate()
-        is_mean = self.reduce_op is ReduceOp.MEAN
-        value = scope.reduced_once(value, tuple(axes), "the loss", mean=is_mean)
-        along = (scope.marked | scope.watched | enclosing).intersection(axes)
-        grads = watched(grads, leaves, along, self.caller, own, own_too=bool(scope.watched))
+        same = {k: x for (k, x), mine in zip(leaves.items(), own, strict=True) if not mine}
+        value = taken_by(value, same, axes, self.caller)
         weighted = beside.weight is not None
         op = ReduceOp.SUM if weighted else self.reduce_op
         local = _Local(value if self.with_value else None, beside.weight, beside.metrics, grads)
@@ -211,7 +220,7 @@ class Asked:
         residual: Shards | None,
     ) -> tuple[_Local, Shards | None]:
         """One reduction for everything that replicas have in common, and the next residual."""
-        same, ready = _synced(program, tuple(axes)), None
+        same, ready = _synced(program, axes), None
         if residual is not None and same:
             raise ValueError(_SYNCED_ALREADY.format(caller=self.caller, leaf=where(min(same))))
         common = local._replace(grads=shared(local.grads, own))
@@ -237,6 +246,7 @@ class Asked:
             scope=scope,
             ready=ready,
             same=same,
+            repeats=local.weight is not None,
             exact=frozenset(path for path, _ in beside),
             reasons=(again,) if same else (),
         )
@@ -257,31 +267,45 @@ def reduced_gradient(
     caller = asked.caller
 
     def reduced(*args: Any, **kwargs: Any) -> Any:
-        axes = bound_axes(axis_name, caller)
+        here = scope()
+        axes = bound_axes(here.over(axis_name, caller), caller)
         residual = kwargs.pop("residual", None) if asked.feedback else None
         if asked.feedback and residual is None:
             raise ValueError(
                 f"`{caller}` with feedback=True expects the keyword argument `residual` beside the "
                 "loss's own: what `jc.residual(params)` returns, then what the last call returned."
             )
-        enclosing = retyped()
         check_differentiable(asked.leaves(args), caller)
-        here = Differentiation(tuple(axes), options, enclosing=enclosing)
-        program = traced(asked.of_share, axes, here, args, kwargs)
-        typed = [a for a in axes if a not in enclosing and _compat.tracks_variance(a)]
-        check_gradients(program.program, typed)
-        return asked.reduced(program, args, axes, scope().merged(options), residual)
+        inside = Differentiation(tuple(axes), options, enclosing=retyped())
 
+        def local_gradient() -> Differentiated:
+            return asked.of_share(axes, inside, args, kwargs)
+
+        program = traced_call(local_gradient)
+        return asked.reduced(program, args, axes, here.merged(options), residual)
+
+    return _signed(reduced, asked)
+
+
+def _signed(reduced: Callable[..., Any], asked: Asked) -> Callable[..., Any]:
+    """A function of the loss's arguments, with the names and the signature of the loss."""
+    functools.update_wrapper(reduced, asked.fun, updated=())
+    if asked.feedback:
+        with contextlib.suppress(TypeError, ValueError):  # one of C's has no signature
+            signature = inspect.signature(asked.fun)
+            more = inspect.Parameter("residual", inspect.Parameter.KEYWORD_ONLY, default=None)
+            others = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
+            reduced.__signature__ = signature.replace(parameters=[*others, more])  # pyright: ignore[reportFunctionMemberAccess]
     return reduced
 
 
-def _synced(program: Traced, axes: tuple[str, ...]) -> dict[str, frozenset[str]]:
+def _synced(program: Traced, axes: Mapping[str, int]) -> dict[str, frozenset[str]]:
     """Paths of the gradients that `sync_in_backward` left equal, and the axes along which.
 
     Only a proof counts: a gradient that is reduced once more is right, too, because the mean of
     equal numbers is that number; but one that is left out must be equal.
     """
-    if not has(program.program.jaxpr, _compat.THROUGH):
+    if not contains(program.program.jaxpr, _compat.THROUGH):
         return {}
     _, grads = program.result(same_outputs(program.program, axes))
     found, _ = flattened(_Local(None, None, None, grads))

@@ -1,9 +1,4 @@
-"""A replica's loss: what it may return, and its derivative there, whatever the replicas' types.
-
-Under a checked `shard_map` autodiff sums the gradient of a replicated parameter over the
-replicas by itself, one `psum` a leaf, before anybody can pack or choose anything. Marking the
-parameters as varying first keeps each replica's gradient its own.
-"""
+"""A replica's loss: what it may return, and its derivative there."""
 
 from __future__ import annotations
 
@@ -17,9 +12,6 @@ import numpy as np
 from jax import lax
 
 from jaxcoll import _compat
-from jaxcoll._errors import AlreadyReducedError
-from jaxcoll._jaxpr.replication import mentions
-from jaxcoll._jaxpr.retrace import traced
 from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.scope import Differentiation, differentiated
 
@@ -111,48 +103,22 @@ def value_and_local_grad(
 ) -> tuple[tuple[Any, Any], Any]:
     """`jax.value_and_grad(loss, argnums, has_aux=True)` of this replica's loss alone.
 
-    A loop whose carry starts from a constant (`lax.scan(f, 0.0, batch)`) type-checks on one
-    device but not under a checked `shard_map`, where the constant is invariant and the batch
-    varies. Such a loss is traced a second time with every argument typed invariant, which is
-    sound because it is local; only then is the result marked as varying again. A loss that
-    communicates, or captures values that vary, is not local, and keeps JAX's refusal.
+    Under a checked `shard_map` autodiff sums the gradient of a replicated parameter over the
+    replicas by itself, one `psum` a leaf, before anybody can pack or choose anything. Typing the
+    parameters as varying first keeps each replica's gradient its own.
 
     Returns:
       `((value, aux), grads)`, *varying* over `axes` where types tell replicas apart.
-
-    Raises:
-      TypeError: the loss's own; or JAX's, where neither way to trace the loss type-checks.
     """
-    axes = differentiation.axes
-    differentiate = jax.value_and_grad(loss, argnums, has_aux=True)
-    try:
-        chosen = {argnums} if isinstance(argnums, int) else set(argnums)
-        chosen = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
-        marked = [
-            _vary(jax.tree.map(jnp.asarray, a), axes) if i in chosen else a
+    chosen = {argnums} if isinstance(argnums, int) else set(argnums)
+    chosen = {i % len(args) for i in chosen if -len(args) <= i < len(args)}
+    if _compat.types_tell():
+        args = tuple(
+            _vary(jax.tree.map(jnp.asarray, a), differentiation.axes) if i in chosen else a
             for i, a in enumerate(args)
-        ]
-        with differentiated(differentiation):
-            return differentiate(*marked, **kwargs)
-    except TypeError as error:
-        if not _compat.is_variance_mismatch(error):
-            raise
-        args, kwargs = jax.tree.map(
-            lambda x: (
-                _compat.as_invariant(x, axes, vouched=False) if isinstance(x, jax.Array) else x
-            ),
-            (args, kwargs),
         )
-        with differentiated(dataclasses.replace(differentiation, untyped=True)):
-            try:
-                # Whatever is reduced, gathered or asked of an axis names the axis, and so does the
-                # step that JAX puts in where an invariant value meets a varying one.
-                is_local = not mentions(traced(loss, *args, **kwargs).program.jaxpr, axes)
-            except (TypeError, AlreadyReducedError):
-                is_local = False
-            if not is_local:
-                raise
-            return _vary(differentiate(*args, **kwargs), axes)
+    with differentiated(differentiation):
+        return jax.value_and_grad(loss, argnums, has_aux=True)(*args, **kwargs)
 
 
 def check_differentiable(leaves: Mapping[str, Any], caller: str) -> None:

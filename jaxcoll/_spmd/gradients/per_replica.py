@@ -1,4 +1,4 @@
-"""Gradients of what each replica has its own of: an expert, a shard, the batch. They stay there."""
+"""What gradients are taken by: the same on every replica, or parts in `Shards`, which stay there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
@@ -17,60 +18,51 @@ from jaxcoll._spmd.reduce import all_reduce
 from jaxcoll._spmd.scope import Scope, retyped
 
 NO_SHARD = """\
-`{caller}` with scatter=True: {leaf} differs between replicas along {axes}, so its gradient is not \
-summed over them and has no shards. Differentiate it as an argument of its own in a call without \
-`scatter`, and update it there. The gradients of `Shards` are Shards without `scatter`."""
+`{caller}` with scatter=True: {leaf} is a part of `Shards` along {axes}, whose gradients are \
+Shards without `scatter`. Differentiate it as an argument of its own in a call without `scatter`."""
 
-_NOT_COMMON = """\
-`{caller}`: {leaf} differs between replicas along {axes} by its type, and is taken here for \
-something that all of them hold alike. If it is the same everywhere, pass it as it was before it \
-was typed so (by `jax.lax.pcast`), or after `jc.broadcast`; if it is meant to differ (an expert, a \
-part of a sharded parameter), leave it out of this tree and update it by itself."""
+_DIFFERS = """\
+`{caller}` over {axes}: {leaf} must be the same on every replica, and differs between them by its \
+type. Its gradients would be those of different values. If it is the same, say so with `jc.same`, \
+or make it so with `jc.broadcast`; if it is meant to differ (an expert, the batch), take its \
+gradient with `jax.grad`, or pass it as `Shards`."""
 
 
-def watched(
-    gradients: Any,
+def taken_by(
+    x: Any,
     leaves: Mapping[str, Any],
-    along: Iterable[str],
+    axes: Iterable[str],
     caller: str,
-    own: Sequence[tuple[str, ...]] = (),
-    *,
-    own_too: bool = False,
 ) -> Any:
-    """Gradients that are going to be reduced, marked with what they are those of.
+    """`x`, made with gradients by `leaves` that are going to be reduced over `axes`.
 
-    Where types do not tell replicas apart, or not truly, only who reads the whole program can see
-    whether the leaves differ between replicas; `replication` and `beside_types` refuse them then.
-    Along the axes of which a leaf is its replica's `own` it is not reduced. Types may be wrong in
-    calling it that, so it is marked as such if a reader wants these, too.
+    The leaves must be the same on every replica. Types tell whether they are, or the reader of the
+    whole program does, who finds them beside `x`.
     """
-    marked, treedef = jax.tree.flatten(gradients)
-    each = zip(leaves.items(), own or [()] * len(leaves), strict=True)
-    for k, ((name, leaf), mine) in enumerate(each):
-        for axis in sorted({*along}.difference(mine)):
-            marked[k] = marks.gradient_of(leaf, marked[k], axis, caller, name)
-        for axis in mine if own_too else ():
-            marked[k] = marks.gradient_of(leaf, marked[k], axis, caller, name, own=True)
-    return treedef.unflatten(marked)
+    if not leaves:
+        return x
+    if not _compat.types_tell():
+        return marks.differentiated(x, [*map(jnp.asarray, leaves.values())], axes, caller, leaves)
+    known = frozenset(axes) - retyped()
+    for name, leaf in leaves.items():
+        if varying := known & _compat.varying_axes(leaf):
+            words = {"caller": caller, "leaf": where(name), "axes": listed(sorted(varying))}
+            raise ValueError(_DIFFERS.format(**words))
+    return x
 
 
-def own_axes(
-    leaves: Mapping[str, Any], axes: Iterable[str], shards: Sequence[tuple[str, ...]] = ()
-) -> list[tuple[str, ...]]:
-    """Of each leaf the axes along which every replica has its own.
-
-    Its type says so, except on axes where everything is `retyped`; or that it is a part of `Shards`
-    along `shards`, which need no types.
-    """
-    known, of_shards = frozenset(axes) - retyped(), shards or [()] * len(leaves)
-    return [
-        tuple(a for a in axes if a in parts or a in known & _compat.varying_axes(leaf))
-        for leaf, parts in zip(leaves.values(), of_shards, strict=True)
-    ]
+def common(tree: Any, axes: Iterable[str], caller: str) -> Any:
+    """A tree of arrays whose leaves must be the same on every replica."""
+    flat, treedef = flattened(tree)
+    named = {path: jnp.asarray(leaf) for path, leaf in flat}
+    arrays = [*named.values()]
+    if arrays:
+        arrays[0] = taken_by(arrays[0], named, axes, caller)
+    return treedef.unflatten(arrays)
 
 
 def shared(tree: Any, own: Sequence[tuple[str, ...]]) -> Any:
-    """The leaves that replicas have in common, with None in the places of their own."""
+    """The leaves that replicas have in common, with None in the places of parts of `Shards`."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([None if a else x for x, a in zip(leaves, own, strict=True)])
 
@@ -86,12 +78,11 @@ def with_own(
 ) -> Any:
     """All gradients of the loss over all replicas, from those by leaves that they have in common.
 
-    A leaf that is its own along some of the axes is reduced over the others. Along its own, the
-    derivative of the mean of all losses is that of one's own loss, divided by their number; and
-    that of a sum is just that.
+    The gradient of a part of `Shards` is the sum over their axes already: it is divided for a mean,
+    and reduced over the other axes.
 
     Returns:
-      A tree like `gradients`; each leaf's own are *varying* over its own axes.
+      A tree like `gradients`; parts are *varying* over the axes of their Shards.
     """
     leaves, treedef = jax.tree.flatten(gradients)
     results = treedef.flatten_up_to(reduced)
@@ -101,25 +92,16 @@ def with_own(
         if rest:
             these = all_reduce(op, treedef.unflatten(these), rest, scope=scope)
             these = treedef.flatten_up_to(these)
-        times = count({a: axes[a] for a in along}) if op is ReduceOp.MEAN else 1
+        times = count({a: axes[a] for a in along if a in axes}) if op is ReduceOp.MEAN else 1
         for k, x in enumerate(these):
             results[k] = results[k] if x is None else quotient(x, times) if times > 1 else x
-    return scope.vouched(treedef.unflatten(results), ())
-
-
-def common(tree: Any, axes: Mapping[str, int], caller: str, *, scope: Scope) -> Any:
-    """A tree that every replica must hold alike, as far as can be known, and marked otherwise."""
-    flat, treedef = flattened(tree)
-    leaves = dict(flat)
-    refuse_own(_NOT_COMMON, leaves, own_axes(leaves, axes), caller)
-    along = (scope.marked | scope.watched).intersection(axes)
-    return treedef.unflatten(watched(list(leaves.values()), leaves, along, caller))
+    return treedef.unflatten(results)
 
 
 def refuse_own(
     message: str, names: Iterable[str], own: Sequence[tuple[str, ...]], caller: str
 ) -> None:
-    """Refuse a leaf of which each replica has its own, for the reason that `message` gives."""
+    """Refuse a part of `Shards`, for the reason that `message` gives."""
     for name, axes in zip(names, own, strict=True):
         if axes:
             raise ValueError(message.format(caller=caller, leaf=where(name), axes=listed(axes)))

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoll import _compat
-from jaxcoll._compat import marks
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
 from jaxcoll._spmd.axes import bound_axes
-from jaxcoll._spmd.gradients.per_replica import watched
+from jaxcoll._spmd.gradients.per_replica import common
 from jaxcoll._spmd.reduce import all_reduce
-from jaxcoll._spmd.scope import Scope, differentiation, retyped
+from jaxcoll._spmd.scope import Scope, differentiation
 from jaxcoll._spmd.shards import check_no_shards
 
 _REASON = "when: in the backward pass, as soon as these gradients exist"
@@ -26,21 +25,16 @@ def sync_in_backward(
     params: Any, axis_name: Any, reduce_op: ReduceOp, scope: Scope, options: CommunicationOptions
 ) -> Any:
     """`params`, whose cotangents are reduced where they appear; see `jc.sync_in_backward`."""
-    outer = differentiation()
-    untyped = outer is not None and outer.untyped and axis_name in (outer.axes, *outer.axes)
-    # A second trace of the same loss; to ask for the axes would make it one that communicates.
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    axes = names if untyped else tuple(bound_axes(axis_name, "sync_in_backward"))
+    outer, axes = differentiation(), tuple(bound_axes(axis_name, "sync_in_backward"))
     if outer is not None and set(outer.axes).intersection(axes):
         outer.check_mean(reduce_op, axes, "sync_in_backward")
         scope = scope.merged(outer.options)
     check_no_shards(params, axis_name, "sync_in_backward")
     flat, treedef = flattened(params)
     named = {path: _floating(path, leaf) for path, leaf in flat}
-    along = (scope.marked | retyped()).intersection(axes)
-    arrays = watched(list(named.values()), named, along, "sync_in_backward")
+    arrays = jax.tree.leaves(common(treedef.unflatten(named.values()), axes, "sync_in_backward"))
     reduction = _Reduction(reduce_op, axes, treedef, scope.merged(options))
-    return treedef.unflatten(_compat.through_backward(arrays, reduction, () if untyped else axes))
+    return treedef.unflatten(_compat.through_backward(arrays, reduction, axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +49,14 @@ class _Reduction:
     def __call__(
         self, cotangents: dict[int, jax.Array], varying: dict[int, frozenset[str]]
     ) -> dict[int, jax.Array]:
-        """The reduced cotangents, each typed as its parameter and marked as equal everywhere."""
+        """The reduced cotangents, each typed as its parameter."""
         held = {i: _compat.as_varying(ct, self.axes) for i, ct in cotangents.items()}
         tree = self.treedef.unflatten(map(held.get, range(self.treedef.num_leaves)))
         reduced = all_reduce(
             self.reduce_op, tree, self.axes, scope=self.scope, reasons=(_REASON,), in_backward=True
         )
         return {
-            i: marks.marked(_compat.as_varying(x, tuple(varying[i])), marks.SAME, axes=self.axes)
+            i: _compat.as_varying(x, tuple(varying[i]))
             for i, x in zip(held, jax.tree.leaves(reduced), strict=True)
         }
 

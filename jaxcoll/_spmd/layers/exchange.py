@@ -179,9 +179,7 @@ class Traffic:
                 self.reduce_op, whole, tuple(self.axes), scope=self.scope, reasons=reasons
             )
         found: dict[int, jax.Array] = {
-            i: marks.marked(
-                _compat.as_invariant(x, self._settled(over[i])), marks.PARTS, axes=over[i]
-            )
+            i: marks.part_of_sum(_compat.as_invariant(x, self._settled(over[i])), over[i])
             if over[i]
             else whole[names[i]]
             for i, x in gradients.items()

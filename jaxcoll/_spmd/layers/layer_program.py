@@ -86,7 +86,7 @@ def residuals_of(
         _, pull, outs = jax.vjp(run, *given, has_aux=True)
         return outs, pull
 
-    program = traced(forward, inputs=arrays)
+    program = traced(forward, *arrays)
     results, carried = len(layer.program.jaxpr.outvars), len(arrays[0])
     free = made_without(program.program, range(carried))
     residuals = range(results, len(free))
@@ -144,7 +144,7 @@ class UserLayer:
                 _compat.as_varying(_one_layer(x, over, axes, gather_dtype), along)
                 for x, over in zip(stack.arrays, stack.over, strict=True)
             ]
-            program, captured = with_captured(traced(self, inputs=(typed, params)))
+            program, captured = with_captured(traced(self, typed, params))
             avals = program.program.out_avals
             more = varying.union(*map(_compat.varying_axes_of_type, avals))
             if more == varying:  # else a turn adds axes, and the next one begins with them

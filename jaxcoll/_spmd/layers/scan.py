@@ -81,7 +81,7 @@ def scan_layers(
     axes = bound_axes(axis_name, CALLER)
     inside = _enclosing(axes, asked.reduce_op)
     scope = scope.merged(inside.options if inside else None).merged(options)
-    stack = stack_of(stacked, sharded, axes, scope)
+    stack = stack_of(stacked, sharded, axes)
     users = UserLayer(layer, *carried(carry), stack)
     first, varying, program, captured = users.program(axes, asked.gather_dtype)
     op = ReduceOp.SUM if inside else asked.reduce_op

@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoll import _compat
-from jaxcoll._compat import marks
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.packs.leaves import flattened, where
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.axes import as_array, count, listed
-from jaxcoll._spmd.gradients.per_replica import watched
-from jaxcoll._spmd.scope import Scope, differentiation, retyped
+from jaxcoll._spmd.gradients.per_replica import taken_by
+from jaxcoll._spmd.scope import differentiation, retyped
 from jaxcoll._spmd.shards import Shards, is_shards, leaves_of, said_of_each, whole_of
 
 CALLER = "scan_layers"
@@ -70,8 +69,8 @@ class Stack:
         return jax.tree.map(lambda x: _joined(x) if is_shards(x) else x, found, is_leaf=is_shards)
 
 
-def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int], scope: Scope) -> Stack:
-    """What `stacked`, a tree of arrays and `Shards`, is, with marks for readers of the program.
+def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int]) -> Stack:
+    """Return the arrays of `stacked`, a tree of arrays and `Shards`, and how each is cut.
 
     `sharded`: True, False, an axis or a tuple of axes, or a tree of these of which `stacked` is an
     extension; None: `Shards` are, and plain arrays beside them are not; without any, all are.
@@ -89,13 +88,12 @@ def stack_of(stacked: Any, sharded: Any, axes: Mapping[str, int], scope: Scope) 
             if is_shards(node):
                 over.append(_axes_of_shards(name, node, word, axes))
             else:
-                over.append(_axes_of_rows(names[-1], arrays[-1], word, axes, scope))
+                over.append(_axes_of_rows(names[-1], arrays[-1], word, axes))
     _check_layers(names, arrays)
     if not any(over):
         raise ValueError(_NOTHING)
     treedef = jax.tree.structure(stacked)
-    marked = (_marked(*leaf, axes, scope) for leaf in zip(names, arrays, over, strict=True))
-    return Stack(tuple(names), tuple(marked), tuple(over), treedef)
+    return Stack(tuple(names), tuple(_marked(names, arrays, over, axes)), tuple(over), treedef)
 
 
 def _carried(shards: Shards, k: int) -> str:
@@ -175,12 +173,11 @@ def _axes_of_shards(
 
 
 def _axes_of_rows(
-    name: str, array: jax.Array, word: Any, axes: Mapping[str, int], scope: Scope
+    name: str, array: jax.Array, word: Any, axes: Mapping[str, int]
 ) -> tuple[str, ...]:
     """The axes that a plain leaf is cut over, as far as types confirm what is said of it."""
     inside = differentiation()
-    untyped = inside is not None and inside.untyped
-    known = [a for a in axes if _compat.tracks_variance(a) and a not in retyped() and not untyped]
+    known = [a for a in axes if _compat.tracks_variance(a) and a not in retyped()]
     over = () if word is False else tuple(axes) if word in (None, True) else _names_of(word)
     unknown = [a for a in over if a not in axes]
     if unknown:
@@ -205,24 +202,21 @@ def _axes_of_rows(
     if differ:
         raise ValueError(_DIFFERS.format(leaf=where(name), axes=listed(differ)))
     dark = [a for a in over if not _compat.tracks_variance(a)]
-    if dark and inside is not None and not untyped and set(dark) & set(inside.axes):
+    if inside is not None and set(dark) & set(inside.axes):
         raise ValueError(_UNTYPED_GRADIENT.format(axis=dark[0], leaf=where(name)))
-    if word is None and set(dark) - scope.marked:
+    if word is None and dark:
         raise ValueError(_UNSAID.format(axis=dark[0], leaf=where(name)))
     return over
 
 
 def _marked(
-    name: str, array: jax.Array, over: Sequence[str], axes: Mapping[str, int], scope: Scope
-) -> jax.Array:
-    """A leaf for readers of the program, wherever no type shows whether it varies."""
-    along = scope.marked | retyped()
-    for axis in along.intersection(over):
-        array = marks.marked(array, marks.ROWS, axis=axis, path=name)
-    rest = along.intersection(axes).difference(over)
-    if jnp.issubdtype(array.dtype, jnp.inexact):
-        (array,) = watched([array], {name: array}, rest, CALLER)
-    return array
+    names: Sequence[str], arrays: list[jax.Array], over: Sequence[Any], axes: Mapping[str, int]
+) -> list[jax.Array]:
+    """The arrays, the first beside those that are whole for who reads the program."""
+    floating = (jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
+    leaves = zip(names, arrays, over, floating, strict=True)
+    whole = {name: x for name, x, cut, moves in leaves if moves and not cut}
+    return [taken_by(arrays[0], whole, axes, CALLER), *arrays[1:]]
 
 
 def _joined(shards: Shards) -> Any:

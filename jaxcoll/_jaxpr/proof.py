@@ -1,0 +1,467 @@
+"""The one proof about a traced step: which of its values are the same on every replica.
+
+It is one forward pass over the equations of the program of one replica. The fact about a value is
+an integer, a few bits for each mapped axis:
+
+- VARIES: it may differ between the replicas along the axis;
+- REDUCED: it comes from a reduction over the axis;
+- PART, and MOVED if it was only moved, cast or scaled since: it is this replica's part of a sum of
+  which every replica holds another one, as gradients in `Shards` are;
+- OWN: it is a number of such a part, as its norm is.
+
+A value varies if an operand varies, unless its equation sums, compares or gathers over the whole
+axis. What is not known varies. Facts only grow, so that loops settle, a program is read once for
+the same facts of its inputs, and what is refused stays refused. The same pass refuses
+
+- an exchange over an axis inside a branch or loop that replicas choose for themselves;
+- gradients, going to be reduced, by leaves that differ between replicas;
+- parts that are summed again, or are scaled or chosen by a number of one part alone;
+
+and it finds sums of what a reduction has made the same everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, primitives
+
+from jaxcoll import _compat
+from jaxcoll._compat import marks
+from jaxcoll._jaxpr.subjaxprs import at_line, called, carry_of, is_ref, like, opened, programs
+
+_VARIES, _REDUCED, _PART, _MOVED, _OWN = (1 << k for k in range(5))
+_BITS = 5
+
+_SUMS = {"psum", "psum_invariant"}
+_EQUALIZING = {*_SUMS, "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced"}
+_ABORTING = {*_SUMS, "pmax", "pmin", "reduce_scatter"}
+_FIRST = {_compat.AS_INVARIANT, "pvary", "pcast", "as_stored", "reshard", "needing"}
+"""The result is the first operand, whatever the parameters say."""
+_SAME_PLACE = {"optimization_barrier", _compat.THROUGH}
+"""Result k is operand k."""
+_SILENT = {*_FIRST, *_SAME_PLACE, *marks.ALL, "axis_index"}
+"""Equations that may name an axis and send nothing."""
+_CALLS = {"shard_map", "composite", "core_call", "custom_vmap_call", "linear_call", "remat_opt"}
+"""Calls of one program with the equation's own operands, beside those of `subjaxprs`."""
+_FROM_ELSEWHERE = ("callback", "infeed", "rng_uniform", "recv")
+"""Parts of names of primitives whose results depend on more than their operands."""
+_FUNCTIONS = {x.name for x in vars(primitives).values() if isinstance(x, Primitive)}
+_FUNCTIONS |= {
+    "split", "stack", "unstack", "tile", "broadcast_to", "empty", "scatter-sub", "mulhi",
+    "ragged_dot_general", "scaled_matmul", "scaled_matmul_wrapper", "scaled_dot", "to_edtype",
+    "from_edtype", "random_wrap", "random_unwrap", "random_clone", "iota_2x32_shape", "philox2x32",
+    "philox4x32", "threefry4x32", "geqp3", "geqrf", "ormqr", "cholesky_update", "pin", "unpin",
+    "lu_pivots_to_permutation", "symmetric_product", "layout_constraint", "platform_index",
+    "with_memory_space_constraint", "dot_product_attention_fwd_wrapper", "dimension_size",
+    "dot_product_attention_bwd_wrapper", "dim_as_value", "reduced_vary_cast_p",
+}  # fmt: skip
+"""Functions of their operands: JAX's public list, and what JAX 0.10 to 0.12 have beside it."""
+_MIXING = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce", "argmax", "argmin"}
+_MIXING |= {"cumsum", "cumprod", "cummax", "cummin", "dot_general", "sort", "top_k"}
+"""They make numbers of several elements: a row's mean, of a pack whose rows are no leaf's."""
+_MOVES = {"reshape", "squeeze", "expand_dims", "transpose", "copy", "neg", "div", "slice"}
+_MOVES |= {"convert_element_type", "broadcast_in_dim", "concatenate", "select_n", *_FIRST}
+
+_CHOSEN = """\
+{kind} over {axis!r}{at} stands in a {where} that replicas choose for themselves: what decides \
+about it{line} differs between them, so that some would wait for others that never come, or \
+exchange what does not belong together. Move it out of the {where}; or decide by a number that is \
+the same everywhere, such as `lax.pmax(..., {axis!r})` of it; or compute both sides and choose \
+with `jnp.where`. If the number is the same although nothing shows it, mark it: `jc.same(...)`."""
+
+_DIFFERENT = """\
+`{caller}` over {axis!r}: {path} must be the same on every replica, and differs between them, or \
+nothing shows that it does not. Its gradients would be those of different values. If it is the \
+same, say so with `jc.same`, or make it so with `jc.broadcast`; if it is meant to differ (an \
+expert, the batch), take its gradient with `jax.grad`, or pass it as `Shards`."""
+
+_PARTS_SUMMED = """\
+`lax.psum` over {axis!r}{at} of {like}: these are parts of a sum, in shards, which is reduced over \
+it already. Each replica holds another part, and a sum or mean adds up what does not belong \
+together. Reduce them no more."""
+
+_OWN_NORM = """\
+Gradients in shards over {axis!r} are scaled, or chosen, by a number of this replica's part \
+alone{at}, such as its norm: each replica would take another one, and none that of the whole \
+gradient. Give `jc.sharded_optimizer` an elementwise optimizer and `max_norm`, in place of \
+`optax.clip_by_global_norm` and the like; or compute the number over all parts, by \
+`jc.global_norm(gradients, {axis!r})` or `jc.all_finite(gradients, {axis!r})`."""
+
+_NARROW = """\
+`{name}` over {axis!r}{at} of {like}, beside a mesh axis that is left to the compiler: XLA's CPU \
+compiler aborts the process there on sums of 16 bits. Cast to float32 before it and back after \
+it; `jc.all_reduce` does so by itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatedSum:
+    """A sum over an axis of what is the same along it and comes from a reduction over it."""
+
+    axis: str
+    like: str  # the type of the value
+    line: str  # of the sum
+    maker: str  # the line of the reduction before; "" if it is not found
+
+
+@dataclasses.dataclass(frozen=True)
+class Proven:
+    """What the pass found of a program."""
+
+    varying: list[frozenset[str]]  # of each output the axes along which it may differ
+    repeated: tuple[RepeatedSum, ...]
+    jaxpr: Jaxpr
+
+    def gradient_line(self, k: int) -> str:
+        """The user's line where a gradient was taken that output `k` is made of; "" if none."""
+        eqns = _behind(self.jaxpr, self.jaxpr.outvars[k])
+        return next(filter(None, map(_compat.line_of_gradient, eqns)), "")
+
+    def line(self, k: int) -> str:
+        """The user's line of the equation that made output `k`; "" if it is not known."""
+        return _line_behind(self.jaxpr, self.jaxpr.outvars[k])
+
+
+def prove(
+    program: Any,
+    inputs: Sequence[frozenset[str]],
+    axes: Mapping[str, int],
+    *,
+    narrow_sums_abort: bool = False,
+) -> Proven:
+    """Read a traced program of one replica.
+
+    Args:
+      program: its jaxpr.
+      inputs: of each input the axes along which it varies.
+      axes: the mapped axes that are asked about, with their sizes.
+      narrow_sums_abort: refuse reductions of 16-bit floats over them.
+
+    Raises:
+      ValueError: it has a collective that would hang or mix values; see the module.
+    """
+    proof = _Proof({axis: n for axis, n in axes.items() if n > 1}, narrow_sums_abort)
+    jaxpr = opened(program)
+    facts = proof.outputs(jaxpr, [sum(map(proof.bit.get, proof.bit.keys() & x)) for x in inputs])
+    # An empty array cannot differ.
+    facts = [
+        fact if getattr(x.aval, "size", 1) else 0
+        for fact, x in zip(facts, jaxpr.outvars, strict=True)
+    ]
+    varying = [frozenset(a for a, bit in proof.bit.items() if fact & bit) for fact in facts]
+    return Proven(varying, tuple(proof.repeated()), jaxpr)
+
+
+def same_outputs(program: Any, axes: Mapping[str, int]) -> list[frozenset[str]]:
+    """Axes along which each output of a program is the same, whatever its inputs are."""
+    jaxpr = opened(program)
+    inputs = [frozenset(axes)] * (len(jaxpr.constvars) + len(jaxpr.invars))
+    whole = jaxpr.replace(
+        constvars=[],
+        invars=[*jaxpr.constvars, *jaxpr.invars],
+        debug_info=jaxpr.debug_info._replace(arg_names=None),
+    )
+    return [frozenset(axes) - along for along in prove(whole, inputs, axes).varying]
+
+
+class _Proof:
+    def __init__(self, sizes: Mapping[str, int], narrow_sums_abort: bool) -> None:
+        self.sizes = sizes
+        self.bit = {axis: 1 << _BITS * k for k, axis in enumerate(sizes)}
+        self.all = sum(self.bit.values())
+        self._narrow_sums_abort = narrow_sums_abort
+        # By a program and the facts of its inputs those of its outputs; programs are kept alive
+        self._read: dict[Any, tuple[Any, list[int]]] = {}
+        self._sums: dict[int, tuple[JaxprEqn, Jaxpr, list[int]]] = {}
+
+    def outputs(self, program: Any, ins: Sequence[int]) -> list[int]:
+        """The fact of each output of a program."""
+        jaxpr = opened(program)
+        key = id(jaxpr), tuple(ins)
+        if key not in self._read:
+            facts: dict[Any, int] = dict(zip(jaxpr.invars, ins, strict=True))
+            facts.update(dict.fromkeys(jaxpr.constvars, 0))
+            for eqn in jaxpr.eqns:
+                operands = [0 if isinstance(x, Literal) else facts[x] for x in eqn.invars]
+                results = self._equation(eqn, operands, jaxpr)
+                if isinstance(results, int):
+                    results = [results] * len(eqn.outvars)
+                facts.update(zip(eqn.outvars, results, strict=True))
+            outs = [0 if isinstance(x, Literal) else facts[x] for x in jaxpr.outvars]
+            self._read[key] = jaxpr, outs
+        return self._read[key][1]
+
+    def _equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> int | list[int]:
+        """The facts of an equation's results, or the one fact of all of them."""
+        name = eqn.primitive.name
+        if name in marks.ALL:
+            return self._mark(eqn, ins, jaxpr)
+        if name in _FIRST:
+            return ins[0]
+        if name in _SAME_PLACE:
+            return ins
+        if name == "scan":
+            body, first, carried = carry_of(eqn)
+            return self._loop(body, ins, first, carried)
+        if name == "while":
+            return self._while(eqn, ins)
+        if name == "cond":
+            return self._cond(eqn, ins)
+        if name == "custom_linear_solve":  # of its programs one is run
+            lengths, solvers = eqn.params["const_lengths"], eqn.params["jaxprs"]
+            first = sum(lengths[: solvers._fields.index("solve")])
+            operands = [*ins[first : first + lengths.solve], *ins[sum(lengths) :]]
+            return self.outputs(solvers.solve, operands)
+        fact = functools.reduce(operator.or_, ins, 0)
+        if bodies := programs(eqn):
+            body = called(eqn) or (bodies[0] if name in _CALLS else None)
+            if body is not None and len(body.invars) == len(ins):
+                return self.outputs(body, ins)
+            # Read in an order that is not known, with any operands: only what is made of these
+            # by nothing but functions of them is the same where they are.
+            return fact | self.all * (not all(map(self._is_function, _equations(bodies))))
+        if named := self._named(eqn.params):
+            return self._exchange(eqn, ins, named, jaxpr)
+        if fact & self.all * (_PART | _OWN):
+            fact = self._of_parts(eqn, fact)
+        return fact if self._is_function(eqn) else fact | self.all
+
+    def _named(self, params: Mapping[str, Any]) -> int:
+        """The axes that are, or are in, a parameter of an equation, as bits."""
+        bits = 0
+        for key, p in params.items():
+            if isinstance(p, str):
+                bits |= self.bit.get(p, 0) if key != "name" else 0  # of a jitted function
+            elif isinstance(p, tuple | list | frozenset | set):
+                for x in p:
+                    if isinstance(x, str):
+                        bits |= self.bit.get(x, 0)
+        return bits
+
+    def _is_function(self, eqn: JaxprEqn) -> bool:
+        """Whether results are a function of the operands and of nothing else, axes included."""
+        name = eqn.primitive.name
+        return (
+            (name in _FUNCTIONS or name in _SILENT or bool(programs(eqn)))
+            and not any(word in name for word in _FROM_ELSEWHERE)
+            and not any("NamedAxis" not in type(e).__name__ for e in eqn.effects)
+            and not any(map(is_ref, eqn.invars))
+            and not self._named(eqn.params)
+        )
+
+    def _mark(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> int | list[int]:
+        name, params = eqn.primitive.name, eqn.params
+        named = self._named(params)
+        if name == marks.PARTS:
+            return ins[0] | named * (_VARIES | _PART | _MOVED)
+        if name == marks.DIFFERENTIATED:
+            for path, leaf in zip(params["paths"], ins[1:], strict=True):
+                if leaf & named:
+                    axis = self._first(leaf & named)
+                    raise ValueError(
+                        _DIFFERENT.format(path=path, axis=axis, caller=params["caller"])
+                    )
+            return ins[0]
+        count = len(eqn.outvars)
+        results, before = ins[:count], ins[count:]
+        if params["sums"]:
+            self._note_sums(eqn, before, jaxpr)
+        results = [fact & ~(named * (_VARIES | _PART | _MOVED | _OWN)) for fact in results]
+        if before:
+            reduced = [(fact & named | fact >> 1 & named) << 1 for fact in before]
+            results = [
+                fact & ~(named * _REDUCED) | more
+                for fact, more in zip(results, reduced, strict=True)
+            ]
+        return results
+
+    def _exchange(self, eqn: JaxprEqn, ins: list[int], named: int, jaxpr: Jaxpr) -> Any:
+        """The facts of the results of an equation that names an axis."""
+        name, params = eqn.primitive.name, eqn.params
+        if self._narrow_sums_abort and name in _ABORTING:
+            self._check_width(eqn, named)
+        clear = ~(named * (_VARIES | _PART | _MOVED | _OWN))
+        whole = params.get("axis_index_groups") is None
+        if name in _EQUALIZING and whole and len(ins) == len(eqn.outvars):
+            gathers = name.startswith("all_gather")
+            if not gathers:
+                self._check_parts(eqn, ins, named)
+            if name in _SUMS and not marks.is_our_reduction(eqn):
+                self._note_sums(eqn, ins, jaxpr)
+            return [(fact | (0 if gathers else (fact & named) << 1)) & clear for fact in ins]
+        fact = functools.reduce(operator.or_, ins, 0) & clear | named
+        return fact | (named * _REDUCED if name == "reduce_scatter" else 0)
+
+    def _note_sums(self, eqn: JaxprEqn, ins: Sequence[int], jaxpr: Jaxpr) -> None:
+        seen = self._sums.setdefault(id(eqn), (eqn, jaxpr, [0] * len(ins)))[2]
+        seen[:] = [a | b for a, b in zip(seen, ins, strict=True)]
+
+    def _check_width(self, eqn: JaxprEqn, named: int) -> None:
+        for x in eqn.invars:
+            if getattr(x.aval, "dtype", None) == "bfloat16":
+                at = at_line(_compat.users_line(eqn))
+                words = {"name": eqn.primitive.name, "axis": self._first(named), "at": at}
+                raise ValueError(_NARROW.format(like=like(x.aval), **words))
+
+    def _check_parts(self, eqn: JaxprEqn, ins: Sequence[int], named: int) -> None:
+        for x, fact in zip(eqn.invars, ins, strict=True):
+            if fact & named * _MOVED:
+                axis = self._first(fact // _MOVED & named)
+                at = at_line(_compat.users_line(eqn))
+                raise ValueError(_PARTS_SUMMED.format(axis=axis, at=at, like=like(x.aval)))
+
+    def _of_parts(self, eqn: JaxprEqn, fact: int) -> int:
+        """The fact of a function of parts of sums, or of numbers of such parts."""
+        self._check_own(fact, eqn)
+        name = eqn.primitive.name
+        if name in _MIXING or not any(getattr(x.aval, "shape", ()) for x in eqn.outvars):
+            numbers = fact & self.all * _PART
+            return fact & ~(self.all * (_PART | _MOVED)) | numbers * _OWN // _PART
+        return fact if name in _MOVES else fact & ~(self.all * _MOVED)
+
+    def _check_own(self, fact: int, eqn: JaxprEqn) -> None:
+        """Refuse what is made of a part and of a number of one part."""
+        if both := fact // _PART & fact // _OWN & self.all:
+            at = at_line(_compat.users_line(eqn))
+            raise ValueError(_OWN_NORM.format(axis=self._first(both), at=at))
+
+    def _loop(self, body: Any, ins: list[int], first: int, carried: int) -> list[int]:
+        """The outputs of a loop's body after any number of turns."""
+        end = first + carried
+        while True:
+            outs = self.outputs(body, ins)
+            carry = [a | b for a, b in zip(ins[first:end], outs, strict=False)]
+            if carry == ins[first:end]:
+                return [*carry, *outs[carried:]]
+            ins = [*ins[:first], *carry, *ins[end:]]
+
+    def _while(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
+        skipped, condition = eqn.params["cond_nconsts"], eqn.params["cond_jaxpr"]
+        body, first, carried = carry_of(eqn)
+        of_condition, ins = ins[:skipped], ins[skipped:]
+        pairs = zip(opened(body).invars[first:], opened(body).outvars, strict=True)
+        changes = [a is not b for a, b in pairs]
+        while True:
+            carry = self._loop(body, ins, first, carried)
+            (until,) = self.outputs(condition, [*of_condition, *carry])
+            # Where the number of turns differs, so does all that a turn changes.
+            chosen = [x | until if c else x for x, c in zip(carry, changes, strict=True)]
+            if chosen == carry:
+                break
+            ins = [*ins[:first], *chosen]
+        for fact in carry:
+            self._check_own(fact, eqn)
+        line = _line_behind(opened(condition), opened(condition).outvars[0])
+        self._refuse_exchange(until, [body, condition], "loop", line)
+        return carry
+
+    def _cond(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
+        by, *operands = ins
+        branches = [*map(opened, eqn.params["branches"])]
+        self._refuse_exchange(by, branches, "branch", _compat.users_line(eqn))
+        outs = zip(*(self.outputs(branch, operands) for branch in branches), strict=True)
+        results = []
+        for k, facts in enumerate(outs):
+            chosen = 0 if _hands_on(branches, k) else by
+            results.append(functools.reduce(operator.or_, facts, chosen))
+            self._check_own(results[-1], eqn)
+        return results
+
+    def _refuse_exchange(self, by: int, bodies: Sequence[Any], where: str, line: str) -> None:
+        """Refuse an exchange over an axis along which replicas choose for themselves."""
+        if not by & self.all:
+            return
+        for inner in _equations(bodies):
+            name = inner.primitive.name
+            if name in _SILENT or programs(inner):
+                continue
+            if named := self._named(inner.params) & by:
+                axis, at = self._first(named), at_line(_compat.users_line(inner))
+                words = {"axis": axis, "at": at, "where": where, "line": at_line(line)}
+                raise ValueError(_CHOSEN.format(kind=f"`{name}`", **words))
+
+    def _first(self, bits: int) -> str:
+        return next(axis for axis, bit in self.bit.items() if bits & bit)
+
+    def repeated(self) -> Iterator[RepeatedSum]:
+        """The sums of what is the same along their axes and comes from reductions over them."""
+        for eqn, jaxpr, facts in self._sums.values():
+            again = self._named(eqn.params)
+            atoms = eqn.invars[-len(facts) :]  # of ours, what was reduced stands behind the results
+            for fact, atom, out in zip(facts, atoms, eqn.outvars, strict=True):
+                bits = again & ~fact & fact // _REDUCED
+                if not bits or marks.in_backward(eqn):
+                    continue
+                axis = self._first(bits)
+                if not _is_divided(out, jaxpr, self.sizes[axis]):
+                    maker = _line_behind(jaxpr, atom, {*_EQUALIZING, marks.SAME})
+                    yield RepeatedSum(axis, like(atom.aval), _compat.users_line(eqn), maker)
+
+
+def _equations(bodies: Sequence[Any]) -> Iterator[JaxprEqn]:
+    for body in bodies:
+        for eqn in opened(body).eqns:
+            yield eqn
+            yield from _equations(programs(eqn))
+
+
+def _hands_on(branches: Sequence[Jaxpr], k: int) -> bool:
+    """Whether output `k` is one and the same operand in every branch."""
+    places = {next((i for i, v in enumerate(b.invars) if v is b.outvars[k]), None) for b in branches}
+    return None not in places and len(places) == 1
+
+
+def _is_divided(out: Any, jaxpr: Jaxpr, n: int) -> bool:
+    """Whether a sum is only used in its quotient by a multiple of `n`, or by a count: a mean."""
+    users = [eqn for eqn in jaxpr.eqns if any(x is out for x in eqn.invars)]
+    return bool(users) and all(x is not out for x in jaxpr.outvars) and all(
+        (eqn.primitive.name == "div" and eqn.invars[0] is out
+            and (_is_multiple(eqn.invars[1], n) or _is_count(jaxpr, eqn.invars[1])))
+        or (eqn.primitive.name == "mul" and any(_is_multiple(x, n, inverse=True) for x in eqn.invars))
+        or (eqn.primitive.name in ("convert_element_type", "reshape", "copy", "broadcast_in_dim")
+            and _is_divided(eqn.outvars[0], jaxpr, n))
+        for eqn in users
+    )  # fmt: skip
+
+
+def _is_multiple(atom: Any, n: int, *, inverse: bool = False) -> bool:
+    """Whether a number in the program is a multiple of `n`, or 1 over one."""
+    if not isinstance(atom, Literal) or not atom.val:
+        return False
+    value = 1 / float(atom.val) if inverse else float(atom.val)
+    return round(value) % n == 0 and abs(value - round(value)) < 1e-3 and round(value) != 0
+
+
+def _is_count(jaxpr: Jaxpr, atom: Any) -> bool:
+    """Whether a value is a sum of numbers in the program, as `lax.psum(jnp.ones(()), axis)`."""
+    eqns = [*_behind(jaxpr, atom)]
+    counting = {*_SUMS, "broadcast_in_dim", "convert_element_type", "reshape"}
+    return bool(eqns) and all(eqn.primitive.name in counting for eqn in eqns)
+
+
+def _behind(jaxpr: Jaxpr, atom: Any) -> Iterator[JaxprEqn]:
+    """The equations that a value is made by, nearest first, also those of programs called."""
+    made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    seen: set[int] = set()
+    queue = [atom]
+    while queue:
+        x = queue.pop(0)
+        eqn = None if isinstance(x, Literal) else made.get(x)
+        if eqn is None or id(eqn) in seen:
+            continue
+        seen.add(id(eqn))
+        yield eqn
+        body = called(eqn)
+        if body is not None:
+            yield from _behind(body, body.outvars[eqn.outvars.index(x)])
+        queue.extend(eqn.invars)
+
+
+def _line_behind(jaxpr: Jaxpr, atom: Any, names: set[str] | None = None) -> str:
+    """The user's line of the nearest equation behind a value, of these primitives if given."""
+    eqns = (e for e in _behind(jaxpr, atom) if names is None or e.primitive.name in names)
+    return next(filter(None, map(_compat.users_line, eqns)), "")

@@ -1,0 +1,51 @@
+"""The first call of each shape of a program with `jc.same` in it: the copies are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxcoll._mesh.mesh import no_mesh
+from jaxcoll._spmd.checks.check_replicas import ReplicaCheck
+from jaxcoll._spmd.same import WORDS, Claims
+
+
+def are_new(claims: Claims, arguments: Any) -> bool:
+    """Whether a program has claims that were not compared yet for arguments of these shapes."""
+    if not claims.found:
+        return False
+    leaves, treedef = jax.tree.flatten(arguments)
+    key = treedef, tuple((np.shape(x), str(jax.typeof(x).dtype)) for x in leaves)
+    if key in claims.compared:
+        return False
+    claims.compared.add(key)
+    return True
+
+
+def checked(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any], Any]:
+    """A function of a call's result that returns it once all replicas are found to agree.
+
+    Every process of the mesh must call it.
+    """
+
+    def of(result: Any) -> Any:
+        jax.block_until_ready(result)
+        jax.effects_barrier()
+        places = sorted({place for place, _ in claims.reported})
+        table = np.zeros((int(np.prod([mesh.shape[a] for a in axes])), len(places), WORDS), np.uint32)
+        for (place, replica), row in claims.reported.items():
+            table[replica, places.index(place)] = row
+        claims.reported.clear()
+        with no_mesh():
+            rows = NamedSharding(mesh, PartitionSpec(axes))
+            held = jax.make_array_from_callback(table.shape, rows, table.__getitem__)
+            whole = NamedSharding(mesh, PartitionSpec())
+            digests = np.asarray(jax.jit(lambda x: x, out_shardings=whole)(held))
+        ReplicaCheck(digests, tuple(places), tuple(map(str, range(len(table))))).raise_if_differs()
+        return result
+
+    return of
