@@ -11,8 +11,8 @@ from jaxcoll._mesh.world import scope_here
 from jaxcoll._plan.options import CommunicationOptions, ReduceOp, checked
 from jaxcoll._spmd import broadcast as _broadcast
 from jaxcoll._spmd import gather, reduce
-from jaxcoll._spmd import same as _same
 from jaxcoll._spmd import reduce_scatter as _halves
+from jaxcoll._spmd import same as _same
 from jaxcoll._spmd.scope import differentiation
 from jaxcoll._spmd.shards import Shards, axes_of_shards, check_no_shards, is_shards, shards_in
 

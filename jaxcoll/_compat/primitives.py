@@ -68,9 +68,7 @@ def as_invariant(x: Any, axes: Sequence[str], *, summed: bool = False) -> Any:
     return _as_invariant_p.bind(x, axes=known, summed=summed) if known else x
 
 
-def _as_invariant_transpose(
-    cotangent: Any, *, axes: tuple[str, ...], summed: bool
-) -> list[Any]:
+def _as_invariant_transpose(cotangent: Any, *, axes: tuple[str, ...], summed: bool) -> list[Any]:
     cotangent = as_varying(cotangent, axes)
     if summed:
         cotangent = lax.select(

@@ -411,7 +411,9 @@ def _equations(bodies: Sequence[Any]) -> Iterator[JaxprEqn]:
 
 def _hands_on(branches: Sequence[Jaxpr], k: int) -> bool:
     """Whether output `k` is one and the same operand in every branch."""
-    places = {next((i for i, v in enumerate(b.invars) if v is b.outvars[k]), None) for b in branches}
+    places = {
+        next((i for i, v in enumerate(b.invars) if v is b.outvars[k]), None) for b in branches
+    }
     return None not in places and len(places) == 1
 
 

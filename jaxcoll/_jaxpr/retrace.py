@@ -145,7 +145,9 @@ def places(program: ClosedJaxpr) -> list[int]:
 def _moments(jaxpr: Jaxpr, inputs: Sequence[Moment], numbers: itertools.count[int]) -> list[Moment]:
     ready: dict[Any, Moment] = dict(zip(jaxpr.invars, inputs, strict=True))
     for eqn in jaxpr.eqns:
-        operands = [ready.get(x, (0, 0)) if not isinstance(x, Literal) else (0, 0) for x in eqn.invars]
+        operands = [
+            ready.get(x, (0, 0)) if not isinstance(x, Literal) else (0, 0) for x in eqn.invars
+        ]
         body = called(eqn)
         if body is not None:
             ready.update(zip(eqn.outvars, _moments(opened(body), operands, numbers), strict=True))

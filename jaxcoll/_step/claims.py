@@ -36,7 +36,9 @@ def checked(claims: Claims, mesh: Mesh, axes: tuple[str, ...]) -> Callable[[Any]
         jax.block_until_ready(result)
         jax.effects_barrier()
         places = sorted({place for place, _ in claims.reported})
-        table = np.zeros((int(np.prod([mesh.shape[a] for a in axes])), len(places), WORDS), np.uint32)
+        table = np.zeros(
+            (int(np.prod([mesh.shape[a] for a in axes])), len(places), WORDS), np.uint32
+        )
         for (place, replica), row in claims.reported.items():
             table[replica, places.index(place)] = row
         claims.reported.clear()

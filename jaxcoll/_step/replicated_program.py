@@ -28,8 +28,8 @@ from jaxcoll._spmd.shards import is_shards, said_of_each
 VaryingOutputs = Literal["error", "concatenate"]
 
 _REPEATED = """\
-The sum over {axis!r}{at} of {like} is {n} times what every replica holds already: it was made from \
-{maker}. Sum it no more, or take the mean; if {n} times is meant, multiply by \
+The sum over {axis!r}{at} of {like} is {n} times what every replica holds already: it was made \
+from {maker}. Sum it no more, or take the mean; if {n} times is meant, multiply by \
 `lax.axis_size({axis!r})`."""
 
 _DIFFERS = """\
@@ -44,11 +44,11 @@ concatenated{at}. Reduce it, as with `jc.all_reduce("mean", ...)`, or return it 
 dimension, as in `x[None]`."""
 
 _OWN_GRADIENT = """ \
-It is made of the gradient that was taken at {line}: `jax.grad` gives each replica's own, also of a \
-loss that is averaged inside. Three ways to the gradient of the mean: take the mean of it, \
-`lax.pmean(grads, {axis!r})`; or take it by `jc.value_and_grad` or `jc.grad` of this replica's own \
-loss, or by `jax.grad` of `jc.mean_loss(loss)`; or pass check_vma=True, where JAX's types sum the \
-gradient of a loss that is averaged."""
+It is made of the gradient that was taken at {line}: `jax.grad` gives each replica's own, also of \
+a loss that is averaged inside. Three ways to the gradient of the mean: take the mean of it, \
+`lax.pmean(grads, {axis!r})`; or take it by `jc.value_and_grad` or `jc.grad` of this replica's \
+own loss, or by `jax.grad` of `jc.mean_loss(loss)`; or pass check_vma=True, where JAX's types sum \
+the gradient of a loss that is averaged."""
 
 _LOST = """\
 `data_parallel`: the step changes {name} in place{others} and neither returns nor uses what it \
@@ -89,6 +89,10 @@ def replicated(
 
     Returns:
       The results, and what is proven of them in the order of their leaves.
+
+    Raises:
+      NameError: the function names an axis that is not mapped.
+      ValueError: it has a collective that would hang or mix values.
     """
     manual = _manual_axes(mesh, axes)
     mapped = jax.shard_map(
@@ -137,8 +141,17 @@ def _proven(program: Any, mesh: Any, axes: tuple[str, ...], beside_others: bool)
             n=sizes[each.axis],
             maker=f"the reduction at {each.maker}" if each.maker else "the result of a reduction",
         )
-        warnings.warn(words, RepeatedSumWarning, stacklevel=2)
+        _warn(words, each.line)
     return proven
+
+
+def _warn(words: str, line: str) -> None:
+    """Warn at a line of the user's, as file:line, if it is known."""
+    file, _, number = line.rpartition(":")
+    if file:
+        warnings.warn_explicit(words, RepeatedSumWarning, file, int(number))
+    else:
+        warnings.warn(words, RepeatedSumWarning, stacklevel=2)
 
 
 def _platform(mesh: Any) -> str:
@@ -179,7 +192,9 @@ class Outputs:
         }
         self._changed = [*changed]
         flat, self._tree = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_shards)
-        unfit = "`data_parallel`: `varying_outputs` is a tree that does not fit what the step returns"
+        unfit = (
+            "`data_parallel`: `varying_outputs` is a tree that does not fit what the step returns"
+        )
         words = said_of_each(self._rule, result, unfit)
         groups: list[list[Any]] = [[] for _ in self.specs]
         self._order: list[int] = []

@@ -87,9 +87,7 @@ def replica_program(
     inner = InnerDeadlines()
     name = getattr(function, "__name__", type(function).__name__)
     mesh = line_of(devices, AXIS)
-    scope = dataclasses.replace(
-        mesh_scope(mesh), options=options, deadline=inner.ask, axes=(AXIS,)
-    )
+    scope = dataclasses.replace(mesh_scope(mesh), options=options, deadline=inner.ask, axes=(AXIS,))
 
     def replica(args: Any, kwargs: Any) -> Any:
         args, kwargs = jax.tree.map(

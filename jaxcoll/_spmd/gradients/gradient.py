@@ -128,7 +128,9 @@ class Asked:
             parameters = inspect.signature(self.fun).parameters.values()
         except (TypeError, ValueError):  # one of C's has none
             return []
-        return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return [
+            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
 
     def halvings(self, axes: Mapping[str, int]) -> int:
         """Powers of two off a float16 of a weighted mean, whose sums may be too large for it."""

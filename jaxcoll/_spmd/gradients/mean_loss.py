@@ -46,7 +46,9 @@ def mean_loss(
             exactly = here.merged(options).exactly
             if weight is None:
                 return all_reduce(ReduceOp.MEAN, value, tuple(axes), scope=exactly)
-            pair = all_reduce(ReduceOp.SUM, (value, weight), tuple(axes), scope=exactly, repeats=True)
+            pair = all_reduce(
+                ReduceOp.SUM, (value, weight), tuple(axes), scope=exactly, repeats=True
+            )
             return quotient(pair[0], by=pair[1])
 
         @of_learned.defjvp

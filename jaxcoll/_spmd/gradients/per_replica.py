@@ -1,4 +1,4 @@
-"""What gradients are taken by: the same on every replica, or parts in `Shards`, which stay there."""
+"""Checks of what gradients are taken by, and gradients of parts in `Shards`, which stay apart."""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ def taken_by(
 
     The leaves must be the same on every replica. Types tell whether they are, or the reader of the
     whole program does, who finds them beside `x`.
+
+    Raises:
+      ValueError: a leaf differs by its type.
     """
     if not leaves:
         return x
