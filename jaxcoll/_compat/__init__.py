@@ -8,6 +8,7 @@ from jaxcoll._compat.axes import is_partially_sharded as is_partially_sharded
 from jaxcoll._compat.axes import is_shadowed as is_shadowed
 from jaxcoll._compat.axes import is_unreachable as is_unreachable
 from jaxcoll._compat.axes import is_vmapped as is_vmapped
+from jaxcoll._compat.axes import must_keep_shape as must_keep_shape
 from jaxcoll._compat.axes import same_axes as same_axes
 from jaxcoll._compat.axes import tracks_variance as tracks_variance
 from jaxcoll._compat.axes import types_tell as types_tell
@@ -31,3 +32,4 @@ from jaxcoll._compat.settings import line_here as line_here
 from jaxcoll._compat.settings import line_of_gradient as line_of_gradient
 from jaxcoll._compat.settings import numerics as numerics
 from jaxcoll._compat.settings import users_line as users_line
+from jaxcoll._compat.tracebacks import boundary as boundary

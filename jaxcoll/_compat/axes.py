@@ -134,6 +134,11 @@ def is_partially_sharded(x: Any) -> bool:
     return any(part is not None for part in spec)
 
 
+def must_keep_shape(x: Any) -> bool:
+    """Whether `x` is split, or may be, over a mesh axis that is not mapped here."""
+    return bool(automatic_axes()) or is_partially_sharded(x)
+
+
 def automatic_axes() -> tuple[str, ...]:
     """Axes of the mesh around this point, longer than 1, that are left to the partitioner."""
     mesh = jax.sharding.get_abstract_mesh()

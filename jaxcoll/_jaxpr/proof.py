@@ -144,7 +144,7 @@ def prove(
     Raises:
       ValueError: it has a collective that would hang or mix values; see the module.
     """
-    proof = _Proof({axis: n for axis, n in axes.items() if n > 1}, narrow_sums_abort)
+    proof = _Proof(axes, narrow_sums_abort)
     jaxpr = opened(program)
     facts = proof.outputs(jaxpr, [sum(map(proof.bit.get, proof.bit.keys() & x)) for x in inputs])
     # An empty array cannot differ.
@@ -173,6 +173,8 @@ class _Proof:
         self.sizes = sizes
         self.bit = {axis: 1 << _BITS * k for k, axis in enumerate(sizes)}
         self.all = sum(self.bit.values())
+        # Along an axis of size 1 nobody waits for others, and nothing is counted twice.
+        self._long = sum(bit for axis, bit in self.bit.items() if sizes[axis] > 1)
         self._narrow_sums_abort = narrow_sums_abort
         # By a program and the facts of its inputs those of its outputs; programs are kept alive
         self._read: dict[Any, tuple[Any, list[int]]] = {}
@@ -309,8 +311,8 @@ class _Proof:
 
     def _check_parts(self, eqn: JaxprEqn, ins: Sequence[int], named: int) -> None:
         for x, fact in zip(eqn.invars, ins, strict=True):
-            if fact & named * _MOVED:
-                axis = self._first(fact // _MOVED & named)
+            if moved := fact // _MOVED & named & self._long:
+                axis = self._first(moved)
                 at = at_line(_compat.users_line(eqn))
                 raise ValueError(_PARTS_SUMMED.format(axis=axis, at=at, like=like(x.aval)))
 
@@ -325,7 +327,7 @@ class _Proof:
 
     def _check_own(self, fact: int, eqn: JaxprEqn) -> None:
         """Refuse what is made of a part and of a number of one part."""
-        if both := fact // _PART & fact // _OWN & self.all:
+        if both := fact // _PART & fact // _OWN & self._long:
             at = at_line(_compat.users_line(eqn))
             raise ValueError(_OWN_NORM.format(axis=self._first(both), at=at))
 
@@ -373,13 +375,13 @@ class _Proof:
 
     def _refuse_exchange(self, by: int, bodies: Sequence[Any], where: str, line: str) -> None:
         """Refuse an exchange over an axis along which replicas choose for themselves."""
-        if not by & self.all:
+        if not by & self._long:
             return
         for inner in _equations(bodies):
             name = inner.primitive.name
             if name in _SILENT or programs(inner):
                 continue
-            if named := self._named(inner.params) & by:
+            if named := self._named(inner.params) & by & self._long:
                 axis, at = self._first(named), at_line(_compat.users_line(inner))
                 words = {"axis": axis, "at": at, "where": where, "line": at_line(line)}
                 raise ValueError(_CHOSEN.format(kind=f"`{name}`", **words))
@@ -390,7 +392,7 @@ class _Proof:
     def repeated(self) -> Iterator[RepeatedSum]:
         """The sums of what is the same along their axes and comes from reductions over them."""
         for eqn, jaxpr, facts in self._sums.values():
-            again = self._named(eqn.params)
+            again = self._named(eqn.params) & self._long
             atoms = eqn.invars[-len(facts) :]  # of ours, what was reduced stands behind the results
             for fact, atom, out in zip(facts, atoms, eqn.outvars, strict=True):
                 bits = again & ~fact & fact // _REDUCED

@@ -81,6 +81,16 @@ def axis_names(axis_name: str | tuple[str, ...]) -> tuple[str, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
+def mapped_axes(mesh: Any, axes: tuple[str, ...]) -> set[str]:
+    """The axes of a mesh that a step over `axes` maps; the others are left to the compiler.
+
+    Nothing can be split over those of size 1. Explicit ones are mapped, too: a value from outside,
+    whose type names the whole mesh, could not be used where some are mapped and others not.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return {a for a in kinds if a in axes or mesh.shape[a] == 1 or kinds[a] == AxisType.Explicit}
+
+
 def checked_any_mesh(
     mesh: Mesh | AbstractMesh | None, axis_name: str | tuple[str, ...], caller: str
 ) -> Mesh | AbstractMesh:

@@ -76,7 +76,7 @@ def _rows(
     leaves = []
     for path, array in zip(paths, arrays, strict=True):
         dtype, kind = np.dtype(array.dtype), _compat.varying_axes(array)
-        solid = _compat.is_partially_sharded(array)
+        solid = _compat.must_keep_shape(array)
         leaves.append(Leaf(path, array.shape, dtype, dtype, over, kind, solid))
     # There are no sums to cut in shards.
     world = scope.world(axes)

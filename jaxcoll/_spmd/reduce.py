@@ -33,7 +33,7 @@ from jaxcoll._plan.world import World
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.algorithms.table import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
-from jaxcoll._spmd.axes import already_reduced, as_array, bound_axes, count
+from jaxcoll._spmd.axes import already_reduced, as_array, bound_axes, count, listed
 from jaxcoll._spmd.checks import checksum
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
@@ -48,6 +48,10 @@ Take the gradient with `jc.value_and_grad` or `jc.grad`, which keep it per repli
 the leaf is: `invariant="summed"` if it is the sum over the replicas (SUM leaves it, MEAN divides \
 it by {n}), `invariant="replicated"` if every replica holds this value (SUM multiplies it by {n}, \
 MEAN leaves it)."""
+
+_LEAF_BY_LEAF = """\
+leaf by leaf, by the compiler's own all-reduce: the compiler splits leaves over {axes}, and would \
+have to gather what is put together"""
 
 _NO_FEEDBACK = """\
 `compression` {format!r} loses most of a gradient but for its residual, and {leaf} is reduced \
@@ -96,6 +100,8 @@ def all_reduce(
         leaves = [dataclasses.replace(x, ready=k) for x, k in zip(leaves, ready, strict=True)]
     terms = scope.terms(world)
     plan = make_plan(reduce_op, leaves, scope.options, world, packing, terms, in_backward)
+    if others := _compat.automatic_axes():
+        reasons = (*reasons, _LEAF_BY_LEAF.format(axes=listed(others)))
     plan = dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
     scope.record(plan)
     arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
@@ -157,8 +163,10 @@ def _leaf(
     """What the plan knows of a leaf, but for when it is ready."""
     indices = leaf.indices if isinstance(leaf, IndexedSlices) else None
     array = leaf.values if isinstance(leaf, IndexedSlices) else leaf
-    dtype, solid = np.dtype(array.dtype), _compat.is_partially_sharded(array)
+    dtype, solid = np.dtype(array.dtype), _compat.must_keep_shape(array)
     wire, format = wire_dtype(dtype, reduce_op, world), ""
+    if wire.name == "bfloat16" and world.platform == "cpu" and _compat.automatic_axes():
+        wire = np.dtype(np.float32)  # XLA's CPU compiler aborts on a sum of 16 bits there
     if not exact and not solid and indices is None:
         wire, format = travels_as(dtype, array.shape, reduce_op, world, options)
     by_type = _compat.same_axes(array, axes)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from jaxcoll import _compat
 from jaxcoll._dispatch import call as dispatched
 from jaxcoll._dispatch.dispatch import run, start
 from jaxcoll._dispatch.executable import known_options, remember
@@ -215,12 +216,14 @@ class DataParallel:
         """Replicas that share a batch."""
         return math.prod(self.mesh.shape[a] for a in self._axes)
 
+    @_compat.boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step's result on the whole batch; see `data_parallel`."""
         with no_mesh():
             call, checked = self._call(args, kwargs)
             return checked(run(call))
 
+    @_compat.boundary
     def start(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
         """Begin a call, after those begun before; what is returned waits for what it returns."""
         with no_mesh():

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxcoll._mesh.mesh import axis_names
+from jaxcoll._mesh.mesh import axis_names, mapped_axes
 from jaxcoll._mesh.placement import (
     InPlace,
     check_concrete,
@@ -53,9 +53,11 @@ class Arguments:
     _donated: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        self._replicas = math.prod(self._mesh.shape[a] for a in axis_names(self._axis_name))
+        axes = axis_names(self._axis_name)
+        self._replicas = math.prod(self._mesh.shape[a] for a in axes)
         self._rows = NamedSharding(self._mesh, PartitionSpec(self._axis_name))
         self._whole = NamedSharding(self._mesh, PartitionSpec())
+        self._has_others = bool({*self._mesh.axis_names} - mapped_axes(self._mesh, axes))
         self._last: tuple[InPlace | None, tuple[Slot, ...]] = None, ()
 
     def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -142,7 +144,7 @@ class Arguments:
     def _whole_of(self, x: Any) -> NamedSharding:
         """Where an array belongs that every replica has whole: along other axes where it lies."""
         at = getattr(x, "sharding", None)
-        if self._whole.mesh.size == self._replicas or not isinstance(at, NamedSharding):
+        if not self._has_others or not isinstance(at, NamedSharding):
             return self._whole
         split = {a for part in at.spec if part for a in axis_names(part)}
         here = at.mesh == self._mesh and split.isdisjoint(axis_names(self._axis_name))

@@ -14,12 +14,13 @@ from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxcoll import _compat
 from jaxcoll._errors import RepeatedSumWarning
 from jaxcoll._jaxpr.proof import Proven, prove
 from jaxcoll._jaxpr.subjaxprs import at_line
+from jaxcoll._mesh.mesh import mapped_axes
 from jaxcoll._mesh.shard_arrays import spec_of
 from jaxcoll._spmd.axes import listed
 from jaxcoll._spmd.scope import Scope, entered
@@ -94,7 +95,7 @@ def replicated(
       NameError: the function names an axis that is not mapped.
       ValueError: it has a collective that would hang or mix values.
     """
-    manual = _manual_axes(mesh, axes)
+    manual = mapped_axes(mesh, axes)
     mapped = jax.shard_map(
         replica,
         mesh=mesh,
@@ -115,16 +116,6 @@ def replicated(
         proven = None if check_vma else _proven(program, mesh, axes, bool(others))
         # The call takes the trace that was read.
         return jitted(*arguments), proven
-
-
-def _manual_axes(mesh: Any, axes: tuple[str, ...]) -> set[str]:
-    """The axes that are mapped: `axes`, and those that nothing can be split over.
-
-    Where types have to agree with Explicit axes, a value that is captured could not be used if
-    some were mapped and others not: all are.
-    """
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return {a for a in kinds if a in axes or mesh.shape[a] == 1 or kinds[a] == AxisType.Explicit}
 
 
 def _proven(program: Any, mesh: Any, axes: tuple[str, ...], beside_others: bool) -> Proven:
