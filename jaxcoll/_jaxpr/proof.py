@@ -61,6 +61,12 @@ _FUNCTIONS |= {
     "dot_product_attention_bwd_wrapper", "dim_as_value", "reduced_vary_cast_p",
 }  # fmt: skip
 """Functions of their operands: JAX's public list, and what JAX 0.10 to 0.12 have beside it."""
+_PLAIN = {"add", "add_any", "sub", "mul", "div", "neg", "max", "min", "exp", "log", "tanh", "sqrt"}
+_PLAIN |= {"rsqrt", "integer_pow", "pow", "sign", "abs", "square", "logistic", "erf", "select_n"}
+_PLAIN |= {"dot_general", "transpose", "reshape", "broadcast_in_dim", "convert_element_type"}
+_PLAIN |= {"reduce_sum", "reduce_max", "squeeze", "expand_dims", "slice", "concatenate", "pad"}
+_PLAIN |= {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "iota", "stop_gradient"}
+"""The most frequent functions, whose parameters hold neither axes nor programs."""
 _MIXING = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce", "argmax", "argmin"}
 _MIXING |= {"cumsum", "cumprod", "cummax", "cummin", "dot_general", "sort", "top_k"}
 """They make numbers of several elements: a row's mean, of a pack whose rows are no leaf's."""
@@ -200,6 +206,9 @@ class _Proof:
     def _equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> int | list[int]:
         """The facts of an equation's results, or the one fact of all of them."""
         name = eqn.primitive.name
+        if name in _PLAIN:
+            fact = functools.reduce(operator.or_, ins, 0)
+            return self._of_parts(eqn, fact) if fact & self.all * (_PART | _OWN) else fact
         if name in marks.ALL:
             return self._mark(eqn, ins, jaxpr)
         if name in _FIRST:

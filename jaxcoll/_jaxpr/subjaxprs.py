@@ -65,7 +65,10 @@ def equations(program: Any, backward: bool = False) -> Iterator[tuple[JaxprEqn, 
 
 def contains(program: Any, primitive: str) -> bool:
     """Whether a program has an equation of that primitive anywhere."""
-    return any(eqn.primitive.name == primitive for eqn, _ in equations(program))
+    return any(
+        eqn.primitive.name == primitive or any(contains(p, primitive) for p in programs(eqn))
+        for eqn in opened(program).eqns
+    )
 
 
 def names_axis(params: dict[str, Any], axis: str) -> bool:

@@ -22,9 +22,22 @@ from jaxcoll._spmd.axes import listed
 from jaxcoll._spmd.checks.checksum import Heard
 
 
+class _Hashed:
+    """A frozen value that is hashed once: JAX asks for it at every operation of a trace."""
+
+    def __hash__(self) -> int:
+        found = vars(self).get("_hash")
+        if found is None:
+            values = (getattr(self, field.name) for field in dataclasses.fields(self))  # pyright: ignore[reportArgumentType]
+            found = vars(self)["_hash"] = hash(tuple(values))
+        return found
+
+
 @dataclasses.dataclass(frozen=True)
-class Scope:
+class Scope(_Hashed):
     """A frozen value; its functions are values, too, so that equal programs share their traces."""
+
+    __hash__ = _Hashed.__hash__
 
     # From the axes of a reduction and their sizes to where it runs
     world: Callable[[dict[str, int]], World]
@@ -77,8 +90,10 @@ class Scope:
 
 
 @dataclasses.dataclass(frozen=True)
-class Differentiation:
+class Differentiation(_Hashed):
     """That what is traced is a loss whose gradient is going to be reduced; equal by value."""
+
+    __hash__ = _Hashed.__hash__
 
     axes: tuple[str, ...]  # what the gradient is reduced over
     options: CommunicationOptions = CommunicationOptions()  # of that reduction
