@@ -1,17 +1,12 @@
-"""A forward dataflow analysis of a traced program: one fact for each of its values."""
+"""A forward pass over a traced program: one fact for each of its values."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxcoll import _compat
-from jaxcoll._compat import marks
 from jaxcoll._jaxpr.subjaxprs import called, carry_of, opened, programs
 
 Fact = TypeVar("Fact")
@@ -20,47 +15,36 @@ Fact = TypeVar("Fact")
 class Dataflow(Generic[Fact]):
     """What is known of each value, from what is known of the inputs.
 
-    A subclass says what one equation makes of its operands (`equation`, `opaque`) and how facts
-    meet (`join`, `chosen`), which must be monotone. Calls, loops and branches are read here: of a
-    loop's carry a fact is kept that holds on every turn.
+    A subclass says what one equation makes of its operands and how facts meet (`join`, `chosen`).
+    These are monotone, so that loops settle, and facts are hashable: a program is read once for
+    the same facts of its inputs. Calls, loops and branches are read here; of a loop's carry a fact
+    is kept that holds on every turn.
     """
 
     constant: Any
     """The fact of constants."""
 
-    settled = True
-    """False while a loop's carry may still change, when nothing is to be reported yet."""
-
-    backward = False
-    """Whether the equation at hand is part of a backward pass."""
-
-    def outputs_of_all(self, program: Any, fact: Any) -> list[Fact]:
-        """The fact of each output, if every input has this one."""
-        return self.outputs(program, [fact] * len(opened(program).invars))
+    def __init__(self) -> None:
+        # By a program and the facts of its inputs those of its outputs; programs are kept alive
+        self._read: dict[Any, tuple[Any, list[Fact]]] = {}
 
     def outputs(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
-        """The fact of each output."""
+        """The fact of each output of a program."""
         jaxpr: Jaxpr = opened(program)
-        known: dict[Any, Fact] = {var: self.captured(var) for var in jaxpr.constvars}
-        known.update(zip(jaxpr.invars, inputs, strict=True))
-
-        def of(atom: Any) -> Fact:
-            return self.literal(atom) if isinstance(atom, Literal) else known[atom]
-
-        outside = self.backward
-        for eqn in jaxpr.eqns:
-            self.backward = outside or marks.in_backward(eqn)
-            found = self.equation(eqn, [*map(of, eqn.invars)], jaxpr)
-            known.update(zip(eqn.outvars, found, strict=True))
-        self.backward = outside
-        return [*map(of, jaxpr.outvars)]
+        key = id(jaxpr), tuple(inputs)
+        if key not in self._read:
+            constant = self.constant
+            facts: dict[Any, Fact] = {var: self.captured(var) for var in jaxpr.constvars}
+            facts.update(zip(jaxpr.invars, inputs, strict=True))
+            for eqn in jaxpr.eqns:
+                ins = [constant if isinstance(x, Literal) else facts[x] for x in eqn.invars]
+                facts.update(zip(eqn.outvars, self.equation(eqn, ins, jaxpr), strict=True))
+            outs = [constant if isinstance(x, Literal) else facts[x] for x in jaxpr.outvars]
+            self._read[key] = jaxpr, outs
+        return self._read[key][1]
 
     def captured(self, var: Any) -> Fact:
         """The fact of a value that a program holds as a constant."""
-        return self.constant
-
-    def literal(self, literal: Literal) -> Fact:
-        """The fact of a number written into an equation."""
         return self.constant
 
     def equation(self, eqn: JaxprEqn, ins: list[Fact], jaxpr: Jaxpr) -> list[Fact]:
@@ -71,9 +55,12 @@ class Dataflow(Generic[Fact]):
         """The fact of a value that is one of several, or made of them."""
         raise NotImplementedError
 
-    def chosen(self, by: Fact, fact: Fact) -> Fact:
+    def chosen(self, by: Fact, fact: Fact, eqn: JaxprEqn) -> Fact:
         """The fact of a value that a branch, or the number of turns, has decided on."""
         return fact
+
+    def decided(self, by: Fact, bodies: Sequence[Any], eqn: JaxprEqn) -> None:
+        """Look at the programs of a branch or loop, and at what decides about them."""
 
     def opaque(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
         """The facts of an equation's results that runs programs in a way not known here."""
@@ -89,79 +76,57 @@ class Dataflow(Generic[Fact]):
         if name == "scan":
             body, first, carried = carry_of(eqn)
             turns = first + carried
-            given = [*ins[:turns], *map(self.row, ins[turns:])]
-            outs = self._loop(body, given, first, carried)
+            outs = self._loop(body, [*ins[:turns], *map(self.row, ins[turns:])], first, carried)
             return [*outs[:carried], *map(self.row, outs[carried:])]
         if name == "while":
             return self._while(eqn, ins)
         if name == "cond":
             by, *operands = ins
             branches = [*map(opened, eqn.params["branches"])]
-            found = [self.outputs(branch, operands) for branch in branches]
+            self.decided(by, branches, eqn)
+            outs = zip(*(self.outputs(branch, operands) for branch in branches), strict=True)
+            joined = [*map(self.join, outs)]
             return [
-                self.join(outs) if _hands_on(branches, k) else self.chosen(by, self.join(outs))
-                for k, outs in enumerate(zip(*found, strict=True))
+                fact if _hands_on(branches, k) else self.chosen(by, fact, eqn)
+                for k, fact in enumerate(joined)
             ]
         if name == "custom_linear_solve":
             # Of its programs one is run; the others are for its derivatives.
             lengths, solvers = eqn.params["const_lengths"], eqn.params["jaxprs"]
             first = sum(lengths[: solvers._fields.index("solve")])
-            given = [*ins[first : first + lengths.solve], *ins[sum(lengths) :]]
-            return self.outputs(solvers.solve, given)
+            operands = [*ins[first : first + lengths.solve], *ins[sum(lengths) :]]
+            return self.outputs(solvers.solve, operands)
         body = called(eqn)
         return self.opaque(eqn, ins) if body is None else self.outputs(body, ins)
-
-    def _while(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
-        skipped = eqn.params["cond_nconsts"]
-        body, first, carried = carry_of(eqn)
-        of_condition, given = ins[:skipped], ins[skipped:]
-        with self.unsettled():
-            carry = self._loop(body, given, first, carried)
-            (until,) = self.outputs(eqn.params["cond_jaxpr"], [*of_condition, *carry])
-        # Where the number of turns differs, so does all that a turn changes, in the body as well.
-        changed = map(operator.is_not, opened(body).invars[first:], opened(body).outvars)
-        carry = [self.chosen(until, x) if by else x for x, by in zip(carry, changed, strict=True)]
-        given = [*given[:first], *carry]
-        outs = self._loop(body, given, first, carried)
-        self.outputs(eqn.params["cond_jaxpr"], [*of_condition, *outs])
-        return outs
 
     def _loop(self, body: Any, ins: list[Fact], first: int, carried: int) -> list[Fact]:
         """The outputs of a loop's body after any number of turns."""
         end = first + carried
-        with self.unsettled():
-            while True:
-                outs = self.outputs(body, ins)
-                carry = [*map(self.join, zip(ins[first:end], outs, strict=False))]
-                if carry == ins[first:end]:
-                    break
-                ins = [*ins[:first], *carry, *ins[end:]]
-        # Once more, now that the carry has settled: only this reading may report.
-        return [*carry, *self.outputs(body, ins)[carried:]]
+        while True:
+            outs = self.outputs(body, ins)
+            carry = [*map(self.join, zip(ins[first:end], outs, strict=False))]
+            if carry == ins[first:end]:
+                return [*carry, *outs[carried:]]
+            ins = [*ins[:first], *carry, *ins[end:]]
 
-    @contextlib.contextmanager
-    def unsettled(self) -> Iterator[None]:
-        """Read what is in here without reporting."""
-        before, self.settled = self.settled, False
-        try:
-            yield
-        finally:
-            self.settled = before
-
-
-@dataclasses.dataclass(eq=False)
-class AlongAxis(Dataflow[Fact]):
-    """Facts along one mapped axis: of several the greatest holds, if nothing else is said."""
-
-    axis: str
-    constant = 0
-
-    def join(self, facts: Sequence[Any]) -> Any:
-        return max(facts, default=self.constant)
-
-    def varies(self, var: Any) -> bool:
-        """Whether a value differs along the axis by its type."""
-        return self.axis in _compat.varying_axes_of_type(var.aval)
+    def _while(self, eqn: JaxprEqn, ins: list[Fact]) -> list[Fact]:
+        skipped, condition = eqn.params["cond_nconsts"], eqn.params["cond_jaxpr"]
+        body, first, carried = carry_of(eqn)
+        of_condition, ins = ins[:skipped], ins[skipped:]
+        pairs = zip(opened(body).invars[first:], opened(body).outvars, strict=True)
+        changes = [a is not b for a, b in pairs]
+        while True:
+            carry = self._loop(body, ins, first, carried)
+            (until,) = self.outputs(condition, [*of_condition, *carry])
+            # Where the number of turns differs, so does all that a turn changes.
+            chosen = [
+                self.chosen(until, fact, eqn) if change else fact
+                for fact, change in zip(carry, changes, strict=True)
+            ]
+            if chosen == carry:
+                self.decided(until, [body, condition], eqn)
+                return carry
+            ins = [*ins[:first], *chosen]
 
 
 def _hands_on(branches: Sequence[Jaxpr], k: int) -> bool:

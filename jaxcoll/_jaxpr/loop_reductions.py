@@ -50,7 +50,8 @@ class Repeated:
 
 def moved_reductions(program: Any) -> tuple[Repeated, ...]:
     """Of a loop's body whose results are all added up or kept: the reductions they come from."""
-    outs = _Reductions().outputs_of_all(program, _Fact(given=True))
+    inputs = [_Fact(given=True)] * len(opened(program).invars)
+    outs = _Reductions().outputs(program, inputs)
     return tuple(map(_repeated, _union(fact.moved for fact in outs)))
 
 
@@ -61,7 +62,7 @@ def repeated_reductions(program: Any) -> tuple[Repeated, ...]:
     program, and a `lax.while_loop` with a condition of its own is read like any other.
     """
     found = []
-    for eqn, _ in equations(program):
+    for eqn in equations(program):
         name = eqn.primitive.name
         if name == "while" or (name == "scan" and eqn.params["length"] > 1):
             found += _added_up(*carry_of(eqn))
@@ -111,6 +112,7 @@ class _Reductions(Dataflow[_Fact]):
     constant = _Fact()
 
     def __init__(self) -> None:
+        super().__init__()
         self.used: set[int] = set()  # elements of the carry that more than a sum depends on
 
     def join(self, facts: Sequence[_Fact]) -> _Fact:
@@ -123,7 +125,7 @@ class _Reductions(Dataflow[_Fact]):
         self.used |= carries
         return _Fact(given=any(fact.given for fact in facts), carries=carries)
 
-    def chosen(self, by: _Fact, fact: _Fact) -> _Fact:
+    def chosen(self, by: _Fact, fact: _Fact, eqn: JaxprEqn) -> _Fact:
         # A choice by the replica's place alone is a move, as in an exchange.
         self.used |= by.carries
         return self._made_of([by, fact]) if by.given else fact

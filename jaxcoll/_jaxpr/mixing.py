@@ -6,7 +6,6 @@ many steps it has made.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,10 +47,12 @@ def origins(program: ClosedJaxpr, inputs: Sequence[Origin]) -> list[Origin]:
     return _Origins({*program.jaxpr.constvars}).outputs(program, inputs)
 
 
-@dataclasses.dataclass(eq=False)
 class _Origins(Dataflow[Origin]):
     constant = None
-    held: set[Any]  # constants of the program
+
+    def __init__(self, held: set[Any]) -> None:
+        super().__init__()
+        self.held = held  # constants of the program
 
     def captured(self, var: Any) -> Origin:
         return "a constant array" if var in self.held and shape_of(var) else None
@@ -63,7 +64,7 @@ class _Origins(Dataflow[Origin]):
             return mixed[0] if mixed else "arrays that are put together"
         return next(iter(known), None)
 
-    def chosen(self, by: Origin, fact: Origin) -> Origin:
+    def chosen(self, by: Origin, fact: Origin, eqn: JaxprEqn) -> Origin:
         return self.join([by, fact])
 
     def row(self, fact: Origin) -> Origin:

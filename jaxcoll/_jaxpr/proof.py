@@ -32,7 +32,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, primitives
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
-from jaxcoll._jaxpr.subjaxprs import at_line, called, carry_of, is_ref, like, opened, programs
+from jaxcoll._jaxpr.dataflow import Dataflow
+from jaxcoll._jaxpr.subjaxprs import at_line, called, equations, is_ref, like, opened, programs
 
 _VARIES, _REDUCED, _PART, _MOVED, _OWN = (1 << k for k in range(5))
 _BITS = 5
@@ -174,72 +175,52 @@ def same_outputs(program: Any, axes: Mapping[str, int]) -> list[frozenset[str]]:
     return [frozenset(axes) - along for along in prove(whole, inputs, axes).varying]
 
 
-class _Proof:
+class _Proof(Dataflow[int]):
+    constant = 0
+
     def __init__(self, sizes: Mapping[str, int], narrow_sums_abort: bool) -> None:
+        super().__init__()
         self.sizes = sizes
         self.bit = {axis: 1 << _BITS * k for k, axis in enumerate(sizes)}
         self.all = sum(self.bit.values())
         # Along an axis of size 1 nobody waits for others, and nothing is counted twice.
         self._long = sum(bit for axis, bit in self.bit.items() if sizes[axis] > 1)
         self._narrow_sums_abort = narrow_sums_abort
-        # By a program and the facts of its inputs those of its outputs; programs are kept alive
-        self._read: dict[Any, tuple[Any, list[int]]] = {}
         self._sums: dict[int, tuple[JaxprEqn, Jaxpr, list[int]]] = {}
 
-    def outputs(self, program: Any, ins: Sequence[int]) -> list[int]:
-        """The fact of each output of a program."""
-        jaxpr = opened(program)
-        key = id(jaxpr), tuple(ins)
-        if key not in self._read:
-            facts: dict[Any, int] = dict(zip(jaxpr.invars, ins, strict=True))
-            facts.update(dict.fromkeys(jaxpr.constvars, 0))
-            for eqn in jaxpr.eqns:
-                operands = [0 if isinstance(x, Literal) else facts[x] for x in eqn.invars]
-                results = self._equation(eqn, operands, jaxpr)
-                if isinstance(results, int):
-                    results = [results] * len(eqn.outvars)
-                facts.update(zip(eqn.outvars, results, strict=True))
-            outs = [0 if isinstance(x, Literal) else facts[x] for x in jaxpr.outvars]
-            self._read[key] = jaxpr, outs
-        return self._read[key][1]
+    def join(self, facts: Sequence[int]) -> int:
+        return functools.reduce(operator.or_, facts, 0)
 
-    def _equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> int | list[int]:
-        """The facts of an equation's results, or the one fact of all of them."""
-        name = eqn.primitive.name
-        if name in _PLAIN:
-            fact = functools.reduce(operator.or_, ins, 0)
-            return self._of_parts(eqn, fact) if fact & self.all * (_PART | _OWN) else fact
+    def chosen(self, by: int, fact: int, eqn: JaxprEqn) -> int:
+        self._check_own(by | fact, eqn)
+        return by | fact
+
+    def equation(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
+        name, count = eqn.primitive.name, len(eqn.outvars)
         if name in marks.ALL:
             return self._mark(eqn, ins, jaxpr)
         if name in _FIRST:
-            return ins[0]
+            return ins[:1]
         if name in _SAME_PLACE:
             return ins
-        if name == "scan":
-            body, first, carried = carry_of(eqn)
-            return self._loop(body, ins, first, carried)
-        if name == "while":
-            return self._while(eqn, ins)
-        if name == "cond":
-            return self._cond(eqn, ins)
-        if name == "custom_linear_solve":  # of its programs one is run
-            lengths, solvers = eqn.params["const_lengths"], eqn.params["jaxprs"]
-            first = sum(lengths[: solvers._fields.index("solve")])
-            operands = [*ins[first : first + lengths.solve], *ins[sum(lengths) :]]
-            return self.outputs(solvers.solve, operands)
-        fact = functools.reduce(operator.or_, ins, 0)
-        if bodies := programs(eqn):
-            body = called(eqn) or (bodies[0] if name in _CALLS else None)
-            if body is not None and len(body.invars) == len(ins):
-                return self.outputs(body, ins)
-            # Read in an order that is not known, with any operands: only what is made of these
-            # by nothing but functions of them is the same where they are.
-            return fact | self.all * (not all(map(self._is_function, _equations(bodies))))
-        if named := self._named(eqn.params):
-            return self._exchange(eqn, ins, named, jaxpr)
-        if fact & self.all * (_PART | _OWN):
-            fact = self._of_parts(eqn, fact)
-        return fact if self._is_function(eqn) else fact | self.all
+        if name not in _PLAIN:
+            if programs(eqn):
+                return self.inside(eqn, ins)
+            if named := self._named(eqn.params):
+                return self._exchange(eqn, ins, named, jaxpr)
+            if not self._is_function(eqn):
+                return [self.join(ins) | self.all] * count
+        fact = self.join(ins)
+        return [self._of_parts(eqn, fact) if fact & self.all * (_PART | _OWN) else fact] * count
+
+    def opaque(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
+        bodies = programs(eqn)
+        if eqn.primitive.name in _CALLS and len(bodies[0].invars) == len(ins):
+            return self.outputs(bodies[0], ins)
+        # Read in an order that is not known, with any operands: only what is made of these by
+        # nothing but functions of them is the same where they are.
+        known = all(map(self._is_function, (e for body in bodies for e in equations(body))))
+        return [self.join(ins) | self.all * (not known)] * len(eqn.outvars)
 
     def _named(self, params: Mapping[str, Any]) -> int:
         """The axes that are, or are in, a parameter of an equation, as bits."""
@@ -264,11 +245,11 @@ class _Proof:
             and not self._named(eqn.params)
         )
 
-    def _mark(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> int | list[int]:
+    def _mark(self, eqn: JaxprEqn, ins: list[int], jaxpr: Jaxpr) -> list[int]:
         name, params = eqn.primitive.name, eqn.params
         named = self._named(params)
         if name == marks.PARTS:
-            return ins[0] | named * (_VARIES | _PART | _MOVED)
+            return [ins[0] | named * (_VARIES | _PART | _MOVED)]
         if name == marks.DIFFERENTIATED:
             for path, leaf in zip(params["paths"], ins[1:], strict=True):
                 if leaf & named:
@@ -276,7 +257,7 @@ class _Proof:
                     raise ValueError(
                         _DIFFERENT.format(path=path, axis=axis, caller=params["caller"])
                     )
-            return ins[0]
+            return ins[:1]
         count = len(eqn.outvars)
         results, before = ins[:count], ins[count:]
         if params["sums"]:
@@ -290,7 +271,7 @@ class _Proof:
             ]
         return results
 
-    def _exchange(self, eqn: JaxprEqn, ins: list[int], named: int, jaxpr: Jaxpr) -> Any:
+    def _exchange(self, eqn: JaxprEqn, ins: list[int], named: int, jaxpr: Jaxpr) -> list[int]:
         """The facts of the results of an equation that names an axis."""
         name, params = eqn.primitive.name, eqn.params
         if self._narrow_sums_abort and name in _ABORTING:
@@ -304,8 +285,8 @@ class _Proof:
             if name in _SUMS and not marks.is_our_reduction(eqn):
                 self._note_sums(eqn, ins, jaxpr)
             return [(fact | (0 if gathers else (fact & named) << 1)) & clear for fact in ins]
-        fact = functools.reduce(operator.or_, ins, 0) & clear | named
-        return fact | (named * _REDUCED if name == "reduce_scatter" else 0)
+        reduced = named * _REDUCED if name == "reduce_scatter" else 0
+        return [self.join(ins) & clear | named | reduced] * len(eqn.outvars)
 
     def _note_sums(self, eqn: JaxprEqn, ins: Sequence[int], jaxpr: Jaxpr) -> None:
         seen = self._sums.setdefault(id(eqn), (eqn, jaxpr, [0] * len(ins)))[2]
@@ -340,53 +321,15 @@ class _Proof:
             at = at_line(_compat.users_line(eqn))
             raise ValueError(_OWN_NORM.format(axis=self._first(both), at=at))
 
-    def _loop(self, body: Any, ins: list[int], first: int, carried: int) -> list[int]:
-        """The outputs of a loop's body after any number of turns."""
-        end = first + carried
-        while True:
-            outs = self.outputs(body, ins)
-            carry = [a | b for a, b in zip(ins[first:end], outs, strict=False)]
-            if carry == ins[first:end]:
-                return [*carry, *outs[carried:]]
-            ins = [*ins[:first], *carry, *ins[end:]]
-
-    def _while(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
-        skipped, condition = eqn.params["cond_nconsts"], eqn.params["cond_jaxpr"]
-        body, first, carried = carry_of(eqn)
-        of_condition, ins = ins[:skipped], ins[skipped:]
-        pairs = zip(opened(body).invars[first:], opened(body).outvars, strict=True)
-        changes = [a is not b for a, b in pairs]
-        while True:
-            carry = self._loop(body, ins, first, carried)
-            (until,) = self.outputs(condition, [*of_condition, *carry])
-            # Where the number of turns differs, so does all that a turn changes.
-            chosen = [x | until if c else x for x, c in zip(carry, changes, strict=True)]
-            if chosen == carry:
-                break
-            ins = [*ins[:first], *chosen]
-        for fact in carry:
-            self._check_own(fact, eqn)
-        line = _line_behind(opened(condition), opened(condition).outvars[0])
-        self._refuse_exchange(until, [body, condition], "loop", line)
-        return carry
-
-    def _cond(self, eqn: JaxprEqn, ins: list[int]) -> list[int]:
-        by, *operands = ins
-        branches = [*map(opened, eqn.params["branches"])]
-        self._refuse_exchange(by, branches, "branch", _compat.users_line(eqn))
-        outs = zip(*(self.outputs(branch, operands) for branch in branches), strict=True)
-        results = []
-        for k, facts in enumerate(outs):
-            chosen = 0 if _hands_on(branches, k) else by
-            results.append(functools.reduce(operator.or_, facts, chosen))
-            self._check_own(results[-1], eqn)
-        return results
-
-    def _refuse_exchange(self, by: int, bodies: Sequence[Any], where: str, line: str) -> None:
+    def decided(self, by: int, bodies: Sequence[Any], eqn: JaxprEqn) -> None:
         """Refuse an exchange over an axis along which replicas choose for themselves."""
         if not by & self._long:
             return
-        for inner in _equations(bodies):
+        where, line = "branch", _compat.users_line(eqn)
+        if eqn.primitive.name == "while":
+            condition = opened(bodies[-1])
+            where, line = "loop", _line_behind(condition, condition.outvars[0])
+        for inner in (e for body in bodies for e in equations(body)):
             name = inner.primitive.name
             if name in _SILENT or programs(inner):
                 continue
@@ -413,32 +356,21 @@ class _Proof:
                     yield RepeatedSum(axis, like(atom.aval), _compat.users_line(eqn), maker)
 
 
-def _equations(bodies: Sequence[Any]) -> Iterator[JaxprEqn]:
-    for body in bodies:
-        for eqn in opened(body).eqns:
-            yield eqn
-            yield from _equations(programs(eqn))
-
-
-def _hands_on(branches: Sequence[Jaxpr], k: int) -> bool:
-    """Whether output `k` is one and the same operand in every branch."""
-    places = {
-        next((i for i, v in enumerate(b.invars) if v is b.outvars[k]), None) for b in branches
-    }
-    return None not in places and len(places) == 1
-
-
 def _is_divided(out: Any, jaxpr: Jaxpr, n: int) -> bool:
     """Whether a sum is only used in its quotient by a multiple of `n`, or by a count: a mean."""
     users = [eqn for eqn in jaxpr.eqns if any(x is out for x in eqn.invars)]
-    return bool(users) and all(x is not out for x in jaxpr.outvars) and all(
-        (eqn.primitive.name == "div" and eqn.invars[0] is out
-            and (_is_multiple(eqn.invars[1], n) or _is_count(jaxpr, eqn.invars[1])))
-        or (eqn.primitive.name == "mul" and any(_is_multiple(x, n, inverse=True) for x in eqn.invars))
-        or (eqn.primitive.name in ("convert_element_type", "reshape", "copy", "broadcast_in_dim")
-            and _is_divided(eqn.outvars[0], jaxpr, n))
-        for eqn in users
-    )  # fmt: skip
+    is_result = any(x is out for x in jaxpr.outvars)
+    return bool(users) and not is_result and all(_divides(eqn, out, jaxpr, n) for eqn in users)
+
+
+def _divides(eqn: JaxprEqn, out: Any, jaxpr: Jaxpr, n: int) -> bool:
+    name, first, last = eqn.primitive.name, eqn.invars[0], eqn.invars[-1]
+    if name == "div":
+        return first is out and (_is_multiple(last, n) or _is_count(jaxpr, last))
+    if name == "mul":
+        return _is_multiple(first, n, inverse=True) or _is_multiple(last, n, inverse=True)
+    moves = name in ("convert_element_type", "reshape", "copy", "broadcast_in_dim")
+    return moves and _is_divided(eqn.outvars[0], jaxpr, n)
 
 
 def _is_multiple(atom: Any, n: int, *, inverse: bool = False) -> bool:

@@ -7,14 +7,9 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxcoll._compat import marks
-
 _CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
 _CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr"}
 """Primitives that run one program, once, with the equation's own operands."""
-
-RETYPING = ("pvary", "pcast")
-"""Primitives that change a type, and no value."""
 
 
 def opened(program: Any) -> Any:
@@ -54,30 +49,17 @@ def _grows(outer: Any, inner: Any) -> bool:
     return outer.aval.shape != inner.aval.shape
 
 
-def equations(program: Any, backward: bool = False) -> Iterator[tuple[JaxprEqn, bool]]:
-    """All equations, also of programs within; and whether each is part of a backward pass."""
+def equations(program: Any) -> Iterator[JaxprEqn]:
+    """All equations, also of programs within."""
     for eqn in opened(program).eqns:
-        within = backward or marks.in_backward(eqn)
-        yield eqn, within
+        yield eqn
         for body in programs(eqn):
-            yield from equations(body, within)
+            yield from equations(body)
 
 
 def contains(program: Any, primitive: str) -> bool:
     """Whether a program has an equation of that primitive anywhere."""
-    return any(
-        eqn.primitive.name == primitive or any(contains(p, primitive) for p in programs(eqn))
-        for eqn in opened(program).eqns
-    )
-
-
-def names_axis(params: dict[str, Any], axis: str) -> bool:
-    """Whether a parameter of an equation is the axis, or a collection with the axis in it."""
-    return any(
-        p == axis if isinstance(p, str) else isinstance(p, tuple | list | frozenset) and axis in p
-        for key, p in params.items()
-        if key != "name"  # a jitted function may have the axis's name
-    )
+    return any(eqn.primitive.name == primitive for eqn in equations(program))
 
 
 def is_ref(atom: Any) -> bool:
