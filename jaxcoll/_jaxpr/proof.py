@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, primitives
@@ -151,7 +151,7 @@ def prove(
     Raises:
       ValueError: it has a collective that would hang or mix values; see the module.
     """
-    proof = _Proof(axes, narrow_sums_abort)
+    proof = _Proof(axes, narrow_sums_abort=narrow_sums_abort)
     jaxpr = opened(program)
     facts = proof.outputs(jaxpr, [sum(map(proof.bit.get, proof.bit.keys() & x)) for x in inputs])
     # An empty array cannot differ.
@@ -166,30 +166,38 @@ def prove(
 def same_outputs(program: Any, axes: Mapping[str, int]) -> list[frozenset[str]]:
     """Axes along which each output of a program is the same, whatever its inputs are."""
     jaxpr = opened(program)
-    inputs = [frozenset(axes)] * (len(jaxpr.constvars) + len(jaxpr.invars))
-    whole = jaxpr.replace(
-        constvars=[],
-        invars=[*jaxpr.constvars, *jaxpr.invars],
-        debug_info=jaxpr.debug_info._replace(arg_names=None),
-    )
-    return [frozenset(axes) - along for along in prove(whole, inputs, axes).varying]
+    proof = _Proof(axes, refuses=False, varying={*jaxpr.constvars})
+    facts = proof.outputs(jaxpr, [proof.all] * len(jaxpr.invars))
+    return [frozenset(a for a, bit in proof.bit.items() if not fact & bit) for fact in facts]
 
 
 class _Proof(Dataflow[int]):
     constant = 0
 
-    def __init__(self, sizes: Mapping[str, int], narrow_sums_abort: bool) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        *,
+        narrow_sums_abort: bool = False,
+        refuses: bool = True,
+        varying: Set[Any] = frozenset(),  # constants of the program that vary
+    ) -> None:
         super().__init__()
         self.sizes = sizes
         self.bit = {axis: 1 << _BITS * k for k, axis in enumerate(sizes)}
         self.all = sum(self.bit.values())
-        # Along an axis of size 1 nobody waits for others, and nothing is counted twice.
-        self._long = sum(bit for axis, bit in self.bit.items() if sizes[axis] > 1)
+        # Along an axis of size 1 nobody waits for others, and nothing is counted twice
+        self._long = sum(bit for axis, bit in self.bit.items() if sizes[axis] > 1 and refuses)
+        self._refuses = refuses
+        self._varying = varying
         self._narrow_sums_abort = narrow_sums_abort
         self._sums: dict[int, tuple[JaxprEqn, Jaxpr, list[int]]] = {}
 
     def join(self, facts: Sequence[int]) -> int:
         return functools.reduce(operator.or_, facts, 0)
+
+    def captured(self, var: Any) -> int:
+        return self.all if var in self._varying else 0
 
     def chosen(self, by: int, fact: int, eqn: JaxprEqn) -> int:
         self._check_own(by | fact, eqn)
@@ -252,10 +260,12 @@ class _Proof(Dataflow[int]):
             return [ins[0] | named * (_VARIES | _PART | _MOVED)]
         if name == marks.DIFFERENTIATED:
             for path, leaf in zip(params["paths"], ins[1:], strict=True):
-                if leaf & named:
+                if leaf & named and self._refuses:
                     axis = self._first(leaf & named)
                     raise ValueError(
-                        _DIFFERENT.format(path=path, axis=axis, caller=params["caller"])
+                        _DIFFERENT.format(
+                            path=path or "the value", axis=axis, caller=params["caller"]
+                        )
                     )
             return ins[:1]
         count = len(eqn.outvars)

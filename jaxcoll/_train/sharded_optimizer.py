@@ -69,7 +69,7 @@ def sharded_optimizer(
     Examples:
       >>> import optax, numpy as np
       >>> optimizer = sharded_optimizer(optax.adam(0.1), "data")
-      >>> @data_parallel
+      >>> @data_parallel(batch_argnums="batch")
       ... def step(params, state, batch):
       ...     loss = lambda w, x: ((w * x) ** 2).mean()
       ...     value, grads = value_and_grad(loss, "data", scatter=True)(params, batch)
@@ -222,10 +222,10 @@ class ShardedOptimizer:
                 self._reduce_op, grads, self._axis_name, scope=scope, layout=layout
             )
         self._check_state(grads, state)
-        if grads.parts:
-            first, *others = grads.parts
-            arrays = {path: x for path, x in flattened(extra)[0] if isinstance(x, jax.Array)}
-            grads = grads.replace([taken_by(first, arrays, axes, f"{CALLER}.update"), *others])
+        arrays = {path: x for path, x in flattened(extra)[0] if isinstance(x, jax.Array)}
+        if arrays and (leaves := jax.tree.leaves(grads)):
+            leaves[0] = taken_by(leaves[0], arrays, axes, f"{CALLER}.update")
+            grads = jax.tree.unflatten(jax.tree.structure(grads), leaves)
         if extra and not self._assumed:
             checks.check_with_more(self._tx, grads, state, extra)
         if self._max_norm is not None:

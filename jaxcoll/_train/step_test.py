@@ -58,8 +58,7 @@ def n_devices_equal_one(
       >>> import jax, numpy as np
       >>> @data_parallel
       ... def step(w, x):
-      ...     mine = jax.lax.pcast(w, "data", to="varying")
-      ...     return w - 0.1 * all_reduce("sum", jax.grad(lambda w: (w * x).mean())(mine), "data")
+      ...     return w - 0.1 * psum(jax.grad(lambda w: (w * x).mean())(w))
       >>> try:
       ...     n_devices_equal_one(step, np.ones(3, "f"), np.ones((8, 3), "f"))
       ... except AssertionError as error:
