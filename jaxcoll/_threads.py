@@ -22,7 +22,7 @@ _EXIT_SECONDS = 0.5  # how long the exit waits for abandoned calls to return
 
 
 class Task:
-    """One call for a worker to make. It is settled once, by whatever comes first."""
+    """One call for a worker to make. It is settled once, by its end or by `abandon`."""
 
     def __init__(
         self, worker: Worker, call: Callable[[], Any], then: Callable[[], Any] | None = None
@@ -35,6 +35,12 @@ class Task:
         # A bare lock: its hand-over between threads takes half the time of an event's.
         self._settling, self._unsettled = threading.Lock(), threading.Lock()
         self._unsettled.acquire()
+
+    def start(self) -> Task:
+        """Have the worker make the call after those that were started before."""
+        self._worker.unfinished.append(None)
+        self._worker.tasks.put(self)
+        return self
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait so many seconds (None: without an end); whether it is settled by then.
@@ -52,7 +58,7 @@ class Task:
         return True
 
     def result(self) -> Any:
-        """What the call of a settled task returned; or what it raised is raised."""
+        """Return what the call of a settled task returned, or raise what it raised."""
         error, result = self._outcome
         if error is not None:
             raise error
@@ -65,20 +71,18 @@ class Task:
 
     def run(self) -> None:
         """Make the call, in the worker's thread, and settle it."""
-        outcome = self._make()
-        self._worker.returned()
-        # Last: a caller that wakes earlier only contends for the interpreter.
-        self.settle(*outcome)
-
-    def _make(self) -> tuple[BaseException | None, Any]:
-        """What the call raised, and what it returned."""
         call, self._call = self._call, None  # its arguments may be large
+        error = result = None
         try:
             assert call is not None
-            with self._checks():
-                return None, call()
-        except BaseException as error:
-            return error, None
+            with self._checks() if self._checks else contextlib.nullcontext():
+                result = call()
+        except BaseException as raised:
+            error = raised
+        del call
+        self._worker.unfinished.pop()
+        # Last: a caller that wakes earlier only contends for the interpreter.
+        self.settle(error, result)
 
     def settle(self, error: BaseException | None, result: Any = None) -> None:
         """Let `wait` return, unless the task is settled."""
@@ -97,38 +101,25 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._submitted = self._returned = 0
+        self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self.unfinished: deque[None] = deque()  # one for each call that has not returned
         # Not a method of this worker, which would keep it alive.
-        threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True).start()
+        threading.Thread(target=_work, args=(self.tasks,), name=name, daemon=True).start()
 
     def __del__(self) -> None:
         self.close()
 
     def is_alive(self) -> bool:
         """Whether it still has a call to make, or is in one."""
-        return self._returned < self._submitted
+        return bool(self.unfinished)
 
     def submit(self, call: Callable[[], Any], then: Callable[[], Any] | None = None) -> Task:
         """Have the thread make `call()`; `then()` follows when the task is settled."""
-        task = Task(self, call, then)
-        self.start(task)
-        return task
-
-    def start(self, task: Task) -> None:
-        """Have the thread make the call of a task that is this worker's."""
-        with self._lock:
-            self._submitted += 1
-        self._tasks.put(task)
+        return Task(self, call, then).start()
 
     def close(self) -> None:
         """End the thread after the calls that it was given."""
-        self._tasks.put(None)
-
-    def returned(self) -> None:
-        """A call has returned, in the thread."""
-        self._returned += 1
+        self.tasks.put(None)
 
 
 def _work(tasks: queue.SimpleQueue[Task | None]) -> None:

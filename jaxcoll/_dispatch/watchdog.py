@@ -144,7 +144,7 @@ class Watchdog:
                 to.alarmed(received["alarm"])
         else:
             reply = (
-                to.history.status(received["position"])
+                to.status(received["position"], received["detail"])
                 if isinstance(to, ProcessGroup)
                 else {"at": 0}
             )
@@ -182,17 +182,6 @@ def group_of(devices: Sequence[jax.Device]) -> ProcessGroup | None:
     processes = _processes(tuple(devices))
     here = watchdog() if len(processes) > 1 and jax.process_index() in processes else None
     return None if here is None else here.group(processes)
-
-
-def confirm() -> None:
-    """Ask the processes that answer whether they ran the same programs as this one."""
-    groups = [] if _watchdog is None else list(_watchdog.groups.values())
-    for group in groups:
-        if group.failure:
-            raise group.failure
-    with contextlib.suppress(StoreUnreachableError):
-        for group in groups:
-            group.confirm()
 
 
 @in_forked_child

@@ -145,7 +145,7 @@ class Run:
         job, membership, name = self._job, self._membership, self._membership.name
         generation = self._generation
         if self._programs is not None:
-            show(membership, self._programs.lines)
+            show(membership, self._programs.lines())
         if generation.ends_for_its_program(name):
             raise mismatch(membership)
         is_member = name in generation.members
