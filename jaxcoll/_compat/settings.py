@@ -50,7 +50,7 @@ def configured(name: str) -> Any:
 
 
 def checks_of_thread() -> Callable[[], contextlib.ExitStack] | None:
-    """The checks of results that this thread has asked for, to be entered in another; None: none."""
+    """The checks of results that this thread asks for, to be entered in another; None: none."""
     config: Any = jax.config
     if not (config.jax_debug_nans or config.jax_debug_infs):
         return None

@@ -116,12 +116,12 @@ def other_meaning():
         return jc.data_parallel(step)
 
     exponential.__name__ = sine.__name__ = "step"
-    Moments = one_of(
-        collections.namedtuple("Moments", "mean var"), collections.namedtuple("Moments", "var mean")
-    )
+    moments = collections.namedtuple("Moments", one_of("mean var", "var mean"))
     strategy = jc.MultiWorkerMirroredStrategy()
     value = jc.PerReplica([np.ones((2, 2), "f")])
-    in_order = lambda *values: collections.OrderedDict(one_of(zip("ab", values), zip("ba", values)))
+    in_order = lambda one, two: collections.OrderedDict(
+        one_of([("a", one), ("b", two)], [("b", one), ("a", two)])
+    )
     names = one_of("a", "c")
     nested = one_of({"a": {"b": value}}, {"a": value})
     own = {
@@ -133,7 +133,7 @@ def other_meaning():
         "arguments of run": lambda: strategy.run(lambda x: x, (in_order(value, value),)),
         "order": lambda: strategy.reduce("sum", in_order(value, value), None),
         "names": lambda: strategy.reduce("sum", {names: value}, None),
-        "fields": lambda: strategy.reduce("sum", Moments(value, value), None),
+        "fields": lambda: strategy.reduce("sum", moments(value, value), None),
         "nesting": lambda: strategy.reduce("sum", nested, None),
         "axis": lambda: strategy.reduce("sum", value, one_of(0, 1)),
         "op along an axis": lambda: strategy.reduce(one_of("sum", "mean"), value, 0),

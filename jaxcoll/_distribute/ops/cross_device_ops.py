@@ -269,7 +269,7 @@ class CrossDeviceOps(abc.ABC):
         options: CommunicationOptions,
         path: str = "",
     ) -> Any:
-        """`gather` of the value at this path of a tree, which has to be the same on all processes."""
+        """`gather` of the value at this path of a tree, the same on all processes."""
         options = self._options.merge(options)
         _check_between_programs("gather", value)
         devices = destination_devices(destinations, "gather")
