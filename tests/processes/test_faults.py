@@ -55,7 +55,7 @@ def test_processes_out_of_step_are_told_so_and_go_on(faulty):
     }
     for result in both:
         for fault, difference in differences.items():
-            assert result[fault]["error"] == "ProgramMismatchError", fault
+            assert result[fault]["error"] == "ProgramMismatchError", result[fault]
             message = result[fault]["message"]
             assert "nothing was run" in message
             assert difference.replace(r"\n", "\n") in message, message
