@@ -29,27 +29,28 @@ class CallOrder:
         self._history = 0, ""  # how many calls were forgotten, and the letters of the others
         self._next = 0  # the place in these letters of the one that is expected
 
-    def expects(self, mark: str) -> bool:
-        """Whether the program of this mark is the expected one. Cost: half a microsecond."""
-        expected = self._history[1][self._next : self._next + 1]
-        return expected != "" and expected == self._letters.get(mark)
+    def follow(self, mark: str) -> bool:
+        """Note that a program is called next; whether it is the expected one.
 
-    def follow(self, mark: str) -> None:
-        """Note that the program of this mark is called."""
-        was_expected = self.expects(mark)
-        self._append(self._letters.setdefault(mark, chr(len(self._letters) + 1)))
-        self._next = self._next + 1 if was_expected else self._place()
+        Cost: a microsecond.
+        """
+        letter = self._letters.setdefault(mark, chr(len(self._letters) + 1))
         forgotten, letters = self._history
+        is_expected = letters[self._next : self._next + 1] == letter
         if len(letters) >= 2 * RECENT:
-            self._history = forgotten + RECENT, letters[RECENT:]
+            forgotten, letters = forgotten + RECENT, letters[RECENT:]
             self._next -= RECENT
-            if self._next < 0:
-                self._next = self._place()
+        self._history = forgotten, letters + letter
+        self._next += 1
+        if not is_expected or self._next <= 0:
+            self._next = self._place()
+        return is_expected
 
     def interrupt(self) -> None:
-        """Note a call that was not made: processes disagree, and nothing is expected after it."""
-        self._append(_GAP)
-        self._next = len(self._history[1]) - 1
+        """Take the last call back, because processes disagree: nothing is expected after it."""
+        forgotten, letters = self._history
+        self._history = forgotten, letters[:-1] + _GAP
+        self._next = len(letters) - 1
 
     def ran(self, position: int) -> str | None:
         """The mark of the call at this position, from 1; None: it is forgotten, or to come."""
@@ -59,10 +60,6 @@ class CallOrder:
             return None
         letter = letters[place]
         return next((mark for mark, known in self._letters.items() if known == letter), "")
-
-    def _append(self, letter: str) -> None:
-        forgotten, letters = self._history
-        self._history = forgotten, letters + letter
 
     def _place(self) -> int:
         """The place after the first that the last calls have in common with earlier ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.executable import compiled_for
+from jaxcoll._dispatch.executable import Program, compiled_for
 from jaxcoll._dispatch.process_group import ProcessGroup
 from jaxcoll._dispatch.watchdog import group_of
 from jaxcoll._errors import DeadlineExceededError
@@ -25,8 +26,8 @@ _alone = threading.local()
 """For calls within this process each thread has a worker: so they overlap, as without a deadline,
 and a callback of a program may make some, too."""
 
-_started: list[tuple[Task, Callable[[], Any]]] = []
-"""Calls that may still run, and that nobody may ever wait for; and what waits for them."""
+_started: list[_Begun] = []
+"""Calls that may still run, and that nobody may ever wait for."""
 
 
 def run(call: Call, until: float | None = None) -> Any:
@@ -54,7 +55,7 @@ def run(call: Call, until: float | None = None) -> Any:
         # After a call that was given up, others wait in its worker, so that none overtakes it.
         if worker is None or not worker.is_alive():
             return call.program(*call.args, **call.kwargs)
-    return _begun(call, group, until)[1]()
+    return _result(*_begun(call, group, until))
 
 
 def run_all(calls: Sequence[Call]) -> list[Any]:
@@ -74,72 +75,73 @@ def start(call: Call) -> Callable[[], Any]:
     if group is None and not call.timeout_seconds:
         result = run(call)
         return lambda: result
-    task, finish = _begun(call, group, None)
-    _started[:] = [*(one for one in _started if not one[0].is_settled), (task, finish)]
+    begun = _begun(call, group, None)
+    _started[:] = [*(other for other in _started if not other[0].done()), begun]
     not_at_exit(_await_started)  # so that it is registered last, and runs first
     at_exit(_await_started)
-    return finish
+    return functools.partial(_result, *begun)
 
 
 def _await_started() -> None:
     """Wait, at exit, for programs that the other processes run too: Python must not end in one."""
-    for _, finish in _started:
+    for begun in _started:
         with contextlib.suppress(Exception):
-            finish()
+            _result(*begun)
 
 
-def _begun(
-    call: Call, group: ProcessGroup | None, until: float | None
-) -> tuple[Task, Callable[[], Any]]:
-    """Have a worker make a call: its task, and what waits for that."""
+_Begun = tuple[Task, Worker, Call, Program, ProcessGroup | None, float | None]
+
+
+def _begun(call: Call, group: ProcessGroup | None, until: float | None) -> _Begun:
+    """Have a worker make a call: all that it takes to wait for it, and to say why it is late."""
     # Compiled in this thread: a trace belongs to the thread whose JAX configuration it is made
     # under. The deadline is read after that, because a trace may ask for a shorter one.
     program = compiled_for(call, shared=group is not None)
     seconds = call.timeout_seconds
-    position = 0
-
-    def make() -> Any:
-        nonlocal position
-        if group is None:
-            return jax.block_until_ready(program.compiled(*call.args, **call.kwargs))
-        position = group.position + 1
-        # Something that failed over Gloo may never be ready: whoever waited for it would hang.
-        wait = bool(seconds) or call.devices[0].platform == "cpu"
-        return group.run(program, call.args, call.kwargs, wait)
-
-    worker = _worker_of(group)
-    task = Task(worker, make)
-    if group is not None:
-        group.check()
-        group.register(task)  # before it starts, so that it misses no failure
     if until is None and seconds:
         until = time.monotonic() + seconds
-    task.start()
-
-    def finish() -> Any:
-        if task.wait(None if until is None else max(0.0, until - time.monotonic())):
-            return task.result()
-        abandon(worker)
-        ranks, why = (), ""
-        if group is not None and not position:
-            why = (
-                " It has not begun: an earlier call over the same processes, which was given up, "
-                "has not ended yet."
-            )
-        elif group is not None:
-            ranks, who = group.arrivals(position)
-            why = f" {who} {program.starts_with()}"
-        text = f"{call.name} did not finish within {seconds:g} s.{why}"
-        raise DeadlineExceededError(text, ranks=ranks)
-
-    return task, finish
-
-
-def _worker_of(group: ProcessGroup | None) -> Worker:
-    if group is not None:
+    if group is None:
+        if getattr(_alone, "worker", None) is None:
+            _alone.worker = Worker("jaxcoll-worker")
+        worker = _alone.worker
+        make = functools.partial(_waited_for, program, call)
+    else:
         if group.name not in _workers:
             _workers[group.name] = Worker("jaxcoll-worker")
-        return _workers[group.name]
-    if getattr(_alone, "worker", None) is None:
-        _alone.worker = Worker("jaxcoll-worker")
-    return _alone.worker
+        worker = _workers[group.name]
+        # Something that failed over Gloo may never be ready: whoever waited for it would hang.
+        wait = bool(seconds) or call.devices[0].platform == "cpu"
+        make = functools.partial(group.run, call, program, wait)
+    task = Task(worker)
+    if group is not None:
+        group.begin(task)  # before the call is made, so that it misses no failure
+    return worker.submit(make, task), worker, call, program, group, until
+
+
+def _waited_for(program: Program, call: Call) -> Any:
+    return jax.block_until_ready(program.compiled(*call.args, **call.kwargs))
+
+
+def _result(
+    task: Task,
+    worker: Worker,
+    call: Call,
+    program: Program,
+    group: ProcessGroup | None,
+    until: float | None,
+) -> Any:
+    """Wait for a call that was begun, until its deadline passes."""
+    if task.wait(None if until is None else max(0.0, until - time.monotonic())):
+        return task.result()
+    ranks, why = (), ""
+    if group is not None and group.call is call:
+        ranks, who = group.arrivals(group.position)
+        why = f" {who} {program.starts_with()}"
+    elif group is not None:
+        why = (
+            " It has not begun: an earlier call over the same processes, which was given up, has "
+            "not ended yet."
+        )
+    abandon(worker)
+    text = f"{call.name} did not finish within {call.timeout_seconds:g} s.{why}"
+    raise DeadlineExceededError(text, ranks=ranks)

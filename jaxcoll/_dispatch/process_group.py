@@ -6,7 +6,7 @@ import re
 import time
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jaxcoll._cluster.liveness import followed
 from jaxcoll._cluster.timing import REPLY_SECONDS, RETRY_SECONDS
 from jaxcoll._compat.coordination import StoreUnreachableError
 from jaxcoll._dispatch.agreement import Agreement
+from jaxcoll._dispatch.call import Call
 from jaxcoll._dispatch.call_order import CallOrder
 from jaxcoll._dispatch.executable import Program
 from jaxcoll._dispatch.peers import Peers
@@ -41,7 +42,9 @@ class ProcessGroup:
         self.position = 0  # of the call that was entered last, counted from 1
         self.done = 0  # the last call of which this process has done its part
         self._program: Program | None = None  # of the call that was entered last
-        self._is_inside, self._since = False, time.monotonic()  # whether that has not ended
+        self.call: Call | None = None  # the one that was entered and has not ended
+        self._agreed = 0  # the last call that is known to run, or has run
+        self._since = time.monotonic()  # when the last call was entered, or ended
         self._failed = 0, ""  # a call in which others may wait, and why it failed here
         self._order, self._agreement = CallOrder(), Agreement(peers, self.name, processes)
         self._peers = peers
@@ -53,38 +56,43 @@ class ProcessGroup:
         """The processes but this one."""
         return tuple(p for p in self.processes if p != self._peers.process)
 
-    def check(self) -> None:
-        """Refuse to begin anything with processes that are lost or out of step."""
+    def begin(self, task: Task) -> None:
+        """Have a task abandoned if the group fails before it is done.
+
+        Raises:
+          PeerLostError: a process of the group is lost already.
+          ProgramMismatchError: the processes are out of step.
+        """
+        self._check()
+        # It is not kept: results are large.
+        self._waiting.add(weakref.ref(task, self._waiting.discard))
+
+    def _check(self) -> None:
+        if not (self.failure or self._peers.lost or self._peers.gone):
+            return
         if self.failure:
             raise self.failure
         lost = self._peers.lost.intersection(self.processes)
         if lost := lost or self._gone_before(self.position + 1):
             raise self._loss(lost, "it was known before this call, which was not begun")
 
-    def register(self, task: Task) -> None:
-        """Have a task abandoned if the group fails before it is settled."""
-        # It is not kept: results are large.
-        self._waiting.add(weakref.ref(task, self._waiting.discard))
-
-    def run(
-        self, program: Program, args: Sequence[Any], kwargs: Mapping[str, Any], wait: bool = True
-    ) -> Any:
-        """Call a program together with the others, and `wait` for the result.
+    def run(self, call: Call, program: Program, wait: bool = True) -> Any:
+        """Make a call of a program together with the others, and `wait` for the result.
 
         Raises:
           ProgramMismatchError: they call another one.
           PeerLostError: the call failed, and somebody has died, or does not answer any more.
         """
-        if self.failure or self._peers.lost or self._peers.gone:
-            self.check()
+        self._check()
         self.position += 1
-        self._program, self._is_inside, self._since = program, True, time.monotonic()
+        self.call, self._program, self._since = call, program, time.monotonic()
+        is_expected = self._order.follow(program.mark)
         try:
             # A program made anew may have the mark of one that ran, and gets other values.
-            if program.first is not None or not self._order.expects(program.mark):
+            if program.first is not None or not is_expected:
                 self._agree(program)
-            self._order.follow(program.mark)  # first: others ask while this process waits below
-            result = program.compiled(*args, **kwargs)
+            self._agreed = self.position  # first: others ask while this process waits below
+            result = program.compiled(*call.args, **call.kwargs)
             if wait:
                 jax.block_until_ready(result)
             self.done = self.position  # a process that ends publishes it, and is not missed there
@@ -94,22 +102,20 @@ class ProcessGroup:
             self._failed = self.position, lines[-1][:300]  # of a callback's error the last line
             raise self.explained(error) from error
         finally:
-            self._is_inside, self._since = False, time.monotonic()
+            self.call, self._since = None, time.monotonic()
 
     def _agree(self, program: Program) -> None:
         """Wait until all processes are about to run this program, or raise what is wrong."""
+        disagreement, is_run = None, False
         try:
             disagreement, is_run = self._agreement.reached(self.position, program)
         except StoreUnreachableError as error:
-            disagreement, is_run = (
-                PeerLostError(
-                    f"Call {self.position}, {program.name}, could not be agreed upon: the process of "
-                    f"the coordination service is dead or cut off. What was seen: {error}",
-                ),
-                False,
+            disagreement = PeerLostError(
+                f"Call {self.position}, {program.name}, could not be agreed upon: the process of "
+                f"the coordination service is dead or cut off. What was seen: {error}",
             )
         except PeerLostError as error:
-            disagreement, is_run = self._lost(error.ranks, str(error)), False
+            disagreement = self._lost(error.ranks, str(error))
         if disagreement is not None:
             self._order.interrupt()
             if is_run:
@@ -194,7 +200,7 @@ class ProcessGroup:
     def _interrupt(self, error: Exception) -> None:
         """End all waits for calls of this group."""
         for reference in list(self._waiting):
-            if (task := reference()) and not task.is_settled:
+            if (task := reference()) and not task.done():
                 task.abandon(error)
 
     def alarmed(self, alarm: dict[str, Any]) -> None:
@@ -206,14 +212,14 @@ class ProcessGroup:
         self._interrupt(failure)
 
     def status(self, position: int, detail: bool = False) -> dict[str, Any]:
-        """Where this process is, for one that is at `position`; `detail`: its program there, too."""
+        """Where this process is, for one at `position`; `detail`: its program there, too."""
         status = {
             "at": self.position,
             "name": self._name,
-            "inside": self._is_inside,
+            "inside": self.call is not None,
             "seconds": time.monotonic() - self._since,
             "failed": self._failed[1] if self._failed[0] == position else "",
-            "ran": self._order.ran(position),
+            "ran": self._order.ran(position) if position <= self._agreed else None,
         }
         program = self._program
         if detail and program is not None and self.position == position:

@@ -65,7 +65,7 @@ def test_a_collective_is_named_with_the_leaves_that_it_carries():
         mean = jc.reduce_scatter("mean", {"w": rows.mean(0), "b": rows.sum()}, "data")
         return jc.all_gather(mean, "data")
 
-    call = step._call((jnp.ones((8, 128)),), {})
+    call, _ = step._call((jnp.ones((8, 128)),), {})
     program = compiled_for(call, shared=True)
     assert [line.split()[0] for line in moved(program)] == ["reduce-scatter", "all-gather"]
     for half, line in zip(("reduce_scatter", "all_gather"), moved(program), strict=True):
@@ -84,7 +84,7 @@ def test_the_collective_that_processes_wait_at_is_the_first_that_they_come_to():
         last = jax.lax.fori_loop(0, 5, lambda _, x: jax.lax.ppermute(x * 2, "data", ring), first)
         return jc.all_reduce("sum", last, "data")
 
-    program = compiled_for(step._call((jnp.ones((8, 4)),), {}), shared=True)
+    program = compiled_for(step._call((jnp.ones((8, 4)),), {})[0], shared=True)
     assert [line.split()[0] for line in moved(program)] == [
         "all-reduce",
         "collective-permute",
@@ -99,7 +99,7 @@ def test_gathered_rows_are_named_with_their_leaf():
         slices = jc.IndexedSlices(rows, jnp.arange(1), (9, 128))
         return jc.all_reduce("mean", {"b": rows[0], "table": slices}, "data")["table"].values
 
-    program = compiled_for(step._call((jnp.ones((8, 128)),), {}), shared=True)
+    program = compiled_for(step._call((jnp.ones((8, 128)),), {})[0], shared=True)
     assert re.search(
         r"all-gather .*, carrying (all_reduce_\w+/rows1) \(\1 has \['table'\]\)\.",
         program.starts_with(),

@@ -165,7 +165,7 @@ def departs():
     for f in (one, two) if RANK > 1 else (one, one, two) * 4:
         f(ones())
     if RANK > 1:
-        for _ in range(10_000):
+        for _ in range(1000):
             one(ones())
     for f in (one, two, one) if RANK % 2 else (one, one, two):
         attempt("departs", lambda f=f: f(ones()))

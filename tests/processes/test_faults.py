@@ -86,7 +86,7 @@ def test_calls_that_look_alike_and_mean_something_else_are_refused_before_they_r
 
 def test_who_departs_from_a_known_order_is_stopped_before_anything_wrong_is_returned(faulty):
     for rank, result in enumerate(faulty("departs", 4, ends=(0, 1, 2, 3))):
-        call = 14 if rank < 2 else 10_004
+        call = 14 if rank < 2 else 1004
         assert result["departs"]["sum"] == 2  # the first of the calls
         assert result["afterwards"]["error"] == "ProgramMismatchError"
         assert (
