@@ -2,8 +2,8 @@
 
 Each writes the mark of its program; the first process of the group reads all of them and writes
 the verdict, which the others wait for. That is two messages a process, and three for the first,
-whatever their number. The lines of a program travel only where marks differ: their processes'
-watchdogs are asked for them.
+whatever their number. The lines of a program travel only where marks differ: its process's
+watchdog is asked for them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxcoll._cluster.liveness import followed
 from jaxcoll._cluster.timing import HEARTBEAT_SECONDS, SILENT_CALLER_SECONDS
@@ -25,11 +27,12 @@ from jaxcoll._errors import (
     ReplicaDivergenceError,
     SameRowsWarning,
 )
+from jaxcoll._spmd.checks.check_replicas import ReplicaCheck
 
 PATIENCE_SECONDS = 0.25
 """How long a mark is waited for before its process is asked what it does instead."""
 
-_DETAIL_SECONDS = 10.0  # how long the lines of another process, and its digests, are waited for
+_LINES_SECONDS = 10.0  # how long the lines of another process are waited for
 
 _MISMATCH = """\
 Processes are about to run different programs as call {position}; {done}. The first difference:
@@ -50,13 +53,20 @@ of it, as in `rows[jax.process_index()::jax.process_count()]`."""
 
 
 class Agreement:
-    """How the processes of one group, by its name, agree on the programs of their calls."""
+    """How the processes of a group, by its name, agree on the program of one call."""
 
-    def __init__(self, peers: Peers, group: str, processes: Sequence[int]) -> None:
+    def __init__(
+        self, peers: Peers, group: str, processes: Sequence[int], position: int, program: Program
+    ) -> None:
         self._peers, self._group, self._processes = peers, group, processes
-        self._last_folder = ""
+        self._position, self._program = position, program
+        self.folder = f"{peers.root}/agree/{group}/{position}"
+        # Processes that run the same program here, and saw nothing to agree upon
+        self._alike: set[int] = set()
+        self._silent_since: dict[int, float] = {}
+        self._pause, self._next = PATIENCE_SECONDS, time.monotonic() + PATIENCE_SECONDS
 
-    def reached(self, position: int, program: Program) -> tuple[Exception | None, bool]:
+    def reach(self) -> tuple[Exception | None, bool]:
         """Wait until all processes are about to run the same program.
 
         Returns:
@@ -65,100 +75,83 @@ class Agreement:
         Raises:
           PeerLostError: a process does not come any more.
         """
-        peers, first = self._peers, program.first
-        folder = f"{peers.root}/agree/{self._group}/{position}"
-        own = [program.mark, *(first.short() if first is not None else ("", ""))]
-        peers.store.set(f"{folder}/marks/{peers.process}", json.dumps(own))
-        inquiry = _Inquiry(peers, self._group, position, program)
-        if peers.process != self._processes[0]:
-            verdict = self._awaited(f"{folder}/verdict", inquiry)
+        store, me, first = self._peers.store, self._peers.process, self._program.first
+        whole, rows = ("", "") if first is None else first.short()
+        if first is not None:
+            store.set(f"{self.folder}/values/{me}", json.dumps(first.replicated))
+        store.set(f"{self.folder}/marks/{me}", json.dumps([self._program.mark, whole, rows]))
+        if me == self._processes[0]:
+            verdict = self._verdict()
+            store.set(f"{self.folder}/verdict", json.dumps(verdict))
         else:
-            verdict = self._verdict(f"{folder}/marks", inquiry)
-            peers.store.set(f"{folder}/verdict", json.dumps(verdict))
-            if "error" not in verdict:  # all are here, and so have read the verdict before this one
-                if self._last_folder:
-                    peers.store.delete(self._last_folder)
-                self._last_folder = folder
+            verdict = self._awaited()
         if "divergent" in verdict:
-            groups = tuple(map(tuple, verdict["groups"]))
-            divergent = dict.fromkeys(verdict["divergent"], groups)
-            return ReplicaDivergenceError(verdict["error"], divergent=divergent), False
+            groups = {leaf: tuple(map(tuple, of)) for leaf, of in verdict["divergent"].items()}
+            return ReplicaDivergenceError(verdict["error"], divergent=groups), False
         if "error" in verdict:
             return ProgramMismatchError(verdict["error"]), verdict["is_run"]
         if "same_rows" in verdict and first is not None:
             leaf, n = next(iter(first.rows)), len(self._processes)
-            text = _SAME_ROWS.format(name=program.name, n=n, leaf=leaf)
+            text = _SAME_ROWS.format(name=self._program.name, n=n, leaf=leaf)
             warnings.warn(text, SameRowsWarning, stacklevel=2)
         return None, False
 
-    def _verdict(self, folder: str, inquiry: _Inquiry) -> dict[str, Any]:
+    def _verdict(self) -> dict[str, Any]:
         """What the marks of all processes say, as far as it takes to know."""
         pause = 0.001
         while True:
-            marks = self._peers.store.all(folder)
+            marks = self._peers.store.all(f"{self.folder}/marks")
             entries = {int(p): json.loads(text) for p, text in marks.items()}
-            differing = [p for p in sorted(entries) if entries[p][0] != inquiry.program.mark]
-            missing = [p for p in self._processes if p not in entries and p not in inquiry.alike]
+            differing = [p for p in sorted(entries) if entries[p][0] != self._program.mark]
+            missing = [p for p in self._processes if p not in entries and p not in self._alike]
             if differing:
-                return inquiry.mismatch(differing[0], inquiry.ran(missing))
+                replies = self._peers.ask(self._group, self._position, missing) if missing else {}
+                ran = [p for p in sorted(replies) if replies[p].get("ran") is not None]
+                return self._mismatch(differing[0], ran)
             if not missing:
-                return self._of_values(entries, inquiry)
-            if (other := inquiry.stray(missing)) is not None:
-                return inquiry.mismatch(other, [other])
+                return self._of_values(entries)
+            if (stray := self._stray(missing)) is not None:
+                return self._mismatch(stray, [stray])
             time.sleep(pause)  # short at first: as a rule all arrive within milliseconds
             pause = min(2 * pause, 0.05)
 
-    def _awaited(self, key: str, inquiry: _Inquiry) -> dict[str, Any]:
+    def _awaited(self) -> dict[str, Any]:
         """The verdict of the first process; or this process's own, if that does not come."""
         first = self._processes[0]
         while True:
             try:
-                return json.loads(self._peers.store.get(key, PATIENCE_SECONDS))
+                return json.loads(self._peers.store.get(f"{self.folder}/verdict", PATIENCE_SECONDS))
             except TimeoutError:
-                if inquiry.stray([first]) is not None:
-                    return inquiry.mismatch(first, [first])
-                if inquiry.alike:
+                if self._stray([first]) is not None:
+                    return self._mismatch(first, [first])
+                if self._alike:
                     return {}
 
-    def _of_values(self, entries: Mapping[int, Sequence[str]], inquiry: _Inquiry) -> dict[str, Any]:
+    def _of_values(self, entries: Mapping[int, Sequence[str]]) -> dict[str, Any]:
         """What the digests of the processes' first arguments say."""
-        groups: dict[str, list[int]] = {}
-        for process in sorted(entries):
-            if entries[process][1]:
-                groups.setdefault(entries[process][1], []).append(process)
-        if len(groups) > 1:
-            largest = sorted(groups.values(), key=len, reverse=True)
-            sides = inquiry.details([group[0] for group in largest[:2]])
-            one, other = (side.get("leaves", {}) for side in sides.values())
-            paths = [path for path in one | other if one.get(path) != other.get(path)]
-            named = [[*map(str, group)] for group in largest]
+        if len({whole for _, whole, _ in entries.values()} - {""}) > 1:
+            texts = self._peers.store.all(f"{self.folder}/values")
+            values = {p: json.loads(texts[p]) for p in sorted(texts, key=int)}
+            paths = tuple(next(iter(values.values())))
+            digests = [[[int(held[path], 16)] for path in paths] for held in values.values()]
+            found = ReplicaCheck(np.array(digests, np.uint64), paths, tuple(values)).divergent()
+            leaf, groups = next(iter(found.items()))
             text = _DIFFERENT.format(
-                name=inquiry.program.name,
-                n=len(paths),
-                of=len(one),
-                leaf=paths[0],
-                groups=" | ".join(map(", ".join, named)),
+                name=self._program.name,
+                n=len(found),
+                of=len(paths),
+                leaf=leaf,
+                groups=" | ".join(map(", ".join, groups)),
             )
-            return {"error": text, "divergent": paths, "groups": named}
-        rows, n = {entry[2] for entry in entries.values()}, len(self._processes)
+            return {"error": text, "divergent": found}
+        rows, n = {rows for _, _, rows in entries.values()}, len(self._processes)
         same = len(entries) == n > 1 and len(rows) == 1 and rows != {""}
         return {"same_rows": True} if same else {}
 
-
-class _Inquiry:
-    """Asks processes that do not come, at growing intervals, what they do instead."""
-
-    def __init__(self, peers: Peers, group: str, position: int, program: Program) -> None:
-        self.program = program
-        # Those that run the same program here, and saw nothing to agree upon
-        self.alike: set[int] = set()
-        self._peers, self._group, self._position = peers, group, position
-        self._silent_since: dict[int, float] = {}
-        self._wait = PATIENCE_SECONDS
-        self._next = time.monotonic() + self._wait
-
-    def stray(self, missing: Sequence[int]) -> int | None:
+    def _stray(self, missing: Sequence[int]) -> int | None:
         """A process that runs something else in the place of this call; None: none is known to.
+
+        Those that do not come are asked at growing intervals.
 
         Raises:
           PeerLostError: one has ended; or, where no connection reports that, has not answered for
@@ -168,8 +161,8 @@ class _Inquiry:
         if now < self._next:
             return None
         replies = self._peers.ask(self._group, self._position, missing)
-        self._wait = min(2 * self._wait, 2 * HEARTBEAT_SECONDS)
-        self._next = time.monotonic() + self._wait
+        self._pause = min(2 * self._pause, 2 * HEARTBEAT_SECONDS)
+        self._next = time.monotonic() + self._pause
         lost = [p for p in missing if p not in replies and self._is_lost(p, now)]
         if lost:
             raise PeerLostError("it did not come to agree upon the next program.", ranks=lost)
@@ -177,35 +170,23 @@ class _Inquiry:
             self._silent_since.pop(process, None)
         # A process that has not run anything here is about to write its mark.
         ran = {p: reply["ran"] for p, reply in replies.items() if reply.get("ran") is not None}
-        self.alike |= {p for p, mark in ran.items() if mark == self.program.mark}
-        return min(ran.keys() - self.alike, default=None)
-
-    def ran(self, missing: Sequence[int]) -> list[int]:
-        """Those that saw nothing to agree upon, and run what they expected here."""
-        replies = self._peers.ask(self._group, self._position, missing) if missing else {}
-        return sorted(p for p, reply in replies.items() if reply.get("ran") is not None)
+        self._alike |= {p for p, mark in ran.items() if mark == self._program.mark}
+        return min(ran.keys() - self._alike, default=None)
 
     def _is_lost(self, process: int, now: float) -> bool:
         state = self._peers.known(process)
         silent = now - self._silent_since.setdefault(process, now) >= SILENT_CALLER_SECONDS
         return state in ("ended", "dead") or (state == "here" and silent and followed() is None)
 
-    def details(self, processes: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """What each of these processes is about to run, and the digests of its arguments."""
-        me, first = self._peers.process, self.program.first
-        own = {"lines": self.program.lines, "leaves": first.replicated if first else {}}
-        others = [p for p in processes if p != me]
-        replies = self._peers.ask(self._group, self._position, others, _DETAIL_SECONDS, detail=True)
-        return {p: own if p == me else replies.get(p, {}) for p in processes}
-
-    def mismatch(self, other: int, ran: Sequence[int]) -> dict[str, Any]:
+    def _mismatch(self, other: int, ran: Sequence[int]) -> dict[str, Any]:
         """The verdict that this process and another bring different programs."""
-        sides = self.details(sorted((self._peers.process, other)))
-        lines = {
-            p: unpacked(side["lines"]) if side.get("lines") else ["(its program is not known)"]
-            for p, side in sides.items()
-        }
-        done = f"process {ran[0]} runs one and waits in it" if ran else "nothing was run"
-        difference = first_difference(lines)
-        text = _MISMATCH.format(position=self._position, done=done, sides=difference)
+        ask = self._peers.ask
+        reply = ask(self._group, self._position, [other], _LINES_SECONDS, lines=True).get(other, {})
+        theirs = unpacked(reply["lines"]) if "lines" in reply else ["(its program is not known)"]
+        sides = {self._peers.process: unpacked(self._program.lines), other: theirs}
+        text = _MISMATCH.format(
+            position=self._position,
+            done=f"process {ran[0]} runs one and waits in it" if ran else "nothing was run",
+            sides=first_difference(dict(sorted(sides.items()))),
+        )
         return {"error": text, "is_run": bool(ran)}

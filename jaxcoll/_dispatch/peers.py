@@ -45,17 +45,17 @@ class Peers:
         processes: Iterable[int],
         patience: float = REPLY_SECONDS,
         coordinator: float = COORDINATOR_SECONDS,
-        detail: bool = False,
+        lines: bool = False,
     ) -> dict[int, dict[str, Any]]:
         """Ask processes where they are in a group's calls; silent ones are not in the result.
 
         `patience` is for all replies together; after `coordinator` seconds more, a coordinator that
-        does not answer is given up (StoreUnreachableError). `detail`: see `ProcessGroup.status`.
+        does not answer is given up (StoreUnreachableError). `lines`: see `ProcessGroup.status`.
         """
         processes = list(processes)
         coordinator += _EACH_SECONDS * len(processes)
         folder = f"{self.root}/replies/{self._name}.{next(self._sent)}"
-        question = {"to": group, "ask": folder, "position": position, "detail": detail}
+        question = {"to": group, "ask": folder, "position": position, "lines": lines}
         self._send(processes, question, coordinator)
         replies = {}
         until = time.monotonic() + patience

@@ -46,7 +46,8 @@ class ProcessGroup:
         self._agreed = 0  # the last call that is known to run, or has run
         self._since = time.monotonic()  # when the last call was entered, or ended
         self._failed = 0, ""  # a call in which others may wait, and why it failed here
-        self._order, self._agreement = CallOrder(), Agreement(peers, self.name, processes)
+        self._order = CallOrder()
+        self._last_folder = ""  # where processes agreed before
         self._peers = peers
         self._waiting: set[weakref.ref[Task]] = set()
         self._missed: tuple[int, set[int]] = (0, set())
@@ -106,9 +107,14 @@ class ProcessGroup:
 
     def _agree(self, program: Program) -> None:
         """Wait until all processes are about to run this program, or raise what is wrong."""
+        agreement = Agreement(self._peers, self.name, self.processes, self.position, program)
         disagreement, is_run = None, False
         try:
-            disagreement, is_run = self._agreement.reached(self.position, program)
+            disagreement, is_run = agreement.reach()
+            if disagreement is None and self._peers.process == self.processes[0]:
+                if self._last_folder:  # all are here, and so have read the verdict before this one
+                    self._peers.store.delete(self._last_folder)
+                self._last_folder = agreement.folder
         except StoreUnreachableError as error:
             disagreement = PeerLostError(
                 f"Call {self.position}, {program.name}, could not be agreed upon: the process of "
@@ -211,8 +217,8 @@ class ProcessGroup:
             failure = self.failure = self.failure or ProgramMismatchError(alarm["text"])
         self._interrupt(failure)
 
-    def status(self, position: int, detail: bool = False) -> dict[str, Any]:
-        """Where this process is, for one at `position`; `detail`: its program there, too."""
+    def status(self, position: int, lines: bool = False) -> dict[str, Any]:
+        """Where this process is, for one at `position`; `lines`: its program there, too."""
         status = {
             "at": self.position,
             "name": self._name,
@@ -221,10 +227,8 @@ class ProcessGroup:
             "failed": self._failed[1] if self._failed[0] == position else "",
             "ran": self._order.ran(position) if position <= self._agreed else None,
         }
-        program = self._program
-        if detail and program is not None and self.position == position:
-            status["lines"] = program.lines
-            status["leaves"] = program.first.replicated if program.first else {}
+        if lines and self._program is not None and self.position == position:
+            status["lines"] = self._program.lines
         return status
 
     def arrivals(self, position: int) -> tuple[tuple[int, ...], str]:

@@ -145,7 +145,7 @@ class Watchdog:
                 to.alarmed(received["alarm"])
         else:
             reply = (
-                to.status(received["position"], received["detail"])
+                to.status(received["position"], received["lines"])
                 if isinstance(to, ProcessGroup)
                 else {"at": 0}
             )

@@ -44,14 +44,14 @@ class Waiting:
 
 @pytest.fixture
 def three(monkeypatch):
-    monkeypatch.setattr(Agreement, "reached", lambda *args: (None, False))
+    monkeypatch.setattr(Agreement, "reach", lambda self: (None, False))
     keys, groups = LocalKeys(processes=3), {}
     wired = [Wired(dataclasses.replace(keys, process=process), groups) for process in range(3)]
     groups.update({peers.process: ProcessGroup(peers, (0, 1, 2)) for peers in wired})
     return list(zip(wired, groups.values(), strict=True))
 
 
-def call(one, mark, compiled=lambda: None):
+def call(one, mark, compiled=dict):
     one.run(Call(None, (), (), "a call"), Program(compiled, f"`{mark}`", mark=mark))
 
 
@@ -126,18 +126,17 @@ def test_who_did_its_part_is_not_blamed_for_another_and_who_died_is_at_once(thre
 
 def test_of_what_was_agreed_upon_only_the_last_is_kept():
     keys = LocalKeys(processes=2)
-    agreements = [
-        Agreement(Wired(dataclasses.replace(keys, process=process), {}), "both", (0, 1))
+    groups = [
+        ProcessGroup(Wired(dataclasses.replace(keys, process=process), {}), (0, 1))
         for process in range(2)
     ]
-    program = Program(None, "`m`", mark="m")
 
-    def agree_often(process):
+    def call_often(process):
         for position in range(1, 30):
-            assert agreements[process].reached(position, program) == (None, False)
+            call(groups[process], f"m{position}")  # which is never expected
 
-    other = threading.Thread(target=agree_often, args=(1,))
+    other = threading.Thread(target=call_often, args=(1,))
     other.start()
-    agree_often(0)
+    call_often(0)
     other.join()
     assert len(keys.all("watch/agree")) == 3  # two marks and a verdict
