@@ -12,9 +12,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._dispatch.call import settings_of
-from jaxcoll._dispatch.corruption_log import listening
 from jaxcoll._dispatch.executable import Program, shared_program
-from jaxcoll._dispatch.fingerprint import first_difference
+from jaxcoll._dispatch.fingerprint import first_difference, unpacked
 from jaxcoll._elastic.generation import listed, rank_of
 from jaxcoll._elastic.heartbeat import StepStatus
 from jaxcoll._elastic.membership import Membership
@@ -40,11 +39,9 @@ class StepPrograms:
     def __init__(self, step: DataParallel, mesh: Mesh, membership: Membership) -> None:
         self._twin = step.on(mesh)
         self._rows = NamedSharding(mesh, PartitionSpec(step.axis_name))
-        self._devices = tuple(mesh.devices.flat)
         self._membership = membership
         self._known: dict[Any, list[Program]] = {}
-        # The program that this worker ran last, as workers compare it; (): none yet
-        self.lines: tuple[str, ...] = ()
+        self._last: Sequence[Program] | None = ()  # what this worker ran last; None: it has ended
 
     def prepared(
         self, step: int, state: ReplicatedState, batches: Callable[[int], Any]
@@ -62,7 +59,7 @@ class StepPrograms:
 
             kind = jax.tree.structure(rows), tuple(map(str, map(jax.typeof, leaves)))
             (program,) = self.compiled(step, kind, [lower], leaves)
-        return step + 1, self.heard(step, functools.partial(program.compiled, held, rows))
+        return step + 1, functools.partial(program.compiled, held, rows)
 
     def finished(self, out: Any) -> Any:
         """The state and the metrics, from what the call returned."""
@@ -89,21 +86,21 @@ class StepPrograms:
 
     def _begin(self, step: int, programs: Sequence[Program], is_new: bool) -> str:
         """Have the heartbeat say which programs this step takes, if they are known; their mark."""
-        self.lines = tuple(line for program in programs for line in program.lines)
+        self._last = programs
         mark = " ".join(program.mark for program in programs)
         number = self._membership.generation.number
         self._membership.status = StepStatus(number, step, is_new, mark)
         return mark
 
-    def heard(self, step: int, call: Callable[[], Any]) -> Callable[[], Any]:
-        """The call, listening for corrupted sums if the step has a checksum."""
-        if not self._twin.options.checksum:
-            return call
-        return functools.partial(listening, call, f"Step {step}", self._devices)
+    def lines(self) -> tuple[str, ...]:
+        """What this worker ran last, as workers compare it; (): nothing yet."""
+        if self._last is None:
+            return "", "no program: its training ends here"
+        return tuple(line for program in self._last for line in unpacked(program.lines))
 
     def end(self, step: int) -> None:
         """Wait until all workers have taken their last step."""
-        self.lines = ("", "no program: its training ends here")
+        self._last = None
         number = self._membership.generation.number
         self._membership.status = StepStatus(number, step, True, "end")
         self._membership.gather("finished", "", same=True)
