@@ -32,7 +32,6 @@ from jaxcoll._errors import DeadlineExceededError as DeadlineExceededError
 from jaxcoll._errors import LaunchError as LaunchError
 from jaxcoll._errors import PeerLostError as PeerLostError
 from jaxcoll._errors import ProgramMismatchError as ProgramMismatchError
-from jaxcoll._errors import ReductionCorruptedError as ReductionCorruptedError
 from jaxcoll._errors import ReductionInLoopWarning as ReductionInLoopWarning
 from jaxcoll._errors import RepeatedSumWarning as RepeatedSumWarning
 from jaxcoll._errors import ReplicaDivergenceError as ReplicaDivergenceError

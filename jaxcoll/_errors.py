@@ -69,20 +69,6 @@ class ReplicaDivergenceError(RuntimeError):
         self.divergent = divergent
 
 
-class ReductionCorruptedError(RuntimeError):
-    """A reduction came back as what cannot be the sum of what was put in, its checksum says.
-
-    Every process that takes part raises it.
-
-    Attributes:
-      packs: of each corrupted pack's name the first and the last leaf that it carries.
-    """
-
-    def __init__(self, message: str, *, packs: Mapping[str, str]) -> None:
-        super().__init__(message)
-        self.packs = dict(packs)
-
-
 class ReductionInLoopWarning(UserWarning):
     """A reduction stands in a loop that only adds up what it returns.
 

@@ -7,15 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxcoll as jc
-from jaxcoll import _compat
 from jaxcoll._observe.parse.hlo import read_hlo
-from jaxcoll._spmd.algorithms import table as algorithms
 
-HUGE = 1e6
 ROWS, WHOLE = PartitionSpec("data"), PartitionSpec()
 RUNNERS = ("vmap", "pmap", "checked", "unchecked")
 
@@ -121,22 +117,6 @@ def run(runner, f, n, *stacked, jit=True):
     comes back is what each device holds.
     """
     return program(runner, f, n, jit)(*stacked)
-
-
-def corrupt_huge_sums(patch):
-    """Let one replica hold something else than the sum of each pack in which a number is huge.
-
-    Args:
-      patch: called like `setattr`.
-    """
-    whole = algorithms.all_reduce
-
-    def corrupting(array, stages, axes):
-        total = whole(array, stages, axes)
-        hit = (lax.axis_index(tuple(axes)) == 1) & (abs(total).max() >= HUGE)
-        return _compat.as_invariant(jnp.where(hit, 2 * total, total), axes)
-
-    patch(algorithms, "all_reduce", corrupting)
 
 
 def per_replica(runner, f, n, *stacked):

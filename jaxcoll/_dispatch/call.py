@@ -57,8 +57,7 @@ class Call:
     args: Sequence[Any]  # positional arguments, placed
     devices: Sequence[jax.Device]  # those of the program's mesh
     name: str  # for messages
-    # `timeout_seconds` bounds the call; with `checksum` a corrupted reduction raises
-    options: CommunicationOptions = CommunicationOptions()
+    options: CommunicationOptions = CommunicationOptions()  # `timeout_seconds` bounds the call
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # arguments by name, placed
     # What all processes must have in common beside the program; hashable, and its `repr` is
     # compared. None: `options`, of which a program has one value

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from jaxcoll._dispatch.call import Call
-from jaxcoll._dispatch.corruption_log import listening
 from jaxcoll._dispatch.executable import Program, compiled_for
 from jaxcoll._dispatch.process_group import ProcessGroup
 from jaxcoll._dispatch.watchdog import group_of
@@ -39,11 +38,8 @@ def start(call: Call) -> Callable[[], Any]:
     """Begin one call: the function that is returned waits, returns and raises as `run` does.
 
     Calls over the same processes run one after another, in the order in which they begin. The
-    deadline counts from here. A call with a checksum is waited for here.
+    deadline counts from here.
     """
-    if call.options.checksum:
-        result = run(call)
-        return lambda: result
     task, finish = _begin([call], call.devices)
     if task is not None:
         _started[:] = [*(each for each in _started if not each[0].is_settled), (task, finish)]
@@ -62,7 +58,7 @@ def _await_started() -> None:
 def run_all(calls: Sequence[Call]) -> list[Any]:
     """What each call returns, made one after another; the name and options of the first hold.
 
-    Results are waited for if there is a deadline, a checksum, or Gloo below them. The programs then
+    Results are waited for if there is a deadline, or Gloo below them. The programs then
     run in another thread, because a backend may run a program while it dispatches it, as XLA's CPU
     backend does with small ones; and over several processes always, so that news of another's
     failure ends the wait.
@@ -73,14 +69,11 @@ def run_all(calls: Sequence[Call]) -> list[Any]:
       DeadlineExceededError: it took longer; it names the processes that did not arrive. The wait
         is given up, not the program: it ends when it can, and the process stays usable. What is
         called next over the same processes begins after that.
-      ReductionCorruptedError: a reduction was corrupted.
     """
     first = calls[0]
     devices = first.devices
     if len(calls) > 1:
         devices = tuple(dict.fromkeys(device for call in calls for device in call.devices))
-    if first.options.checksum:
-        return listening(lambda: _begin(calls, devices)[1](), first.name, devices)
     return _begin(calls, devices)[1]()
 
 
@@ -108,7 +101,7 @@ def _begin(
             worker = _workers.setdefault(group.name, worker)
     # Something that failed over Gloo may never be ready: whoever waited for it would hang.
     over_gloo = group is not None and devices[0].platform == "cpu"
-    execution.is_waited_for = bool(seconds) or over_gloo or first.options.checksum
+    execution.is_waited_for = bool(seconds) or over_gloo
     task = Task(worker, execution.run)
     if group is not None:
         group.check()

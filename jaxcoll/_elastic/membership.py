@@ -48,7 +48,6 @@ class Membership:
         self.generation = Generation(-1, (), 0)  # the present one
         self.status = StepStatus(-1, -1)  # the step that this worker is in, as its heartbeat says
         self.startup = startup  # seconds for which a live worker is waited for in a generation
-        self.corrupted = False  # whether this generation is over because of a corrupted sum
         self.reconnects = False  # whether JAX's own connections may be broken here
         self.broken: set[frozenset[str]] = set()  # pairs of its workers that cannot connect
         self.woken = threading.Event()  # something has happened that a waiting worker looks at
@@ -87,16 +86,15 @@ class Membership:
         self._keys.lose()
         self.woken.set()
 
-    def ask(self, why: str, late: bool = False, corrupted: bool = False) -> bool:
+    def ask(self, why: str, late: bool = False) -> bool:
         """End this generation on all its members, because (`late`) a deadline passed or otherwise.
 
-        After a deadline, members that do not answer at once are dropped. After a corrupted sum,
-        `corrupted` is set on all of them.
+        After a deadline, members that do not answer at once are dropped.
 
         Returns:
           Whether a deadline passed first, here or elsewhere: failures after that follow from it.
         """
-        request = json.dumps({"why": why, "late": late, "corrupted": corrupted, "by": self.name})
+        request = json.dumps({"why": why, "late": late, "by": self.name})
         first = self._keys.agree(self._key(self.generation.number + 1, "asked"), request)
         self._asked = True
         if first == request:
@@ -312,7 +310,7 @@ class Membership:
     def _begin(self, generation: Generation) -> Generation:
         with self._lock:  # the watchdog must not end this generation for a request of the last
             self.generation = generation
-            self._asked, self.corrupted, self.broken = False, False, set()
+            self._asked, self.broken = False, set()
             self.status = StepStatus(generation.number, -1)
             self._block = generation.step // BLOCK
             self.woken.clear()
@@ -338,6 +336,6 @@ class Membership:
                 return
             asked = self._keys.try_get(self._key(self.generation.number + 1, "asked"))
             if asked and self.generation.number >= 0:
-                self._asked, self.corrupted = True, json.loads(asked)["corrupted"]
+                self._asked = True
                 self.woken.set()
             self._write_heartbeat()

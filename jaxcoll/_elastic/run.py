@@ -18,7 +18,7 @@ from jaxcoll._elastic.generation import Generation, RegroupError, WorldChange, l
 from jaxcoll._elastic.membership import Membership
 from jaxcoll._elastic.replicated_state import ReplicatedState
 from jaxcoll._elastic.step_programs import StepPrograms, mismatch, show
-from jaxcoll._errors import DeadlineExceededError, PeerLostError, ReductionCorruptedError
+from jaxcoll._errors import DeadlineExceededError, PeerLostError
 from jaxcoll._mesh.mesh import line_of
 from jaxcoll._threads import Worker, abandon
 
@@ -246,9 +246,7 @@ class Run:
         except (RuntimeError, ValueError) as error:  # JAX raises these for a broken connection
             reason = str(error).splitlines()[0][:200]
             name = rank_of(self._membership.name)
-            corrupted = isinstance(error, ReductionCorruptedError)
-            why = f"{what} failed on worker {name}: {reason}"
-            if not self._membership.ask(why, corrupted=corrupted):
+            if not self._membership.ask(f"{what} failed on worker {name}: {reason}"):
                 # If nobody turns out to be lost, and it fails again, the others did not cause it.
                 self._failing = error.with_traceback(None)  # which would keep the step's arrays
             raise RegroupError from error
@@ -332,11 +330,7 @@ def outcome_of(
             if left < SILENT_WORKER_SECONDS + HEARTBEAT_SECONDS:
                 membership.observe()
             membership.woken.wait(min(left, HEARTBEAT_SECONDS))
-    except BaseException as error:  # Ctrl-C, too
-        # One worker's corrupted sum ends the generation; the others have it too, and must count it.
-        over = isinstance(error, RegroupError) and membership.corrupted
-        if over and task.wait(SILENT_WORKER_SECONDS):
-            return task.result()
+    except BaseException:  # Ctrl-C, too
         _worker = None  # the next call must not wait behind this one
         worker.close()
         abandon(worker)

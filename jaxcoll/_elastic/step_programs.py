@@ -12,7 +12,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcoll._dispatch.call import settings_of
-from jaxcoll._dispatch.corruption_log import listening
 from jaxcoll._dispatch.executable import Program, shared_program
 from jaxcoll._dispatch.fingerprint import first_difference
 from jaxcoll._elastic.generation import listed, rank_of
@@ -40,7 +39,6 @@ class StepPrograms:
     def __init__(self, step: DataParallel, mesh: Mesh, membership: Membership) -> None:
         self._twin = step.on(mesh)
         self._rows = NamedSharding(mesh, PartitionSpec(step.axis_name))
-        self._devices = tuple(mesh.devices.flat)
         self._membership = membership
         self._known: dict[Any, list[Program]] = {}
         # The program that this worker ran last, as workers compare it; (): none yet
@@ -62,7 +60,7 @@ class StepPrograms:
 
             kind = jax.tree.structure(rows), tuple(map(str, map(jax.typeof, leaves)))
             (program,) = self.compiled(step, kind, [lower], leaves)
-        return step + 1, self.heard(step, functools.partial(program.compiled, held, rows))
+        return step + 1, functools.partial(program.compiled, held, rows)
 
     def finished(self, out: Any) -> Any:
         """The state and the metrics, from what the call returned."""
@@ -94,12 +92,6 @@ class StepPrograms:
         number = self._membership.generation.number
         self._membership.status = StepStatus(number, step, is_new, mark)
         return mark
-
-    def heard(self, step: int, call: Callable[[], Any]) -> Callable[[], Any]:
-        """The call, listening for corrupted sums if the step has a checksum."""
-        if not self._twin.options.checksum:
-            return call
-        return functools.partial(listening, call, f"Step {step}", self._devices)
 
     def end(self, step: int) -> None:
         """Wait until all workers have taken their last step."""

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from jaxcoll._cluster.hosts import Hosts, hosts_of_job
-from jaxcoll._dispatch.corruption_log import Reports
 from jaxcoll._dispatch.executable import remember
 from jaxcoll._mesh.machine_costs import MachineCosts, costs_here
 from jaxcoll._observe.parse.replica_groups import mesh_groups
@@ -23,9 +22,7 @@ from jaxcoll._spmd.scope import Scope, entered
 
 def scope_here() -> Scope:
     """The scope that a jaxcoll program set, or one read from JAX where there is none."""
-    return entered.value or Scope(
-        world=ambient_world, terms=_costs_of_bare_calls(hosts_of_job()), heard=Reports()
-    )
+    return entered.value or Scope(world=ambient_world, terms=_costs_of_bare_calls(hosts_of_job()))
 
 
 @functools.cache
@@ -119,12 +116,7 @@ def mesh_world(mesh: jax.sharding.Mesh, axes: dict[str, int]) -> World:
 
 def mesh_scope(mesh: jax.sharding.Mesh) -> Scope:
     """A scope for programs compiled for `mesh`; axes that it lacks (an inner `vmap`) are local."""
-    return Scope(
-        world=_worlds_of(mesh),
-        terms=costs_here(),
-        record=remember,
-        heard=Reports(frozenset(mesh.devices.flat)),
-    )
+    return Scope(world=_worlds_of(mesh), terms=costs_here(), record=remember)
 
 
 def _worlds_of(mesh: jax.sharding.Mesh) -> _Worlds:

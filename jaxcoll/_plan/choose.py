@@ -83,11 +83,6 @@ def _check_carries_codes(asked: str, options: CommunicationOptions) -> None:
             f"`compression` {format!r} has one shard for each replica, and `shards="
             f"{options.shards}` asks for another number: leave `shards` unset."
         )
-    if options.checksum:
-        raise ValueError(
-            f"`checksum` compares a sum with what was put in, and `compression` {format!r} rounds "
-            "what is put in: leave one of the two unset."
-        )
     if options.reproducible and "/" in asked:
         raise ValueError(
             f"`reproducible` asks for bits that do not depend on the algorithm, and {asked!r} with "

@@ -126,7 +126,6 @@ _OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         None,
         lambda v: _switch("overlap", v, "True, False or None (decided automatically)"),
     ),
-    "checksum": (False, lambda v: _switch("checksum", v)),
     "compression": (None, wire_formats.checked),
 }
 """Of each option the default, and what checks a value that is given."""
@@ -172,18 +171,12 @@ class CommunicationOptions:
         smaller towards the end, and the compiler is kept from combining them; in
         `jc.sync_in_backward` they travel as they appear. None: where that pays, which is on GPUs
         in these three.
-      checksum: every sum is compared with a checksum of what was put in. A pack that is
-        corrupted on any replica comes back as NaN on all (integers: as their lowest value;
-        unsigned: as their highest); a call between programs waits for its result and raises
-        `ReductionCorruptedError`. `reduce_scatter`, and `all_gather` of its `Shards`, refuse it;
-        of other gathers there is no sum to compare. docs/hangs.md has
-        what it finds and what it costs.
       compression: what the elements of a sum travel as: "bf16", "int8" or "int4", or `jc.Bf16()`,
         `jc.Int8(block=256)`, `jc.Int4(block=64)`. Every replica sends each other one its share as
         codes, these are added in float32, and the sum is coded once more: two roundings for any
         number of replicas. Coded are floats of 16 and 32 bits in leaves that fill a block (64 of
         bf16); other leaves travel exactly. Of "inner/outer" only the outer part is coded. Refused
-        with `checksum`, `shards`, and an outermost ring or halving_doubling. "auto": bf16 for
+        with `shards`, and an outermost ring or halving_doubling. "auto": bf16 for
         float32 over Gloo, where that is predicted to be faster, and exact sums elsewhere and beside
         these options. None: exact sums; bfloat16 leaves still travel as 16 bits over Gloo, where
         XLA would widen them. `jc.PowerSGD(rank=4)`: matrices as two factors, with a residual only.
@@ -209,7 +202,6 @@ class CommunicationOptions:
     shards: int = UNSET
     reproducible: bool = UNSET
     overlap: bool | None = UNSET
-    checksum: bool = UNSET
     compression: wire_formats.WireFormat | PowerSGD | str | None = UNSET  # read: "auto" alone
 
     def __post_init__(self) -> None:

@@ -53,7 +53,6 @@ class Plan:
         perhaps in a loop, so that the program orders its packs and nothing else does.
       collective: "all_reduce", or one of its halves: "reduce_scatter" or "all_gather", whose packs
         are padded to as many rows of `lanes` elements on each replica.
-      checksum: whether what comes back is compared with a checksum of what was put in.
       lanes: elements of a row of a half's packs; 1 where leaves are cut along their own rows.
     """
 
@@ -68,7 +67,6 @@ class Plan:
     overlap: bool = False
     in_backward: bool = False
     collective: str = "all_reduce"
-    checksum: bool = False
     lanes: int = LANES
 
     @property
@@ -314,22 +312,3 @@ class Plan:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text("…" if cycle else str(self))  # IPython's plain text: the table, too
-
-
-@dataclasses.dataclass(frozen=True)
-class Corruption:
-    """A pack that came back as what cannot be the sum of what was put in."""
-
-    pack: str  # what it is called in programs, as "all_reduce_4a5596/pack0"
-    leaves: str  # the first and the last that it carries
-    wrong: int  # how many replicas hold such a sum
-    replicas: int  # how many there are
-
-    @classmethod
-    def of(cls, plan: Plan, pack: int, wrong: int) -> Corruption:
-        """The words for one pack of a plan."""
-        name = f"{plan.name}/pack{pack}"
-        return cls(name, plan.carried(pack), wrong, math.prod(plan.packs[pack].over))
-
-    def __str__(self) -> str:
-        return f"{self.pack} of {self.leaves}, on {self.wrong} of {self.replicas} replicas"

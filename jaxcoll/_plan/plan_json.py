@@ -15,7 +15,7 @@ from jaxcoll._show import codec
 
 FORMAT = "jaxcoll plan"
 VERSION = 1
-SAME = ("collective", "reproducible", "overlap", "in_backward", "checksum", "lanes")
+SAME = ("collective", "reproducible", "overlap", "in_backward", "lanes")
 """Fields that are written as they are."""
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxcoll._plan import wire_formats
-from jaxcoll._plan.algorithms import Stage
 from jaxcoll._plan.choose import choose
 from jaxcoll._plan.cost.model import Cost, Prices
 from jaxcoll._plan.cost.presets import preset
@@ -56,11 +55,8 @@ def make_plan(
     # After pricing: the number of parts was asked for, and is not searched.
     packs = cut(packs, choice.parts)
     if options.reproducible:
-        own = ", so that only the compiler's own all-reduce can sum it, in an order of its own"
-        _check_mapped(leaves, packs, "reproducible", "hold", own)
+        _check_mapped(leaves, packs)
         _check_uncut(leaves, packs)
-    if options.checksum:
-        _check_mapped(leaves, packs, "checksum", "be made")
     reasons = list(choice.reasons)
     if not choice.packing:
         reasons.insert(0, _why(rule, cost, found[0].cost, terms, world))
@@ -91,21 +87,9 @@ def make_plan(
         reasons.append(
             "sparse leaves: their rows and indices, by the compiler's own all-gather, in no pack"
         )
-    if options.checksum:
-        reasons.append(
-            "checksum: every pack's sum is compared with one of at most 256 numbers, which are not "
-            "counted here, on all replicas; a corrupted one comes back as NaN, of integers as "
-            "their lowest value, and "
-            + (
-                "no host is notified, on TPUs"
-                if world.platform == "tpu"
-                else "the host is notified"
-            )
-            + "; sparse leaves have none" * any(leaf.gathers for leaf in leaves)
-        )
     return Plan(
         reduce_op, tuple(leaves), packs, choice.owners, world, terms, tuple(reasons),
-        options.reproducible, apart, in_backward, checksum=options.checksum,
+        options.reproducible, apart, in_backward,
     )  # fmt: skip
 
 
@@ -127,16 +111,6 @@ def in_factors(leaves: Sequence[Leaf], format: PowerSGD) -> tuple[list[Leaf], in
         path = f"{leaf.path}.right"
         second.append(dataclasses.replace(factor, path=path, shape=right, kind="right"))
     return [*first, *second], len(second)
-
-
-def stages_of_checksum(plan: Plan, pack: Pack, size: int, dtype: np.dtype) -> tuple[Stage, ...]:
-    """What sums few numbers where `pack` is summed: the automatic choice, whatever sums packs.
-
-    Over Gloo an all-reduce of 1 KiB takes four times as long as the exchange in pairs.
-    """
-    leaf = Leaf("", (size,), dtype, dtype, pack.over)
-    alone = make_plan(ReduceOp.SUM, [leaf], CommunicationOptions(), plan.world, None, plan.terms)
-    return alone.stages(alone.packs[0])
 
 
 def _why(rule: PackingRule, cost: Cost, alone: Cost, terms: Terms, world: World) -> str:
@@ -207,15 +181,14 @@ def _check_uncut(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
             )
 
 
-def _check_mapped(
-    leaves: Sequence[Leaf], packs: Sequence[Pack], option: str, cannot: str, why: str = ""
-) -> None:
+def _check_mapped(leaves: Sequence[Leaf], packs: Sequence[Pack]) -> None:
     """Refuse leaves that are sharded over an axis which is not mapped."""
     for pack in packs:
         if pack.solid:
             leaf = where(leaves[pack.segments[0].leaf].path)
             raise ValueError(
-                f"`{option}` cannot {cannot} for {leaf}: it is sharded over another axis of the "
-                f"mesh{why}. Map that axis, too, in `jax.shard_map`, or reduce this leaf in a call "
-                f"of its own without `{option}`."
+                f"`reproducible` cannot hold for {leaf}: it is sharded over another axis of the "
+                "mesh, so that only the compiler's own all-reduce can sum it, in an order of its "
+                "own. Map that axis, too, in `jax.shard_map`, or reduce this leaf in a call of its "
+                "own without `reproducible`."
             )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import jax
 import numpy as np
-from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
@@ -25,16 +23,14 @@ from jaxcoll._plan.packs.leaves import (
     where,
     wire_dtype,
 )
-from jaxcoll._plan.packs.packing import Pack, PackingRule
+from jaxcoll._plan.packs.packing import PackingRule
 from jaxcoll._plan.plan import Plan
-from jaxcoll._plan.planner import make_plan, stages_of_checksum
+from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.wire_formats import PowerSGD
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.algorithms import table as algorithms
-from jaxcoll._spmd.algorithms.table import all_reduce as all_reduce_by
 from jaxcoll._spmd.arithmetic import Recipe, after, before
 from jaxcoll._spmd.axes import already_reduced, as_array, bound_axes, count, listed
-from jaxcoll._spmd.checks import checksum
 from jaxcoll._spmd.pack import pack, unpack
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.sparse import IndexedSlices, alike, gathered, is_sparse
@@ -108,7 +104,7 @@ def all_reduce(
     if residual is not None:
         arrays = with_owed(arrays, leaves, residual, count(axes))
     packs = pack(arrays, plan.packs, leaves, [plan.elements(p) for p in plan.packs])
-    sums, coded = _carry_out(plan, packs, scope.heard, residual is not None)
+    sums, coded = _carry_out(plan, packs, residual is not None)
     hidden = hiding_axis(axes, world)
     reduced = unpack(sums, plan.packs, leaves, one_kernel_a_shape=hidden)
     results = []
@@ -204,13 +200,13 @@ def hiding_axis(axes: Mapping[str, int], world: World) -> str | None:
 
 
 def _carry_out(
-    plan: Plan, packs: Sequence[jax.Array], heard: checksum.Heard, feedback: bool
+    plan: Plan, packs: Sequence[jax.Array], feedback: bool
 ) -> tuple[list[jax.Array], dict[int, tuple[Coded | None, jax.Array | None]]]:
     """Each pack summed, by the stages that the plan has for it, and made the result.
 
     Also, by the numbers of packs in a wire format, what was coded and what was lost beside.
     """
-    sent, totals, coded = [], [], {}
+    totals, coded = [], {}
     how = How(feedback, plan.world.platform)
     for k, (planned, array) in enumerate(zip(plan.packs, packs, strict=True)):
         recipe = cast(Recipe, planned.kind)
@@ -218,14 +214,12 @@ def _carry_out(
             array = before(array, recipe)
             if plan.chained and totals:
                 array = _compat.ordered(array, after=totals[-1])
-            sent.append(array)
             stages = plan.stages(planned)
             if planned.format:
                 total, coded[k] = algorithms.coded_all_reduce(array, stages, recipe.axes, how)
             else:
                 total = algorithms.all_reduce(array, stages, recipe.axes)
             totals.append(total)
-    bad = _corrupted(plan, sent, totals, heard) if plan.checksum else {}
     results, lost = [], {}
     for k, (planned, total) in enumerate(zip(plan.packs, totals, strict=True)):
         recipe = cast(Recipe, planned.kind)
@@ -233,43 +227,10 @@ def _carry_out(
             result = after(total, recipe)
             if planned.format:
                 lost[k] = coded[k], cut_off(total, result, recipe)
-            if k in bad:
-                result = checksum.marked(result, _compat.as_invariant(bad[k], recipe.axes))
             # A quotient that goes into a sum next must not be rounded with it.
             divided = plan.reproducible and (recipe.divisor or recipe.times > 1)
             results.append(_compat.as_stored(result) if divided else result)
     return results, lost
-
-
-def _corrupted(
-    plan: Plan, sent: Sequence[jax.Array], totals: Sequence[jax.Array], heard: checksum.Heard
-) -> dict[int, jax.Array]:
-    """For each pack that travels, how many replicas hold what cannot be its sum."""
-    alike: dict[Any, list[int]] = {}
-    for k, planned in enumerate(plan.packs):
-        recipe = cast(Recipe, planned.kind)
-        if recipe.over and sent[k].size:
-            alike.setdefault((recipe.over, checksum.kind(recipe.wire)), []).append(k)
-    bad = {}
-    for (over, _), packs in alike.items():
-        replicas = count({a: lax.axis_size(a) for a in over})
-        with jax.named_scope(f"{plan.name}/checksum"):
-            found = checksum.corrupted(
-                [sent[k] for k in packs],
-                [totals[k] for k in packs],
-                over,
-                replicas,
-                functools.partial(_added, plan, plan.packs[packs[0]]),
-            )
-            found = checksum.reported(found, over, plan, packs, heard)
-            bad.update({k: found[j] for j, k in enumerate(packs)})
-    return bad
-
-
-def _added(plan: Plan, planned: Pack, few: jax.Array) -> jax.Array:
-    """The sum of few numbers over the replicas over which a pack is summed."""
-    stages = stages_of_checksum(plan, planned, few.size, np.dtype(few.dtype))
-    return all_reduce_by(few, stages, cast(Recipe, planned.kind).axes)
 
 
 def _taken(path: str, leaf: Any, equal: frozenset[str]) -> jax.Array | IndexedSlices:

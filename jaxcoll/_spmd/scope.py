@@ -19,7 +19,6 @@ from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
 from jaxcoll._spmd.axes import listed
-from jaxcoll._spmd.checks.checksum import Heard
 
 
 class _Hashed:
@@ -46,8 +45,6 @@ class Scope(_Hashed):
     # Defaults under the options of each call
     options: CommunicationOptions = CommunicationOptions()
     record: Callable[[Plan], None] = lambda plan: None  # called with each plan that is carried out
-    # Called for each device, when a program runs, with the packs found corrupted (`checksum.py`)
-    heard: Heard = lambda found, group, member: None
     # Called with each deadline that a call inside is given; None: the program is called by others,
     # so that nobody could keep one
     deadline: Callable[[float], None] | None = None

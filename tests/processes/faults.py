@@ -24,7 +24,6 @@ from jaxcoll._dispatch import call_history, watchdog  # noqa: E402
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 
-from cases import HUGE, corrupt_huge_sums  # noqa: E402
 
 WATCH = watchdog.watchdog()
 RANK = WATCH.peers.process
@@ -171,39 +170,6 @@ def done():
     attempt("done", lambda: call(few if RANK else many))
     if RANK == 0:
         attempt("afterwards", lambda: call(few))
-
-
-def corrupted():
-    """Sums with a huge number are wrong on one process; which numbers are huge is data."""
-    corrupt_huge_sums(setattr)
-    checksum = jc.CommunicationOptions(checksum=True)
-
-    def both(x):
-        return jc.all_reduce("sum", {"w": x[0], "b": {"c": x[0, :2]}}, "data")
-
-    plain = jc.data_parallel(both, options=checksum)
-    bounded = jc.data_parallel(both, options=checksum.replace(timeout_seconds=30))
-    huge = 10 * HUGE * ones() if RANK == 1 else ones()
-    for name, f in {"step": plain, "deadline": bounded}.items():
-        attempt(f"{name} before", lambda f=f: f(ones()))
-        attempt(name, lambda f=f: f(huge))
-        attempt(f"{name} afterwards", lambda f=f: f(ones()))
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-    rows = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    value = jc.PerReplica.from_global({"w": jax.make_array_from_process_local_data(rows, huge)})
-    attempt("op", lambda: jc.NcclAllReduce().reduce("sum", value, value, options=checksum).tree)
-
-    @jc.data_parallel(batch_argnums=1, options=checksum)
-    def train(w, x):
-        return w + jc.all_reduce("sum", {"w": x[0]}, "data")["w"], jnp.float32(0)
-
-    for name, times in {"elastic": 0, "elastic once more": 1, "elastic again": 2}.items():
-        batches = iter([ones(), *[huge] * times, ones(), ones()])
-        trainer = jc.Elastic(train, np.zeros(4, "f"), timeout_seconds=30)
-        attempt(
-            name, lambda trainer=trainer, batches=batches: trainer.run(lambda *_: next(batches), 3)
-        )
-    meet("end")
 
 
 def of(processes):

@@ -153,7 +153,7 @@ def test_the_mean_of_many_sums_is_the_sum_with_feedback_alone(feedback):
 
 @pytest.mark.parametrize(
     "more",
-    [{"algorithm": "ring"}, {"reproducible": True}, {"checksum": True}, {"bytes_per_pack": 400}],
+    [{"algorithm": "ring"}, {"reproducible": True}, {"bytes_per_pack": 400}],
     ids=str,
 )
 def test_factors_are_sums_like_any_other(more):
@@ -309,7 +309,7 @@ def test_no_feedback_or_none_that_could_be_kept_is_refused():
 
 
 def test_what_travels_exactly_needs_no_feedback_and_takes_all_options_of_exact_sums():
-    options = OPTIONS.replace(algorithm="ring", checksum=True)
+    options = OPTIONS.replace(algorithm="ring")
     reduce = lambda g: jc.all_reduce("sum", g, "data")
     step = jc.data_parallel(lambda x: reduce(x.sum(0)), mesh=mesh_of(2), options=options)
     x = gaussian(4, 5)

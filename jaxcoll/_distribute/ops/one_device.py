@@ -30,8 +30,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     Law: any destinations will do: more, fewer or other devices than the value lies on. The sum
     is made in one order every time, by one program compiled once for each shape.
 
-    Of the options only `timeout_seconds`, `reproducible` and `checksum` have a meaning: nothing
-    is packed, and copies and one addition leave no choice of implementation.
+    Of the options only `timeout_seconds` and `reproducible` have a meaning: nothing is packed, and
+    copies and one addition leave no choice of implementation.
 
     Args:
       reduce_to_device: where to add: a device or a device string. None: the first destination.
@@ -80,7 +80,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def _prepare(self, batch: Batch) -> list[tuple[Call, Sequence[Reduction]]]:
         op, options = batch.reduce_op, batch.options
-        carried = CommunicationOptions(reproducible=options.reproducible, checksum=options.checksum)
+        carried = CommunicationOptions(reproducible=options.reproducible)
         calls = []
         for reduction in batch.reductions:
             value, device = reduction.value, self._reduce_to_device or reduction.destinations[0]

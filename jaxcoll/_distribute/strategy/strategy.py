@@ -123,7 +123,6 @@ class Strategy:
           RuntimeError: called in a replica function.
           ValueError: an argument is invalid, or lies on other devices.
           DeadlineExceededError: `timeout_seconds` passed.
-          ReductionCorruptedError: a checksum found a wrong sum.
 
         Examples:
           >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])

@@ -107,7 +107,7 @@ def travels_as(
 
 def _is_free(world: World, options: CommunicationOptions) -> bool:
     """Whether Gloo carries the sum, and nothing was asked that 16 bits do not go with."""
-    asked = options.algorithm or options.shards or options.reproducible or options.checksum
+    asked = options.algorithm or options.shards or options.reproducible
     automatic = options.implementation is CommunicationImplementation.AUTO
     return world.over_gloo and not world.partly_mapped and automatic and not asked
 

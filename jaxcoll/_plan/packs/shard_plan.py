@@ -36,11 +36,6 @@ def plan_half(
             f"`{half}` has one shard for each replica, and `shards={options.shards}` asks for "
             "another number: leave `shards` unset."
         )
-    if options.checksum:
-        raise ValueError(
-            f"`{half}` has no checksum, which is of a sum that every replica ends with: leave "
-            "`checksum` unset here, or use `all_reduce`."
-        )
     if named(options.compression) is not None:
         raise ValueError(
             f"`{half}` travels exactly, and `compression` {str(options.compression)!r} is for "
