@@ -22,8 +22,9 @@ from cases import (
 import jaxcoll as jc
 from jaxcoll._compat.compiler import has_compiler
 from jaxcoll._mesh.plan import plan_in
-from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.world import World
+from jaxcoll._prices.predict import predict
+from jaxcoll._prices.rates import rates_of
 from jaxcoll._spmd.wire_formats import int4
 from jaxcoll.bench.workloads import tree_of
 
@@ -343,8 +344,7 @@ GLOO = World("cpu", (4,), 4)
 
 
 def planned(value, world=GLOO, **asked):
-    plan = plan_in(value, world, preset(world), jc.CommunicationOptions(**asked))
-    assert jc.Plan.from_json(plan.to_json()) == plan
+    plan = plan_in(value, world, jc.CommunicationOptions(**asked))
     return plan
 
 
@@ -354,8 +354,9 @@ def test_left_to_jaxcoll_numbers_travel_as_bf16_over_gloo_alone():
     assert {pack.format for pack in exact.packs} == {""}
     auto = planned(value, compression="auto")
     assert [p.shown_type for p in auto.packs if p.format] == ["float32 as bf16"]
-    assert "format: bf16 for 1 leaf, predicted to be faster over Gloo" in str(auto)
-    assert auto.predicted.seconds < exact.predicted.seconds
+    assert "format: bf16 for 1 leaf, which is faster over Gloo" in str(auto)
+    rates = rates_of(exact.world)
+    assert predict(auto, rates).predicted.seconds < predict(exact, rates).predicted.seconds
     for more in ({"algorithm": "ring"}, {"reproducible": True}, {"shards": 2}):
         assert {p.format for p in planned(value, compression="auto", **more).packs} == {""}
     for world in (World("gpu", (8,), 2), World("cpu", (8,))):

@@ -18,7 +18,7 @@ from jaxcoll._distribute.values.destinations import devices_named
 from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica
 from jaxcoll._distribute.values.replica_axis import AXIS
 from jaxcoll._mesh.mesh import line_of
-from jaxcoll._mesh.world import mesh_scope
+from jaxcoll._mesh.scopes import mesh_scope
 from jaxcoll._plan.algorithms import DESCRIPTIONS, TENSORFLOW, canonical
 from jaxcoll._plan.all_reduce_spec import first_that_takes
 from jaxcoll._plan.checks import count, is_integer

@@ -14,7 +14,6 @@ import numpy as np
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from jaxcoll._plan.wire_formats import Bf16, codes, named
 from jaxcoll._plan.world import World
-from jaxcoll._show.codec import OPTIONAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +31,11 @@ class Leaf:
     # Of rows by their indices, the indices' type: they are gathered, in no pack
     indices: np.dtype | None = None
     # Its place in the order in which leaves become ready; None: not known
-    ready: int | None = dataclasses.field(default=None, metadata=OPTIONAL)
+    ready: int | None = None
     # The wire format it travels in, by name (see `wire_formats`); "": exactly
-    format: str = dataclasses.field(default="", metadata=OPTIONAL)
+    format: str = ""
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Elements on one replica."""
         return math.prod(self.shape)
@@ -97,7 +96,9 @@ def travels_as(
 ) -> tuple[np.dtype, str]:
     """The type in which a dense leaf is summed, and the name of the format it travels in."""
     format = named(options.compression)
+    # Codes win where each process sends its own: devices of one process would each code as much.
     auto = options.compression == "auto" and dtype.name == "float32"
+    auto = auto and (world.processes == world.replicas or world.inner > 0)
     if format is None and (auto or dtype.name == "bfloat16") and _is_free(world, options):
         format = Bf16()
     if codes(format, shape, dtype):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
 
@@ -15,7 +16,6 @@ import numpy as np
 
 from jaxcoll._plan import wire_formats
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._show.codec import OPTIONAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Pack:
     solid: bool = False  # it is one whole leaf, which must keep its shape
     algorithm: str = "native"  # what sums it, a canonical name; "inner/outer" for one of two parts
     # The wire format it travels in; of two parts the outer one does. "": exactly
-    format: str = dataclasses.field(default="", metadata=OPTIONAL)
+    format: str = ""
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Elements on one replica."""
         return sum(s.size for s in self.segments)
@@ -134,11 +134,15 @@ def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
     inside a pack; leaves that do not travel are in none. Packs are ordered by the first leaf
     they carry; with `ReadyOrder` leaves and packs are in the order in which they are ready.
     """
-    solid = ([_whole(leaves, i)] for i, leaf in enumerate(leaves) if leaf.travels and leaf.solid)
+    runs = [[Segment(i, 0, x.size)] for i, x in enumerate(leaves) if x.travels and x.solid]
+    if rule == UNPACKED:
+        runs = [[Segment(i, 0, x.size)] for i, x in enumerate(leaves) if x.travels]
+    else:
+        runs += _shared(leaves, rule)
     packs = [
-        Pack(*_agreement(first)[:3], tuple(segments), first.solid, format=first.format)
-        for segments in itertools.chain(solid, _shared(leaves, rule))
-        for first in [leaves[segments[0].leaf]]
+        Pack(first.wire, first.over, first.kind, tuple(run), first.solid, format=first.format)
+        for run in runs
+        for first in [leaves[run[0].leaf]]
     ]
     if isinstance(rule, ReadyOrder):
         return tuple(sorted(packs, key=lambda p: max(_ready(leaves, s.leaf) for s in p.segments)))
@@ -189,7 +193,9 @@ def _whole(leaves: Sequence[Leaf], i: int) -> Segment:
 
 
 def _ready(leaves: Sequence[Leaf], i: int) -> int:
-    return leaves[i].ready or 0
+    # Parameters are mostly listed in the order of use, and a backward pass goes the other way.
+    ready = leaves[i].ready
+    return -i if ready is None else ready
 
 
 def _tapering(
