@@ -70,19 +70,21 @@ class Choice:
         return self.small if pack.nbytes <= self.limit else self.algorithm
 
 
+_NATIVE = Choice("native", "native", 0, "shuffle")
+
+
 def choose(options: CommunicationOptions, world: World) -> Choice:
     """Return the algorithms that are asked for, or else those that suit the world.
 
     Raises:
       ValueError: options ask for what does not fit the world, or one another.
     """
-    algorithm = asked_algorithm(options, world)
-    small, limit = algorithm, 0
     if not is_asked(options):
-        algorithm, small, limit = _automatic(world)
+        return _automatic(world)
+    algorithm = asked_algorithm(options, world)
     owned = owns_shards(algorithm)
     parts, owners = (1, options.shards) if owned else (options.shards or 1, 0)
-    return Choice(algorithm, small, limit, coded_by(algorithm), parts, owners)
+    return Choice(algorithm, algorithm, 0, coded_by(algorithm), parts, owners)
 
 
 def is_asked(options: CommunicationOptions) -> bool:
@@ -92,8 +94,8 @@ def is_asked(options: CommunicationOptions) -> bool:
     )
 
 
-def _automatic(world: World) -> tuple[str, str, int]:
-    """Return what sums large packs and small ones, and the most bytes of a small one.
+def _automatic(world: World) -> Choice:
+    """Return the algorithms that suit a world, where options leave the choice.
 
     Exchanges of our own are for CPU processes, where halving and doubling in pairs was never
     slower than a shuffle, nor a shuffle than a ring (docs/performance.md); elsewhere the
@@ -102,17 +104,18 @@ def _automatic(world: World) -> tuple[str, str, int]:
     network joins them is not known, and on a slow one that gains more than it costs on a fast one.
     """
     if not world.over_gloo or world.partly_mapped:
-        return "native", "native", 0
+        return _NATIVE
     limit = EXCHANGED * min(world.processes, MOST_PROCESSES)
     if world.hosts > 1:
         limit //= BETWEEN_HOSTS
     if 0 < world.inner < len(world.sizes):
         outer, inner = world.sizes[: -world.inner], world.sizes[-world.inner :]
         within = "".join(f"{exchange_within(size, world)}/" for size in reversed(inner))
-        return f"{within}native", f"{within}{exchange(math.prod(outer))}", limit
+        pairs = exchange(math.prod(outer))
+        return Choice(f"{within}native", f"{within}{pairs}", limit, f"{within}shuffle")
     if len(world.sizes) == 1 and world.processes == world.replicas:
-        return "native", exchange(world.replicas), limit
-    return "native", "native", 0
+        return Choice("native", exchange(world.replicas), limit, "shuffle")
+    return _NATIVE
 
 
 def packing_for(options: CommunicationOptions, world: World, coded: bool = False) -> PackingRule:

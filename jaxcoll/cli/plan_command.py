@@ -22,8 +22,8 @@ from jaxcoll.cli import flags
 from jaxcoll.cli.streams import patience, terminal_width
 
 EPILOG = """\
-Nothing is compiled, and nothing runs: a plan is made from shapes, and its time is predicted by the
-cost model (docs/cost_model.md). --simulate takes the tree as one array. The exit status is 0, or 2
+Nothing is compiled, and nothing runs: a plan is made from shapes, and its time is predicted from
+a table of rates (docs/cost_model.md). --simulate takes the tree as one array. The exit status is 0, or 2
 with one line on standard error.
 """
 

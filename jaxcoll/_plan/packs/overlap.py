@@ -72,8 +72,10 @@ def is_wanted(
     Exchanges of our own are not chained without being asked. In the backward pass itself the
     order is that of the gradients.
     """
-    if options.overlap is not None or not wants_order(options, world) or algorithm != "native":
-        return bool(options.overlap)
+    if options.overlap is not None:
+        return options.overlap
+    if world.platform != "gpu" or world.replicas == 1 or algorithm != "native":
+        return False
     is_known = in_backward or any(leaf.ready is not None for leaf in leaves)
     return is_known and sum(leaf.nbytes for leaf in leaves if leaf.travels) > 2 * LAST
 
