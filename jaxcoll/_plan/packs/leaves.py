@@ -16,6 +16,10 @@ from jaxcoll._plan.wire_formats import Bf16, codes, named
 from jaxcoll._plan.world import World
 
 
+CODED_BY_ITSELF = 64 << 10
+"""Bytes of the smallest leaf that `compression="auto"` sends as bfloat16 over Gloo."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One array of a tree, by its shape."""
@@ -96,9 +100,10 @@ def travels_as(
 ) -> tuple[np.dtype, str]:
     """The type in which a dense leaf is summed, and the name of the format it travels in."""
     format = named(options.compression)
-    # Codes win where each process sends its own: devices of one process would each code as much.
     auto = options.compression == "auto" and dtype.name == "float32"
+    # Devices of one process would each code as much, and small leaves would be arrays of their own.
     auto = auto and (world.processes == world.replicas or world.inner > 0)
+    auto = auto and math.prod(shape) * dtype.itemsize >= CODED_BY_ITSELF
     if format is None and (auto or dtype.name == "bfloat16") and _is_free(world, options):
         format = Bf16()
     if codes(format, shape, dtype):
