@@ -8,23 +8,13 @@ from jaxcoll._plan import wire_formats
 from jaxcoll._plan.algorithms import DESCRIPTIONS
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.overlap import OPTIONS
-from jaxcoll._plan.packs.packing import (
-    UNPACKED,
-    BytesPerPack,
-    GroupSmall,
-    NumPacks,
-    Pack,
-    PackingRule,
-    ReadyOrder,
-)
+from jaxcoll._plan.packs.overlap import OPTIONS, ReadyOrder
+from jaxcoll._plan.packs.packing import UNPACKED, Pack, PackingRule
 from jaxcoll._plan.packs.shard_layout import LANES
-from jaxcoll._plan.rule import asked_algorithm, choose, half_algorithm, is_asked
+from jaxcoll._plan.rule import CODES, PACKED, asked_algorithm, choose, half_algorithm, is_asked
 from jaxcoll._plan.wire_formats import named
 from jaxcoll._plan.world import World
-from jaxcoll._show.units import counted
-
-KiB, MiB = 1 << 10, 1 << 20
+from jaxcoll._show.units import binary_size, counted
 
 
 def of_reduction(
@@ -38,7 +28,7 @@ def of_reduction(
 ) -> Iterator[str]:
     """Yield a sentence for each decision about an all-reduce; `apart`: packs travel one by one."""
     if not apart or not isinstance(packing, ReadyOrder):
-        yield f"packs: {in_words(packing)}{_why_packed(options, world, packing, apart)}"
+        yield f"packs: {packing}{_why_packed(options, world, packing, apart)}"
     yield _why_algorithm(asked_algorithm(options, world), options, world)
     yield from _asked(options, world)
     exact = [pack for pack in packs if not pack.solid and not pack.format]
@@ -49,8 +39,8 @@ def of_reduction(
                 "crosses between them"
             )
         elif any(pack.algorithm != "native" for pack in exact):
-            limit = choose(options, world).limit
-            yield f"packs of at most {in_bytes(limit)}: by exchanges of our own, which start sooner"
+            most = binary_size(choose(options, world).limit)
+            yield f"packs of at most {most}: by exchanges of our own, which start sooner"
     if apart:
         yield from _of_overlap(leaves, packs, packing, world, in_backward)
     elif any(pack.algorithm == "native" and not pack.is_leaf(leaves) for pack in exact):
@@ -100,35 +90,6 @@ def of_half(
         yield by_options(world.platform, "loop" if in_layers else collective.replace("_", "-"))
 
 
-def in_words(rule: PackingRule | None) -> str:
-    """Return a rule in words.
-
-    Examples:
-      >>> in_words(BytesPerPack(16 << 20, 2 << 20))
-      'leaves over 2 MiB alone, others in packs of at most 16 MiB'
-    """
-    match rule:
-        case BytesPerPack(limit, None):
-            return f"at most {in_bytes(limit)}" if limit else "every leaf alone"
-        case BytesPerPack(limit, alone):
-            return (
-                f"leaves over {in_bytes(alone)} alone, others in packs of at most {in_bytes(limit)}"
-            )
-        case NumPacks(count):
-            return f"{count} of near-equal bytes"
-        case GroupSmall(most, group):
-            return f"neighbours of at most {in_bytes(most)}, up to {group} together"
-    return "in the order in which leaves become ready"
-
-
-def in_bytes(size: int) -> str:
-    """Return a size in the largest unit that divides it."""
-    for unit, name in ((MiB, "MiB"), (KiB, "KiB")):
-        if size >= unit and size % unit == 0:
-            return f"{size // unit} {name}"
-    return f"{size} bytes"
-
-
 def by_options(platform: str, kind: str = "all-reduce") -> str:
     """Return the compiler options that keep packs apart, in a sentence."""
     options, in_loops = OPTIONS.get((platform, kind), {}), kind == "loop"
@@ -150,11 +111,11 @@ def by_options(platform: str, kind: str = "all-reduce") -> str:
 def _why_packed(
     options: CommunicationOptions, world: World, packing: PackingRule | None, apart: bool
 ) -> str:
-    if isinstance(packing, NumPacks | GroupSmall) or options.bytes_per_pack:
-        return ", as asked"
-    if apart:
+    if apart and not options.bytes_per_pack:
         return ", each sent when its gradients are there, in no other order"
-    if world.over_gloo and packing != UNPACKED:
+    if packing not in (UNPACKED, PACKED, CODES) or options.bytes_per_pack:
+        return ", as asked"
+    if packing != UNPACKED and world.over_gloo:
         return ": over Gloo an array takes long to start, and a large one longer to copy"
     if packing != UNPACKED:
         return ", because no compiler combines exchanges of codes"

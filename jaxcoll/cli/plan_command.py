@@ -23,8 +23,8 @@ from jaxcoll.cli.streams import patience, terminal_width
 
 EPILOG = """\
 Nothing is compiled, and nothing runs: a plan is made from shapes, and its time is predicted from
-a table of rates (docs/cost_model.md). --simulate takes the tree as one array. The exit status is 0, or 2
-with one line on standard error.
+a table of rates (docs/cost_model.md). --simulate takes the tree as one array. The exit status is 0,
+or 2 with one line on standard error.
 """
 
 

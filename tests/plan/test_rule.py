@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import jaxcoll as jc
 from benchmarks import predicted_regret
-from jaxcoll._plan.explain import in_words
+from jaxcoll._distribute.ops.packing import GroupSmall, NumPacks
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack, GroupSmall, NumPacks
+from jaxcoll._plan.packs.packing import UNPACKED, BytesPerPack
 from jaxcoll._plan.planner import make_plan
 from jaxcoll._plan.rule import BETWEEN_HOSTS, CODES, EXCHANGED, PACKED, choose, packing_for
 from jaxcoll._plan.world import World
@@ -148,7 +148,7 @@ def test_a_plan_of_two_levels_says_so():
 
 def test_rules_in_words():
     rules = [UNPACKED, BytesPerPack(1 << 20), BytesPerPack(7), NumPacks(2), GroupSmall(1 << 10, 3)]
-    assert [in_words(rule) for rule in rules] == [
+    assert [str(rule) for rule in rules] == [
         "every leaf alone", "at most 1 MiB", "at most 7 bytes", "2 of near-equal bytes",
         "neighbours of at most 1 KiB, up to 3 together",
     ]  # fmt: skip

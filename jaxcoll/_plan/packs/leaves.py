@@ -15,7 +15,6 @@ from jaxcoll._plan.options import CommunicationImplementation, CommunicationOpti
 from jaxcoll._plan.wire_formats import Bf16, codes, named
 from jaxcoll._plan.world import World
 
-
 CODED_BY_ITSELF = 64 << 10
 """Bytes of the smallest leaf that `compression="auto"` sends as bfloat16 over Gloo."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxcoll._plan.options import CommunicationOptions
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import BytesPerPack, ReadyOrder
+from jaxcoll._plan.packs.packing import BytesPerPack, PackingRule, Segment, alike, whole
 from jaxcoll._plan.world import World
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -47,6 +48,73 @@ OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
 }
 """What keeps packs apart in a program that is compiled for a platform, by their collective; of the
 kind "loop" what lets a gather and a scatter of other layers be under way in one turn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadyOrder(PackingRule):
+    """Packs in the order in which leaves become ready, small ones at the end.
+
+    A pack holds at most `limit` bytes, and at most a quarter of what is still to come with it; but
+    `last` bytes in any case. So what is left when nothing is computed any more is small. Leaves
+    of more than `limit` bytes travel alone and whole; only towards the end leaves are cut. Those
+    of less than `small` bytes, `last` bytes of them at most, wait for the last pack, so that they
+    cost the large ones between them no copy.
+    """
+
+    limit: int
+    last: int
+    small: int
+
+    def runs(self, leaves: Sequence[Leaf]) -> Iterator[list[Segment]]:
+        """Yield packs of leaves that are alike, one after another."""
+        for members in alike(leaves):
+            yield from self._tapering(leaves, sorted(members, key=lambda i: _ready(leaves, i)))
+
+    def place(self, leaves: Sequence[Leaf], segments: Sequence[Segment]) -> Any:
+        """Return when the last of the leaves is ready."""
+        return max(_ready(leaves, s.leaf) for s in segments)
+
+    def _tapering(self, leaves: Sequence[Leaf], members: Sequence[int]) -> Iterator[list[Segment]]:
+        # Small leaves wait for the last pack: copied into those between, they would have these
+        # copied.
+        waiting: set[int] = set()
+        for i in members:
+            with_it = sum(leaves[k].nbytes for k in waiting) + leaves[i].nbytes
+            if leaves[i].nbytes < self.small and with_it <= self.last:
+                waiting.add(i)
+        rest = sum(leaves[i].nbytes for i in members if i not in waiting)
+        pack: list[Segment] = []
+        room = 0
+        for i in members:
+            start = leaves[i].size if i in waiting else 0
+            while start < leaves[i].size:
+                if not pack:
+                    # XLA places the last collectives beside the optimizer, behind no matrix
+                    # product, so what is left for the end has to be little (docs/decisions.md).
+                    room = max(self.last, min(self.limit, rest // 4))
+                left = leaves[i].size - start
+                width = leaves[i].wire.itemsize
+                size = min(left, max(room // width, not pack))
+                if size < left and rest // 4 >= self.limit:  # not near the end: leaves stay whole
+                    size = 0 if pack else left
+                if size:
+                    pack.append(Segment(i, start, size))
+                start, room, rest = start + size, room - size * width, rest - size * width
+                if not size or room < width:
+                    yield pack
+                    pack = []
+        last = [whole(leaves, i) for i in members if i in waiting]
+        together = sum(leaves[s.leaf].wire.itemsize * s.size for s in pack + last) <= self.limit
+        yield from filter(None, [pack + last] if together else [pack, last])
+
+    def __str__(self) -> str:
+        return "in the order in which leaves become ready"
+
+
+def _ready(leaves: Sequence[Leaf], i: int) -> int:
+    # Parameters are mostly listed in the order of use, and a backward pass goes the other way.
+    ready = leaves[i].ready
+    return -i if ready is None else ready
 
 
 def wants_order(options: CommunicationOptions, world: World) -> bool:
