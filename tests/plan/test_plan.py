@@ -77,11 +77,10 @@ def test_a_long_table_is_cut_and_counts_the_rest():
 
 def test_is_the_plan_that_a_step_carries_out():
     options = jc.CommunicationOptions(bytes_per_pack=64, implementation="ring")
-    step = jc.data_parallel(lambda t, x: jc.all_reduce("sum", {**t, "w": x.sum() * t["w"]}, "data",
-                            invariant="replicated"), options=options)  # fmt: skip
+    step = jc.data_parallel(lambda t, x: jc.all_reduce("sum", t, "data"), options=options)
     tree = {"w": np.ones((3, 3), "f"), "b": np.ones(5, np.int32), "h": np.ones(2, np.float16)}
     (made,) = step.plans(tree, np.ones((8, 2), "f"))
-    asked = jc.plan({"w": tree["w"]}, axis_size=8, reduce_op="sum", options=options)
+    asked = jc.plan(tree, axis_size=8, reduce_op="sum", options=options)
     assert [p.nbytes for p in made.packs] == [p.nbytes for p in asked.packs]
     assert made.reasons == asked.reasons
     assert made.world == asked.world
