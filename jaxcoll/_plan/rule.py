@@ -39,7 +39,7 @@ CODES = BytesPerPack(64 * MiB)
 compiles 18 kernels: build times of `bench --devices 4 --tree resnet50 --algorithms
 native+int8@16MiB,native+int8@64MiB`."""
 
-EXCHANGED, MOST_PROCESSES = 768 * KiB, 8
+EXCHANGED, MOST_PROCESSES = 512 * KiB, 8
 """Bytes, for each of at most so many processes on one host, of the largest pack that exchanges of
 our own sum: up to there they save a quarter of Gloo's time, for they compile a dozen kernels.
 `bench --processes N --sizes 512KiB:8MiB --algorithms native,halving-doubling`, N = 2, 4 and 8."""
