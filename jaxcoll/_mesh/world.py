@@ -94,7 +94,7 @@ def _most(owners: np.ndarray, shape: dict[str, int], axes: Iterable[str]) -> int
 
 def _hosts(devices: Iterable[jax.Device]) -> dict[int, int]:
     """Return the host (TPU: slice) of each process, as far as JAX, or the job of CPUs, tells."""
-    of_processes = hosts_of_job().of_processes
+    of_processes = hosts_of_job()
     return {d.process_index: _host(d, of_processes) for d in devices}
 
 

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxcoll._cluster.hosts import Hosts
 from jaxcoll._mesh import world
 from jaxcoll._mesh.world import _host, mesh_world
 from jaxcoll._plan.world import World
@@ -72,7 +71,7 @@ def test_inner_axes_are_those_that_stay_within_hosts(monkeypatch, hosts, axes, m
         [SimpleNamespace(platform="cpu", device_kind="cpu", process_index=k) for k in range(4)]
     )
     mesh = SimpleNamespace(devices=devices.reshape(2, 2), axis_names=("outer", "inner"))
-    monkeypatch.setattr(world, "hosts_of_job", lambda: Hosts(hosts, 4, known=True))
+    monkeypatch.setattr(world, "hosts_of_job", lambda: hosts)
     found = mesh_world(mesh, axes)
     assert (found.hosts, found.inner) == (met, inner)
 
