@@ -67,7 +67,7 @@ class Choice:
             return "native"
         if pack.format:
             return self.coded
-        return self.small if pack.nbytes <= self.limit else self.algorithm
+        return self.small if self.limit and pack.nbytes <= self.limit else self.algorithm
 
 
 _NATIVE = Choice("native", "native", 0, "shuffle")

@@ -139,9 +139,12 @@ def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
     Law: a pack holds one dtype and one kind, summed over the same axes; leaves keep their order
     inside a pack; leaves that do not travel are in none. Packs are in the order of the rule.
     """
-    runs = [[whole(leaves, i)] for i, leaf in enumerate(leaves) if leaf.travels and leaf.solid]
-    runs += rule.runs(leaves)
-    runs.sort(key=lambda run: rule.place(leaves, run))
+    if rule == UNPACKED:
+        runs = [[Segment(i, 0, leaf.size)] for i, leaf in enumerate(leaves) if leaf.travels]
+    else:
+        runs = [[whole(leaves, i)] for i, leaf in enumerate(leaves) if leaf.travels and leaf.solid]
+        runs += rule.runs(leaves)
+        runs.sort(key=lambda run: rule.place(leaves, run))
     return tuple(
         Pack(first.wire, first.over, first.kind, tuple(run), first.solid, format=first.format)
         for run in runs
