@@ -67,10 +67,6 @@ if jax.__version_info__ < (0, 11):
     mlir.make_ir_context = context_of_thread
 
 
-# Nobody's own calibration changes a test.
-os.environ.pop("JAXCOLL_TERMS", None)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     # A folder that stays from run to run: Matplotlib keeps its list of fonts there.
     cache = Path(config.rootpath) / ".pytest_cache" / "user"

@@ -115,12 +115,11 @@ def measure(
     progress("values")
     leaves = [{"shape": x.shape, "dtype": x.dtype.name} for x in workload.leaves]
     team.do("prepare", leaves=leaves, reduce_op="mean")
-    terms = team.do("costs")[0]["usual"]
     names = []
     for first, stop in parts_of(workload, parts):
         names.append(f"leaves {first} to {stop - 1}")
         progress(f"build {names[-1]}")
-        team.do("build", name=names[-1], algorithm=algorithm, first=first, stop=stop, terms=terms)
+        team.do("build", name=names[-1], algorithm=algorithm, first=first, stop=stop)
 
     def seconds(compute: float, *, send: bool = True) -> float:
         return max(team.do("pipelined", names=names, compute=compute, send=send))

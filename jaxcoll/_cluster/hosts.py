@@ -8,15 +8,12 @@ kernel, one network namespace. Each process publishes that once, in the coordina
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import socket
 import threading
 import time
-from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 from jaxcoll._cluster.timing import HOSTS_SECONDS
 from jaxcoll._compat.coordination import Store, store
@@ -27,57 +24,34 @@ HOST = "JAXCOLL_HOST"
 _PUBLISHED, _AGREED = "jaxcoll/hosts", "jaxcoll/hosts_agreed"
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 _POLL_SECONDS = 0.02
-_USUAL_CORES = 2
 
 _lock = threading.Lock()
-_known: tuple[Store, Hosts] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Hosts:
-    """The hosts of a job."""
-
-    # For each process the number of the first process on its host
-    of_processes: tuple[int, ...] = (0,)
-    cores: int = _USUAL_CORES  # that the processes of a host share, on the host with the fewest
-    # Whether all processes have published where they are. If not, one host is assumed
-    known: bool = False
-
-    @property
-    def are_one(self) -> bool:
-        """Whether all processes are known to be on one host."""
-        return self.known and len(set(self.of_processes)) == 1
-
-
-class _Place(NamedTuple):
-    """Where a process is: on which host, under which kernel, with how many cores."""
-
-    host: str
-    kernel: str
-    cores: int
+_known: tuple[Store, tuple[int, ...]] | None = None
 
 
 def publish_host() -> None:
     """Let the other processes of the job know on which host this one is."""
     if keys := store():
         # A process that was started again, perhaps elsewhere, keeps what the others have read.
-        keys.agree(f"{_PUBLISHED}/{keys.process}", json.dumps(_place()))
+        keys.agree(f"{_PUBLISHED}/{keys.process}", _place())
 
 
-def hosts_of_job() -> Hosts:
-    """The hosts of this job.
+def hosts_of_job() -> tuple[int, ...]:
+    """Return for each process of this job the number of the first process on its host.
 
-    Law: it is the same in all processes, and stays so. Where not all processes have published
-    theirs within `HOSTS_SECONDS`, all assume that they share one.
+    It is the same in all processes, and stays so. Where not all processes have published theirs
+    within `HOSTS_SECONDS`, all assume that they share one host.
     """
     global _known
     with _lock:
         keys = store()
         if keys is not None and keys.processes > 1:
             if _known is None or not _known[0].is_of(keys):
-                _known = keys, _hosts(_agreed(keys), keys.processes)
+                places = _agreed(keys)
+                hosts = tuple(map(places.index, places)) or (0,) * keys.processes
+                _known = keys, hosts
         elif _known is None:
-            return Hosts((0,), os.cpu_count() or 1, known=True)
+            return (0,)
         # Without the coordinator, which may have died, what was agreed still holds.
         return _known[1]
 
@@ -96,23 +70,14 @@ def _agreed(keys: Store) -> list[str]:
     return json.loads(decided)
 
 
-def _hosts(published: list[str], processes: int) -> Hosts:
-    if not published:
-        return Hosts((0,) * processes)
-    places = [_Place(*json.loads(text)) for text in published]
-    hosts = [place.host for place in places]
-    # Containers that share a machine share its cores.
-    sharing = Counter(kernel for _, kernel in {place[:2] for place in places})
-    cores = min(max(1, place.cores // sharing[place.kernel]) for place in places)
-    return Hosts(tuple(map(hosts.index, hosts)), cores, known=True)
-
-
-def _place() -> _Place:
+def _place() -> str:
+    """Return the name of the host that this process is on."""
+    if given := os.environ.get(HOST):
+        return given
     name = kernel = socket.gethostname()
     network = ""
     try:
         kernel, network = _BOOT.read_text().strip(), os.readlink(_NETWORK)
     except OSError:
         pass  # not Linux: the name has to do
-    host = os.environ.get(HOST) or f"{name} {kernel} {network}"
-    return _Place(host, kernel, os.cpu_count() or 1)
+    return f"{name} {kernel} {network}"

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxcoll._plan.cost.clusters import Topology
+from jaxcoll._mesh.clusters import Topology
 
 AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, get_args
 
@@ -10,15 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxcoll._mesh.machine_costs import terms_here
+from jaxcoll._mesh.clusters import topology_named, topology_world
 from jaxcoll._mesh.mesh import axis_names, checked_mesh
 from jaxcoll._mesh.placement import is_array
-from jaxcoll._mesh.world import mesh_world, topology_world
+from jaxcoll._mesh.world import mesh_world
 from jaxcoll._plan import wire_formats
 from jaxcoll._plan.checks import is_integer
-from jaxcoll._plan.cost.clusters import topology_named
-from jaxcoll._plan.cost.presets import preset
-from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp, checked
 from jaxcoll._plan.packs.leaves import Leaf, check_reducible, dtype_of, flattened, travels_as, where
 from jaxcoll._plan.packs.shard_layout import layout_of
@@ -27,6 +23,8 @@ from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.planner import in_factors, make_plan
 from jaxcoll._plan.wire_formats import PowerSGD
 from jaxcoll._plan.world import World
+from jaxcoll._prices.predict import predict
+from jaxcoll._prices.rates import rates_of
 from jaxcoll._spmd.reduce_scatter import plan_scatter
 from jaxcoll._spmd.scope import Scope
 from jaxcoll._spmd.shards import sharded_leaves
@@ -79,10 +77,18 @@ def plan(
     """
     op = ReduceOp.of(reduce_op)
     world = _world(topology, axis_size, mesh, axis_name)
-    # What was measured on this machine says nothing of another cluster.
-    terms = terms_here(world) if topology is None else preset(world)
+    return predict(_plan(value, world, options, op, collective), rates_of(world))
+
+
+def _plan(
+    value: Any,
+    world: World,
+    options: CommunicationOptions | None,
+    op: ReduceOp,
+    collective: str,
+) -> Plan:
     if collective == "all_reduce":
-        return plan_in(value, world, terms, options, op)
+        return plan_in(value, world, options, op)
     if collective not in get_args(Half):
         raise ValueError(
             "`collective` must be 'all_reduce', 'reduce_scatter' or 'all_gather'; got "
@@ -91,20 +97,19 @@ def plan(
     given, axes = checked(options), {f"axis{i}": n for i, n in enumerate(world.sizes)}
     treedef, leaves = sharded_leaves(value, axes, "plan")
     if collective == "reduce_scatter":
-        scope = Scope(lambda _: world, lambda _: terms, given)
+        scope = Scope(lambda _: world, given)
         return plan_scatter(treedef, leaves, op, axes, world, scope)[0]
     layout = layout_of(treedef, leaves, world.replicas, given.bytes_per_pack)
-    return plan_half("all_gather", ReduceOp.SUM, layout.packs, layout.leaves, given, world, terms)
+    return plan_half("all_gather", ReduceOp.SUM, layout.packs, layout.leaves, given, world)
 
 
 def plan_in(
     value: Any,
     world: World,
-    terms: Terms,
     options: CommunicationOptions | None = None,
     reduce_op: ReduceOp = ReduceOp.MEAN,
 ) -> Plan:
-    """The plan of `plan` in a world that is known."""
+    """Return the plan of an `all_reduce` in a world that is known, without a prediction."""
     asked = checked(options)
     format = asked.compression
     given = asked.replace(compression=UNSET) if isinstance(format, PowerSGD) else asked
@@ -113,10 +118,9 @@ def plan_in(
     ]
     wire_formats.check_any_coded(format, [leaf.dtype for leaf in leaves])
     if not isinstance(format, PowerSGD):
-        return make_plan(reduce_op, leaves, given, world, terms=terms)
+        return make_plan(reduce_op, leaves, given, world)
     leaves, matrices = in_factors(leaves, format)
-    found = make_plan(reduce_op, leaves, given, world, terms=terms)
-    return dataclasses.replace(found, reasons=(*found.reasons, format.reason(matrices)))
+    return make_plan(reduce_op, leaves, given, world, notes=(format.reason(matrices),))
 
 
 def _leaf(

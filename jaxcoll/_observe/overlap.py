@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from jaxcoll._observe.parse.calls import Matmul
 from jaxcoll._observe.parse.collective import Collective, Groups
-from jaxcoll._plan.cost.model import Met, collective
-from jaxcoll._plan.cost.terms import Terms
+from jaxcoll._prices.predict import Group, collective
+from jaxcoll._prices.rates import Rates
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 """The kinds of collective that carry gradients."""
@@ -61,7 +61,7 @@ def exposed(
     collectives: Sequence[Collective],
     seconds: Sequence[float],
     matmuls: Sequence[Matmul],
-    terms: Terms,
+    terms: Rates,
 ) -> list[float] | None:
     """Of each collective the seconds in one run that no matrix product hides.
 
@@ -74,10 +74,10 @@ def exposed(
     """
     left = [c.turns * each for c, each in zip(collectives, seconds, strict=True)]
     for m, open_now in _meetings(collectives, matmuls):
-        if open_now and not terms.rates:
+        if open_now and not terms.products:
             return None
         # Earliest deadline first: `open_now` is sorted by end, which makes greedy hide the most.
-        rate = terms.rate(m.dtype)
+        rate = terms.product_rate(m.dtype)
         spare = m.turns * m.flops / rate if rate else 0.0
         for k in open_now:
             hidden = min(left[k], spare)
@@ -103,16 +103,16 @@ def _meetings(
         yield m, [k for _, k in sorted(open_now)]
 
 
-def predicted(c: Collective, terms: Terms) -> float:
+def predicted(c: Collective, terms: Rates) -> float:
     """Seconds of `c` each time it is carried out, alone; 0.0 for a group of one."""
-    met = _met(c.groups, terms.key.per_island)
-    if met.n == 1:
+    group = _group(c.groups, terms.per_island)
+    if group.n == 1:
         return 0.0
-    return collective(c.kind, c.nbytes, met, terms).seconds + terms.array * len(c.operands)
+    return collective(c.kind, c.nbytes, group, terms).seconds + terms.array * len(c.operands)
 
 
 @functools.lru_cache(64)
-def _met(groups: Groups, per_island: int) -> Met:
+def _group(groups: Groups, per_island: int) -> Group:
     """Devices of the largest group, most of them on one island, and islands of it."""
     # JAX numbers devices host by host, so a number divided by the size of an island is the island.
     n = near = islands = 1
@@ -120,4 +120,4 @@ def _met(groups: Groups, per_island: int) -> Met:
         met = Counter(device // per_island for device in set(group))
         n = max(n, met.total())
         near, islands = max(near, *met.values()), max(islands, len(met))
-    return Met(n, near, islands)
+    return Group(n, near, islands)

@@ -19,8 +19,8 @@ from jaxcoll._observe.parse.narrow_sums import narrow_sums
 from jaxcoll._observe.parse.stablehlo import read_stablehlo
 from jaxcoll._observe.report_data import PackedLeaves, ReportData
 from jaxcoll._observe.timeline import trace
-from jaxcoll._plan.cost.terms import Terms, terms_of
 from jaxcoll._plan.plan import Plan
+from jaxcoll._prices.rates import Rates
 from jaxcoll._show import codec
 
 _SAME = ("name", "where", "devices", "instructions", "uncounted", "notes")
@@ -101,7 +101,7 @@ class Report(ReportData):
             ],
             "matmuls": [list(codec.plain(m).values()) for m in self.matmuls],
             "loops": [list(codec.plain(x).values()) for x in self.loops],
-            "terms": None if self.terms is None else self.terms.to_dict(),
+            "terms": None if self.terms is None else codec.plain(self.terms),
             "memory_bytes_per_device": self.memory_bytes,
         }
 
@@ -139,7 +139,7 @@ class Report(ReportData):
                         for p in data["packs"]
                     ],
                 ),
-                terms=None if data["terms"] is None else terms_of(data["terms"]),
+                terms=None if data["terms"] is None else codec.read(Rates, data["terms"]),
                 memory_bytes=data.get("memory_bytes_per_device"),
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -254,7 +254,7 @@ def report_of(
     requested: str | None = None,
     plans: Sequence[Plan] = (),
     where: str = "",
-    terms: Terms | None = None,
+    terms: Rates | None = None,
     notes: Sequence[str] = (),
     memory: Mapping[str, int] | None = None,
 ) -> Report:

@@ -11,9 +11,9 @@ from jaxcoll._observe.match import Origin
 from jaxcoll._observe.overlap import Overlap, exposed, overlap, predicted
 from jaxcoll._observe.parse.calls import Loop, Matmul
 from jaxcoll._observe.parse.collective import Collective, runs, wire_bytes
-from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.scope_names import names, pack_of
+from jaxcoll._prices.rates import Rates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ReportData:
     instructions: int
     uncounted: tuple[str, ...]
     notes: tuple[str, ...]
-    terms: Terms | None = None
+    terms: Rates | None = None
     memory_bytes: int | None = None
     plans: tuple[Plan, ...] = dataclasses.field(default=(), compare=False, repr=False)
 

@@ -50,7 +50,7 @@ def timeline(report: ReportData) -> Timeline:
       ValueError: the terms are not known.
     """
     terms = report.terms
-    if terms is None or (report.matmuls and not terms.rates):
+    if terms is None or (report.matmuls and not terms.products):
         raise ValueError(
             "a timeline needs to know what collectives and matrix products take, and the terms of "
             f"this report are {'not known' if terms is None else 'without rates'}: compile for an "
@@ -62,7 +62,7 @@ def timeline(report: ReportData) -> Timeline:
     open_now: dict[int, tuple[float, float, float]] = {}
     for event, k in _played(report):
         if isinstance(event, Matmul):
-            spent = event.flops / (terms.rate(event.dtype) or float("inf"))
+            spent = event.flops / (terms.product_rate(event.dtype) or float("inf"))
             products.append((here, here + spent))
             here += spent
         elif event == "start":

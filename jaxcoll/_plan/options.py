@@ -176,10 +176,10 @@ class CommunicationOptions:
         codes, these are added in float32, and the sum is coded once more: two roundings for any
         number of replicas. Coded are floats of 16 and 32 bits in leaves that fill a block (64 of
         bf16); other leaves travel exactly. Of "inner/outer" only the outer part is coded. Refused
-        with `shards`, and an outermost ring or halving_doubling. "auto": bf16 for
-        float32 over Gloo, where that is predicted to be faster, and exact sums elsewhere and beside
-        these options. None: exact sums; bfloat16 leaves still travel as 16 bits over Gloo, where
-        XLA would widen them. `jc.PowerSGD(rank=4)`: matrices as two factors, with a residual only.
+        with `shards`, and an outermost ring or halving_doubling. "auto": bf16 for float32 leaves of
+        64 KiB or more over Gloo, and exact sums elsewhere and beside these options. None: exact
+        sums; bfloat16 leaves still travel as 16 bits over Gloo, where XLA would widen them.
+        `jc.PowerSGD(rank=4)`: matrices as two factors, with a residual only.
         See docs/less_on_the_wire.md.
 
     Raises:

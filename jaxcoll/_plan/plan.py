@@ -10,18 +10,14 @@ import math
 import zlib
 from typing import Any
 
-from jaxcoll._plan import plan_json
+from jaxcoll._plan import explain
 from jaxcoll._plan.algorithms import Stage, aligned, stages, steps, wire_bytes
-from jaxcoll._plan.cost.model import Cost, Prices, loads
-from jaxcoll._plan.cost.terms import Terms
-from jaxcoll._plan.options import ReduceOp
+from jaxcoll._plan.options import CommunicationOptions, ReduceOp
 from jaxcoll._plan.packs import overlap
-from jaxcoll._plan.packs.automatic import Alternative, alternatives, temporary_bytes
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import Pack, Segment
+from jaxcoll._plan.packs.packing import Pack, PackingRule, Segment
 from jaxcoll._plan.packs.shard_layout import LANES, padded
 from jaxcoll._plan.world import World
-from jaxcoll._show import codec
 from jaxcoll._show.table import Table, folding_html, lines_html
 from jaxcoll._show.units import counted, fold
 
@@ -33,41 +29,90 @@ _VALUE = "(the value)"
 
 
 @dataclasses.dataclass(frozen=True)
+class Cost:
+    """Predicted seconds, by what they are spent on."""
+
+    latency: float = 0.0  # starting collectives, and waiting for first bytes
+    bandwidth: float = 0.0  # bytes on links; for a measured curve all that grows with the size
+    reduction: float = 0.0  # adding, where the backend does not do it on the way
+    copy: float = 0.0  # into packs and out of them
+    source: str = ""  # the rates that it is predicted from
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.latency + self.bandwidth + self.reduction + self.copy
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.latency + other.latency,
+            self.bandwidth + other.bandwidth,
+            self.reduction + other.reduction,
+            self.copy + other.copy,
+        )
+
+    def __rmul__(self, count: float) -> Cost:
+        parts = (self.latency, self.bandwidth, self.reduction, self.copy)
+        return Cost(*(count * part for part in parts))
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """What one `all_reduce`, or one half of it, will send, decided from shapes alone.
 
     `str(plan)` is a table, of which `plan.text()` shows all rows; `plan.to_json()` is the same for
-    machines, and `Plan.from_json` reads it.
+    machines.
 
     Attributes:
       reduce_op: SUM or MEAN.
       leaves: the leaves of the tree, in its order.
       packs: the arrays that travel; see `jaxcoll._plan.packs.packing`.
-      owners: replicas that sum a shard each, in a shuffle; 0: all of them.
       world: where it runs.
-      terms: what that world costs, as the prediction has it.
-      reasons: one sentence for each decision, what was asked and not done included.
-      reproducible: whether every element has the same bits in every other plan that is.
+      options: what was asked.
+      packing: the rule by which leaves travel together.
+      owners: replicas that sum a shard each, in a shuffle; 0: all of them.
       overlap: whether packs travel one after another, in their order, and are not to be combined.
       in_backward: whether it stands where gradients appear (`sync_in_backward`, `scan_layers`),
         perhaps in a loop, so that the program orders its packs and nothing else does.
       collective: "all_reduce", or one of its halves: "reduce_scatter" or "all_gather", whose packs
         are padded to as many rows of `lanes` elements on each replica.
       lanes: elements of a row of a half's packs; 1 where leaves are cut along their own rows.
+      notes: sentences of whoever made it.
+      predicted: the seconds that it is predicted to take (docs/cost_model.md), if `jc.plan` made
+        it; a program that is traced predicts nothing.
     """
 
     reduce_op: ReduceOp
     leaves: tuple[Leaf, ...]
     packs: tuple[Pack, ...]
-    owners: int
     world: World
-    terms: Terms
-    reasons: tuple[str, ...]
-    reproducible: bool = False
+    options: CommunicationOptions = dataclasses.field(compare=False)
+    packing: PackingRule | None = dataclasses.field(default=None, compare=False)
+    owners: int = 0
     overlap: bool = False
     in_backward: bool = False
     collective: str = "all_reduce"
     lanes: int = LANES
+    notes: tuple[str, ...] = ()
+    predicted: Cost | None = dataclasses.field(default=None, compare=False)
+
+    @functools.cached_property
+    def reasons(self) -> tuple[str, ...]:
+        """One sentence for each decision, what was asked and not done included."""
+        packs, world, options = self.packs, self.world, self.options
+        if self.collective == "all_reduce":
+            sentences = explain.of_reduction(
+                self.leaves, packs, world, options, self.packing, self.overlap, self.in_backward
+            )
+            return (*sentences, *self.notes)
+        in_layers = self.lanes == 1
+        half = explain.of_half(self.collective, packs, world, options, in_layers, self.overlap)
+        return (*self.notes, *half)
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether every element has the same bits in every other plan that is."""
+        return self.options.reproducible
 
     @property
     def algorithm(self) -> str:
@@ -75,31 +120,9 @@ class Plan:
         return " and ".join(dict.fromkeys(pack.algorithm for pack in self.packs)) or "native"
 
     @property
-    def predicted(self) -> Cost:
-        """What the cost model expects of it; see docs/cost_model.md."""
-        terms = dataclasses.replace(self.terms, combine=0) if self.overlap else self.terms
-        prices = Prices(terms, self.world.sizes)
-        whole = prices.predict(loads(self.packs, self.leaves, self.stages))
-        # A half has half the steps and bytes; only a reduce-scatter adds.
-        if self.collective == "all_reduce":
-            return whole
-        added = whole.reduction * (self.collective == "reduce_scatter")
-        return Cost(whole.latency / 2, whole.bandwidth / 2, added, whole.copy / 2)
-
-    @property
-    def alternatives(self) -> tuple[Alternative, ...]:
-        """What the cost model expects of other ways to pack the same leaves, fastest first.
-
-        None for a half, whose packs are where the shards are.
-        """
-        if self.collective != "all_reduce":
-            return ()
-        return alternatives(self.leaves, self.world, self.terms)
-
-    @property
     def temporary_bytes(self) -> int:
         """Bytes of the packs that are copies of leaves, before and after they are summed."""
-        return temporary_bytes(self.packs, self.leaves)
+        return 2 * sum(pack.nbytes for pack in self.packs if not pack.is_leaf(self.leaves))
 
     @functools.cached_property
     def name(self) -> str:
@@ -155,6 +178,8 @@ class Plan:
 
     def elements(self, pack: Pack) -> int:
         """Elements of the array that is summed: in a wire format whole blocks for each replica."""
+        if not pack.format:
+            return pack.size
         return aligned(self.stages(pack), sum(pack.lengths))
 
     @property
@@ -199,13 +224,16 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain numbers and strings, bytes and elements counted on one replica."""
-        # What can be derived, for other programs; then `fields`, from which it is made again.
+        cost = self.predicted
         return {
-            "format": plan_json.FORMAT,
-            "version": plan_json.VERSION,
-            **{name: getattr(self, name) for name in plan_json.SAME},
+            "format": "jaxcoll plan",
+            "version": 2,
+            "collective": self.collective,
             "reduce_op": self.reduce_op.name,
             "algorithm": self.algorithm,
+            "reproducible": self.reproducible,
+            "overlap": self.overlap,
+            "in_backward": self.in_backward,
             "platform": self.world.platform,
             "replicas": self.world.replicas,
             "axis_sizes": list(self.world.sizes),
@@ -215,37 +243,38 @@ class Plan:
             "steps": self.steps,
             "wire_bytes_per_device": self.wire_bytes,
             "temporary_bytes": self.temporary_bytes,
-            "predicted_seconds": self.predicted.seconds,
-            "predicted_from": self.terms.source,
-            "alternatives": codec.plain(self.alternatives),
+            "predicted_seconds": cost and cost.seconds,
+            "predicted_from": cost and cost.source,
             "reasons": list(self.reasons),
-            "packs": [plan_json.described(pack, self.leaves) for pack in self.packs],
-            "gathers": [plan_json.gathered(leaf) for leaf in self.gathers],
-            "fields": {
-                "leaves": [plan_json.plain_kind(leaf) for leaf in self.leaves],
-                "packs": [plan_json.plain_kind(pack) for pack in self.packs],
-                "owners": self.owners,
-                "world": codec.plain(self.world),
-                "terms": self.terms.to_dict(),
-            },
+            "packs": [
+                {
+                    "dtype": pack.dtype.name,
+                    "format": pack.format,
+                    "algorithm": pack.algorithm,
+                    "elements": pack.size,
+                    "bytes": pack.nbytes,
+                    "leaves": [
+                        {"path": self.leaves[s.leaf].path, "start": s.start, "elements": s.size}
+                        for s in pack.segments
+                    ],
+                }
+                for pack in self.packs
+            ],
+            "gathers": [
+                {
+                    "path": leaf.path,
+                    "dtype": leaf.dtype.name,
+                    "indices": str(leaf.indices),
+                    "rows": leaf.shape[0],
+                    "bytes": leaf.gathers,
+                }
+                for leaf in self.gathers
+            ],
         }
 
     def to_json(self) -> str:
         """`to_dict()` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote.
-
-        Law: it is equal to that plan if `jc.plan` made it. One that a program carried out comes
-        back the same but for `Leaf.kind` and `Pack.kind`, which are words then: it can be read,
-        compared and priced, and not carried out.
-
-        Raises:
-          ValueError: the text is not such JSON, or is damaged.
-        """
-        return cls(**plan_json.fields(text))
 
     def rows(self) -> list[tuple[str, str, str, str, str, str]]:
         """The table's cells: pack or "rows", dtype, algorithm, leaves, bytes, what it carries."""
@@ -273,12 +302,13 @@ class Plan:
 
     @property
     def prediction(self) -> str:
-        """What it is predicted to take, and from what, in one sentence."""
-        cost = self.predicted
+        """What it is predicted to take, and from what, in one sentence; "" if nobody predicted."""
+        if (cost := self.predicted) is None:
+            return ""
         return (
             f"predicted: {cost.seconds * 1e3:.3g} ms ({cost.latency * 1e3:.3g} latency, "
             f"{cost.bandwidth * 1e3:.3g} bandwidth, {cost.reduction * 1e3:.3g} sums, "
-            f"{cost.copy * 1e3:.3g} copies), from {self.terms.source}"
+            f"{cost.copy * 1e3:.3g} copies), from {cost.source}"
         )
 
     def text(self, rows: int | None = None, width: int | None = None) -> str:
@@ -292,7 +322,7 @@ class Plan:
         shown = cells if rows is None or len(cells) <= rows else cells[: rows - 1]
         left = len(cells) - len(shown)
         more = f"… and {left:,} more: `plan.text()`, or --all-rows, shows them" if left else ""
-        lines = [self.headline, *self.reasons, self.prediction]
+        lines = [self.headline, *self.reasons, *filter(None, [self.prediction])]
         lines = lines if width is None else [fold(line, width) for line in lines]
         return "\n".join([*lines, Table(COLUMNS, ">>>>><", shown, more=more).text(width)])
 
@@ -307,7 +337,8 @@ class Plan:
         folding = folding_html("arrays", table.html()) if rows else ""
         return (
             f"<div><p><b>{html.escape(self.headline)}</b></p>{lines_html(self.reasons)}"
-            f"{lines_html([self.prediction], 'opacity:.65')}{folding}</div>"
+            f"{lines_html([self.prediction] if self.predicted else [], 'opacity:.65')}"
+            f"{folding}</div>"
         )
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

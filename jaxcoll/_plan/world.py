@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jaxcoll._show import codec
-
 
 @dataclasses.dataclass(frozen=True)
 class World:
@@ -21,7 +19,7 @@ class World:
     hosts: int = 1  # hosts (TPU: slices) that those devices belong to
     # How many of the axes, counted from the last, stay within a host each; 0 where there is one
     # host, or where that is not known
-    inner: int = dataclasses.field(default=0, metadata=codec.OPTIONAL)
+    inner: int = 0
 
     @property
     def replicas(self) -> int:

@@ -29,6 +29,19 @@ def size(nbytes: int) -> str:
     return f"{scaled(nbytes)}B"
 
 
+def binary_size(nbytes: int) -> str:
+    """Return bytes in the largest binary unit that divides them.
+
+    Examples:
+      >>> binary_size(16 << 20), binary_size(64 << 10), binary_size(100)
+      ('16 MiB', '64 KiB', '100 bytes')
+    """
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit:,} {name}"
+    return f"{nbytes:,} bytes"
+
+
 def scaled(number: int) -> str:
     """A number with its decimal prefix, and a blank between them.
 

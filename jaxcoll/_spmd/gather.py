@@ -13,11 +13,10 @@ import numpy as np
 from jaxcoll import _compat
 from jaxcoll._compat import marks
 from jaxcoll._plan.algorithms import Stage, stages
-from jaxcoll._plan.choose import choose
 from jaxcoll._plan.options import UNSET
-from jaxcoll._plan.packs.automatic import usual
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype, flattened, where
 from jaxcoll._plan.packs.packing import Pack, plan_packs
+from jaxcoll._plan.rule import asked_algorithm, packing_for
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.axes import as_array, bound_axes, count
 from jaxcoll._spmd.pack import pack, unpack
@@ -80,9 +79,9 @@ def _rows(
         leaves.append(Leaf(path, array.shape, dtype, dtype, over, kind, solid))
     # There are no sums to cut in shards.
     world = scope.world(axes)
-    choice = choose(scope.exactly.options.replace(shards=UNSET), world)
-    packs = plan_packs(leaves, choice.packing or usual(world))
-    steps = [stages(choice.algorithm, 0, over)] * len(packs)
+    options = scope.exactly.options.replace(shards=UNSET)
+    packs = plan_packs(leaves, packing_for(options, world))
+    steps = [stages(asked_algorithm(options, world), 0, over)] * len(packs)
     found = rows_of_all(arrays, leaves, packs, steps, tuple(axes), "all_gather")
     return [
         jnp.stack([array] * count(axes)) if row is None else row  # what does not travel

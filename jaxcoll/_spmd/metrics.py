@@ -15,7 +15,7 @@ from jaxcoll import _compat
 from jaxcoll._errors import AlreadyReducedError
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import dtype_of, flattened, where
-from jaxcoll._plan.packs.packing import NumPacks
+from jaxcoll._plan.packs.packing import BytesPerPack
 from jaxcoll._spmd.arithmetic import wide
 from jaxcoll._spmd.axes import bound_axes, count
 from jaxcoll._spmd.reduce import all_reduce
@@ -104,7 +104,9 @@ def reduce_metrics(metrics: Any, axis_name: Any, *, scope: Scope) -> Any:
             f"{where(path)} is {kind}, which does not say how it is added up."
         )
     parts = varied(parts, axes, caller)
-    parts = all_reduce(ReduceOp.SUM, parts, axis_name, scope=scope.exactly, packing=NumPacks(1))
+    parts = all_reduce(
+        ReduceOp.SUM, parts, axis_name, scope=scope.exactly, packing=BytesPerPack(1 << 60)
+    )
     return put_together(rest, parts, 1)
 
 

@@ -94,11 +94,11 @@ def all_reduce(
     ]
     if ready is not None:
         leaves = [dataclasses.replace(x, ready=k) for x, k in zip(leaves, ready, strict=True)]
-    terms = scope.terms(world)
-    plan = make_plan(reduce_op, leaves, scope.options, world, packing, terms, in_backward)
     if others := _compat.automatic_axes():
         reasons = (*reasons, _LEAF_BY_LEAF.format(axes=listed(others)))
-    plan = dataclasses.replace(plan, reasons=(*plan.reasons, *reasons))
+    plan = make_plan(
+        reduce_op, leaves, scope.options, world, packing, in_backward=in_backward, notes=reasons
+    )
     scope.record(plan)
     arrays = [x.values if isinstance(x, IndexedSlices) else x for x in taken]
     if residual is not None:

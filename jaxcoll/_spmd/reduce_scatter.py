@@ -99,9 +99,9 @@ def plan_scatter(
             for leaf, dtype in zip(found, results, strict=True)
         )
         layout = layout_of(treedef, ends, count(axes), scope.options.bytes_per_pack)
-    asked = (scope.options, world, scope.terms(world))
     leaves = wired(layout.leaves, recipes)
-    return plan_half("reduce_scatter", reduce_op, layout.packs, leaves, *asked), layout
+    plan = plan_half("reduce_scatter", reduce_op, layout.packs, leaves, scope.options, world)
+    return plan, layout
 
 
 def all_gather(shards: Shards, axis_name: str | tuple[str, ...], *, scope: Scope) -> Any:
@@ -142,7 +142,7 @@ def _gather_of(
     as there are leaves, and no plan shows it.
     """
     world = scope.world(dict(axes))
-    asked = (scope.options, world, scope.terms(world))
+    asked = (scope.options, world)
     plan = plan_half("all_gather", ReduceOp.SUM, layout.packs, leaves, *asked)
     scope.record(plan)
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import jax
 
-from jaxcoll._plan.cost.presets import preset
-from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.options import UNSET, CommunicationOptions, ReduceOp
 from jaxcoll._plan.plan import Plan
 from jaxcoll._plan.world import World
@@ -40,8 +38,6 @@ class Scope(_Hashed):
 
     # From the axes of a reduction and their sizes to where it runs
     world: Callable[[dict[str, int]], World]
-    # What a world costs, for the plans' choices and predictions
-    terms: Callable[[World], Terms] = preset
     # Defaults under the options of each call
     options: CommunicationOptions = CommunicationOptions()
     record: Callable[[Plan], None] = lambda plan: None  # called with each plan that is carried out

@@ -23,12 +23,12 @@ from jaxcoll._cluster.launch.subprocesses import surely_ended
 from jaxcoll._compat.compiler import compiler_options, has_compiler
 from jaxcoll._errors import DeadlineExceededError
 from jaxcoll._jaxpr.loop_reductions import repeated_reductions
+from jaxcoll._mesh.clusters import Topology, topology_named, topology_world
 from jaxcoll._mesh.mesh import abstract_mesh, fitted_mesh, given_mesh, no_mesh, takes_mesh
 from jaxcoll._mesh.placement import shape_of
-from jaxcoll._mesh.world import topology_scope, topology_world
-from jaxcoll._plan.cost.clusters import Topology, topology_named
-from jaxcoll._plan.cost.presets import preset
+from jaxcoll._mesh.scopes import topology_scope
 from jaxcoll._plan.plan import Plan
+from jaxcoll._prices.rates import rates_of
 from jaxcoll._spmd.scope import entered
 from jaxcoll._step.data_parallel import DataParallel
 from jaxcoll._step.lowering import Texts, called, jitted, stage_of
@@ -83,7 +83,7 @@ def compile_for(
         (folder / "program.mlir").write_text(requested)
         memory = _ask(folder, python, where, timeout_seconds)
         compiled = (folder / "compiled.txt").read_text()
-    terms = preset(topology_world(where))
+    terms = rates_of(topology_world(where))
     repeated = repeated_reductions(traced.jaxpr)
     return Texts(compiled, requested, tuple(plans), str(where), terms, repeated, memory)
 

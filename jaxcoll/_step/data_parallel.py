@@ -17,6 +17,7 @@ from jaxcoll._compat.compiler_options import known_options
 from jaxcoll._dispatch import call as dispatched
 from jaxcoll._dispatch.dispatch import run, start
 from jaxcoll._dispatch.executable import remember
+from jaxcoll._mesh.clusters import Topology
 from jaxcoll._mesh.mesh import (
     abstract_mesh,
     axis_names,
@@ -26,9 +27,8 @@ from jaxcoll._mesh.mesh import (
     has_axes,
     no_mesh,
 )
+from jaxcoll._mesh.scopes import mesh_scope, topology_scope
 from jaxcoll._mesh.shard_arrays import specs_of
-from jaxcoll._mesh.world import mesh_scope, topology_scope
-from jaxcoll._plan.cost.clusters import Topology
 from jaxcoll._plan.options import CommunicationOptions, checked
 from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.same import Claims

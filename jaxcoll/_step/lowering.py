@@ -12,12 +12,11 @@ import jax
 
 from jaxcoll._compat.compiler import memory_by_name
 from jaxcoll._jaxpr.loop_reductions import Repeated, repeated_reductions
-from jaxcoll._mesh.machine_costs import terms_here
 from jaxcoll._mesh.mesh import given_mesh, line_of, takes_mesh
 from jaxcoll._mesh.placement import is_array
 from jaxcoll._mesh.world import mesh_world, scope_here
-from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.plan import Plan
+from jaxcoll._prices.rates import Rates, rates_of
 from jaxcoll._spmd.scope import entered
 from jaxcoll._step.data_parallel import DataParallel
 
@@ -37,7 +36,7 @@ class Texts:
     requested: str | None = None
     plans: tuple[Plan, ...] = ()  # of the reductions that were traced for it
     where: str = ""  # what it was compiled for; "" if for the devices that are here
-    terms: Terms | None = None  # what those devices cost; None if that is not known
+    terms: Rates | None = None  # what those devices cost; None if that is not known
     # Reductions that stand in a loop which only adds up what they return; of a program that was
     # lowered or compiled already, and of `jax.pmap`'s, nobody has looked
     repeated: tuple[Repeated, ...] = ()
@@ -78,7 +77,7 @@ def _texts_of(stage: Stage, plans: Sequence[Plan] = ()) -> Texts:
         compiled.as_text() or "",
         lowered.as_text(debug_info=True) if isinstance(lowered, jax.stages.Lowered) else None,
         tuple(plans),
-        terms=terms_here(mesh_world(mesh, {"data": mesh.size})),
+        terms=rates_of(mesh_world(mesh, {"data": mesh.size})),
         repeated=repeated_reductions(stage.jaxpr) if isinstance(stage, jax.stages.Traced) else (),
         memory=memory and memory_by_name(memory),
     )

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxcoll._mesh.machine_costs import machine
+from jaxcoll._cluster.machine import machine
 from jaxcoll.bench.counters import busy_seconds, idle_rate
 from jaxcoll.bench.naming import BASELINE
 from jaxcoll.bench.rank_pool import Entry, Team

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jaxcoll._mesh.world import topology_world
+from jaxcoll._mesh.clusters import CHIPS, Topology, Tpu, topology_world
 from jaxcoll._plan.algorithms import canonical, stages
-from jaxcoll._plan.cost.clusters import CHIPS, Topology, Tpu
-from jaxcoll._plan.cost.model import Cost, Prices
-from jaxcoll._plan.cost.presets import preset
-from jaxcoll._plan.cost.terms import Terms
+from jaxcoll._plan.plan import Cost
 from jaxcoll._plan.world import World
+from jaxcoll._prices.predict import Prices
+from jaxcoll._prices.rates import Rates, rates_of
 from jaxcoll._show.table import Table
 from jaxcoll.bench.naming import duration
 
@@ -27,7 +26,7 @@ class Simulation:
     nbytes: int  # its bytes on one replica
     where: str  # the devices, in words
     island: int  # replicas of one island (a host of GPUs, a slice of TPUs, a CPU process)
-    terms: Terms  # what they cost
+    terms: Rates  # what they cost
     # For each algorithm the costs over so many replicas as `RANKS` has
     lines: dict[str, list[Cost]]
 
@@ -71,7 +70,7 @@ def simulate(
       ValueError: there is no such algorithm, or the topology is of simulated devices.
     """
     where, island, world = _island(topology)
-    terms = preset(world)
+    terms = rates_of(world)
     lines = {}
     for name in algorithms:
         known = canonical(name.replace("-", "_"))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
 
-from jaxcoll._plan.algorithms import stages
-from jaxcoll._plan.cost.model import Prices
-from jaxcoll._plan.cost.terms import Terms
-from jaxcoll.bench.calibrate import Calibrated
-from jaxcoll.bench.naming import BASELINE, TWIN, significant, spelled
+from jaxcoll.bench.naming import BASELINE, TWIN, significant
 from jaxcoll.bench.terminal import new_console, new_table
 from jaxcoll.bench.timing import Estimate, Result
 
@@ -27,8 +23,6 @@ ms: one call, the slowest rank's · busbw: GB/s as in nccl-tests · CPU: all ran
 device, as compiled · kernel: the same by the loopback counter, ~ with other traffic in it; between
 hosts only what leaves them · arrays: handed to collectives · temp: beside arguments and results ·
 build: trace and compile · error: over the sum of magnitudes"""
-_TERMS = (("call", 1e6, "µs"), ("array", 1e6, "µs"), ("slice", 1e6, "µs"),
-          ("reduce", 1e9, "ns/B"), ("copy", 1e9, "ns/B"))  # fmt: skip
 
 
 def wide_console(*, to_stderr: bool) -> Console:
@@ -66,38 +60,6 @@ def show(results: Sequence[Result], *, to_stderr: bool) -> None:
             f"[yellow]Other programs kept up to {max(busy):.1f} cores busy meanwhile: trust "
             "ratios whose interval clears the A/A twin's, and no single time.[/]"
         )
-
-
-def show_calibration(found: Calibrated, where: str, *, to_stderr: bool) -> None:
-    """Print the terms beside the preset's, and the held-out tree."""
-    console = new_console(stderr=to_stderr, highlight=False, soft_wrap=True)
-    title = f"{found.terms.source}: medians of {found.rounds} rounds"
-    table = new_table(("term", "measured", "preset", ""), "<>><", title, no_wrap=True)
-    measured, usual = (list(_terms(terms)) for terms in (found.terms, found.usual))
-    for (name, value, unit), (_, before, _) in zip(measured, usual, strict=True):
-        same = "as the preset has it" if value == before else ""
-        table.add_row(name, f"{value:.3g}", f"{before:.3g}", f"{unit}  {same}")
-    sizes = (found.terms.key.replicas,)
-    for size, t in found.terms.native[0].points:
-        before = Prices(found.usual, sizes).of(stages("native", 0, sizes), size).seconds
-        table.add_row(f"native, {spelled(size)}", f"{t * 1e3:.3g}", f"{before * 1e3:.3g}", "ms")
-    console.print(table)
-    off = found.predicted / found.measured - 1
-    console.print(
-        f"Held out, {found.held_out} by auto: predicted {found.predicted * 1e3:.3g} ms, measured "
-        f"{found.measured * 1e3:.3g} ms ({off:+.0%})."
-    )
-    console.print(Text(where))
-
-
-def _terms(terms: Terms) -> Iterator[tuple[str, float, str]]:
-    """Name, number and unit of each term."""
-    for name, scale, unit in _TERMS:
-        yield name, getattr(terms, name) * scale, unit
-    for name in ("within", "between"):
-        link = getattr(terms, name)
-        yield f"{name}.step", link.step * 1e6, "µs"
-        yield f"{name}.per_byte", link.per_byte * 1e9, "ns/B"
 
 
 def _title(rows: Sequence[Result]) -> str:

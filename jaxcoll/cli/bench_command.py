@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxcoll._files import check_writable, write_result, write_text
-from jaxcoll._mesh.machine_costs import FILE, calibration
+from jaxcoll._files import write_result
 from jaxcoll.bench import targets
 from jaxcoll.bench.lab import Network
 from jaxcoll.bench.naming import BASELINE, PEERS, TWIN, options_of, sizes_of
@@ -70,14 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hosts", type=int, metavar="H", help="with --rate (default: 2)")
     add("--per-host", type=int, metavar="P", help="processes on each, with --rate (default: 1)")
     add("--timeout", type=float, default=600, help="seconds for any single step (default: 600)")
-    add = parser.add_argument_group("what the automatic choice goes by").add_argument
-    add(
-        "--calibrate",
-        action="store_true",
-        help="measure, for about ten seconds, what the cost model says of this machine and world, "
-        "and keep it where programs here find it; with --json, in that file, to be named by "
-        "JAXCOLL_TERMS",
-    )
     add = parser.add_argument_group("what the automatic choice costs").add_argument
     add(
         "--regret",
@@ -123,9 +114,6 @@ def run(args: argparse.Namespace) -> int:
         with _terminable():
             flags.check_least(args, 1, "rounds", "devices", "per_host")
             flags.check_installed("bench", "rich", *["matplotlib"] * (args.plot is not None))
-            if args.calibrate:
-                _calibrate(args)
-                return 0
             if args.regret:
                 from_checkout("--regret: it is", "regret").run(args)
                 return 0
@@ -171,51 +159,11 @@ def _compare(args: argparse.Namespace, workloads: list[Workload], names: list[st
         show(results, to_stderr=args.json == "-")
 
 
-def _calibrate(args: argparse.Namespace) -> None:
-    """The cost terms of the world that the flags describe, kept where programs find them."""
-    from jaxcoll.bench.calibrate import STEPS, calibrate
-    from jaxcoll.bench.table import show_calibration
-
-    check_unset(args, "--calibrate measures what the cost model needs", {"rounds": 20})
-    flags.check_results(args.json)
-
-    def writes(file: Path) -> None:
-        if args.json is None:
-            check_writable("--calibrate", file)
-
-    with teams_of(args, [(BASELINE,)]) as (teams, is_first):
-        with progress_of(STEPS, shown=is_first) as progress:
-            found = calibrate(teams[0], progress, writes=writes)
-    if not is_first:
-        return
-    text = calibration(found.terms, dict(found.measured_on))
-    if args.json is None:
-        write_text("--calibrate", found.file, text)
-    else:
-        flags.write_lines(args.json, text)
-    one_process = found.terms.key.processes == 1
-    show_calibration(found, _kept(args.json, found.file, one_process), to_stderr=args.json == "-")
-
-
 def check_unset(args: argparse.Namespace, because: str, more: Mapping[str, Any]) -> None:
     """Refuse flags that would be ignored."""
     for name, default in {**_OF_OTHERS, **more}.items():
         if getattr(args, name) != default:
             raise ValueError(f"{because}: leave --{name.replace('_', '-')} out.")
-
-
-def _kept(asked: str | None, file: Path, one_process: bool) -> str:
-    """Where the terms are, and which programs will use them."""
-    if asked == "-":
-        return f"Keep these lines in a file and name it in {FILE}."
-    if asked is not None:
-        return f"In {asked}; name it in {FILE} for the programs that should use it."
-    if one_process:
-        return f"In {file}, where programs of one process on this machine find it."
-    return (
-        f"In {file}. Processes that jaxcoll starts on this host find it there; others need "
-        f"{FILE}={file}, the same file for all of them."
-    )
 
 
 @contextlib.contextmanager

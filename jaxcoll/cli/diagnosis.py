@@ -18,9 +18,9 @@ import jax
 import jaxlib
 
 import jaxcoll
+from jaxcoll._cluster.machine import cores
 from jaxcoll._compat import configured
 from jaxcoll._malloc import SETTINGS, keeps_freed_memory
-from jaxcoll._mesh.machine_costs import cores
 
 FEW_FILES = 1024
 LITTLE_SHARED = 1 << 30

@@ -14,11 +14,11 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxcoll._files import check_writable, write_result
+from jaxcoll._mesh.clusters import topology_named
 from jaxcoll._mesh.mesh import abstract_mesh, checked_mesh, takes_mesh
 from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.report_text import against
 from jaxcoll._observe.report_text import text as text_of
-from jaxcoll._plan.cost.clusters import topology_named
 from jaxcoll._show.units import WIDTH, shortened
 from jaxcoll.bench.targets import SIMULATED
 from jaxcoll.cli.flags import add_devices, add_platform, check_least, check_results, write_lines

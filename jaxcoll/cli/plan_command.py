@@ -8,14 +8,13 @@ import json
 from pathlib import Path
 
 from jaxcoll._files import write_result
-from jaxcoll._mesh.machine_costs import terms_here
+from jaxcoll._mesh.clusters import topology_named, topology_world
 from jaxcoll._mesh.plan import plan_in
-from jaxcoll._mesh.world import topology_world
-from jaxcoll._plan.cost.clusters import topology_named
-from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.plan import MOST_ROWS, Plan
 from jaxcoll._plan.world import World
+from jaxcoll._prices.predict import predict
+from jaxcoll._prices.rates import rates_of
 from jaxcoll.bench.naming import options_of
 from jaxcoll.bench.simulation import ALGORITHMS, Simulation, simulate
 from jaxcoll.bench.workloads import Workload, tree_of
@@ -23,9 +22,9 @@ from jaxcoll.cli import flags
 from jaxcoll.cli.streams import patience, terminal_width
 
 EPILOG = """\
-Nothing is compiled, and nothing runs: a plan is made from shapes, and its time is predicted by the
-cost model (docs/cost_model.md). --simulate takes the tree as one array. The exit status is 0, or 2
-with one line on standard error.
+Nothing is compiled, and nothing runs: a plan is made from shapes, and its time is predicted from
+a table of rates (docs/cost_model.md). --simulate takes the tree as one array. The exit status is 0,
+or 2 with one line on standard error.
 """
 
 
@@ -88,13 +87,11 @@ def _plan(args: argparse.Namespace, workload: Workload) -> Plan:
     if args.topology:
         topology = topology_named(args.topology)
         world = topology_world(topology, topology.sizes(two))
-        terms = preset(world)
     else:
         n = args.processes or args.devices or 8
         world = World("cpu", (n,), processes=args.processes or 1)
-        terms = terms_here(world)
     op = ReduceOp.of(args.reduce_op)
-    return plan_in(workload.tree, world, terms, options, op)
+    return predict(plan_in(workload.tree, world, options, op), rates_of(world))
 
 
 def _simulation(args: argparse.Namespace, workload: Workload) -> Simulation:

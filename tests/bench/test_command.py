@@ -167,11 +167,6 @@ def children(parent, count):
         (["--rate", "1gbit", "--per-host", "0"], "--per-host must be at least 1; got 0"),
         (["--rate", "1gbit", "--processes", "2"], "leave --processes, --platform and --against out"),
         (["--hosts", "2"], "--hosts and --per-host need --rate"),
-        *((["--calibrate", *flags], f"--calibrate measures what the cost model needs: leave {flags[0]} out")
-          for flags in (["--rounds", "3"], ["--tree", "resnet50"], ["--reduce-op", "sum"],
-                        ["--plot", "a.png"], ["--overlap", "2"])),
-        (["--calibrate", "--json", "/proc/no/such.json"], "--json: cannot write /proc/no/such.json"),
-        (["--calibrate", "--json", "/"], "--json: cannot write / (it is a folder)"),
         (["--overlap", "0"], "--overlap must be at least 1 program; got 0"),
         (["--overlap", "2", "--sizes", "1KiB"], "leave --sizes out"),
         (["--overlap", "2", "--plot", "a.png"], "leave --plot out"),

@@ -1,7 +1,5 @@
 """Which processes share a host: from what each publishes, the same to all."""
 
-import json
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxcoll._cluster import hosts
-from jaxcoll._cluster.hosts import HOST, Hosts, _place, hosts_of_job, publish_host
+from jaxcoll._cluster.hosts import HOST, _place, hosts_of_job, publish_host
 from jaxcoll._cluster.key_value import LocalKeys
 
 
@@ -36,10 +34,9 @@ def job(monkeypatch):
 
 def test_a_process_alone_has_no_others(monkeypatch):
     monkeypatch.setattr(hosts, "_known", None)
-    alone = Hosts((0,), os.cpu_count(), known=True)
-    assert hosts_of_job() == alone
+    assert hosts_of_job() == (0,)
     monkeypatch.setattr(hosts, "store", lambda: Keys(0, 1))
-    assert hosts_of_job() == alone
+    assert hosts_of_job() == (0,)
 
 
 def test_what_was_agreed_outlives_the_coordinator(job, monkeypatch):
@@ -48,26 +45,24 @@ def test_what_was_agreed_outlives_the_coordinator(job, monkeypatch):
     known = job(0, hosts_of_job)
     monkeypatch.setattr(hosts, "store", lambda: None)
     assert hosts_of_job() == known
-    assert known.of_processes == (0, 0, 2, 2)
+    assert known == (0, 0, 2, 2)
 
 
 def test_processes_that_name_the_same_host_share_it(job):
     for process, name in enumerate("abab"):
         job(process, publish_host, name)
     found = [job(process, hosts_of_job) for process in range(4)]
-    assert found == [Hosts((0, 1, 0, 1), max(1, os.cpu_count() // 2), known=True)] * 4
-    assert not found[0].are_one
+    assert found == [(0, 1, 0, 1)] * 4
 
 
 def test_who_gives_up_first_decides_for_all(job, monkeypatch):
     monkeypatch.setattr(hosts, "HOSTS_SECONDS", 0.05)
     for process, name in ((0, "a"), (1, "b"), (3, "d")):
         job(process, publish_host, name)
-    unknown = Hosts((0, 0, 0, 0))
+    unknown = (0, 0, 0, 0)
     assert job(3, hosts_of_job) == unknown
     job(2, publish_host, "c")
     assert [job(process, hosts_of_job) for process in range(4)] == [unknown] * 4
-    assert not unknown.are_one
 
 
 def test_the_first_use_waits_for_those_that_have_not_published(job, monkeypatch):
@@ -80,22 +75,14 @@ def test_the_first_use_waits_for_those_that_have_not_published(job, monkeypatch)
         mine = keys.get("jaxcoll/hosts/0", 10)
         assert not found.done()
         keys.set("jaxcoll/hosts/1", mine)
-        assert found.result(10) == Hosts((0, 0), os.cpu_count(), known=True)
-        assert found.result().are_one
+        assert found.result(10) == (0, 0)
 
 
 def test_a_process_that_comes_back_elsewhere_keeps_its_host(job):
     for process, name in enumerate("aabb"):
         job(process, publish_host, name)
     job(1, publish_host, "c")
-    assert job(1, hosts_of_job).of_processes == (0, 0, 2, 2)
-
-
-def test_the_fewest_cores_of_a_host_count_and_containers_share_those_of_their_kernel():
-    places = [["a", "k1", 8], ["b", "k1", 8], ["c", "k2", 3], ["c", "k2", 3]]
-    found = hosts._hosts(list(map(json.dumps, places)), 4)
-    assert found == Hosts((0, 1, 2, 2), 3, known=True)
-    assert hosts._hosts([json.dumps(["a", "k", 1]), json.dumps(["b", "k", 1])], 2).cores == 1
+    assert job(1, hosts_of_job) == (0, 0, 2, 2)
 
 
 def test_a_host_is_a_name_one_start_of_a_kernel_and_a_network(monkeypatch, tmp_path):
@@ -103,16 +90,15 @@ def test_a_host_is_a_name_one_start_of_a_kernel_and_a_network(monkeypatch, tmp_p
     here = _place()
     assert here == _place()
     monkeypatch.setattr(hosts.socket, "gethostname", lambda: "another")
-    assert _place().host.partition(" ")[0] == "another"
-    assert _place().host.partition(" ")[2] == here.host.partition(" ")[2]
+    assert _place().partition(" ")[0] == "another"
+    assert _place().partition(" ")[2] == here.partition(" ")[2]
     if hosts._NETWORK.is_symlink():
         before = _place()
         other_network = tmp_path / "net"
         other_network.symlink_to("net:[1]")
         monkeypatch.setattr(hosts, "_NETWORK", other_network)
-        assert _place().host != before.host
-        assert _place().kernel == before.kernel
+        assert _place() != before
     monkeypatch.setattr(hosts, "_BOOT", Path("/not/there"))
-    assert _place().host.split() == ["another", "another"]
+    assert _place().split() == ["another", "another"]
     monkeypatch.setenv(HOST, "rack 7")
-    assert _place().host == "rack 7"
+    assert _place() == "rack 7"

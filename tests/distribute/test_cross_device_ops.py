@@ -24,8 +24,9 @@ from jax.sharding import NamedSharding
 import jaxcoll as jc
 from jaxcoll import Mirrored, NcclAllReduce, PerReplica, ReductionToOneDevice
 from jaxcoll._distribute.ops.all_reduce_ops import Route, all_reduce_program
+from jaxcoll._distribute.ops.packing import NumPacks
 from jaxcoll._mesh.mesh import line_of
-from jaxcoll._plan.packs.packing import UNPACKED, NumPacks
+from jaxcoll._plan.packs.packing import UNPACKED
 
 P = jax.sharding.PartitionSpec
 

@@ -20,7 +20,7 @@ import transformer
 from jax.sharding import AbstractMesh, AxisType
 
 import jaxcoll as jc
-from jaxcoll._plan.cost.clusters import topology_named
+from jaxcoll._mesh.clusters import topology_named
 
 EXAMPLES = Path(gpt.__file__).parent
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 
 import jaxcoll as jc
 from jaxcoll._compat.compiler import has_compiler
-from jaxcoll._plan.cost.presets import preset
+from jaxcoll._prices.rates import rates_of
 from jaxcoll.cli.main import main
 
 GOLDEN = Path(__file__).parents[1] / "observe" / "golden"
@@ -39,7 +39,7 @@ def test_the_report_is_of_the_cluster_and_has_the_plans_made_for_it(fun):
     assert report.where == "h100:8 (8 × NVIDIA H100 80GB HBM3, one host)"
     (plan,) = report.plans
     assert plan.world == jc.plan(TREE, topology="h100:8").world
-    assert report.terms == preset(plan.world) == plan.terms
+    assert report.terms == rates_of(plan.world)
     assert [c.kind for c in report.requested] == ["all-reduce"] * 3
     assert [c.kind for c in report.collectives] == ["all-reduce"]
     assert report.where in str(report)
@@ -66,7 +66,7 @@ def test_a_mesh_arranges_the_cluster_and_must_fit_it():
 def test_the_picture_says_what_it_was_predicted_from(tmp_path):
     report = jc.inspect(step, TREE, X, topology="h100:8")
     words = [text.get_text() for axes in report.plot().axes for text in axes.texts]
-    assert any("predicted from preset: Hopper" in text for text in words)
+    assert any("predicted from Hopper" in text for text in words)
     own = report.plot(seconds=lambda c: 1e-3)
     assert any("1.00 ms, as `seconds` predicts" in t.get_text() for a in own.axes for t in a.texts)
     bare = jc.inspect(PACKS).plot()

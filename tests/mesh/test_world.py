@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxcoll._cluster.hosts import Hosts
 from jaxcoll._mesh import world
 from jaxcoll._mesh.world import _host, mesh_world
 from jaxcoll._plan.world import World
@@ -72,13 +71,13 @@ def test_inner_axes_are_those_that_stay_within_hosts(monkeypatch, hosts, axes, m
         [SimpleNamespace(platform="cpu", device_kind="cpu", process_index=k) for k in range(4)]
     )
     mesh = SimpleNamespace(devices=devices.reshape(2, 2), axis_names=("outer", "inner"))
-    monkeypatch.setattr(world, "hosts_of_job", lambda: Hosts(hosts, 4, known=True))
+    monkeypatch.setattr(world, "hosts_of_job", lambda: hosts)
     found = mesh_world(mesh, axes)
     assert (found.hosts, found.inner) == (met, inner)
 
 
 def test_a_mesh_that_processes_do_not_share_evenly_has_a_world():
-    worlds, found = world._Worlds("cpu", "", ((0, 0), (1, 1))), []
+    worlds, found = world.Worlds("cpu", "", ((0, 0), (1, 1))), []
     mesh = jax.sharding.AbstractMesh((3,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def f(x):
@@ -88,9 +87,3 @@ def test_a_mesh_that_processes_do_not_share_evenly_has_a_world():
     spec = jax.sharding.PartitionSpec("data")
     jax.eval_shape(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec), np.zeros(3, "f"))
     assert found == [World("cpu", (3,), processes=2, hosts=2)]
-
-
-def test_bare_calls_go_by_the_job_as_it_is_now(monkeypatch):
-    for hosts in (Hosts((0, 0), 2, known=True), Hosts((0, 1), 1, known=True)):
-        monkeypatch.setattr(world, "hosts_of_job", lambda hosts=hosts: hosts)
-        assert world.scope_here().terms.hosts == hosts

@@ -16,12 +16,12 @@ from jaxcoll._observe.parse.collective import Collective, Meanwhile, Operand
 from jaxcoll._observe.report import Report, report_of
 from jaxcoll._observe.report_text import against, summary
 from jaxcoll._observe.timeline import timeline, trace
-from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.world import World
+from jaxcoll._prices.rates import rates_of
 
 GOLDEN = Path(__file__).parent / "golden"
-H100 = preset(World("gpu", (8,), device_kind="NVIDIA H100"))
-ONE = dataclasses.replace(H100, rates=(("bf16", 1.0),))
+H100 = rates_of(World("gpu", (8,), device_kind="NVIDIA H100"))
+ONE = dataclasses.replace(H100, products=(("bf16", 1.0),))
 """One operation of bfloat16 takes a second."""
 
 
@@ -75,7 +75,7 @@ def test_loops_count_each_turn_and_what_is_synchronous_is_exposed():
 def test_what_products_of_an_unknown_rate_hide_is_not_claimed():
     spans, inside = [sends(0, 4)], [product(1, dtype="s8"), product(2)]
     assert exposed(spans, [5.0], inside, ONE) == [4.0]
-    without = dataclasses.replace(ONE, rates=())
+    without = dataclasses.replace(ONE, products=())
     assert exposed(spans, [5.0], inside, without) is None
     assert exposed([sends(0, 0, is_async=False)], [5.0], inside, without) == [5.0]
 

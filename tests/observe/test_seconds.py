@@ -7,11 +7,11 @@ import pytest
 from jaxcoll._observe.overlap import predicted
 from jaxcoll._observe.parse.collective import KINDS, Collective, Operand
 from jaxcoll._plan.algorithms import stages
-from jaxcoll._plan.cost.model import Prices
-from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.world import World
+from jaxcoll._prices.predict import Prices
+from jaxcoll._prices.rates import rates_of
 
-TWO_HOSTS = preset(World("gpu", (16,), processes=2, device_kind="NVIDIA H100", hosts=2))
+TWO_HOSTS = rates_of(World("gpu", (16,), processes=2, device_kind="NVIDIA H100", hosts=2))
 ALL, INNER, OUTER = (
     (tuple(range(16)),),
     (tuple(range(8)), tuple(range(8, 16))),

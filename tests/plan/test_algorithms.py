@@ -18,7 +18,9 @@ from jaxcoll._plan.algorithms import (
     steps,
     wire_bytes,
 )
-from jaxcoll._plan.choose import choose
+from jaxcoll._plan.packs.leaves import Leaf
+from jaxcoll._plan.planner import make_plan
+from jaxcoll._plan.rule import choose
 from jaxcoll._plan.world import World
 
 names = st.sampled_from(sorted(DESCRIPTIONS))
@@ -138,12 +140,13 @@ def test_gloo_is_spared_its_reduce_scatter():
     here, there = World("cpu", (2, 4)), World("cpu", (2, 4), processes=2)
     assert choose(options, here).algorithm == "native/native"
     assert choose(options, World("gpu", (2, 4), processes=2)).algorithm == "native/native"
-    choice = choose(options, there)
-    assert choice.algorithm == "shuffle/native"
+    assert choose(options, there).algorithm == "shuffle/native"
     for sizes, within in (((2, 4), "halving_doubling"), ((2, 3), "shuffle")):
         world = World("cpu", sizes, processes=sizes[0] * sizes[1])
         assert choose(options, world).algorithm == f"{within}/native"
-    assert "Gloo's sends more than it has to" in choice.reasons[0]
+    leaf = Leaf("", (9,), np.dtype("f"), np.dtype("f"), (2, 4))
+    plan = make_plan(jc.ReduceOp.SUM, [leaf], options, there)
+    assert "Gloo's sends more than it has to" in plan.reasons[1]
 
 
 def test_the_plan_says_what_was_asked_and_what_it_costs():

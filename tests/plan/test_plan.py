@@ -1,4 +1,4 @@
-"""jc.plan: what will be sent, before anything is compiled; through JSON and back, and as HTML."""
+"""jc.plan: what will be sent, before anything is compiled; as a table, JSON and HTML."""
 
 import json
 import re
@@ -7,15 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import jaxcoll as jc
-from jaxcoll._plan.choose import choose
-from jaxcoll._plan.cost.presets import preset
 from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import BytesPerPack
 from jaxcoll._plan.packs.shard_layout import layout_of
 from jaxcoll._plan.packs.shard_plan import plan_half
 from jaxcoll._plan.world import World
@@ -57,7 +52,7 @@ def test_shows_itself_as_a_table_and_as_json():
     text = str(plan)
     assert "all_reduce MEAN of 3 leaves, 444 bytes a replica, over 4 × cpu, one process" in text
     assert "['b'] … ['s']" in text
-    assert "at most 100 bytes, as asked" in text
+    assert "packs: at most 100 bytes, as asked" in text
     data = json.loads(plan.to_json())
     assert data["packs"][0]["leaves"][1] == {"path": "['s']", "start": 0, "elements": 1}
     assert data["wire_bytes_per_device"] == plan.wire_bytes
@@ -82,11 +77,10 @@ def test_a_long_table_is_cut_and_counts_the_rest():
 
 def test_is_the_plan_that_a_step_carries_out():
     options = jc.CommunicationOptions(bytes_per_pack=64, implementation="ring")
-    step = jc.data_parallel(lambda t, x: jc.all_reduce("sum", {**t, "w": x.sum() * t["w"]}, "data",
-                            invariant="replicated"), options=options)  # fmt: skip
+    step = jc.data_parallel(lambda t, x: jc.all_reduce("sum", t, "data"), options=options)
     tree = {"w": np.ones((3, 3), "f"), "b": np.ones(5, np.int32), "h": np.ones(2, np.float16)}
     (made,) = step.plans(tree, np.ones((8, 2), "f"))
-    asked = jc.plan({"w": tree["w"]}, axis_size=8, reduce_op="sum", options=options)
+    asked = jc.plan(tree, axis_size=8, reduce_op="sum", options=options)
     assert [p.nbytes for p in made.packs] == [p.nbytes for p in asked.packs]
     assert made.reasons == asked.reasons
     assert made.world == asked.world
@@ -126,18 +120,6 @@ def test_shows_what_travels_wider():
     tree = {"f": jnp.zeros(3, jnp.float8_e4m3fn), "i": np.zeros(3, np.int8)}
     plan = jc.plan(tree, axis_size=2)
     assert "float8_e4m3fn as float32, int8 as int32" in str(plan)
-
-
-def test_what_is_asked_for_is_no_longer_chosen():
-    auto = choose(jc.CommunicationOptions(), World("cpu", (8,), 4))
-    assert auto.packing is None
-    assert not auto.fixed
-    asked = jc.CommunicationOptions(bytes_per_pack=5)
-    assert choose(asked, World("cpu", (8,), 1)).packing == BytesPerPack(5)
-    assert not choose(asked, World("cpu", (8,), 1)).fixed
-    assert choose(jc.CommunicationOptions(implementation="ring"), World()).algorithm == "ring"
-    for fixed in ({"algorithm": "native"}, {"reproducible": True}, {"shards": 2}):
-        assert choose(jc.CommunicationOptions(**fixed), World("cpu", (8,), 1)).fixed
 
 
 MESH = jax.make_mesh((8,), ("data",))
@@ -189,7 +171,7 @@ def test_the_halves_keep_clear_of_gloos_own_reduce_scatter(world, asked, planned
     leaf = Leaf("", (999,), np.dtype("f"), np.dtype("f"), world.sizes)
     packs = layout_of(jax.tree.structure(0), (leaf,), world.replicas).packs
     for half in ("reduce_scatter", "all_gather"):
-        plan = plan_half(half, ReduceOp.MEAN, packs, (leaf,), options, world, preset(world))
+        plan = plan_half(half, ReduceOp.MEAN, packs, (leaf,), options, world)
         assert (plan.algorithm, plan.steps) == (planned, steps)
         spared = planned != (asked or "native")
         assert any("Gloo's own reduce-scatter sends more" in r for r in plan.reasons) == spared
@@ -205,67 +187,11 @@ def test_usual_packs_of_shards_hold_16_mib_and_larger_leaves_than_2_mib_are_alon
     ]  # fmt: skip
 
 
-DTYPES = ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "complex64"]
-WORLDS = [
-    {"axis_size": 8}, {"axis_size": (2, 4)}, {"axis_size": 1}, {"topology": "h100:2x8"},
-    {"topology": "v5e:2x4"}, {"topology": "b200:4x8", "axis_name": ("host", "gpu")},
-]  # fmt: skip
-OPTIONS = [
-    {}, {"bytes_per_pack": 64}, {"algorithm": "ring"}, {"reproducible": True}, {"overlap": True},
-    {"algorithm": "shuffle", "shards": 1, "bytes_per_pack": 1 << 20},
-]  # fmt: skip
-LEAVES = st.lists(
-    st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(DTYPES)), max_size=6
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(LEAVES, st.sampled_from(WORLDS), st.sampled_from(OPTIONS), st.sampled_from(["sum", "mean"]))
-def test_law_a_plan_survives_json(leaves, world, options, reduce_op):
-    tree = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in leaves]
-    options = jc.CommunicationOptions(**options)
-    plan = jc.plan({"<a>": tree}, **world, options=options, reduce_op=reduce_op)
-    again = jc.Plan.from_json(plan.to_json())
-    assert again == plan
-    assert hash(again) == hash(plan)
-    assert (str(again), again.to_json(), again.name) == (str(plan), plan.to_json(), plan.name)
-    assert again.predicted == plan.predicted
-
-
-def test_a_sparse_leaf_and_a_plan_that_was_carried_out():
-    slices = jc.IndexedSlices(np.zeros((2, 3), "f"), np.arange(2), (9, 3))
-    plan = jc.plan({"e": slices}, axis_size=4)
-    assert jc.Plan.from_json(plan.to_json()) == plan
-    step = jc.data_parallel(lambda w, x: jc.all_reduce("mean", w * x.sum(), "data"))
-    (made,) = step.plans(np.ones(3, "f"), np.ones(8, "f"))
-    again = jc.Plan.from_json(made.to_json())
-    assert (str(again), again.to_json()) == (str(made), made.to_json())
-
-
 def test_as_html_nothing_of_a_tree_is_markup():
     plan = jc.plan({"<b>&": [np.zeros(k + 1, "f") for k in range(50)]}, axis_size=8)
     shown = plan._repr_html_()
     assert "<b>&amp;" not in shown
     assert "[&#x27;&lt;b&gt;&amp;&#x27;][0]" in shown
     assert "… and 10 more" in shown
-    assert plan.terms.source in shown
+    assert plan.predicted.source in shown
     assert "<table>" not in jc.plan([], axis_size=8)._repr_html_()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda data: [], "TypeError"),
-        (lambda data: {**data, "version": 9}, "of version 9"),
-        (lambda data: {**data, "format": "other"}, "'other' of version 1"),
-        (lambda data: {**data, "fields": {}}, "KeyError: 'leaves'"),
-        (lambda data: {**data, "fields": {**data["fields"], "terms": {}}}, "no file of cost terms"),
-    ],
-    ids=["a list", "newer", "other", "empty", "no terms"],
-)
-def test_what_is_no_plan_is_refused(change, words):
-    data = json.loads(jc.plan(np.ones(3), axis_size=2).to_json())
-    with pytest.raises(ValueError, match=f"expected what `Plan.to_json` writes.*{words}"):
-        jc.Plan.from_json(json.dumps(change(data)))
-    with pytest.raises(ValueError, match="expected what `Plan.to_json` writes.*got 'hello'"):
-        jc.Plan.from_json("hello")

@@ -29,7 +29,7 @@ def test_training_equals_one_device_and_all_processes_agree_to_the_bit(pair):
     assert len({r["bits"] for r in results}) == 1
     for r in results:
         assert r["world"] == "2 × cpu, 2 processes"
-        assert "ms for every leaf alone (preset: CPU processes over Gloo" in r["reason"]
+        assert "leaves over 2 MiB alone" in r["reason"]
         assert r["packs"] == 1
         assert r["scatters"] == 0, "the compiler's own over Gloo is reported to go wrong"
         assert r["rows"] == [[1, 128]]

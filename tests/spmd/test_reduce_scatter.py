@@ -20,7 +20,6 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxcoll as jc
 from jaxcoll._plan.packs.shard_layout import layout_of
-from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.shards import sharded_leaves
 
 P = PartitionSpec
@@ -170,8 +169,7 @@ def test_the_plan_is_what_is_carried_out_and_half_of_an_all_reduce():
         assert made.reasons == plan.reasons
         assert made.name == plan.name
         assert made.wire_bytes == plan.wire_bytes
-        assert (plan.steps, plan.alternatives) == (2 * 3, ())
-        assert Plan.from_json(plan.to_json()) == plan
+        assert plan.steps == 2 * 3
     whole = jc.plan({"w": value["w"]}, axis_size=8)
     half = jc.plan({"w": value["w"]}, axis_size=8, collective="reduce_scatter")
     assert whole.wire_bytes == 2 * half.wire_bytes

@@ -22,8 +22,10 @@ from cases import (
 import jaxcoll as jc
 from jaxcoll._compat.compiler import has_compiler
 from jaxcoll._mesh.plan import plan_in
-from jaxcoll._plan.cost.presets import preset
+from jaxcoll._plan.rule import choose
 from jaxcoll._plan.world import World
+from jaxcoll._prices.predict import predict
+from jaxcoll._prices.rates import rates_of
 from jaxcoll._spmd.wire_formats import int4
 from jaxcoll.bench.workloads import tree_of
 
@@ -343,8 +345,7 @@ GLOO = World("cpu", (4,), 4)
 
 
 def planned(value, world=GLOO, **asked):
-    plan = plan_in(value, world, preset(world), jc.CommunicationOptions(**asked))
-    assert jc.Plan.from_json(plan.to_json()) == plan
+    plan = plan_in(value, world, jc.CommunicationOptions(**asked))
     return plan
 
 
@@ -354,8 +355,9 @@ def test_left_to_jaxcoll_numbers_travel_as_bf16_over_gloo_alone():
     assert {pack.format for pack in exact.packs} == {""}
     auto = planned(value, compression="auto")
     assert [p.shown_type for p in auto.packs if p.format] == ["float32 as bf16"]
-    assert "format: bf16 for 1 leaf, predicted to be faster over Gloo" in str(auto)
-    assert auto.predicted.seconds < exact.predicted.seconds
+    assert "format: bf16 for 1 leaf, which is faster over Gloo" in str(auto)
+    rates = rates_of(exact.world)
+    assert predict(auto, rates).predicted.seconds < predict(exact, rates).predicted.seconds
     for more in ({"algorithm": "ring"}, {"reproducible": True}, {"shards": 2}):
         assert {p.format for p in planned(value, compression="auto", **more).packs} == {""}
     for world in (World("gpu", (8,), 2), World("cpu", (8,))):
@@ -365,8 +367,8 @@ def test_left_to_jaxcoll_numbers_travel_as_bf16_over_gloo_alone():
     hosts = planned(value, two, compression="int8", algorithm="native/shuffle")
     assert [p.algorithm for p in hosts.packs if p.format] == ["halving_doubling/shuffle"]
     assert "between groups only" in str(hosts)
-    few = {**value, "w": np.zeros((100, 300), "f")}
-    assert {p.format for p in planned(few, compression="auto").packs} == {""}, "more arrays"
+    few = {**value, "w": np.zeros((100, 100), "f")}
+    assert {p.format for p in planned(few, compression="auto").packs} == {""}, "not worth an array"
 
 
 @pytest.mark.parametrize("name", [None, *FORMATS])
@@ -374,8 +376,10 @@ def test_two_levels_by_themselves_are_those_that_can_be_asked_for(name):
     tree = list(tree_of("resnet50", "float32").leaves)
     hosts = World("cpu", (2, 2), 4, hosts=2, inner=1)
     by_itself = planned(tree, hosts, compression=name)
-    assert by_itself.packs == planned(tree, hosts, compression=name, algorithm="nccl/nccl").packs
-    assert all("/" in pack.algorithm for pack in by_itself.packs)
+    asked = planned(tree, hosts, compression=name, algorithm="nccl/nccl")
+    small = choose(jc.CommunicationOptions(), hosts).limit
+    for pack, same in zip(by_itself.packs, asked.packs, strict=True):
+        assert pack == same or (pack.nbytes <= small and "/" in pack.algorithm)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -383,7 +387,7 @@ def test_simulated_devices_get_few_packs_of_codes_each_of_which_compiles_its_own
     tree = list(tree_of("resnet50", "float32").leaves)
     plan = planned(tree, World("cpu", (4,)), compression=name)
     assert len({pack.size for pack in plan.packs if pack.format}) == 2
-    assert "packs of at most 64 MiB, because no compiler combines" in str(plan)
+    assert "packs: at most 64 MiB, because no compiler combines" in str(plan)
     alone = planned(tree, World("gpu", (8,), 2), compression=name)
     assert "leaves over 2 MiB alone" in str(alone)
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 import jaxcoll as jc
 from jaxcoll._compat import compiler
 from jaxcoll._compat.compiler import has_compiler
-from jaxcoll._plan.cost.clusters import topology_named
+from jaxcoll._mesh.clusters import topology_named
 from jaxcoll._step import aot as service
 from jaxcoll._step.aot import compile_for, lowered_over, traced_over
 

@@ -10,7 +10,7 @@ from cases import mesh_of
 from jax import lax
 
 import jaxcoll as jc
-from jaxcoll._mesh.world import mesh_scope
+from jaxcoll._mesh.scopes import mesh_scope
 from jaxcoll._spmd.scope import entered
 
 P = jax.sharding.PartitionSpec

@@ -23,7 +23,7 @@ from jaxcoll._distribute.values.per_replica import Mirrored, PerReplica, is_dist
 from jaxcoll._distribute.values.replica_axis import AXIS, copies_over
 from jaxcoll._mesh.mesh import line_of, no_mesh, of_this_process, span_processes
 from jaxcoll._mesh.placement import InPlace, is_array, place, viewed
-from jaxcoll._mesh.world import mesh_scope
+from jaxcoll._mesh.scopes import mesh_scope
 from jaxcoll._plan.options import UNSET, CommunicationOptions
 from jaxcoll._spmd.sparse import is_sparse
 from jaxcoll._step.replicated_program import replicated

@@ -14,7 +14,9 @@ import numpy as np
 from jaxcoll._plan.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from jaxcoll._plan.wire_formats import Bf16, codes, named
 from jaxcoll._plan.world import World
-from jaxcoll._show.codec import OPTIONAL
+
+CODED_BY_ITSELF = 64 << 10
+"""Bytes of the smallest leaf that `compression="auto"` sends as bfloat16 over Gloo."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +34,11 @@ class Leaf:
     # Of rows by their indices, the indices' type: they are gathered, in no pack
     indices: np.dtype | None = None
     # Its place in the order in which leaves become ready; None: not known
-    ready: int | None = dataclasses.field(default=None, metadata=OPTIONAL)
+    ready: int | None = None
     # The wire format it travels in, by name (see `wire_formats`); "": exactly
-    format: str = dataclasses.field(default="", metadata=OPTIONAL)
+    format: str = ""
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Elements on one replica."""
         return math.prod(self.shape)
@@ -98,6 +100,9 @@ def travels_as(
     """The type in which a dense leaf is summed, and the name of the format it travels in."""
     format = named(options.compression)
     auto = options.compression == "auto" and dtype.name == "float32"
+    # Devices of one process would each code as much, and small leaves would be arrays of their own.
+    auto = auto and (world.processes == world.replicas or world.inner > 0)
+    auto = auto and math.prod(shape) * dtype.itemsize >= CODED_BY_ITSELF
     if format is None and (auto or dtype.name == "bfloat16") and _is_free(world, options):
         format = Bf16()
     if codes(format, shape, dtype):

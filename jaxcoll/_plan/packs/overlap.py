@@ -6,15 +6,17 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxcoll._plan.algorithms import stages
-from jaxcoll._plan.cost.model import Prices
 from jaxcoll._plan.options import CommunicationOptions
-from jaxcoll._plan.packs.automatic import in_words
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._plan.packs.packing import BytesPerPack, Pack, PackingRule, ReadyOrder
+from jaxcoll._plan.packs.packing import BytesPerPack, PackingRule, Segment, alike, whole
 from jaxcoll._plan.world import World
 
 KiB, MiB = 1 << 10, 1 << 20
+
+FULL, FULL_BETWEEN_HOSTS = 18 * MiB, 36 * MiB
+"""Bytes of a pack that takes about 1.8 times what its bytes would need at full bandwidth, on one
+host of H100s and on several (docs/overlap.md): smaller ones waste the network, larger ones hide
+less."""
 
 LAST, LEAST = MiB, 256 * KiB
 """Bytes of the last packs, whose exchange nothing is left to hide: of a large tree as many as
@@ -25,9 +27,6 @@ PARTS = 24
 MOST = 48
 """Packs of a tree that is not tiny, those at the end apart: no more than XLA was seen to place well
 (docs/decisions.md)."""
-
-SLOWED = 1.8
-"""Of the time that its bytes would need at full bandwidth, what a pack may take."""
 
 ALONE = 64 * KiB
 """Bytes of leaves that are too small to be worth their place in the order."""
@@ -50,17 +49,76 @@ OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
 """What keeps packs apart in a program that is compiled for a platform, by their collective; of the
 kind "loop" what lets a gather and a scatter of other layers be under way in one turn."""
 
-_WHERE = {
-    "cpu": (
-        "overlap: packs keep their order and stay apart as asked, but XLA's CPU runtime waits for "
-        "each collective, so that nothing is computed meanwhile"
-    ),
-    "gpu": "apart: each pack waits for the one before, so that the compiler cannot combine them",
-}
+
+@dataclasses.dataclass(frozen=True)
+class ReadyOrder(PackingRule):
+    """Packs in the order in which leaves become ready, small ones at the end.
+
+    A pack holds at most `limit` bytes, and at most a quarter of what is still to come with it; but
+    `last` bytes in any case. So what is left when nothing is computed any more is small. Leaves
+    of more than `limit` bytes travel alone and whole; only towards the end leaves are cut. Those
+    of less than `small` bytes, `last` bytes of them at most, wait for the last pack, so that they
+    cost the large ones between them no copy.
+    """
+
+    limit: int
+    last: int
+    small: int
+
+    def runs(self, leaves: Sequence[Leaf]) -> Iterator[list[Segment]]:
+        """Yield packs of leaves that are alike, one after another."""
+        for members in alike(leaves):
+            yield from self._tapering(leaves, sorted(members, key=lambda i: _ready(leaves, i)))
+
+    def place(self, leaves: Sequence[Leaf], segments: Sequence[Segment]) -> Any:
+        """Return when the last of the leaves is ready."""
+        return max(_ready(leaves, s.leaf) for s in segments)
+
+    def _tapering(self, leaves: Sequence[Leaf], members: Sequence[int]) -> Iterator[list[Segment]]:
+        # Small leaves wait for the last pack: copied into those between, they would have these
+        # copied.
+        waiting: set[int] = set()
+        for i in members:
+            with_it = sum(leaves[k].nbytes for k in waiting) + leaves[i].nbytes
+            if leaves[i].nbytes < self.small and with_it <= self.last:
+                waiting.add(i)
+        rest = sum(leaves[i].nbytes for i in members if i not in waiting)
+        pack: list[Segment] = []
+        room = 0
+        for i in members:
+            start = leaves[i].size if i in waiting else 0
+            while start < leaves[i].size:
+                if not pack:
+                    # XLA places the last collectives beside the optimizer, behind no matrix
+                    # product, so what is left for the end has to be little (docs/decisions.md).
+                    room = max(self.last, min(self.limit, rest // 4))
+                left = leaves[i].size - start
+                width = leaves[i].wire.itemsize
+                size = min(left, max(room // width, not pack))
+                if size < left and rest // 4 >= self.limit:  # not near the end: leaves stay whole
+                    size = 0 if pack else left
+                if size:
+                    pack.append(Segment(i, start, size))
+                start, room, rest = start + size, room - size * width, rest - size * width
+                if not size or room < width:
+                    yield pack
+                    pack = []
+        last = [whole(leaves, i) for i in members if i in waiting]
+        together = sum(leaves[s.leaf].wire.itemsize * s.size for s in pack + last) <= self.limit
+        yield from filter(None, [pack + last] if together else [pack, last])
+
+    def __str__(self) -> str:
+        return "in the order in which leaves become ready"
+
+
+def _ready(leaves: Sequence[Leaf], i: int) -> int:
+    # Parameters are mostly listed in the order of use, and a backward pass goes the other way.
+    ready = leaves[i].ready
+    return -i if ready is None else ready
 
 
 def wants_order(options: CommunicationOptions, world: World) -> bool:
-    """Whether it matters in which order leaves become ready.
+    """Return whether it matters in which order leaves become ready.
 
     Without being asked on GPUs, whose compiler starts collectives early and computes meanwhile;
     not on CPUs, which wait for each, nor on TPUs, where most generations do.
@@ -77,84 +135,27 @@ def is_wanted(
     algorithm: str,
     in_backward: bool,
 ) -> bool:
-    """Whether packs are to travel one by one: as asked, or where the order is known and it pays.
+    """Return whether packs travel one by one: as asked, or where the order is known and it pays.
 
     Exchanges of our own are not chained without being asked. In the backward pass itself the
     order is that of the gradients.
     """
-    if options.overlap is not None or not wants_order(options, world) or algorithm != "native":
-        return bool(options.overlap)
-    known = in_backward or any(leaf.ready is not None for leaf in leaves)
-    return known and sum(leaf.nbytes for leaf in leaves if leaf.travels) > 2 * LAST
+    if options.overlap is not None:
+        return options.overlap
+    if world.platform != "gpu" or world.replicas == 1 or algorithm != "native":
+        return False
+    is_known = in_backward or any(leaf.ready is not None for leaf in leaves)
+    return is_known and sum(leaf.nbytes for leaf in leaves if leaf.travels) > 2 * LAST
 
 
-def rule_for(
-    leaves: Sequence[Leaf], asked: int, prices: Prices, in_backward: bool
+def packing_for(
+    leaves: Sequence[Leaf], limit: int, world: World, in_backward: bool
 ) -> ReadyOrder | BytesPerPack:
-    """The smallest packs that the network carries at 1 / `SLOWED` of its bandwidth, or `asked`."""
+    """Return packs of at most `limit` bytes, or where that is 0 of what suits the world."""
     if in_backward:  # whatever is not small travels as soon as it is there, and is not copied
-        return BytesPerPack(asked) if asked else BytesPerPack(LAST, LAST)
+        return BytesPerPack(limit) if limit else BytesPerPack(LAST, LAST)
+    if limit:
+        return ReadyOrder(limit, min(limit, LAST), min(limit, ALONE))
     total = sum(leaf.nbytes for leaf in leaves if leaf.travels)
-    if asked:
-        return ReadyOrder(asked, min(asked, LAST), min(asked, ALONE))
-    composed = stages("native", 0, prices.sizes)
-    whole = prices.of(composed, 1 << 30).bandwidth / (1 << 30)
-    limit = LAST
-    while limit < total and prices.of(composed, limit).seconds > SLOWED * limit * whole:
-        limit += limit // 4
-    return ReadyOrder(max(limit, total // MOST), max(LEAST, min(LAST, total // PARTS)), ALONE)
-
-
-def with_guess(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
-    """Leaves of unknown order in that of a usual backward pass: the last one first."""
-    if any(leaf.ready is not None for leaf in leaves):
-        return tuple(leaves)
-    # Parameters are mostly listed in the order of use, and a backward pass goes the other way.
-    last = len(leaves) - 1
-    return tuple(dataclasses.replace(leaf, ready=last - i) for i, leaf in enumerate(leaves))
-
-
-def reasons(
-    leaves: Sequence[Leaf],
-    packs: Sequence[Pack],
-    rule: PackingRule,
-    world: World,
-    in_backward: bool,
-) -> Iterator[str]:
-    """What was decided, a sentence for each reason of a `Plan`."""
-    if in_backward:
-        yield f"packs: {in_words(rule)}, each sent when its gradients are there, in no other order"
-    elif isinstance(rule, ReadyOrder):
-        last = packs[-1].nbytes if packs else 0
-        yield (
-            f"packs: smaller ones towards the end, the last of {last:,} bytes; leaves of more than "
-            f"{rule.limit:,} bytes alone"
-        )
-        yield (
-            "order: that in which the gradients become ready in the backward pass"
-            if any(leaf.ready is not None for leaf in leaves)
-            else "order: leaves from last to first, for it is not known here when each is ready; "
-            "`jc.value_and_grad` and `jc.grad` read it from the backward pass"
-        )
-    if world.platform == "cpu" or not (in_backward or world.platform == "tpu"):
-        yield _WHERE.get(world.platform, "")
-    if in_backward or world.platform != "gpu":
-        yield by_options(world.platform)
-
-
-def by_options(platform: str, kind: str = "all-reduce") -> str:
-    """The options that keep packs apart, in a sentence."""
-    options, in_loops = OPTIONS.get((platform, kind), {}), kind == "loop"
-    listed = " and ".join(f"{name}={value}" for name, value in options.items())
-    if listed:
-        return (
-            f"{'overlap' if in_loops else 'apart'}: by the compiler "
-            f"option{'s' * (len(options) > 1)} {listed}, which `jc.data_parallel` sets for its own "
-            "program; give it to a `jax.jit` of your own (`Plan.compiler_options`)"
-        )
-    if in_loops:
-        return f"overlap: as the compiler for {platform} places it; `jc.inspect` shows what it does"
-    return (
-        f"apart: no way is known to keep packs of {kind}s apart on {platform}; `jc.inspect` "
-        "shows what became of them"
-    )
+    full = FULL if world.hosts == 1 else FULL_BETWEEN_HOSTS
+    return ReadyOrder(max(full, total // MOST), max(LEAST, min(LAST, total // PARTS)), ALONE)

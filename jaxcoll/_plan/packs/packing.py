@@ -6,75 +6,19 @@ its inverse needs no state: reading the packs in order gives back every leaf, to
 
 from __future__ import annotations
 
+import abc
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxcoll._plan import wire_formats
 from jaxcoll._plan.packs.leaves import Leaf
-from jaxcoll._show.codec import OPTIONAL
-
-
-@dataclasses.dataclass(frozen=True)
-class BytesPerPack:
-    """Close a pack before it would exceed `limit` bytes; a larger leaf travels alone.
-
-    With `alone`, leaves of more than so many bytes do: a copy in and out can cost more than an
-    array of their own.
-    """
-
-    limit: int
-    alone: int | None = None
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest leaf that shares a pack."""
-        return self.limit if self.alone is None else min(self.limit, self.alone)
-
-
-UNPACKED = BytesPerPack(0)
-"""Every leaf travels alone, in its own shape."""
-
-
-@dataclasses.dataclass(frozen=True)
-class NumPacks:
-    """`count` packs of near-equal bytes; leaves are cut where a pack ends."""
-
-    count: int
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupSmall:
-    """Runs of neighbouring leaves of at most `max_bytes` each travel in groups; others alone.
-
-    A run is of one dtype and kind, and a larger leaf ends it; a group has at most `max_group`
-    leaves.
-    """
-
-    max_bytes: int
-    max_group: int
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadyOrder:
-    """Packs in the order in which leaves become ready, small ones at the end.
-
-    A pack holds at most `limit` bytes, and at most a quarter of what is still to come with it; but
-    `last` bytes in any case. So what is left when nothing is computed any more is small. Leaves
-    of more than `limit` bytes travel alone and whole; only towards the end leaves are cut. Those
-    of less than `small` bytes, `last` bytes of them at most, wait for the last pack, so that they
-    cost the large ones between them no copy.
-    """
-
-    limit: int
-    last: int
-    small: int
-
-
-PackingRule = BytesPerPack | NumPacks | GroupSmall | ReadyOrder
+from jaxcoll._show.units import binary_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +28,68 @@ class Segment:
     leaf: int
     start: int
     size: int
+
+
+class PackingRule(abc.ABC):
+    """A rule by which leaves travel together: a hashable value, whose `str` says it in words."""
+
+    @abc.abstractmethod
+    def runs(self, leaves: Sequence[Leaf]) -> Iterator[list[Segment]]:
+        """Yield the segments of each pack that leaves may share; `alike` says which may."""
+
+    def place(self, leaves: Sequence[Leaf], segments: Sequence[Segment]) -> Any:
+        """Return what packs are sorted by: the first leaf that they carry."""
+        return segments[0].leaf, segments[0].start
+
+
+@dataclasses.dataclass(frozen=True)
+class BytesPerPack(PackingRule):
+    """Close a pack before it would exceed `limit` bytes; a larger leaf travels alone.
+
+    With `alone`, leaves of more than so many bytes do: a copy in and out can cost more than an
+    array of their own.
+
+    Examples:
+      >>> str(BytesPerPack(16 << 20, alone=2 << 20))
+      'leaves over 2 MiB alone, others in packs of at most 16 MiB'
+    """
+
+    limit: int
+    alone: int | None = None
+
+    def runs(self, leaves: Sequence[Leaf]) -> Iterator[list[Segment]]:
+        """Yield packs, greedily and in order."""
+        # A leaf that travels alone is passed over, so that the small leaves between large ones (a
+        # bias after every matrix) still meet.
+        largest = self.limit if self.alone is None else min(self.limit, self.alone)
+        for members in alike(leaves):
+            pack: list[Segment] = []
+            nbytes = 0
+            for i in members:
+                if leaves[i].nbytes > largest:
+                    yield [whole(leaves, i)]
+                    continue
+                if nbytes + leaves[i].nbytes > self.limit:
+                    yield pack
+                    pack, nbytes = [], 0
+                pack.append(whole(leaves, i))
+                nbytes += leaves[i].nbytes
+            if pack:
+                yield pack
+
+    def __str__(self) -> str:
+        if not self.limit:
+            return "every leaf alone"
+        if self.limit >= 1 << 50:
+            return "one for each type"
+        most = f"at most {binary_size(self.limit)}"
+        if self.alone is None:
+            return most
+        return f"leaves over {binary_size(self.alone)} alone, others in packs of {most}"
+
+
+UNPACKED = BytesPerPack(0)
+"""Every leaf travels alone, in its own shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +104,9 @@ class Pack:
     solid: bool = False  # it is one whole leaf, which must keep its shape
     algorithm: str = "native"  # what sums it, a canonical name; "inner/outer" for one of two parts
     # The wire format it travels in; of two parts the outer one does. "": exactly
-    format: str = dataclasses.field(default="", metadata=OPTIONAL)
+    format: str = ""
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Elements on one replica."""
         return sum(s.size for s in self.segments)
@@ -131,140 +137,48 @@ def plan_packs(leaves: Sequence[Leaf], rule: PackingRule) -> tuple[Pack, ...]:
     """Assign every element of every leaf to exactly one pack.
 
     Law: a pack holds one dtype and one kind, summed over the same axes; leaves keep their order
-    inside a pack; leaves that do not travel are in none. Packs are ordered by the first leaf
-    they carry; with `ReadyOrder` leaves and packs are in the order in which they are ready.
+    inside a pack; leaves that do not travel are in none. Packs are in the order of the rule.
     """
-    solid = ([_whole(leaves, i)] for i, leaf in enumerate(leaves) if leaf.travels and leaf.solid)
-    packs = [
-        Pack(*_agreement(first)[:3], tuple(segments), first.solid, format=first.format)
-        for segments in itertools.chain(solid, _shared(leaves, rule))
-        for first in [leaves[segments[0].leaf]]
-    ]
-    if isinstance(rule, ReadyOrder):
-        return tuple(sorted(packs, key=lambda p: max(_ready(leaves, s.leaf) for s in p.segments)))
-    return tuple(sorted(packs, key=lambda p: (p.segments[0].leaf, p.segments[0].start)))
+    if rule == UNPACKED:
+        runs = [[Segment(i, 0, leaf.size)] for i, leaf in enumerate(leaves) if leaf.travels]
+    else:
+        runs = [[whole(leaves, i)] for i, leaf in enumerate(leaves) if leaf.travels and leaf.solid]
+        runs += rule.runs(leaves)
+        runs.sort(key=lambda run: rule.place(leaves, run))
+    return tuple(
+        Pack(first.wire, first.over, first.kind, tuple(run), first.solid, format=first.format)
+        for run in runs
+        for first in [leaves[run[0].leaf]]
+    )
 
 
-def _shared(leaves: Sequence[Leaf], rule: PackingRule) -> Iterator[list[Segment]]:
-    """The segments of each pack that leaves may share."""
-    if isinstance(rule, GroupSmall):
-        for run in _small_runs(leaves, rule):
-            yield [_whole(leaves, i) for i in run]
-        return
-    alike: dict[Hashable, list[int]] = {}
+def alike(leaves: Sequence[Leaf]) -> list[list[int]]:
+    """Return the indices of leaves that may share a pack, those of each agreement in order."""
+    groups: dict[Hashable, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.travels and not leaf.solid:
-            alike.setdefault(_agreement(leaf), []).append(i)
-    groups = list(alike.values())
-    shares = _shares(leaves, groups, rule.count) if isinstance(rule, NumPacks) else []
-    for k, members in enumerate(groups):
-        match rule:
-            case BytesPerPack():
-                yield from _close_before(leaves, members, rule)
-            case ReadyOrder():
-                in_order = sorted(members, key=lambda i: _ready(leaves, i))
-                yield from _tapering(leaves, in_order, rule)
-            case NumPacks():
-                yield from _cut_evenly([_whole(leaves, i) for i in members], shares[k])
+            groups.setdefault((leaf.wire, leaf.over, leaf.kind, leaf.format), []).append(i)
+    return list(groups.values())
+
+
+def whole(leaves: Sequence[Leaf], i: int) -> Segment:
+    """Return all of leaf number `i`."""
+    return Segment(i, 0, leaves[i].size)
 
 
 def cut(packs: Sequence[Pack], parts: int) -> tuple[Pack, ...]:
-    """Each pack in `parts` packs of near-equal size, in the same order; solid ones stay whole."""
+    """Return each pack in `parts` of near-equal size, in the same order; solid ones stay whole."""
     return tuple(
         dataclasses.replace(pack, segments=tuple(segments))
         for pack in packs
         for segments in (
-            [pack.segments] if pack.solid else _cut_evenly(pack.segments, min(parts, pack.size))
+            [pack.segments] if pack.solid else cut_evenly(pack.segments, min(parts, pack.size))
         )
     )
 
 
-def _agreement(leaf: Leaf) -> tuple[np.dtype, tuple[int, ...], Hashable, str]:
-    """What two leaves must agree in to share a pack."""
-    return leaf.wire, leaf.over, leaf.kind, leaf.format
-
-
-def _whole(leaves: Sequence[Leaf], i: int) -> Segment:
-    return Segment(i, 0, leaves[i].size)
-
-
-def _ready(leaves: Sequence[Leaf], i: int) -> int:
-    return leaves[i].ready or 0
-
-
-def _tapering(
-    leaves: Sequence[Leaf], members: Sequence[int], rule: ReadyOrder
-) -> Iterator[list[Segment]]:
-    """The segments of one pack after another; see `ReadyOrder`."""
-    # Small leaves wait for the last pack: copied into those between, they would have these copied.
-    waiting: set[int] = set()
-    for i in members:
-        with_it = sum(leaves[k].nbytes for k in waiting) + leaves[i].nbytes
-        if leaves[i].nbytes < rule.small and with_it <= rule.last:
-            waiting.add(i)
-    rest = sum(leaves[i].nbytes for i in members if i not in waiting)
-    pack: list[Segment] = []
-    room = 0
-    for i in members:
-        start = leaves[i].size if i in waiting else 0
-        while start < leaves[i].size:
-            if not pack:
-                # XLA places the last collectives beside the optimizer, behind no matrix product, so
-                # what is left for the end has to be little (docs/decisions.md).
-                room = max(rule.last, min(rule.limit, rest // 4))
-            left = leaves[i].size - start
-            width = leaves[i].wire.itemsize
-            size = min(left, max(room // width, not pack))
-            if size < left and rest // 4 >= rule.limit:  # not near the end: leaves stay whole
-                size = 0 if pack else left
-            if size:
-                pack.append(Segment(i, start, size))
-            start, room, rest = start + size, room - size * width, rest - size * width
-            if not size or room < width:
-                yield pack
-                pack = []
-    last = [_whole(leaves, i) for i in members if i in waiting]
-    together = sum(leaves[s.leaf].wire.itemsize * s.size for s in pack + last) <= rule.limit
-    yield from filter(None, [pack + last] if together else [pack, last])
-
-
-def _small_runs(leaves: Sequence[Leaf], rule: GroupSmall) -> Iterator[list[int]]:
-    """Indices of the leaves that travel together, one by one where they are large."""
-
-    def run_of(i: int) -> Hashable:
-        leaf = leaves[i]
-        return leaf.solid, i if leaf.nbytes > rule.max_bytes else None, _agreement(leaf)
-
-    travelling = (i for i, leaf in enumerate(leaves) if leaf.travels)
-    for _, run in itertools.groupby(travelling, run_of):
-        members = [i for i in run if not leaves[i].solid]
-        for start in range(0, len(members), rule.max_group):
-            yield members[start : start + rule.max_group]
-
-
-def _close_before(
-    leaves: Sequence[Leaf], members: Sequence[int], rule: BytesPerPack
-) -> Iterator[list[Segment]]:
-    """Greedy, in order: the pack at hand is closed when the next leaf would pass the limit."""
-    # A leaf that travels alone is passed over, so that the small leaves between large ones (a bias
-    # after every matrix) still meet.
-    pack: list[Segment] = []
-    nbytes = 0
-    for i in members:
-        if leaves[i].nbytes > rule.largest:
-            yield [_whole(leaves, i)]
-            continue
-        if nbytes + leaves[i].nbytes > rule.limit:
-            yield pack
-            pack, nbytes = [], 0
-        pack.append(_whole(leaves, i))
-        nbytes += leaves[i].nbytes
-    if pack:
-        yield pack
-
-
-def _cut_evenly(segments: Sequence[Segment], count: int) -> Iterator[list[Segment]]:
-    """The same elements in `count` runs whose sizes differ by one at most."""
+def cut_evenly(segments: Sequence[Segment], count: int) -> Iterator[list[Segment]]:
+    """Yield the same elements in `count` runs whose sizes differ by one at most."""
     ends = list(itertools.accumulate(s.size for s in segments))
     each, more = divmod(ends[-1], count)
     bounds = [k * each + min(k, more) for k in range(count + 1)]
@@ -275,17 +189,3 @@ def _cut_evenly(segments: Sequence[Segment], count: int) -> Iterator[list[Segmen
             pack.append(Segment(s.leaf, s.start + s.size - (ends[k] - low), end - low))
             low = end
         yield pack
-
-
-def _shares(leaves: Sequence[Leaf], groups: Sequence[Sequence[int]], count: int) -> list[int]:
-    """How many of `count` packs each group gets: one each, then always to the largest pack."""
-    shares = [1] * len(groups)
-    sizes = [sum(leaves[i].size for i in members) for members in groups]
-    widths = [leaves[members[0]].wire.itemsize for members in groups]
-    for _ in range(count - len(groups)):
-        each = zip(sizes, widths, shares, strict=True)
-        per_pack = [size * width / k if k < size else 0 for size, width, k in each]
-        if not any(per_pack):
-            break
-        shares[per_pack.index(max(per_pack))] += 1
-    return shares

@@ -12,14 +12,13 @@ from jax import lax
 
 from jaxcoll import _compat
 from jaxcoll._compat import marks
-from jaxcoll._plan.choose import choose
-from jaxcoll._plan.options import UNSET, ReduceOp
-from jaxcoll._plan.packs.automatic import usual
+from jaxcoll._plan.options import ReduceOp
 from jaxcoll._plan.packs.leaves import Leaf, carried_dtype
 from jaxcoll._plan.packs.packing import Pack, plan_packs
 from jaxcoll._plan.packs.shard_layout import ShardedLeaf
 from jaxcoll._plan.packs.shard_plan import Half, plan_rows
 from jaxcoll._plan.plan import Plan
+from jaxcoll._plan.rule import packing_for
 from jaxcoll._show.units import counted
 from jaxcoll._spmd.algorithms import table as algorithms
 from jaxcoll._spmd.arithmetic import before, divided
@@ -130,12 +129,10 @@ class Traffic:
     ) -> tuple[tuple[Pack, ...], Plan]:
         """The packs of this replica's rows, and the plan of what carries all replicas'."""
         world, options, n = self.scope.world(axes), self.scope.options, count(axes)
-        packing = choose(options.replace(shards=UNSET), world).packing or usual(world)
-        packs = plan_packs(leaves, packing)
+        packs = plan_packs(leaves, packing_for(options, world))
         whole = [dataclasses.replace(x, shape=(n * x.shape[0], *x.shape[1:])) for x in leaves]
         op = ReduceOp.SUM if half == "all_gather" else self.reduce_op
-        terms = self.scope.terms(world)
-        plan = plan_rows(half, op, whole, packs, options, world, terms, turns, when)
+        plan = plan_rows(half, op, whole, packs, options, world, turns, when)
         self.scope.record(plan)
         return packs, plan
 

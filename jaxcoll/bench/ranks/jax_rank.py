@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections import Counter
@@ -18,12 +17,9 @@ import jaxcoll as jc
 from jaxcoll._cluster.hosts import hosts_of_job
 from jaxcoll._cluster.initialize import initialize
 from jaxcoll._cluster.launch.local import join
-from jaxcoll._mesh.machine_costs import circumstances, preset_here, saved
-from jaxcoll._mesh.world import mesh_scope, mesh_world
+from jaxcoll._mesh.scopes import mesh_scope
 from jaxcoll._observe.parse.collective import wire_bytes
 from jaxcoll._observe.parse.hlo import read_hlo
-from jaxcoll._plan.cost.terms import terms_of
-from jaxcoll._plan.plan import Plan
 from jaxcoll._spmd.scope import entered
 from jaxcoll.bench.naming import AGAIN, BASELINE, FEEDBACK, options_of
 from jaxcoll.bench.ranks.data import Exact, block, held, leaf
@@ -126,33 +122,11 @@ class JaxRank(Rank):
         jax.block_until_ready(results)
         return time.perf_counter() - start
 
-    def costs(self) -> dict[str, Any]:
-        """The preset that a calibration replaces, and where and under which key it is kept."""
-        world = mesh_world(self._mesh, dict(self._mesh.shape))
-        return {
-            "usual": preset_here(world).to_dict(),
-            "sizes": world.sizes,
-            "measured_on": circumstances(world),
-            "file": str(saved(world)),
-        }
-
-    def build(
-        self, name: str, algorithm: str, first: int, stop: int, terms: dict[str, Any]
-    ) -> float | None:
-        """Compile the contestant `name`, which reduces leaves `first` to `stop` - 1.
-
-        Costs are those of `terms`: no calibration on this machine is read. Returns the seconds
-        that the plan predicts; None where there is no plan.
-        """
-        plans: list[Plan] = []
-        given = terms_of(terms)
-        scope = dataclasses.replace(
-            mesh_scope(self._mesh), terms=lambda world: given, record=plans.append
-        )
+    def build(self, name: str, algorithm: str, first: int, stop: int) -> None:
+        """Compile the contestant `name`, which reduces leaves `first` to `stop` - 1."""
         self._parts[name] = slice(first, stop)
-        with entered(scope):
+        with entered(mesh_scope(self._mesh)):
             self._compiled[name] = self._built(algorithm, self._arrays[first:stop])
-        return plans[0].predicted.seconds if plans else None
 
     def plan(self, name: str) -> str:
         """What the plan of a contestant is called: equal plans share it."""
@@ -205,7 +179,7 @@ def _mesh(devices: Sequence[jax.Device]) -> Mesh:
     """One axis over all devices, or two where several hosts, or processes, have several each."""
     grid, axes = np.array(devices, dtype=object), ("data",)
     owners = [device.process_index for device in devices]
-    hosts = [hosts_of_job().of_processes[owner] for owner in owners] if len(set(owners)) > 1 else []
+    hosts = [hosts_of_job()[owner] for owner in owners] if len(set(owners)) > 1 else []
     # Hierarchical algorithms need an axis within a host or process and one between them.
     for name, of_devices in (("host", hosts), ("process", owners)):
         groups = len(set(of_devices))

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from jaxcoll._plan.world import World
+
 _FORM = re.compile(r"([a-z][a-z0-9]*):(\d+(?:x\d+)*)")
 
 
@@ -204,3 +206,19 @@ def _usual(name: str) -> Iterator[Topology]:
         known = _laid_out(name, shape)
         if isinstance(known, Topology):
             yield known
+
+
+def topology_world(topology: Topology, sizes: tuple[int, ...] = ()) -> World:
+    """Return the world of a reduction over all of a cluster, along axes of these sizes.
+
+    Args:
+      topology: the cluster.
+      sizes: of the axes, outer first; (): one axis.
+    """
+    return World(
+        topology.platform,
+        sizes or (topology.size,),
+        topology.hosts,
+        device_kind=topology.kind * (topology.platform != "cpu"),
+        hosts=topology.hosts if topology.platform == "gpu" else 1,
+    )

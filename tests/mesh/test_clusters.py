@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import jaxcoll as jc
-from jaxcoll._plan.cost.clusters import CHIPS, Gpu, _usual, topology_named
+from jaxcoll._mesh.clusters import CHIPS, Gpu, _usual, topology_named
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,370 @@
+"""The table of rates: what links, calls and copies cost, as published or measured.
+
+Times are in seconds and sizes in bytes, but for the table itself, whose units its fields name. Two
+kinds of link are told apart: within an island and between islands. An island is a host, or a slice
+of TPUs; where CPU processes are all on one host, it is one process. docs/cost_model.md has the
+sources.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from typing import NamedTuple
+
+from jaxcoll._plan.world import World
+
+MiB = 1 << 20
+MICRO, GIGA, TERA = 1e-6, 1e9, 1e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The cost of one exchange between neighbours."""
+
+    step: float  # seconds from one device to the next before the first byte is there
+    per_byte: float  # seconds per byte that leaves a device, while all devices of its island send
+    torus: int = 0  # dimensions of the torus that joins the devices; 0: a switch joins them all
+
+    def steps(self, n: int) -> float:
+        """Return the dependent steps of the fastest reduction or broadcast over n devices.
+
+        Examples:
+          >>> Link(0.0, 0.0).steps(8), Link(0.0, 0.0, torus=2).steps(16)
+          (3.0, 4.0)
+        """
+        if self.torus:
+            return self.torus * round(n ** (1 / self.torus), 9) / 2
+        return float((n - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Measured seconds of the backend's own all-reduce of one array, at a few rising sizes.
+
+    A latency and a bandwidth miss published curves by up to a third, since transports change their
+    protocol with the size. Between two points a concave curve lies above the chord in bytes and
+    below the chord in logarithms; the geometric mean of the two is read. Above the largest size the
+    last slope goes on, and below the smallest only latency is left.
+
+    Examples:
+      >>> curve = Curve(((1 << 20, 1e-3), (1 << 22, 3e-3)), replicas=8)
+      >>> [round(1e3 * curve.seconds(nbytes), 2) for nbytes in (0, 1 << 21, 1 << 22, 1 << 23)]
+      [1.0, 1.7, 3.0, 5.67]
+    """
+
+    points: tuple[tuple[int, float], ...]  # bytes and seconds; both rise
+    replicas: int  # devices it was measured over
+    islands: int = 1  # hosts (TPU: slices; CPU: processes) that those belonged to
+
+    @property
+    def latency(self) -> float:
+        """Seconds of the smallest size, which stand for all smaller ones."""
+        return self.points[0][1]
+
+    @property
+    def per_byte(self) -> float:
+        """Seconds per byte beyond the largest size: the slope between the two largest."""
+        (a, start), (b, end) = self.points[-2:]
+        return (end - start) / (b - a)
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the seconds for an array of `nbytes`; never less for more bytes."""
+        k = bisect.bisect_right(self.points, nbytes, key=lambda point: point[0])
+        if k == 0:
+            return self.latency
+        if k == len(self.points):
+            size, longest = self.points[-1]
+            return longest + (nbytes - size) * self.per_byte
+        (low, start), (high, end) = self.points[k - 1 : k + 1]
+        by_bytes = start + (nbytes - low) / (high - low) * (end - start)
+        by_logarithms = start * (end / start) ** (math.log(nbytes / low) / math.log(high / low))
+        return math.sqrt(by_bytes * by_logarithms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """The rates of one kind of world."""
+
+    source: str  # where they are from, for those who read a prediction
+    per_island: int  # replicas of one island
+    within: Link  # between devices of one island
+    between: Link  # between devices of different islands
+    call: float  # seconds that one collective costs before anything moves
+    array: float  # seconds for each array handed to the backend's own all-reduce, beyond `call`
+    reduce: float  # seconds per byte that a device adds to another
+    copy: float  # seconds per byte copied into a pack, and again per byte copied out of it
+    slice: float  # seconds for each piece of a leaf that is copied into a pack and out of it
+    # Bytes up to which the compiler makes one collective of several of its own all-reduces; 0: the
+    # runtime takes them one by one
+    combine: int
+    native: tuple[Curve, ...] = ()  # of the backend's own all-reduce
+    # Times as long as by their bytes that exchanges of our own take between islands, where both
+    # ends send at once over TCP
+    duplex: float = 1.0
+    tree: bool = True  # between two islands the backend sends an array once each way, as NCCL does
+    # For element types, as HLO spells them ("f8" for all of 8 bits), operations a second that
+    # matrix products reach; () where that is not known
+    products: tuple[tuple[str, float], ...] = ()
+
+    def product_rate(self, dtype: str) -> float | None:
+        """Return the operations a second of products of an element type; None if not known."""
+        return dict(self.products).get("f8" if dtype.startswith("f8") else dtype)
+
+
+class Network(NamedTuple):
+    """A network that joins hosts; one NIC for each device, or one that a host's devices share."""
+
+    hop_us: float
+    gb_per_s: float
+    shared: bool = False
+
+    def link(self, per_host: int) -> Link:
+        """Return the link of one device while all `per_host` send."""
+        return Link(self.hop_us * MICRO, (per_host if self.shared else 1) / (self.gb_per_s * GIGA))
+
+
+NETWORKS = {
+    "infiniband-400": Network(14, 47.5),  # NCCL's model (tuning.cc); nccl-tests#290
+    "efa-400": Network(14, 47.5),
+    "infiniband-200": Network(14, 23.75),
+    # Assumed: 92 % of the line, a hop through the kernels' TCP.
+    "ethernet-10": Network(50, 1.15, shared=True),
+    "ethernet-1": Network(50, 0.115, shared=True),
+    "ethernet-0.1": Network(50, 0.0115, shared=True),
+    # DCN of TPU slices: 6.4 Tbit/s a pod of 256 v5e, 50 Gbit/s a v5p chip, 100 a chip of two TPU7x
+    # devices (docs.cloud.google.com); v6e with 4 × 200 Gbit/s a host of 8, and all hops: assumed.
+    "dcn-v5e": Network(50, 3.1),
+    "dcn-v5p": Network(50, 6.25),
+    "dcn-v6e": Network(50, 12.5),
+    "dcn-tpu7x": Network(50, 6.25),
+}
+
+
+class Accelerator(NamedTuple):
+    """One kind of accelerator, as JAX names it, and the host it is usually in."""
+
+    kinds: tuple[str, ...]
+    source: str
+    hop_us: float
+    gb_per_s: float  # of a link within a host, or of all links of a TPU chip
+    call_us: float
+    memory_tb_per_s: float
+    network: str
+    # Specified TFLOP/s of dense products, of float32 at JAX's default precision (TF32 on GPUs,
+    # bfloat16 on TPUs), and the share of them that large products reach
+    peaks: dict[str, float]
+    reached: float
+    torus: int = 0
+    # Microseconds of the backend's all-reduce: replicas, hosts, and pairs of bytes and time
+    curves: tuple[tuple[int, int, tuple[tuple[int, float], ...]], ...] = ()
+    # Devices, and GB/s on the bus, of a ring of fewer devices, which get no sums in the switch
+    ring: tuple[int, float] | None = None
+
+
+# `call_us` and `hop_us` of Hopper and Blackwell: 15.2 µs for 8 B on 8 H200; 23.5 µs, and 20.5 µs
+# for a reduce-scatter, on 8 B200 (ml-engineering). Of TPUs: specified link rates, all ports of a
+# chip, one way; 1 µs a hop, 2 µs a call and 80 % of the peak are assumed.
+ACCELERATORS = (
+    Accelerator(
+        ("h100", "h200", "h800", "gh200"), "Hopper, NVLink 4, from 8 x H200",
+        1, 361, 9.2, 4.8, "infiniband-400",
+        {"bf16": 989.4, "f16": 989.4, "f32": 494.7, "f8": 1978.9}, 0.803,
+        curves=((8, 1, (  # NCCL 2.30.7, calls queued (ml-engineering, network/benchmarks)
+            (32_768, 18.2), (524_288, 19.06), (1_048_576, 24.61), (4_194_304, 50.57),
+            (16_777_216, 114.7), (67_108_864, 318.4), (268_435_456, 1063.1),
+            (1_073_741_824, 4033.1), (17_179_869_184, 62341.1),
+        )),),
+        ring=(4, 363.3),
+    ),
+    Accelerator(
+        ("b200", "b300", "gb200", "gb300", "b100"),
+        "Blackwell, NVLink 5, from 8 and 4 x 8 B200",
+        1, 668, 17.4, 8.0, "efa-400",
+        {"bf16": 2250, "f16": 2250, "f32": 1125, "f8": 4500}, 0.776,
+        curves=(
+            (8, 1, (  # NCCL 2.27.7 from 1 MiB on, one call at a time; 2026-10 at both ends
+                (32_768, 26.4), (1_048_576, 50.9), (4_194_304, 96.0), (16_777_216, 115.2),
+                (67_108_864, 293.2), (268_435_456, 727.1), (1_073_741_824, 2597.7),
+                (17_179_869_184, 35834.8),
+            )),
+            (32, 4, (  # over EFA, calls queued, 2026-10
+                (32_768, 97.7), (524_288, 145.3), (2_097_152, 195.4), (16_777_216, 452.7),
+                (134_217_728, 998.3), (1_073_741_824, 5684.3), (17_179_869_184, 88359.3),
+            )),
+        ),
+        ring=(5, 677.8),
+    ),
+    Accelerator(
+        ("a100", "a800"), "Ampere, NVLink 3, from 8 x A100",
+        2, 235, 12, 2.0, "infiniband-200", {"bf16": 312, "f16": 312, "f32": 156}, 0.869,
+        curves=((8, 1, (  # nccl-tests (ml-engineering, network/README.md); the call is assumed
+            (32_768, 43.83), (262_144, 61.38), (1_048_576, 101.9), (8_388_608, 133.5),
+            (33_554_432, 424.0), (134_217_728, 1327.6), (1_073_741_824, 8203.9),
+            (17_179_869_184, 127997.0),
+        )),),
+    ),
+    Accelerator(
+        ("v5 lite", "v5e"), "TPU v5e, specified 400 GB/s both ways",
+        1, 200, 2, 0.819, "dcn-v5e", {"bf16": 197, "f16": 197, "f32": 197}, 0.8, torus=2,
+    ),
+    Accelerator(
+        ("v6 lite", "v6e"), "TPU v6e, specified 800 GB/s both ways",
+        1, 400, 2, 1.638, "dcn-v6e", {"bf16": 918, "f16": 918, "f32": 918}, 0.8, torus=2,
+    ),
+    Accelerator(
+        ("tpu v5", "v5p"), "TPU v5p, specified 1200 GB/s both ways",
+        1, 600, 2, 2.765, "dcn-v5p", {"bf16": 459, "f16": 459, "f32": 459}, 0.8, torus=3,
+    ),
+    Accelerator(  # a chip is two devices, which share its links and its memory
+        ("tpu7x",), "TPU7x, specified 1200 GB/s both ways",
+        1, 300, 2, 3.69, "dcn-tpu7x", {"bf16": 1153.5, "f16": 1153.5, "f32": 1153.5, "f8": 2307},
+        0.8, torus=3,
+    ),
+)  # fmt: skip
+
+# Milliseconds of one all-reduce over 2, 4 and 8 CPU processes on two cores, whose malloc keeps what
+# is freed: medians of `benchmarks`' all-reduces (docs/performance.md).
+CORES = 2
+GLOO_BYTES = (1_024, 65_536, 262_144, 1_048_576, 4_194_304, 16_777_216, 67_108_864)
+GLOO_MS = {
+    2: (0.45, 0.55, 0.7, 1.4, 3.5, 14.0, 53.0),
+    4: (4.5, 5.0, 5.4, 6.0, 10.7, 32.0, 130.0),
+    8: (13.0, 15.0, 17.0, 20.0, 31.0, 74.0, 288.0),
+}
+
+
+def rates_of(world: World, network: str = "") -> Rates:
+    """Return the rates of a world.
+
+    Args:
+      world: where it runs. An unknown kind of GPU is taken for an H100, of TPU for a v5e; a host of
+        CPU processes has two cores.
+      network: what joins hosts, a name of `NETWORKS`; "": what is usual, of CPUs 10 Gbit/s.
+
+    Examples:
+      >>> rates_of(World("gpu", (8,), device_kind="NVIDIA H200")).source
+      'Hopper, NVLink 4, from 8 x H200; between hosts infiniband-400'
+    """
+    if world.over_gloo:
+        return _gloo(world, network or "ethernet-10")
+    if world.platform == "cpu":
+        return _memory(world.replicas)
+    kind, usual = world.device_kind.lower(), "v5e" if world.platform == "tpu" else "h100"
+    alike = [a for a in ACCELERATORS if any(name in kind for name in a.kinds)]
+    chip = [*alike, *(a for a in ACCELERATORS if usual in a.kinds)][0]
+    network, memory = network or chip.network, 0.9 * chip.memory_tb_per_s * TERA
+    per_host = -(-world.replicas // world.hosts)
+    return Rates(
+        f"{chip.source}; between hosts {network}",
+        per_host,
+        Link(chip.hop_us * MICRO, 1 / (chip.gb_per_s * GIGA), chip.torus),
+        NETWORKS[network].link(per_host),
+        call=chip.call_us * MICRO,
+        array=1.5 * MICRO,  # assumed
+        reduce=3 / memory,  # two reads and a write
+        copy=2 / memory,  # a read and a write
+        slice=2 * MICRO,  # assumed
+        combine=30 * MiB,  # XLA's default
+        native=tuple(_curves(chip, network)),
+        products=tuple((name, chip.reached * peak * TERA) for name, peak in chip.peaks.items()),
+    )
+
+
+def _curves(chip: Accelerator, network: str) -> list[Curve]:
+    """Return the curves as measured, between hosts for the usual network alone, and a ring's."""
+    curves = [
+        Curve(tuple((size, us * MICRO) for size, us in points), replicas, hosts)
+        for replicas, hosts, points in chip.curves
+        if hosts == 1 or network == chip.network
+    ]
+    if chip.ring:
+        # The curve in the switch, stretched to what the ring reaches with the largest array.
+        n, busbw = chip.ring
+        whole = curves[0]
+        most, longest = whole.points[-1]
+        wanted = most * 2 * (n - 1) / n / (busbw * GIGA)
+        factor = (wanted - whole.latency) / (longest - whole.latency)
+        points = ((size, whole.latency + factor * (t - whole.latency)) for size, t in whole.points)
+        curves.insert(1, Curve(tuple(points), n))
+    return curves
+
+
+def _memory(per_process: int) -> Rates:
+    """Return the rates of devices of one CPU process, whose copies go through the same cores."""
+    turns = max(1.0, per_process / CORES)
+    return Rates(
+        f"devices of one CPU process, {CORES} cores",
+        per_process,
+        Link(10 * MICRO, 0.185e-9 * turns),
+        Link(0.6e-3, 0.75e-9),
+        call=100 * MICRO,
+        array=50 * MICRO * turns,
+        reduce=0.05e-9 * turns,
+        copy=0.3e-9 * turns,
+        slice=6 * MICRO * turns,
+        combine=1 << 40,
+    )
+
+
+def _gloo(world: World, network: str) -> Rates:
+    """Return the rates of CPU processes, each of which waits for its share of the cores."""
+    turns = max(1.0, world.processes / world.hosts / CORES)
+    within = between = Link(0.2e-3 * turns, 0.55e-9 * turns)
+    source = f"CPU processes over Gloo, {CORES} cores a host"
+    islands, native = world.processes, ()
+    if world.hosts > 1:
+        islands = world.hosts
+        source += f"; between hosts {network}"
+        far = NETWORKS[network].link(-(-world.replicas // islands))
+        between = Link(within.step + far.step, max(within.per_byte, far.per_byte))
+        if world.replicas == world.processes:
+            native = _gloo_between_hosts(world, far)
+    elif world.replicas == world.processes:
+        native = tuple(Curve(_gloo_points(n), n, n) for n in GLOO_MS)
+    per_island = -(-world.replicas // islands)
+    return dataclasses.replace(
+        _memory(per_island),
+        source=source,
+        per_island=per_island,
+        within=within if world.hosts > 1 else _memory(per_island).within,
+        between=between,
+        call=0.05e-3 * turns,
+        array=0.25e-3 * turns**2,
+        reduce=0.2e-9 * turns,
+        copy=0.12e-9 * turns,
+        slice=6 * MICRO * turns,
+        combine=0,
+        native=native,
+        duplex=1.5 if world.hosts > 1 else 1.0,
+        tree=False,
+    )
+
+
+def _gloo_points(n: int) -> tuple[tuple[int, float], ...]:
+    return tuple((size, ms * 1e-3) for size, ms in zip(GLOO_BYTES, GLOO_MS[n], strict=True))
+
+
+def _gloo_between_hosts(world: World, far: Link) -> tuple[Curve, ...]:
+    """Return curves of processes on several hosts, by whose links a ring goes.
+
+    For each number of processes there is one where every process has a host and a part of its link,
+    and one where the processes of a host are neighbours, so that one of them sends.
+    """
+    per_host = -(-world.replicas // world.hosts)
+    curves = []
+    for n in GLOO_MS:
+        # A process that waits for a core holds up all others, so few steps take longest.
+        turns = max(1.0, per_host / CORES) / max(1.0, n / CORES)
+        for islands in sorted({n, world.hosts}):
+            if islands <= n:
+                wire = 2 * (n - 1) / n * far.per_byte / (per_host if n > islands else 1)
+                latency = GLOO_MS[n][0] * 1e-3
+                start = turns**2 * latency + 2 * (n - 1) * far.step
+                points = (
+                    (size, start + turns * (t - latency) + size * wire)
+                    for size, t in _gloo_points(n)
+                )
+                curves.append(Curve(tuple(points), n, islands))
+    return tuple(curves)
