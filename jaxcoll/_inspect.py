@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -202,8 +203,8 @@ def _complaints(
     for limit, excess_of in single:
         excess = {k: [*excess_of(c)] for k, c in enumerate(report.collectives)}
         if places := [f"#{k}" for k in excess if excess[k]]:
-            words = dict.fromkeys(word for found in excess.values() for word in found)
-            yield f"{limit}, found {', '.join(words)} in {', '.join(some(places, 8))}."
+            words = ", ".join(dict.fromkeys(itertools.chain(*excess.values())))
+            yield f"{limit}, found {words} in {', '.join(some(places, 8))}."
     # What could not be read keeps no limit for certain.
     yield from (f"not counted: {note}" for note in report.unread)
 

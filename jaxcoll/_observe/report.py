@@ -1,4 +1,4 @@
-"""What a program requests, what is compiled of that, and what it sends, as one frozen value."""
+"""One report: what a program requests, what is compiled of that, and what is sent."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Report:
 
     @property
     def uncounted(self) -> tuple[str, ...]:
-        """What may send beyond the figures, and why; empty if nothing is left out."""
+        """Whatever may send beyond the figures, and why; empty if nothing is left out."""
         turns = "does not say how often it turns: what it sends is counted for one turn."
         return (*self.unread, *(f"loop {name!r} {turns}" for name in self.unbounded))
 
@@ -133,9 +133,9 @@ class Report:
 
     @property
     def exposed_seconds(self) -> float | None:
-        """Of `seconds`, what no matrix product hides (docs/cost_model.md); None if not known."""
-        each = [row.exposed_seconds for row in self.rows if row.exposed_seconds is not None]
-        return sum(each) if self.predicted_from and len(each) == self.count else None
+        """The part of `seconds` that no matrix product hides; None if that is not known."""
+        parts = [row.exposed_seconds for row in self.rows if row.exposed_seconds is not None]
+        return sum(parts) if self.predicted_from and len(parts) == self.count else None
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain numbers and strings, bytes and elements counted on one device."""
@@ -150,7 +150,10 @@ class Report:
         return {
             **{name: codec.plain(getattr(self, name)) for name in _PLAIN},
             "requested": requested,
-            "rows": [codec.plain(row) | {"compiled": plain(row.compiled)} for row in self.rows],
+            "rows": [
+                codec.plain(row) | {"compiled": plain(row.compiled), "wire_bytes": row.wire_bytes}
+                for row in self.rows
+            ],
             "groups": codec.plain(tuple(groups)),
         }
 
@@ -285,8 +288,8 @@ def side_by_side(reports: Mapping[str, Report]) -> str:
 def _figures(report: Report) -> dict[str, tuple[str, float | None]]:
     """Return each figure in words, and as a number where a ratio says something."""
     sent = sum(c.turns * c.nbytes for c in report.collectives)
-    asked = sum(r.turns for r in report.requested or ())
-    requested = "" if report.requested is None else counted(asked, "collective")
+    before = sum(r.turns for r in report.requested or ())
+    requested = "" if report.requested is None else counted(before, "collective")
     reduced, exposed, seconds = report.overlap.reduced, report.exposed_seconds, report.seconds
     flops = report.overlap.flops
     behind = percent(reduced.behind, reduced.nbytes) if reduced.nbytes else ""
@@ -323,15 +326,15 @@ def report_of(
     """
     program = read_hlo(compiled)
     before = None if requested is None else read_hlo(requested)
+    collectives = None if before is None else before.collectives
     unread = () if before is None else before.unread
-    asked = None if before is None else before.collectives
-    held = ("argument", "output", "temp")
+    taken = ("argument", "output", "temp")
     return Report(
         name=program.name,
         where=where,
         devices=program.devices,
-        requested=asked,
-        rows=rows_of(program, asked, plans, terms),
+        requested=collectives,
+        rows=rows_of(program, collectives, plans, terms),
         matmuls=program.matmuls,
         loops=program.loops,
         instructions=program.instructions,
@@ -340,6 +343,6 @@ def report_of(
         unbounded=program.unbounded,
         notes=(*program.notes, *(f"of what was requested: {note}" for note in unread), *notes),
         predicted_from="" if terms is None else terms.source,
-        memory_bytes=sum(memory[x] for x in held) - memory["alias"] if memory else None,
+        memory_bytes=sum(memory[x] for x in taken) - memory["alias"] if memory else None,
         plans=tuple(plans),
     )

@@ -100,11 +100,11 @@ def packs_in_words(packs: Sequence[str]) -> str:
         reduction, _, last = pack.partition("/")
         noun, number = re.findall(r"[a-z]+|\d+", last)
         by_reduction.setdefault((reduction, noun), []).append(int(number))
-    words = []
+    phrases = []
     for (reduction, noun), numbers in by_reduction.items():
         many = noun + "s" * (noun == "pack" and len(numbers) > 1)
-        words.append(f"{many} {_ranges(sorted(numbers))} of {reduction}")
-    return ", ".join(words)
+        phrases.append(f"{many} {_ranges(sorted(numbers))} of {reduction}")
+    return ", ".join(phrases)
 
 
 def during(meanwhile: Meanwhile | None) -> str:

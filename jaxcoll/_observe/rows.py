@@ -60,14 +60,16 @@ def rows_of(
     origins = join(requested or (), collectives)
     changes = _Changes(requested, origins)
     leaves = _leaves_by_pack(plans)
-    seconds = exposure = None
+    unknown: list[float | None] = [None] * len(collectives)
+    seconds, exposures = unknown, unknown
     if terms is not None:
-        seconds = [predicted(c, terms) for c in collectives]
-        exposure = exposed(collectives, seconds, compiled.matmuls, terms)
+        prices = [predicted(c, terms) for c in collectives]
+        seconds = [*prices]
+        exposures = [*(exposed(collectives, prices, compiled.matmuls, terms) or unknown)]
     rows = []
-    for k, (c, origin) in enumerate(zip(collectives, origins, strict=True)):
+    for c, origin, price, exposure in zip(collectives, origins, seconds, exposures, strict=True):
         carried = [*((requested or ())[i] for i in origin.requested), c]
-        packs = _distinct(pack_of(name) for each in carried for name in names(each.op_name))
+        packs = _distinct(pack_of(name) for x in carried for name in names(x.op_name))
         row = Row(
             compiled=c,
             requested=origin.requested,
@@ -75,9 +77,9 @@ def rows_of(
             changes=tuple(changes.of(c, origin)),
             packs=packs,
             leaves=_distinct_paths(paths for pack, paths in leaves.items() if pack in packs),
-            sources=_distinct(each.source for each in carried),
-            seconds=seconds and seconds[k],
-            exposed_seconds=exposure and exposure[k],
+            sources=_distinct(x.source for x in carried),
+            seconds=price,
+            exposed_seconds=exposure,
         )
         rows.append(row)
     return tuple(rows)

@@ -29,10 +29,10 @@ class Call:
 
 Item = Collective | Call | Matmul
 Bodies = Mapping[str, Sequence[Item]]
-"""What matters of each computation, in its order."""
+"""The items of each computation, in its order."""
 
 Event = Collective | Matmul | Loop
-"""What one run carries out."""
+"""Something that one run carries out."""
 
 
 def carried_out(bodies: Bodies, entry: str, lengths: Mapping[str, int]) -> tuple[Event, ...]:

@@ -1,4 +1,4 @@
-"""Values that both readers make: collectives, matrix products, and the loops around them."""
+"""Values that the reader makes: collectives, matrix products, and the loops around them."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ class Operand:
 
 
 def bytes_of(dtype: str, size: int) -> int:
-    """Bytes of `size` elements of an HLO type, rounded up to whole bytes."""
+    """Return the bytes of `size` elements of an HLO type, rounded up to whole bytes."""
     if dtype == "pred":
         return size
-    found = _BITS.fullmatch(dtype)
-    if found is None:
+    bits = _BITS.fullmatch(dtype)
+    if bits is None:
         raise ValueError(
             f"expected an element type of HLO (f32, bf16, s8, pred, ...), got {dtype!r}: it is "
             "newer than this reader, or the text is damaged."
         )
-    return -(-size * int(found[1]) // 8)
+    return -(-size * int(bits[1]) // 8)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meanwhile:
-    """What is scheduled between the start and the end of an asynchronous collective."""
+    """Work that is scheduled between the start and the end of an asynchronous collective."""
 
     instructions: int  # those that do something; constants, tuples and the like are left out
     matmuls: int  # matrix products and convolutions among them, a loop's each time
@@ -106,7 +106,7 @@ class Collective:
 
     @property
     def turns(self) -> int:
-        """How often one run carries it out; a loop that does not say how often it turns, once."""
+        """Times that one run carries it out; a loop that does not say how often it turns, once."""
         return 1 if self.trips is None else self.trips
 
     @property
@@ -129,7 +129,7 @@ class Collective:
 
 
 def _leaving(kind: str, operand: Operand, n: int) -> int:
-    """Bytes of one operand that leave the device of a group of `n` that sends most."""
+    """Return the bytes of one operand that leave the device of a group of `n` that sends most."""
     if n <= 1:
         return 0
     match kind:
@@ -158,7 +158,7 @@ class Matmul:
 
     @property
     def turns(self) -> int:
-        """How often one run carries it out; a loop that does not say how often it turns, once."""
+        """Times that one run carries it out; a loop that does not say how often it turns, once."""
         return 1 if self.trips is None else self.trips
 
 
@@ -174,7 +174,7 @@ class Loop:
 
 
 def wire_bytes(collectives: Iterable[Collective]) -> int:
-    """Bytes that leave one device when the program runs once.
+    """Return the bytes that leave one device when the program runs once.
 
     With n devices in a group and S bytes in an operand, an all-reduce sends 2(n-1)/n·S,
     a reduce-scatter and an all-to-all (n-1)/n·S, an all-gather (n-1)·S, a collective-permute
@@ -196,12 +196,12 @@ def wire_bytes(collectives: Iterable[Collective]) -> int:
 
 
 def runs(collectives: Iterable[Collective]) -> int:
-    """How many collectives one run carries out: of a conditional those of its longest branch."""
+    """Count the collectives of one run: of a conditional those of its longest branch."""
     return _dearest([(c.branches, c.turns) for c in collectives])
 
 
 def _dearest(sent: list[tuple[tuple[tuple[str, int], ...], int]]) -> int:
-    """The sum over everything sent, with the dearest branch of each conditional."""
+    """Add up everything sent, with the dearest branch of each conditional."""
     total = sum(nbytes for branches, nbytes in sent if not branches)
     conditionals: dict[str, dict[int, list]] = {}
     for branches, nbytes in sent:
