@@ -86,7 +86,9 @@ def _texts_of(stage: Stage, plans: Sequence[Plan] = ()) -> Texts:
 
 def requested_text(lowered: jax.stages.Lowered) -> str:
     """Return the HLO that was requested, before any compiler has seen it, with source lines."""
-    return lowered.as_text("hlo", debug_info=True)
+    # What `as_text("hlo")` returns, but without the numbers of large constants.
+    program: Any = lowered.compiler_ir("hlo")
+    return program.as_hlo_module().to_string()
 
 
 def _traced(
