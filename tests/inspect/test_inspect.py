@@ -28,6 +28,9 @@ def S(*shape, dtype=jnp.float32):
 
 
 WHOLE = P()
+GRID = Mesh(
+    np.array(jax.devices()).reshape(2, 4), ("outer", "inner"), axis_types=(AxisType.Auto,) * 2
+)
 
 
 def mapped(function, out_specs=WHOLE):
@@ -103,6 +106,13 @@ PROGRAMS = {  # name: (function, arguments, collectives in one run by kind, wire
     "pmean of a tree": (
         mapped(lambda x: lax.pmean({"a": x, "b": x[:, :3]}, "d")), [S(8, 100)],
         {"all-reduce": 1}, native(100, 3),
+    ),
+    "two axes": (
+        jax.jit(jax.shard_map(
+            lambda x: (lax.psum(x, "inner"), lax.psum(x, "outer")), mesh=GRID,
+            in_specs=P(("outer", "inner")), out_specs=(P("outer"), P("inner")),
+        )),
+        [S(8, 32)], {"all-reduce": 2}, 2 * (32 - 8) * 4 + 2 * (32 - 16) * 4,
     ),
     "all_gather": (
         mapped(lambda x: lax.all_gather(x, "d", tiled=True), P("d")), [S(8, 16)],
@@ -261,6 +271,19 @@ def test_a_loop_is_named_and_its_requested_turns_are_known():
     assert sorted(r.trips for r in report.requested) == [1, 4]
     assert report.requested_wire_bytes == report.wire_bytes
     assert [loop.trips for loop in report.loops] == [4]
+
+
+def test_a_while_loop_does_not_say_how_often_it_turns():
+    again = lambda x: lax.while_loop(lambda x: jnp.sum(x) < 100.0, summed, x)
+    report = jc.inspect(mapped(again, P("d")), S(8, 64))
+    assert [c.trips for c in (*report.requested, *report.collectives)] == [None, None]
+    assert len(report.unbounded) == len(report.uncounted) == 1
+
+
+def test_shardings_alone_request_nothing():
+    report = jc.inspect(jax.jit(jnp.sum, in_shardings=jax.NamedSharding(GRID, P("outer"))), S(64))
+    assert report.requested == ()
+    assert [row.changes for row in report.rows] == [("added by the compiler",)]
 
 
 def test_the_line_that_asks_is_known():
