@@ -325,7 +325,7 @@ def report_of(
     and all that is temporary, by XLA's names.
     """
     program = read_hlo(compiled)
-    before = None if requested is None else read_hlo(requested)
+    before = None if requested is None else read_hlo(requested, program.devices)
     collectives = None if before is None else before.collectives
     unread = () if before is None else before.unread
     taken = ("argument", "output", "temp")

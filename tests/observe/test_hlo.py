@@ -45,6 +45,16 @@ def test_operands_typed_in_place():
     assert found.groups == ((0, 1, 2, 3),)
 
 
+def test_a_text_that_is_not_compiled_yet_is_for_as_many_devices_as_is_said():
+    mark = "channel_id=1, use_global_device_ids=true, to_apply=%add"
+    text = module(
+        ADD, entry(f"ROOT %ar = f32[16,4]{{1,0}} all-reduce(%x), replica_groups={{}}, {mark}"),
+        counts="x=1",
+    )  # fmt: skip
+    (found,) = read_hlo(text, devices=8).collectives
+    assert found.groups == (tuple(range(8)),)
+
+
 def test_names_without_percent_signs():
     text = module(
         "add {\n  a = f32[] parameter(0)\n  b = f32[] parameter(1)\n  ROOT s = f32[] add(a, b)\n}",

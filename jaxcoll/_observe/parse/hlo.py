@@ -56,8 +56,8 @@ class Program(NamedTuple):
     notes: tuple[str, ...]  # what else is not known, and why
 
 
-def read_hlo(text: str) -> Program:
-    """Read what `compiled.as_text()` returns.
+def read_hlo(text: str, devices: int = 1) -> Program:
+    """Read what `compiled.as_text()` returns, or the HLO of what is lowered for so many devices.
 
     Nothing is skipped in silence: every operand of a combined collective is listed, in the element
     type that the compiler settled on; loops, calls, fusions and conditionals are followed from the
@@ -66,7 +66,7 @@ def read_hlo(text: str) -> Program:
     Raises:
       ValueError: the text is not HLO, is cut off, or calls computations in a circle.
     """
-    module = parse_module(text)
+    module = parse_module(text, devices)
     reader = _Reader(module)
     arithmetic = Arithmetic(module, {name: reader.body(name) for name in module.computations})
     lengths = {name: len(lines) for name, lines in module.computations.items()}

@@ -95,8 +95,14 @@ class Module:
     tables: list[str] = dataclasses.field(default_factory=list)
 
 
-def parse_module(text: str) -> Module:
-    """Cut HLO text into computations, each as its lines, in the text's order."""
+def parse_module(text: str, devices: int = 1) -> Module:
+    """Cut HLO text into computations, each as its lines, in the text's order.
+
+    Before it is compiled, a text does not say how many `devices` it is for.
+
+    Raises:
+      ValueError: the text is not HLO, or is cut off.
+    """
     lines = iter(text.splitlines())
     header = next((line for line in lines if line.strip()), "")
     if not header.startswith("HloModule"):
@@ -123,8 +129,8 @@ def parse_module(text: str) -> Module:
         where = f"inside the computation {name!r}" if name else "before the ENTRY computation"
         raise ValueError(f"the HLO text looks cut off: it ends {where}.")
     replicas, partitions = (
-        int(match[1]) if (match := re.search(rf"\b{count}=(\d+)", header)) else 1
-        for count in ("replica_count", "num_partitions")
+        int(match[1]) if (match := re.search(rf"\b{count}=(\d+)", header)) else default
+        for count, default in (("replica_count", 1), ("num_partitions", devices))
     )
     title = _MODULE.match(header)
     return Module(title[1] if title else "", computations, entry, replicas, partitions, tables)
