@@ -18,14 +18,13 @@ from jaxcoll._observe.row_table import MOST, table, totals, without_folders
 from jaxcoll._observe.rows import Row, rows_of
 from jaxcoll._plan.cost.terms import Terms
 from jaxcoll._plan.plan import Plan
-from jaxcoll._show import codec
 from jaxcoll._show.table import Table, folding_html, lines_html
 from jaxcoll._show.units import WIDTH, counted, fold, milliseconds, percent, scaled, shortened, size
 
-_PLAIN = (
+_FIGURES = (
     "name", "where", "devices", "instructions", "count", "runs", "wire_bytes",
-    "requested_wire_bytes", "memory_bytes", "overlapped", "overlap", "seconds", "exposed_seconds",
-    "predicted_from", "unread", "unbounded", "notes", "dropped", "matmuls", "loops",
+    "requested_wire_bytes", "memory_bytes", "overlapped", "seconds", "exposed_seconds",
+    "predicted_from", "unread", "unbounded", "notes", "dropped",
 )  # fmt: skip
 """Attributes that JSON has as they are."""
 
@@ -142,19 +141,22 @@ class Report:
         groups: dict[Groups, int] = {}  # each once; they are long
 
         def plain(c: Collective) -> dict[str, Any]:
-            place = groups.setdefault(c.groups, len(groups))
-            figures = {"bytes": c.nbytes, "wire_bytes": c.wire_bytes, "groups": place}
-            return codec.plain(c) | figures
+            alone = dataclasses.asdict(dataclasses.replace(c, groups=()))
+            figures = {"bytes": c.nbytes, "wire_bytes": c.wire_bytes}
+            return alone | figures | {"groups": groups.setdefault(c.groups, len(groups))}
 
         requested = None if self.requested is None else [plain(r) for r in self.requested]
         return {
-            **{name: codec.plain(getattr(self, name)) for name in _PLAIN},
+            **{name: getattr(self, name) for name in _FIGURES},
+            "overlap": dataclasses.asdict(self.overlap),
             "requested": requested,
             "rows": [
-                codec.plain(row) | {"compiled": plain(row.compiled), "wire_bytes": row.wire_bytes}
+                vars(row) | {"compiled": plain(row.compiled), "wire_bytes": row.wire_bytes}
                 for row in self.rows
             ],
-            "groups": codec.plain(tuple(groups)),
+            "matmuls": [dataclasses.asdict(m) for m in self.matmuls],
+            "loops": [dataclasses.asdict(loop) for loop in self.loops],
+            "groups": list(groups),
         }
 
     def to_json(self) -> str:
